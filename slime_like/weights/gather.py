@@ -27,7 +27,8 @@ class Parameter:
     """One that some ranks hold, or hold shards of. stage: the pipeline stage that has it. expert:
     its number; None: not an expert's. shape: of a shard. sharded: over the tensor-parallel ranks
     (an expert's: the expert-tensor-parallel ones), else each has the whole. dtype: of the shards.
-    outputs: the tensors that are made of it."""
+    outputs: the tensors that are made of it. stacked: it is that parameter of all experts of its
+    layer, one above the other, and a rank has those of the experts it holds."""
 
     name: str
     stage: int
@@ -36,9 +37,12 @@ class Parameter:
     dtype: torch.dtype
     sharded: bool
     outputs: tuple[TensorPlan, ...]
+    stacked: bool = False
 
 
-Place = tuple[int, int | None]  # pipeline stage, and expert-parallel rank of experts
+EVERY_EXPERT = -1
+# pipeline stage, and expert-parallel rank of experts; `EVERY_EXPERT` where they are stacked
+Place = tuple[int, int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,8 @@ def plan_buckets(
 
     for parameter in parameters:
         expert = parameter.expert
-        place = (parameter.stage, None if expert is None else expert // experts_per_rank)
+        group = EVERY_EXPERT if parameter.stacked else expert and expert // experts_per_rank
+        place = (parameter.stage, group)
         if place in open_buckets and not fits(sizes[place], parameter.outputs, max_bytes):
             close(place)
         if place not in open_buckets:
@@ -94,6 +99,7 @@ def find_senders(layout: ParallelLayout) -> dict[Place, int]:
         mine.append((layout.pp_rank, None))
     if layout.etp_rank == 0 and _is_first_copy(layout, layout.ep_rank):
         mine.append((layout.pp_rank, layout.ep_rank))
+        mine += [(layout.pp_rank, EVERY_EXPERT)] * (layout.ep_rank == 0)
     return {place: rank for rank, places in enumerate(gather(mine)) for place in places}
 
 
@@ -186,16 +192,17 @@ class WeightStream(WeightBuckets):
         layout, (stage, expert_rank) = self._layout, planned.place
         if stage != layout.pp_rank or not _is_first_copy(layout, expert_rank):
             return None
-        if expert_rank not in (None, layout.ep_rank):
+        if expert_rank not in (None, EVERY_EXPERT, layout.ep_rank):
             return None
-        size, group = (
-            (layout.tp_size, layout.tp_group)
-            if expert_rank is None
-            else (layout.etp_size, layout.etp_group)
-        )
+        if expert_rank == EVERY_EXPERT:  # there are no expert-tensor-parallel ranks
+            size, group = layout.ep_size, layout.ep_group
+        elif expert_rank is None:
+            size, group = layout.tp_size, layout.tp_group
+        else:
+            size, group = layout.etp_size, layout.etp_group
         # the widest dtypes first: each begins where it may
         cut = sorted(
-            (p for p in planned.parameters if p.sharded and size > 1),
+            (p for p in planned.parameters if (p.sharded or p.stacked) and size > 1),
             key=lambda p: -p.dtype.itemsize,
         )
         rows = self._gather(cut, planned.sender, size, group) if cut else None

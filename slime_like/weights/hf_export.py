@@ -16,13 +16,15 @@ from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.weights.buckets import DEFAULT_BUCKET_BYTES, TensorPlan
 from slime_like.weights.families import EMBEDDING, LM_HEAD, OUTPUT_LAYER
 from slime_like.weights.gather import Parameter, WeightStream, find_senders, plan_buckets
-from slime_like.weights.mappings import Mapping, Sizes, VocabParallel
+from slime_like.weights.mappings import Mapping, Sizes, StackedExpert, VocabParallel
 from slime_like.weights.parameter_map import (
     any_expert,
     expert_number,
     family_map,
     global_parameters,
     model_sizes,
+    of_expert,
+    own_experts,
     unwrap,
 )
 from slime_like.weights.quantized import CodedWeight, encode_tensors, stored_plans
@@ -60,15 +62,15 @@ class HfExport:
             config,
             tied=not gpt.untie_embeddings_and_output_weights,
             value_head=value_head,
+            predicting=gpt.mtp_num_layers,
         )
         if own_head:
             self._family = {**self._family, OUTPUT_LAYER: VocabParallel(LM_HEAD)}
+        experts, owners = self._sizes.experts // layout.ep_size, _owners(self._local(), layout)
         self._plan = plan_buckets(
-            _parameters(
-                self._family, self._sizes, _owners(self._local(), layout), dtype, self._coded
-            ),
+            _parameters(self._family, self._sizes, owners, dtype, self._coded, experts),
             find_senders(layout),
-            self._sizes.experts // layout.ep_size,
+            experts,
             bucket_bytes,
         )
 
@@ -82,11 +84,17 @@ class HfExport:
         """
         local, added = self._local(), deltas or {}
 
+        def one(name: str, dtype: torch.dtype) -> Tensor:
+            tensor = local[name].detach()
+            if name in added:
+                tensor = (tensor.float() + added[name]()).detach()
+            return tensor.to(dtype)
+
         def shard(parameter: Parameter) -> Tensor:
-            tensor = local[parameter.name].detach()
-            if parameter.name in added:
-                tensor = (tensor.float() + added[parameter.name]()).detach()
-            return tensor.to(parameter.dtype)
+            if not parameter.stacked:
+                return one(parameter.name, parameter.dtype)
+            own = own_experts(self._sizes, self._layout)
+            return torch.stack([one(of_expert(parameter.name, e), parameter.dtype) for e in own])
 
         device = next(iter(local.values())).device
         return WeightStream(self._plan, self._layout, device, shard, self._assemble)
@@ -95,8 +103,13 @@ class HfExport:
         self, parameter: Parameter, shards: Sequence[Tensor], outputs: MappingOf[str, Tensor]
     ) -> None:
         mapping = self._family[parameter.name]
+        names, each = [parameter.name], [shards]
+        if parameter.stacked:
+            each = [[tensor] for of_rank in shards for tensor in of_rank]
+            names = [of_expert(parameter.name, e) for e in range(len(each))]
         if self._coded.keys().isdisjoint(mapping.hf_shapes(self._sizes)):
-            put_together(mapping, shards, self._sizes, outputs)
+            for name, parts in zip(names, each, strict=True):
+                put_together(self._family[name], parts, self._sizes, outputs)
             return
         full = gather_full_tensors(mapping, shards, self._sizes)
         for name, tensor in encode_tensors(full, self._coded).items():
@@ -145,9 +158,11 @@ def _parameters(
     owners: MappingOf[str, Owner],
     dtype: torch.dtype | None,
     coded: MappingOf[str, CodedWeight],
+    experts: int,
 ) -> list[Parameter]:
     """Those that hold tensors of their own, in the order of the network. The tensors that become of
-    one are in the order of their dtypes' widths: each begins where its dtype may."""
+    one are in the order of their dtypes' widths: each begins where its dtype may. experts: of a
+    layer, on each rank."""
     done: set[str] = set()
     found = []
     for name, mapping in family.items():
@@ -164,8 +179,11 @@ def _parameters(
             for stored in stored_plans(TensorPlan(hf_name, whole, kept), coded)
         ]
         outputs.sort(key=lambda plan: -plan.dtype.itemsize)
-        expert = expert_number(name)
-        found.append(Parameter(name, stage, expert, shape, kept, mapping.sharded, tuple(outputs)))
+        expert, stacked = expert_number(name), isinstance(mapping, StackedExpert)
+        shape = (experts, *shape) if stacked else shape
+        found.append(
+            Parameter(name, stage, expert, shape, kept, mapping.sharded, tuple(outputs), stacked)
+        )
         done |= shapes.keys()
     return found
 
@@ -188,6 +206,9 @@ def put_together(
         position = 0
         for part in mapping.parts(sizes, tp_rank, len(shards), rows=shard.shape[mapping.dim]):
             if part.hf is not None:
-                target = whole[part.hf].narrow(mapping.dim, part.start, len(part))
+                target = whole[part.hf]
+                if part.inside is not None:
+                    target = part.inside.matrix(target[part.inside.expert])
+                target = target.narrow(mapping.dim, part.start, len(part))
                 target.copy_(shard.narrow(mapping.dim, position, len(part)))
             position += len(part)

@@ -14,15 +14,17 @@ from arguments.schema import GPTModelConfig
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.weights.mappings import Mapping, Part, Sizes
 from slime_like.weights.parameter_map import (
+    LAYER,
     VALUE_HEAD,
     expert_number,
     family_map,
     global_parameters,
     model_sizes,
+    own_experts,
     unwrap,
 )
 from slime_like.weights.safetensors_reader import DTYPES, MAX_NAMED, WeightFiles, listed
-from slime_like.weights.untrained import untrained_prefixes
+from slime_like.weights.untrained import repeated_tensors, untrained_prefixes
 
 
 def load_hf_weights(
@@ -98,6 +100,7 @@ def plan_loading(
         config,
         tied=not gpt.untie_embeddings_and_output_weights,
         value_head=value_head,
+        predicting=gpt.mtp_num_layers,
     )
     _check_model(dict(local), family, hf.architecture, own_experts(sizes, layout))
     parts = {
@@ -110,17 +113,27 @@ def plan_loading(
         if value_head and not mapping.hf_shapes(sizes).keys() <= files.names
     ]
     there = {name: mapping for name, mapping in family.items() if name not in absent}
-    _check_names(files, there, folder, sizes, untrained_prefixes(hf))
+    ignored = untrained_prefixes(hf, None if value_head else gpt.mtp_num_layers)
+    repeated = repeated_tensors(hf, gpt.mtp_num_layers)
+    _check_names(files, there, folder, sizes, (*ignored, *repeated))
     _check_tensors(files, there, folder, sizes)
     return LoadPlan(there, parts, frozenset(absent))
 
 
 def _fill(shard: Tensor, dim: int, parts: Sequence[Part], files: WeightFiles) -> None:
     position = 0
+    stacked: tuple[Any, Tensor] | None = (
+        None  # an expert that has been read: gate and up are in one
+    )
     for part in parts:
         rows = shard.narrow(dim, position, len(part))
         if part.hf is None:
             rows.zero_()
+        elif part.inside is not None:
+            at = part.hf, part.inside.expert
+            if stacked is None or stacked[0] != at:
+                stacked = at, files.read(part.hf, 0, at[1], at[1] + 1)[0]
+            rows.copy_(part.inside.matrix(stacked[1]).narrow(dim, part.start, len(part)))
         else:
             files.read_into(rows, part.hf, dim, part.start, part.stop)
         position += len(part)
@@ -136,20 +149,13 @@ def _parts(
         else (layout.etp_rank, layout.etp_size)
     )
     parts = mapping.parts(sizes, rank, size, rows=parameter.shape[mapping.dim])
-    hf_name, hf_shape = next(iter(mapping.hf_shapes(sizes).items()))
-    expected = list(hf_shape)
-    expected[mapping.dim] = sum(map(len, parts))
-    if tuple(parameter.shape) != tuple(expected):
+    expected = mapping.shard_shape(sizes, sum(map(len, parts)))
+    if tuple(parameter.shape) != expected:
+        hf_name = next(iter(mapping.hf_shapes(sizes)))
         raise ValueError(
-            f"the model's parameter {name} has shape {tuple(parameter.shape)}, but {hf_name} calls for {tuple(expected)}"
+            f"the model's parameter {name} has shape {tuple(parameter.shape)}, but {hf_name} calls for {expected}"
         )
     return parts
-
-
-def own_experts(sizes: Sizes, layout: ParallelLayout) -> range:
-    """The experts of each layer that this rank has, or a part of."""
-    share = sizes.experts // layout.ep_size
-    return range(layout.ep_rank * share, (layout.ep_rank + 1) * share)
 
 
 def _check_model(
@@ -157,15 +163,11 @@ def _check_model(
 ) -> None:
     """The model's layers have exactly the parameters of the family, of the experts those in
     `experts`."""
-    layers = {name.split(".")[2] for name in local if name.startswith("decoder.layers.")}
+    layers = {found[0] for name in local if (found := LAYER.match(name))}
 
     def belongs_here(name: str) -> bool:
-        number = expert_number(name)
-        return (
-            name.startswith("decoder.layers.")
-            and name.split(".")[2] in layers
-            and (number is None or number in experts)
-        )
+        number, layer = expert_number(name), LAYER.match(name)
+        return layer is not None and layer[0] in layers and (number is None or number in experts)
 
     absent = [name for name in family if name not in local and belongs_here(name)]
     strange = local.keys() - family.keys()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -21,7 +21,7 @@ from slime_like.errors import RunError
 from slime_like.weights.buckets import TensorPlan
 from slime_like.weights.families import LM_HEAD
 from slime_like.weights.gather import WeightStream
-from slime_like.weights.safetensors_reader import file_names
+from slime_like.weights.safetensors_reader import WeightFiles, file_names
 from slime_like.weights.safetensors_writer import (
     ShardPlan,
     is_quantized,
@@ -41,6 +41,9 @@ COPIED = (
     "*.tiktoken",
     "chat_template*",
     "generation_config.json",
+    "preprocessor_config.json",  # of images and videos
+    "video_preprocessor_config.json",
+    "processor_config.json",
 )
 DEFAULT_SHARD_BYTES = 5 * 2**30
 
@@ -51,10 +54,15 @@ def save_hf(
     config_source_folder: str,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     more: Iterable[tuple[str, Tensor]] = (),
+    copies: Mapping[str, str] | None = None,
+    *,
+    every_rank: bool = False,
 ) -> None:
     """Write `stream` as safetensors (in shards, with an index, when over `max_shard_bytes`), with
     config.json and the tokenizer files of `config_source_folder`. Collective. more: what rank 0
-    writes besides.
+    writes besides. copies: names under which a tensor is written once more, where the source has
+    them -> its own. every_rank: of a stream that is no `WeightStream`, each rank has a part, and
+    writes it; all see the folder.
 
     Of a `WeightStream` that is more than one file every sender writes what it has, where all ranks
     see the folder; else rank 0 writes all. The writers of a host hold at most `max_shard_bytes` of tensors (or one tensor each)
@@ -74,7 +82,8 @@ def save_hf(
     def write() -> list[Part]:
         try:
             with _as_saving_errors():
-                whole = chain(mine, more) if rank_zero else mine
+                own = with_copies(mine, copies, source) if copies and writes else mine
+                whole = chain(own, more) if rank_zero else own
                 return _write_parts(temporary, whole, max_shard_bytes) if writes else []
         finally:
             for _ in mine:  # after an error, and where nothing is written: a collective
@@ -86,19 +95,29 @@ def save_hf(
 
     try:
         temporary = from_rank_zero(prepare)
-        writes = rank_zero
+        writes = rank_zero or every_rank
         if isinstance(stream, WeightStream):
             is_large = sum(planned.nbytes for planned in stream.plan) > max_shard_bytes
             writes = is_large and all(gather(temporary.is_dir()))
             mine = stream.own() if writes else stream.to_rank_zero()
-            if writes:
-                max_shard_bytes //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            writes = writes or rank_zero
+            every_rank, writes = writes, writes or rank_zero
+        if every_rank:
+            max_shard_bytes //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         found = gather(together(write))
         from_rank_zero(finish)
     finally:
         if rank_zero:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def with_copies(
+    stream: Iterable[tuple[str, Tensor]], copies: Mapping[str, str], source: Path
+) -> Iterator[tuple[str, Tensor]]:
+    with WeightFiles(str(source)) as files:
+        there = [(copy, own) for copy, own in copies.items() if copy in files.names]
+    for name, tensor in stream:
+        yield name, tensor
+        yield from ((copy, tensor.clone()) for copy, own in there if own == name)
 
 
 @contextmanager
@@ -158,17 +177,19 @@ def finish_folder(
     of most weights; None: they are stored as the source's config.json says, quantised. value_head: they are a critic's, which transformers loads as a model that
     classifies tokens. own_head: the output layer's weight is among them, and so is not the
     embedding, whatever the source says."""
-    for pattern in COPIED:
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    own_code = ("*.py",) if config.get("auto_map") else ()  # that the key names
+    for pattern in (*COPIED, *own_code):
         for path in source.glob(pattern):
             if path.is_file():
                 shutil.copyfile(path, temporary / path.name)
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    if dtype is not None:
-        # transformers 4, transformers 5
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
-        config.pop("quantization_config", None)
-    if own_head and config.get("tie_word_embeddings"):
-        config["tie_word_embeddings"] = False
+    for part in (config, config.get("text_config") or {}):
+        if dtype is not None:
+            # transformers 4, transformers 5
+            part["torch_dtype" if "torch_dtype" in part else "dtype"] = dtype
+            part.pop("quantization_config", None)
+        if own_head and part.get("tie_word_embeddings"):
+            part["tie_word_embeddings"] = False
     if value_head:
         config["architectures"] = [
             name.replace("ForCausalLM", "ForTokenClassification")

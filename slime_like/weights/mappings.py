@@ -12,9 +12,13 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 M = TypeVar("M", bound="Mapping")
+S = TypeVar("S", bound="StackedExpert")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,12 @@ class Sizes:
     rotary: int = 0
     head_key: int = 0  # of one head: the query or key without and with that part, the value
     head_value: int = 0
+    # gated delta nets: heads of keys, which are groups of those of values, and the size of one head
+    delta_groups: int = 0
+    delta_heads: int = 0
+    delta_key: int = 0
+    delta_value: int = 0
+    delta_taps: int = 0  # of the convolution
 
     @property
     def query(self) -> int:
@@ -59,6 +69,10 @@ class Sizes:
         return self.kv_latent + self.rotary
 
     @property
+    def delta_output(self) -> int:
+        return self.delta_heads * self.delta_value
+
+    @property
     def one(self) -> int:
         return 1
 
@@ -68,13 +82,29 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
+class OfExpert:
+    """Where a file has the experts of a layer as one tensor [experts, columns, rows], or biases
+    [experts, rows]: those rows of one expert that are one matrix, every `step`th."""
+
+    expert: int
+    offset: int = 0
+    step: int = 1
+
+    def matrix(self, stored: Tensor) -> Tensor:
+        """A view [rows / step, columns] of the expert's own [columns, rows]; of a bias [rows / step]."""
+        rows = stored if stored.dim() == 1 else stored.transpose(0, 1)
+        return rows[self.offset :: self.step]
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """Rows [start, stop) of the tensor `hf` along the mapping's dimension; `hf` None: so many rows
-    of padding."""
+    of padding. inside: rows of a matrix within the tensor."""
 
     hf: str | None
     start: int
     stop: int
+    inside: OfExpert | None = None
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -100,6 +130,12 @@ class Mapping(ABC):
         """What the shard of `tp_rank` consists of. rows: its length along `dim`; only padding
         depends on it."""
 
+    def shard_shape(self, sizes: Sizes, rows: int) -> tuple[int, ...]:
+        """Of a shard that is `rows` long along `dim`."""
+        shape = list(next(iter(self.hf_shapes(sizes).values())))
+        shape[self.dim] = rows
+        return tuple(shape)
+
     def at(self: M, layer: int, expert: int = 0) -> M:
         """The mapping with its names filled in for the global layer number `layer` and, in expert
         layers, `expert` (both from 0)."""
@@ -112,6 +148,19 @@ class Mapping(ABC):
                 if isinstance(name, str)
             },
         )
+
+
+def renamed(mapping: M, old: str, new: str) -> M:
+    """The mapping with `new` in place of `old` at the start of its Hugging Face names."""
+    names = {field.name: getattr(mapping, field.name) for field in dataclasses.fields(mapping)}
+    return dataclasses.replace(
+        mapping,
+        **{
+            key: new + name.removeprefix(old)
+            for key, name in names.items()
+            if isinstance(name, str) and name.startswith(old)
+        },
+    )
 
 
 def _share(total: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
@@ -152,6 +201,24 @@ class ReplicatedRows(Mapping):
 
 
 @dataclass(frozen=True)
+class JoinedProjection(Mapping):
+    """[hidden, 2 * hidden], whole on every tensor-parallel rank: of an embedding and a hidden state,
+    in this order here. hidden_first: the file has the columns of hidden states first."""
+
+    hf: str
+    hidden_first: bool = False
+    dim: ClassVar[int] = 1
+    sharded: ClassVar[bool] = False
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        return {self.hf: (sizes.hidden, 2 * sizes.hidden)}
+
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
+        halves = [Part(self.hf, 0, sizes.hidden), Part(self.hf, sizes.hidden, 2 * sizes.hidden)]
+        return halves[::-1] if self.hidden_first else halves
+
+
+@dataclass(frozen=True)
 class RowParallel(Mapping):
     """[hidden, inner], the input dimension cut: a projection back into the residual stream. inner:
     a field of Sizes."""
@@ -180,6 +247,19 @@ class ColumnParallel(Mapping):
 
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
         return [Part(self.hf, *_share(getattr(sizes, self.rows), tp_rank, tp_size))]
+
+
+@dataclass(frozen=True)
+class HeadParallel(Mapping):
+    """A number for each head [heads], of which a rank has its own."""
+
+    hf: str
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        return {self.hf: (sizes.heads,)}
+
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
+        return [Part(self.hf, *_share(sizes.heads, tp_rank, tp_size))]
 
 
 @dataclass(frozen=True)
@@ -216,6 +296,23 @@ class GatedMLP(Mapping):
 
 
 @dataclass(frozen=True)
+class StackedGatedMLP(Mapping):
+    """Gate and up projection that the file has as one tensor [2 * inner, hidden]. inner: a field of
+    Sizes."""
+
+    hf: str
+    inner: str = "ffn"
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        return {self.hf: (2 * getattr(sizes, self.inner), sizes.hidden)}
+
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
+        inner = getattr(sizes, self.inner)
+        start, stop = _share(inner, tp_rank, tp_size)
+        return [Part(self.hf, start, stop), Part(self.hf, inner + start, inner + stop)]
+
+
+@dataclass(frozen=True)
 class QKV(Mapping):
     """Query, key and value projections, interleaved: for each group its query heads, its key head,
     its value head.
@@ -249,3 +346,90 @@ class QKV(Mapping):
             yield Part(self.query, group * queries, (group + 1) * queries)
             yield Part(self.key, group * head, (group + 1) * head)
             yield Part(self.value, group * head, (group + 1) * head)
+
+
+@dataclass(frozen=True)
+class GatedQKV(QKV):
+    """As QKV, of attention with a gate on its output: each head of the query projection has its
+    gate's rows behind its own. Here a group's gates stand between its queries and its key."""
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        shapes = super().hf_shapes(sizes)
+        return shapes | {self.query: (2 * sizes.query, *shapes[self.query][1:])}
+
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
+        # whole groups on each rank, as megatron-core needs them where the output has a gate
+        first, last = _share(sizes.groups, tp_rank, tp_size)
+        return [part for g in range(first, last) for part in self._group(sizes, g)]
+
+    def _group(self, sizes: Sizes, group: int) -> Iterator[Part]:
+        heads, dim = sizes.heads // sizes.groups, sizes.head_dim
+        for offset in (0, dim):
+            for head in range(group * heads, (group + 1) * heads):
+                start = 2 * head * dim + offset
+                yield Part(self.query, start, start + dim)
+        for name in (self.key, self.value):
+            yield Part(name, group * dim, (group + 1) * dim)
+
+
+@dataclass(frozen=True)
+class StackedExpert(Mapping):
+    """One expert's parameter, of a file that has those of a layer's experts as one tensor: weights
+    transposed, [experts, columns, rows], or biases [experts, rows]. All experts of the layer make
+    the tensor together."""
+
+    hf: str
+    bias: bool = False
+    expert: int = 0
+
+    def at(self: S, layer: int, expert: int = 0) -> S:
+        return dataclasses.replace(self, hf=self.hf.format(layer=layer), expert=expert)
+
+
+@dataclass(frozen=True)
+class StackedGateUp(StackedExpert):
+    """Gate and up projection. Their rows take turns in the file; here one is above the other."""
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        columns = () if self.bias else (sizes.hidden,)
+        return {self.hf: (sizes.experts, *columns, 2 * sizes.expert_ffn)}
+
+    def shard_shape(self, sizes: Sizes, rows: int) -> tuple[int, ...]:
+        return (rows,) if self.bias else (rows, sizes.hidden)
+
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
+        share = _share(sizes.expert_ffn, tp_rank, tp_size)
+        return [Part(self.hf, *share, OfExpert(self.expert, first, 2)) for first in (0, 1)]
+
+
+@dataclass(frozen=True)
+class StackedDown(StackedExpert):
+    """Projection back into the residual stream, the input dimension cut."""
+
+    dim: ClassVar[int] = 1
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        return {self.hf: (sizes.experts, sizes.expert_ffn, sizes.hidden)}
+
+    def shard_shape(self, sizes: Sizes, rows: int) -> tuple[int, ...]:
+        return (sizes.hidden, rows)
+
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
+        share = _share(sizes.expert_ffn, tp_rank, tp_size)
+        return [Part(self.hf, *share, OfExpert(self.expert))]
+
+
+@dataclass(frozen=True)
+class StackedDownBias(StackedExpert):
+    """The bias of that projection, whole on every rank."""
+
+    sharded: ClassVar[bool] = False
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        return {self.hf: (sizes.experts, sizes.hidden)}
+
+    def shard_shape(self, sizes: Sizes, rows: int) -> tuple[int, ...]:
+        return (rows,)
+
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
+        return [Part(self.hf, 0, sizes.hidden, OfExpert(self.expert))]

@@ -94,8 +94,9 @@ def make_blueprint(
     dtype: torch.dtype,
     *,
     value_head: bool,
+    predicting: int | None = None,
 ) -> Blueprint:
-    """Raises ConfigError with what megatron-core has against the model in this layout."""
+    """predicting: layers of multi-token prediction. Raises ConfigError with what megatron-core has against the model in this layout."""
     core = merge_network({"perform_initialization": False}, hf.transformer, {})
     built, problems = build_megatron_configs(
         core,
@@ -106,7 +107,7 @@ def make_blueprint(
     )
     if built is None:
         raise ConfigError(problems)
-    gpt = GPTModelConfig(**hf.gpt)
+    gpt = GPTModelConfig(**hf.gpt, mtp_num_layers=predicting)
     with OnMeta():
         chunks = [
             chunk.to(dtype)

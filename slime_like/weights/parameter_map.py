@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from collections.abc import Mapping as MappingOf
 from typing import Any
 
 from torch import Tensor
 
 from arguments.hf.moe import moe_layers
 from arguments.schema import GPTModelConfig
+from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.weights.families import EMBEDDING, OUTPUT_LAYER, model_families
-from slime_like.weights.families.base import ATTENTION, HF_ATTENTION
+from slime_like.weights.families.base import ATTENTION, HF_ATTENTION, PredictionNames
 from slime_like.weights.mappings import (
     Mapping,
     Replicated,
     ReplicatedRows,
     Sizes,
+    renamed,
 )
 
 # Transformer Engine's layers have the down-projections whole on every tensor-parallel rank
@@ -48,9 +51,11 @@ _FUSED_NORMS = {
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
+    "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
 }
-# Transformer Engine's grouped experts: one layer, a weight for each.
-_GROUPED_EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.weight(\d+)$")
+# Transformer Engine's grouped experts: one layer, a weight and perhaps a bias for each.
+_GROUPED_EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
+LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.")
 _LOCAL_EXPERT = re.compile(r"(\.experts\.local_experts\.)(\d+)(\.)")
 
 
@@ -59,20 +64,31 @@ _OF_COMPRESSED_QUERIES = tuple(
     f"{ATTENTION}.{name}.weight"
     for name in ("linear_q_down_proj", "q_layernorm", "linear_q_up_proj")
 )
+# of a family that leaves it to the file whether there are any
+_QKV_BIAS = (f"{ATTENTION}.linear_qkv.bias",)
+_QK_NORMS = (f"{ATTENTION}.q_layernorm.weight", f"{ATTENTION}.k_layernorm.weight")
+_DELTA_NET = ("in_proj.", "conv_weight", "A_log", "dt_bias", "norm_weight", "out_proj.")
 
 
 def family_map(
-    architecture: str, config: Any, *, tied: bool, value_head: bool = False
+    architecture: str,
+    config: Any,
+    *,
+    tied: bool,
+    value_head: bool = False,
+    predicting: int | None = None,
 ) -> dict[str, Mapping]:
     """Every parameter of the whole model, in the order of the network. Layer numbers are global,
     from 0.
 
     config: the model's TransformerConfig. tied: the output layer is the embedding. (Where they are
     on different pipeline stages megatron-core keeps a copy of it as the last stage's
-    output_layer.weight.) value_head: a critic, which has no output layer. Raises ValueError for an
+    output_layer.weight.) value_head: a critic, which has no output layer. predicting: its layers of
+    multi-token prediction. Raises ValueError for an
     architecture that is not registered.
     """
-    family = dict(model_families.get(architecture).parameters)
+    registered = model_families.get(architecture)
+    family = dict(registered.parameters)
     if tied:
         family[OUTPUT_LAYER] = family[EMBEDDING]
     if config.multi_latent_attention:
@@ -80,6 +96,12 @@ def family_map(
             family |= _WHOLE_DOWN_PROJECTIONS
         for name in _OF_COMPRESSED_QUERIES if config.q_lora_rank is None else _OF_WHOLE_QUERIES:
             family.pop(name)
+    else:
+        for name in (
+            *_QKV_BIAS * (not (registered.qkv_bias or config.add_qkv_bias)),
+            *_QK_NORMS * (not (registered.qk_norm or config.qk_layernorm)),
+        ):
+            family.pop(name, None)
     per_layer = {name: mapping for name, mapping in family.items() if "{layer}" in name}
     ends = ("decoder.final_layernorm.weight", OUTPUT_LAYER)
     whole = {
@@ -88,31 +110,63 @@ def family_map(
         if name not in per_layer and name not in ends
     }
     experts = config.num_moe_experts or 0
-    for layer, sparse in enumerate(
-        moe_layers(config.moe_layer_freq if experts else None, config.num_layers)
-    ):
-        own = {
-            name: mapping
-            for name, mapping in per_layer.items()
-            if _of_sparse_layers(name) in (None, sparse)
-        }
-        each = {name: mapping for name, mapping in own.items() if "{expert}" in name}
-        whole.update(
-            {
-                name.format(layer=layer): mapping.at(layer)
-                for name, mapping in own.items()
-                if name not in each
-            }
-        )
-        for e in range(experts if each else 0):
-            whole.update(
-                {
-                    name.format(layer=layer, expert=e): mapping.at(layer, e)
-                    for name, mapping in each.items()
-                }
-            )
+    sparse_layers = moe_layers(config.moe_layer_freq if experts else None, config.num_layers)
+    linear_layers = config.linear_attention_freq or [0] * config.num_layers
+    for layer, (sparse, linear) in enumerate(zip(sparse_layers, linear_layers, strict=True)):
+        own = _of_layer(per_layer, sparse=bool(sparse), linear=bool(linear))
+        whole |= _numbered(own, layer, layer, experts)
     whole.update({name: family[name] for name in ends})
-    return {**whole, **VALUE_HEAD} if value_head else whole
+    if value_head:
+        return {**whole, **VALUE_HEAD}
+    names = registered.prediction
+    for number in range(predicting or 0):
+        assert names is not None, "checked on the command line"
+        own = _of_layer(per_layer, sparse=experts > 0, linear=False)
+        layer = number + config.num_layers * names.after_the_last
+        whole |= _numbered(_of_prediction(own, names), number, layer, experts)
+    return whole
+
+
+def _of_layer(
+    per_layer: MappingOf[str, Mapping], *, sparse: bool, linear: bool
+) -> dict[str, Mapping]:
+    """What a layer with or without experts, with a delta net or attention, has."""
+    return {
+        name: mapping
+        for name, mapping in per_layer.items()
+        if _of_sparse_layers(name) in (None, sparse) and _of_delta_nets(name) in (None, linear)
+    }
+
+
+def _of_prediction(
+    per_layer: MappingOf[str, Mapping], names: PredictionNames
+) -> dict[str, Mapping]:
+    """Of a layer of multi-token prediction, out of what a layer of the model has."""
+    layer, start = "decoder.layers.{layer}.", "mtp.layers.{layer}."
+    return {
+        **{start + name: mapping for name, mapping in names.parameters.items()},
+        **{
+            f"{start}transformer_layer.{name.removeprefix(layer)}": renamed(
+                mapping, names.layers, names.layer
+            )
+            for name, mapping in per_layer.items()
+        },
+    }
+
+
+def _numbered(
+    own: MappingOf[str, Mapping], number: int, layer: int, experts: int
+) -> dict[str, Mapping]:
+    """number: of the layer in our names. layer: in those of the file."""
+    found: dict[str, Mapping] = {}
+    for name, mapping in own.items():
+        if "{expert}" not in name:
+            found[name.format(layer=number)] = mapping.at(layer)
+    for e in range(experts):
+        for name, mapping in own.items():
+            if "{expert}" in name:
+                found[name.format(layer=number, expert=e)] = mapping.at(layer, e)
+    return found
 
 
 def _of_sparse_layers(name: str) -> bool | None:
@@ -120,6 +174,12 @@ def _of_sparse_layers(name: str) -> bool | None:
     or in all (None)."""
     _, in_mlp, rest = name.partition(".mlp.")
     return rest.startswith(("router.", "experts.", "shared_experts.")) if in_mlp else None
+
+
+def _of_delta_nets(name: str) -> bool | None:
+    """As `_of_sparse_layers`, of layers with a delta net."""
+    _, in_attention, rest = name.partition(".self_attention.")
+    return rest.startswith(_DELTA_NET) if in_attention else None
 
 
 def expert_number(name: str) -> int | None:
@@ -131,6 +191,17 @@ def expert_number(name: str) -> int | None:
     """
     _, found, rest = name.partition(".mlp.experts.local_experts.")
     return int(rest.partition(".")[0]) if found else None
+
+
+def of_expert(name: str, expert: int) -> str:
+    """The same parameter of another expert."""
+    return _LOCAL_EXPERT.sub(rf"\g<1>{expert}\g<3>", name)
+
+
+def own_experts(sizes: Sizes, layout: ParallelLayout) -> range:
+    """The experts of each layer that this rank has, or a part of."""
+    share = sizes.experts // layout.ep_size
+    return range(layout.ep_rank * share, (layout.ep_rank + 1) * share)
 
 
 def any_expert(name: str) -> str:
@@ -155,6 +226,7 @@ def model_sizes(config: Any, gpt: GPTModelConfig) -> Sizes:
         expert_ffn=config.moe_ffn_hidden_size or 0,
         shared_ffn=config.moe_shared_expert_intermediate_size or 0,
         **_latent_sizes(config),
+        **_delta_sizes(config),
     )
 
 
@@ -170,12 +242,24 @@ def _latent_sizes(config: Any) -> dict[str, int]:
     )
 
 
+def _delta_sizes(config: Any) -> dict[str, int]:
+    if not config.linear_attention_freq:
+        return {}
+    return dict(
+        delta_groups=config.linear_num_key_heads,
+        delta_heads=config.linear_num_value_heads,
+        delta_key=config.linear_key_head_dim,
+        delta_value=config.linear_value_head_dim,
+        delta_taps=config.linear_conv_kernel_dim,
+    )
+
+
 def canonical_name(name: str) -> str:
     """A parameter's name under either layer spec -> its name without Transformer Engine."""
     for fused, plain in _FUSED_NORMS.items():
         if name.endswith("." + fused):
             return name.removesuffix(fused) + plain
-    return _GROUPED_EXPERT.sub(r".experts.local_experts.\2.\1.weight", name)
+    return _GROUPED_EXPERT.sub(r".experts.local_experts.\3.\1.\2", name)
 
 
 def unwrap(chunk: Any) -> Any:
@@ -200,11 +284,15 @@ def global_parameters(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor
     everything on this rank."""
     for chunk in map(unwrap, model_chunks):
         for name, parameter in named_weights(chunk):
-            prefix, full = "decoder.layers.", canonical_name(name)
-            if name.startswith(prefix):
-                local, _, rest = full.removeprefix(prefix).partition(".")
-                layer = chunk.decoder.layers[int(local)]
-                full = f"{prefix}{layer.layer_number - 1}.{rest}"  # megatron-core counts from 1
+            full = canonical_name(name)
+            found = LAYER.match(full)
+            if found is not None:
+                part, local, rest = found[1], int(found[2]), full[found.end() :]
+                if part == "decoder":
+                    layer = chunk.decoder.layers[local]
+                    full = f"decoder.layers.{layer.layer_number - 1}.{rest}"  # it counts from 1
+                else:
+                    layer = chunk.mtp.layers[local].transformer_layer
                 if expert_number(full) is not None:
                     own = layer.mlp.local_expert_indices
                     full = _LOCAL_EXPERT.sub(

@@ -38,6 +38,10 @@ _STORED_DTYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
+# Qwen3.5 without its vision tower: transformers may save it with the names of the whole
+TEXT_ONLY = ({"Qwen3_5ForCausalLM"}, {"Qwen3_5MoeForCausalLM"})
+LANGUAGE_MODEL = "model.language_model."
+FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 DTYPE_NAMES = {dtype: name for name, dtype in _STORED_DTYPES.items()}
 END_BYTES = 4096  # of a tensor, for `weights_digest`
 READ_BYTES = 16 * 2**20  # at a time
@@ -69,7 +73,8 @@ class WeightFiles:
     """The weights of a Hugging Face folder, opened lazily. A context manager; raises ValueError
     naming what is wrong.
 
-    stored: the tensors of its files. A weight is one of them, or, where config.json has a
+    stored: the tensors of its files; of experts that are one tensor of three dimensions, a layer's,
+    each projection of each. A weight is one of them, or, where config.json has a
     `quantization_config`, what some of them stand for: `coded`, by name. Files are read, not mapped: pages of a mapped file count as this process's memory for as long as
     it is open, which for the whole of a model are as many bytes as it has."""
 
@@ -84,7 +89,7 @@ class WeightFiles:
                     path, framework="pt", device="cpu"
                 ):  # checks the header against the file's size
                     pass
-                stored = _stored_tensors(self._files[-1])
+                stored = stored_tensors(self._files[-1])
             except (SafetensorError, OSError, ValueError) as error:
                 self.close()
                 raise ValueError(
@@ -92,6 +97,7 @@ class WeightFiles:
                 ) from error
             self.stored |= stored
         try:
+            self.stored = _own_names(self.stored, folder)
             self.coded: Mapping[str, CodedWeight] = _coded(self.stored, folder)
         except ValueError:
             self.close()
@@ -209,7 +215,7 @@ def _coded(stored: Mapping[str, StoredTensor], folder: str) -> Mapping[str, Code
     return coded_weights(plans, how, folder)
 
 
-def _stored_tensors(file: int) -> dict[str, StoredTensor]:
+def stored_tensors(file: int) -> dict[str, StoredTensor]:
     """The header of a safetensors file that the library has checked: 8 bytes of length, then JSON."""
     length = int.from_bytes(os.pread(file, 8, 0), "little")
     header = json.loads(os.pread(file, length, 8))
@@ -224,6 +230,36 @@ def _stored_tensors(file: int) -> dict[str, StoredTensor]:
         for name, entry in header.items()
         if name != "__metadata__"
     }
+
+
+def _own_names(stored: Mapping[str, StoredTensor], folder: str) -> dict[str, StoredTensor]:
+    """By the names that the class in config.json has, each expert's by themselves."""
+    path = Path(folder) / "config.json"
+    config = read_json(path) if path.is_file() else {}
+    named = config.get("architectures") if isinstance(config, dict) else None
+    if not isinstance(named, list) or set(map(str, named)) not in TEXT_ONLY:
+        return _each_expert(stored, f"{LANGUAGE_MODEL}layers.")
+    moved = {name.replace(LANGUAGE_MODEL, "model.", 1): tensor for name, tensor in stored.items()}
+    return _each_expert(moved, "model.layers.")
+
+
+def _each_expert(stored: Mapping[str, StoredTensor], layers: str) -> dict[str, StoredTensor]:
+    """Qwen3.5's files have a layer's experts as [experts, rows, columns], gate above up: here under
+    the names that other files have, where the bytes are."""
+    found = {}
+    for name, tensor in stored.items():
+        block, _, last = name.rpartition(".")
+        fused = name.startswith(layers) and block.endswith(".experts")
+        if not fused or last not in FUSED or len(tensor.shape) != 3:
+            found[name] = tensor
+            continue
+        experts, rows, columns = tensor.shape
+        parts = [f"{block}.{e}.{part}.weight" for e in range(experts) for part in FUSED[last]]
+        size, shape = tensor.size // len(parts), (rows // len(FUSED[last]), columns)
+        for number, part in enumerate(parts):
+            start = tensor.start + number * size
+            found[part] = StoredTensor(tensor.file, start, size, shape, tensor.dtype)
+    return found
 
 
 def _read_into(tensor: Tensor, file: int, position: int) -> None:

@@ -7,6 +7,7 @@ whole; a file that is whole is kept by the next attempt.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import shutil
@@ -29,11 +30,11 @@ from slime_like.distributed.collectives import from_rank_zero, together
 from slime_like.megatron.checkpoint.networks import available_name
 from slime_like.megatron.checkpoint.tensors import CheckpointTensors
 from slime_like.weights.buckets import TensorPlan
-from slime_like.weights.hf_export import gather_full_tensors
+from slime_like.weights.hf_export import gather_full_tensors, put_together
 from slime_like.weights.hf_save import check_folders, finish_folder
-from slime_like.weights.mappings import Mapping
+from slime_like.weights.mappings import Mapping, StackedExpert
 from slime_like.weights.meta_model import Blueprint
-from slime_like.weights.parameter_map import family_map, model_sizes
+from slime_like.weights.parameter_map import family_map, model_sizes, of_expert
 from slime_like.weights.quantized import CodedWeight, encode_tensors, stored_plans
 from slime_like.weights.safetensors_reader import WeightFiles
 from slime_like.weights.safetensors_writer import (
@@ -46,7 +47,12 @@ from slime_like.weights.safetensors_writer import (
     write_index,
     write_shard,
 )
-from slime_like.weights.untrained import read_untrained, untrained_plans
+from slime_like.weights.untrained import (
+    read_untrained,
+    repeated_tensors,
+    untrained_plans,
+    untrained_prefixes,
+)
 
 PARTIAL = ".partial"
 UNTRAINED = ""  # in place of a parameter's name
@@ -84,7 +90,11 @@ class NetworkSource:
         self.sizes = model_sizes(config, blueprint.gpt)
         tied = not blueprint.gpt.untie_embeddings_and_output_weights
         self.family = family_map(
-            blueprint.hf.architecture, config, tied=tied, value_head=blueprint.value_head
+            blueprint.hf.architecture,
+            config,
+            tied=tied,
+            value_head=blueprint.value_head,
+            predicting=blueprint.gpt.mtp_num_layers,
         )
         self._keys = {
             piece.key: available_name(piece.key, self.stored.entries)
@@ -101,9 +111,18 @@ class NetworkSource:
             for hf_name, shape in mapping.hf_shapes(self.sizes).items()
             for stored in stored_plans(TensorPlan(hf_name, shape, self.dtype_of(name)), self._coded)
         }
-        if blueprint.hf.untrained_layers and not blueprint.value_head:
+        predicting = blueprint.gpt.mtp_num_layers
+        self._repeated = repeated_tensors(blueprint.hf, predicting)
+        if self._repeated:
             with WeightFiles(template) as files:
-                plans = untrained_plans(files, blueprint.hf, quantized=bool(self._coded))
+                for copy in sorted(self._repeated.keys() & files.names):
+                    name, plan = self.tensors[self._repeated[copy]]
+                    self.tensors[copy] = (name, dataclasses.replace(plan, name=copy))
+        if untrained_prefixes(blueprint.hf, predicting) and not blueprint.value_head:
+            with WeightFiles(template) as files:
+                plans = untrained_plans(
+                    files, blueprint.hf, predicting, quantized=bool(self._coded)
+                )
             self.tensors |= {plan.name: (UNTRAINED, plan) for plan in plans}
 
     def _own(self) -> dict[str, Mapping]:
@@ -167,10 +186,19 @@ class NetworkSource:
                 return
             if name != at:
                 made = {}  # before the next one is read
-                full = gather_full_tensors(self.family[name], [self.parameter(name)], self.sizes)
+                full = self._whole(name)
                 at, made = name, encode_tensors(full, self._coded)
                 del full
-            yield planned.name, made.pop(planned.name)
+            yield planned.name, made.pop(self._repeated.get(planned.name, planned.name))
+
+    def _whole(self, name: str) -> dict[str, Tensor]:
+        """The tensors of a parameter, of all experts where they have them together."""
+        full = gather_full_tensors(self.family[name], [self.parameter(name)], self.sizes)
+        if isinstance(self.family[name], StackedExpert):
+            for expert in range(1, self.sizes.experts):
+                other = of_expert(name, expert)
+                put_together(self.family[other], [self.parameter(other)], self.sizes, full)
+        return full
 
     def _untrained(self, shard: ShardPlan) -> Iterator[tuple[str, Tensor]]:
         with WeightFiles(self._template) as files:

@@ -1,5 +1,5 @@
 """Weights of a Hugging Face folder that a run neither reads nor trains, the layers behind the
-network's own that predict several tokens: what is written of the model has them as they were."""
+network's own that predict several tokens and vision towers: what is written of the model has them as they were."""
 
 from __future__ import annotations
 
@@ -12,19 +12,49 @@ from torch import Tensor
 from arguments.hf.model import HfModel
 from slime_like.logs import warn_rank_0
 from slime_like.weights.buckets import TensorPlan
+from slime_like.weights.families.base import PredictionNames, model_families
 from slime_like.weights.safetensors_reader import TORCH_DTYPES, WeightFiles
 
 logger = logging.getLogger(__name__)
 
 
-def untrained_prefixes(hf: HfModel) -> tuple[str, ...]:
-    """With which the names of these weights begin."""
+def untrained_prefixes(hf: HfModel, predicting: int | None = None) -> tuple[str, ...]:
+    """With which the names of these weights begin. predicting: layers of multi-token prediction that
+    are trained."""
     first = hf.transformer["num_layers"]
-    return tuple(f"model.layers.{first + n}." for n in range(hf.untrained_layers))
+    layers = tuple(f"model.layers.{first + n}." for n in range(hf.untrained_layers))
+    prefixes = layers + hf.untrained_prefixes
+    names = model_families.get(hf.architecture).prediction
+    if not predicting or names is None:
+        return prefixes
+    trained = prediction_starts(names, first, predicting)
+    return tuple(p for p in prefixes if not any(start.startswith(p) for start in trained))
 
 
-def untrained_plans(files: WeightFiles, hf: HfModel, *, quantized: bool) -> list[TensorPlan]:
-    """What is written of them. quantized: the tensors that a quantised folder stores; else its
+def prediction_starts(names: PredictionNames, num_layers: int, count: int) -> list[str]:
+    """How the names of tensors of each layer of multi-token prediction begin."""
+    first = num_layers if names.after_the_last else 0
+    return [f"{names.layer}.".format(layer=first + n) for n in range(count)]
+
+
+def repeated_tensors(hf: HfModel, predicting: int | None) -> dict[str, str]:
+    """What a file with trained layers of multi-token prediction may hold twice: name -> that of the
+    model's own tensor."""
+    names = model_families.get(hf.architecture).prediction
+    if not predicting or names is None:
+        return {}
+    first = hf.transformer["num_layers"]
+    return {
+        copy.format(layer=first + n): own
+        for n in range(predicting)
+        for own, copy in names.copies.items()
+    }
+
+
+def untrained_plans(
+    files: WeightFiles, hf: HfModel, predicting: int | None, *, quantized: bool
+) -> list[TensorPlan]:
+    """What is written of them. predicting: see `untrained_prefixes`. quantized: the tensors that a quantised folder stores; else its
     weights, in the dtype that config.json names."""
     names = files.stored if quantized else files.names
     dtype = getattr(torch, hf.dtype or "float32")
@@ -33,7 +63,7 @@ def untrained_plans(files: WeightFiles, hf: HfModel, *, quantized: bool) -> list
         if quantized or name not in files.coded
         else TensorPlan(name, files.shape(name), dtype)
         for name in sorted(names)
-        if name.startswith(untrained_prefixes(hf))
+        if name.startswith(untrained_prefixes(hf, predicting))
     ]
 
 
@@ -46,18 +76,18 @@ def read_untrained(files: WeightFiles, plan: TensorPlan) -> Tensor:
 
 
 def untrained_weights(
-    hf: HfModel, folder: str, *, quantized: bool = False
+    hf: HfModel, folder: str, predicting: int | None = None, *, quantized: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Those of `folder`, one at a time; quantized: see `untrained_plans`. None, with a warning, where the folder's
+    """Those of `folder`, one at a time; predicting, quantized: see `untrained_plans`. None, with a warning, where the folder's
     weights cannot be read, as where it has but config.json and tokenizer."""
-    if not hf.untrained_layers:
+    if not untrained_prefixes(hf, predicting):
         return
     try:
         files = WeightFiles(folder)
     except ValueError as error:
-        words = f"the layers for predicting several tokens are not saved with the model: {error}"
+        words = f"weights that are not trained, as layers for predicting several tokens, are not saved with the model: {error}"
         warn_rank_0(logger, words)
         return
     with files:
-        for plan in untrained_plans(files, hf, quantized=quantized):
+        for plan in untrained_plans(files, hf, predicting, quantized=quantized):
             yield plan.name, read_untrained(files, plan)

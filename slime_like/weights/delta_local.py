@@ -1,0 +1,205 @@
+"""A node's own copy of the weights, as an ordinary Hugging Face folder that servers load: a full
+copy from a folder of updates once, and from then on the changes alone, written in place."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from slime_like.checkpoints.files import read_json, replace_file, sync_path
+from slime_like.errors import RunError
+from slime_like.weights.delta import apply
+from slime_like.weights.delta_updates import (
+    SUMS,
+    THREADS,
+    Update,
+    changes_path,
+    full_path,
+    read_update,
+    sha256,
+    updates_in,
+)
+from slime_like.weights.hf_save import put_in_place
+from slime_like.weights.safetensors_reader import StoredTensor, stored_tensors, weight_files
+
+STATE = "slime_like_update.json"  # in a copy: what it is; empty while it is not whole
+
+
+class _Damaged(Exception):
+    """The copy is not what it should be."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor's bytes are. flat: of the mapped file."""
+
+    flat: Tensor
+    itemsize: int
+
+
+class LocalCheckpoint:
+    """One process at a time writes it, and no server loads it meanwhile.
+
+    source: the folder of updates. folder: the copy; made where there is none.
+    """
+
+    def __init__(self, source: str | Path, folder: str | Path) -> None:
+        self.source = Path(source)
+        self.folder = Path(folder)
+
+    def bring(self, number: int) -> Update:
+        """Make the copy that of update `number`: by the changes since the one that it has, or, where
+        they are gone or it has none, from the newest full one. A copy that was left half written, or
+        that is not what the trainer sent, is made anew.
+
+        Raises:
+            RunError: the update is not there, or its files are damaged. The copy is not to be used.
+            ValueError: the folder holds something else.
+        """
+        try:
+            return self._bring(number)
+        except (OSError, SafetensorError, ValueError) as error:
+            raise RunError(f"update {number} of {self.source}: {error}") from error
+
+    def _bring(self, number: int) -> Update:
+        update = read_update(self.source, number)
+        chain = self._chain(update)
+        if chain is not None:
+            try:
+                self._apply(chain, {}, update)
+                return update
+            except (_Damaged, OSError, SafetensorError, ValueError):
+                pass  # as one that was left half written
+        base = self._seed(update)
+        try:
+            sums = _sums(self.source, base)
+            self._apply(self._between(base.number, update) or [], sums, update)
+        except _Damaged as error:
+            raise ValueError(f"is damaged: {error}") from error
+        return update
+
+    def _state(self) -> tuple[str, int] | None:
+        """Run and number of the copy; None: it is not whole."""
+        try:
+            found = read_json(self.folder / STATE)
+            return str(found["run"]), int(found["number"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _is_ours(self) -> bool:
+        return (self.folder / STATE).is_file()
+
+    def _chain(self, update: Update) -> list[Update] | None:
+        """The updates that are to be applied to what there is; None: it cannot become `update`."""
+        state = self._state()
+        if state is None or state[0] != update.run or state[1] > update.number:
+            return None
+        return self._between(state[1], update)
+
+    def _between(self, number: int, update: Update) -> list[Update] | None:
+        """Those behind `number`, up to `update`; None where one is gone."""
+        try:
+            found = [read_update(self.source, n) for n in range(number + 1, update.number + 1)]
+        except FileNotFoundError:
+            return None
+        return found if all(each.run == update.run for each in found) else None
+
+    def _seed(self, update: Update) -> Update:
+        """Copy the newest full update that leads to `update`."""
+        for number in reversed(updates_in(self.source)):
+            if number <= update.number:
+                base = read_update(self.source, number)
+                if base.full and base.run == update.run:
+                    break
+        else:
+            raise ValueError("there is no full update before it")
+        source = full_path(self.source, base.number)
+        if self.folder.exists() and any(self.folder.iterdir()) and not self._is_ours():
+            raise ValueError(f"{self.folder} holds something else than a copy; name another folder")
+        temporary = self.folder.with_name(f".{self.folder.name}.new")
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)  # never two on a node's disk
+        shutil.copytree(source, temporary)
+        replace_file(temporary / STATE, "{}")
+        put_in_place(temporary, self.folder)
+        return base
+
+    def _apply(self, chain: list[Update], sums: Mapping[str, str], update: Update) -> None:
+        """Write the changes into the files, and compare every tensor of `sums` with what it must be
+        in the end. The copy is not whole meanwhile."""
+        replace_file(self.folder / STATE, "{}")
+        wanted = dict(sums)
+        with ExitStack() as stack, ThreadPoolExecutor(THREADS) as threads:
+            places = self._map(stack)
+            for each in chain:
+                wanted |= _sums(self.source, each)
+                for path in _files(self.source, each):
+                    with safe_open(path, framework="pt") as file:
+                        changes = ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+                        for _ in threads.map(lambda pair: _change(places, *pair), changes):
+                            pass
+            _verify(places, wanted, threads)
+        for path in weight_files(self.folder):
+            sync_path(path)
+        state = {"run": update.run, "number": update.number, "version": update.version}
+        replace_file(self.folder / STATE, json.dumps(state))
+
+    def _map(self, stack: ExitStack) -> dict[str, _Place]:
+        """The tensors of all files, in memory that is the files."""
+        places: dict[str, _Place] = {}
+        for path in weight_files(self.folder):
+            size = path.stat().st_size
+            mapped = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+            descriptor = os.open(path, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            for name, stored in stored_tensors(descriptor).items():
+                flat = mapped[stored.start : stored.start + stored.size]
+                places[name] = _Place(flat, _itemsize(stored))
+        return places
+
+
+def _itemsize(stored: StoredTensor) -> int:
+    elements = 1
+    for length in stored.shape:
+        elements *= length
+    return stored.size // elements if elements else 1
+
+
+def _change(places: Mapping[str, _Place], name: str, change: Tensor) -> None:
+    place = places.get(name)
+    if place is None:
+        raise _Damaged(f"{name} is not in the copy")
+    apply(change.numpy().tobytes(), place.flat, place.itemsize)
+
+
+def _verify(
+    places: Mapping[str, _Place], sums: Mapping[str, str], threads: ThreadPoolExecutor
+) -> None:
+    absent = sums.keys() - places.keys()
+    found = threads.map(lambda name: (name, sha256(places[name].flat)), sums.keys() - absent)
+    wrong = sorted(absent | {name for name, digest in found if digest != sums[name]})
+    if wrong:
+        raise _Damaged(f"{len(wrong)} tensors differ from the trainer's, {wrong[0]} among them")
+
+
+def _files(source: Path, update: Update) -> list[Path]:
+    return [changes_path(source, update.number) / name for name in update.files]
+
+
+def _sums(source: Path, update: Update) -> dict[str, str]:
+    """SHA-256 by name of what the update changed, of a full one of every tensor."""
+    found: dict[str, str] = {}
+    for path in _files(source, update):
+        with safe_open(path, framework="pt") as file:
+            found |= json.loads((file.metadata() or {})[SUMS])
+    return found

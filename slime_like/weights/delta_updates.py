@@ -1,0 +1,245 @@
+"""A folder of weight updates: what changed, and now and then the whole, under one name for trainer
+and servers.
+
+    update-00000007.json    the update is whole: its run, weight version and files
+    update-00000007/        what changed since number 6, and the SHA-256 of every tensor that did;
+                            of a whole one of every tensor
+    full-00000007/          Hugging Face folder, of a whole one
+
+Numbers go up by one. An update without its .json is not read: it may be half written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from slime_like.checkpoints.files import read_json, replace_file, sync_path
+from slime_like.distributed.collectives import from_rank_zero, gather, together
+from slime_like.errors import RunError
+from slime_like.weights.buckets import TensorPlan, WeightBuckets, views
+from slime_like.weights.delta import encode
+from slime_like.weights.gather import WeightStream
+from slime_like.weights.hf_save import save_hf, write_hf
+
+FILE_BYTES = 2**29  # of a Hugging Face file, and of what is collected for a file of changes
+THREADS = 4  # zlib, SHA-256 and torch leave the interpreter's lock
+SUMS = "sha256"  # in the metadata of a file: names -> hexadecimal digits
+_NUMBER = re.compile(r"update-(\d{8,})\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One that is whole. run: of the trainer's process that wrote it. version: of the weights.
+    nbytes: of the files of changes."""
+
+    run: str
+    number: int
+    version: int
+    full: bool
+    files: tuple[str, ...]
+    nbytes: int
+
+
+def record_path(root: Path, number: int) -> Path:
+    return root / f"update-{number:08d}.json"
+
+
+def changes_path(root: Path, number: int) -> Path:
+    return root / f"update-{number:08d}"
+
+
+def full_path(root: Path, number: int) -> Path:
+    return root / f"full-{number:08d}"
+
+
+def updates_in(root: Path) -> list[int]:
+    """Numbers of those that are whole, in their order."""
+    names = [path.name for path in root.iterdir()] if root.is_dir() else []
+    return sorted(int(found[1]) for found in map(_NUMBER.fullmatch, names) if found)
+
+
+def read_update(root: Path, number: int) -> Update:
+    """Raises FileNotFoundError where it is gone, ValueError for another file."""
+    path = record_path(root, number)
+    try:
+        found = Update(**read_json(path))
+        return dataclasses.replace(found, files=tuple(found.files))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no record of a weight update: {error}") from error
+
+
+def remove_update(root: Path, number: int) -> None:
+    """Its record first, so that nobody begins to read it."""
+    with suppress(FileNotFoundError):
+        record_path(root, number).unlink()
+    for folder in (changes_path(root, number), full_path(root, number)):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def sha256(flat: Tensor) -> str:
+    """Of [bytes] uint8 on the CPU."""
+    return hashlib.sha256(memoryview(flat.numpy())).hexdigest()  # type: ignore[arg-type]
+
+
+@dataclass(slots=True)
+class Sent:
+    """A tensor as it was sent last. flat: [bytes] uint8 on the CPU."""
+
+    plan: TensorPlan
+    flat: Tensor
+    sum: str
+
+
+_sent: dict[str, dict[str, Sent]] = {}  # of this rank, by folder; then by name
+
+
+def forget(root: str) -> None:
+    """Give the memory of the latest weights back."""
+    _sent.pop(root, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """An update to be written, by all ranks that have weights; it travels from rank 0.
+
+    root: the folder. source: Hugging Face folder of config.json and tokenizer. fresh: not a change
+    of what was sent before. full: with a Hugging Face folder. buffer_bytes: of changes that a rank
+    collects before it writes them."""
+
+    root: str
+    source: str
+    run: str
+    number: int
+    version: int
+    fresh: bool
+    full: bool
+    buffer_bytes: int = FILE_BYTES
+
+    def assist(self, weights: WeightStream) -> None:
+        self.write(weights)
+
+    def write(self, weights: WeightStream) -> Update:
+        """A collective. Every rank that has weights writes what it has, where all see the folder;
+        else rank 0 writes all. Raises, on every rank, ValueError or RunError when that fails."""
+        changes = changes_path(Path(self.root), self.number)
+        from_rank_zero(lambda: changes.mkdir(parents=True, exist_ok=True))
+        shared = all(gather(changes.is_dir()))
+        mine = weights.own() if shared else weights.to_rank_zero()
+        found = gather(together(lambda: self._write(mine)))
+        if self.full:
+            full = str(full_path(Path(self.root), self.number))
+            save_hf(full, self._whole(), self.source, FILE_BYTES, every_rank=shared)
+        return from_rank_zero(lambda: self._finish([part for parts in found for part in parts]))
+
+    def write_alone(self, weights: WeightBuckets) -> Update:
+        """By this process, which has all of `weights`. Raises as `write`."""
+        changes_path(Path(self.root), self.number).mkdir(parents=True, exist_ok=True)
+        parts = self._write(weights)
+        if self.full:
+            full = full_path(Path(self.root), self.number)
+            write_hf(full, self._whole(), Path(self.source), FILE_BYTES)
+        return self._finish(parts)
+
+    def _whole(self) -> Iterator[tuple[str, Tensor]]:
+        """What this rank has of the weights, from its memory."""
+        for name, sent in _sent.get(self.root, {}).items():
+            yield name, views(sent.flat, [sent.plan])[name]
+
+    def _write(self, weights: WeightBuckets) -> list[tuple[str, int]]:
+        """File names and bytes. Takes the stream to its end."""
+        try:
+            return self._write_changes(weights)
+        except (OSError, RuntimeError) as error:
+            raise RunError(f"writing a weight update to {self.root}: {error}") from error
+        finally:
+            for _ in weights:  # a collective
+                pass
+
+    def _write_changes(self, weights: WeightBuckets) -> list[tuple[str, int]]:
+        if self.fresh:
+            forget(self.root)
+        kept = _sent.setdefault(self.root, {})
+        files = _ChangeFiles(changes_path(Path(self.root), self.number))
+        with ThreadPoolExecutor(THREADS) as threads:
+            for bucket in weights.buckets():
+                flat = bucket.flat.to("cpu")
+                parts = views(flat, [_as_bytes(tensor) for tensor in bucket.tensors])
+                jobs = [(tensor, parts[tensor.name], kept) for tensor in bucket.tensors]
+                for name, change, digest in threads.map(_take, jobs):
+                    if change is not None:
+                        files.add(name, change)
+                    if change is not None or self.fresh:
+                        files.sums[name] = digest
+                if files.size > self.buffer_bytes:
+                    files.flush()
+        if self.full:
+            files.sums = {name: sent.sum for name, sent in kept.items()}
+        files.flush()
+        return files.written
+
+    def _finish(self, parts: list[tuple[str, int]]) -> Update:
+        root = Path(self.root)
+        names, sizes = tuple(name for name, _ in parts), sum(size for _, size in parts)
+        done = Update(self.run, self.number, self.version, self.full, names, sizes)
+        sync_path(changes_path(root, self.number))
+        replace_file(record_path(root, self.number), json.dumps(dataclasses.asdict(done)))
+        return done
+
+
+def _as_bytes(tensor: TensorPlan) -> TensorPlan:
+    return TensorPlan(tensor.name, (tensor.nbytes,), torch.uint8)
+
+
+def _take(job: tuple[TensorPlan, Tensor, dict[str, Sent]]) -> tuple[str, bytes | None, str]:
+    """Name, change and SHA-256 of a tensor, which is what was sent last from now on."""
+    plan, flat, kept = job
+    before = kept.get(plan.name)
+    if before is None:
+        kept[plan.name] = Sent(plan, flat.clone(), sha256(flat))
+        return plan.name, None, kept[plan.name].sum
+    if before.plan != plan:
+        raise RuntimeError(f"{plan.name} is {plan}, and was {before.plan}")
+    change = encode(before.flat, flat, plan.dtype.itemsize)
+    if change is not None:
+        before.flat.copy_(flat)
+        before.sum = sha256(flat)
+    return plan.name, change, before.sum
+
+
+class _ChangeFiles:
+    """What a rank writes of an update: safetensors files of compressed changes. sums: to go with
+    the next one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.written: list[tuple[str, int]] = []
+        self.size = 0
+        self.sums: dict[str, str] = {}
+        self._folder = folder
+        self._pending: dict[str, Tensor] = {}
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+
+    def add(self, name: str, change: bytes) -> None:
+        self._pending[name] = torch.frombuffer(bytearray(change), dtype=torch.uint8)
+        self.size += len(change)
+
+    def flush(self) -> None:
+        if self._pending or self.sums:
+            path = self._folder / f"{self._rank}-{len(self.written)}.safetensors"
+            save_file(self._pending, path, metadata={SUMS: json.dumps(self.sums)})
+            sync_path(path)
+            self.written.append((path.name, path.stat().st_size))
+        self._pending, self.sums, self.size = {}, {}, 0
