@@ -16,6 +16,7 @@ from slime_like.advantages import (  # noqa: F401  (each registers its estimator
     reinforce_plus_plus,
     remax,
     rloo,
+    turns,
 )
 from slime_like.advantages.distillation import teacher_gaps
 from slime_like.advantages.estimate import (
@@ -29,11 +30,13 @@ from slime_like.advantages.otb import token_energies
 from slime_like.advantages.outcome import AdvantageOutput, compute_advantages
 from slime_like.advantages.registry import (
     AdvantageEstimator,
+    EpisodeAnswers,
     GroupRewards,
     OutcomeEstimator,
     RewardParts,
     TokenEstimator,
     TokenRewards,
+    TurnEstimator,
     advantage_estimators,
     compares_samples,
     needs_critic,
@@ -47,6 +50,7 @@ __all__ = [
     "AdvantageEstimator",
     "AdvantageOutput",
     "AdvantageSettings",
+    "EpisodeAnswers",
     "GroupRewards",
     "KLController",
     "OutcomeEstimator",
@@ -55,6 +59,7 @@ __all__ = [
     "TokenAdvantages",
     "TokenEstimator",
     "TokenRewards",
+    "TurnEstimator",
     "advantage_estimators",
     "compares_samples",
     "compute_advantages",

@@ -18,15 +18,18 @@ from slime_like.advantages.outcome import (
 )
 from slime_like.advantages.registry import (
     AdvantageEstimator,
+    EpisodeAnswers,
     GroupRewards,
     OutcomeEstimator,
     Peers,
     RewardParts,
     TokenEstimator,
     TokenRewards,
+    TurnEstimator,
     advantage_estimators,
     takes_token_rewards,
 )
+from slime_like.advantages.turns import credits_of_tokens
 from slime_like.advantages.whitening import sum_over, whiten
 from slime_like.config import NON_NEGATIVE, POSITIVE, UNIT, CheckedSettings, arg
 from slime_like.lazy import Tensor, dist, torch
@@ -58,7 +61,8 @@ class Outcomes:
     none; group_ids, lengths: [B] int, the prompt and the active tokens; greedy_rewards: [B] float,
     of a greedy response to the prompt, or None. processed: [B] float, what a function of the user's
     made of the rewards, in place of the comparison within groups; not finite where there is
-    nothing. None without one. token_rewards: by sample, [R] finite rewards of its tokens, which
+    nothing. None without one. answers: of each episode, for estimators of turns; None: one each.
+    penalties: [B] float, taken off the rewards. token_rewards: by sample, [R] finite rewards of its tokens, which
     train in place of its reward, or None where it has one for all of it, or where another rank has
     them: some_have_token_rewards then. parts: of the rewards, for an estimator that compares each on
     its own; the KL does not come off them."""
@@ -71,10 +75,12 @@ class Outcomes:
     token_rewards: Sequence[Tensor | None] = ()
     some_have_token_rewards: bool = False
     parts: RewardParts | None = None
+    answers: Sequence[EpisodeAnswers] | None = None
+    penalties: Tensor | None = None
 
     def __post_init__(self) -> None:
         require_ids("group_ids", self.group_ids, self.rewards.numel())
-        for name in ("lengths", "greedy_rewards", "processed"):
+        for name in ("lengths", "greedy_rewards", "processed", "penalties"):
             if (value := getattr(self, name)) is not None:
                 require_shape(name, value, self.rewards, "rewards")
         if len(self.token_rewards) not in (0, self.rewards.numel()):
@@ -105,6 +111,7 @@ def estimate_advantages(
     *,
     mine: Sequence[int],
     masks: Sequence[Tensor],
+    sequences: Sequence[int] | None = None,
     kl: Sequence[Tensor] | None = None,
     teacher_gap: Sequence[Tensor] | None = None,
     critic_values: Sequence[Tensor] | None = None,
@@ -121,6 +128,8 @@ def estimate_advantages(
         outcomes: all samples of the rollout, equal on all ranks.
         mine: indices of this rank's samples.
         masks: [R] bool by sample of this rank, active tokens.
+        sequences: places of this rank's samples among the sequences of their episodes; None: each
+            is the only one.
         kl: [R] by sample of this rank (`kl_reward.token_kl`), or None.
         teacher_gap: [R] by sample of this rank (`distillation.teacher_gaps`), or None; its share
             comes off each token's advantage before whitening.
@@ -148,9 +157,23 @@ def estimate_advantages(
         values, found, targets = [value.double() for value in given[0]], {}, given[1]
     elif isinstance(entry, OutcomeEstimator):
         values, found = _by_sample(settings, outcomes, penalised, mine, masks)
+    elif outcomes.parts is not None:
+        raise ValueError(f"{entry.name} takes one reward a response, and parts were given")
+    elif isinstance(entry, TurnEstimator):
+        found = over_groups(_itself, penalised, outcomes.group_ids, outcomes.lengths).metrics
+        values = credits_of_tokens(
+            entry,
+            penalised,
+            outcomes.group_ids,
+            outcomes.answers,
+            compared=outcomes.processed is not None,
+            gamma=settings.gamma,
+            normalize_std=settings.normalize_std,
+            mine=mine,
+            sequences=sequences,
+            masks=masks,
+        )
     else:
-        if outcomes.parts is not None:
-            raise ValueError(f"{entry.name} takes one reward a response, and parts were given")
         usable = torch.where(torch.isfinite(penalised), rewards, float("nan"))
         batch, found = _token_rewards(
             entry, settings, outcomes, usable, mine, masks, kl, critic_values
@@ -194,6 +217,8 @@ def _penalised(
     """Rewards [B] float64, and less the KL of the whole sample; metrics. Where a function of the
     user's has made something of the rewards, both are that."""
     rewards, metrics = outcomes.rewards.double(), {}
+    if outcomes.penalties is not None:
+        rewards = rewards - outcomes.penalties
     total_kl = torch.zeros_like(rewards)
     if kl is not None:
         total_kl = sample_kl(kl, mine, rewards.numel(), group)
@@ -261,9 +286,7 @@ def _returns(targets: Tensor, mask: Tensor, known: bool) -> Tensor:
     return torch.where(mask, targets if known else float("nan"), 0.0).float()
 
 
-def _sound(
-    penalised: Tensor, outcomes: Outcomes, entry: OutcomeEstimator | TokenEstimator
-) -> Tensor:
+def _sound(penalised: Tensor, outcomes: Outcomes, entry: AdvantageEstimator) -> Tensor:
     """[B] bool: samples that have all numbers that their advantage is made of."""
     sound = torch.isfinite(penalised)
     if (

@@ -37,10 +37,10 @@ def sample_kl(
     kl: Sequence[Tensor], mine: Sequence[int], num_samples: int, group: dist.ProcessGroup | None
 ) -> Tensor:
     """Sum of each sample's KL [num_samples] float64, equal on all ranks. kl: [R] of this rank's
-    samples, which are `mine` among all; group: data-parallel ranks, which share the samples."""
+    samples, which are `mine` among all, of which several may be one episode; group: data-parallel ranks, which share the samples."""
     sums = torch.zeros(num_samples, dtype=torch.float64)
     for i, value in zip(mine, kl):
-        sums[i] = value.sum()
+        sums[i] += value.sum()
     if group is not None and group.size() > 1:
         dist.all_reduce(sums, group=group)
     return sums

@@ -125,11 +125,43 @@ class TokenEstimator:
     takes_token_rewards: bool = False
 
 
-AdvantageEstimator = OutcomeEstimator | TokenEstimator
+@dataclass(frozen=True, slots=True)
+class EpisodeAnswers:
+    """The answers of an agent's episode. parents: of each, the answer before it in the list that it
+    continues, -1 for none. rewards: what each got by itself. spans: by sequence of the episode, each
+    answer that is trained in it: its first token in the response, its tokens, and which it is."""
+
+    parents: Sequence[int]
+    rewards: Sequence[float]
+    spans: Sequence[Sequence[tuple[int, int, int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerGroup:
+    """The usable episodes of one prompt's group. rewards: of each, less its answers' own. compared:
+    what a function of the user's made of these; None: they are to be compared."""
+
+    rewards: Sequence[float]
+    episodes: Sequence[EpisodeAnswers]
+    compared: Sequence[float] | None
+    gamma: float
+    normalize_std: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEstimator:
+    """fn gives the advantages of one group's answers, by episode."""
+
+    name: str
+    fn: Callable[[AnswerGroup], list[list[float]]]
+
+
+AdvantageEstimator = OutcomeEstimator | TokenEstimator | TurnEstimator
 
 advantage_estimators: Registry[AdvantageEstimator] = Registry("advantage estimator")
 
 OutcomeFunction = TypeVar("OutcomeFunction", bound=Callable[[GroupRewards], Tensor])
+TurnFunction = TypeVar("TurnFunction", bound=Callable[[AnswerGroup], list[list[float]]])
 TokenFunction = TypeVar("TokenFunction", bound=Callable[[TokenRewards], list[Tensor]])
 
 
@@ -160,6 +192,18 @@ def register_token_estimator(
     return register
 
 
+def register_turn_estimator(
+    name: str, *, aliases: Iterable[str] = (), help: str = ""
+) -> Callable[[TurnFunction], TurnFunction]:
+    """As `register_outcome_estimator`, of ``fn(group) -> an advantage for each answer``."""
+
+    def register(fn: TurnFunction) -> TurnFunction:
+        advantage_estimators.add(name, TurnEstimator(name, fn), aliases, help=help)
+        return fn
+
+    return register
+
+
 def needs_critic(estimator: AdvantageEstimator) -> bool:
     """Whether a value model has to be there."""
     return isinstance(estimator, TokenEstimator) and estimator.needs_values
@@ -172,7 +216,7 @@ def takes_token_rewards(estimator: AdvantageEstimator) -> bool:
 
 def compares_samples(estimator: AdvantageEstimator) -> bool:
     """Whether a sample is measured against the others of its prompt."""
-    if isinstance(estimator, OutcomeEstimator):
+    if isinstance(estimator, OutcomeEstimator | TurnEstimator):
         return True
     return estimator.outcome is not None or estimator.needs_energies
 

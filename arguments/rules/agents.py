@@ -1,0 +1,172 @@
+"""Rules of agents: what does not go with episodes of several sequences is refused by name."""
+
+from __future__ import annotations
+
+import inspect
+import shlex
+from pathlib import Path
+
+from arguments.config_groups import ConfigGroups
+from arguments.rules.base import Rule, Settings, problem
+from slime_like.advantages.registry import (
+    TurnEstimator,
+    advantage_estimators,
+    needs_critic,
+    needs_energies,
+)
+from slime_like.config import Problem, flag_name
+from slime_like.import_utils import load_function
+from slime_like.losses.registry import PolicyLoss, policy_losses
+
+FUNCTION, COMMAND, WORKERS = "agent_function_path", "agent_command", "agent_worker_keys"
+KEY_LENGTH = 16  # least characters of a worker's key
+# Their loss is of whole sequences, and would depend on how an episode is cut into these.
+_OF_SEQUENCES = ("gmpo", "vespo")
+
+
+def agents_play(s: Settings) -> list[Problem]:
+    """The agent can be had, and this run samples."""
+    config, found = s.agents, []
+    name = next((n for n in (FUNCTION, COMMAND) if getattr(config, n) is not None), WORKERS)
+    if not config.given:
+        return []
+    if not (s.generates or s.evaluates):
+        return problem(name, None, "has no effect: this run samples no rollouts; leave it out")
+    if config.agent_function_path is not None:
+        flag = flag_name(FUNCTION)
+        try:
+            function = load_function(config.agent_function_path, flag)
+        except ValueError as error:
+            return problem(FUNCTION, None, str(error).removeprefix(flag + " "))
+        if not inspect.iscoroutinefunction(function):
+            found += problem(FUNCTION, config.agent_function_path, "must be an async function")
+    if config.agent_worker_keys is not None:
+        try:
+            worker_keys(config.agent_worker_keys)
+        except ValueError as error:
+            reason = str(error).removeprefix(f"{flag_name(WORKERS)} {config.agent_worker_keys}: ")
+            found += problem(WORKERS, config.agent_worker_keys, reason)
+    if config.agent_worker_keys is not None and not config.agent_port:
+        found += problem(
+            "agent_port", None, "is needed with --agent-worker-keys: workers must know it; add it"
+        )
+    if config.agent_command is not None:
+        try:
+            words = shlex.split(config.agent_command)
+        except ValueError as error:
+            return problem(COMMAND, config.agent_command, f"is no command line: {error}")
+        if not words:
+            found += problem(COMMAND, config.agent_command, "must name a program")
+    return found
+
+
+def worker_keys(path: str) -> frozenset[str]:
+    """The keys in a file, one in a line; empty lines and those that begin with # are none.
+
+    Raises:
+        ValueError: naming the flag, where it cannot be read, has no key, or a short one.
+    """
+    flag = f"{flag_name(WORKERS)} {path}"
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{flag}: cannot be read: {error}") from None
+    found = frozenset(line.strip() for line in lines if line.strip() and line.strip()[0] != "#")
+    if not found or min(map(len, found)) < KEY_LENGTH:
+        raise ValueError(
+            f"{flag}: must have a key of at least {KEY_LENGTH} characters in each line"
+        )
+    return found
+
+
+def turns_need_agents(s: Settings) -> list[Problem]:
+    """Answers that an estimator gives credit to are an agent's, made now or recorded."""
+    name = s.algorithm.advantage_estimator
+    if not isinstance(advantage_estimators.get(name), TurnEstimator):
+        return []
+    if s.agents.given or not (s.generates and s.trains):
+        return []
+    words = "gives credit to the answers of agents; add --agent-function-path or --agent-command"
+    return problem("advantage_estimator", name, words)
+
+
+def agents_exclude(s: Settings) -> list[Problem]:
+    """What episodes cannot do, or not yet."""
+    if not s.agents.given:
+        return []
+    own = "; an agent makes its own messages, which the chat template is applied to: leave it out"
+    refused = {
+        "apply_chat_template": (s.data.apply_chat_template, own),
+        "renormalize_sampled_log_probs": (
+            s.rollout.renormalize_sampled_log_probs,
+            " yet: the gateway keeps no token sets; leave it out",
+        ),
+        "use_rollout_routing_replay": (
+            s.rollout.use_rollout_routing_replay,
+            " yet: the gateway keeps no routes; leave it out",
+        ),
+        "partial_rollout": (s.scheduling.partial_rollout, ": an episode is played in one piece"),
+        "rollout_slice_len": (
+            s.scheduling.rollout_slice_len is not None,
+            ": an episode is played in one piece",
+        ),
+        "opd_teacher_url": (s.distillation.served, " yet; use a teacher on Megatron"),
+    } | _cut_matters(s, s.loss)
+    found = [
+        p
+        for name, (given, words) in refused.items()
+        if given
+        for p in problem(name, None, f"does not go with agents{words}")
+    ]
+    if s.generates and s.trains and not s.algorithm.use_dynamic_batch_size:
+        words = "is needed by agents: an episode has any number of sequences; add it, and --max-tokens-per-gpu"
+        found += problem("use_dynamic_batch_size", None, words)
+    return found
+
+
+def _cut_matters(s: ConfigGroups, loss: PolicyLoss) -> dict[str, tuple[bool, str]]:
+    """By flag, whether the run uses what depends on how an episode is cut into sequences, and why."""
+    estimator = advantage_estimators.get(s.algorithm.advantage_estimator)
+    whole = "; the sequences of an episode have one reward, and their tokens none"
+    return {
+        "advantage_estimator": (
+            needs_critic(estimator) or needs_energies(estimator),
+            f" yet with {s.algorithm.advantage_estimator}{whole}",
+        ),
+        "policy_loss_type": (
+            loss.sequence_ratio or loss.name in _OF_SEQUENCES,
+            f" with {loss.name}: its loss depends on how an episode is cut into sequences",
+        ),
+        "use_opsm": (s.algorithm.use_opsm, ", as it masks whole sequences"),
+        "tis_ratio_type": (
+            s.off_policy.tis_ratio_type == "sequence",
+            " with sequence, which depends on how an episode is cut into sequences",
+        ),
+        "sequence_mask_metric": (
+            s.off_policy.sequence_mask_metric is not None,
+            ", as it masks whole sequences",
+        ),
+        "rejection_metric": (
+            str(s.off_policy.rejection_metric or "").startswith("seq"),
+            f" with {s.off_policy.rejection_metric}, which is of whole sequences",
+        ),
+        "loss_reduction": (
+            s.algorithm.loss_reduction == "token_mean_legacy",
+            " with token_mean_legacy, which depends on how a step is cut",
+        ),
+    }
+
+
+def check_branches(run: ConfigGroups) -> None:
+    """Before a rollout in which episodes have several sequences is trained on. Raises ValueError
+    naming the flag that does not go with that."""
+    loss = policy_losses.get(run.algorithm.policy_loss_type).with_config(run.policy_loss)
+    for name, (given, words) in _cut_matters(run, loss).items():
+        if given:
+            raise ValueError(
+                f"{flag_name(name)} does not go with a generate function that returns several "
+                f"samples for one{words}"
+            )
+
+
+AGENT_RULES: tuple[Rule, ...] = (agents_play, turns_need_agents, agents_exclude)

@@ -1,0 +1,166 @@
+"""Anthropic's messages: bodies as an `Ask`, answers as their JSON and their stream."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from slime_like.agents.messages import ASSISTANT, BadRequest, tool_call
+from slime_like.agents.openai_api import overridden, refuse_others, stops, tools_of, whole
+from slime_like.agents.sessions import Ask, Choice
+from slime_like.rollout.engines.base import SamplingParams
+
+_KNOWN = {
+    "model", "messages", "system", "max_tokens", "stop_sequences", "stream", "temperature", "top_p", "top_k", "metadata", "tools",
+    "service_tier",
+}  # fmt: skip
+_NEUTRAL = {
+    "tool_choice": ({"type": "auto"}, {"type": "none"}),
+    "thinking": ({"type": "disabled"},),
+}
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def messages_ask(body: Mapping[str, Any], sampling: SamplingParams) -> tuple[Ask, int]:
+    """A body of messages, and how many results of tools in its last message are errors.
+
+    Raises:
+        BadRequest: naming the parameter that is wrong or not offered.
+    """
+    refuse_others(body, _KNOWN, _NEUTRAL)
+    tools = tools_of(body.get("tools"), _function)
+    if body.get("tool_choice") == {"type": "none"}:
+        tools = None
+    messages: list[dict[str, Any]] = []
+    if body.get("system"):
+        messages.append({"role": "system", "content": _texts(body["system"], "system")})
+    given = body.get("messages")
+    if not isinstance(given, list) or not given:
+        raise BadRequest("messages must be a list of at least one message")
+    if isinstance(given[-1], dict) and given[-1].get("role") == ASSISTANT:
+        raise BadRequest("messages: an answer that the client begins is not offered; end with user")
+    errors = 0
+    for place, message in enumerate(given):
+        found, errors = _read(message, f"messages[{place}]")
+        messages += found
+    ask = Ask(
+        tuple(messages),
+        tools,
+        stop=stops(body.get("stop_sequences"), "stop_sequences"),
+        max_tokens=whole(body.get("max_tokens"), "max_tokens", 1),
+        overridden=overridden(body, sampling),
+    )
+    return ask, errors
+
+
+def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type", "custom") != "custom":
+        raise BadRequest(
+            f"tools of type {str(tool['type'])[:60]!r} are not offered; custom ones are"
+        )
+    names = {"name": "name", "description": "description", "input_schema": "parameters"}
+    return {"type": "function", "function": {n: tool[k] for k, n in names.items() if k in tool}}
+
+
+def _texts(value: Any, where: str) -> str:
+    """Text, or blocks of it."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise BadRequest(f"{where} must be text or a list of blocks")
+    for block in value:
+        if not isinstance(block, dict) or not isinstance(block.get("text"), str):
+            raise BadRequest(f"{where}: only blocks of text are offered")
+    return "".join(block["text"] for block in value)
+
+
+def _read(message: Any, where: str) -> tuple[list[dict[str, Any]], int]:
+    """One of Anthropic's messages in canonical form, and its results of tools that are errors; such
+    results come before the text of the same message."""
+    if not isinstance(message, dict) or message.get("role") not in ("user", ASSISTANT):
+        raise BadRequest(f"{where} must be an object with the role user or assistant")
+    role, content = message["role"], message.get("content")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}], 0
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        raise BadRequest(f"{where}.content must be text or a list of blocks")
+    texts, thoughts, calls, results, errors = [], [], list[Any](), list[Any](), 0
+    for i, block in enumerate(content):
+        kind = block.get("type")
+        place = f"{where}.content[{i}]"
+        if kind == "text":
+            texts.append(_texts([block], place))
+        elif kind == "thinking" and role == ASSISTANT:
+            thoughts.append(str(block.get("thinking", "")))
+        elif kind == "tool_use" and role == ASSISTANT and isinstance(block.get("name"), str):
+            calls.append(tool_call(str(block.get("id", "")), block["name"], block.get("input")))
+        elif kind == "tool_result" and role == "user":
+            text = _texts(block.get("content") or "", place)
+            identity = str(block.get("tool_use_id", ""))
+            results.append({"role": "tool", "content": text, "tool_call_id": identity})
+            errors += bool(block.get("is_error"))
+        else:
+            raise BadRequest(f"{place}: a block of type {str(kind)[:40]!r} is not offered there")
+    found: dict[str, Any] = {"role": role, "content": "".join(texts)}
+    if thoughts:
+        found["reasoning_content"] = "".join(thoughts)
+    if calls:
+        found["tool_calls"] = calls
+    return [*results, *([found] if texts or calls or thoughts or not results else [])], errors
+
+
+def messages_json(choice: Choice, model: str) -> dict[str, Any]:
+    """The answer to a request."""
+    message = choice.message
+    blocks: list[dict[str, Any]] = []
+    if message.get("reasoning_content"):
+        blocks.append(
+            {"type": "thinking", "thinking": message["reasoning_content"], "signature": ""}
+        )
+    if message["content"]:
+        blocks.append({"type": "text", "text": message["content"]})
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        block = {"type": "tool_use", "id": call["id"], "name": function["name"]}
+        blocks.append({**block, "input": function["arguments"]})
+    stopped = choice.stop is not None and choice.finish != "tool_calls"
+    reason = "stop_sequence" if stopped else _STOP_REASONS[choice.finish]
+    return {
+        "id": f"msg_{uuid.uuid4().hex}",
+        "type": "message",
+        "role": ASSISTANT,
+        "model": model,
+        "content": blocks,
+        "stop_reason": reason,
+        "stop_sequence": choice.stop if stopped else None,
+        "usage": {"input_tokens": choice.prompt_tokens, "output_tokens": len(choice.tokens)},
+    }
+
+
+def messages_stream(answer: Mapping[str, Any]) -> Iterator[str]:
+    """The same answer as server-sent events, which begin when the engine has ended it."""
+
+    def event(kind: str, **values: Any) -> str:
+        return f"event: {kind}\ndata: {json.dumps({'type': kind, **values})}\n\n"
+
+    begun = {**answer, "content": [], "stop_reason": None, "stop_sequence": None}
+    yield event("message_start", message=begun)
+    for i, block in enumerate(answer["content"]):
+        empty: dict[str, Any]
+        if block["type"] == "text":
+            empty, deltas = {"text": ""}, [{"type": "text_delta", "text": block["text"]}]
+        elif block["type"] == "thinking":
+            empty = {"thinking": "", "signature": ""}
+            deltas = [{"type": "thinking_delta", "thinking": block["thinking"]}]
+        else:
+            text = json.dumps(block["input"], ensure_ascii=False)
+            empty, deltas = {"input": {}}, [{"type": "input_json_delta", "partial_json": text}]
+        yield event("content_block_start", index=i, content_block={**block, **empty})
+        for delta in deltas:
+            yield event("content_block_delta", index=i, delta=delta)
+        yield event("content_block_stop", index=i)
+    ended = {k: answer[k] for k in ("stop_reason", "stop_sequence")}
+    yield event("message_delta", delta=ended, usage=answer["usage"])
+    yield event("message_stop")

@@ -1,0 +1,140 @@
+"""An agent that is a program: a process for each episode, in its own folder, ended with all
+that it started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import stat
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import psutil
+
+if TYPE_CHECKING:
+    from slime_like.agents.task import Task
+
+TASK, REWARD = "task.json", "reward"  # files in the folder
+MARK = "SLIME_LIKE_EPISODE"  # by which a process that left its parent is found
+TAIL = 2000  # bytes of output that are kept
+# of the launcher, which an agent must not take for its own
+_SECRETS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD", "_ACCESS_KEY_ID")  # of the user's
+_HIDDEN = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "GROUP_",
+    "ROLE_",
+    "MASTER_",
+    "TORCHELASTIC_",
+    "TORCH_NCCL",
+)
+
+
+async def run_command(words: Sequence[str], task: Task) -> float | None:
+    """Run the program to its end.
+
+    Args:
+        words: The program and its arguments.
+        task: What it is to do: as `task.json` in its folder; the gateway in the environment
+            variables that the SDKs read.
+
+    Returns:
+        The number in the file `reward`, or None where it wrote none.
+
+    Raises:
+        RuntimeError: the program cannot be started, failed, or wrote something else; with the end of
+            its output.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="slime_like_agent_", ignore_cleanup_errors=True) as path,
+        tempfile.TemporaryFile() as output,  # no pipe, which a process that left may hold open
+    ):
+        folder = Path(path)
+        row = {"prompt": task.prompt, "label": task.label, "metadata": task.metadata}
+        (folder / TASK).write_text(json.dumps(row | {"evaluation": task.evaluation}, default=str))
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *words,
+                cwd=folder,
+                env=environment(task),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise RuntimeError(f"cannot be started: {error}") from error
+        try:
+            status = await process.wait()
+        finally:
+            end_all(process.pid, task.api_key)
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await asyncio.shield(process.wait())
+        if status:
+            raise RuntimeError(f"exit status {status}: {_tail(output.fileno())}")
+        return read_reward(folder / REWARD)
+
+
+def environment(task: Task) -> dict[str, str]:
+    """Of the process: where the gateway is, and the key of this episode."""
+    found = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(_HIDDEN) and not k.upper().endswith(_SECRETS)
+    }
+    host = urlsplit(task.url).hostname or ""
+    for name in ("NO_PROXY", "no_proxy"):  # the gateway is asked directly
+        found[name] = ",".join(filter(None, (found.get(name), host)))
+    return found | {
+        "OPENAI_BASE_URL": task.base_url,
+        "OPENAI_API_KEY": task.api_key,
+        "ANTHROPIC_BASE_URL": task.url,
+        "ANTHROPIC_API_KEY": task.api_key,
+        MARK: task.api_key,
+    }
+
+
+def _tail(output: int) -> str:
+    """The end of an output of any length. output: descriptor of its file."""
+    start = max(os.fstat(output).st_size - TAIL, 0)
+    return os.pread(output, TAIL, start).decode("utf-8", "replace").strip()
+
+
+def end_all(leader: int, mark: str) -> None:
+    """Kill the session of a process, and every process that has its mark in the environment."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+    own = os.getuid()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.uids().real == own and process.environ().get(MARK) == mark:
+                process.kill()
+
+
+def read_reward(path: Path) -> float | None:
+    """None where there is no file. Raises RuntimeError for anything but a file with a number."""
+    try:
+        # neither a pipe nor a link of the program's is waited for, or followed
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RuntimeError(f"the file {REWARD!r} cannot be read: {error}") from error
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise RuntimeError(f"{REWARD!r} is no regular file")
+        text = os.read(file, 100)
+    finally:
+        os.close(file)
+    try:
+        return float(text)
+    except ValueError:
+        raise RuntimeError(f"the file {REWARD!r} holds {text!r:.60}, must hold a number") from None

@@ -1,0 +1,41 @@
+"""Rewards of single answers of an episode."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from slime_like.agents.messages import BadRequest
+from slime_like.agents.sessions import Session
+from slime_like.agents.tree import Branch, SessionTree
+
+
+def add_reward(session: Session, value: Any, answer: Any = -1) -> None:
+    """Add to the reward of one answer.
+
+    Args:
+        value: A finite number.
+        answer: Its place among the answers of the episode, from the end where it is negative.
+
+    Raises:
+        BadRequest: for another value, or an answer that there is not.
+    """
+    turns = session.tree.turns
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= sys.float_info.max:  # infinite, NaN or a huge integer
+        raise BadRequest(f"the reward of an answer must be a finite number (given: {value!r:.60})")
+    if isinstance(answer, bool) or not isinstance(answer, int):
+        raise BadRequest(f"answer must be a whole number (given: {answer!r:.60})")
+    if not -len(turns) <= answer < len(turns):
+        raise BadRequest(f"answer is {answer}; the episode has had {len(turns)} answers")
+    turns[answer].reward += value
+
+
+def answers_of(tree: SessionTree, branches: Sequence[Branch]) -> dict[str, Any]:
+    """The metadata that `rollout/answer_credit.py` reads, as plain JSON."""
+    return {
+        "parents": [-1 if turn.parent is None else turn.parent.number for turn in tree.turns],
+        "rewards": [turn.reward for turn in tree.turns],
+        "spans": [[list(span) for span in branch.spans] for branch in branches],
+    }

@@ -1,0 +1,71 @@
+"""An agent's function that blocks the event loop also stops the gateway that it waits for; a thread
+says so, with the line."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+
+logger = logging.getLogger(__name__)
+BLOCKED_S = 10.0
+
+
+@dataclass(slots=True)
+class LoopWatch:
+    """name: the flag and the function. code: of the function. seconds: that it may block for."""
+
+    name: str
+    code: CodeType
+    seconds: float = BLOCKED_S
+    _users: int = 0
+    _beat: float = 0.0
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Watch the running event loop meanwhile; users at the same time share one thread."""
+        self._users += 1
+        if self._users == 1:
+            self._stop = threading.Event()
+            self._beats(asyncio.get_running_loop(), self._stop)
+            watch = (threading.get_ident(), self._stop)
+            threading.Thread(target=self._watch, args=watch, daemon=True).start()
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._stop.set()
+
+    def _beats(self, loop: asyncio.AbstractEventLoop, stop: threading.Event) -> None:
+        self._beat = time.monotonic()
+        if not stop.is_set():
+            loop.call_later(self.seconds / 10, self._beats, loop, stop)
+
+    def _watch(self, thread: int, stop: threading.Event) -> None:
+        while not stop.wait(self.seconds / 10):
+            if time.monotonic() - self._beat < self.seconds:
+                continue
+            place = self._place(sys._current_frames().get(thread))
+            if place is not None:
+                logger.error(
+                    f"{self.name} blocks the event loop for more than {self.seconds:g} s at {place}: "
+                    "the gateway and other episodes wait meanwhile; await, or put it into "
+                    "asyncio.to_thread"
+                )
+                return
+
+    def _place(self, frame: FrameType | None) -> str | None:
+        """The line of the function that the thread is in, None where it is elsewhere."""
+        while frame is not None:
+            if frame.f_code is self.code:
+                return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            frame = frame.f_back
+        return None

@@ -1,0 +1,105 @@
+"""Messages of a conversation in one form, whatever API they came by, so that what a client sends back
+can be compared with what it was given."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+# role, content (text, "" where there is none), and where it has them: reasoning_content, tool_calls
+# (as OpenAI's, with arguments parsed), tool_call_id, name
+Message: TypeAlias = Mapping[str, Any]
+ASSISTANT = "assistant"
+ROLES = ("system", "developer", "user", ASSISTANT, "tool")
+
+
+class BadRequest(ValueError):
+    """What a client asked for is wrong or not offered; the message is for the client."""
+
+
+def canonical(message: Any, place: int) -> dict[str, Any]:
+    """A message of OpenAI's chat completions in the form that is compared.
+
+    Args:
+        message: As the client sent it.
+        place: Its index, for errors.
+
+    Returns:
+        The message; keys that say nothing are left out.
+
+    Raises:
+        BadRequest: naming the message and what is wrong with it.
+    """
+    where = f"messages[{place}]"
+    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+        raise BadRequest(f"{where} must be an object with a role, {', '.join(ROLES)}")
+    found: dict[str, Any] = {"role": message["role"], "content": _text(message, where)}
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    if reasoning:
+        if not isinstance(reasoning, str):
+            raise BadRequest(f"{where}.reasoning_content must be text")
+        found["reasoning_content"] = reasoning
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, Sequence) or isinstance(calls, str):
+            raise BadRequest(f"{where}.tool_calls must be a list")
+        found["tool_calls"] = [
+            _call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
+        ]
+    for key in ("tool_call_id", "name"):
+        if message.get(key) is not None:
+            if not isinstance(message[key], str):
+                raise BadRequest(f"{where}.{key} must be text")
+            found[key] = message[key]
+    return found
+
+
+def _text(message: Mapping[str, Any], where: str) -> str:
+    """The content, of which parts of text become one."""
+    content = message.get("content")
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise BadRequest(f"{where}.content must be text or a list of parts")
+    texts = []
+    for part in content:
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise BadRequest(f"{where}.content: a part of type {kind!r} is not offered; text is")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise BadRequest(f"{where} must have a function with a name")
+    return tool_call(str(call.get("id") or ""), function["name"], function.get("arguments"))
+
+
+def tool_call(identity: str, name: str, arguments: Any) -> dict[str, Any]:
+    """A call in canonical form. arguments: an object, or its JSON; other text stays text."""
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            parsed = None
+        arguments = parsed if isinstance(parsed, dict) else arguments
+    function = {"name": name, "arguments": {} if arguments is None else arguments}
+    return {"id": identity, "type": "function", "function": function}
+
+
+def history_keys(messages: Sequence[Message], tools: Any) -> Iterator[bytes]:
+    """A digest of the tools and each prefix of the messages, the shortest (none) first."""
+    digest = hashlib.blake2b(_json(tools), digest_size=16).digest()
+    yield digest
+    for message in messages:
+        digest = hashlib.blake2b(digest + _json(message), digest_size=16).digest()
+        yield digest
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, ensure_ascii=True, default=str).encode()

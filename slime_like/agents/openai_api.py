@@ -1,0 +1,197 @@
+"""OpenAI's chat completions: bodies as an `Ask`, answers as their JSON and their stream."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from slime_like.agents.messages import BadRequest
+from slime_like.agents.sessions import Ask, Choice, Session, messages_of
+from slime_like.rollout.engines.base import SamplingParams
+
+MOST_STOPS = 16
+# what changes nothing that is answered here
+_IGNORED = {
+    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "stream", "stream_options",
+    "temperature", "top_p", "top_k", "logprobs", "messages", "tools", "n", "stop", "seed", "max_tokens", "max_completion_tokens",
+}  # fmt: skip
+# values of other parameters that ask for nothing
+_NEUTRAL: Mapping[str, Sequence[Any]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "top_logprobs": (0,),
+    "parallel_tool_calls": (True,),
+    "tool_choice": ("auto", "none"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
+
+
+def chat_ask(body: Mapping[str, Any], sampling: SamplingParams) -> Ask:
+    """A body of chat completions. sampling: the run's, in place of the client's.
+
+    Raises:
+        BadRequest: naming the parameter that is wrong or not offered.
+    """
+    refuse_others(body, _IGNORED, _NEUTRAL)
+    tools = tools_of(body.get("tools"), lambda tool: tool)
+    if body.get("tool_choice") == "none":
+        tools = None
+    limit = body.get("max_completion_tokens")
+    limit = body.get("max_tokens") if limit is None else limit
+    return Ask(
+        tuple(messages_of(body)),
+        tools,
+        n=1 if body.get("n") is None else whole(body["n"], "n", 1),
+        stop=stops(body.get("stop"), "stop"),
+        max_tokens=None if limit is None else whole(limit, "max_tokens", 1),
+        seed=None if body.get("seed") is None else whole(body["seed"], "seed", -(2**63)),
+        overridden=overridden(body, sampling),
+    )
+
+
+def refuse_others(
+    body: Mapping[str, Any], known: set[str], neutral: Mapping[str, Sequence[Any]]
+) -> None:
+    """Raises BadRequest naming what a body asks for and nobody here does."""
+    for name, value in body.items():
+        if value is None or name in known or value in neutral.get(name, ()):
+            continue
+        legal = neutral.get(name)
+        more = f"; legal: {', '.join(map(json.dumps, legal))}" if legal else ""
+        raise BadRequest(f"{name} = {json.dumps(value, default=str)[:100]} is not offered{more}")
+
+
+def overridden(body: Mapping[str, Any], sampling: SamplingParams) -> int:
+    """How many of the client's sampling parameters are not the run's, which hold."""
+    return sum(
+        body.get(name) is not None and body[name] != getattr(sampling, name)
+        for name in ("temperature", "top_p", "top_k")
+    )
+
+
+def whole(value: Any, name: str, least: int) -> int:
+    if type(value) is not int or not least <= value < 2**63:
+        raise BadRequest(f"{name} is {str(value)[:40]}, must be a whole number from {least}")
+    return value
+
+
+def stops(value: Any, name: str) -> tuple[str, ...]:
+    found = [value] if isinstance(value, str) else value or []
+    right = isinstance(found, list) and all(isinstance(s, str) and s for s in found)
+    if not right or len(found) > MOST_STOPS:
+        raise BadRequest(
+            f"{name} must be text, or a list of at most {MOST_STOPS} texts, none empty"
+        )
+    return tuple(found)
+
+
+def tools_of(value: Any, as_openai: Any) -> list[dict[str, Any]] | None:
+    """Tools for the chat template, in the form of chat completions; None without any."""
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise BadRequest("tools must be a list of objects")
+    tools = [as_openai(tool) for tool in value]
+    for i, tool in enumerate(tools):
+        function = tool.get("function")
+        if (
+            tool.get("type") != "function"
+            or not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+        ):
+            raise BadRequest(f"tools[{i}]: only functions with a name are offered")
+    return tools
+
+
+def chat_json(
+    choices: Sequence[Choice], session: Session, model: str, *, logprobs: bool
+) -> dict[str, Any]:
+    """The answer to a request."""
+    return {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [
+            {
+                "index": i,
+                "message": wire_message(choice.message),
+                "finish_reason": choice.finish,
+                "logprobs": token_log_probs(choice, session) if logprobs else None,
+            }
+            for i, choice in enumerate(choices)
+        ],
+        "usage": usage(choices),
+    }
+
+
+def usage(choices: Sequence[Choice]) -> dict[str, int]:
+    prompt, written = choices[0].prompt_tokens, sum(len(c.tokens) for c in choices)
+    return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+
+
+def wire_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A canonical message as chat completions have it: arguments are JSON in text."""
+    found = dict(message)
+    found["content"] = message["content"] or (None if message.get("tool_calls") else "")
+    if "tool_calls" in message:
+        found["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": arguments_text(call)}}
+            for call in message["tool_calls"]
+        ]
+    return found
+
+
+def arguments_text(call: Mapping[str, Any]) -> str:
+    return json.dumps(call["function"]["arguments"], ensure_ascii=False)
+
+
+def token_log_probs(choice: Choice, session: Session) -> dict[str, Any]:
+    """Of every token that was generated, the one that ended the answer too."""
+    content = []
+    for token, log_prob in zip(choice.tokens, choice.log_probs, strict=True):
+        text = session.token_text(token)
+        content.append(
+            {
+                "token": text,
+                "logprob": log_prob,
+                "bytes": list(text.encode("utf-8", "replace")),
+                "top_logprobs": [],
+            }
+        )
+    return {"content": content, "refusal": None}
+
+
+def chat_stream(answer: Mapping[str, Any], *, with_usage: bool) -> Iterator[str]:
+    """The same answer as server-sent events, which begin when the engine has ended it."""
+    shared = {k: answer[k] for k in ("id", "created", "model")} | {
+        "object": "chat.completion.chunk"
+    }
+
+    def event(choices: list[dict[str, Any]], **more: Any) -> str:
+        return f"data: {json.dumps({**shared, 'choices': choices, **more})}\n\n"
+
+    def part(index: int, delta: Mapping[str, Any], finish: str | None = None) -> str:
+        return event([{"index": index, "delta": delta, "finish_reason": finish}])
+
+    for choice in answer["choices"]:
+        i, message = choice["index"], choice["message"]
+        yield part(i, {"role": "assistant", "content": ""})
+        if message.get("reasoning_content"):
+            yield part(i, {"reasoning_content": message["reasoning_content"]})
+        if message["content"]:
+            delta = {"index": i, "delta": {"content": message["content"]}, "finish_reason": None}
+            yield event([delta | {"logprobs": choice["logprobs"]}])
+        elif choice["logprobs"]:
+            yield event([{"index": i, "delta": {}, "finish_reason": None, "logprobs": choice["logprobs"]}])  # fmt: skip
+        for place, call in enumerate(message.get("tool_calls") or ()):
+            yield part(i, {"tool_calls": [{"index": place, **call}]})
+        yield part(i, {}, choice["finish_reason"])
+    if with_usage:
+        yield event([], usage=answer["usage"])
+    yield "data: [DONE]\n\n"

@@ -1,0 +1,123 @@
+"""OpenAI's responses, whole: without a stream and without a state on this side."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slime_like.agents.messages import ASSISTANT, BadRequest, canonical, tool_call
+from slime_like.agents.openai_api import arguments_text, overridden, refuse_others, tools_of, whole
+from slime_like.agents.sessions import Ask, Choice
+from slime_like.rollout.engines.base import SamplingParams
+
+_KNOWN = {
+    "model", "input", "instructions", "tools", "max_output_tokens", "temperature", "top_p", "metadata", "user", "store", "truncation",
+    "service_tier", "safety_identifier", "prompt_cache_key",
+}  # fmt: skip
+_NEUTRAL: Mapping[str, Sequence[Any]] = {
+    "stream": (False,),
+    "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True,),
+    "background": (False,),
+    "include": ([],),
+    "text": ({"format": {"type": "text"}},),
+}
+
+
+def responses_ask(body: Mapping[str, Any], sampling: SamplingParams) -> Ask:
+    """A body of responses. Raises BadRequest naming the parameter that is wrong or not offered."""
+    refuse_others(body, _KNOWN, _NEUTRAL)
+    tools = tools_of(body.get("tools"), _function)
+    messages: list[dict[str, Any]] = []
+    if body.get("instructions"):
+        messages.append(canonical({"role": "system", "content": body["instructions"]}, 0))
+    given = body.get("input")
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise BadRequest("input must be text, or a list of at least one item")
+    for place, item in enumerate(given):
+        _add(messages, item, place)
+    limit = body.get("max_output_tokens")
+    return Ask(
+        tuple(messages),
+        None if body.get("tool_choice") == "none" else tools,
+        max_tokens=None if limit is None else whole(limit, "max_output_tokens", 1),
+        overridden=overridden(body, sampling),
+    )
+
+
+def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("name", "description", "parameters")
+    function = {name: tool[name] for name in names if tool.get(name) is not None}
+    return {"type": tool.get("type"), "function": function}
+
+
+def _add(messages: list[dict[str, Any]], item: Any, place: int) -> None:
+    """Items of one answer, which come one after another, are one message."""
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    if kind == "message":
+        message = canonical(item, place)
+        last = messages[-1] if messages else {}
+        if message["role"] == ASSISTANT and set(last) == {"role", "content", "reasoning_content"}:
+            last["content"] += message["content"]
+        else:
+            messages.append(message)
+    elif kind == "reasoning":
+        parts = [*(item.get("content") or ()), *(item.get("summary") or ())]
+        thought = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+        messages.append({"role": ASSISTANT, "content": "", "reasoning_content": thought})
+    elif kind == "function_call" and isinstance(item.get("name"), str):
+        call = tool_call(str(item.get("call_id", "")), item["name"], item.get("arguments"))
+        if not messages or messages[-1]["role"] != ASSISTANT:
+            messages.append({"role": ASSISTANT, "content": ""})
+        messages[-1].setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        text = canonical({"role": "tool", "content": item.get("output")}, place)
+        messages.append({**text, "tool_call_id": str(item.get("call_id", ""))})
+    else:
+        raise BadRequest(f"input[{place}]: items of type {str(kind)[:40]!r} are not offered")
+
+
+def responses_json(choice: Choice, model: str) -> dict[str, Any]:
+    """The answer to a request."""
+    message, output = choice.message, list[dict[str, Any]]()
+    if thought := message.get("reasoning_content"):
+        text = {"type": "reasoning_text", "text": thought}
+        output.append({"type": "reasoning", "id": _id("rs"), "summary": [], "content": [text]})
+    if message["content"] or not message.get("tool_calls"):
+        text = {"type": "output_text", "text": message["content"], "annotations": []}
+        item = {"type": "message", "id": _id("msg"), "role": ASSISTANT, "status": "completed"}
+        output.append({**item, "content": [text]})
+    for call in message.get("tool_calls") or ():
+        item = {"type": "function_call", "id": _id("fc"), "call_id": call["id"]}
+        function = {"name": call["function"]["name"], "arguments": arguments_text(call)}
+        output.append({**item, **function, "status": "completed"})
+    cut = choice.finish == "length"
+    prompt, written = choice.prompt_tokens, len(choice.tokens)
+    return {
+        "id": _id("resp"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "error": None,
+        "model": model,
+        "output": output,
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "usage": {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": written,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + written,
+        },
+    }
+
+
+def _id(kind: str) -> str:
+    return f"{kind}_{uuid.uuid4().hex}"

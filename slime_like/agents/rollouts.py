@@ -1,0 +1,332 @@
+"""Episodes of agents in place of responses: a function of the user's, or a process for each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import secrets
+import shlex
+import sys
+from asyncio.tasks import _unregister_task
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from arguments.rules.agents import worker_keys
+from arguments.run_config import RunConfig
+from slime_like.advantages import TurnEstimator, advantage_estimators
+from slime_like.agents.command import run_command
+from slime_like.agents.credit import answers_of
+from slime_like.agents.loop_watch import LoopWatch
+from slime_like.agents.server import CONNECTIONS, Gateway
+from slime_like.agents.sessions import WAITING, Session, SessionLimits
+from slime_like.agents.task import CANCEL_S, Task
+from slime_like.agents.tasks import TaskQueue, WorkerLost
+from slime_like.agents.templates import ChatTemplate
+from slime_like.agents.tool_calls import format_of
+from slime_like.agents.tree import Branch
+from slime_like.distributed.collectives import gather
+from slime_like.import_utils import load_function
+from slime_like.rollout.answer_credit import ANSWERS, NUMBERS
+from slime_like.rollout.episode import CustomGenerate, Model, lost
+from slime_like.sample_index import AnySample
+from slime_like.types import Sample, SampleGroup, SampleStatus
+
+AGENT_FUNCTION, AGENT_COMMAND = "--agent-function-path", "--agent-command"
+AGENT_WORKERS = "--agent-worker-keys"
+MESSAGES = "messages"  # key of a sample's metadata: the main conversation
+
+
+class Play(Protocol):
+    """An agent: plays the episode, and returns its reward, or None for the run's reward function."""
+
+    def __call__(self, task: Task) -> Awaitable[float | None]: ...
+
+
+class AgentGenerate(CustomGenerate):
+    """Episodes of agents, all of a rank in one event loop with their gateway. An agent that raises,
+    hangs or asks for nothing loses its sample, with the reason in its metadata."""
+
+    def __init__(
+        self,
+        name: str,
+        play: Play,
+        gateway: Gateway,
+        *,
+        end_ids: frozenset[int],
+        template_arguments: Mapping[str, Any] | None = None,
+        tool_format: str | None = None,
+        limits: SessionLimits,
+        timeout_s: float,
+        episodes: int,
+        observations: bool = False,
+        by_turn: bool = False,
+        attempts: int = 1,
+        own_timeout: bool = False,
+    ) -> None:
+        """
+        Args:
+            name: The flag and the agent, for messages.
+            play: The agent.
+            gateway: That it talks to.
+            end_ids: Tokens that end an answer.
+            template_arguments: --apply-chat-template-kwargs.
+            tool_format: A key of `tool_calls.FORMATS`; None: as the chat template shows.
+            limits: Of each session.
+            timeout_s: Seconds for each episode.
+            episodes: That run at a time.
+            observations: See `SessionTree.branches`.
+            attempts: Most for an episode, of which all but the last end with a worker that is lost.
+            own_timeout: The agent minds `timeout_s` itself.
+            by_turn: The advantages are of answers; else their rewards are added to the episode's.
+        """
+        super().__init__(name, self._unused, timeout_s=timeout_s)
+        self._play = play
+        self._gateway = gateway
+        self._end_ids = end_ids
+        self._template_arguments = template_arguments
+        self._tool_format = tool_format
+        self._limits = limits
+        self._episodes = episodes
+        self._observations = observations
+        self._by_turn = by_turn
+        self._attempts = attempts
+        self._limit_s = None if own_timeout else timeout_s
+        code = getattr(play, "__code__", None)
+        self._watch = None if code is None else LoopWatch(name, code)
+        self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+
+    async def respond(self, sample: Sample, model: Model, *, evaluation: bool) -> Sample:
+        """The sample with the first branch of its session, and the others as its branches."""
+        template = ChatTemplate(model.tokenizer, self._end_ids, self._template_arguments)
+        found = self._tool_format or format_of(str(model.tokenizer.chat_template))
+        async with self._place(), self._watched(), self._gateway.listening():
+            for lost_workers in range(self._attempts):
+                session = Session(
+                    sample.sample_id, model, template, tool_format=found, limits=self._limits
+                )
+                key = secrets.token_urlsafe(24)
+                task = Task(
+                    sample.sample_id, sample.text, sample.label, dict(sample.metadata), evaluation,
+                    "", key, session=session,
+                )  # fmt: skip
+                session.counts["workers_lost"] = lost_workers
+                try:
+                    async with self._gateway.episode(key, session):
+                        task.url = self._gateway.url
+                        reward, reason = await self._outcome(task)
+                    break
+                except WorkerLost as error:
+                    reward, reason = None, f"{self.name}: {error}"
+        if reason is None:
+            reason = bad_reward(reward)
+        branches = session.tree.branches(observations=self._observations)
+        if self._by_turn:
+            task.metadata[ANSWERS] = answers_of(session.tree, branches)
+        elif reason is None and any(rewards := [turn.reward for turn in session.tree.turns]):
+            reward = sum(rewards) + (reward or 0.0)
+        return sample_of(sample, task, session, branches, reward, reason)
+
+    async def _outcome(self, task: Task) -> tuple[Any, str | None]:
+        """What the agent returned, or why it returned nothing. In a separate task: what an agent
+        does to that is no harm to the other episodes."""
+        assert task.session is not None
+        play = asyncio.create_task(self._contained(task))
+        abort = asyncio.create_task(task.session.on_abort.wait())
+        try:
+            await asyncio.wait(
+                {play, abort}, timeout=self._limit_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not play.done() and task.session.aborted:
+                return None, "the run asks for no more of this episode"
+            if not play.done():
+                return None, f"{self.name} took longer than --agent-timeout-s {self.timeout_s:g}"
+        finally:
+            abort.cancel()
+            await _ended(play)
+            await task.close()
+        if play.cancelled():
+            return None, f"{self.name} raised CancelledError"
+        if isinstance(error := play.exception(), WorkerLost):
+            raise error
+        if error is not None:
+            return None, f"{self.name} raised {type(error).__name__}: {error}"[:500]
+        return play.result(), None
+
+    async def _contained(self, task: Task) -> Any:
+        try:
+            return await self._play(task)
+        except SystemExit as error:  # would end the event loop
+            raise RuntimeError(f"SystemExit: {error}") from error
+
+    @contextlib.asynccontextmanager
+    async def _watched(self) -> AsyncIterator[None]:
+        with contextlib.nullcontext() if self._watch is None else self._watch.running():
+            yield
+
+    def _place(self) -> asyncio.Semaphore:
+        loop = asyncio.get_running_loop()
+        if self._places is None or self._places[0] is not loop:
+            self._places = loop, asyncio.Semaphore(self._episodes)
+        return self._places[1]
+
+    async def _unused(self, sample: Sample, model: Model, evaluation: bool) -> Sample:
+        raise AssertionError("respond is overridden")
+
+
+async def _ended(play: asyncio.Task[Any]) -> None:
+    """Cancel what is under way; what goes on in spite of that is given up, and not waited for when
+    the event loop ends."""
+    if play.done():
+        return
+    play.cancel()
+    await asyncio.wait({play}, timeout=CANCEL_S)
+    if not play.done():
+        play.add_done_callback(lambda task: task.cancelled() or task.exception())
+        play._log_destroy_pending = False  # type: ignore[attr-defined]
+        _unregister_task(play)
+
+
+def bad_reward(reward: Any) -> str | None:
+    """Why an agent's reward is none, or None."""
+    if reward is None or (isinstance(reward, int | float) and not isinstance(reward, bool)):
+        too_large = isinstance(reward, int) and abs(reward) > sys.float_info.max
+        return "the agent returned a number that no float can hold" if too_large else None
+    return f"the agent returned {type(reward).__name__}; return its reward, a number, or None"
+
+
+def sample_of(
+    sample: Sample,
+    task: Task,
+    session: Session,
+    branches: Sequence[Branch],
+    reward: float | None,
+    reason: str | None,
+) -> Sample:
+    """What an episode becomes. branches: of its tree. reason: why nothing of it is trained on; None
+    where it went well."""
+    numbers = session.numbers() | {"branches": float(len(branches))}
+    masked = sum(b.loss_mask.count(False) for b in branches)
+    written = sum(len(turn.tokens) for turn in session.tree.turns)
+    numbers |= {"masked_tokens": float(masked), "written_tokens": float(written)}
+    numbers["lost"] = float(reason is not None)
+    sample = replace(sample, metadata={**task.metadata, NUMBERS: numbers})
+    if session.aborted:
+        return replace(sample, status=SampleStatus.ABORTED)
+    if reason is None and not branches:
+        reason = "the agent asked for no answer"
+    if reason is not None:
+        return lost(sample, reason)
+    main = session.tree.turns[0]
+    while follows := [turn for turn in session.tree.turns if turn.parent is main]:
+        main = follows[0]
+    conversation = [dict(message) for message in (*main.messages, main.answer)]
+    metadata = {**sample.metadata, MESSAGES: conversation}
+    first, *others = (sequence(sample, branch, session) for branch in branches)
+    number = None if reward is None else float(reward) if math.isfinite(reward) else math.nan
+    return replace(first, metadata=metadata, reward=number, branches=tuple(others))
+
+
+def sequence(sample: Sample, branch: Branch, session: Session) -> Sample:
+    """A branch in the core's type."""
+    response = branch.tokens[branch.prompt_length :]
+    return replace(
+        sample,
+        tokens=torch.tensor(branch.tokens, dtype=torch.int64),
+        response_length=len(response),
+        loss_mask=torch.tensor(branch.loss_mask, dtype=torch.bool),
+        rollout_log_probs=torch.tensor(branch.log_probs, dtype=torch.float32),
+        weight_versions=branch.weight_versions,
+        status=SampleStatus.TRUNCATED if branch.truncated else SampleStatus.COMPLETED,
+        response=session.text_of(response),
+    )
+
+
+def agent_metrics(groups: Sequence[SampleGroup], group: Any = None) -> dict[str, float]:
+    """Means over the episodes of a rollout; a collective.
+
+    Args:
+        groups: Each sample complete on the rank that made it.
+        group: Of all ranks, where the default one is in use meanwhile.
+    """
+    found = [s.metadata.get(NUMBERS) for g in groups for s in g.samples if isinstance(s, Sample)]
+    own = [numbers for numbers in found if isinstance(numbers, Mapping)]
+    every = [numbers for rank in gather(own, group) for numbers in rank]
+    names = every[0] if every else {}
+    return {f"agent/{name}": sum(n[name] for n in every) / len(every) for name in names}
+
+
+def has_agents(samples: Sequence[AnySample]) -> bool:
+    """Whether this rank has an episode of an agent among them."""
+    return any(isinstance(s, Sample) and NUMBERS in s.metadata for s in samples)
+
+
+def agent_generate(run: RunConfig, tokenizer: Any, rank: int) -> AgentGenerate | None:
+    """What --agent-function-path, --agent-command or --agent-worker-keys asks for; None without. Raises ValueError
+    naming the flag."""
+    config = run.agents
+    tasks: TaskQueue | None = None
+    play: Callable[[Task], Awaitable[Any]]
+    if (path := config.agent_function_path) is not None:
+        name = f"{AGENT_FUNCTION} {path}"
+        play = load_function(path, AGENT_FUNCTION)
+    elif (line := config.agent_command) is not None:
+        name = f"{AGENT_COMMAND} {line!r}"
+        words = shlex.split(line)
+
+        async def play(task: Task) -> float | None:
+            return await run_command(words, task)
+    elif (file := config.agent_worker_keys) is not None:
+        name = f"{AGENT_WORKERS} {file}"
+        keys = worker_keys(file)
+        tasks = TaskQueue(keys, config.agent_timeout_s, config.agent_heartbeat_s)
+        play = tasks.play
+    else:
+        return None
+    end_ids = end_ids_of(run, tokenizer)
+    ChatTemplate(tokenizer, end_ids)  # a tokenizer without one is refused before the first episode
+    port = config.agent_port + rank if config.agent_port else 0
+    return AgentGenerate(
+        name,
+        play,
+        Gateway(
+            config.agent_host,
+            port,
+            max_body=int(config.agent_max_body_mb * 2**20),
+            connections=CONNECTIONS + config.agent_episodes * (config.agent_concurrency + WAITING),
+            tasks=tasks,
+        ),
+        end_ids=end_ids,
+        template_arguments=run.data.apply_chat_template_kwargs,
+        tool_format=config.agent_tool_format,
+        limits=SessionLimits(
+            config.agent_max_turns,
+            config.agent_concurrency,
+            positions=run.gpt.max_position_embeddings,
+        ),
+        timeout_s=config.agent_timeout_s,
+        episodes=config.agent_episodes,
+        observations=run.algorithm.observation_loss_coef > 0,
+        attempts=1 if tasks is None else 1 + config.agent_retries,
+        own_timeout=tasks is not None,
+        by_turn=isinstance(
+            advantage_estimators.get(run.algorithm.advantage_estimator), TurnEstimator
+        ),
+    )
+
+
+def end_ids_of(run: RunConfig, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end an answer: the checkpoint's, the tokenizer's and --rollout-stop-token-ids."""
+    from transformers import AutoConfig
+
+    from slime_like.rollout.engines.local.engine import end_token_ids
+
+    folder = str(run.model.hf_checkpoint)
+    trust = run.model.trust_remote_code
+    found = end_token_ids(
+        folder, AutoConfig.from_pretrained(folder, trust_remote_code=trust), tokenizer
+    )
+    return found | frozenset(run.rollout.rollout_stop_token_ids or ())

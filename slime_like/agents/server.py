@@ -1,0 +1,144 @@
+"""The gateway while episodes are under way: a server in the event loop that they run in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from slime_like.agents.app import make_app
+from slime_like.agents.sessions import Session
+from slime_like.agents.tasks import TaskQueue
+from slime_like.errors import RunError
+
+CONNECTIONS = 512  # beyond which a client gets 503 at once, besides those that episodes may need
+SILENT_S = 10.0  # that a new connection may take to its first byte
+STOP_S = 5.0
+
+
+class _Server(uvicorn.Server):
+    """Signals are the run's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Connection(H11Protocol):
+    """One that sends nothing is closed: it counts as the others do."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(
+            SILENT_S, self.timeout_keep_alive_handler
+        )
+
+
+class Gateway:
+    """Sessions by key, and the server that answers for them. It listens only between the beginning
+    of the first episode and the end of the last."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        max_body: int,
+        connections: int = CONNECTIONS,
+        tasks: TaskQueue | None = None,
+    ) -> None:
+        """
+        Args:
+            host: Address to listen on.
+            port: 0 for a free one.
+            max_body: Bytes of a request.
+            connections: At a time, of all clients.
+            tasks: For agents elsewhere.
+        """
+        self._tasks, self._connections = tasks, connections
+        self.sessions: dict[str, Session] = {}
+        self.url = ""  # while it listens
+        self._host, self._port, self._max_body = host, port, max_body
+        self._episodes = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting: asyncio.Task[_Server] | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._stopping: asyncio.Task[None] | None = None
+
+    @contextlib.asynccontextmanager
+    async def episode(self, key: str, session: Session) -> AsyncIterator[None]:
+        """The server knows the session meanwhile; afterwards its requests have ended."""
+        async with self.listening():
+            self.sessions[key] = session
+            try:
+                yield
+            finally:
+                session.end()
+                self.sessions.pop(key, None)
+
+    @contextlib.asynccontextmanager
+    async def listening(self) -> AsyncIterator[None]:
+        """There is a server meanwhile."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:  # that of an earlier rollout has ended, perhaps in the middle
+            self._loop, self._episodes, self._starting = loop, 0, None
+            self._stopping = None
+            self.sessions.clear()
+        self._episodes += 1
+        try:
+            if self._starting is None:
+                self._starting = loop.create_task(self._start(self._stopping))
+            await asyncio.shield(self._starting)
+            yield
+        finally:
+            self._episodes -= 1
+            if not self._episodes and self._starting is not None:
+                starting, self._starting = self._starting, None
+                self._stopping = loop.create_task(self._stop(starting))
+                await asyncio.shield(self._stopping)
+
+    async def _start(self, stopping: asyncio.Task[None] | None) -> _Server:
+        """stopping: the server before this one, which has the port and the address until it ends."""
+        if stopping is not None:
+            await asyncio.shield(stopping)
+        try:
+            bound = socket.create_server((self._host, self._port), family=_family(self._host))
+        except OSError as error:
+            raise RunError(
+                f"--agent-host {self._host} --agent-port {self._port}: {error}"
+            ) from error
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        self.url = f"http://{host}:{bound.getsockname()[1]}"
+        config = uvicorn.Config(
+            make_app(self.sessions, max_body=self._max_body, tasks=self._tasks),
+            log_level="critical",
+            access_log=False,
+            lifespan="off",
+            limit_concurrency=self._connections,
+            http=_Connection,
+            ws="none",
+            timeout_graceful_shutdown=1,
+        )
+        server = _Server(config)
+        self._serving = asyncio.get_running_loop().create_task(server.serve(sockets=[bound]))
+        while not server.started and not self._serving.done():
+            await asyncio.sleep(0.001)
+        return server
+
+    async def _stop(self, starting: asyncio.Task[_Server]) -> None:
+        with contextlib.suppress(RunError, asyncio.CancelledError):
+            server = await starting
+            server.should_exit = server.force_exit = True
+        serving, self._serving = self._serving, None
+        if serving is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(serving, STOP_S)
+        self.url = ""
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

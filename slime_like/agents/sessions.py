@@ -1,0 +1,319 @@
+"""The conversation of one episode with the engine: requests in, answers out, every token kept."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from slime_like.agents.messages import ASSISTANT, BadRequest, Message, canonical, tool_call
+from slime_like.agents.templates import ChatTemplate
+from slime_like.agents.tool_calls import NO_TOOLS, Parsed, parse
+from slime_like.agents.tree import NextPrompt, SessionTree, Turn
+from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.rollout.episode import Model
+
+Finish = Literal["stop", "length", "tool_calls"]
+THOUGHT = "<think>"
+WAITING = 32  # requests of a session that wait, besides those that are answered
+COUNTS_PER_TURN = 8  # prompts that a client may have counted for each answer
+
+
+class TooManyRequests(Exception):
+    """The session has no room for this request now, or at all; the message is for the client."""
+
+
+class EngineGaveUp(Exception):
+    """The engine dropped the request; the client may try again."""
+
+
+class SessionEnded(Exception):
+    """The episode is over: no more answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request. messages: canonical. tools: for the template. stop: strings that end an
+    answer. max_tokens: of each answer. seed: the client's. overridden: sampling parameters of the
+    client's; the run's hold."""
+
+    messages: tuple[Message, ...]
+    tools: Any = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    seed: int | None = None
+    overridden: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One answer: its message, as a client gets it, the tokens that were generated and what each is
+    in text, with their log-probs. stop: the string that ended it."""
+
+    message: Message
+    finish: Finish
+    prompt_tokens: int
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    stop: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """turns: answers of an episode. concurrent: requests that are answered at a time; waiting: those
+    that wait for it, beyond which a client is asked to come again. answers: most of one request.
+    positions: of the model, None where they do not matter."""
+
+    turns: int = 256
+    concurrent: int = 8
+    waiting: int = WAITING
+    answers: int = 16
+    positions: int | None = None
+
+
+class Session:
+    """Of one sample. tree: its answers. counts: see `numbers`. aborted: the run wants no more of it,
+    which on_abort says at once."""
+
+    def __init__(
+        self,
+        sample_id: int,
+        model: Model,
+        template: ChatTemplate,
+        *,
+        tool_format: str = NO_TOOLS,
+        limits: SessionLimits | None = None,
+    ) -> None:
+        """
+        Args:
+            sample_id: Of the sample; with the run's seed it decides the randomness.
+            model: The engine, with the run's sampling parameters.
+            template: The model's.
+            tool_format: A key of `tool_calls.FORMATS`, or NO_TOOLS.
+        """
+        self.sample_id = sample_id
+        self.tree = SessionTree(template)
+        self.counts: Counter[str] = Counter()
+        self.aborted = False
+        self.on_abort = asyncio.Event()
+        self.ended = False
+        self._model = model
+        self._template = template
+        self._format = tool_format
+        self._limits = limits or SessionLimits()
+        self._slots = asyncio.Semaphore(self._limits.concurrent)
+        self._pending = 0
+        self._running: set[asyncio.Task[Any]] = set()
+        self._asked: Counter[bytes] = Counter()
+        self._main: Turn | None = None  # what the main conversation continues
+        self._begun = False
+
+    async def answer(self, ask: Ask) -> list[Choice]:
+        """The answers to a request.
+
+        Raises:
+            BadRequest: it cannot be answered.
+            TooManyRequests, EngineGaveUp, SessionEnded: see there.
+        """
+        limits = self._limits
+        self._check_open()
+        if not 1 <= ask.n <= limits.answers:
+            raise BadRequest(f"n is {ask.n}; 1 to {limits.answers} is offered")
+        self._check_turns(ask)
+        if self._pending >= limits.concurrent + limits.waiting:
+            self.counts["refused"] += 1
+            raise TooManyRequests(f"{self._pending} requests of this session are waiting already")
+        self._pending += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        try:
+            async with self._slots:
+                return await self._answer(ask)
+        except asyncio.CancelledError:
+            if not self.ended:
+                raise
+            task.uncancel()  # by `end`, and not by who waits for the task
+            raise SessionEnded("the episode has ended") from None
+        finally:
+            self._pending -= 1
+            self._running.discard(task)
+
+    def _check_open(self) -> None:
+        if self.ended:
+            raise SessionEnded("the episode has ended")
+        if self.aborted:
+            raise SessionEnded("the run asks for no more of this episode")
+
+    def _check_turns(self, ask: Ask) -> None:
+        if self.counts["answers"] + ask.n > self._limits.turns:
+            self.counts["refused"] += 1
+            raise TooManyRequests(f"the episode has had its {self._limits.turns} answers")
+
+    def end(self) -> None:
+        """No more answers; what is being answered is given up."""
+        self.ended = True
+        for task in list(self._running):
+            task.cancel()
+
+    def numbers(self) -> dict[str, float]:
+        """About the whole session: answers, roots and forks of its tree, foreign_messages (answers
+        that a client sent and the model did not give so), rewritten_turns, tool_errors (calls that
+        could not be read), overridden (sampling parameters), refused and engine_failures."""
+        names = (
+            "answers", "tool_errors", "overridden", "refused", "engine_failures", "internal_errors", "workers_lost",
+        )  # fmt: skip
+        of_tree = ("roots", "forks", "foreign_messages", "rewritten_turns")
+        found = {name: float(self.counts[name]) for name in names}
+        return found | {name: float(self.tree.counts[name]) for name in of_tree}
+
+    async def _answer(self, ask: Ask) -> list[Choice]:
+        self._check_open()  # again: it may have waited
+        self._check_turns(ask)
+        prompt = self.tree.next_prompt(ask.messages, ask.tools)
+        room = self._room(prompt)
+        if room <= 0:
+            raise BadRequest(
+                f"context_length_exceeded: the conversation has {len(prompt.tokens)} tokens, and "
+                "there is no room for an answer (--rollout-max-response-len, and the model's "
+                "positions)"
+            )
+        if ask.max_tokens is not None:
+            room = min(room, ask.max_tokens)
+        sampling = replace(
+            self._model.sampling, max_new_tokens=room, stop=(*self._model.sampling.stop, *ask.stop)
+        )
+        self.counts["answers"] += ask.n  # before anything is waited for, so that the limit holds
+        is_main = self._main is not None and prompt.parent is self._main if self._begun else True
+        self._begun = True
+        before = self._main
+        if is_main:
+            self._main = None  # whatever is asked meanwhile is a side conversation
+        requests = [self._request(prompt, ask, is_main=is_main and not i) for i in range(ask.n)]
+        ask_engine = self._model.engine.generate_one
+        outputs = await asyncio.gather(*(ask_engine(request, sampling) for request in requests))
+        if self.ended:
+            raise SessionEnded("the episode has ended")
+        self.counts["overridden"] += ask.overridden
+        for output in outputs:
+            if output.finish_reason == "abort":
+                self.counts["answers"] -= ask.n
+                if output.failure is None:
+                    self.aborted = True
+                    self.on_abort.set()
+                    raise SessionEnded("the run asks for no more of this episode")
+                self.counts["engine_failures"] += 1
+                if is_main:  # the client may ask again
+                    self._main, self._begun = before, before is not None
+                raise EngineGaveUp(output.failure)
+        choices = [self._choice(prompt, ask, sampling.stop, output) for output in outputs]
+        if is_main:
+            self._main = self.tree.turns[-ask.n]
+        return choices
+
+    def _room(self, prompt: NextPrompt) -> int:
+        """Tokens of an answer: of the response from the first prompt of its path on, and of the
+        model's positions."""
+        first = len(prompt.tokens if prompt.parent is None else prompt.parent.root.prompt)
+        room = self._model.sampling.max_new_tokens - (len(prompt.tokens) - first)
+        if self._limits.positions is None:
+            return room
+        return min(room, self._limits.positions - len(prompt.tokens))
+
+    def _request(self, prompt: NextPrompt, ask: Ask, *, is_main: bool) -> GenerateRequest:
+        """The main conversation draws what an episode of the same texts draws; every other request
+        by its own tokens, so that neither order nor speed changes what is sampled."""
+        if is_main and ask.seed is None:
+            first = prompt.tokens if prompt.parent is None else prompt.parent.root.prompt
+            position = len(prompt.tokens) - len(first)
+        else:
+            digest = hashlib.blake2b(
+                repr((prompt.tokens, ask.seed)).encode(), digest_size=8
+            ).digest()
+            again = self._asked[digest]
+            self._asked[digest] += 1
+            position = (int.from_bytes(digest, "big") + again) % 2**62 + 2**32
+        seed = self._model.seed_of(self.sample_id, position)
+        identity = self.sample_id if self._pending <= 1 and ask.n == 1 else self._new_identity()
+        return GenerateRequest(identity, prompt.tokens, seed)
+
+    def _new_identity(self) -> int:
+        """Requests of one sample that run together have ids of their own: the engine ends them by id."""
+        self.counts["identities"] += 1
+        return (1 << 62) + (self.sample_id << 20) + self.counts["identities"] % (1 << 20)
+
+    def _choice(
+        self, prompt: NextPrompt, ask: Ask, stop: Sequence[str], output: GenerateOutput
+    ) -> Choice:
+        tokens = output.tokens
+        ended = bool(tokens) and tokens[-1] in self._template.end_ids
+        text, found = cut_at(self._template.decode(tokens[:-1] if ended else tokens), stop)
+        opening = self._template.decode(prompt.tokens[-8:]).rstrip().endswith(THOUGHT)
+        parsed = parse(text, self._format, open_thought=opening, tools=ask.tools)
+        self.counts["tool_errors"] += parsed.errors
+        message = self._message(parsed)
+        truncated = output.finish_reason == "length"
+        self.tree.add(
+            prompt, ask.messages, ask.tools, message, tokens=tokens, log_probs=output.log_probs,
+            weight_versions=output.weight_versions, truncated=truncated,
+        )  # fmt: skip
+        finish: Finish = "tool_calls" if parsed.calls else "length" if truncated else "stop"
+        return Choice(message, finish, len(prompt.tokens), tokens, output.log_probs, found)
+
+    def _message(self, parsed: Parsed) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": ASSISTANT, "content": parsed.content}
+        if parsed.reasoning:
+            message["reasoning_content"] = parsed.reasoning
+        if parsed.calls:
+            message["tool_calls"] = []
+        for name, arguments in parsed.calls:
+            self.counts["calls"] += 1
+            # nine letters and digits, as some families' templates demand
+            identity = f"c{self.counts['calls']:08d}"
+            message["tool_calls"].append(tool_call(identity, name, arguments))
+        return message
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The run's."""
+        return self._model.sampling
+
+    def prompt_length(self, ask: Ask) -> int:
+        """Tokens that the model would be given. Raises BadRequest, and TooManyRequests for far more
+        questions than answers."""
+        self.counts["counted"] += 1
+        if self.counts["counted"] > COUNTS_PER_TURN * self._limits.turns:
+            self.counts["refused"] += 1
+            raise TooManyRequests(
+                f"{self.counts['counted'] - 1} prompts of this session were counted"
+            )
+        return len(self.tree.next_prompt(ask.messages, ask.tools).tokens)
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """For a reward function: without special tokens."""
+        return str(self._model.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def token_text(self, token: int) -> str:
+        """Of one token by itself, for a client that asks for log-probs."""
+        return self._template.decode([token])
+
+
+def cut_at(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
+    """Up to the first of the stop strings, which clients are not given, and which it is."""
+    places = [(text.find(s), s) for s in stop if s in text]
+    if not places:
+        return text, None
+    place, found = min(places)
+    return text[:place], found
+
+
+def messages_of(body: Mapping[str, Any]) -> list[Message]:
+    """The messages of a body of chat completions. Raises BadRequest."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise BadRequest("messages must be a list of at least one message")
+    return [canonical(message, place) for place, message in enumerate(messages)]

@@ -1,0 +1,93 @@
+"""What an agent gets of its episode."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime_like.agents.credit import add_reward
+from slime_like.agents.messages import BadRequest
+from slime_like.agents.openai_api import chat_ask, chat_json
+from slime_like.agents.sessions import Session
+
+CANCEL_S = 5.0  # that a cancelled agent, or a client's end, may take
+
+
+@dataclass(slots=True)
+class Task:
+    """One episode, for an agent. prompt: of the row, as the data has it. base_url: for SDKs of
+    OpenAI, with ``/v1``; Anthropic's want `url`. metadata: of the row; what is added to it, a reward
+    function sees. evaluation: nothing is trained on."""
+
+    sample_id: int
+    prompt: str
+    label: Any
+    metadata: dict[str, Any]
+    evaluation: bool
+    url: str
+    api_key: str
+    model: str = "policy"
+    session: Session | None = field(default=None, repr=False)
+    _clients: list[Any] = field(default_factory=list, repr=False)
+
+    @property
+    def base_url(self) -> str:
+        return f"{self.url}/v1"
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], **parameters: Any
+    ) -> dict[str, Any]:
+        """A chat completion as the gateway answers it, without the way over HTTP.
+
+        Args:
+            messages: Of OpenAI's form.
+            parameters: Of chat completions; those that are not offered are refused.
+
+        Raises:
+            BadRequest: in place of status 400; the other errors of `Session.answer`.
+        """
+        assert self.session is not None
+        body = {"messages": list(messages), **parameters}
+        if body.get("stream"):
+            raise BadRequest("task.chat has no streams; use an SDK at task.base_url")
+        ask = chat_ask(body, self.session.sampling)
+        choices = await self.session.answer(ask)
+        logprobs = bool(body.get("logprobs"))
+        return chat_json(choices, self.session, self.model, logprobs=logprobs)
+
+    def reward(self, value: float, answer: int = -1) -> None:
+        """Add to the reward of one answer, the newest by default. Raises BadRequest for anything but
+        a finite number and an answer of this episode."""
+        assert self.session is not None
+        add_reward(self.session, value, answer)
+
+    def openai(self) -> Any:
+        """``openai.AsyncOpenAI`` for this episode. Raises ValueError without the package."""
+        make = _package("openai").AsyncOpenAI
+        return self._kept(make(base_url=self.base_url, api_key=self.api_key))
+
+    def anthropic(self) -> Any:
+        """``anthropic.AsyncAnthropic`` for this episode. Raises ValueError without the package."""
+        make = _package("anthropic").AsyncAnthropic
+        return self._kept(make(base_url=self.url, api_key=self.api_key))
+
+    def _kept(self, client: Any) -> Any:
+        self._clients.append(client)
+        return client
+
+    async def close(self) -> None:
+        """Close the connections of its clients, as far as that goes."""
+        for client in self._clients:
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(client.close(), CANCEL_S)
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ValueError(f"task.{name}() needs the package {name}: pip install {name}") from None

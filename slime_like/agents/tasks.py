@@ -1,0 +1,160 @@
+"""Agents elsewhere: they ask the gateway for tasks, play them against it, and report their rewards.
+
+A task that is claimed is its worker's while heartbeats come. One that is not heard of any more is
+given to another, with a new session and key: what the first one was answered is dropped, and its
+key is refused, so that no episode counts twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from slime_like.agents.messages import BadRequest
+
+if TYPE_CHECKING:
+    from slime_like.agents.task import Task
+
+WAIT_S = 30.0  # most that a claim waits for a task
+
+
+class WorkerLost(Exception):
+    """No heartbeat of an episode's worker: another may play it."""
+
+
+@dataclass(eq=False, slots=True)
+class Offer:
+    """A task for a worker. offered, beat, claimed: times of the event loop; claimed None: it
+    waits. outcome: the reward; taken: done when it is claimed."""
+
+    task: Task
+    outcome: asyncio.Future[Any]
+    taken: asyncio.Future[Any]
+    offered: float
+    beat: float = 0.0
+    claimed: float | None = None
+
+
+@dataclass(slots=True)
+class TaskQueue:
+    """The tasks of a rank. keys: of the workers. timeout_s: for an episode from its claim on, and
+    for the first claim of any worker. heartbeat_s: after which a worker is lost."""
+
+    keys: Collection[str]
+    timeout_s: float
+    heartbeat_s: float
+    _waiting: deque[Offer] = field(default_factory=deque)
+    _claimed: dict[str, Offer] = field(default_factory=dict)
+    _askers: deque[asyncio.Future[Offer]] = field(default_factory=deque)
+    _heard: float = 0.0  # the last claim of any worker
+    _loop: asyncio.AbstractEventLoop | None = None
+
+    def knows(self, key: str) -> bool:
+        """Whether it is a worker's."""
+        return any([hmac.compare_digest(key.encode(), own.encode()) for own in self.keys])
+
+    async def play(self, task: Task) -> float | None:
+        """Wait for a worker to play it; the reward that it reports.
+
+        Raises:
+            WorkerLost: see there.
+            RuntimeError: no worker asks for tasks, or it took too long, or reported an error.
+        """
+        loop = self._here()
+        offer = Offer(task, loop.create_future(), loop.create_future(), loop.time())
+        self._offer(offer)
+        try:
+            while True:
+                end = self._end(offer)
+                awaited = {offer.outcome} if offer.taken.done() else {offer.outcome, offer.taken}
+                left = max(end - loop.time(), 0.001)
+                await asyncio.wait(awaited, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                if offer.outcome.done():
+                    return offer.outcome.result()
+                if loop.time() >= self._end(offer):  # which heartbeats and claims put off
+                    raise self._late(offer, loop.time())
+        finally:
+            self._claimed.pop(task.api_key, None)
+            if offer in self._waiting:
+                self._waiting.remove(offer)
+
+    async def claim(self, wait_s: float) -> Task | None:
+        """The oldest task, for a worker; None where none comes within `wait_s` seconds."""
+        loop = self._here()
+        self._heard = loop.time()
+        if self._waiting:
+            offer = self._waiting.popleft()
+        else:
+            asker: asyncio.Future[Offer] = loop.create_future()
+            self._askers.append(asker)
+            try:
+                await asyncio.wait({asker}, timeout=wait_s)
+            except asyncio.CancelledError:  # the worker has left, perhaps just after it got one
+                if asker.done():
+                    self._offer(asker.result())
+                raise
+            finally:
+                if asker in self._askers:
+                    self._askers.remove(asker)
+            if not asker.done():
+                return None
+            offer = asker.result()
+        offer.claimed = offer.beat = self._heard = loop.time()
+        self._claimed[offer.task.api_key] = offer
+        offer.taken.set_result(None)
+        return offer.task
+
+    def heartbeat(self, key: str) -> None:
+        """key: of the episode. Raises BadRequest where it is of no claimed task."""
+        self._of(key).beat = self._here().time()
+
+    def finish(self, key: str, reward: Any, error: Any) -> None:
+        """The end of an episode. reward: see `rollouts.bad_reward`. error: why there is none, or
+        None. Raises BadRequest as `heartbeat`."""
+        outcome = self._of(key).outcome
+        if outcome.done():
+            return  # a repeated report
+        if error is None:
+            outcome.set_result(reward)
+        else:
+            outcome.set_exception(RuntimeError(f"the worker reported: {error!s:.400}"))
+
+    def _here(self) -> asyncio.AbstractEventLoop:
+        """The event loop, which is another one in each rollout."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._heard = loop, loop.time()
+            self._waiting.clear()
+            self._claimed.clear()
+            self._askers.clear()
+        return loop
+
+    def _offer(self, offer: Offer) -> None:
+        while self._askers:
+            asker = self._askers.popleft()
+            if not asker.done():
+                asker.set_result(offer)
+                return
+        self._waiting.append(offer)
+
+    def _of(self, key: str) -> Offer:
+        offer = self._claimed.get(key)
+        if offer is None:
+            raise BadRequest("the key is of no task that a worker has claimed")
+        return offer
+
+    def _end(self, offer: Offer) -> float:
+        if offer.claimed is None:
+            return max(offer.offered, self._heard) + self.timeout_s
+        return min(offer.claimed + self.timeout_s, offer.beat + self.heartbeat_s)
+
+    def _late(self, offer: Offer, now: float) -> Exception:
+        if offer.claimed is None:
+            return RuntimeError(f"no worker has asked for a task for {self.timeout_s:g} s")
+        if now >= offer.claimed + self.timeout_s:
+            return RuntimeError(f"it took longer than --agent-timeout-s {self.timeout_s:g}")
+        return WorkerLost(f"no heartbeat for {self.heartbeat_s:g} s")

@@ -1,0 +1,218 @@
+"""A session as a tree: every answer keeps the tokens that were generated, and a request that continues
+from it keeps them too.
+
+A request is matched against the answers that were given. Where its messages begin with a whole
+conversation that ended in an answer, the next prompt is that answer's prompt and tokens, and after
+them only what is new. Whatever else a client sends (a history that was rewritten or cut, thoughts
+left out, an edited result of a tool, the conversation of a sub-agent) continues the longest
+conversation that does match, or from none: it is a branch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from slime_like.agents.messages import ASSISTANT, Message, history_keys
+from slime_like.agents.templates import ChatTemplate
+from slime_like.types import NOT_SAMPLED
+
+Cut = Literal["paths", "turns"]
+
+
+@dataclass(frozen=True, slots=True)
+class NextPrompt:
+    """What the model is given for a request. parent: the turn that it continues, None for a
+    conversation that continues nothing. foreign: answers among its new messages, which the model
+    did not write, or not so. rewritten: the tokens of a matching answer could not be kept, as the
+    template does not show what follows it."""
+
+    parent: Turn | None
+    tokens: tuple[int, ...]
+    foreign: int = 0
+    rewritten: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Turn:
+    """One answer. prompt: the tokens that the model was given; tokens: those that it wrote, with a
+    log-prob and a weight version each. truncated: it reached a limit. number:
+    its place in the session. reward: what it got by itself. observed: tokens at the end of
+    the prompt that came between its parent and itself, unless an answer before it came after the
+    same ones. seen: those after which its children came."""
+
+    parent: Turn | None
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    weight_versions: tuple[int, ...]
+    truncated: bool
+    messages: tuple[Message, ...]
+    answer: Message
+    number: int
+    reward: float = 0.0
+    observed: int = 0
+    children: int = 0
+    seen: set[tuple[int, ...]] = field(default_factory=set)
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """What the prompt of whatever follows begins with."""
+        return (*self.prompt, *self.tokens)
+
+    @property
+    def root(self) -> Turn:
+        turn = self
+        while turn.parent is not None:
+            turn = turn.parent
+        return turn
+
+    @property
+    def path(self) -> list[Turn]:
+        """From its root to itself."""
+        found = [self]
+        while found[-1].parent is not None:
+            found.append(found[-1].parent)
+        return found[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A sequence to train on: its first `prompt_length` tokens are read only, the others have an
+    entry each of mask, log-probs and versions. spans: of each answer that it trains, the first token
+    after the prompt, its tokens and its number in the tree."""
+
+    tokens: tuple[int, ...]
+    prompt_length: int
+    loss_mask: tuple[bool, ...]
+    log_probs: tuple[float, ...]
+    weight_versions: tuple[int, ...]
+    truncated: bool
+    spans: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(slots=True)
+class SessionTree:
+    """The answers of one session in their order. counts: roots, forks, foreign_messages and
+    rewritten_turns, of the requests that were answered."""
+
+    template: ChatTemplate
+    turns: list[Turn] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    _by_history: dict[bytes, Turn] = field(default_factory=dict)
+
+    def next_prompt(self, messages: Sequence[Message], tools: Any) -> NextPrompt:
+        """The prompt of a request; changes nothing.
+
+        Args:
+            messages: In canonical form.
+            tools: For the template, None without.
+
+        Raises:
+            BadRequest: see `ChatTemplate.prompt`.
+        """
+        keys = list(history_keys(messages, tools))
+        for length in range(len(messages), 0, -1):
+            turn = self._by_history.get(keys[length])
+            if turn is None:
+                continue
+            after = messages[length:]
+            rest = self.template.following(
+                messages[: length - 1],
+                turn.answer,
+                after,
+                tools,
+                turn.tokens[-1] if turn.tokens else None,
+            )
+            if rest is not None:
+                return NextPrompt(turn, (*turn.kept, *rest), _foreign(after))
+            fresh = self.template.prompt(messages, tools)
+            return NextPrompt(None, tuple(fresh), _foreign(messages), rewritten=True)
+        return NextPrompt(None, tuple(self.template.prompt(messages, tools)), _foreign(messages))
+
+    def add(
+        self,
+        prompt: NextPrompt,
+        messages: Sequence[Message],
+        tools: Any,
+        answer: Message,
+        *,
+        tokens: Sequence[int],
+        log_probs: Sequence[float],
+        weight_versions: Sequence[int],
+        truncated: bool = False,
+    ) -> Turn:
+        """An answer that was given. Of equal conversations the newest is the one that continues."""
+        assert len(tokens) == len(log_probs) == len(weight_versions)
+        turn = Turn(
+            prompt.parent, prompt.tokens, tuple(tokens), tuple(log_probs),
+            tuple(weight_versions), truncated, tuple(messages), answer, len(self.turns),
+        )  # fmt: skip
+        if (parent := prompt.parent) is None:
+            self.counts["roots"] += 1
+        else:
+            self.counts["forks"] += parent.children > 0
+            parent.children += 1
+            between = turn.prompt[len(parent.kept) :]
+            turn.observed = 0 if between in parent.seen else len(between)
+            parent.seen.add(between)
+        self.counts["foreign_messages"] += prompt.foreign
+        self.counts["rewritten_turns"] += prompt.rewritten
+        self.turns.append(turn)
+        *_, key = history_keys([*messages, answer], tools)
+        self._by_history[key] = turn
+        return turn
+
+    def branches(self, cut: Cut = "paths", *, observations: bool = False) -> list[Branch]:
+        """The tree as sequences, in which every answer is trained on once.
+
+        Args:
+            cut: "paths": one for each end of the tree, with all of its path that none before it
+                has; "turns": one for each answer. Both have the same tokens to train on, each after
+                the same ones.
+            observations: A sequence that continues an answer begins after it, and not after what
+                the agent saw next: then all of a sequence that the model did not write are
+                observations, and each is in one sequence.
+        """
+        if cut == "turns":
+            return [_branch([turn], turn, observations) for turn in self.turns if turn.tokens]
+        taken: set[int] = set()
+        found = []
+        for leaf in (turn for turn in self.turns if not turn.children):
+            own = [turn for turn in leaf.path if id(turn) not in taken]
+            taken.update(map(id, own))
+            if any(turn.tokens for turn in own):
+                found.append(_branch(own, leaf, observations))
+        return found
+
+
+def _branch(own: Sequence[Turn], leaf: Turn, observations: bool) -> Branch:
+    """The tokens up to the end of `leaf`, of which those of `own` are trained on."""
+    tokens = leaf.kept
+    start = len(own[0].prompt) - (own[0].observed if observations else 0)
+    count = len(tokens) - start
+    mask, log_probs, versions = [False] * count, [0.0] * count, [NOT_SAMPLED] * count
+    spans = []
+    for turn in own:
+        first = len(turn.prompt) - start
+        end = first + len(turn.tokens)
+        assert tokens[start + first : start + end] == turn.tokens, "kept as generated"
+        mask[first:end] = [True] * len(turn.tokens)
+        log_probs[first:end] = turn.log_probs
+        versions[first:end] = turn.weight_versions
+        spans.append((first, len(turn.tokens), turn.number))
+    return Branch(
+        tokens,
+        start,
+        tuple(mask),
+        tuple(log_probs),
+        tuple(versions),
+        leaf.truncated,
+        tuple(spans),
+    )
+
+
+def _foreign(messages: Sequence[Message]) -> int:
+    return sum(message["role"] == ASSISTANT for message in messages)

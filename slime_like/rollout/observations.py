@@ -1,0 +1,61 @@
+"""Token weights of observations: what an environment wrote between the answers of a model, which
+--observation-loss-coef predicts.
+
+ECHO, arXiv 2605.24517: the mean cross-entropy over these tokens is added to the loss. Here the mean
+is over all of an optimizer step, on all ranks, so that neither the cut of an episode into sequences
+nor that of a step into micro-batches and ranks changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from slime_like.rollout.step_plan import DataParallelAssignment, StepPlan
+from slime_like.sample_index import AnySample, complete
+from slime_like.types import NOT_SAMPLED, Sample, TrainSample
+
+
+def with_observation_weights(
+    plan: StepPlan,
+    samples: Sequence[AnySample],
+    shares: DataParallelAssignment,
+    steps: Sequence[Sequence[TrainSample]],
+) -> list[list[TrainSample]]:
+    """This rank's samples of each optimizer step, each with `observation_weights`.
+
+    Args:
+        plan, samples, shares: As of `step_plan.train_samples`.
+        steps: What that returned.
+    """
+    result = []
+    for k, (step, own) in enumerate(zip(plan.steps(samples), steps, strict=True)):
+        weight = 1.0 / max(sum(map(_num_observed, step)), 1)
+        drawn = complete(step[i] for i in shares.mine(k))
+        result.append(
+            [
+                replace(sample, observation_weights=weight * _observed(from_))
+                for sample, from_ in zip(own, drawn, strict=True)
+            ]
+        )
+    return result
+
+
+def _says(sample: AnySample) -> bool:
+    """Whether it is trained on, and says who wrote what."""
+    return sample.active_tokens > 0 and sample.versions_length > 0
+
+
+def _num_observed(sample: AnySample) -> int:
+    """Of the tokens of its response; known on every rank."""
+    return sample.response_length - sum(sample.version_counts.values()) if _says(sample) else 0
+
+
+def _observed(sample: Sample) -> Tensor:
+    """[R] float32: 1 at tokens of its response that the model did not write."""
+    if not _says(sample):
+        return torch.zeros(sample.response_length)
+    return (torch.tensor(sample.weight_versions) == NOT_SAMPLED).float()

@@ -1,0 +1,267 @@
+"""Whole runs with agents: the gateway trains as a custom generate function does, bit by bit; what
+agents do wrong costs their own samples."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slime_like.rollout.recording import load_rollout, save_rollout
+from slime_like.sample_index import complete
+from slime_like.types import Sample, SampleGroup
+from tests.e2e.agent_task import write_task
+from tests.e2e.helpers import WORDS, Workspace, rows_of, weights_of
+from tests.e2e.programs import TrainServer
+from tests.e2e.test_stragglers import served, slow_first
+from tests.fake_sglang import FakeServer
+
+CUSTOM = """
+async def generate(model, episode):
+    await model.write(episode, max_new_tokens=6)
+    episode.observe("<|user|>again<|assistant|>")
+    await model.write(episode, max_new_tokens=6)
+"""
+AGENT = """
+async def play(task):
+    messages = [{"role": "user", "content": task.prompt}]
+    for more in ("again", None):
+        answer = await task.chat(messages, max_tokens=6)
+        messages += [answer["choices"][0]["message"], {"role": "user", "content": more}]
+"""
+HTTP = """
+import httpx, sys
+async def play(task):
+    assert task.url.startswith("http://127.0.0.1:")
+    messages = [{"role": "user", "content": task.prompt}]
+    async with httpx.AsyncClient(headers={"x-api-key": task.api_key}, timeout=60) as client:
+        for more in ("again", None):
+            body = {"model": "m", "messages": messages, "max_tokens": 6}
+            answer = (await client.post(task.url + "/v1/messages", json=body)).json()
+            messages.append({"role": "assistant", "content": answer["content"]})
+            messages.append({"role": "user", "content": more})
+"""
+SIZES: dict[str, Any] = dict(
+    use_dynamic_batch_size="", max_tokens_per_gpu=512, micro_batch_size=None, num_rollout=1, num_steps_per_rollout=1,
+    rollout_local_batch_size=1,  # what is decoded together changes the last bits of log-probs
+    rollout_max_response_len=64, n_samples_per_prompt=3, input_key="text",
+)  # fmt: skip
+
+
+def prompts(folder: Path) -> Path:
+    path = folder / "texts.jsonl"
+    rows = [{"text": f"spell {word}", "answer": word[::-1]} for word in WORDS]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.extended
+def test_the_gateway_trains_as_a_custom_generate_function_does(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    """The same task through a function in the process, task.chat and Anthropic's API over HTTP: the
+    same tokens, log-probs and weights, to the last bit."""
+    for name, text in (("custom", CUSTOM), ("agent", AGENT), ("http", HTTP)):
+        (tmp_path / f"{name}.py").write_text(text)
+    shared = SIZES | dict(prompt_data=prompts(tmp_path))
+    custom = dict(custom_generate_function_path=f"{tmp_path}/custom.py:generate")
+    runs = {"custom": custom | dict(apply_chat_template="")}
+    for name in ("agent", "http"):
+        path = f"{tmp_path}/{name}.py:play"
+        runs[name] = dict(agent_function_path=path, apply_chat_template=None)
+    found = []
+    for name, flags in runs.items():
+        more = dict(save_hf=tmp_path / name / "hf", save_debug_rollout_data=tmp_path / name / "r")
+        line = work.flags(tmp_path / name, **(shared | flags | more))  # type: ignore[arg-type]
+        server.train(line, tmp_path / f"{name}.log").ok()
+        groups = load_rollout(str(tmp_path / name / "r"), 0)
+        found.append((weights_of(tmp_path / name / "hf"), groups, rows_of(tmp_path / name)[-1]))
+    weights, groups, row = found[0]
+    assert row["train/grad_norm"] > 0
+    for others, other_groups, other_row in found[1:]:
+        assert all(torch.equal(weights[key], others[key]) for key in weights)
+        assert other_row["train/loss"] == row["train/loss"]
+        assert other_row["agent/answers"] == 2 and other_row["agent/branches"] == 1
+        for ours, theirs in zip(groups, other_groups, strict=True):
+            for a, b in zip(complete(ours.samples), complete(theirs.samples), strict=True):
+                assert torch.equal(a.tokens, b.tokens) and torch.equal(a.loss_mask, b.loss_mask)
+                assert a.rollout_log_probs is not None and b.rollout_log_probs is not None
+                assert torch.equal(a.rollout_log_probs, b.rollout_log_probs)
+                assert (a.weight_versions, a.reward) == (b.weight_versions, b.reward)
+
+
+@pytest.mark.slow
+def test_an_agent_learns_over_two_turns(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    """From random weights: the mean reward of both turns rises from below 0.4 to above 0.8. On two
+    cores its 25 rollouts took 66 s beside other jobs."""
+    write_task(tmp_path)
+    flags = dict(
+        hf_checkpoint=tmp_path / "model", prompt_data=tmp_path / "prompts.jsonl", input_key="text", apply_chat_template=None,
+        agent_function_path=f"{tmp_path}/agent.py:play", use_dynamic_batch_size="", max_tokens_per_gpu=2048, micro_batch_size=None,
+        num_rollout=25, rollout_batch_size=16, n_samples_per_prompt=8, num_steps_per_rollout=2, rollout_max_response_len=8, lr=3e-3,
+    )  # fmt: skip
+    server.train(work.flags(tmp_path / "out", **flags), tmp_path / "log").ok()  # type: ignore[arg-type]
+    rewards = [row["rollout/reward_mean"] for row in rows_of(tmp_path / "out")]
+    assert rewards[0] < 0.4
+    assert sum(rewards[-5:]) / 5 > 0.8
+
+
+BRANCHING = """
+async def play(task):
+    first = [{"role": "user", "content": task.prompt}]
+    answer = (await task.chat(first, max_tokens=5))["choices"][0]["message"]
+    asked = [*first, answer, {"role": "user", "content": "again"}]
+    for _ in range(1 + task.sample_id % 3):  # forks
+        last = (await task.chat(asked, max_tokens=4))["choices"][0]["message"]
+    claimed = {"role": "assistant", "content": "never said"}
+    await task.chat([*first, claimed, {"role": "user", "content": "so"}], max_tokens=3)
+    return len(last["content"]) / 4
+"""
+
+
+def by_turns(sample: Sample) -> Sample:
+    """The same episode with a sequence for each answer."""
+    found = []
+    for s in (sample, *sample.branches):
+        assert s.rollout_log_probs is not None
+        place = 0
+        for trained, run in itertools.groupby(s.loss_mask.tolist()):
+            count = len(list(run))
+            a, b = place, place + count
+            place = b
+            if trained:
+                found.append(
+                    dataclasses.replace(
+                        s,
+                        tokens=s.tokens[: s.prompt_length + b],
+                        response_length=count,
+                        loss_mask=s.loss_mask[a:b],
+                        rollout_log_probs=s.rollout_log_probs[a:b],
+                        weight_versions=s.weight_versions[a:b],
+                        branches=(),
+                    )
+                )
+    return dataclasses.replace(found[0], branches=tuple(found[1:]))
+
+
+@pytest.mark.extended
+def test_the_loss_does_not_depend_on_the_cut(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    """A recorded rollout of agents that fork, as the tree's paths, as single answers, and on two
+    ranks: the same loss and weights."""
+    (tmp_path / "agent.py").write_text(BRANCHING)
+    shared = SIZES | dict(prompt_data=prompts(tmp_path), apply_chat_template=None, policy_loss_type="ppo")  # fmt: skip
+    agent = dict(
+        agent_function_path=f"{tmp_path}/agent.py:play", custom_rm_path=None, rm_type="zero"
+    )
+    made = shared | agent | dict(save_debug_rollout_data=tmp_path / "paths", observation_loss_coef=0.1)  # fmt: skip
+    server.train(work.flags(tmp_path / "made", **made), tmp_path / "log").ok()  # type: ignore[arg-type]
+    groups = load_rollout(str(tmp_path / "paths"), 0)
+    samples = [s for g in groups for s in complete(g.samples)]
+    assert {s.num_branches for s in samples} == {1, 2, 3}
+    row = rows_of(tmp_path / "made")[-1]
+    assert row["agent/foreign_messages"] == 1 and row["agent/branches"] == 3
+    assert 0 < row["rollout/train_rollout_log_prob_diff_max"] < 1e-5, "recomputed by the trainer"
+    assert row["train/observation_loss"] > 1, "of a model that has not seen such words"
+    cut = [SampleGroup(g.group_id, tuple(map(by_turns, complete(g.samples)))) for g in groups]
+    save_rollout(str(tmp_path / "turns"), 0, cut)
+    found = []
+    for name, ranks in (("paths", 1), ("turns", 1), ("turns", 2)):
+        out = tmp_path / f"{name}{ranks}"
+        more = dict(
+            load_debug_rollout_data=tmp_path / name,
+            save_hf=out / "hf",
+            custom_rm_path=None,
+            rm_type="zero",
+        )
+        line = work.flags(out, **(shared | more))  # type: ignore[arg-type]
+        server.train(line, tmp_path / f"{name}{ranks}.log", ranks=ranks).ok()
+        found.append((rows_of(out)[-1], weights_of(out / "hf")))
+    whole, weights = found[0]
+    assert whole["train/grad_norm"] > 0
+    for other, other_weights in found[1:]:
+        assert abs(other["train/loss"] - whole["train/loss"]) <= 1e-6
+        assert abs(other["train/grad_norm"] - whole["train/grad_norm"]) <= 1e-5
+        for key in weights:
+            torch.testing.assert_close(other_weights[key], weights[key], atol=3e-5, rtol=0)
+
+
+PROGRAM = """
+import json, os, urllib.request
+task = json.load(open("task.json"))
+def post(path, body):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode(), headers)
+    return json.load(urllib.request.urlopen(request))
+def ask(messages, **more):
+    return post("/chat/completions", {"messages": messages, "max_tokens": 5, **more})["choices"][0]["message"]
+question = [{"role": "user", "content": task["prompt"]}]
+answer = ask(question)
+if not task["evaluation"] and task["label"].startswith("g"):
+    raise SystemExit("gives up")
+ask([*question, {**answer, "content": "edited"}, {"role": "user", "content": "?"}])
+post("/rewards", {"reward": len(answer["content"] or "") / 9, "answer": 0})
+open("reward", "w").write(str(len(answer["content"] or "") / 5))
+"""
+
+
+@pytest.mark.extended
+def test_programs_on_two_ranks_ahead_of_the_training(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    """Each rank has a gateway; episodes of the next rollout run while this one is trained on, those
+    that fail are lost, and evaluations play the same program."""
+    (tmp_path / "agent.py").write_text(PROGRAM)
+    source = prompts(tmp_path)
+    flags = SIZES | dict(
+        prompt_data=source, apply_chat_template=None, custom_rm_path=None, rm_type="zero", max_failed_samples=1.0,
+        agent_command=f"{sys.executable} {tmp_path}/agent.py", agent_episodes=3, async_rollout="", num_rollout=2, rollout_batch_size=2,
+        n_samples_per_prompt=2, advantage_estimator="grpo_turn", agent_turn_penalty=0.01, eval_interval=2, skip_eval_before_train="", eval_prompt_data=f"texts {source}@[0:2]",
+    )  # fmt: skip
+    line = work.flags(tmp_path / "out", **flags)  # type: ignore[arg-type]
+    place = line.index("--agent-command")
+    line[place + 1 : place + 3] = [" ".join(line[place + 1 : place + 3])]
+    server.train(line, tmp_path / "log", ranks=2).ok()
+    rows = [row for row in rows_of(tmp_path / "out") if "rollout/reward_mean" in row]
+    assert len(rows) == 2
+    for row in rows:
+        lost = row["agent/lost"]
+        assert row["rollout/failed_frac"] == lost < 1
+        assert row["agent/branches"] == pytest.approx(2 - lost)
+        assert row["train/grad_norm"] > 0
+        assert row["agent/foreign_messages"] == pytest.approx(1 - lost)
+    assert rows[1]["rollout/staleness_max"] <= 1
+    assert "eval/texts/mean" in rows[1]
+
+
+@pytest.mark.extended
+def test_agents_in_front_of_servers(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+    """SGLang's protocol: the gateway is on rank 0; episodes of a rollout that has enough groups are
+    ended, and nothing of them is trained on."""
+    (tmp_path / "agent.py").write_text(AGENT)
+    with FakeServer(str(work.model)) as fake:
+        fake.pace_s = slow_first(1)
+        flags = SIZES | dict(
+            prompt_data=prompts(tmp_path), apply_chat_template=None, agent_function_path=f"{tmp_path}/agent.py:play", rollout_batch_size=3,
+            over_sampling_batch_size=4, num_rollout=2, rollout_local_batch_size=None, save_debug_rollout_data=tmp_path / "r_{rollout_id}",
+        )  # fmt: skip
+        line = served(work, fake, tmp_path / "out", **flags)
+        server.train(line, tmp_path / "log", ranks=2).ok()
+        assert fake.count("/abort_request") >= 1
+    for step, row in enumerate(rows_of(tmp_path / "out")):
+        assert row["rollout/groups_kept"] == 3 and row["rollout/failed_frac"] == 0
+        assert row["agent/answers"] == 2 and row["agent/lost"] == 0
+        assert 0 < row["rollout/train_rollout_log_prob_diff_max"] < 1e-4
+        groups = load_rollout(str(tmp_path / "r_{rollout_id}"), step)
+        for sample in (s for g in groups for s in complete(g.samples)):
+            trained = {v for v, m in zip(sample.weight_versions, sample.loss_mask.tolist()) if m}
+            assert trained == {step + 1}

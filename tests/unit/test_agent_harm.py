@@ -1,0 +1,273 @@
+"""What models write and agents do that must cost nobody else's time, and not the run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from slime_like.agents.anthropic_api import messages_ask, messages_json
+from slime_like.agents.command import environment, read_reward, run_command
+from slime_like.agents.messages import BadRequest
+from slime_like.agents.rollouts import Task
+from slime_like.agents.server import Gateway
+from slime_like.agents.sessions import Ask, Choice, EngineGaveUp, SessionEnded, SessionLimits
+from slime_like.agents.templates import ChatTemplate
+from slime_like.agents.tool_calls import FORMATS, parse
+from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.types import SampleStatus
+from tests.unit.test_agent_gateway import (
+    END,
+    TOKENIZER,
+    Engine,
+    episodes,
+    post,
+    run,
+    session_of,
+    user,
+)
+
+MARKS = (
+    "<tool_call>", "</tool_call>", "<tool_call><function=a>", "</function>", "<arg_key>", "<parameter=a>", "<arg_key>a</arg_key><arg_value>",
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "<｜tool▁call▁begin｜>a<｜tool▁sep｜>", "<|tool_call_begin|>a<|tool_call_argument_begin|>",
+    "to=functions.", "<|channel|>commentary to=functions.a", "[TOOL_CALLS]a[ARGS]{", "[TOOL_CALLS][", "<|START_ACTION|>", "<|tool_call|>",
+    "<|tool_call|>[", "```tool_code\n", "{", "}", "]", " ", "\n", "a",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_text_of_a_model_takes_long_to_read(name: str) -> None:
+    openings = {
+        "qwen3_coder": "<tool_call><function=a>", "glm": "<tool_call>a", "deepseek": "<｜tool▁calls▁begin｜>",
+        "kimi": "<|tool_calls_section_begin|>", "harmony": "to=functions.",
+    }  # fmt: skip
+    closings = ("", "</tool_call>")
+    opening = openings.get(name, "<tool_call>")
+    began = time.process_time()
+    for mark in MARKS:
+        for closing in closings:
+            parse(opening + mark * 2000 + closing, name)
+    assert time.process_time() - began < 10, (
+        "48 texts, which squares of their length take minutes for"
+    )
+
+
+def test_calls_that_json_cannot_say_stay_text() -> None:
+    for words in ("x={1, 2}", 'x=b"a"', "x=1j", "x=" + "-" * 100_000 + "1"):
+        text = f"```tool_code\nf({words})\n```"
+        parsed = parse(text, "python")
+        assert (parsed.errors, parsed.content, parsed.calls) == (1, text, ()), words[:20]
+    assert parse('```tool_code\nf(x={1: 2, "a": 3})\n```', "python").calls == (("f", {"x": {"1": 2, "a": 3}}),)  # fmt: skip
+
+
+def test_text_arguments_stay_text_where_the_tool_says_so() -> None:
+    properties = {"zip": {"type": "string"}, "n": {"type": "integer"}, "m": {"type": ["string", "null"]}}  # fmt: skip
+    function = {"name": "f", "parameters": {"type": "object", "properties": properties}}
+    tools = [{"type": "function", "function": function}]
+    given = {"zip": "01234", "n": "3", "m": "null", "other": "[1]"}
+    wanted = {"zip": "01234", "n": 3, "m": None, "other": [1]}
+    xml = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in given.items())
+    text = f"<tool_call>\n<function=f>\n{xml}</function>\n</tool_call>"
+    assert parse(text, "qwen3_coder", tools=tools).calls == (("f", wanted),)
+    given["zip"] = "12345"  # JSON too
+    pairs = "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in given.items())  # fmt: skip
+    (call,) = parse(f"<tool_call>f\n{pairs}</tool_call>", "glm", tools=tools).calls
+    assert call == ("f", wanted | {"zip": "12345"})
+
+
+def program_task(key: str = "k") -> Task:
+    return Task(0, "p", None, {}, False, "http://127.0.0.1:1", key)
+
+
+def test_a_process_that_hides_does_not_hold_the_episode(tmp_path: Path) -> None:
+    hidden = tmp_path / "pid"
+    line = f"env -i setsid sh -c 'echo $$ > {hidden}; exec sleep 60' & sleep 60"
+
+    async def work() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(run_command(["sh", "-c", line], program_task()), 0.5)
+
+    began = time.monotonic()
+    asyncio.run(work())
+    assert time.monotonic() - began < 30
+    os.kill(int(hidden.read_text()), 9)
+
+
+def test_the_end_of_a_long_output_is_told() -> None:
+    line = "import sys; print('x' * 10**6, 'the end', flush=True); sys.exit(3)"
+    with pytest.raises(RuntimeError, match=r"exit status 3: x{1000,}.* the end$"):
+        asyncio.run(run_command([sys.executable, "-c", line], program_task()))
+
+
+def test_a_reward_is_a_regular_file(tmp_path: Path) -> None:
+    reward = tmp_path / "reward"
+    assert read_reward(reward) is None
+    os.mkfifo(reward)
+    with pytest.raises(RuntimeError, match="no regular file"):
+        read_reward(reward)
+    reward.unlink()
+    (tmp_path / "other").write_text("1")
+    reward.symlink_to(tmp_path / "other")
+    with pytest.raises(RuntimeError, match="cannot be read"):
+        read_reward(reward)
+
+
+def test_agents_that_exit_cancel_or_never_end_lose_their_own_sample() -> None:
+    async def play(task: Task) -> float:
+        await task.chat([user(task.prompt)])
+        if task.sample_id == 1:
+            sys.exit(0)
+        if task.sample_id == 2:
+            own = asyncio.ensure_future(asyncio.sleep(9))
+            own.cancel()
+            await own
+        while task.sample_id == 3:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+        return 1.0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("slime_like.agents.rollouts.CANCEL_S", 0.2)
+        samples = episodes(play, Engine(), 4, timeout_s=3)
+    assert samples[0].reward == 1.0
+    words = [str(s.metadata.get("failure")) for s in samples]
+    assert "SystemExit" in words[1] and "CancelledError" in words[2]
+    assert "longer than --agent-timeout-s" in words[3]
+
+
+def test_a_session_keeps_its_limits_and_its_main_conversation() -> None:
+    engine = Engine(slow=0.01)
+    session = session_of(engine, SessionLimits(turns=3, concurrent=2, waiting=32))
+
+    def ask(text: str) -> Ask:
+        return Ask(({"role": "user", "content": text},))
+
+    async def work() -> None:
+        asks = (session.answer(ask(str(i))) for i in range(12))
+        found = await asyncio.gather(*asks, return_exceptions=True)
+        assert sum(isinstance(each, list) for each in found) == 3
+
+    asyncio.run(work())
+    engine = Engine("ABORT", "x")
+    session = session_of(engine)
+
+    async def again() -> None:
+        with pytest.raises(EngineGaveUp):
+            await session.answer(ask("a"))
+        await session.answer(ask("a"))
+        assert session._main is session.tree.turns[0], "the second try is the main conversation"
+        session.aborted = True
+        with pytest.raises(SessionEnded, match="no more"):
+            await session.answer(ask("b"))
+
+    asyncio.run(again())
+
+
+def test_an_abort_ends_an_agent_that_asks_nothing_more() -> None:
+    async def play(task: Task) -> None:
+        assert task.session is not None
+        task.session.aborted = True
+        task.session.on_abort.set()
+        await asyncio.sleep(60)
+
+    began = time.monotonic()
+    (sample,) = episodes(play, Engine(), 1, timeout_s=60)
+    assert sample.status == SampleStatus.ABORTED and time.monotonic() - began < 50
+
+
+def test_a_gateway_may_begin_again_while_it_ends() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        port = bound.getsockname()[1]
+    gateway = Gateway("127.0.0.1", port, max_body=1000)
+
+    async def second() -> None:
+        while not gateway.url or gateway._starting is not None:
+            await asyncio.sleep(0)
+        async with gateway.episode("b", session_of(Engine())):
+            assert gateway.url
+            await asyncio.sleep(0.3)
+            assert gateway.url
+
+    async def first() -> None:
+        async with gateway.episode("a", session_of(Engine())):
+            await asyncio.sleep(0.1)
+
+    async def work() -> None:
+        await asyncio.gather(first(), second())
+
+    asyncio.run(work())
+
+
+def test_programs_get_no_secrets_and_ask_the_gateway_directly() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_TOKEN", "s")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+        patch.setenv("NO_PROXY", "here")
+        found = environment(program_task())
+    assert not {"HF_TOKEN", "AWS_SECRET_ACCESS_KEY"} & set(found)
+    assert (found["OPENAI_API_KEY"], found["NO_PROXY"]) == ("k", "here,127.0.0.1")
+
+
+def test_answers_of_anthropics_form() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    answer = messages_json(Choice(message, "tool_calls", 1, (1,), (0.0,), stop="X"), "m")
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("tool_use", None)
+    body = {"max_tokens": 5, "messages": [user("a"), {"role": "assistant", "content": "b"}]}
+    with pytest.raises(BadRequest, match="client begins"):
+        messages_ask(body, SamplingParams(max_new_tokens=5))
+
+
+def test_a_template_that_knows_no_developer_is_given_a_system_message() -> None:
+    template = ChatTemplate(TOKENIZER, {END})
+    tokens = template.prompt([{"role": "developer", "content": "be brief"}], None)
+    assert "system\nbe brief" in template.decode(tokens)
+
+
+def test_the_gateways_own_errors_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """A failure of the engine's that nobody foresaw is a 500 of that request, in the log and in the
+    session's numbers; wrong options are refused before the engine is asked, and prompts are not
+    counted without end."""
+
+    class Broken(Engine):
+        async def generate_one(
+            self, request: GenerateRequest, sampling: SamplingParams
+        ) -> GenerateOutput:
+            raise KeyError("weights")
+
+    engine = Broken()
+    session = session_of(engine, SessionLimits(turns=1))
+
+    async def talk(client: httpx.AsyncClient) -> None:
+        path, asked = "/v1/chat/completions", {"messages": [user("a")]}
+        await post(client, path, 400, **asked, stream=True, stream_options=3)
+        answer = await post(client, path, 500, **asked)
+        assert answer["error"]["message"] == "the gateway failed at this request"
+        for status in (*[200] * 8, 429):
+            await post(client, "/v1/messages/count_tokens", status, **asked)
+
+    run(session, talk)
+    assert session.numbers()["internal_errors"] == 1 and session.numbers()["refused"] == 1
+    assert "the gateway failed at a request of an agent" in caplog.text
+
+
+def test_a_connection_that_sends_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slime_like.agents.server.SILENT_S", 0.2)
+
+    async def work() -> None:
+        gateway = Gateway("127.0.0.1", 0, max_body=1000)
+        async with gateway.listening():
+            port = int(gateway.url.rsplit(":", 1)[1])
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            async with asyncio.timeout(20):
+                assert await reader.read() == b""
+            writer.close()
+
+    asyncio.run(work())

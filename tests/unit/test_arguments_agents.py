@@ -1,0 +1,61 @@
+"""Flags of agents: what does not go with them is named."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from arguments.parse import parse_args
+from arguments.rules.agents import AGENT_RULES
+from arguments.schema.agents import TOOL_FORMATS
+from slime_like.agents.tool_calls import FORMATS
+from tests.unit.command_lines import complete, problems_of
+
+BASE = "--agent-function-path asyncio.sleep --use-dynamic-batch-size --max-tokens-per-gpu 512"
+COMMAND = "--use-dynamic-batch-size --max-tokens-per-gpu 512 --agent-command"
+# name of the rule, flags that are added, the flag that is named, words of the message
+CASES = [
+    ("agents_play", "--agent-function-path json.dumps --use-dynamic-batch-size --max-tokens-per-gpu 512", "--agent-function-path", "must be an async function"),
+    ("agents_play", "--agent-function-path json.nothing --use-dynamic-batch-size --max-tokens-per-gpu 512", "--agent-function-path", "has no 'nothing'"),
+    ("agents_play", "--loss-type sft_loss --agent-command x", "--agent-command", "samples no rollouts"),
+    ("agents_play", f"{COMMAND} \"'\"", "--agent-command", "is no command line"),
+    ("agents_play", f"{COMMAND} ''", "--agent-command", "must name a program"),
+    ("agents_play", "--agent-worker-keys none --use-dynamic-batch-size --max-tokens-per-gpu 512", "--agent-port", "workers must know it"),
+    ("agents_play", "--agent-worker-keys none --agent-port 4000 --use-dynamic-batch-size --max-tokens-per-gpu 512", "--agent-worker-keys", "cannot be read"),
+    ("", f"{BASE} --agent-worker-keys none", "--agent-worker-keys", "--agent-function-path"),
+    ("turns_need_agents", "--advantage-estimator grpo_turn", "--advantage-estimator", "gives credit to the answers of agents"),
+    ("", "--observation-loss-coef 0.1", "--observation-loss-coef", "has no effect without"),
+    ("agents_exclude", "--agent-command x --micro-batch-size 4", "--use-dynamic-batch-size", "any number of sequences"),
+    ("agents_exclude", f"{BASE} --apply-chat-template", "--apply-chat-template", "makes its own messages"),
+    ("agents_exclude", f"{BASE} --partial-rollout", "--partial-rollout", "in one piece"),
+    ("agents_exclude", f"{BASE} --policy-loss-type gspo", "--policy-loss-type", "how an episode is cut"),
+    ("agents_exclude", f"{BASE} --policy-loss-type gmpo", "--policy-loss-type", "how an episode is cut"),
+    ("agents_exclude", f"{BASE} --advantage-estimator otb", "--advantage-estimator", "have one reward"),
+    ("agents_exclude", f"{BASE} --renormalize-sampled-log-probs --rollout-top-k 4", "--renormalize-sampled-log-probs", "keeps no token sets"),
+    ("", f"{BASE} --custom-generate-function-path asyncio.sleep", "--agent-function-path", "--custom-generate-function-path"),
+    ("", "--agent-timeout-s 3", "--agent-timeout-s", "has no effect without"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rule", "flags", "flag", "said"), CASES, ids=[f"{case[0]}-{i}" for i, case in enumerate(CASES)]
+)
+def test_a_broken_rule(tmp_path: Path, rule: str, flags: str, flag: str, said: str) -> None:
+    found = problems_of(complete(tmp_path, *shlex.split(flags)), 1)
+    assert flag in [p.flag for p in found], found
+    assert any(said in str(p) for p in found), found
+    assert {rule, ""} & {each.__name__ for each in AGENT_RULES} or not rule
+
+
+def test_agents_by_function_and_by_command(tmp_path: Path) -> None:
+    run = parse_args(complete(tmp_path, *BASE.split()), 1)
+    assert run.agents.given and run.agents.agent_host == "127.0.0.1"
+    run = parse_args(complete(tmp_path, *COMMAND.split(), "python agent.py"), 1)
+    assert run.agents.agent_command == "python agent.py"
+    assert not parse_args(complete(tmp_path), 1).agents.given
+
+
+def test_formats_of_the_flag_are_those_that_are_read() -> None:
+    assert set(TOOL_FORMATS) == {"none", *FORMATS}
