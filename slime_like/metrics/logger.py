@@ -23,6 +23,8 @@ from slime_like.checkpoints.files import writes_to
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+    from slime_like.metrics.trackers.background import TrackerSet
+
 FILE_NAME = "metrics.jsonl"
 _RESERVED = frozenset({"step", "time"})
 
@@ -34,8 +36,8 @@ class MetricsLogger:
 
     tensorboard_dir: None writes no TensorBoard files. last: metrics of step start_step - 1 as its
     checkpoint has them (`to_json`); a process that was killed between the checkpoint and the line
-    has not written the line, and it is written now. Raises ValueError with file and line for a
-    damaged metrics.jsonl.
+    has not written the line, and it is written now. trackers: are given the same metrics. Raises
+    ValueError with file and line for a damaged metrics.jsonl.
     """
 
     def __init__(
@@ -45,12 +47,14 @@ class MetricsLogger:
         *,
         start_step: int = 0,
         last: Mapping[str, float | str] | None = None,
+        trackers: TrackerSet | None = None,
     ) -> None:
         self.path = Path(output_dir) / FILE_NAME
         with writes_to("--output-dir", output_dir):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             kept = _drop_from(self.path, start_step) if self.path.exists() else None
             self._file = self.path.open("a", encoding="utf-8")
+        self._trackers = trackers
         self._board: SummaryWriter | None = None
         if tensorboard_dir is not None:
             from torch.utils.tensorboard import SummaryWriter  # slow to import
@@ -76,6 +80,13 @@ class MetricsLogger:
                 for name, value in values.items():
                     self._board.add_scalar(name, float(value), step)
                 self._board.flush()
+        if self._trackers is not None:
+            self._trackers.log(step, values)
+
+    def attach(self, path: Path) -> None:
+        """Show a file of the run, as its plot, in the trackers."""
+        if self._trackers is not None:
+            self._trackers.attach(path)
 
     def amend(self, step: int, values: Mapping[str, float]) -> None:
         """Add metrics to the line of `step`, the last one; without it this writes one."""
@@ -91,11 +102,14 @@ class MetricsLogger:
         found = next(rows, {})
         return {name: value for name, value in found.items() if name not in _RESERVED}
 
-    def close(self) -> None:
+    def close(self, finish_s: float | None = None) -> None:
+        """finish_s: for the trackers; None for as long as they have at the end of a run."""
         with suppress(OSError):  # a line that did not fit was reported when it was written
             self._file.close()
         if self._board is not None:
             self._board.close()
+        if self._trackers is not None:
+            self._trackers.close(finish_s)
 
     def __enter__(self) -> MetricsLogger:
         return self

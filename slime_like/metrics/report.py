@@ -16,7 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from slime_like.metrics.logger import read_metrics
+from slime_like.metrics.logger import FILE_NAME, read_metrics
 from slime_like.metrics.plot import Rows, eval_metrics, series, write_plot
 from slime_like.metrics.timers import STEP_SECONDS
 
@@ -40,6 +40,8 @@ TABLE_METRICS: tuple[tuple[str, Best], ...] = (
     ("rollout/explained_variance", "max"),
     ("train/lr", None),
     ("perf/tokens_per_s", "max"),
+    ("perf/actor_train_tflops", "max"),
+    ("perf/mfu", "max"),
     (STEP_SECONDS, "min"),
     ("perf/peak_rss_gb", "min"),
 )
@@ -146,10 +148,9 @@ def _number(value: float) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m slime_like.metrics.report",
         description="Plot and table of a finished or running run.",
     )
-    parser.add_argument("metrics", type=Path, help="metrics.jsonl of the run")
+    parser.add_argument("metrics", type=Path, help="metrics.jsonl of the run, or its folder")
     parser.add_argument(
         "--output", type=Path, help="PNG to write; default report.png beside the metrics"
     )
@@ -157,8 +158,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--panels", nargs="+", default=[], help="beginnings of panel titles; default all"
     )
     args = parser.parse_args(argv)
+    path = args.metrics / FILE_NAME if args.metrics.is_dir() else args.metrics
     try:
-        return 0 if write_report(args.metrics, args.output, only=args.panels) else 1
+        return 0 if write_report(path, args.output, only=args.panels) else 1
     except (OSError, ValueError) as error:
         parser.exit(2, f"error: {error}\n")
 

@@ -1,0 +1,111 @@
+# PYTHON_ARGCOMPLETE_OK
+"""slime-like COMMAND ...: every program of the package under one name. `slime-like COMMAND --help`
+lists the flags of a command.
+
+On several processes: torchrun --nproc-per-node N --no-python slime-like train ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import slime_like
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """module: has `main() -> int | None`, which reads sys.argv, and, unless it completes words in
+    the shell by itself, `parser()`. added: words behind those of the user."""
+
+    module: str
+    help: str
+    added: tuple[str, ...] = ()
+
+
+COMMANDS: Mapping[str, Command] = {
+    "train": Command("train", "train a policy, as python train.py does"),
+    "serve": Command("slime_like.tinker.__main__", "serve the Tinker API"),
+    "preflight": Command(
+        "train", "whether a command line of train starts and fits, without a GPU", ("--preflight",)
+    ),
+    "new": Command("slime_like.cli.new", "write a recipe to start from: data, reward, settings"),
+    "report": Command(
+        "slime_like.report.__main__", "a run as one HTML page: curves, time, rollouts"
+    ),
+    "dump": Command("slime_like.cli.dump", "the stacks of all ranks of a run that is running"),
+    "inspect": Command("slime_like.cli.inspect_checkpoint", "what is in a folder of checkpoints"),
+    "convert": Command("slime_like.cli.convert", "convert checkpoints from and to Hugging Face's"),
+    "pull-weights": Command(
+        "slime_like.cli.pull_weights",
+        "next to servers on another node: apply what a trainer of --update-weight-mode delta sends",
+    ),
+    "doctor": Command("slime_like.doctor", "what this environment has, and what it lacks"),
+}
+
+
+def parser(prog: str, commands: Mapping[str, Command]) -> argparse.ArgumentParser:
+    """Of the first word alone."""
+    width = max(map(len, commands))
+    lines = [f"  {name:<{width}}  {command.help}" for name, command in commands.items()]
+    result = argparse.ArgumentParser(
+        prog=prog,
+        usage=f"{prog} COMMAND ...",
+        description="\n".join(["commands:", *lines]),
+        epilog=f"{prog} COMMAND --help lists the flags of a command",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    result.add_argument("command", choices=list(commands), metavar="COMMAND", help="see above")
+    return result
+
+
+def dispatch(prog: str, commands: Mapping[str, Command], words: list[str]) -> int:
+    """Run the command that the first word names, with the others as its command line. Returns its
+    exit status; raises SystemExit for --help and for an unknown command."""
+    if "_ARGCOMPLETE" in os.environ:
+        return complete(prog, commands)
+    chosen = parser(prog, commands).parse_args(words[:1]).command
+    command = commands[chosen]
+    if os.getcwd() not in sys.path:  # as python -m has it: --import-modules names modules there
+        sys.path.append(os.getcwd())
+    sys.argv = [f"{prog} {chosen}", *words[1:], *command.added]
+    return importlib.import_module(command.module).main() or 0
+
+
+def complete(prog: str, commands: Mapping[str, Command]) -> int:
+    """Answer a shell that asks argcomplete for words: of the commands, or of the one that the line
+    has already."""
+    start = int(os.environ["_ARGCOMPLETE"])  # counts from 1 the word that is the program
+    line = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])]
+    words = line.split()
+    own = commands.get(words[start]) if len(words) > start else None
+    try:
+        import argcomplete
+    except ImportError:
+        return 0
+    if own is None or (len(words) == start + 1 and not line.endswith(" ")):
+        argcomplete.autocomplete(parser(prog, commands))
+        return 0
+    os.environ["_ARGCOMPLETE"] = str(start + 1)
+    module = importlib.import_module(own.module)
+    if hasattr(module, "parser"):
+        argcomplete.autocomplete(module.parser())
+        return 0
+    sys.argv = sys.argv[:1]
+    return module.main() or 0
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    if words == ["--version"]:
+        print(f"slime_like {slime_like.__version__}")
+        return 0
+    return dispatch("slime-like", COMMANDS, words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

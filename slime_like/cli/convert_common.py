@@ -1,0 +1,129 @@
+"""What the conversion scripts share: their errors, their processes, their progress bar."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from slime_like.config import ConfigError
+from slime_like.errors import RunError
+
+if TYPE_CHECKING:
+    from slime_like.weights.to_hf import NetworkSource
+
+USAGE, DAMAGE = 2, 1
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+VERIFY: dict[str, Any] = {
+    "choices": ("checksums", "logits"),
+    "nargs": "+",
+    "default": [],
+    "help": "afterwards, of the two formats: checksums: compare every parameter bit by bit; logits: those of transformers' model and of "
+    "megatron-core's on fixed tokens, in float32, where rank 0 needs memory for the whole model",
+}
+WORKERS: dict[str, Any] = {
+    "type": int,
+    "default": min(4, os.cpu_count() or 1),
+    "help": "threads of each process; each writes a file, and holds one parameter",
+}
+_WAIT_FOR_RANK_0_S = 5.0
+_MALLOC_MMAP_THRESHOLD = -3  # of malloc.h
+MIB = 2**20
+
+
+class UsageError(ValueError):
+    """A flag's value is wrong; the words name the flag and what to do."""
+
+
+def rank_and_world() -> tuple[int, int]:
+    """As torchrun tells them; without it one process."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_workers(workers: int) -> None:
+    if workers < 1:
+        raise UsageError(f"--workers {workers}: must be >= 1")
+
+
+def exit_status(body: Callable[[], int]) -> int:
+    """What `body` returns; 2 when a flag is wrong, 1 when something is damaged or cannot be read or
+    written, each told by rank 0 in one sentence. SLIME_LIKE_TRACEBACK=1 in the environment shows
+    the traceback as well."""
+    try:
+        return body()
+    except (ConfigError, ValueError, OSError, RunError) as error:
+        rank, world = rank_and_world()
+        if os.environ.get("SLIME_LIKE_TRACEBACK"):
+            raise
+        if rank == 0:
+            print(
+                f"error: {error}".replace("error: error: ", "error: "), file=sys.stderr, flush=True
+            )
+        elif world > 1:  # torchrun ends all ranks when the first one does
+            time.sleep(_WAIT_FOR_RANK_0_S)
+        return USAGE if isinstance(error, ConfigError | UsageError) else DAMAGE
+    except KeyboardInterrupt:
+        print(
+            "interrupted; the same command goes on with what is whole", file=sys.stderr, flush=True
+        )
+        return 130
+
+
+def on_the_cpu() -> None:
+    """To be called before torch is imported: conversion needs no accelerator, and takes no memory
+    on one. And large pieces of memory go back to the system when they are freed: glibc would keep
+    them for others, which do not fit, so that memory grows with the model."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_MALLOC_MMAP_THRESHOLD, MIB)
+
+
+def verify(
+    kinds: list[str], source: NetworkSource, folder: str, *, share: int, show: bool
+) -> list[str]:
+    """Collective. What was found to be right, as lines for the user. share: bytes that this rank
+    compares. Raises ValueError."""
+    from slime_like.weights.verify import TOKENS, compare_bits, compare_logits
+
+    lines = []
+    if "checksums" in kinds:
+        with progress("comparing", share, show=show) as bar:
+            number = compare_bits(source, folder, bar)
+        lines.append(
+            f"verified: all {number} parameters of {source.stored.folder} and {folder} have the same bits"
+        )
+    if "logits" in kinds:
+        difference = compare_logits(source, folder)
+        lines.append(
+            f"verified: logits of {TOKENS} tokens in both formats differ by at most {difference:.2g} standard deviations"
+        )
+    return lines
+
+
+@contextmanager
+def progress(title: str, total: int, *, show: bool) -> Iterator[Callable[[int], None]]:
+    """A bar of bytes on stderr. Yields what is called with the bytes of each step, from any thread."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=not show) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda size: bar.advance(task, size)

@@ -1,0 +1,173 @@
+"""A Hugging Face model -> a checkpoint that `train.py --load`, `--ref-load` and `--critic-load`
+read, in any layout.
+
+    slime-like convert hf-to-megatron --hf-checkpoint Qwen3-0.6B --save checkpoints/qwen3
+    torchrun --nproc-per-node 4 --no-python slime-like convert hf-to-megatron --hf-checkpoint Qwen3-0.6B --save
+    checkpoints/qwen3 \\
+        --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
+
+The checkpoint has step 0 and weights only: a run with `--load` starts at its first rollout.
+`train.py` reads Hugging Face models itself, so this is for models that are loaded often, or by many
+ranks. Several processes write their own part each; the layout need not be the run's. Each process
+holds a few parameters at a time. An interrupted conversion goes on when the same command is given
+again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slime_like.cli.convert_common import (
+    DTYPES,
+    VERIFY,
+    WORKERS,
+    check_workers,
+    exit_status,
+    on_the_cpu,
+    progress,
+    rank_and_world,
+    verify,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from arguments.hf.model import HfModel
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--hf-checkpoint", required=True, help="folder of the Hugging Face model (safetensors)"
+    )
+    parser.add_argument(
+        "--save", required=True, help="folder for the checkpoint; it must hold none yet"
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of the weights; default: the one in config.json, else fp32"
+    )
+    parser.add_argument(
+        "--network",
+        choices=("policy", "critic"),
+        default="policy",
+        help="critic: a model with a score head, for --critic-load",
+    )
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    parser.add_argument("--expert-model-parallel-size", type=int, default=1)
+    parser.add_argument("--expert-tensor-parallel-size", type=int)
+    parser.add_argument("--workers", **WORKERS)
+    parser.add_argument("--verify", **VERIFY)
+    parser.add_argument("--no-progress", action="store_true")
+    return parser
+
+
+def convert(chosen: argparse.Namespace) -> int:
+    on_the_cpu()
+    import torch
+
+    import megatron_patches
+    from arguments.hf.model import read_hf_model
+    from arguments.rules.network import CutNetwork, layout_problems
+    from slime_like.config import ConfigError
+    from slime_like.trainer.launch import quiet_dependencies
+
+    quiet_dependencies()
+    megatron_patches.apply()
+    from slime_like.weights.meta_model import conversion_layout, make_blueprint
+
+    rank, world = rank_and_world()
+    value_head = chosen.network == "critic"
+    hf = read_hf_model(chosen.hf_checkpoint, value_head=value_head)
+    parallel = conversion_layout(
+        hf,
+        tensor=chosen.tensor_model_parallel_size,
+        pipeline=chosen.pipeline_model_parallel_size,
+        expert=chosen.expert_model_parallel_size,
+        expert_tensor=chosen.expert_tensor_parallel_size,
+    )
+    if problems := layout_problems(CutNetwork(parallel, hf.transformer, world)):
+        raise ConfigError(problems)
+    check_workers(chosen.workers)
+    dtype = getattr(torch, DTYPES[chosen.dtype] if chosen.dtype else hf.dtype or "float32")
+    from slime_like.megatron.init import model_parallel_groups, world_of_processes
+    from slime_like.weights.to_megatron import convert_to_megatron
+
+    started = time.perf_counter()
+    show = rank == 0 and not chosen.no_progress
+    with world_of_processes(parallel):
+        with model_parallel_groups(parallel, virtual_stages=None, seed=1) as layout:
+            blueprint = make_blueprint(hf, parallel, layout, dtype, value_head=value_head)
+            total = sum(p.numel() * p.element_size() for p in blueprint.parameters.values())
+            with progress(
+                "to Megatron" if world == 1 else f"to Megatron, rank 0 of {world}", total, show=show
+            ) as bar:
+                done = convert_to_megatron(
+                    blueprint,
+                    chosen.hf_checkpoint,
+                    chosen.save,
+                    network=chosen.network,
+                    workers=chosen.workers,
+                    advance=bar,
+                )
+        if rank == 0:
+            seconds = time.perf_counter() - started
+            kept = (
+                f", {done.kept} of {done.files} files kept from an interrupted conversion"
+                if done.kept
+                else ""
+            )
+            print(
+                f"{done.folder}: {done.bytes / 1e9:.3f} GB in {seconds:.1f} s ({layout.describe()}, weights only, step 0){kept}"
+            )
+        lines = verified(chosen, hf, done.folder, done.bytes, dtype) if chosen.verify else []
+        if rank == 0:
+            flag = "--critic-load" if value_head else "--load or --ref-load"
+            print(
+                "\n".join(
+                    [
+                        *lines,
+                        f"to use it: train.py --hf-checkpoint {chosen.hf_checkpoint} {flag} {chosen.save}",
+                    ]
+                )
+            )
+    return 0
+
+
+def verified(
+    chosen: argparse.Namespace, hf: HfModel, folder: Path, size: int, dtype: torch.dtype
+) -> list[str]:
+    """What --verify found to be right, as lines. size: bytes of the checkpoint `folder`. Raises
+    ValueError."""
+    from slime_like.megatron.init import model_parallel_groups
+    from slime_like.weights.meta_model import conversion_layout, make_blueprint
+    from slime_like.weights.to_hf import NetworkSource
+
+    rank, world = rank_and_world()
+    parallel = conversion_layout(hf)
+    with model_parallel_groups(parallel, virtual_stages=None, seed=1) as layout:
+        blueprint = make_blueprint(
+            hf, parallel, layout, dtype, value_head=chosen.network == "critic"
+        )
+        source = NetworkSource(blueprint, folder / chosen.network, chosen.hf_checkpoint, None)
+        return verify(
+            chosen.verify,
+            source,
+            chosen.hf_checkpoint,
+            share=-(-size // world),
+            show=rank == 0 and not chosen.no_progress,
+        )
+
+
+def main() -> int:
+    chosen = parser().parse_args()
+    return exit_status(lambda: convert(chosen))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

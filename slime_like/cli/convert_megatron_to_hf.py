@@ -1,0 +1,216 @@
+"""A checkpoint of `train.py --save`, in any layout -> a Hugging Face folder that transformers
+loads.
+
+    slime-like convert megatron-to-hf --load outputs/ck --hf-checkpoint Qwen3-0.6B --output
+    outputs/hf torchrun --nproc-per-node 4 --no-python slime-like convert megatron-to-hf --load outputs/ck
+    --hf-checkpoint Qwen3-0.6B --output outputs/hf
+
+Several processes write the files of the output side by side; the layout of the checkpoint plays no
+part. Each process holds one parameter at a time. The output folder appears when it is whole. An
+interrupted conversion goes on when the same command is given again: files that are whole are kept,
+by their SHA-256.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+import time
+from pathlib import Path
+
+from slime_like.cli.convert_common import (
+    DTYPES,
+    VERIFY,
+    WORKERS,
+    UsageError,
+    check_workers,
+    exit_status,
+    on_the_cpu,
+    progress,
+    rank_and_world,
+    verify,
+)
+from slime_like.logs import set_up_logging, warn_rank_0
+
+logger = logging.getLogger("slime_like.convert")  # below the package, whose handler prints
+
+UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--load", required=True, help="folder of checkpoints (--save of a run)")
+    parser.add_argument("--ckpt-step", type=int, help="this step in place of the newest")
+    parser.add_argument(
+        "--hf-checkpoint",
+        required=True,
+        help="the model that the run was started from: for config.json and tokenizer",
+    )
+    parser.add_argument(
+        "--output",
+        required=True,
+        help="folder for the Hugging Face model; one that is there is replaced at the end",
+    )
+    parser.add_argument(
+        "--network",
+        choices=("policy", "critic"),
+        default="policy",
+        help="critic: written as a model that classifies tokens",
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of the weights; default: as in the checkpoint"
+    )
+    parser.add_argument(
+        "--quantized",
+        action="store_true",
+        help="quantise the weights that --hf-checkpoint has quantised, in its format; default: the output is not quantised",
+    )
+    parser.add_argument(
+        "--max-shard-size", default="5GB", help="largest file, such as 5GB, 500MB or 2GiB"
+    )
+    parser.add_argument("--workers", **WORKERS)
+    parser.add_argument("--verify", **VERIFY)
+    parser.add_argument(
+        "--no-verify-checkpoint",
+        action="store_true",
+        help="do not compare the checkpoint with its manifest first",
+    )
+    parser.add_argument("--no-progress", action="store_true")
+    return parser
+
+
+def convert(chosen: argparse.Namespace) -> int:
+    on_the_cpu()
+    import torch
+
+    import megatron_patches
+    from arguments.hf.model import read_hf_model
+    from slime_like.checkpoints.folders import checkpoint_folder
+    from slime_like.trainer.launch import quiet_dependencies
+
+    quiet_dependencies()
+    rank, world = rank_and_world()
+    set_up_logging(rank)
+    size = shard_bytes(chosen.max_shard_size)
+    value_head = chosen.network == "critic"
+    if chosen.quantized and chosen.verify:
+        raise UsageError(
+            "--verify goes with no --quantized: quantised weights are not those of the checkpoint"
+        )
+    check_workers(chosen.workers)
+    hf = read_hf_model(chosen.hf_checkpoint, value_head=value_head)
+    folder = checkpoint_folder(chosen.load, step_of(chosen))
+    megatron_patches.apply()
+    from slime_like.megatron.checkpoint.load import open_checkpoint
+    from slime_like.megatron.init import process_groups
+    from slime_like.weights.meta_model import conversion_layout, make_blueprint
+    from slime_like.weights.safetensors_reader import stored_format
+    from slime_like.weights.to_hf import NetworkSource, convert_to_hf
+
+    started = time.perf_counter()
+    parallel = conversion_layout(hf)
+    with process_groups(parallel, virtual_stages=None, seed=1) as layout:
+        state = open_checkpoint(folder, verify=not chosen.no_verify_checkpoint)
+        if chosen.network not in state["networks"]:
+            there = ", ".join(state["networks"]) or "no network"
+            raise UsageError(
+                f"--network {chosen.network}: checkpoint {folder} has {there}; name one of these"
+            )
+        blueprint = make_blueprint(
+            hf,
+            parallel,
+            layout,
+            torch.float32,
+            value_head=value_head,
+            predicting=None if value_head else state["model"].get("mtp_num_layers"),
+        )
+        check_template(chosen.hf_checkpoint, folder, state, blueprint)
+        dtype = getattr(torch, DTYPES[chosen.dtype]) if chosen.dtype else None
+        coded = stored_format(chosen.hf_checkpoint) if chosen.quantized else None
+        source = NetworkSource(
+            blueprint, folder / chosen.network, chosen.hf_checkpoint, dtype, coded
+        )
+        total = sum(planned.nbytes for _, planned in source.tensors.values())
+        show = rank == 0 and not chosen.no_progress
+        with progress(
+            "to Hugging Face" if world == 1 else f"to Hugging Face, rank 0 of {world}",
+            -(-total // world),
+            show=show,
+        ) as bar:
+            done = convert_to_hf(
+                source,
+                chosen.hf_checkpoint,
+                chosen.output,
+                checkpoint=folder,
+                max_shard_bytes=size,
+                workers=chosen.workers,
+                advance=bar,
+            )
+        kept = f", {done.kept} of them kept from an interrupted conversion" if done.kept else ""
+        logger.info(
+            f"{chosen.output}: {done.bytes / 1e9:.3f} GB in {done.files} file(s){kept}, {time.perf_counter() - started:.1f} s"
+        )
+        for line in verify(
+            chosen.verify, source, chosen.output, share=-(-total // world), show=show
+        ):
+            logger.info(line)
+    return 0
+
+
+def check_template(
+    template: str, folder: Path, state: dict[str, object], blueprint: object
+) -> None:
+    """Raises UsageError naming the settings that differ."""
+    from slime_like.weights.to_hf import model_differences
+
+    different = model_differences(state.get("model", {}), blueprint)  # type: ignore[arg-type]
+    if different:
+        words = f"is not the model of checkpoint {folder}: {', '.join(different)}; give the folder that the run was started from"
+        raise UsageError(f"--hf-checkpoint {template}: {words}")
+
+
+def step_of(chosen: argparse.Namespace) -> int:
+    """The step to convert. Raises UsageError when there is none."""
+    from slime_like.checkpoints.folders import complete_steps, newest_step
+
+    if chosen.ckpt_step is not None:
+        if chosen.ckpt_step not in (steps := complete_steps(chosen.load)):
+            there = ", ".join(map(str, steps)) or "none"
+            raise UsageError(
+                f"--ckpt-step {chosen.ckpt_step}: not in {chosen.load}; complete steps there: {there}"
+            )
+        return int(chosen.ckpt_step)
+    try:
+        step, warning = newest_step(chosen.load)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    warn_rank_0(logger, warning)
+    return step
+
+
+def shard_bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B?)", text.strip().upper())
+    if not found or found[2] not in UNITS or (size := int(float(found[1]) * UNITS[found[2]])) < 1:
+        raise UsageError(f"--max-shard-size {text}: must be a size such as 5GB, 500MB or 2GiB")
+    return size
+
+
+def main() -> int:
+    chosen = parser().parse_args()
+    return exit_status(lambda: convert(chosen))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

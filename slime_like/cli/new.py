@@ -1,0 +1,83 @@
+"""slime-like new FOLDER: a recipe to start from. It trains as it is, within two minutes on one
+processor: a tiny model with random weights learns to write a letter twice.
+
+The folder has train.jsonl (the data), reward.py, test_reward.py, run.yaml and model/. Change one
+after the other; --hf-checkpoint names a model of yours in place of the tiny one.
+
+Exit status: 0 written, 2 the folder has files already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import string
+import sys
+from pathlib import Path
+
+TEMPLATES = Path(__file__).parent / "recipe"
+LETTERS = string.ascii_lowercase[:8]
+TIMES = 2  # that a letter is to be written
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="slime-like new",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    result.add_argument("folder", type=Path, help="to be made; it must hold no files yet")
+    result.add_argument(
+        "--hf-checkpoint", help="folder of a Hugging Face model; default: a tiny one is made"
+    )
+    return result
+
+
+def rows() -> list[dict[str, str]]:
+    """The prompts, and what `reward.py` compares responses with."""
+    return [{"prompt": f"write {letter}:", "answer": letter * TIMES} for letter in LETTERS]
+
+
+def write_recipe(folder: Path, hf_checkpoint: str | None) -> None:
+    """Raises ValueError where the folder, or a file of that name, has something in it."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder}: has files already; name a new folder")
+    if hf_checkpoint is not None and not Path(hf_checkpoint).is_dir():
+        raise ValueError(
+            f"--hf-checkpoint {hf_checkpoint}: no such folder; download the model and name its folder"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    if hf_checkpoint is None:
+        from transformers.utils import logging  # seconds
+
+        from slime_like.cli.tiny_model import save_model
+
+        logging.disable_progress_bar()
+        save_model(folder / "model", hidden_size=64, num_layers=2)
+    for template in sorted(TEMPLATES.glob("*.txt")):
+        shutil.copyfile(template, folder / template.stem)
+    settings = folder / "run.yaml"
+    model = "model" if hf_checkpoint is None else str(Path(hf_checkpoint).absolute())
+    text = settings.read_text(encoding="utf-8")
+    settings.write_text(text.replace("$MODEL", json.dumps(model)), encoding="utf-8")
+    with (folder / "train.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows())
+
+
+def main() -> int:
+    chosen = parser().parse_args()
+    try:
+        write_recipe(chosen.folder, chosen.hf_checkpoint)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(
+        f"{chosen.folder}: a recipe\n\n  cd {chosen.folder}\n  python -m pytest test_reward.py\n"
+        "  slime-like train --config run.yaml\n  slime-like report outputs"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""Experiment trackers: what one must have, and the table of those that --tracker names.
+
+metrics.jsonl and TensorBoard files are written by `slime_like.metrics.logger` in any case; the
+entries "jsonl" and "tensorboard" stand for them, so that all of them can be listed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from slime_like.registry import Registry
+
+if TYPE_CHECKING:
+    from arguments.schema import LoggingConfig
+
+BUILT_IN = ("jsonl", "tensorboard")
+IDS_FILE = "trackers.json"  # in the run's folder: by tracker, what a resumed run continues
+
+
+@dataclass(frozen=True, slots=True)
+class TrackerContext:
+    """What a tracker is made from.
+
+    settings: of the logging. output_dir: of the run. config: the run's settings by flag, plain
+    data without secrets. resumed: the run continues the one that wrote `output_dir`.
+    """
+
+    settings: LoggingConfig
+    output_dir: Path
+    config: Mapping[str, Any]
+    resumed: bool = False
+
+    @property
+    def project(self) -> str:
+        return self.settings.tracker_project or "slime_like"
+
+    @property
+    def name(self) -> str:
+        """Of the run, as people see it."""
+        return self.settings.tracker_run_name or self.output_dir.resolve().name
+
+    def saved_id(self, tracker: str) -> str | None:
+        """What `save_id` was given by the run that this one resumes."""
+        if not self.resumed:
+            return None
+        found = self._ids().get(tracker)
+        return found if isinstance(found, str) else None
+
+    def save_id(self, tracker: str, run_id: str) -> None:
+        text = json.dumps({**self._ids(), tracker: run_id})
+        (self.output_dir / IDS_FILE).write_text(text, encoding="utf-8")
+
+    def _ids(self) -> dict[str, Any]:
+        try:
+            found = json.loads((self.output_dir / IDS_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+
+class Tracker(Protocol):
+    """Called from one thread of rank 0, in order, with nothing else waiting for it. It may raise or
+    hang: then it is left out, and the run continues."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """The metrics of rollout `step`, from 1; 0 is the evaluation before training. A step may
+        come twice, the second time with all that it has. Values may be NaN or infinite."""
+
+    def attach(self, path: Path) -> None:
+        """A file of the run to show: the plot."""
+
+    def finish(self) -> None:
+        """The run is over, and all of it is to be on disk or sent."""
+
+
+TrackerFactory = Callable[[TrackerContext], Tracker]
+trackers: Registry[TrackerFactory] = Registry("tracker (--tracker)")
+
+_HERE = "slime_like.metrics.trackers"
+for _name, _class, _help in (
+    ("wandb", "WandbTracker", "Weights & Biases; see --wandb-*."),
+    ("mlflow", "MlflowTracker", "MLflow; see --mlflow-tracking-uri."),
+    ("trackio", "TrackioTracker", "Trackio, on this machine."),
+):
+    trackers.add_lazy(_name, f"{_HERE}.{_name}:{_class}", help=_help)
+
+
+def tracker_names() -> list[str]:
+    """Legal values of --tracker."""
+    return [*BUILT_IN, *trackers.names()]

@@ -1,0 +1,37 @@
+"""Trackio, a tracker without a service: TRACKIO_DIR or the run's folder has the database, and
+`trackio show` the dashboard."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from slime_like.metrics.trackers.base import TrackerContext
+
+
+class TrackioTracker:
+    def __init__(self, context: TrackerContext) -> None:
+        # read when trackio is imported
+        os.environ.setdefault("TRACKIO_DIR", str(context.output_dir.resolve() / "trackio"))
+        import trackio
+
+        self._trackio = trackio
+        self._run = trackio.init(
+            project=context.project,
+            name=context.name,
+            config=dict(context.config),
+            resume="allow" if context.resumed else "never",
+            embed=False,
+            auto_log_cpu=False,
+            auto_log_gpu=False,
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def attach(self, path: Path) -> None:
+        self._run.log({path.stem: self._trackio.Image(str(path))})
+
+    def finish(self) -> None:
+        self._run.finish()

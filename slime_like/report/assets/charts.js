@@ -1,0 +1,146 @@
+"use strict";
+// Curves, drawn by uPlot. A chart is made when it is first seen.
+
+const chartSettings = { smoothing: Number(remembered("smoothing", "0.6")), log: false };
+const openCharts = new Set();
+const seen = new IntersectionObserver((entries) => {
+  for (const entry of entries) {
+    if (!entry.isIntersecting) continue;
+    seen.unobserve(entry.target);
+    entry.target.draw();
+  }
+}, { rootMargin: "200px" });
+const resized = new ResizeObserver((entries) => {
+  for (const { target } of entries) {
+    const width = target.clientWidth;
+    if (target.chart && width && Math.abs(width - target.chart.width) > 1) target.chart.setSize({ width, height: target.chart.height });
+  }
+});
+
+/** Exponential moving average without its bias to 0 at the beginning; nulls stay. */
+function smoothed(values, factor) {
+  let sum = 0, weight = 0;
+  return values.map((value) => {
+    if (value === null || value === undefined) return null;
+    sum = factor * sum + (1 - factor) * value;
+    weight = factor * weight + (1 - factor);
+    return sum / weight;
+  });
+}
+
+/** A figure that draws `build(parent)` -> uPlot once it is in view. */
+function lazyFigure(caption, description, build, tall) {
+  const plot = el("div", { class: tall ? "plot tall" : "plot", role: "img", "aria-label": description });
+  plot.draw = () => {
+    plot.chart = build(plot);
+    openCharts.add(plot.chart);
+    resized.observe(plot);
+  };
+  seen.observe(plot);
+  return el("figure", {}, el("figcaption", {}, caption), plot);
+}
+
+function closeCharts() {
+  for (const chart of openCharts) chart.destroy();
+  openCharts.clear();
+  seen.disconnect();
+  resized.disconnect();
+}
+
+function axes() {
+  const common = { stroke: cssColour("--fg"), grid: { stroke: cssColour("--line"), width: 1 }, ticks: { stroke: cssColour("--line") } };
+  return [{ ...common }, { ...common, size: 62, values: (_, ticks) => ticks.map((t) => (t === null ? "" : number(Number(t.toPrecision(6))))) }];
+}
+
+/** Red lines where a value was not finite. */
+function badMarks(metric) {
+  return {
+    hooks: {
+      draw: (u) => {
+        u.ctx.save();
+        u.ctx.strokeStyle = cssColour("--bad");
+        u.ctx.lineWidth = 2 * devicePixelRatio;
+        for (const run of report.runs)
+          for (const step of run.bad[metric] || []) {
+            const x = u.valToPos(step, "x", true);
+            u.ctx.beginPath();
+            u.ctx.moveTo(x, u.bbox.top);
+            u.ctx.lineTo(x, u.bbox.top + u.bbox.height);
+            u.ctx.stroke();
+          }
+        u.ctx.restore();
+      },
+    },
+  };
+}
+
+function describe(metric) {
+  const parts = report.runs.map((run) => {
+    const values = (run.metrics[metric] || []).filter((value) => value !== null);
+    if (!values.length) return run.name + ": no finite value";
+    return `${run.name}: first ${number(values[0])}, last ${number(values[values.length - 1])}, ` +
+      `lowest ${number(values.reduce((a, b) => Math.min(a, b)))}, highest ${number(values.reduce((a, b) => Math.max(a, b)))}`;
+  });
+  return `${metric} by rollout. ${parts.join("; ")}`;
+}
+
+/** The curves of one metric, of all runs, over the rollout. */
+function metricFigure(metric, tall) {
+  const bad = report.runs.reduce((count, run) => count + (run.bad[metric] || []).length, 0);
+  const caption = [metric, bad ? el("span", { class: "bad", text: `  ${bad} not finite` }) : null];
+  return lazyFigure(caption, describe(metric), (parent) => {
+    const steps = [...new Set(report.runs.flatMap((run) => run.steps))].sort((a, b) => a - b);
+    const place = new Map(steps.map((step, i) => [step, i]));
+    const columns = [steps], series = [{ label: "rollout" }];
+    const { smoothing, log } = chartSettings;
+    report.runs.forEach((run, i) => {
+      const raw = new Array(steps.length).fill(null);
+      (run.metrics[metric] || []).forEach((value, k) => {
+        if (value !== null && !(log && value <= 0)) raw[place.get(run.steps[k])] = value;
+      });
+      const count = raw.filter((value) => value !== null).length;
+      const smooth = smoothing > 0 && count > 8;
+      const common = { spanGaps: true, stroke: runColour(i), value: (_, v) => number(v), points: { show: count <= 25, size: 5 } };
+      columns.push(raw);
+      series.push({ ...common, label: run.name, width: smooth ? 1 : 2, alpha: smooth ? 0.4 : 1 });
+      if (smooth) {
+        columns.push(smoothed(raw, smoothing));
+        series.push({ ...common, label: run.name + ", smoothed", width: 2.5, points: { show: false } });
+      }
+    });
+    const options = {
+      width: parent.clientWidth || 360, height: tall ? 260 : 190, series, axes: axes(), plugins: [badMarks(metric)],
+      scales: { x: { time: false }, y: log ? { distr: 3 } : {} }, cursor: { sync: { key: "rollout" } },
+      legend: { show: report.runs.length <= 4 },
+    };
+    return new uPlot(options, columns, parent);
+  }, tall);
+}
+
+/** Seconds by phase of one run, stacked. */
+function phasesFigure(run) {
+  const names = Object.keys(run.metrics).filter((name) => /^perf\/\w+_s$/.test(name) && !/_per_s$|^perf\/(step|sampling)_s$/.test(name));
+  const order = Object.keys(PHASE_COLOURS).map((phase) => `perf/${phase}_s`);
+  names.sort((a, b) => (order.indexOf(a) + 1 || 99) - (order.indexOf(b) + 1 || 99));
+  if (!names.length) return el("p", { class: "muted", text: "No phase was timed." });
+  const last = run.steps.map((step, i) => [step, i]).filter(([step]) => step > 0);
+  const description = "Seconds by phase and rollout: " + names.map((name) => {
+    const values = run.metrics[name].filter((value) => value !== null);
+    return `${name} ${seconds(values.reduce((a, b) => a + b, 0))} in all`;
+  }).join(", ");
+  return lazyFigure("Seconds by phase, stacked", description, (parent) => {
+    const sums = new Array(last.length).fill(0);
+    const columns = [], series = [];
+    names.forEach((name, k) => {
+      last.forEach(([, i], j) => { sums[j] += run.metrics[name][i] || 0; });
+      columns.unshift(sums.slice());
+      const colour = phaseColour(name.slice(5, -2), k);
+      series.unshift({ label: name.slice(5, -2), stroke: colour, fill: colour, width: 1, points: { show: false },
+        value: (u, v, s, i) => (i === null || i === undefined ? "-" : seconds(run.metrics[name][last[i][1]])) });
+    });
+    return new uPlot({
+      width: parent.clientWidth || 360, height: 260, axes: axes(), scales: { x: { time: false }, y: { range: (u, low, high) => [0, high || 1] } },
+      series: [{ label: "rollout" }, ...series], cursor: { sync: { key: "rollout" } },
+    }, [last.map(([step]) => step), ...columns], parent);
+  }, true);
+}

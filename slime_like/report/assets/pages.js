@@ -1,0 +1,183 @@
+"use strict";
+// The tabs other than the rollouts.
+
+const KEY_METRICS = [
+  "rollout/reward_mean", /^eval\/.*\/mean$/, "rollout/response_length_mean", "rollout/truncated_frac", "train/entropy",
+  "train/ppo_kl", "train/kl", "train/grad_norm", "rollout/train_rollout_log_prob_diff_mean", "reward/zero_spread_group_frac", "perf/step_s", "perf/mfu", "perf/actor_train_tflops", "perf/tokens_per_s_per_device",
+];
+const COUNTERS = /(^health\/|^engine\/|failed|skipped|nonfinite|evict|restart|abort|truncat|dropped|filtered|stale|zero_spread|singleton|clip|retr)/;
+
+function overviewPage() {
+  const parts = report.runs.map((run, i) => {
+    const last = run.steps.length ? run.steps[run.steps.length - 1] : 0;
+    const wanted = run.config && run.config["--num-rollout"];
+    const hours = run.times.length > 1 ? (run.times[run.times.length - 1] - run.times[0]) / 3600 : 0;
+    const reward = (run.metrics["rollout/reward_mean"] || []).filter((value) => value !== null);
+    const facts = [
+      `${last}${wanted ? " of " + wanted : ""} rollouts`, run.layout, `${number(hours)} h`,
+      reward.length ? `reward ${number(reward[0])} to ${number(reward[reward.length - 1])}` : null,
+    ].filter(Boolean).join(" · ");
+    const list = run.alerts.length
+      ? el("ul", { class: "alerts" }, run.alerts.map((alert) => el("li", { class: alert.level },
+        el("span", { class: "level", text: alert.level === "error" ? "Error: " : "Warning: " }),
+        alert.metric ? el("a", { href: "#curves/" + encodeURIComponent(alert.metric), text: alert.text }) : alert.text)))
+      : el("p", { class: "fine", text: "Nothing that these checks know went wrong." });
+    return el("section", {}, el("h2", {}, el("span", { class: "swatch", style: `background:${runColour(i)}` }), run.name), el("p", { class: "muted", text: facts }), list);
+  });
+  const names = metricNames();
+  const chosen = [...new Set(KEY_METRICS.flatMap((key) => names.filter((name) => (key instanceof RegExp ? key.test(name) : key === name))))];
+  const alerted = [...new Set(report.runs.flatMap((run) => run.alerts.map((alert) => alert.metric)))].filter((name) => name && names.includes(name) && !chosen.includes(name) && !name.startsWith("health/"));
+  return [...parts, el("h2", { text: "Curves" }), el("div", { class: "charts" }, [...alerted.slice(0, 4), ...chosen].map((name) => metricFigure(name)))];
+}
+
+let curvesFilter = "";
+function curvesPage(words) {
+  const grid = el("div", { class: "charts" });
+  const status = el("span", { class: "muted", role: "status" });
+  const filter = el("input", { type: "search", value: words[0] ?? curvesFilter, placeholder: "reward, ^train/ ...", oninput: fill });
+  const smoothing = el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: chartSettings.smoothing, onchange: () => {
+    chartSettings.smoothing = Number(smoothing.value);
+    remember("smoothing", smoothing.value);
+    fill();
+  } });
+  const log = el("input", { type: "checkbox", checked: chartSettings.log, onchange: () => { chartSettings.log = log.checked; fill(); } });
+  function fill() {
+    closeCharts();
+    curvesFilter = filter.value;
+    let test;
+    try {
+      const pattern = new RegExp(filter.value, "i");
+      test = (name) => pattern.test(name);
+    } catch {
+      test = (name) => name.includes(filter.value);
+    }
+    const names = metricNames().filter(test);
+    status.textContent = `${names.length} curves`;
+    grid.replaceChildren(...names.map((name) => metricFigure(name)));
+  }
+  fill();
+  return [el("div", { class: "controls" }, labelled("Filter", filter), labelled("Smoothing", smoothing), labelled("Logarithmic", log), status), grid];
+}
+
+let timeRun = 0, timePlace = 1000;
+function timePage() {
+  const run = report.runs[timeRun] || report.runs[0];
+  const ranks = Object.keys(run.timeline);
+  const parts = [el("div", { class: "controls" }, runPicker(timeRun, (i) => { timeRun = i; showPage(); })), phasesFigure(run)];
+  parts.push(...recordings(run, timeRun), el("h2", { text: "By rank" }));
+  if (!ranks.length) {
+    parts.push(el("p", { class: "muted", text: "Not recorded: add --record-timeline to the run to see when each rank was in which phase." }));
+    return parts;
+  }
+  const start = Math.min(...ranks.map((rank) => run.timeline[rank][0][1]));
+  const end = Math.max(...ranks.map((rank) => run.timeline[rank].at(-1)[1] + run.timeline[rank].at(-1)[2]));
+  const steps = (run.metrics["perf/step_s"] || []).filter((value) => value !== null).sort((a, b) => a - b);
+  const width = Math.min(end - start, 5 * (steps[steps.length >> 1] || (end - start) / 5));
+  const holder = el("div", {});
+  const slider = el("input", { type: "range", min: 0, max: 1000, value: timePlace, oninput: draw, "aria-label": "Place in the run" });
+  function draw() {
+    timePlace = Number(slider.value);
+    const from = start + (Number(slider.value) / 1000) * Math.max(0, end - start - width);
+    holder.replaceChildren(gantt(run, ranks, from, width, start));
+  }
+  draw();
+  parts.push(el("div", { class: "controls" }, labelled("Place in the run", slider)), holder, rankTable(run, ranks));
+  return parts;
+}
+
+/** Traces, snapshots and stacks, where somebody asked for them. The page is in the first run's folder. */
+function recordings(run, i) {
+  const parts = [], ranks = Object.keys(run.stacks);
+  if (run.profile.length) {
+    parts.push(el("h2", { text: "Traces and memory snapshots" }), el("p", { class: "muted", text: "Traces open in ui.perfetto.dev, snapshots in pytorch.org/memory_viz." }),
+      el("ul", {}, run.profile.map((name) => el("li", {}, i === 0 && !isLive ? el("a", { href: "profile/" + encodeURIComponent(name), text: "profile/" + name }) : `${run.folder}/profile/${name}`))));
+  }
+  if (ranks.length) {
+    parts.push(el("h2", { text: "Stacks of ranks" }), ranks.map((rank) => el("details", {}, el("summary", { text: "rank " + rank }), el("pre", { tabindex: 0, "aria-label": "Stacks of rank " + rank, text: run.stacks[rank] }))));
+  }
+  return parts.flat();
+}
+
+function gantt(run, ranks, from, width, start) {
+  const height = 22, left = 62, total = 1000;
+  const svg = el("svg", { class: "gantt", viewBox: `0 0 ${total} ${ranks.length * height + 24}`, role: "img",
+    "aria-label": `Phases of ${ranks.length} ranks from second ${number(from - start)} to ${number(from - start + width)}; the table below has the sums` });
+  const x = (time) => left + ((time - from) / width) * (total - left - 6);
+  const used = new Set();
+  ranks.forEach((rank, i) => {
+    svg.append(el("text", { x: 4, y: i * height + 15, text: "rank " + rank }));
+    for (const [phase, begin, length, busy] of run.timeline[rank]) {
+      if (begin + length < from || begin > from + width) continue;
+      used.add(phase);
+      const a = Math.max(x(begin), left), b = Math.min(x(begin + length), total - 6);
+      svg.append(el("rect", { x: a, y: i * height + 3, width: Math.max(b - a, 0.6), height: height - 5, fill: phaseColour(phase, 0) },
+        el("title", { text: `${phase}, rank ${rank}: ${seconds(length)}, of them ${seconds(busy)} of processor time` })));
+    }
+  });
+  [...used].forEach((phase, i) => {
+    svg.append(el("rect", { x: left + i * 105, y: ranks.length * height + 8, width: 10, height: 10, fill: phaseColour(phase, 0) }),
+      el("text", { x: left + 14 + i * 105, y: ranks.length * height + 17, text: phase }));
+  });
+  return svg;
+}
+
+function rankTable(run, ranks) {
+  const phases = [...new Set(ranks.flatMap((rank) => run.timeline[rank].map((row) => row[0])))];
+  const sums = ranks.map((rank) => phases.map((phase) => run.timeline[rank].filter((row) => row[0] === phase).reduce((sum, row) => [sum[0] + row[2], sum[1] + row[3]], [0, 0])));
+  const busy = sums.map((row) => row.reduce((sum, cell) => sum + cell[1], 0));
+  const usual = busy.slice().sort((a, b) => a - b)[(busy.length - 1) >> 1];
+  return el("div", { class: "scroll" }, el("table", {},
+    el("caption", { class: "muted", text: "Seconds of each phase, and in brackets those of the processor: a slow rank works while the others wait." }),
+    el("thead", {}, el("tr", {}, el("th", { text: "rank", scope: "col" }), phases.map((phase) => el("th", { class: "number", scope: "col", text: phase })), el("th", { class: "number", scope: "col", text: "busy" }))),
+    el("tbody", {}, ranks.map((rank, i) => el("tr", {}, el("th", { scope: "row", text: rank }), sums[i].map((cell) => el("td", { class: "number", text: `${number(cell[0])} (${number(cell[1])})` })),
+      el("td", { class: "number" }, busy[i] > 1.3 * usual ? el("mark", { text: number(busy[i]) + " slow" }) : number(busy[i])))))));
+}
+
+const TOTALS = ["train/skipped_steps", "train/critic_skipped_steps", "engine/evictions", "perf/failed_saves"];
+
+function countersPage() {
+  const names = metricNames().filter((name) => COUNTERS.test(name));
+  const head = el("tr", {}, el("th", { scope: "col", text: "metric" }), report.runs.flatMap((run) => ["last", "highest", "rollouts above 0"].map((what) => el("th", { class: "number", scope: "col", text: report.runs.length > 1 ? `${what} (${run.name})` : what }))));
+  const rows = names.map((name) => el("tr", {}, el("th", { scope: "row" }, el("a", { href: "#curves/" + encodeURIComponent("^" + name + "$"), text: name })), report.runs.flatMap((run) => {
+    const values = (run.metrics[name] || []).filter((value) => value !== null);
+    const above = values.filter((value, k) => value > (TOTALS.includes(name) && k ? values[k - 1] : 0)).length;
+    const cells = values.length ? [number(values.at(-1)), number(values.reduce((a, b) => Math.max(a, b))), String(above)] : ["-", "-", "-"];
+    return cells.map((text) => el("td", { class: "number", text }));
+  })));
+  return [el("h2", { text: "Gates and counters" }), el("div", { class: "scroll" }, el("table", {}, el("thead", {}, head), el("tbody", {}, rows)))];
+}
+
+let settingsShown = "changed", settingsFilter = "";
+function settingsPage() {
+  const configs = report.runs.map((run) => run.config || {});
+  const flags = [...new Set(configs.flatMap(Object.keys))].sort();
+  const shown = (value) => (value === undefined ? "-" : typeof value === "string" ? value : JSON.stringify(value));
+  const differs = (flag) => new Set(configs.map((config) => shown(config[flag]))).size > 1;
+  const filter = el("input", { type: "search", value: settingsFilter, placeholder: "lr, rollout ...", oninput: fill });
+  const which = el("select", { onchange: () => { settingsShown = which.value; fill(); } }, [["changed", "not the default, or differing"], ["differs", "differing between the runs"], ["all", "all"]].map(([value, text]) => el("option", { value, text, selected: settingsShown === value })));
+  const body = el("tbody", {});
+  function fill() {
+    settingsFilter = filter.value;
+    body.replaceChildren(...flags.filter((flag) => flag.includes(filter.value)).map((flag) => {
+      const other = differs(flag), changed = report.runs.map((run) => (run.changed || []).includes(flag));
+      if ((settingsShown === "differs" && !other) || (settingsShown === "changed" && !other && !changed.some(Boolean))) return null;
+      return el("tr", {}, el("th", { scope: "row" }, flag, other ? " " : null, other ? el("span", { class: "badge", text: "differs" }) : null),
+        configs.map((config, i) => el("td", {}, changed[i] ? el("mark", { text: shown(config[flag]) }) : shown(config[flag]))));
+    }).filter(Boolean));
+  }
+  fill();
+  return [el("div", { class: "controls" }, labelled("Filter", filter), labelled("Show", which), el("span", { class: "muted" }, "Marked: ", el("mark", { text: "not the default" }))),
+    flags.length ? el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", { scope: "col", text: "flag" }), report.runs.map((run) => el("th", { scope: "col", text: run.name })))), body))
+      : el("p", { class: "muted", text: "The runs have no run.json: they are of an earlier version." })];
+}
+
+function environmentPage() {
+  return report.runs.map((run, i) => el("section", {},
+    el("h2", {}, el("span", { class: "swatch", style: `background:${runColour(i)}` }), run.name),
+    el("p", { class: "muted", text: run.folder }),
+    run.argv ? [el("h3", { text: "Command line" }), el("pre", { tabindex: 0, "aria-label": "Command line", text: run.argv.join(" ") })] : null,
+    run.warnings && run.warnings.length ? [el("h3", { text: "Warnings at the start" }), el("ul", {}, run.warnings.map((text) => el("li", { text })))] : null,
+    run.notes && run.notes.length ? [el("h3", { text: "Notes" }), el("ul", {}, run.notes.map((text) => el("li", { text })))] : null,
+    run.environment ? [el("h3", { text: "Environment" }), el("div", { class: "scroll" }, el("table", {}, el("tbody", {}, Object.entries(run.environment).map(([name, value]) => el("tr", {}, el("th", { scope: "row", text: name }), el("td", { text: value === null ? "-" : String(value) }))))))] : null,
+    run.patches ? [el("h3", { text: "Patches of megatron-core" }), el("pre", { tabindex: 0, "aria-label": "Patches", text: run.patches })] : null));
+}

@@ -1,0 +1,141 @@
+"""One self-contained HTML file out of runs: data as JSON, the page's code, and uPlot for curves.
+
+Everything that a model or a user wrote reaches the page as JSON text and is shown with textContent
+alone; a policy in the page forbids every connection.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import slime_like
+from slime_like.report.alerts import alerts
+from slime_like.report.read import Run, curves
+from slime_like.report.rollouts import Samples, read_samples
+
+MOST_SAMPLES = 10_000
+SCRIPTS = ("uPlot.iife.min.js", "core.js", "charts.js", "pages.js", "rollouts.js", "main.js")
+STYLES = ("uPlot.min.css", "style.css")
+DETAILS_PER_BLOCK = 250  # samples that the page unpacks together
+
+
+RECORD = ("started", "argv", "layout", "world_size", "config", "changed", "environment", "patches", "warnings", "notes")  # fmt: skip
+
+
+def live_data(runs: Sequence[Run], *, timeline: bool) -> dict[str, Any]:
+    """What changes while a run continues, by the places of the runs."""
+    more = [{"timeline": run.timeline} if timeline else {} for run in runs]
+    return {
+        "runs": [
+            {
+                "alerts": alerts(run),
+                "stacks": run.stacks,
+                "profile": run.profile,
+                **curves(run),
+                **extra,
+            }
+            for run, extra in zip(runs, more)
+        ]
+    }
+
+
+def runs_data(runs: Sequence[Run]) -> dict[str, Any]:
+    """Everything but samples."""
+    live = live_data(runs, timeline=True)["runs"]
+    return {
+        "version": slime_like.__version__,
+        "runs": [
+            {
+                "name": run.name,
+                "folder": str(run.folder),
+                **changing,
+                **{key: run.record.get(key) for key in RECORD},
+            }
+            for run, changing in zip(runs, live)
+        ],
+    }
+
+
+def json_in_html(data: Any) -> str:
+    """JSON that may be the text of a <script>: no end tag, comment or separator of lines in it."""
+    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def samples_head(samples: Samples) -> dict[str, Any]:
+    """All but the details."""
+    return {
+        "columns": samples.columns,
+        "prompts": samples.prompts,
+        "vocabularies": samples.vocabularies,
+        "left_out": samples.left_out,
+        "problems": samples.problems,
+        "per_block": DETAILS_PER_BLOCK,
+    }
+
+
+def details_blocks(samples: Samples) -> dict[str, Any]:
+    """By name, so many samples each."""
+    size = DETAILS_PER_BLOCK
+    count = -(-len(samples.details) // size)
+    return {f"details-{i}": samples.details[i * size : (i + 1) * size] for i in range(count)}
+
+
+def data_blocks(blocks: Mapping[str, Any]) -> str:
+    """As elements that the page's code finds by name."""
+    return "\n".join(
+        f'<script type="application/json" id="data-{name}">{json_in_html(block)}</script>'
+        for name, block in blocks.items()
+    )
+
+
+def asset(name: str) -> str:
+    return files("slime_like.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def page(runs: Sequence[Run], samples: Samples, *, live: bool = False) -> str:
+    """The HTML. What the tokens of samples need comes last, so that all else is drawn before the
+    browser has read it.
+
+    Args:
+        runs: in the order of their colours.
+        samples: `read_samples(runs, most)`.
+        live: the page asks its server for new data.
+    """
+    title = ", ".join(run.name for run in runs)
+    head: Mapping[str, Any] = {
+        "runs": runs_data(runs),
+        "samples": samples_head(samples),
+        "live": live,
+    }
+    connect = "'self'" if live else "'none'"
+    policy = (
+        "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+        f"img-src data:; connect-src {connect}; base-uri 'none'; form-action 'none'"
+    )
+    return "\n".join(
+        [
+            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{html.escape(title)} - slime_like</title>",
+            *(f"<style>{asset(name)}</style>" for name in STYLES),
+            "</head>\n<body>",
+            asset("body.html"),
+            data_blocks(head),
+            f"<!-- uPlot: {html.escape(asset('uPlot.LICENSE')).replace('--', '- -')} -->",
+            *(f"<script>{asset(name)}</script>" for name in SCRIPTS),
+            data_blocks(details_blocks(samples)),
+            "</body>\n</html>\n",
+        ]
+    )
+
+
+def write_page(runs: Sequence[Run], path: Path, *, most_samples: int = MOST_SAMPLES) -> Path:
+    path.write_text(page(runs, read_samples(runs, most_samples)), encoding="utf-8")
+    return path

@@ -1,0 +1,156 @@
+"""A run's folder as plain data for the page."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slime_like.metrics.logger import FILE_NAME, read_metrics
+from slime_like.metrics.timeline import FOLDER as TIMELINE
+
+DIGITS = 7  # of a number on the page
+MOST_PHASES = 4000  # of a rank's timeline, the newest
+MOST_STACK = 50_000  # characters of a rank's stacks
+ERROR_FILE, LOG_FILE = "error.txt", "run.log"  # of `slime_like.logs`
+STACKS, PROFILE = "stacks", "profile"  # folders that the ranks write
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run.
+
+    rows: of metrics.jsonl. record: of run.json; empty for a run of an earlier version. timeline:
+    by rank, ``[phase, begin, seconds, processor seconds]``. log: lines of run.log and error.txt.
+    stacks: by rank, the end of what `slime-like dump` got. profile: names of traces and snapshots.
+    """
+
+    folder: Path
+    name: str
+    rows: list[dict[str, float]]
+    record: Mapping[str, Any] = field(default_factory=dict)
+    timeline: Mapping[int, list[Any]] = field(default_factory=dict)
+    log: tuple[str, ...] = ()
+    stacks: Mapping[int, str] = field(default_factory=dict)
+    profile: tuple[str, ...] = ()
+
+    def series(self, metric: str) -> list[tuple[int, float]]:
+        return [(int(row["step"]), row[metric]) for row in self.rows if metric in row]
+
+    @property
+    def metrics(self) -> list[str]:
+        return sorted({name for row in self.rows for name in row} - {"step", "time"})
+
+
+def read_run(folder: Path, name: str | None = None) -> Run:
+    """Raises ValueError where the folder has no metrics, or a damaged file of them."""
+    path = folder / FILE_NAME
+    if not path.is_file():
+        raise ValueError(f"{folder}: has no {FILE_NAME}; name the --output-dir of a run")
+    return Run(
+        folder,
+        name or folder.resolve().name,
+        read_metrics(path),
+        _json_object(folder / "run.json"),
+        _timeline(folder / TIMELINE),
+        (*_lines(folder / ERROR_FILE), *_lines(folder / LOG_FILE)),
+        _stacks(folder / STACKS),
+        tuple(sorted(path.name for path in (folder / PROFILE).glob("*"))),
+    )
+
+
+def state_of(folder: Path) -> str:
+    """Another one when a file that `read_run` reads has changed."""
+    names = (FILE_NAME, "run.json", ERROR_FILE, LOG_FILE)
+    paths = [folder / name for name in names]
+    paths += [path for part in (TIMELINE, STACKS, PROFILE) for path in (folder / part).glob("*")]
+    found = []
+    for path in paths:
+        with suppress(OSError):
+            status = path.stat()
+            found.append((path.name, status.st_size, status.st_mtime_ns))
+    return hashlib.sha256(repr(sorted(found)).encode()).hexdigest()[:16]
+
+
+def run_names(folders: list[Path]) -> list[str]:
+    """The last part of each path, with as many of those before it as tell them apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-depth:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{folder.resolve().name} ({i + 1})" for i, folder in enumerate(folders)]
+
+
+def curves(run: Run) -> dict[str, Any]:
+    """Metrics in columns: null where one was not logged or is not finite; the rollouts of those
+    that are not finite are in `bad`."""
+    columns: dict[str, list[float | None]] = {}
+    bad: dict[str, list[int]] = {}
+    for name in run.metrics:
+        column: list[float | None] = []
+        for row in run.rows:
+            value = row.get(name)
+            finite = value is not None and math.isfinite(value)
+            column.append(rounded(value) if finite and value is not None else None)
+            if value is not None and not finite:
+                bad.setdefault(name, []).append(int(row["step"]))
+        columns[name] = column
+    return {
+        "steps": [int(row["step"]) for row in run.rows],
+        "times": [row.get("time") for row in run.rows],
+        "metrics": columns,
+        "bad": bad,
+    }
+
+
+def rounded(value: float) -> float | int:
+    short = float(f"{value:.{DIGITS}g}")
+    return int(short) if short.is_integer() and abs(short) < 2**53 else short
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=str)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _timeline(folder: Path) -> dict[int, list[Any]]:
+    found = {}
+    for path in folder.glob("rank*.jsonl"):
+        rank = path.stem.removeprefix("rank")
+        rows = []
+        for line in _lines(path)[-MOST_PHASES:]:
+            try:
+                row = json.loads(line)
+            except ValueError:  # the last line of a rank that was killed
+                continue
+            if isinstance(row, list) and len(row) == 4 and isinstance(row[0], str):
+                rows.append(row)
+        if rank.isdecimal() and rows:
+            found[int(rank)] = rows
+    return dict(sorted(found.items()))
+
+
+def _stacks(folder: Path) -> dict[int, str]:
+    """Of the last request; ranks that nobody asked have none."""
+    found = {}
+    for path in folder.glob("rank*.txt"):
+        rank, text = path.stem.removeprefix("rank"), "\n".join(_lines(path)[1:])
+        if rank.isdecimal() and text:
+            found[int(rank)] = text[text.rfind("--- ") :][:MOST_STACK]
+    return dict(sorted(found.items()))
+
+
+def _lines(path: Path) -> tuple[str, ...]:
+    try:
+        return tuple(path.read_text(encoding="utf-8", errors="replace").splitlines())
+    except OSError:
+        return ()

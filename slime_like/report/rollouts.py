@@ -1,0 +1,233 @@
+"""Recorded rollouts (--save-debug-rollout-data) as compact columns for the page.
+
+What the list shows is in columns; the tokens of each sample, and numbers about them, are packed in
+a text that the page unpacks when the sample is opened.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slime_like.metrics.logger import FILE_NAME as METRICS_FILE
+from slime_like.report.read import Run, rounded
+
+FORMAT = b'"format": "slime_like rollout 1"'  # near the beginning of a recording
+DTYPES = {"F32": "<f4", "F64": "<f8", "I64": "<i8", "I32": "<i4", "I16": "<i2", "BOOL": "?"}
+LONGEST_TEXT = 100_000  # characters of a prompt or response
+# name on the page -> (tensor of the recording, tensor that is subtracted)
+FIELDS = {
+    "advantage": ("advantages", None),
+    "log_prob": ("rollout_log_probs", None),
+    "diff": ("old_log_probs", "rollout_log_probs"),
+    "entropy": ("entropy", None),
+    "value": ("values", None),
+    "importance": ("importance_weights", None),
+    "token_reward": ("token_rewards", None),
+}
+
+
+@dataclass(slots=True)
+class Samples:
+    """columns: of the list, [N] each. prompts: texts that `columns["prompt"]` numbers. details: by
+    sample, see `_details`. vocabularies: by run and token. left_out: samples beyond the
+    limit."""
+
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+    prompts: list[str] = field(default_factory=list)
+    details: list[dict[str, Any]] = field(default_factory=list)
+    vocabularies: list[dict[str, str]] = field(default_factory=list)
+    left_out: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+COLUMNS = (
+    "run", "rollout", "group", "id", "reward", "status", "length", "prompt", "response", "label", "meta", "advantage",
+)  # fmt: skip
+
+
+def recordings(run: Run) -> list[Path]:
+    """The JSON files of recorded rollouts below the run's folder, without those of runs inside it,
+    and where its flag says; the newest rollouts first."""
+    inner = {path.parent for path in run.folder.rglob(METRICS_FILE)} - {run.folder}
+    paths = {
+        path.resolve() for path in run.folder.rglob("*.json") if inner.isdisjoint(path.parents)
+    }
+    template = run.record.get("config", {}).get("--save-debug-rollout-data")
+    if isinstance(template, str) and "{rollout_id}" in template:
+        stem = Path(template.removesuffix(".json").removesuffix(".safetensors"))
+        name = stem.name.replace("{rollout_id}", "*")
+        if "{rollout_id}" not in str(stem.parent):
+            paths |= {path.resolve() for path in stem.parent.glob(name + ".json")}
+    return sorted(filter(_is_recording, paths), key=_number, reverse=True)
+
+
+def _is_recording(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return FORMAT in file.read(200)
+    except OSError:
+        return False
+
+
+def _number(path: Path) -> tuple[int, str]:
+    digits = "".join(c for c in path.stem if c.isdecimal())
+    return int(digits or 0), str(path)
+
+
+def read_samples(runs: Sequence[Run], most: int) -> Samples:
+    """Of all runs, at most `most`, of the newest rollouts."""
+    found = Samples({name: [] for name in COLUMNS}, vocabularies=[{} for _ in runs])
+    prompts: dict[str, int] = {}
+    files = [(index, path) for index, run in enumerate(runs) for path in recordings(run)]
+    files.sort(key=lambda item: _number(item[1])[0], reverse=True)
+    for index, path in files:
+        try:
+            header = json.loads(path.read_bytes())
+            groups = header["groups"]
+            if len(found.details) >= most:
+                found.left_out += sum(len(group["samples"]) for group in groups)
+                continue
+            tensors = _tensors_of(path)
+            rollout = int(header.get("rollout", header["rollout_id"] + 1))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            found.problems.append(f"{path.name}: cannot be read ({type(error).__name__})")
+            continue
+        found.vocabularies[index].update(_vocabulary(path))
+        for group in groups:
+            for row in group["samples"]:
+                if len(found.details) >= most:
+                    found.left_out += 1
+                    continue
+                _add(found, prompts, index, rollout, row, tensors, str(row["sample_id"]))
+                for i, branch in enumerate(row.get("branches") or ()):
+                    name = f"{row['sample_id']}.{i}"
+                    _add(found, prompts, index, rollout, {**row, **branch}, tensors, name)
+    found.prompts = list(prompts)
+    return found
+
+
+def _add(
+    found: Samples,
+    prompts: dict[str, int],
+    run: int,
+    rollout: int,
+    row: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    name: str,
+) -> None:
+    """name: of the sample, or of a branch of its episode."""
+    details = _details(name, int(row["response_length"]), tensors)
+    reward = row.get("reward")
+    finite = isinstance(reward, int | float) and math.isfinite(reward)
+    advantage = details.get("advantage")
+    values = (
+        run,
+        rollout,
+        row["group_id"],
+        name,
+        rounded(float(reward or 0)) if finite else None if reward is None else str(reward),
+        str(row.get("status", "")),
+        row["response_length"],
+        prompts.setdefault(str(row.get("text", ""))[:LONGEST_TEXT], len(prompts)),
+        str(row.get("response", ""))[:LONGEST_TEXT],
+        _text(row.get("label")),
+        _text(row.get("metadata") or None),
+        advantage if isinstance(advantage, int | float) else None,
+    )
+    for column, value in zip(COLUMNS, values):
+        found.columns[column].append(value)
+    found.details.append(details)
+
+
+def _text(value: Any) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)[:LONGEST_TEXT]
+
+
+def _details(name: str, length: int, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Of the response, by name on the page: ``tokens`` (int32), ``mask`` (bytes, absent where all
+    tokens are trained on), ``versions`` (int32), and the fields as bfloat16, or one number where
+    all tokens have the same. Packed as base64."""
+
+    def get(tensor: str | None) -> np.ndarray | None:
+        found = tensors.get(f"{name}.{tensor}")
+        return found if found is not None and found.shape[:1] == (length,) else None
+
+    packed: dict[str, Any] = {}
+    tokens = tensors.get(f"{name}.tokens")
+    if tokens is not None and length:
+        packed["tokens"] = _base64(tokens[-length:].astype("<i4"))
+    mask, versions = get("loss_mask"), get("weight_versions")
+    if mask is not None and not mask.all():
+        packed["mask"] = _base64(mask.astype("u1"))
+    if versions is not None and versions.size:
+        packed["versions"] = _constant_or(versions.astype("<i4"))
+    for field_name, (tensor, other) in FIELDS.items():
+        value, subtracted = get(tensor), get(other)
+        if value is not None and value.size and (other is None or subtracted is not None):
+            difference = value if subtracted is None else value - subtracted
+            trained = mask if field_name == "advantage" else None  # 0 where nothing is trained
+            packed[field_name] = _constant_or(difference.astype("<f4"), trained)
+    old, ref = get("old_log_probs"), get("ref_log_probs")
+    if old is not None and ref is not None and old.size:
+        with np.errstate(over="ignore"):
+            packed["kl"] = _constant_or((np.exp(ref - old) - (ref - old) - 1).astype("<f4"))
+    return packed
+
+
+def _constant_or(values: np.ndarray, mask: np.ndarray | None = None) -> Any:
+    """mask: the values that count; None for all."""
+    seen = values if mask is None or not mask.any() else values[mask.astype(bool)]
+    if (seen == seen[0]).all() and math.isfinite(seen[0]):
+        return rounded(float(seen[0]))
+    if values.dtype == np.dtype("<f4"):  # bfloat16, rounded
+        bits = values.view("<u4")
+        kept = np.where(np.isnan(values), 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
+        return _base64(kept.astype("<u2"))
+    return _base64(values)
+
+
+def _base64(values: np.ndarray) -> str:
+    return base64.b64encode(values.tobytes()).decode("ascii")
+
+
+def _tensors_of(path: Path) -> dict[str, np.ndarray]:
+    """Of the recording and of what each rank has trained with."""
+    tensors = dict(_read_safetensors(path.with_suffix(".safetensors")))
+    for training in sorted(path.parent.glob(f"{path.stem}.train*.safetensors")):
+        tensors.update(_read_safetensors(training))
+    return tensors
+
+
+def _read_safetensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Raises ValueError for a damaged file."""
+    data = path.read_bytes()
+    try:
+        (size,) = struct.unpack_from("<Q", data)
+        header = json.loads(data[8 : 8 + size])
+        for name, entry in header.items():
+            if name == "__metadata__" or entry["dtype"] not in DTYPES:
+                continue
+            begin, end = entry["data_offsets"]
+            values = np.frombuffer(data[8 + size + begin : 8 + size + end], DTYPES[entry["dtype"]])
+            yield name, values.reshape(entry["shape"])
+    except (struct.error, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: no safetensors file ({error})") from error
+
+
+def _vocabulary(path: Path) -> dict[str, str]:
+    try:
+        found = json.loads(path.with_suffix(".tokens.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {str(k): str(v) for k, v in found.items()} if isinstance(found, dict) else {}

@@ -1,0 +1,97 @@
+"""The page of a running run, on this machine alone."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from slime_like.report.page import json_in_html
+
+HOST = "127.0.0.1"
+OWN_NAMES = ("127.0.0.1", "localhost")
+
+
+class ReportServer(ThreadingHTTPServer):
+    """`GET /TOKEN/` is the page, `GET /TOKEN/runs.json` what it asks for every few seconds, with
+    `?timeline` the phases of ranks too. An answer has a tag; it is empty, with status 304, for a
+    browser that has the tag of the same files.
+
+    The token is random: every user of a machine can reach its loopback ports. A request whose Host
+    is another name is refused: a page of the network could reach a loopback port through a name of
+    its own. close: `shutdown`.
+    """
+
+    daemon_threads = True
+
+    def __init__(
+        self,
+        port: int,
+        make_page: Callable[[], str],
+        make_data: Callable[[bool], object],
+        state: Callable[[], str],
+    ) -> None:
+        """make_data: given whether with the timeline. state: of the runs' files; another one when
+        they have changed."""
+        super().__init__((HOST, port), _Handler)
+        self.make_page, self.make_data, self.state = make_page, make_data, state
+        self.root = f"/{secrets.token_urlsafe(16)}/"
+        self.lock = threading.Lock()  # one reader of the run's files at a time
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.server_port}{self.root}"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A browser that leaves before its answer is complete is no fault."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ReportServer
+    timeout = 30.0  # seconds for a request, and for a browser to take the answer
+
+    def do_GET(self) -> None:
+        name = self.headers.get("Host", "").rsplit(":", 1)[0]
+        if name not in OWN_NAMES:
+            return self._answer(403, "text/plain", "this server is for its own machine\n")
+        self._answer(*self._page())
+
+    def _page(self) -> tuple[int, str, str, str]:
+        """Status, type, text and tag. The lock is free again before a byte is sent."""
+        root, tag = self.server.root, ""
+        if not secrets.compare_digest(self.path[: len(root)].encode(), root.encode()):
+            return 404, "text/plain", "the address is the one that slime-like report prints\n", tag
+        page, _, asked = self.path[len(root) :].partition("?")
+        try:
+            with self.server.lock:
+                if page == "":
+                    return 200, "text/html", self.server.make_page(), tag
+                if page == "runs.json":
+                    tag = f'"{self.server.state()}{asked}"'
+                    if self.headers.get("If-None-Match") == tag:
+                        return 304, "application/json", "", tag
+                    data = self.server.make_data(asked == "timeline")
+                    return 200, "application/json", json_in_html(data), tag
+        except (ValueError, OSError) as error:  # a file that is being written
+            return 503, "text/plain", f"{error}\n", ""
+        return 404, "text/plain", "no such page\n", tag
+
+    def _answer(self, status: int, kind: str, text: str, tag: str = "") -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Referrer-Policy", "no-referrer")  # the token is in the address
+        if tag:
+            self.send_header("ETag", tag)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Requests are not printed."""

@@ -1,0 +1,57 @@
+"""What --save-debug-rollout-data writes of a rollout: the samples, and what each token is trained
+with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from slime_like.checkpoints.files import writes_to
+from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.rollout.rank_zero import whole_groups
+from slime_like.rollout.recording import (
+    remove_token_values,
+    save_rollout,
+    save_token_texts,
+    save_token_values,
+)
+from slime_like.rollout.sample_plane import bring_to_rank_zero
+from slime_like.trainer.batch_builder import Batches
+from slime_like.types import SampleGroup
+
+FLAG = "--save-debug-rollout-data"
+OF_TRAINING = ("advantages", "old_log_probs", "ref_log_probs", "values", "importance_weights")
+
+
+def record_rollout(
+    target: str, step: int, groups: Sequence[SampleGroup], rank: int, tokenizer: Any
+) -> None:
+    """Rank 0 writes the samples of all ranks, who call this together. tokenizer: None without one."""
+    if rank == 0:  # before the ranks meet, and thus before any writes its own
+        with writes_to(FLAG, target):
+            remove_token_values(target, step)
+    whole = whole_groups(groups, bring_to_rank_zero)
+    if rank == 0:
+        with writes_to(FLAG, target):
+            save_rollout(target, step, whole)
+            if tokenizer is not None:
+                save_token_texts(target, step, whole, tokenizer)
+
+
+def record_training(target: str, step: int, batches: Batches, layout: ParallelLayout) -> None:
+    """Each data-parallel rank writes its samples' advantages, log-probs and entropy. Samples that a
+    function of the user's has put in another number have no names, and are left out."""
+    samples = [sample for batch in batches.policy for sample in batch.samples]
+    if layout.tp_rank or layout.cp_rank or layout.pp_rank:
+        return
+    if len(samples) != len(batches.sample_keys):
+        return
+    values: dict[str, dict[str, Tensor]] = {}
+    for i, (key, sample) in enumerate(zip(batches.sample_keys, samples)):
+        found = {name: getattr(sample, name) for name in OF_TRAINING}
+        found["entropy"] = batches.entropies[i] if batches.entropies else None
+        values[key] = {name: value for name, value in found.items() if value is not None}
+    with writes_to(FLAG, target):
+        save_token_values(target, step, layout.dp_rank, values)

@@ -1,0 +1,130 @@
+"""run.json in the run's folder: what ran, for the report and for trackers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import slime_like
+from arguments.config_groups import ConfigGroups
+from arguments.run_config import RunConfig
+from slime_like.config import flag_name
+from slime_like.metrics.trackers.background import TrackerSet
+from slime_like.metrics.trackers.base import TrackerContext
+from slime_like.text import SECRETS, mask_argv, mask_settings
+
+FILE_NAME = "run.json"
+FORMAT = "slime_like run 1"
+PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "numpy", "sglang")
+# Parts of the configuration that repeat what flags of others say
+_LEFT_OUT = ("eval_sets", "restated", "preflight", "server", "slime")
+
+
+def settings_by_flag(run: RunConfig) -> tuple[dict[str, Any], list[str]]:
+    """Every setting as plain JSON without secrets, and the flags with another value than their
+    default's. Settings that were completed from others count as changed."""
+    values: dict[str, Any] = {}
+    changed = []
+    for field in dataclasses.fields(ConfigGroups):
+        group = getattr(run, field.name)
+        if field.name in _LEFT_OUT or not dataclasses.is_dataclass(group):
+            continue
+        for each in dataclasses.fields(group):
+            flag, value = flag_name(each.name), getattr(group, each.name)
+            if flag in SECRETS and value is not None:
+                value = "***"
+            values[flag] = _plain(value)
+            if value != _default(each):
+                changed.append(flag)
+    return values, sorted(changed)
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has none
+    if isinstance(value, float | int | str | bool) or value is None:
+        return mask_settings(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    return mask_settings(str(value))
+
+
+def environment() -> dict[str, Any]:
+    """Versions, host and device of this process."""
+    import torch
+
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    cuda = torch.cuda.is_available()
+    return {
+        "slime_like": slime_like.__version__,
+        "python": sys.version.split()[0],
+        **versions,
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "processors": os.cpu_count(),
+        "device": torch.cuda.get_device_name() if cuda else "CPU",
+        "cuda": torch.version.cuda if cuda else None,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def write_run_record(
+    run: RunConfig, output_dir: Path, *, layout: str, patches: str
+) -> dict[str, Any]:
+    """Write the file; a resumed run replaces that of the first. Returns the settings by flag.
+
+    Args:
+        layout: of the ranks, as on the screen.
+        patches: the report of `megatron_patches.apply`.
+    """
+    config, changed = settings_by_flag(run)
+    record = {
+        "format": FORMAT,
+        "started": round(time.time(), 3),
+        "argv": mask_argv(run.argv),
+        "layout": layout,
+        "world_size": run.world_size,
+        "config": config,
+        "changed": changed,
+        "environment": environment(),
+        "patches": patches,
+        "warnings": mask_settings(list(run.warnings)),
+        "notes": mask_settings(list(run.notes)),
+    }
+    output_dir.mkdir(parents=True, exist_ok=True)
+    path = output_dir / FILE_NAME
+    temporary = path.with_name(FILE_NAME + ".tmp")
+    temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+    return config
+
+
+def start_trackers(run: RunConfig, output_dir: Path, *, resumed: bool) -> TrackerSet:
+    """Those of --tracker, on rank 0. resumed: the run continues what `output_dir` has."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    settings, _ = settings_by_flag(run)
+    context = TrackerContext(run.logging, output_dir, settings, resumed)
+    return TrackerSet(run.logging.trackers, context)

@@ -1,0 +1,155 @@
+"""slime-like: every command starts, quickly, and `new` writes a recipe that trains as it is."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from arguments.parse import parse_args
+from slime_like.cli.__main__ import COMMANDS, Command, dispatch
+from slime_like.cli.convert import DIRECTIONS
+from slime_like.cli.new import rows, write_recipe
+from slime_like.metrics.logger import read_metrics
+from slime_like.report.read import read_run
+from slime_like.report.rollouts import read_samples
+from tests.unit.command_lines import write_files
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = [sys.executable, "-m", "slime_like.cli"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+LISTED = """
+import sys
+from slime_like.cli.__main__ import main
+for words in {lines}:
+    sys.argv = ["slime-like", *words]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, (words, end.code)
+heavy = {{"torch", "transformers", "megatron.core", "matplotlib"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+def run(*words: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*RUN, *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=folder or ROOT,
+        env=ENVIRONMENT,
+    )
+
+
+def test_a_command_finds_modules_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a_module_there.py").write_text("def main() -> int:\n    return 7\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", [])
+    assert dispatch("x", {"y": Command("a_module_there", "")}, ["y"]) == 7
+
+
+def test_a_recipe_for_a_model_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Qwen/Qwen3-0: no such folder"):
+        write_recipe(tmp_path / "new", "Qwen/Qwen3-0")
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_console_script_is_this_program() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    module, _, function = project["scripts"]["slime-like"].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_help_of_every_command_imports_nothing_heavy() -> None:
+    lines = [[], ["convert"], *([name] for name in COMMANDS), *(["convert", d] for d in DIRECTIONS)]
+    code = LISTED.format(lines=[[*line, "--help"] for line in lines])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(f"  {name}" in done.stdout for name in (*COMMANDS, *DIRECTIONS))
+
+
+@pytest.mark.parametrize(
+    "command", [*COMMANDS.values(), *DIRECTIONS.values()], ids=lambda c: c.module
+)
+def test_every_command_is_there(command: Command) -> None:
+    assert callable(importlib.import_module(command.module).main)
+
+
+def test_wrong_command_lines() -> None:
+    done = run("trian")
+    assert done.returncode == 2 and "'train'" in done.stderr and "'doctor'" in done.stderr
+    done = run("preflight", "--tensor-model-parallel-size", "3")
+    assert done.returncode == 2 and "--hf-checkpoint" in done.stderr
+
+
+def shell_completes(line: str, folder: Path) -> list[str]:
+    answer = folder / "answer"
+    environment = {
+        **ENVIRONMENT,
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_IFS": "\n",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(answer),
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+    }
+    subprocess.run(RUN, env=environment, timeout=120, capture_output=True, cwd=ROOT)
+    return [word.strip() for word in answer.read_text().split("\n")]
+
+
+def test_shell_completion(tmp_path: Path) -> None:
+    pytest.importorskip("argcomplete")
+    assert shell_completes("slime-like tr", tmp_path) == ["train"]
+    assert shell_completes("slime-like convert meg", tmp_path) == ["megatron-to-hf"]
+    assert shell_completes("slime-like train --policy-loss-type s", tmp_path) == ["sapo", "sft"]
+    assert shell_completes("slime-like new --hf", tmp_path) == ["--hf-checkpoint"]
+
+
+def test_a_recipe_around_a_model_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(tmp_path)
+    model = str(tmp_path / "hf")
+    folder = tmp_path / "my task"
+    write_recipe(folder, model)
+    monkeypatch.chdir(folder)
+    config = parse_args(["--config", "run.yaml"], 1)
+    assert config.model.hf_checkpoint == model and config.rollout.num_rollout == 100
+    assert [json.loads(line) for line in Path("train.jsonl").read_text().splitlines()] == rows()
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_reward.py"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+    )
+    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout
+    with pytest.raises(ValueError, match="has files already"):
+        write_recipe(folder, model)
+
+
+@pytest.mark.extended
+def test_a_recipe_trains_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "task"
+    assert run("new", str(folder)).returncode == 0
+    done = run("train", "--config", "run.yaml", "--num-rollout", "20", folder=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rewards = [row["rollout/reward_mean"] for row in read_metrics(folder / "outputs/metrics.jsonl")]
+    assert sum(rewards[-5:]) > sum(rewards[:5])
+    assert (folder / "outputs/rollouts/20.json").is_file()
+    assert run("report", "outputs", folder=folder).returncode == 0
+    found = read_samples([read_run(folder / "outputs")], 10_000)
+    assert len(found.details) == 20 * 128 and not found.problems
+    fields = {"tokens", "advantage", "log_prob", "diff", "entropy", "versions"}
+    assert all(fields <= details.keys() for details in found.details)

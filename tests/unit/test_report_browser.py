@@ -1,0 +1,183 @@
+"""The report in a headless Chromium: what a reader sees, by keyboard too, and how soon.
+
+Needs Playwright (`pip install playwright`) and a Chromium, Debian's or Playwright's.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_like.metrics.logger import MetricsLogger
+from slime_like.report.page import page, write_page
+from slime_like.report.read import Run, read_run
+from slime_like.report.rollouts import COLUMNS, Samples
+from tests.unit.test_report import HOSTILE, write_run
+
+sync_api = pytest.importorskip("playwright.sync_api")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+MANY, OPENS_IN_S = 10_000, 15.0  # about 1 s where no other program runs
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        try:
+            found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        except sync_api.Error as error:
+            pytest.skip(f"no Chromium: {str(error).splitlines()[0]}")
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def tab(browser: Any) -> Iterator[Any]:
+    tab = browser.new_page(viewport={"width": 1100, "height": 800})
+    tab.problems = []
+    tab.on("pageerror", lambda error: tab.problems.append(str(error)))
+    tab.on("console", lambda message: message.type == "error" and tab.problems.append(message.text))
+    tab.on(
+        "request",
+        lambda request: request.url.startswith("http") and tab.problems.append(request.url),
+    )
+    yield tab
+    assert tab.problems == []
+    tab.close()
+
+
+def show(tab: Any, path: Path, place: str) -> None:
+    tab.goto("about:blank")
+    tab.goto(f"file://{path}#{place}")
+    tab.wait_for_selector("html[data-ready]")
+
+
+def written(folder: Path, *others: Run) -> Path:
+    return write_page([read_run(write_run(folder)), *others], folder / "report.html")
+
+
+def test_every_part_is_drawn(tab: Any, tmp_path: Path) -> None:
+    with MetricsLogger(tmp_path / "b") as logger:
+        logger.log(1, {"rollout/reward_mean": 0.3, "train/skipped_steps": 1.0})
+    path = written(tmp_path / "a", read_run(tmp_path / "b"))
+    places = ["overview", "curves", "time", "counters", "rollouts", "settings", "environment"]
+    for place in places:
+        show(tab, path, place)
+        assert tab.locator("[role=tab][aria-selected=true]").get_attribute("id") == f"tab-{place}"
+        assert len(tab.inner_text("#main")) > 20, place
+    show(tab, path, "overview")
+    assert "optimizer steps were skipped" in tab.inner_text(".alerts .error")
+    tab.wait_for_selector("figure canvas")
+    assert "reward_mean by rollout. a: first 0.1" in tab.locator(".plot").nth(1).get_attribute(
+        "aria-label"
+    )
+    show(tab, path, "settings")
+    assert tab.locator("tr", has_text="--lr").locator("mark").inner_text() == "0.001"
+
+
+def test_a_sample_by_its_address_and_its_tokens(tab: Any, tmp_path: Path) -> None:
+    show(tab, written(tmp_path), "rollouts/0/10")
+    tab.wait_for_selector(".tokens")
+    assert tab.inner_text(".tokens") == HOSTILE
+    assert tab.evaluate("window.hacked") is None
+    assert tab.locator(".detail h2").inner_text().startswith("reward 1 · advantage 1")
+    assert "<b>search</b>" in tab.inner_text(".detail")
+    tab.select_option("#colour", "diff")
+    first = tab.locator(".tokens > span").first
+    assert "trainer - engine 0.25" in first.get_attribute("title")
+    assert "not trained on" in tab.locator(".tokens > span").nth(1).get_attribute("title")
+    assert "rgba" in first.get_attribute("style")
+
+
+def test_keyboard_search_and_sort(tab: Any, tmp_path: Path) -> None:
+    show(tab, written(tmp_path), "overview")
+    tab.keyboard.press("5")
+    tab.wait_for_selector("#samples .row")
+    tab.focus("#samples")
+    tab.keyboard.press("ArrowDown")
+    assert tab.url.endswith("#rollouts/0/11")
+    assert tab.locator(".row[aria-selected=true]").count() == 1
+    tab.keyboard.press("End")
+    assert tab.url.endswith("#rollouts/0/1")
+    tab.keyboard.press("/")
+    tab.keyboard.type("WRONG")
+    assert tab.locator("#samples .row").count() == 2
+    assert "2 of 4 samples" in tab.inner_text(".controls [role=status]")
+
+
+def test_a_narrow_screen_needs_no_sideways_scrolling(tab: Any, tmp_path: Path) -> None:
+    path = written(tmp_path)
+    tab.set_viewport_size({"width": 360, "height": 700})
+    for place in ("overview", "curves", "rollouts", "settings", "environment"):
+        show(tab, path, place)
+        tab.wait_for_timeout(100)
+        assert tab.evaluate("document.documentElement.scrollWidth") <= 360, place
+
+
+def test_the_theme_is_kept_and_has_contrast(tab: Any, tmp_path: Path) -> None:
+    show(tab, written(tmp_path), "overview")
+    for _ in range(2):
+        colours = tab.evaluate(
+            "['--bg', '--panel', '--fg', '--muted', '--accent', '--bad', '--warn'].map((name) => cssColour(name))"
+        )
+        for colour in colours[2:]:
+            assert min(contrast(colour, colours[0]), contrast(colour, colours[1])) >= 4.5, colour
+        before = tab.evaluate("document.documentElement.dataset.theme")
+        tab.click("#theme")
+        assert tab.evaluate("document.documentElement.dataset.theme") != before
+
+
+def contrast(one: str, other: str) -> float:
+    """WCAG 2's ratio of two colours, as #rrggbb."""
+    lights = []
+    for colour in (one, other):
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        lights.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
+    return (max(lights) + 0.05) / (min(lights) + 0.05)
+
+
+@pytest.mark.extended
+def test_many_samples_open_soon(tab: Any, tmp_path: Path) -> None:
+    """10,000 samples of about 150 tokens: the page is usable, and so is one of them."""
+    rng = random.Random(1)
+    packed = base64.b64encode(bytes(300)).decode()
+    tokens = base64.b64encode(bytes(600)).decode()
+    words = [f"word{i}" for i in range(500)]
+    c: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+    for i in range(MANY):
+        row = (
+            0,
+            i // 256 + 1,
+            i // 8,
+            i,
+            rng.random(),
+            "completed",
+            150,
+            i // 8,
+            " ".join(rng.choices(words, k=100)),
+            "42",
+            None,
+            0.5,
+        )
+        for name, value in zip(c, row):
+            c[name].append(value)
+    details = [
+        {"tokens": tokens, **dict.fromkeys(("log_prob", "diff", "entropy", "advantage"), packed)}
+    ] * MANY
+    samples = Samples(c, [f"prompt {i}" for i in range(MANY // 8)], details, {"0": "a"})
+    write_run(tmp_path)
+    path = tmp_path / "report.html"
+    path.write_text(page([read_run(tmp_path)], samples))
+    show(tab, path, "rollouts/0/9000")
+    ready_s = float(tab.evaluate("document.documentElement.dataset.ready")) / 1000
+    tab.wait_for_selector(".tokens")
+    assert tab.locator("#samples .row").count() < 60
+    print(json.dumps({"ready_s": ready_s, "MB": path.stat().st_size / 1e6}))
+    assert ready_s < OPENS_IN_S
