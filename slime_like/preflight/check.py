@@ -8,8 +8,9 @@ import time
 from arguments.hf.moe import moe_layers
 from arguments.run_config import RunConfig
 from slime_like.preflight.advice import flags_that_help
-from slime_like.preflight.batches import batches_of
+from slime_like.preflight.batches import Batches, batches_of, prompt_lengths, sample_lengths
 from slime_like.preflight.communication import bubble, collectives_of_step, planes
+from slime_like.preflight.flops import forward_flops, step_flops
 from slime_like.preflight.memory import report_rank
 from slime_like.preflight.report import Preflight
 from slime_like.preflight.shape import shape_of
@@ -30,12 +31,20 @@ def check(run: RunConfig, ranks: list[int] | None = None) -> Preflight:
         batches=batches,
         collectives=collectives_of_step(run, reports[0], batches),
         bubble=bubble(run, batches),
+        flops=_flops(run, batches),
         planes=planes(run, shape, batches),
         advice=[] if fits else flags_that_help(run, worst, batches),
         seconds=time.monotonic() - start,
         cpu_s=time.process_time() - cpu,
         host_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     )
+
+
+def _flops(run: RunConfig, batches: Batches) -> float:
+    lengths, _ = sample_lengths(run, batches.samples)
+    prompts = 0 if run.learns_conversations else float(prompt_lengths(run)[0].mean())
+    responses = float(lengths.sum()) - prompts * batches.samples
+    return step_flops(forward_flops(run.megatron.transformer, run.gpt), lengths.tolist(), responses)
 
 
 def chosen_ranks(run: RunConfig) -> list[int]:

@@ -226,6 +226,13 @@ def _collectives(groups: Mapping[str, int], *, gpu: bool) -> int:
     return NCCL_GROUP * sum(size > 1 for size in groups.values()) if gpu else 0
 
 
+def _offloaded(run: RunConfig) -> tuple[str, ...]:
+    """What --offload-train moves to host memory; the base of adapters stays."""
+    if run.lora.lora_rank:
+        return ("adapters", "critic")
+    return ("weights", "gradients", "optimizer: fp32 parameters", "optimizer: moments", "critic")
+
+
 def _other_phases(run: RunConfig, resident: dict[str, int]) -> dict[str, dict[str, int]]:
     """The weight update, with two messages of weights on their way, and the generation of servers
     that share the GPU."""
@@ -235,7 +242,9 @@ def _other_phases(run: RunConfig, resident: dict[str, int]) -> dict[str, dict[st
         phases[SYNC] = {**resident, "messages with weights": buckets}
     if run.sglang.colocate:
         server = round(server_fraction(run) * run.preflight.preflight_memory_gb * 10**9)
-        phases[GENERATION] = {**resident, "server": server}
+        moved = _offloaded(run) if run.sglang.offload_train else ()
+        stays = {name: size for name, size in resident.items() if name not in moved}
+        phases[GENERATION] = {**stays, "server": server}
     return phases
 
 

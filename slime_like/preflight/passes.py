@@ -4,6 +4,7 @@ recomputation that the flags ask for, are those of the run."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,9 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from slime_like.megatron.ops.attention import PackedAttention, packed_rows
+from slime_like.megatron.model.delta_net import GatedDeltaNet
+from slime_like.megatron.ops.attention import PackedAttention, PackedRows, packed_rows
+from slime_like.megatron.ops.delta_rule import DeltaRows, delta_rows
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.preflight.live_bytes import LiveBytes, Traffic, group_key
 from slime_like.preflight.one_rank import OneRank
@@ -58,6 +61,23 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         query, key, value, _, _ = ctx.saved_tensors
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+class _Delta(torch.autograd.Function):
+    """A delta net between its projections, which keeps its inputs, its output and one fp32 number a
+    row and head, as flash-linear-attention's kernels do, and makes the rest again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, columns: int, heads: int, *weights: Tensor) -> Tensor:
+        out = x.new_empty(*x.shape[:-1], columns)
+        decay = x.new_empty(*x.shape[:-1], heads, dtype=torch.float32)
+        ctx.save_for_backward(x, out, decay, *weights)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, _, _, *weights = ctx.saved_tensors
+        return torch.empty_like(x), None, None, *(torch.empty_like(w) for w in weights)
 
 
 class _Norm(torch.autograd.Function):
@@ -119,9 +139,10 @@ def run_stage(rank: OneRank, tokens: int, *, gpu: bool) -> Passes:
     unit = config.recompute_num_layers or 1
     if config.recompute_granularity != "full" or len(layers) < unit:
         unit = 1
-    kinds: dict[bool, list[Any]] = {}
+    kinds: dict[tuple[bool, bool], list[Any]] = {}
     for layer in layers:
-        kinds.setdefault(hasattr(layer.mlp, "router"), []).append(layer)
+        kind = hasattr(layer.mlp, "router"), isinstance(layer.self_attention, GatedDeltaNet)
+        kinds.setdefault(kind, []).append(layer)
     least = [layer for of_kind in kinds.values() for layer in (of_kind * unit)[:unit]]
     total = once = run_micro_batch(rank, least, tokens, gpu=gpu)
     for of_kind in kinds.values():
@@ -150,6 +171,8 @@ def run_micro_batch(rank: OneRank, layers: list[Any], tokens: int, *, gpu: bool)
     model.decoder.layers = torch.nn.ModuleList(layers)
     model.decoder.num_layers_per_pipeline_rank = len(layers)
     attend_to_rows(layers, 1 if gpu else layout.cp_size)
+    if any(isinstance(layer.self_attention, GatedDeltaNet) for layer in layers):
+        mix_rows(layers, None if gpu else meta_rows(packed))
     forget_positions(model)
     in_this_thread = torch.autograd.set_multithreading_enabled(False)  # as modes are
     with torch.compiler.set_stance("force_eager"), in_this_thread, _Kernels(gpu), live:
@@ -253,3 +276,41 @@ def attend_to_rows(layers: list[Any], copies: int) -> None:
         for module in layer.modules():
             if isinstance(module, PackedAttention):
                 module.forward = attend  # type: ignore[method-assign]
+
+
+def meta_rows(packed: PackedRows) -> DeltaRows:
+    """Where the sequences lie, for activations on the meta device."""
+    rows = delta_rows(packed.cu_seqlens_q, packed.lengths)
+    return DeltaRows(
+        rows.cu_seqlens.to("meta"),
+        rows.positions.to("meta"),
+        rows.gather.to("meta"),
+        rows.scatter.to("meta"),
+        rows.steps,
+    )
+
+
+def mix_rows(layers: list[Any], rows: DeltaRows | None) -> None:
+    """Delta nets without a device. rows: for the rule in plain torch; None: flash-linear-attention's
+    kernels."""
+
+    def mix(net: GatedDeltaNet, x: Tensor) -> Tensor:
+        if rows is not None:
+            return net._delta(x, rows, first=0)
+        weights = (net.conv_weight, net.A_log, net.dt_bias, net.norm_weight)
+        out: Tensor = _Delta.apply(x, net.heads * net.value_dim, net.heads, *weights)
+        return out
+
+    def forward(
+        net: GatedDeltaNet, hidden_states: Tensor, **_: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        mixed, _bias = net.in_proj(hidden_states)
+        x = mixed.squeeze(1).unflatten(1, (net.groups, -1))
+        shared = net.cp_group.size() > 1
+        out = net._own_rows(mix(net, net._whole_sequences(x))) if shared else mix(net, x)
+        output, bias = net.out_proj(out.flatten(1).unsqueeze(1))
+        return output, bias
+
+    for layer in layers:
+        if isinstance(net := layer.self_attention, GatedDeltaNet):
+            net.forward = functools.partial(forward, net)  # type: ignore[method-assign]

@@ -9,15 +9,18 @@ from typing import Any
 from arguments.run_config import RunConfig
 from slime_like.preflight.batches import Batches
 from slime_like.preflight.communication import Collective, Planes
+from slime_like.preflight.flops import PEAK_TFLOPS, TERA
 from slime_like.preflight.memory import TRAINING, RankReport
 from slime_like.preflight.shape import Shape
 
 GB = 10**9
+REACHED = 0.4  # of the peak, by a training step that is well laid out
 
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """collectives: of the first rank. advice: flags, where a rank does not fit. seconds, cpu_s,
+    """collectives: of the first rank. flops: of an optimizer step, on all
+    devices. advice: flags, where a rank does not fit. seconds, cpu_s,
     host_bytes: what finding this out took."""
 
     run: RunConfig
@@ -26,6 +29,7 @@ class Preflight:
     batches: Batches
     collectives: Sequence[Collective]
     bubble: float
+    flops: float
     planes: Planes
     advice: Sequence[str]
     seconds: float
@@ -78,6 +82,11 @@ def _lines(found: Preflight) -> Iterator[str]:
         f"{batches.prompts}), {batches.number} micro-batches of up to {batches.tokens} tokens a "
         f"rank{used}; busiest data-parallel rank {batches.imbalance:.2f} of the mean; pipeline "
         f"bubble {found.bubble:.1%}"
+    )
+    seconds = found.flops / run.world_size / (REACHED * PEAK_TFLOPS["H100"] * TERA)
+    yield (
+        f"model: {found.flops / 1e15:.4g} PFLOP an optimizer step, {seconds:.3g} s on H100s that "
+        f"reach {REACHED:.0%} of their peak"
     )
     yield "collectives of an optimizer step, rank 0:"
     for each in found.collectives:
@@ -147,6 +156,7 @@ def json_of(found: Preflight) -> dict[str, Any]:
         ],
         "batches": asdict(found.batches),
         "bubble": found.bubble,
+        "flops": found.flops,
         "collectives": [asdict(each) for each in found.collectives],
         "planes": asdict(found.planes),
         "seconds": found.seconds,

@@ -12,7 +12,7 @@ from arguments.schema import GPTModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Parameters of one layer's attention and norms, of a dense MLP, of an expert layer without its
+    """Parameters of one layer's attention and norms, of a delta net and norms, of a dense MLP, of an expert layer without its
     experts, of one expert, of the vocabulary's matrix. experts: whether each layer has some.
     active: of all that one token meets in matrix products."""
 
@@ -26,6 +26,8 @@ class Shape:
     experts: tuple[bool, ...]
     tied: bool
     hidden: int
+    delta: int = 0
+    delta_nets: int = 0  # how many layers have one in attention's place
 
     @property
     def expert_parameters(self) -> int:
@@ -34,7 +36,8 @@ class Shape:
     @property
     def other_parameters(self) -> int:
         dense_layers = len(self.experts) - sum(self.experts)
-        layers = len(self.experts) * self.attention + dense_layers * self.dense
+        layers = (len(self.experts) - self.delta_nets) * self.attention
+        layers += self.delta_nets * self.delta + dense_layers * self.dense
         layers += sum(self.experts) * self.shared
         return layers + self.vocabulary * (1 if self.tied else 2) + self.hidden
 
@@ -53,7 +56,11 @@ def shape_of(config: Any, gpt: GPTModelConfig) -> Shape:
     hidden, gated = config.hidden_size, 3 if config.gated_linear_unit else 2
     norm = hidden * (2 if config.normalization == "LayerNorm" else 1)
     bias = config.add_bias_linear
-    attention = 2 * norm + (_latent(config) if config.multi_latent_attention else _heads(config))
+    further = ("post_self_attn_layernorm", "post_mlp_layernorm")  # norms of `LayerConfig`
+    norms = 2 + sum(bool(getattr(config, name, False)) for name in further)
+    attention = norms * norm + (
+        _latent(config) if config.multi_latent_attention else _heads(config)
+    )
 
     def mlp(inner: int) -> int:
         own = gated * hidden * inner
@@ -61,7 +68,7 @@ def shape_of(config: Any, gpt: GPTModelConfig) -> Shape:
 
     experts = config.num_moe_experts or 0
     inner = config.moe_ffn_hidden_size or config.ffn_hidden_size
-    shared = hidden * experts  # the router; an expert bias is a buffer
+    shared = experts * (hidden + bias)  # the router; an expert bias is a buffer
     if config.moe_shared_expert_intermediate_size:
         shared += mlp(config.moe_shared_expert_intermediate_size)
         shared += hidden if config.moe_shared_expert_gate else 0
@@ -76,29 +83,70 @@ def shape_of(config: Any, gpt: GPTModelConfig) -> Shape:
         experts=tuple(moe_layers(config.moe_layer_freq if experts else None, config.num_layers)),
         tied=not gpt.untie_embeddings_and_output_weights,
         hidden=norm,
+        delta=2 * norm + _delta_net(config),
+        delta_nets=sum(config.linear_attention_freq or []),
     )
 
 
-def _heads(config: Any) -> int:
-    """Grouped-query attention: projections in and out, their biases, norms of queries and keys."""
+def _head_widths(config: Any) -> tuple[int, int]:
+    """Of grouped-query attention: what the projection in gives, and what the one out takes."""
     width = config.num_attention_heads * config.kv_channels
     groups = config.num_query_groups or config.num_attention_heads
-    inputs = width + 2 * groups * config.kv_channels
+    gates = width if config.attention_output_gate else 0
+    return width + gates + 2 * groups * config.kv_channels, width
+
+
+def head_matrices(config: Any) -> int:
+    """Weights of the projections of grouped-query attention."""
+    return int(config.hidden_size * sum(_head_widths(config)))
+
+
+def _heads(config: Any) -> int:
+    """Grouped-query attention: projections in and out, their biases, sinks, norms of queries
+    and keys."""
+    inputs, _ = _head_widths(config)
+    groups = config.num_query_groups or config.num_attention_heads
     biases = inputs if config.add_qkv_bias or config.add_bias_linear else 0
     biases += config.hidden_size if config.add_bias_linear else 0
-    norms = 2 * config.kv_channels if config.qk_layernorm else 0
-    return config.hidden_size * (inputs + width) + biases + norms
+    biases += config.num_attention_heads if config.softmax_type == "learnable" else 0  # sinks
+    of_all = getattr(config, "qk_norm_of_all_heads", False)
+    normed = (config.num_attention_heads + groups if of_all else 2) * config.kv_channels
+    norms = normed if config.qk_layernorm else 0
+    return head_matrices(config) + biases + norms
+
+
+def delta_matrices(config: Any) -> int:
+    """Weights of the projections of a gated delta net."""
+    heads, size = config.linear_num_value_heads, config.linear_value_head_dim
+    return int(config.hidden_size * (delta_channels(config) + 2 * heads * size + 2 * heads))
+
+
+def delta_channels(config: Any) -> int:
+    """Queries, keys and values of a gated delta net, which its convolution mixes."""
+    keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+    return int(keys + config.linear_num_value_heads * config.linear_value_head_dim)
+
+
+def _delta_net(config: Any) -> int:
+    """A gated delta net (arXiv 2412.06464): projections in and out, the convolution, a rate of decay
+    and a bias for each head, the norm of a head."""
+    convolution = delta_channels(config) * config.linear_conv_kernel_dim
+    own = 2 * config.linear_num_value_heads + config.linear_value_head_dim
+    return int(delta_matrices(config) + convolution + own)
+
+
+def latent_matrices(config: Any) -> int:
+    """Weights of the projections of multi-latent attention."""
+    heads, hidden, latent = config.num_attention_heads, config.hidden_size, config.kv_lora_rank
+    query_width = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
+    compressed = config.q_lora_rank
+    queries = hidden * query_width if compressed is None else compressed * (hidden + query_width)
+    keys = hidden * (latent + config.qk_pos_emb_head_dim)
+    keys += latent * heads * (config.qk_head_dim + config.v_head_dim)
+    return int(queries + keys + heads * config.v_head_dim * hidden)
 
 
 def _latent(config: Any) -> int:
     """Multi-latent attention (arXiv 2405.04434, section 2.1)."""
-    heads, hidden, norm = config.num_attention_heads, config.hidden_size, config.qk_layernorm
-    query_width = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
-    if config.q_lora_rank is None:
-        queries = hidden * query_width
-    else:
-        queries = config.q_lora_rank * (hidden + query_width + (1 if norm else 0))
-    latent = config.kv_lora_rank
-    keys = hidden * (latent + config.qk_pos_emb_head_dim) + (latent if norm else 0)
-    keys += latent * heads * (config.qk_head_dim + config.v_head_dim)
-    return int(queries + keys + heads * config.v_head_dim * hidden)
+    normed = config.kv_lora_rank + (config.q_lora_rank or 0)
+    return latent_matrices(config) + (normed if config.qk_layernorm else 0)

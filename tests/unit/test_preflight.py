@@ -26,6 +26,7 @@ from slime_like.preflight.check import check, chosen_ranks  # noqa: E402
 from slime_like.preflight.fake_world import world_as_rank  # noqa: E402
 from slime_like.preflight.memory import head_bytes, micro_batches_in_flight  # noqa: E402
 from slime_like.preflight.one_rank import build_rank  # noqa: E402
+from slime_like.preflight.passes import run_stage  # noqa: E402
 from slime_like.preflight.search import Layout, search, with_layout  # noqa: E402
 from slime_like.preflight.shape import shape_of  # noqa: E402
 from tests.unit.command_lines import HF_CONFIG, complete, problems_of  # noqa: E402
@@ -42,6 +43,27 @@ MOE = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2,
     "moe_intermediate_size": 32, "norm_topk_prob": True, "mlp_only_layers": [0], "tie_word_embeddings": False, "head_dim": 16,
 }  # fmt: skip
+
+DELTA_NETS = {
+    **MOE, "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "shared_expert_intermediate_size": 24,
+    "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+
+
+MINIMAX = {
+    **MOE, "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "num_local_experts": 4, "rotary_dim": 8,
+    **dict.fromkeys(("num_experts", "moe_intermediate_size", "norm_topk_prob", "mlp_only_layers")),
+}  # fmt: skip
+GPT_OSS = {
+    **MINIMAX, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "rotary_dim": None, "sliding_window": 128,
+    "attention_bias": True,
+}  # fmt: skip
+GEMMA3 = {
+    **{"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "head_dim": 16},
+    **{"sliding_window": 128, "query_pre_attn_scalar": 16},
+}
+GLM4 = {"architectures": ["Glm4ForCausalLM"], "model_type": "glm4"}
 
 
 def job(model: str, *more: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -144,8 +166,17 @@ def test_the_advice_helps(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, MOE, {"tie_word_embeddings": False}],
-    ids=["dense, tied", "experts", "dense, untied"],
+    [{}, MOE, {"tie_word_embeddings": False}, DELTA_NETS, MINIMAX, GLM4, GPT_OSS, GEMMA3],
+    ids=[
+        "dense, tied",
+        "experts",
+        "dense, untied",
+        "delta nets",
+        "MiniMax-M2",
+        "GLM-4",
+        "gpt-oss",
+        "Gemma 3",
+    ],
 )
 def test_formula_of_parameters(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Equal to megatron-core's modules, whole; 320 tokens are padded to 384."""
@@ -155,6 +186,18 @@ def test_formula_of_parameters(tmp_path: Path, changes: dict[str, Any]) -> None:
         real = sum(parameter.numel() for parameter in built.parameters)
     shape = shape_of(run.megatron.transformer, run.gpt)
     assert shape.total + (384 - 320) * 64 * (1 if shape.tied else 2) == real
+
+
+def test_a_micro_batch_through_delta_nets(tmp_path: Path) -> None:
+    """Two of four layers exchange whole sequences with the other context-parallel rank, there and
+    back, in both passes. Their kernels keep less than the rule in plain torch."""
+    run = tiny(tmp_path, "--context-parallel-size", "2", changes=DELTA_NETS, world=2)
+    with world_as_rank(run.parallel, virtual_stages=None, rank=0, world_size=2) as layout:
+        built = build_rank(run.megatron, run.gpt, layout, gpu=True)
+        kernels, plain = (run_stage(built, 256, gpu=gpu) for gpu in (True, False))
+    assert plain.traffic["alltoall_base", "context"].calls == 2 * 4
+    assert plain.traffic["alltoall_base", "context"] == kernels.traffic["alltoall_base", "context"]
+    assert kernels.kept < plain.kept
 
 
 def test_formula_of_parameters_of_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,6 +288,7 @@ def test_preflight_settings_need_it(tmp_path: Path) -> None:
     assert any("--preflight" in p.message for p in problems_of(complete(tmp_path, "--nodes", "2")))
 
 
+@pytest.mark.extended
 def test_frozen_parameters_have_neither_gradients_nor_moments(tmp_path: Path) -> None:
     """--only-train-params-name-list of one of four layers, on a job of one rank."""
     code = (

@@ -1,0 +1,67 @@
+"""What the checks share: sizes, seconds and bytes of the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+# of one check; None where this device has no such number
+Figures = dict[str, float | int | str | bool | list[str] | None]
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """rehearse: at sizes that take no time on a CPU. head: tokens, words, hidden size. attention:
+    tokens of the rows, query heads, keys that they share, width. steps: of training. model_steps:
+    that are timed, of the large models. block: tokens and hidden size of the block that is
+    compiled."""
+
+    rehearse: bool
+    head: tuple[int, int, int]
+    attention: tuple[tuple[int, ...], int, int, int]
+    steps: int
+    model_steps: int
+    block: tuple[int, int]
+
+
+FULL = Sizes(False, (32768, 151936, 2048), ((8192, 32768), 16, 8, 128), 5, 3, (8192, 2048))
+REHEARSAL = Sizes(True, (64, 512, 16), ((96,), 4, 2, 8), 2, 1, (32, 16))
+
+
+def has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def device() -> str:
+    return "cuda" if has_gpu() else "cpu"
+
+
+def seconds(function: Callable[[], object], *, repeats: int = 5, warm_up: int = 2) -> float:
+    """Of the fastest of `repeats` calls, to the end of their work on the device."""
+
+    def once() -> float:
+        start = time.perf_counter()
+        function()
+        if has_gpu():
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    for _ in range(warm_up):
+        once()
+    return min(once() for _ in range(repeats))
+
+
+def peak_bytes(function: Callable[[], object]) -> int | None:
+    """The most that `function` held on the GPU at once, beyond what was there; None on a CPU."""
+    if not has_gpu():
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before

@@ -1,0 +1,98 @@
+"""The stacks of a rank's threads, written on demand to a file in the run's folder: what
+`slime-like dump` asks for. faulthandler writes them from a signal handler in C, so that a rank
+answers from inside a collective or a kernel too."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import socket
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+FOLDER = "stacks"  # in the output folder
+SIGNAL = signal.SIGUSR2
+SETTLED_S = 0.3  # without another byte: the stacks are complete
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """started: as psutil has it, since another process may get the number later."""
+
+    rank: int
+    host: str
+    process: int
+    started: float
+
+    @property
+    def is_here(self) -> bool:
+        return self.host == socket.gethostname()
+
+    @property
+    def is_running(self) -> bool:
+        """Asked on its host."""
+        try:
+            return abs(psutil.Process(self.process).create_time() - self.started) < 1.0
+        except psutil.Error:
+            return False
+
+
+class StackFile:
+    """`rank<N>.txt`: a line of JSON that says which process this is, then the stacks of each
+    request. It goes with the run, unless somebody asked."""
+
+    def __init__(self, output_dir: Path, rank: int) -> None:
+        """Raises OSError where the file cannot be written."""
+        self._path = output_dir / FOLDER / f"rank{rank}.txt"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        process = os.getpid()
+        started = psutil.Process(process).create_time()
+        mine = RankProcess(rank, socket.gethostname(), process, started)
+        self._path.write_text(json.dumps(asdict(mine)) + "\n", encoding="utf-8")
+        self._file = self._path.open("a", encoding="utf-8")  # the one who asks adds a line
+        self._size = self._path.stat().st_size
+        signal.signal(SIGNAL, signal.SIG_IGN)  # for requests after `close`
+        faulthandler.register(SIGNAL, file=self._file, all_threads=True)
+
+    def close(self) -> None:
+        faulthandler.unregister(SIGNAL)
+        self._file.close()
+        with suppress(OSError):
+            if self._path.stat().st_size == self._size:
+                self._path.unlink()
+                self._path.parent.rmdir()  # by the last rank
+
+
+def read_rank(path: Path) -> RankProcess | None:
+    """None for a file that is not of a rank."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            return RankProcess(**json.loads(file.readline()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def ask(path: Path, rank: RankProcess, limit_s: float) -> str | None:
+    """What the process of `path`, which runs here, writes; None where it does not answer in so many
+    seconds, as one that is stopped."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+    begin = size = path.stat().st_size
+    os.kill(rank.process, SIGNAL)
+    asked = changed = time.monotonic()
+    while time.monotonic() - asked < limit_s:
+        time.sleep(0.05)
+        now = path.stat().st_size
+        if now != size:
+            size, changed = now, time.monotonic()
+        elif size > begin and time.monotonic() - changed > SETTLED_S:
+            with path.open(encoding="utf-8", errors="replace") as file:
+                file.seek(begin)
+                return file.read()
+    return None

@@ -1,0 +1,125 @@
+"""Floating-point operations of a model by formula, and what devices are able to do.
+
+Operations are those that the model needs, a product of a weight and a number counting 2: no
+recomputation, no padding, and the output layer only where a token has a log-prob. A backward pass
+needs twice those of the forward pass.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from arguments.hf.moe import moe_layers
+from arguments.schema import GPTModelConfig
+from slime_like.preflight.shape import (
+    delta_channels,
+    delta_matrices,
+    head_matrices,
+    latent_matrices,
+)
+
+TERA = 1e12
+# Dense bf16 (V100: fp16) products with sums in fp32, TFLOP/s, as the makers' data sheets have them
+# without sparsity. By words of the device's name, of which the longest count.
+PEAK_TFLOPS = {
+    "B300": 2250.0, "GB200": 2500.0, "B200": 2250.0, "H200": 989.4, "GH200": 989.4, "H100": 989.4, "H100 PCIe": 756.0,
+    "H100 NVL": 835.0, "H800": 989.4, "H20": 148.0, "A100": 312.0, "A800": 312.0, "A10": 125.0, "A30": 165.0, "A40": 149.7,
+    "L40S": 362.0, "L40": 181.0, "L20": 119.5, "L4": 121.0, "V100": 125.0, "T4": 65.0, "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 3090": 71.0,
+    "RTX A6000": 154.8, "RTX 6000 Ada": 364.2, "MI300X": 1307.4, "MI325X": 1307.4, "MI355X": 2500.0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardFlops:
+    """Of a forward pass through all layers.
+
+    matrices: for one token, in products with weights. mixing: for one token, in delta nets between
+    their projections. pair: for one token that attends to one other. head: of the output layer, for
+    one token. windowed: as pair, in layers where a token attends to `window` tokens at most.
+    """
+
+    matrices: float
+    mixing: float
+    pair: float
+    head: float
+    windowed: float = 0.0
+    window: int = 0
+
+    def of_sequences(self, lengths: Iterable[int]) -> tuple[float, float]:
+        """(in products with weights, in attention and delta nets) of sequences of so many tokens,
+        without the output layer. Causal attention has half of a square of pairs."""
+        tokens, pairs, near = 0, 0.0, 0.0
+        for length in lengths:
+            tokens += length
+            pairs += length * length / 2
+            seen = min(length, self.window)
+            near += length * seen - seen * seen / 2
+        attention = self.pair * pairs + self.windowed * near
+        return self.matrices * tokens, self.mixing * tokens + attention
+
+
+def forward_flops(config: Any, gpt: GPTModelConfig) -> ForwardFlops:
+    """config: megatron-core's TransformerConfig."""
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    gated = 3 if config.gated_linear_unit else 2
+    deltas = sum(config.linear_attention_freq or [])
+    attentions = config.num_layers - deltas
+    if config.multi_latent_attention:
+        weights = attentions * latent_matrices(config)
+        widths = config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim
+    else:
+        weights = attentions * head_matrices(config)
+        widths = 2 * config.kv_channels
+    mixing = 0.0
+    if deltas:
+        weights += deltas * delta_matrices(config)
+        mixing = deltas * _delta_rule(config)
+    experts = config.num_moe_experts
+    sparse = sum(moe_layers(config.moe_layer_freq if experts else None, config.num_layers))
+    weights += (config.num_layers - sparse) * gated * hidden * config.ffn_hidden_size
+    if experts:
+        inner = config.moe_router_topk * (config.moe_ffn_hidden_size or config.ffn_hidden_size)
+        shared = config.moe_shared_expert_intermediate_size or 0
+        gate = hidden if shared and config.moe_shared_expert_gate else 0
+        weights += sparse * (gated * hidden * (inner + shared) + gate + hidden * experts)
+    near = windowed_layers(config)
+    return ForwardFlops(
+        matrices=2.0 * weights,
+        mixing=mixing,
+        pair=2.0 * (attentions - near) * heads * widths,
+        head=2.0 * hidden * (gpt.vocab_size or 0),
+        windowed=2.0 * near * heads * widths,
+        window=config.window_size[0] + 1 if near else 0,
+    )
+
+
+def windowed_layers(config: Any) -> int:
+    """Layers with a sliding window, as `arguments.hf.windows` sets them."""
+    if config.window_size is None:
+        return 0
+    used = config.window_attn_skip_freq
+    return int(config.num_layers if used is None else sum(used))
+
+
+def step_flops(flops: ForwardFlops, lengths: Iterable[int], head_rows: float) -> float:
+    """Of an optimizer step on all weights: forward and backward. head_rows: tokens that have a
+    log-prob."""
+    weights, rest = flops.of_sequences(lengths)
+    return 3 * (weights + rest + flops.head * head_rows)
+
+
+def _delta_rule(config: Any) -> float:
+    """For one token in one delta net: its convolution, and for each head three products with its
+    state, which read, correct and read again (arXiv 2412.06464, equation 10)."""
+    state = config.linear_key_head_dim * config.linear_value_head_dim
+    convolution = 2 * config.linear_conv_kernel_dim * delta_channels(config)
+    return float(convolution + 6 * config.linear_num_value_heads * state)
+
+
+def peak_tflops(device: str) -> float | None:
+    """Of a device by its name, as torch has it; None for one that is not known."""
+    known = [name for name in PEAK_TFLOPS if re.search(rf"(?<!\w){name}(?!\w)", device, re.I)]
+    return PEAK_TFLOPS[max(known, key=len)] if known else None

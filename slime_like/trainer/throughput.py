@@ -1,0 +1,83 @@
+"""How fast a rollout was trained: tokens and floating-point operations a second and device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from arguments.run_config import RunConfig
+from slime_like.megatron.backend import MegatronBackend
+from slime_like.metrics.timers import STEP_SECONDS, phase_metric
+from slime_like.preflight.flops import TERA, ForwardFlops, forward_flops, peak_tflops
+
+
+class Throughput:
+    """Metrics out of the seconds of phases and the lengths of what was trained on.
+
+    Args:
+        run: with --device-peak-tflops, or none.
+        devices: of the trainer; rollout engines on devices of their own are not among them.
+        device: its name; "" for the CPU, which has no known peak.
+        log_prob_passes: forward passes of the policy's shape in the phase log_probs.
+    """
+
+    def __init__(self, run: RunConfig, *, devices: int, device: str, log_prob_passes: int) -> None:
+        self._flops: ForwardFlops = forward_flops(run.megatron.transformer, run.gpt)
+        self._peak = run.profiling.device_peak_tflops or peak_tflops(device)
+        self._devices = devices
+        self._passes = log_prob_passes
+        # weights under an adapter get no gradient, which is one of the three products
+        self._of_weights = 2.0 if run.lora.lora_rank else 3.0
+        self._of_critic = 2.0 if run.critic.critic_lora_rank else 3.0
+
+    def metrics(
+        self, lengths: Sequence[tuple[int, int]], seconds: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Of one rollout.
+
+        Args:
+            lengths: (tokens, tokens that have a log-prob) of each sequence that was trained on, over
+                all ranks.
+            seconds: ``perf/<phase>_s`` and ``perf/step_s``, among other metrics.
+        """
+        if not lengths:
+            return {}
+        tokens = sum(length for length, _ in lengths)
+        weights, rest = self._flops.of_sequences(length for length, _ in lengths)
+        head = self._flops.head * sum(active for _, active in lengths)
+        flops = {
+            "actor_train": ("train", self._of_weights * (weights + head) + 3 * rest),
+            "log_probs": ("log_probs", self._passes * (weights + head + rest)),
+            "critic_train": ("train_critic", self._of_critic * weights + 3 * rest),
+            "values": ("values", weights + rest),
+        }
+        found, total = {}, 0.0
+        for name, (phase, operations) in flops.items():
+            taken = seconds.get(phase_metric(phase))
+            if taken and operations:
+                found[f"perf/{name}_tflops"] = operations / taken / self._devices / TERA
+                total += operations
+        if trained := seconds.get(phase_metric("train")):
+            found["perf/actor_train_tok_per_s"] = tokens / trained
+        if whole := seconds.get(STEP_SECONDS):
+            found["perf/tokens_per_s_per_device"] = tokens / whole / self._devices
+            found["perf/step_tflops"] = total / whole / self._devices / TERA
+        if self._peak:
+            for metric, name in (("actor_train", "perf/mfu"), ("step", "perf/step_mfu")):
+                if (reached := found.get(f"perf/{metric}_tflops")) is not None:
+                    found[name] = reached / self._peak
+        return found
+
+
+def throughput_of(run: RunConfig, backend: MegatronBackend) -> Throughput:
+    """A teacher is not counted: it may be of another shape."""
+    on_gpu = backend.device.type == "cuda"
+    return Throughput(
+        run,
+        devices=backend.layout.world_size,
+        device=torch.cuda.get_device_name(backend.device) if on_gpu else "",
+        log_prob_passes=0
+        if backend.teacher is not None
+        else (not run.old_is_current) + (backend.reference is not None),
+    )
