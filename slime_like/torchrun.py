@@ -5,6 +5,10 @@
 The status is that of rank 0 (0 done, 75 saved after SIGTERM, 130 Ctrl-C, 1 failed, 2 a wrong
 command line) where it left one; torchrun has 1 for all of them, and a traceback for each. After
 Ctrl-C or SIGTERM its ranks have SHUTDOWN_S to finish their rollout and save, torchrun's have 30.
+
+With --nnodes MIN:MAX nodes may be lost and return. torchrun stops its ranks when a node returns:
+they have SHUTDOWN_S then too. And the ranks meet at a store of their new rank 0 each time, where
+torchrun would have some of them return to the store of an earlier meeting.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from typing import Any
 from slime_like.distributed.signals import LAUNCHER_STATUS_FILE
 
 SHUTDOWN_S = "600"
+NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,6 +48,10 @@ def _run(argv: Sequence[str] | None) -> int:
     # it reports in many lines what the ranks have reported
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.run").setLevel(logging.ERROR)
+    fewest, most = run.parse_min_max_nnodes(run.parse_args(argv).nnodes)
+    if fewest < most:
+        os.environ[NEW_STORE] = "1"
+        _give_ranks_time_to_save()
     try:
         run.main(argv)
     except SignalException as ended:
@@ -50,6 +59,16 @@ def _run(argv: Sequence[str] | None) -> int:
     except ChildFailedError as failed:
         return _status_of(dict(failed.failures))
     return 0
+
+
+def _give_ranks_time_to_save() -> None:
+    """When a node returns, torchrun stops the others' ranks, and kills them after 30 seconds."""
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    def stop(self: Any, worker_group: Any) -> None:
+        self._shutdown(timeout=int(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]))
+
+    LocalElasticAgent._stop_workers = stop  # type: ignore[method-assign]
 
 
 def _status_of(failures: Mapping[int, Any]) -> int:

@@ -15,6 +15,8 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${SAVE_GRACE_S:-1800} # torchrun kills its ranks after this; SLURM's own limit comes first
 export MEETING_TIMEOUT_S=${MEETING_TIMEOUT_S:-600}
 MAX_REQUEUES=${MAX_REQUEUES:-100}
+MAX_RESTARTS=${MAX_RESTARTS:-10}
+RESTART_WAIT_S=${RESTART_WAIT_S:-30}
 TERMINATED=
 HOSTS=() # one a node of the job, in SLURM's order
 while read -r host; do HOSTS+=("$host"); done < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -25,12 +27,44 @@ export SLIME_LIKE_STATUS_FILE=$STATE/status
 trap 'rm -rf "$STATE"' EXIT
 cd "$REPOSITORY" || exit
 
-# run_trainer NODES FLAG...: train on the first NODES nodes, until it ends; sets STATUS.
+# nodes_left NODES: of the first NODES nodes of the job those that SLURM hears of.
+nodes_left() {
+  local first
+  first=$(IFS=,; echo "${HOSTS[*]:0:$1}")
+  sinfo --noheader --Node --nodes "$first" --format '%N %t' | awk '$2 !~ /^down|\*$/ && !seen[$1]++ { print $1 }'
+}
+
+# run_trainer NODES FLAG...: train on the first NODES nodes, until it ends; sets STATUS. With MIN_NODES, when a node is lost, it is
+# started again on those that are left, from the newest checkpoint.
 run_trainer() {
-  local nodes=$1
+  local most=$1 starts=0 left
   shift
+  start_trainer "$most" "" "$@"
+  [[ -n ${MIN_NODES:-} ]] || return 0
+  while ((STATUS != 0)) && [[ -z $TERMINATED && ! $(cat "$STATE/status" 2>/dev/null) =~ ^(2|75|130)$ ]]; do
+    if ((++starts > MAX_RESTARTS)); then
+      echo "the trainer failed again after $MAX_RESTARTS restarts (MAX_RESTARTS)"
+      return 0
+    fi
+    sleep "$RESTART_WAIT_S"
+    mapfile -t left < <(nodes_left "$most")
+    if ((${#left[@]} < MIN_NODES)); then
+      echo "${#left[@]} of $most node(s) are left, and MIN_NODES is $MIN_NODES"
+      return 0
+    fi
+    echo "restart $starts of $MAX_RESTARTS on ${#left[@]} of $most node(s)"
+    rm -f "$STATE/status"
+    start_trainer "${#left[@]}" "$(IFS=,; echo "${left[*]}")" "$@"
+  done
+}
+
+# start_trainer NODES LIST FLAG...: on these nodes, or where LIST is empty on the first ones.
+start_trainer() {
+  local nodes=$1 where=(--relative 0)
+  if [[ -n $2 ]]; then where=(--nodelist "$2"); fi
+  shift 2
   echo "$nodes node(s) x $PROCESSES_PER_NODE process(es), meeting at $MASTER_ADDR:$MASTER_PORT, start ${SLURM_RESTART_COUNT:-0}"
-  srun --nodes "$nodes" --ntasks "$nodes" --ntasks-per-node 1 --relative 0 --kill-on-bad-exit=1 \
+  srun --nodes "$nodes" --ntasks "$nodes" --ntasks-per-node 1 "${where[@]}" --kill-on-bad-exit=1 \
     bash "$REPOSITORY/scripts/slurm/node.sh" "$@" &
   local srun=$!
   # not to srun itself, which would kill the ranks at once

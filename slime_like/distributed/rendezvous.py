@@ -95,11 +95,16 @@ def meet(meeting: Rendezvous, timeout: timedelta) -> dist.Store:
     if not meeting.hosts:
         _wait_for_listener(meeting, deadline, timeout)
     raw = _connect(meeting, deadline, timeout)
-    store = dist.PrefixStore(
-        f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", raw
-    )  # torchrun's outlives its workers
+    store = dist.PrefixStore(f"attempt_{_attempt()}", raw)
     _wait_for_all(store, meeting, deadline, timeout)
     return store
+
+
+def _attempt() -> str:
+    """Separates meetings at one store: torchrun's outlives its ranks. One that rank 0 holds is
+    new, and agents count restarts each for itself: one that joined late has seen none."""
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if shared else "0"
 
 
 def _resolve(meeting: Rendezvous, deadline: float) -> None:

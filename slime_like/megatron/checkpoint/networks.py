@@ -33,6 +33,7 @@ METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_a
 NAMES_OF_SPECS = (
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("self_attention.in_proj.layer_norm_", "input_layernorm."),
     ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
     ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
 )

@@ -11,7 +11,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from slime_like.checkpoints.files import remove_folder, sync_path, write_file
+from slime_like.checkpoints.files import FileRecord, remove_folder, sync_path, write_file
 from slime_like.checkpoints.folders import (
     checkpoint_folder,
     clean_up,
@@ -154,13 +154,7 @@ class CheckpointSaver:
             )
             for name, network in networks.items()
         }
-        needed = sum(gather(sum(plan.estimated_bytes() for plan in plans.values()))) + TRAINER_BYTES
-        free = self._or_fail(
-            step, lambda: _check_space(self.root, needed, self.policy.space_remedy)
-        )
-        logger.info(
-            f"saving {checkpoint_folder(self.root, step)}: {needed / 1e9:.3f} GB, the disk has {free / 1e9:.3f} GB free"
-        )
+        self._check_space(step, gather(sum(plan.estimated_bytes() for plan in plans.values())))
         layouts = layouts_of(networks)
         state = {**state, "step": step, **_description(networks, layouts, with_rng=with_rng)}
         random = {
@@ -205,8 +199,24 @@ class CheckpointSaver:
         )
         return SaveReport(pending.step, size, now - pending.started, blocked, removed, free, notes)
 
+    def _check_space(self, step: int, sizes: Sequence[int]) -> None:
+        """Raise SaveError where the disk has no room. sizes: bytes of each rank's part."""
+        needed = sum(sizes) + TRAINER_BYTES
+        free = self._or_fail(step, lambda: check_space(self.root, needed, self.policy.space_remedy))
+        logger.info(
+            f"saving {checkpoint_folder(self.root, step)}: {needed / 1e9:.3f} GB, the disk has {free / 1e9:.3f} GB free"
+        )
+
     def _publish(self, pending: _Pending, parts: list[tuple[str | None, Written]]) -> int:
         """On rank 0: the checkpoint's bytes."""
+        records = self._complete(pending, parts)
+        publish(self.root, pending.step)
+        return total_bytes(records)
+
+    def _complete(
+        self, pending: _Pending, parts: list[tuple[str | None, Written]]
+    ) -> dict[str, FileRecord]:
+        """On rank 0: write what is not one rank's, the manifest last."""
         for rank, (error, _) in enumerate(parts):
             if error is not None:
                 raise OSError(f"rank {rank}: {error}")
@@ -226,8 +236,7 @@ class CheckpointSaver:
         identity = {name: pending.state.get(name, {}) for name in IDENTITY}
         write_manifest(folder, records, identity)
         sync_path(folder)
-        publish(self.root, pending.step)
-        return total_bytes(records)
+        return records
 
     def _remove_old(self, newest: int) -> tuple[tuple[int, ...], tuple[str, ...], int]:
         """On rank 0, once `newest` is published: (steps removed, notes, bytes free then)."""
@@ -295,7 +304,7 @@ def _make_folders(folder: Path, networks: Mapping[str, SavedNetwork]) -> None:
         (folder / name).mkdir(parents=True)
 
 
-def _check_space(root: Path, needed: int, remedy: str) -> int:
+def check_space(root: Path, needed: int, remedy: str) -> int:
     """The free bytes of the disk. Raises OSError when they are too few."""
     if (free := free_bytes(root)) < needed:
         raise OSError(
