@@ -140,7 +140,7 @@ class FakeServer:
     it names as a router would. info: what /server_info tells. tokenizer: of texts; without one they
     are refused."""
 
-    def __init__(self, model: str, port: int = 0) -> None:
+    def __init__(self, model: str, port: int = 0, host: str = "127.0.0.1") -> None:
         self.model = model
         self.engine = LocalEngine(model, None)
         self.faults: list[Fault | None] = []
@@ -171,9 +171,9 @@ class FakeServer:
         self._scheduler = threading.Lock()
         self.ended = threading.Event()
         self._lock = threading.Lock()
-        self._http = Server(("127.0.0.1", port), Handler)
+        self._http = Server((host, port), Handler)
         self._http.fake = self
-        self.address = f"127.0.0.1:{self._http.server_address[1]}"
+        self.address = f"{host}:{self._http.server_address[1]}"
         self.url = f"http://{self.address}"
 
     def __enter__(self) -> FakeServer:
@@ -478,8 +478,10 @@ def engine_of(
     routes: RoutesFormat | None = None,
     joined_by_router: bool = False,
     keep_copy: bool = True,
+    delta: Mapping[str, Any] | None = None,
 ) -> Iterator[SglangEngine]:
-    """An engine that asks `servers`; synced: they have the model's weights, as version 1."""
+    """An engine that asks `servers`; synced: they have the model's weights, as version 1. delta:
+    they get changes of weights; settings of these."""
     health = HealthSettings(interval_s=0.05, timeout_s=probe_timeout_s, start_s=10, strikes=2)
     fleet = Fleet(
         [s.url for s in servers],
@@ -492,7 +494,14 @@ def engine_of(
     fleet.start()
     updater = WeightUpdater(
         fleet,
-        UpdateSettings(transport, buffer_bytes, timeout_s=update_timeout_s, keep_copy=keep_copy),
+        UpdateSettings(
+            transport,
+            buffer_bytes,
+            timeout_s=update_timeout_s,
+            keep_copy=keep_copy,
+            delta=delta is not None,
+            **(delta or {}),
+        ),
         model,
         torch.device("cpu"),
     )

@@ -56,6 +56,8 @@ class AsyncRolloutQueue:
         json: RolloutJson | None = None,
     ) -> None:
         self.max_staleness = max_staleness
+        # in the thread, once a rollout is there; a collective of the same process group
+        self.deliver: Callable[[Sequence[SampleGroup]], None] | None = None
         self._make = make
         self._position = position
         self._threaded = threaded
@@ -155,6 +157,8 @@ class AsyncRolloutQueue:
             try:
                 position, started = self._position(), time.perf_counter()
                 groups, metrics = self._make(step)
+                if self.deliver is not None:
+                    self.deliver(groups)
                 metrics = metrics | {SAMPLING_SECONDS: time.perf_counter() - started}
             except BaseException as error:
                 with self._changed:

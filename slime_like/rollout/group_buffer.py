@@ -211,6 +211,7 @@ def _sample_row(sample: Sample) -> dict[str, Any]:
         "weight_versions": list(sample.weight_versions),
         "reward": None if sample.reward is None else float(sample.reward).hex(),
         "metadata": _text(dict(sample.metadata), f"sample {sample.sample_id}: metadata"),
+        "branches": [_sample_row(branch) for branch in sample.branches],
     }
 
 
@@ -238,6 +239,9 @@ def _sample(group_id: int, text: str, label: Any, row: Mapping[str, Any]) -> Sam
         routes=arrays["routes"],
         teacher_log_probs=arrays["teacher_log_probs"],
         token_rewards=arrays["token_rewards"],
+        branches=tuple(
+            _sample(group_id, text, label, branch) for branch in row.get("branches", ())
+        ),
     )
 
 

@@ -8,10 +8,11 @@ different rollouts are not taken together. Nothing is pickled.
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,10 @@ def save_rollout(template: str, rollout_id: int, groups: Sequence[SampleGroup]) 
     rows = [
         {
             "group_id": group.group_id,
-            "samples": [_to_row(sample, tensors) for sample in complete(group.samples)],
+            "samples": [
+                _to_row(sample, tensors, str(sample.sample_id))
+                for sample in complete(group.samples)
+            ],
         }
         for group in groups
     ]
@@ -99,6 +103,58 @@ def save_rollout(template: str, rollout_id: int, groups: Sequence[SampleGroup]) 
         json_path, json.dumps(header, ensure_ascii=False, indent=1).encode("utf-8", "surrogatepass")
     )
     return json_path
+
+
+def save_token_values(
+    template: str, rollout_id: int, rank: int, values: Mapping[str, Mapping[str, Tensor]]
+) -> Path:
+    """What one data-parallel rank trains on, next to the recorded rollout, to look at it.
+
+    Args:
+        template, rollout_id: as of `save_rollout`.
+        rank: among the data-parallel ranks.
+        values: by sample (its id; of a branch the id, a point and its number) and name, [R] each.
+    """
+    path = debug_data_paths(template, rollout_id)[1].with_suffix(f".train{rank}.safetensors")
+    tensors = {
+        f"{key}.{name}": tensor.detach().float().cpu().contiguous().clone()
+        for key, named in values.items()
+        for name, tensor in named.items()
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _write(path, save(tensors))
+    return path
+
+
+def remove_token_values(template: str, rollout_id: int) -> None:
+    """Remove what the ranks of an earlier attempt at this rollout have trained with: it may have had
+    more of them."""
+    stem = debug_data_paths(template, rollout_id)[0].with_suffix("")
+    for path in stem.parent.glob(f"{glob.escape(stem.name)}.train*.safetensors"):
+        path.unlink(missing_ok=True)
+
+
+def save_token_texts(
+    template: str, rollout_id: int, groups: Sequence[SampleGroup], tokenizer: Any
+) -> Path:
+    """The text of every token that a recorded rollout has, for readers without the tokenizer. It is
+    that behind another token: many tokenizers drop the space of the first one."""
+    ids: set[int] = set()
+    for group in groups:
+        for sample in complete(group.samples):
+            for sequence in (sample, *sample.branches):
+                ids.update(sequence.tokens.tolist())
+    alone = {token: tokenizer.decode([token]) for token in sorted(ids)}
+    texts = {str(token): text for token, text in alone.items()}
+    before = next((token for token, text in alone.items() if text.isalnum()), None)
+    if before is not None:
+        for token in alone:
+            both = tokenizer.decode([before, token])
+            if both.startswith(alone[before]):
+                texts[str(token)] = both[len(alone[before]) :]
+    path = debug_data_paths(template, rollout_id)[0].with_suffix(".tokens.json")
+    _write(path, json.dumps(texts).encode())
+    return path
 
 
 def load_rollout(template: str, rollout_id: int) -> list[SampleGroup]:
@@ -163,29 +219,34 @@ def _read_header(json_path: Path) -> dict[str, Any]:
     return header
 
 
-def _to_row(sample: Sample, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _to_row(sample: Sample, tensors: dict[str, Tensor], key: str) -> dict[str, Any]:
+    """key: of its tensors."""
     for name in _TENSORS:
         tensor = getattr(sample, name)
         if tensor is not None:
-            tensors[f"{sample.sample_id}.{name}"] = (
+            tensors[f"{key}.{name}"] = (
                 tensor.detach().cpu().contiguous().clone()
             )  # safetensors refuses shared memory
-    tensors[f"{sample.sample_id}.weight_versions"] = torch.tensor(
-        sample.weight_versions, dtype=torch.int64
-    )
+    tensors[f"{key}.weight_versions"] = torch.tensor(sample.weight_versions, dtype=torch.int64)
     row = {
         name: encode(getattr(sample, name), f"sample {sample.sample_id}: {name}")
         for name in _PLAIN
         if name != "metadata"
     }
-    return row | {
+    row |= {
         "metadata": encode(dict(sample.metadata), f"sample {sample.sample_id}: metadata"),
         "status": str(sample.status),
     }
+    if sample.branches:
+        row["branches"] = [
+            _to_row(branch, tensors, f"{key}.{i}") for i, branch in enumerate(sample.branches)
+        ]
+    return row
 
 
-def _from_row(row: dict[str, Any], tensors: dict[str, Tensor]) -> Sample:
+def _from_row(row: dict[str, Any], tensors: dict[str, Tensor], key: str = "") -> Sample:
     where = f"sample {shown(row['sample_id'])}"
+    key = key or str(row["sample_id"])
     whole_of(row["sample_id"], where, 0, _MAX_ID)
     whole_of(row["group_id"], f"{where}: group_id", 0, _MAX_ID)
     length = whole_of(row["response_length"], f"{where}: response_length", 0, _MAX_ID)
@@ -194,7 +255,7 @@ def _from_row(row: dict[str, Any], tensors: dict[str, Tensor]) -> Sample:
     if row["reward"] is not None and type(row["reward"]) not in (int, float):
         raise BadAnswer(f"{where}: reward {shown(row['reward'])} is no number")
     object_of(row["metadata"], f"{where}: metadata")
-    found = {name: tensors.get(f"{row['sample_id']}.{name}") for name in _TENSORS}
+    found = {name: tensors.get(f"{key}.{name}") for name in _TENSORS}
     tokens, loss_mask = found["tokens"], found["loss_mask"]
     if (
         tokens is None
@@ -213,7 +274,11 @@ def _from_row(row: dict[str, Any], tensors: dict[str, Tensor]) -> Sample:
         routes=found["routes"],
         token_rewards=found["token_rewards"],
         status=SampleStatus(row["status"]),
-        weight_versions=tuple(tensors[f"{row['sample_id']}.weight_versions"].tolist()),
+        weight_versions=tuple(tensors[f"{key}.weight_versions"].tolist()),
+        branches=tuple(
+            _from_row(branch, tensors, f"{key}.{i}")
+            for i, branch in enumerate(row.get("branches") or ())
+        ),
     )
 
 
@@ -233,7 +298,8 @@ def check_values(groups: Sequence[SampleGroup], vocab_size: int) -> None:
         raise ValueError("two samples have the same sample_id")
     for sample in samples:
         if sample.status not in (SampleStatus.ABORTED, SampleStatus.FAILED):
-            _check_sample(sample, vocab_size)
+            for sequence in (sample, *sample.branches):
+                _check_sample(sequence, vocab_size)
 
 
 def _check_sample(sample: Sample, vocab_size: int) -> None:

@@ -8,7 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from arguments.run_config import RunConfig
-from slime_like.advantages import AdvantageSettings, RewardParts
+from slime_like.advantages import (
+    AdvantageSettings,
+    RewardParts,
+    TurnEstimator,
+    advantage_estimators,
+)
 from slime_like.distributed.collectives import gather
 from slime_like.lazy import torch
 from slime_like.rollout.hooks import processed_rewards
@@ -43,6 +48,12 @@ def outcome_fields(config: RunConfig, samples: Sequence[AnySample]) -> dict[str,
     if (keys := algorithm.gdpo_reward_keys) is not None:
         weights = algorithm.gdpo_reward_weights or [1.0] * len(keys)
         found["parts"] = reward_parts(keys, weights, config.reward.reward_key, samples)
+    by_turn = isinstance(advantage_estimators.get(algorithm.advantage_estimator), TurnEstimator)
+    turn, token = config.agents.agent_turn_penalty, config.agents.agent_token_penalty
+    if by_turn or turn or token:
+        from slime_like.rollout.answer_credit import credit_fields
+
+        found |= credit_fields(samples, by_turn=by_turn, turn_penalty=turn, token_penalty=token)
     return found
 
 

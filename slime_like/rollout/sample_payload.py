@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slime_like.sample_index import AnySample, RemoteSample, greedy_metadata
-from slime_like.types import OPTIONAL_TENSORS, Sample
+from slime_like.types import OPTIONAL_TENSORS, Sample, SampleStatus
 
 _DTYPES = {
     "token_rewards": torch.float64,
@@ -26,10 +26,11 @@ _DTYPES = {
 def _columns(sample: AnySample) -> list[tuple[str, torch.dtype, int]]:
     """Name, type and number of numbers of what travels of a sample, from the widest type on, so
     that each is aligned. Token ids fit into 32 bits; weight versions travel where a sample has
-    several, or tokens that the model did not write."""
+    several, tokens that the model did not write, or branches: their versions are counted too."""
     counts = sample.version_counts
     length = sample.response_length
-    mixed = sample.versions_length > 0 and list(counts.values()) != [length]
+    one = not sample.num_branches and list(counts.values()) == [length]
+    mixed = sample.versions_length > 0 and not one
     columns = [("tokens", torch.int32, sample.total_length)]
     columns += [("weight_versions", torch.int32, length)] * mixed
     columns += [("loss_mask", torch.uint8, length)]
@@ -95,11 +96,11 @@ def unpack_payload(known: RemoteSample, payload: Tensor) -> Sample:
     )
 
 
-_TEXTS = ("text", "response", "label", "metadata")
+_TEXTS = ("text", "response", "label", "metadata", "branches")
 
 
 def pack_texts(sample: Sample) -> Tensor:
-    """[n] uint8: text and metadata, which may hold whatever a function of the user's put there, so
+    """[n] uint8: text, metadata and branches, which may hold whatever a function of the user's put there, so
     that it is pickled, as everything small between ranks."""
     data = pickle.dumps({name: getattr(sample, name) for name in _TEXTS})
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -116,3 +117,33 @@ def without_routes(samples: Sequence[AnySample]) -> list[AnySample]:
         s.without("routes") if isinstance(s, RemoteSample) else replace(s, routes=None)
         for s in samples
     ]
+
+
+def with_routes(
+    samples: Sequence[AnySample], *, layers: int, topk: int, experts: int
+) -> list[AnySample]:
+    """The samples, with a route for each that this rank has, -1 in an aborted one without. layers:
+    with experts. Raises ValueError naming a sample whose engine gave none, or of another network."""
+    return [
+        replace(s, routes=_checked_routes(s, layers, topk, experts)) if isinstance(s, Sample) else s
+        for s in samples
+    ]
+
+
+def _checked_routes(sample: Sample, layers: int, topk: int, experts: int) -> Tensor:
+    shape = (sample.total_length, layers, topk)
+    if sample.routes is None:
+        if sample.status == SampleStatus.ABORTED:
+            return torch.full(shape, -1, dtype=torch.int16)
+        raise ValueError(
+            f"--use-rollout-routing-replay: sample {sample.sample_id} does not tell which experts its tokens went to; it was recorded without "
+            "this flag, or its engine cannot tell"
+        )
+    routes = sample.routes
+    if routes.shape != shape or not bool(((routes >= -1) & (routes < experts)).all()):
+        raise ValueError(
+            f"--use-rollout-routing-replay: the routes of sample {sample.sample_id} are {tuple(routes.shape)} with numbers from "
+            f"{int(routes.min()) if routes.numel() else 0} to {int(routes.max()) if routes.numel() else 0}; expected (tokens, expert layers, "
+            f"experts of a token) = {shape} with numbers from -1 to {experts - 1}"
+        )
+    return routes

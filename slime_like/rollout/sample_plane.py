@@ -11,7 +11,7 @@ meanwhile; it carries tensors in host memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -110,6 +110,42 @@ def share_index_again(
     return share_index(
         [s for s in samples if isinstance(s, Sample)], [holder_of(s, rank) for s in samples], group
     )
+
+
+def with_branches(
+    samples: Sequence[AnySample], group: dist.ProcessGroup | None = None
+) -> list[AnySample]:
+    """The sequences to train on: each sample is followed by its branches, which have its id, reward
+    and metadata.
+
+    Args:
+        samples: Of a rollout, each complete on the rank that made it.
+
+    Raises:
+        ValueError: on all ranks, for a sample with branches and rewards of tokens, or log-probs of a
+            served teacher, which its branches have not.
+    """
+    counts = [s.num_branches for s in samples]
+    if not any(counts):
+        return list(samples)
+    for s, count in zip(samples, counts):
+        for name in ("token_rewards", "teacher_log_probs") if count else ():
+            if s.has(name):
+                raise ValueError(
+                    f"sample {s.sample_id} is an episode of {count + 1} sequences, and has "
+                    f"{name} for the first alone; give the episode one reward, and no served teacher"
+                )
+    rank = _rank_and_world()[0]
+    holders = [holder_of(s, rank) for s, count in zip(samples, counts) for _ in range(count + 1)]
+    own: list[Sample] = []
+    for s in samples:
+        if isinstance(s, Sample):
+            own.append(replace(s, branches=()))
+            own += [
+                replace(branch, reward=s.reward, metadata=s.metadata, status=s.status)
+                for branch in s.branches
+            ]
+    return share_index(own, holders, group)
 
 
 def delivery_of(

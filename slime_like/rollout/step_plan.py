@@ -1,7 +1,8 @@
 """A rollout becomes optimizer steps: which rank trains on which sample, token weights, and the
 off-policy correction.
 
-All ranks know of all samples of a rollout. Step k takes the k-th run of `global_batch_size` samples:
+All ranks know of all samples of a rollout. Step k takes the k-th run of `global_batch_size` samples,
+or of episodes, where these have several sequences:
 the samples of an optimizer step, and so the loss, are the same for every layout. Which
 data-parallel rank has which of them is `StepPlan`'s choice alone.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,14 @@ from slime_like.losses.off_policy import Correction, off_policy_correction
 from slime_like.losses.off_policy_config import OffPolicyConfig
 from slime_like.losses.reductions import reduction_weights
 from slime_like.metrics.typed import MetricAccumulator
-from slime_like.sample_index import AnySample, RemoteSample, complete, untrained
+from slime_like.sample_index import (
+    AnySample,
+    Episodes,
+    RemoteSample,
+    complete,
+    episodes_of,
+    untrained,
+)
 from slime_like.types import Sample, SampleGroup, SampleStatus, TrainBatch, TrainSample
 
 
@@ -46,9 +54,14 @@ class StepPlan:
 
     def steps(self, samples: Sequence[AnySample]) -> list[Sequence[AnySample]]:
         """The samples of each optimizer step, over all ranks."""
-        size = self.global_batch_size
-        assert len(samples) % size == 0, (len(samples), size)
-        return [samples[start : start + size] for start in range(0, len(samples), size)]
+        size, first = self.global_batch_size, episodes_of(samples).first
+        assert len(first) % size == 0, (len(first), size)
+        if len(first) < len(samples) and self.equal_counts:
+            raise ValueError(
+                "episodes of several sequences make optimizer steps of unequal size; add "
+                "--use-dynamic-batch-size and --max-tokens-per-gpu"
+            )
+        return [samples[a:b] for a, b in pairwise([*first[::size], len(samples)])]
 
     def share(self, samples: Sequence[AnySample]) -> DataParallelAssignment:
         """Who trains on what. Equal on all ranks, which need not talk for it."""
@@ -56,7 +69,6 @@ class StepPlan:
         shares = DataParallelAssignment(
             tuple(tuple(self._share_step(step)) for step in lengths),
             self.dp_rank,
-            self.global_batch_size,
             {},
         )
         return (
@@ -67,7 +79,7 @@ class StepPlan:
 
     def _share_step(self, lengths: Sequence[int]) -> list[tuple[int, ...]]:
         if self.linear_cost is None:
-            bounds = [self.global_batch_size * d // self.dp_size for d in range(self.dp_size + 1)]
+            bounds = [len(lengths) * d // self.dp_size for d in range(self.dp_size + 1)]
             return [tuple(range(a, b)) for a, b in pairwise(bounds)]
         costs = sequence_costs(lengths, self.linear_cost)
         return [
@@ -103,7 +115,6 @@ class DataParallelAssignment:
 
     positions: tuple[tuple[tuple[int, ...], ...], ...]
     dp_rank: int
-    global_batch_size: int
     metrics: dict[str, float]
 
     def mine(self, step: int) -> tuple[int, ...]:
@@ -112,11 +123,9 @@ class DataParallelAssignment:
 
     def indices_of(self, rank: int) -> list[int]:
         """Places of a data-parallel rank's samples among all samples of the rollout."""
-        return [
-            k * self.global_batch_size + i
-            for k, of_ranks in enumerate(self.positions)
-            for i in of_ranks[rank]
-        ]
+        sizes = [sum(map(len, of_ranks)) for of_ranks in self.positions]
+        starts = accumulate(sizes, initial=0)
+        return [start + i for start, of in zip(starts, self.positions) for i in of[rank]]
 
     @property
     def local_indices(self) -> list[int]:
@@ -157,53 +166,31 @@ def check_token_sets(samples: Sequence[AnySample], *, wanted: bool) -> None:
             )
 
 
-def with_routes(
-    samples: Sequence[AnySample], *, layers: int, topk: int, experts: int
-) -> list[AnySample]:
-    """The samples, with a route for each that this rank has, -1 in an aborted one without. layers:
-    with experts. Raises ValueError naming a sample whose engine gave none, or of another network."""
-    return [
-        replace(s, routes=_checked_routes(s, layers, topk, experts)) if isinstance(s, Sample) else s
-        for s in samples
-    ]
-
-
-def _checked_routes(sample: Sample, layers: int, topk: int, experts: int) -> Tensor:
-    shape = (sample.total_length, layers, topk)
-    if sample.routes is None:
-        if sample.status == SampleStatus.ABORTED:
-            return torch.full(shape, -1, dtype=torch.int16)
-        raise ValueError(
-            f"--use-rollout-routing-replay: sample {sample.sample_id} does not tell which experts its tokens went to; it was recorded without "
-            "this flag, or its engine cannot tell"
-        )
-    routes = sample.routes
-    if routes.shape != shape or not bool(((routes >= -1) & (routes < experts)).all()):
-        raise ValueError(
-            f"--use-rollout-routing-replay: the routes of sample {sample.sample_id} are {tuple(routes.shape)} with numbers from "
-            f"{int(routes.min()) if routes.numel() else 0} to {int(routes.max()) if routes.numel() else 0}; expected (tokens, expert layers, "
-            f"experts of a token) = {shape} with numbers from -1 to {experts - 1}"
-        )
-    return routes
-
-
 def step_weights(
     step: Sequence[AnySample],
     reduction: str,
     loss_norm_length: int | None = None,
     micro_batch_size: int | None = None,
 ) -> list[float]:
-    """The token weight `u` of each sample of one optimizer step."""
-    active = torch.tensor([s.active_tokens for s in step])
+    """The token weight `u` of each sample of one optimizer step. The sequences of an episode count
+    as one, so that the loss does not depend on how it was cut into them."""
+    episodes = episodes_of(step)
+    active = _by_episode(episodes, [s.active_tokens for s in step])
     weights = reduction_weights(
         reduction,
         active_tokens=active,
-        rollout_ids=torch.tensor([s.sample_id for s in step]),
-        prompt_ids=torch.tensor([s.group_id for s in step]),
+        rollout_ids=torch.tensor([step[i].sample_id for i in episodes.first]),
+        prompt_ids=torch.tensor([step[i].group_id for i in episodes.first]),
         loss_norm_length=loss_norm_length,
         micro_batch_size=micro_batch_size,
     )
-    return [float(w) for w in weights]
+    return [float(weights[i]) for i in episodes.of]
+
+
+def _by_episode(episodes: Episodes, counts: Sequence[int]) -> Tensor:
+    """[episodes] int64, the sums of `counts`, which are by sample."""
+    sums = torch.zeros(len(episodes.first), dtype=torch.int64)
+    return sums.index_add(0, torch.tensor(episodes.of), torch.tensor(counts, dtype=torch.int64))
 
 
 def nll_weights(step: Sequence[AnySample]) -> list[float]:
@@ -215,16 +202,19 @@ def nll_weights(step: Sequence[AnySample]) -> list[float]:
 
 
 def outcomes_of(samples: Sequence[AnySample]) -> Outcomes:
-    """What estimators of advantages read of all samples of a rollout; a missing reward is NaN.
+    """What estimators of advantages read of all episodes of a rollout; a missing reward is NaN.
     Rewards of greedy responses are there when every sample has one. Those of tokens: of the samples
     that this rank has."""
+    episodes = episodes_of(samples)
+    lengths = _by_episode(episodes, [s.active_tokens for s in samples])
+    samples = [samples[i] for i in episodes.first]
     greedy = [s.greedy_reward for s in samples]
     return Outcomes(
         rewards=torch.tensor(
             [math.nan if s.reward is None else s.reward for s in samples], dtype=torch.float64
         ),
         group_ids=torch.tensor([s.group_id for s in samples]),
-        lengths=torch.tensor([s.active_tokens for s in samples]),
+        lengths=lengths,
         greedy_rewards=None if None in greedy else torch.tensor(greedy, dtype=torch.float64),
         token_rewards=[s.token_rewards if isinstance(s, Sample) else None for s in samples],
         some_have_token_rewards=any(s.has("token_rewards") for s in samples),

@@ -13,7 +13,7 @@ import pytest
 
 from slime_like.rollout.engines.base import GenerateOutput
 from slime_like.rollout.engines.sglang.engine import SglangEngine
-from slime_like.rollout.engines.sglang.processes import free_ports
+from slime_like.rollout.engines.sglang.processes import ServerProcess, free_ports
 from slime_like.rollout.engines.sglang.protocol import Legal, generation_body, read_generation
 from slime_like.rollout.engines.sglang.router import Router
 from slime_like.rollout.engines.sglang.server_pool import Fleet, HealthSettings
@@ -140,16 +140,14 @@ def test_the_only_one_is_killed_and_started_again(demo: Path, tmp_path: Path) ->
     model = str(demo / "model")
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
-    launch = server_launch(demo / "model", port, tmp_path / "server.log")
-    fleet = Fleet([], [(url, launch)], None, HealthSettings(interval_s=0.5, start_s=START_S), 5.0)
+    started = ServerProcess(server_launch(demo / "model", port, tmp_path / "server.log"))
+    fleet = Fleet([], [(url, started)], None, HealthSettings(interval_s=0.5, start_s=START_S), 5.0)
     with engine_with(fleet, model, "broadcast") as engine:
         for version in (1, 2):
             engine.update_weights(weights(model, FACTORS[version]), version)
         with in_background(engine, REQUESTS, SAMPLING) as outputs:
             wait_until(lambda: running(url) > 0, "requests at the server")
-            process = fleet.workers[0].process
-            assert process is not None
-            os.kill(schedulers_below(process.pid)[0], signal.SIGKILL)
+            os.kill(schedulers_below(started.pid)[0], signal.SIGKILL)
             wait_until(
                 lambda: is_ready(engine, url) and fleet.workers[0].restarts == 1,
                 "its return",

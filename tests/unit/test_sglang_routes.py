@@ -19,7 +19,9 @@ from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, Sam
 from slime_like.rollout.engines.checked_json import BadAnswer
 from slime_like.rollout.engines.local.engine import LocalEngine
 from slime_like.rollout.engines.sglang.engine import SglangEngine
-from slime_like.rollout.engines.sglang.factory import engine_launches, require_routes
+from slime_like.rollout.engines.sglang.factory import require_routes
+from slime_like.rollout.engines.sglang.launches import engine_launches
+from slime_like.rollout.engines.sglang.nodes import find_nodes
 from slime_like.rollout.engines.sglang.routed_experts import RoutesFormat, read_routes
 from slime_like.rollout.engines.sglang.router import Router
 from tests.fake_sglang import FakeServer, changed, engine_of, fake_servers, weights_of
@@ -98,10 +100,10 @@ def test_servers_that_are_started_tell_routes(tmp_path: Path) -> None:
     run = replace(run, sglang=replace(run.sglang, rollout_num_gpus=2, sglang_python="python"))
     for wanted in (False, True):
         asked = replace(run, rollout=replace(run.rollout, use_rollout_routing_replay=wanted))
-        launches = engine_launches(asked, device=torch.device("cpu"), logs=tmp_path)
-        assert ["--enable-return-routed-experts" in launch.command for _, launch in launches] == [
-            wanted
-        ] * 2
+        cpu = torch.device("cpu")
+        servers = engine_launches(asked, find_nodes(2, cpu), device=cpu, logs=tmp_path)
+        tells = ["--enable-return-routed-experts" in part.launch.command for (part,) in servers]
+        assert tells == [wanted] * 2
 
 
 def altered(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[dict], None]:

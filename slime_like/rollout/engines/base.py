@@ -117,6 +117,7 @@ class RolloutEngine(Protocol):
     serves_all_ranks: bool = False
     # of a quantised --hf-checkpoint it takes weights in its format; False: unquantised ones
     takes_quantized: bool = False
+    takes_prediction_layers: bool = False
 
     def generate(
         self, requests: Sequence[GenerateRequest], sampling: SamplingParams

@@ -194,7 +194,7 @@ class LocalEngine(RolloutEngine):
         self._device = torch.device(device)
         self._tokenizer = tokenizer
         self._local_batch_size = local_batch_size
-        self._end_ids = _end_token_ids(hf_checkpoint, config, tokenizer)
+        self._end_ids = end_token_ids(hf_checkpoint, config, tokenizer)
         self._decoder = Decoder(
             self._model, tokenizer, self._device, self._end_ids, lambda: self.weight_version
         )
@@ -353,7 +353,7 @@ def cache_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
     return int(config.num_hidden_layers * width * dtype.itemsize)
 
 
-def _end_token_ids(
+def end_token_ids(
     hf_checkpoint: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> frozenset[int]:
     """Token ids that end a response: the union of generation_config.json, config.json and the

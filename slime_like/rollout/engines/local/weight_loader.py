@@ -42,6 +42,8 @@ class WeightSlots:
         seen: set[str] = set()
         problems: dict[str, list[str]] = {}
         for name, tensor in weights:
+            if name not in self._slots:  # of a file that has a vision tower too
+                name = name.replace("model.language_model.", "model.", 1)
             slot = self._slots.get(name)
             if slot is None:
                 problems.setdefault("unknown", []).append(name)

@@ -32,6 +32,7 @@ from slime_like.rollout.engines.sglang.http import (
     async_client,
     post_once,
 )
+from slime_like.rollout.engines.sglang.node_agent import NodeAgent
 from slime_like.rollout.engines.sglang.protocol import (
     Legal,
     Refused,
@@ -56,15 +57,17 @@ PAUSE = {"mode": "retract"}
 
 class SglangEngine(RolloutEngine):
     """`RolloutEngine` over HTTP. fleet, updater: on rank 0 only, where they are made before this;
-    None elsewhere. routes: of the network that is served; None: it has no experts."""
+    None elsewhere. routes: of the network that is served; None: it has no experts. agent: on the
+    first rank of another node, of the servers there."""
 
     def __init__(
         self, fleet: Fleet | None, updater: WeightUpdater | None, requests: RequestSettings, hf_checkpoint: str, *,
-        check_updates: bool, colocated: bool = False, routes: RoutesFormat | None = None,
+        check_updates: bool, colocated: bool = False, routes: RoutesFormat | None = None, agent: NodeAgent | None = None,
     ) -> None:  # fmt: skip
-        self.serves_all_ranks = self.takes_quantized = True
+        self.serves_all_ranks = self.takes_quantized = self.takes_prediction_layers = True
         self.fleet = fleet
         self._updater = updater
+        self._agent = agent
         self._bucket_bytes = DEFAULT_BUCKET_BYTES
         if updater is not None:
             self._bucket_bytes = updater.servers.settings.buffer_bytes
@@ -293,3 +296,6 @@ class SglangEngine(RolloutEngine):
         if self.fleet is not None:
             self.fleet.close()
             self.fleet = self._requests = None
+        if self._agent is not None:
+            self._agent.close()
+            self._agent = None

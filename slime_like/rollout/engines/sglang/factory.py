@@ -4,11 +4,11 @@ are asked with."""
 from __future__ import annotations
 
 import logging
-import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from arguments.hf.moe import moe_layers
 from arguments.rules.sglang import engine_url
@@ -16,17 +16,24 @@ from arguments.run_config import RunConfig
 from arguments.schema import SglangConfig
 from arguments.sglang_install import interpreter, packages_of
 from slime_like.distributed.collectives import on_rank_zero
+from slime_like.distributed.failure_report import job
 from slime_like.errors import RunError
 from slime_like.rollout.engines.engine_registry import EngineContext
 from slime_like.rollout.engines.sglang.engine import SglangEngine
 from slime_like.rollout.engines.sglang.http import Deadlines, RequestFailed, Retries
+from slime_like.rollout.engines.sglang.launches import (
+    ROUTES_SETTING,
+    engine_launches,
+    start_processes,
+)
+from slime_like.rollout.engines.sglang.node_agent import NodeAgent
+from slime_like.rollout.engines.sglang.nodes import Node, find_nodes
 from slime_like.rollout.engines.sglang.processes import (
+    LOOPBACK,
+    EngineProcess,
     Launch,
     free_ports,
-    gpus_of_engines,
     router_command,
-    server_command,
-    server_settings,
 )
 from slime_like.rollout.engines.sglang.requests import RequestSettings
 from slime_like.rollout.engines.sglang.routed_experts import RoutesFormat
@@ -38,31 +45,57 @@ from slime_like.rollout.engines.sglang.weight_transfer.updater import WeightUpda
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
-ROUTES_SETTING = "enable_return_routed_experts"  # of a server
-
 
 def make_sglang_engine(context: EngineContext) -> SglangEngine:
-    """A collective. Rank 0 starts what is to be started and waits until it answers; what these
-    processes print is in the run's folder under engines. Raises RunError on every rank when it does
-    not."""
+    """A collective; see `start_servers`. What the servers print is in the run's folder under
+    engines, on their nodes."""
     run, device = context.config, context.device
     assert run.model.hf_checkpoint is not None
     model, settings = run.model.hf_checkpoint, update_settings(run.sglang)
-
-    def start() -> tuple[Fleet, WeightUpdater]:
-        fleet = start_fleet(run, device=device, logs=context.output_dir / "engines")
-        return fleet, WeightUpdater(fleet, settings, model, device)
-
-    fleet, updater = on_rank_zero(start) or (None, None)
+    fleet, updater, agent = start_servers(
+        run, lambda fleet: WeightUpdater(fleet, settings, model, device), device=device, logs=context.output_dir / "engines"
+    )  # fmt: skip
     return SglangEngine(
         fleet, updater, request_settings(run.sglang), model, check_updates=run.sglang.check_weight_update_equal,
-        colocated=run.sglang.colocate, routes=routes_format(run),
+        colocated=bool(run.sglang.offload_rollout), routes=routes_format(run), agent=agent,
     )  # fmt: skip
 
 
-def start_fleet(run: RunConfig, *, device: torch.device, logs: Path) -> Fleet:
-    """All servers answer when it returns; none got weights yet."""
+def start_servers(
+    run: RunConfig,
+    make_updater: Callable[[Fleet], WeightUpdater],
+    *,
+    device: torch.device,
+    logs: Path,
+) -> tuple[Fleet | None, WeightUpdater | None, NodeAgent | None]:
+    """A collective. Starts what is to be started, on all nodes; all servers answer when it returns,
+    and none got weights yet. The first two are on rank 0, the third on the first rank of each other
+    node. Raises RunError on every rank when a server does not answer."""
+    config = run.sglang
+    nodes, agent = list[Node](), None
+    if config.rollout_num_gpus is not None:
+        servers = config.rollout_num_gpus // config.rollout_num_gpus_per_engine
+        nodes = find_nodes(servers, device)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        if rank and any(node.rank == rank for node in nodes):
+            agent = NodeAgent(job().store, rank)
+
+    def start() -> tuple[Fleet, WeightUpdater]:
+        fleet = start_fleet(run, nodes, device=device, logs=logs)
+        return fleet, make_updater(fleet)
+
+    try:
+        fleet, updater = on_rank_zero(start) or (None, None)
+    except BaseException:
+        if agent is not None:
+            agent.close()
+        raise
+    return fleet, updater, agent
+
+
+def start_fleet(
+    run: RunConfig, nodes: Sequence[Node], *, device: torch.device, logs: Path
+) -> Fleet:
     config = run.sglang
     router = make_router(config, logs)
     fleet = None
@@ -78,14 +111,12 @@ def start_fleet(run: RunConfig, *, device: torch.device, logs: Path) -> Fleet:
             config.rollout_health_check_timeout,
             config.rollout_health_check_first_wait,
         )
-        launches = (
-            engine_launches(run, device=device, logs=logs)
-            if config.rollout_num_gpus is not None
-            else []
-        )
+        started = list[tuple[str, EngineProcess]]()
+        if config.rollout_num_gpus is not None:
+            started = start_processes(engine_launches(run, nodes, device=device, logs=logs))
         fleet = Fleet(
             addresses,
-            launches,
+            started,
             router,
             health,
             config.rollout_connect_timeout_s,
@@ -174,35 +205,6 @@ def make_router(config: SglangConfig, logs: Path) -> Router | None:
     )
 
 
-def engine_launches(
-    run: RunConfig, *, device: torch.device, logs: Path
-) -> list[tuple[str, Launch]]:
-    config = run.sglang
-    assert config.rollout_num_gpus is not None and run.model.hf_checkpoint is not None
-    per_engine = config.rollout_num_gpus_per_engine
-    count = config.rollout_num_gpus // per_engine
-    gpus = gpus_of_engines(
-        count,
-        per_engine,
-        trainers_here=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        colocate=config.colocate,
-    )
-    launches = []
-    for number, (port, base_gpu) in enumerate(zip(free_ports(count), gpus, strict=True)):
-        settings: dict[str, Any] = server_settings(
-            model=run.model.hf_checkpoint, port=port, host=LOOPBACK, gpus=per_engine, base_gpu=base_gpu,
-            dtype=str(run.megatron.transformer.params_dtype).removeprefix("torch."), cuda=device.type == "cuda",
-            memory_saver=config.colocate, given=config.sglang_server_flags or {},
-        )  # fmt: skip
-        if run.rollout.use_rollout_routing_replay:
-            settings[ROUTES_SETTING] = True
-        command = server_command(interpreter(config.sglang_python), settings)
-        launches.append(
-            (f"http://{LOOPBACK}:{port}", Launch(command, logs / f"engine-{number}.log"))
-        )
-    return launches
-
-
 def request_settings(config: SglangConfig) -> RequestSettings:
     deadlines = Deadlines(
         config.rollout_connect_timeout_s,
@@ -225,4 +227,7 @@ def update_settings(config: SglangConfig) -> UpdateSettings:
         disk_dir=config.update_weight_disk_dir,
         keep_files=config.update_weight_disk_keep_files,
         keep_copy=not config.no_update_weight_copy,
+        delta=config.update_weight_mode == "delta",
+        local_dir=config.update_weight_local_checkpoint_dir,
+        full_interval=config.update_weight_full_interval,
     )

@@ -9,11 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+LOOPBACK = "127.0.0.1"
 KEEPER = Path(__file__).with_name("process_supervisor.py")
 END_S = 6.0  # for a keeper to end its server
 LOWEST_PORT = 10000
@@ -83,8 +85,34 @@ class Launch:
     log: Path
 
 
-class ServerProcess:
-    """A server under a keeper."""
+class EngineProcess(ABC):
+    """A server that this run has started. sender: the rank on its node that can share memory with
+    it."""
+
+    sender: int
+
+    @property
+    @abstractmethod
+    def exit_status(self) -> int | None:
+        """None while it runs."""
+
+    @abstractmethod
+    def last_words(self, characters: int = 600) -> str:
+        """The end of its output."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Returns when it and what it started are gone."""
+
+    @abstractmethod
+    def again(self) -> EngineProcess:
+        """Start it once more, after its end."""
+
+
+class ServerProcess(EngineProcess):
+    """On this host, under a keeper."""
+
+    sender = 0
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
@@ -106,11 +134,9 @@ class ServerProcess:
 
     @property
     def exit_status(self) -> int | None:
-        """None while it runs."""
         return self._keeper.poll()
 
     def last_words(self, characters: int = 600) -> str:
-        """The end of its output."""
         try:
             return self.launch.log.read_text(encoding="utf-8", errors="replace")[
                 -characters:
@@ -119,7 +145,6 @@ class ServerProcess:
             return ""
 
     def end(self) -> None:
-        """Returns when it and what it started are gone."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._keeper.pid, signal.SIGTERM)
         try:
@@ -127,6 +152,33 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             self._keeper.kill()
             self._keeper.wait()
+
+    def again(self) -> ServerProcess:
+        return ServerProcess(self.launch)
+
+
+class SpanningProcess(EngineProcess):
+    """A server with ranks on several nodes. parts: by node; requests go to the first."""
+
+    def __init__(self, parts: Sequence[EngineProcess]) -> None:
+        self.sender = parts[0].sender
+        self._parts = tuple(parts)
+
+    @property
+    def exit_status(self) -> int | None:
+        return next((s for part in self._parts if (s := part.exit_status) is not None), None)
+
+    def last_words(self, characters: int = 600) -> str:
+        each = characters // len(self._parts)
+        return "\n".join(filter(None, (part.last_words(each) for part in self._parts)))
+
+    def end(self) -> None:
+        for part in self._parts:
+            part.end()
+
+    def again(self) -> SpanningProcess:
+        self.end()
+        return SpanningProcess([part.again() for part in self._parts])
 
 
 def clean_environment() -> dict[str, str]:
@@ -186,11 +238,3 @@ def server_settings(
         else dict(CPU_SETTINGS)
     )
     return ours | dict(given)
-
-
-def gpus_of_engines(
-    count: int, per_engine: int, *, trainers_here: int, colocate: bool
-) -> Sequence[int]:
-    """The first GPU of each engine: the trainer's own ones, or those behind them."""
-    first = 0 if colocate else trainers_here
-    return [first + i * per_engine for i in range(count)]

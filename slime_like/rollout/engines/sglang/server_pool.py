@@ -9,13 +9,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from slime_like.errors import RunError
 from slime_like.rollout.engines.checked_json import BadAnswer
 from slime_like.rollout.engines.sglang.http import ANSWER_BYTES, ControlClient, RequestFailed
-from slime_like.rollout.engines.sglang.processes import Launch, ServerProcess
+from slime_like.rollout.engines.sglang.processes import EngineProcess
 from slime_like.rollout.engines.sglang.router import Router
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class Worker:
     gets the weights at the next probe."""
 
     url: str
-    process: ServerProcess | None = None
+    process: EngineProcess | None = None
     alive: bool = False
     version: int | None = None
     strikes: int = 0
@@ -58,12 +59,12 @@ class HealthSettings:
 
 
 class Fleet:
-    """Servers by address, or ones that it starts; joined_by_router: also those that somebody adds
-    to the router. Every change of a worker's state happens under `lock`: three threads come here,
+    """Servers by address, and ones that were started for it, which it ends; joined_by_router: also
+    those that somebody adds to the router. Every change of a worker's state happens under `lock`: three threads come here,
     the training thread, the one with the event loop, and the one that watches."""
 
     def __init__(
-        self, addresses: Sequence[str], launches: Sequence[tuple[str, Launch]], router: Router | None, health: HealthSettings,
+        self, addresses: Sequence[str], started: Sequence[tuple[str, EngineProcess]], router: Router | None, health: HealthSettings,
         connect_s: float, *, joined_by_router: bool = False,
     ) -> None:  # fmt: skip
         self.router = router
@@ -74,13 +75,14 @@ class Fleet:
         # Gives one server the weights of the latest update and tells their version, or None when it
         # could not; None: only an update of all can
         self.restore: Callable[[Worker], int | None] | None = None
+        self.connect_s = connect_s
         self._control = ControlClient(connect_s)
         self._stop = threading.Event()
         self._wake = threading.Event()  # the next look comes at once
         self._router_trouble = ""
         self._watcher: threading.Thread | None = None
         self.workers = [Worker(url) for url in addresses] + [
-            Worker(url, ServerProcess(launch)) for url, launch in launches
+            Worker(url, process) for url, process in started
         ]
 
     def start(self) -> None:
@@ -227,9 +229,10 @@ class Fleet:
             self._watcher.join(self.health.timeout_s + 5)
         if self.router is not None:
             self.router.close()
-        for worker in self.workers:
-            if worker.process is not None:
-                worker.process.end()
+        processes = [w.process for w in self.workers if w.process is not None]
+        if processes:
+            with ThreadPoolExecutor(len(processes)) as threads:
+                list(threads.map(EngineProcess.end, processes))
         self._control.close()
 
     def _watch(self) -> None:
@@ -316,7 +319,7 @@ class Fleet:
         logger.warning(
             f"the engine {worker.url} is started again ({worker.restarts} of {MAX_RESTARTS})"
         )
-        worker.process = ServerProcess(worker.process.launch)
+        worker.process = worker.process.again()
 
     def _welcome(self, worker: Worker) -> None:
         """A server that is back, or late: it gets requests once it has the current weights."""

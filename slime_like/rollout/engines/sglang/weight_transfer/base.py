@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 class UpdateSettings:
     """transport: how. buffer_bytes: of one message. timeout_s: for one message, or for a load from
     disk. disk_dir: shared with the servers; None: a temporary folder of this host. keep_copy: with
-    broadcast, the weights stay in this process's memory for a server that comes late."""
+    broadcast, the weights stay in this process's memory for a server that comes late. delta: only
+    what changed; local_dir: of this host's copy then, None: temporary; full_interval: updates from
+    a full one to the next."""
 
     transport: str = "broadcast"
     buffer_bytes: int = 512 * 2**20
@@ -31,15 +33,20 @@ class UpdateSettings:
     disk_dir: str | None = None
     keep_files: bool = False
     keep_copy: bool = True
+    delta: bool = False
+    local_dir: str | None = None
+    full_interval: int = 20
 
 
 class WeightTransport:
     """One way to the servers, made once in a run.
 
     restores: whether a server that comes late can get the latest weights without the trainer.
+    moved_bytes: of the latest update; None: all weights'.
     """
 
     restores = False
+    moved_bytes: int | None = None
 
     def __init__(self, servers: Servers) -> None:
         self.servers = servers

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from slime_like.rollout.engines.sglang.processes import ServerProcess
+from slime_like.rollout.engines.sglang.processes import LOOPBACK, EngineProcess
 from slime_like.rollout.engines.sglang.server_pool import Worker
 from slime_like.rollout.engines.sglang.weight_transfer.base import WeightTransport
 from slime_like.rollout.engines.sglang.weight_transfer.process_group import (
@@ -25,8 +25,6 @@ from slime_like.rollout.engines.sglang.weight_transfer.servers import Servers, U
 from slime_like.rollout.engines.sglang.weight_transfer.several_senders import BroadcastOrder, Turns
 from slime_like.weights.buckets import Bucket, WeightBuckets
 from slime_like.weights.gather import WeightStream
-
-LOOPBACK = "127.0.0.1"
 
 
 class BroadcastTransport(WeightTransport):
@@ -42,7 +40,7 @@ class BroadcastTransport(WeightTransport):
         self._name = ""  # of the groups
         self._meeting: Meeting | None = None
         # of the groups; a server that was started again, or was out, is another one
-        self._members: list[tuple[Worker, ServerProcess | None, int]] = []
+        self._members: list[tuple[Worker, EngineProcess | None, int]] = []
         self._numbers = 0  # of names
         self._copy: tuple[int, list[Bucket]] | None = None  # version, weights
 

@@ -58,19 +58,10 @@ class DiskTransport(WeightTransport):
     def load_everywhere(self, folder: Path, version: int, workers: Sequence[Worker]) -> None:
         self.servers.on_each(
             workers,
-            lambda worker: self._load(worker, folder, version),
+            lambda worker: load_folder(self.servers, worker, folder, version),
             "loading weights from disk",
         )
         self._snapshot = (version, folder)
-
-    def _load(self, worker: Worker, folder: Path, version: int) -> None:
-        body: dict[str, object] = {
-            "model_path": str(folder.absolute()),
-            "weight_version": str(version),
-            "flush_cache": True,
-            "abort_all_requests": False,
-        }
-        self.servers.call(worker, "/update_weights_from_disk", body)
 
     @property
     def latest(self) -> int | None:
@@ -78,10 +69,21 @@ class DiskTransport(WeightTransport):
 
     def restore(self, worker: Worker) -> None:
         assert self._snapshot is not None, "asked where there is a latest version"
-        self._load(worker, self._snapshot[1], self._snapshot[0])
+        load_folder(self.servers, worker, self._snapshot[1], self._snapshot[0])
 
     def close(self) -> None:
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
         elif self._snapshot is not None and not self._keeps:
             shutil.rmtree(self._snapshot[1], ignore_errors=True)
+
+
+def load_folder(servers: Servers, worker: Worker, folder: Path, version: int) -> None:
+    """Raises RequestFailed."""
+    body: dict[str, object] = {
+        "model_path": str(folder.absolute()),
+        "weight_version": str(version),
+        "flush_cache": True,
+        "abort_all_requests": False,
+    }
+    servers.call(worker, "/update_weights_from_disk", body)

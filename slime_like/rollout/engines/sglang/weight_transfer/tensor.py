@@ -18,46 +18,132 @@ from __future__ import annotations
 import base64
 import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from slime_like.distributed.collectives import gather
+from slime_like.rollout.engines.sglang.http import ControlClient, RequestFailed
 from slime_like.rollout.engines.sglang.server_pool import Worker
 from slime_like.rollout.engines.sglang.weight_transfer.base import WeightTransport
+from slime_like.rollout.engines.sglang.weight_transfer.sending_ranks import SendingRanks
 from slime_like.weights.buckets import Bucket, WeightBuckets
+from slime_like.weights.gather import WeightStream
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOrder:
+    """The first rank of each node sends to the servers there. targets: by that rank, tensor-parallel
+    ranks of each server by its address. as_handles: of GPU memory, else as bytes."""
+
+    targets: Mapping[int, Mapping[str, int]]
+    version: int
+    as_handles: bool
+    connect_s: float
+    timeout_s: float
+
+    def assist(self, weights: WeightStream) -> None:
+        self.carry_out(weights)
+
+    def carry_out(self, weights: WeightStream) -> dict[str, str]:
+        """On every rank. What went wrong, of all ranks, by the address of the server."""
+        failed = self.send(weights, self.targets.get(dist.get_rank(), {}))
+        return {url: words for part in gather(failed) for url, words in part.items()}
+
+    def send(self, weights: WeightBuckets, targets: Mapping[str, int]) -> dict[str, str]:
+        """Take all of the weights; to servers of `targets`. What went wrong, by address: who fails
+        with a bucket gets no other."""
+        failed: dict[str, str] = {}
+        control = ControlClient(self.connect_s)
+        try:
+            for bucket in weights.buckets():
+                left = {url: ranks for url, ranks in targets.items() if url not in failed}
+                failed |= self._send(control, bucket, left)
+                del bucket  # before the next one is made
+        finally:
+            control.close()
+        return failed
+
+    def _send(
+        self, control: ControlClient, bucket: Bucket, targets: Mapping[str, int]
+    ) -> dict[str, str]:
+        """What went wrong, by address: whatever it is, this rank has a part in the other buckets."""
+        if not targets:
+            return {}
+        try:
+            flat = bucket.flat if self.as_handles else bucket.flat.cpu()
+        except RuntimeError as error:  # out of memory
+            return dict.fromkeys(targets, str(error).splitlines()[0])
+
+        def post(url: str) -> str | None:
+            try:
+                body = tensor_update(bucket, flat, self.version, targets[url])
+                path = f"{url}/update_weights_from_tensor"
+                control.call(path, body, timeout_s=self.timeout_s)
+            except (RequestFailed, RuntimeError) as error:
+                return str(error)
+            return None
+
+        with ThreadPoolExecutor(len(targets)) as threads:
+            answers = dict(zip(targets, threads.map(post, targets), strict=True))
+        if flat.is_cuda:
+            torch.cuda.ipc_collect()  # the memory of handles that the servers have let go of
+        return {url: words for url, words in answers.items() if words is not None}
 
 
 class TensorTransport(WeightTransport):
-    """Bucket by bucket; a server that fails with one gets no other."""
+    """Bucket by bucket; a server that fails with one gets no other. Servers on several nodes get
+    them from a rank of their own node."""
+
+    as_handles = False
+
+    def update(self, ranks: SendingRanks, version: int, workers: Sequence[Worker]) -> None:
+        def move(order: NodeOrder) -> dict[str, str]:
+            return order.carry_out(ranks.order(order))
+
+        if ranks.several and any(sender_of(worker) for worker in workers):
+            self.servers.in_session(workers, lambda ready: self._move(move, version, ready))
+        else:
+            self.send(ranks.whole(), version, workers)
 
     def send(self, weights: WeightBuckets, version: int, workers: Sequence[Worker]) -> None:
-        self.servers.in_session(workers, lambda ready: self._move(weights, version, ready))
+        def move(order: NodeOrder) -> dict[str, str]:
+            every = {url: size for part in order.targets.values() for url, size in part.items()}
+            return order.send(weights, every)
 
-    def _move(self, weights: WeightBuckets, version: int, workers: Sequence[Worker]) -> None:
-        sizes = dict(zip(map(id, workers), self.servers.sizes(workers), strict=True))
-        for bucket in weights.buckets():
-            flat = self._placed(bucket.flat)
+        self.servers.in_session(workers, lambda ready: self._move(move, version, ready))
 
-            def post(worker: Worker, bucket: Bucket = bucket, flat: Tensor = flat) -> None:
-                body = tensor_update(bucket, flat, version, sizes[id(worker)])
-                self.servers.call(worker, "/update_weights_from_tensor", body)
-
-            workers = self.servers.on_each(workers, post, "a bucket of weights")
-            if flat.is_cuda:
-                torch.cuda.ipc_collect()  # the memory of handles that the servers have let go of
-            del bucket, flat, post  # before the next one is made
-
-    def _placed(self, flat: Tensor) -> Tensor:
-        return flat.cpu()
+    def _move(
+        self, move: Callable[[NodeOrder], dict[str, str]], version: int, workers: Sequence[Worker]
+    ) -> None:
+        targets: dict[int, dict[str, int]] = {}
+        for worker, size in zip(workers, self.servers.sizes(workers), strict=True):
+            targets.setdefault(sender_of(worker), {})[worker.url] = size
+        limits = self.servers.fleet.connect_s, self.servers.settings.timeout_s
+        failed = move(NodeOrder(targets, version, self.as_handles, *limits))
+        for worker in workers:
+            if worker.url in failed:
+                self.servers.fleet.evict(worker, f"a bucket of weights: {failed[worker.url]}")
+        if len(failed) == len(workers):
+            self.servers.none_left(
+                "a bucket of weights failed on every engine: " + "; ".join(failed.values())
+            )
 
 
 class CudaIpcTransport(TensorTransport):
-    def _placed(self, flat: Tensor) -> Tensor:
-        return flat.to(self.servers.device)
+    as_handles = True
+
+
+def sender_of(worker: Worker) -> int:
+    """The rank that sends it weights: one on its node, where the run has started it."""
+    return 0 if worker.process is None else worker.process.sender
 
 
 def tensor_update(bucket: Bucket, flat: Tensor, version: int, ranks: int) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class WeightUpdater:
         transport: type[WeightTransport] | None = None,
     ) -> None:
         self.servers = Servers(fleet, settings, hf_checkpoint, device)
-        self.transport = (transport or weight_transports.get(settings.transport))(self.servers)
+        self.transport = (transport or transport_of(settings))(self.servers)
         # servers with the weights of the latest update, and how often each had been out
         self._holders: list[tuple[Worker, int]] = []
         # an update by the training thread, or a server that gets weights by the one that watches
@@ -82,11 +82,11 @@ class WeightUpdater:
             for w, before in zip(workers, evictions, strict=True)
             if w.alive and w.evictions == before
         ]
-        return TransferReport(
-            [worker for worker, _ in self._holders],
-            *ranks.report(),
-            time.monotonic() - start,
-        )
+        shapes, nbytes = ranks.report()
+        if self.transport.moved_bytes is not None:
+            nbytes = self.transport.moved_bytes
+        holders = [worker for worker, _ in self._holders]
+        return TransferReport(holders, shapes, nbytes, time.monotonic() - start)
 
     def restore(self, worker: Worker) -> int | None:
         """Give a server that is back the weights of the latest update; their version, or None where
@@ -118,3 +118,11 @@ class WeightUpdater:
 
     def close(self) -> None:
         self.transport.close()
+
+
+def transport_of(settings: UpdateSettings) -> type[WeightTransport]:
+    if settings.delta:
+        from slime_like.rollout.engines.sglang.weight_transfer.delta import DeltaTransport
+
+        return DeltaTransport
+    return weight_transports.get(settings.transport)

@@ -1,0 +1,114 @@
+"""The servers that a run starts: where each runs, with which command line, and their processes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from arguments.run_config import RunConfig
+from arguments.schema import SglangConfig
+from arguments.sglang_install import interpreter
+from slime_like.distributed.failure_report import job
+from slime_like.errors import RunError
+from slime_like.rollout.engines.sglang.node_agent import RemoteNode, RemoteProcess
+from slime_like.rollout.engines.sglang.nodes import Node, place_servers
+from slime_like.rollout.engines.sglang.processes import (
+    EngineProcess,
+    Launch,
+    ServerProcess,
+    SpanningProcess,
+    server_command,
+    server_settings,
+)
+from slime_like.rollout.engines.sglang.weight_transfer.process_group import address_towards
+
+ROUTES_SETTING = "enable_return_routed_experts"  # of a server
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Of a server: what runs on one node."""
+
+    node: Node
+    url: str
+    launch: Launch
+
+
+def engine_launches(
+    run: RunConfig, nodes: Sequence[Node], *, device: torch.device, logs: Path
+) -> list[list[Part]]:
+    """For each server its parts, of which the first answers. Raises RunError for what the nodes
+    have no room for."""
+    config = run.sglang
+    assert config.rollout_num_gpus is not None and run.model.hf_checkpoint is not None
+    per_engine = config.rollout_num_gpus_per_engine
+    placed = place_servers(nodes, config.rollout_num_gpus, per_engine, colocate=config.colocate)
+    require_reachable(config, {share.node.rank for shares in placed for share in shares})
+    ports = {node.rank: iter(node.ports) for node in nodes}
+    servers = list[list[Part]]()
+    for number, shares in enumerate(placed):
+        several: dict[str, Any] = {}
+        if len(shares) > 1:
+            if config.update_weight_transport == "cuda_ipc":
+                raise RunError(
+                    f"--update-weight-transport cuda_ipc: a server of --rollout-num-gpus-per-engine {per_engine} is on {len(shares)} nodes, "
+                    "and handles of GPU memory are of use on one; legal values: disk, tensor"
+                )
+            first, second = shares[0].node, shares[1].node
+            host = first.address if first.rank else address_towards([f"http://{second.address}:1"])
+            meeting = f"{host}:{next(ports[first.rank])}"
+            several = {"nnodes": len(shares), "dist_init_addr": meeting}
+        parts = list[Part]()
+        for node_rank, share in enumerate(shares):
+            host, port = share.node.address, next(ports[share.node.rank])
+            settings: dict[str, Any] = several | server_settings(
+                model=run.model.hf_checkpoint, port=port, host=host, gpus=per_engine, base_gpu=share.first_gpu,
+                dtype=str(run.megatron.transformer.params_dtype).removeprefix("torch."), cuda=device.type == "cuda",
+                memory_saver=bool(config.offload_rollout), given=config.sglang_server_flags or {},
+            )  # fmt: skip
+            if several:
+                settings["node_rank"] = node_rank
+            if run.rollout.use_rollout_routing_replay:
+                settings[ROUTES_SETTING] = True
+            log = logs / f"engine-{number}{f'-node-{node_rank}' if node_rank else ''}.log"
+            command = server_command(interpreter(config.sglang_python), settings)
+            parts.append(Part(share.node, f"http://{host}:{port}", Launch(command, log)))
+        servers.append(parts)
+    return servers
+
+
+def require_reachable(config: SglangConfig, ranks: Collection[int]) -> None:
+    """ranks: the first of each node with servers. Raises RunError where weights go through a folder
+    of one node."""
+    if (
+        config.update_weight_transport == "disk"
+        and config.update_weight_disk_dir is None
+        and any(ranks)
+    ):
+        raise RunError(
+            f"--update-weight-disk-dir is missing: servers on {len(ranks)} nodes read weights from a folder that all of them see, under the same name"
+        )
+
+
+def start_processes(servers: Sequence[Sequence[Part]]) -> list[tuple[str, EngineProcess]]:
+    """By their addresses; on other nodes by the agents there."""
+    remote: dict[int, RemoteNode] = {}
+    started = list[tuple[str, EngineProcess]]()
+    for number, parts in enumerate(servers):
+        processes = list[EngineProcess]()
+        for part in parts:
+            rank = part.node.rank
+            if rank and rank not in remote:
+                remote[rank] = RemoteNode(job().store, rank, part.node.address)
+            processes.append(
+                RemoteProcess(remote[rank], number, part.launch)
+                if rank
+                else ServerProcess(part.launch)
+            )
+        whole = processes[0] if len(processes) == 1 else SpanningProcess(processes)
+        started.append((parts[0].url, whole))
+    return started

@@ -1,0 +1,129 @@
+"""Weights as what changed since the last time, over a folder (--update-weight-mode delta).
+
+Each node of servers has a copy of the weights that its servers load as an ordinary Hugging Face
+folder. On this host the transport keeps it; on another one `slime-like pull-weights` does, and says
+in the folder of updates how far it is.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from slime_like.checkpoints.scratch import scratch_folder
+from slime_like.rollout.engines.sglang.http import RequestFailed
+from slime_like.rollout.engines.sglang.server_pool import Worker
+from slime_like.rollout.engines.sglang.weight_transfer.base import WeightTransport
+from slime_like.rollout.engines.sglang.weight_transfer.disk import load_folder
+from slime_like.rollout.engines.sglang.weight_transfer.sending_ranks import SendingRanks
+from slime_like.rollout.engines.sglang.weight_transfer.servers import Servers
+from slime_like.weights.delta_follow import copy_for
+from slime_like.weights.delta_local import LocalCheckpoint
+from slime_like.weights.delta_updates import (
+    Publication,
+    Update,
+    forget,
+    remove_update,
+    updates_in,
+)
+
+LOOK_S = 0.1
+NO_COPY = "no_copy"  # kind of a failure
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class DeltaTransport(WeightTransport):
+    """A full update is the first one, every `full_interval`-th, and that behind a failure; those
+    before it are removed once the servers have it."""
+
+    restores = True
+
+    def __init__(self, servers: Servers) -> None:
+        super().__init__(servers)
+        settings = servers.settings
+        self._temporary: str | None = None
+        if settings.disk_dir is None or settings.local_dir is None:
+            self._temporary = scratch_folder("slime_like_weights_")
+        self._root = Path(settings.disk_dir or f"{self._temporary}/updates")
+        self._local = LocalCheckpoint(
+            self._root, settings.local_dir or f"{self._temporary}/checkpoint"
+        )
+        self._run = uuid.uuid4().hex
+        self._latest: Update | None = None
+        self._full = 0  # number of the newest full update
+        self._broken = True  # what the ranks remember is not what the folder has
+
+    def update(self, ranks: SendingRanks, version: int, workers: Sequence[Worker]) -> None:
+        number = max(updates_in(self._root), default=0) + 1
+        full = self._broken or number - self._full >= self.servers.settings.full_interval
+        publication = Publication(
+            str(self._root), self.servers.hf_checkpoint, self._run, number, version, fresh=self._broken, full=full
+        )  # fmt: skip
+        self._broken, self._latest = True, None
+        if ranks.several:
+            update = publication.write(ranks.order(publication))
+        else:
+            update = publication.write_alone(ranks.whole())
+        self._broken, self.moved_bytes = False, update.nbytes
+        self._full = number if full else self._full
+        if any(is_here(worker) for worker in self.servers.fleet.workers):
+            self._local.bring(number)
+        self._latest = update
+        wait_s = self.servers.settings.timeout_s
+        self.servers.on_each(
+            workers, lambda worker: self._load(worker, wait_s), "loading weights from disk"
+        )
+        if not self.servers.settings.keep_files:
+            for old in updates_in(self._root):
+                if old < self._full:
+                    remove_update(self._root, old)
+
+    @property
+    def latest(self) -> int | None:
+        return None if self._latest is None else self._latest.version
+
+    def restore(self, worker: Worker) -> None:
+        """One on a node with a copy that is not there yet is out until the next probe: no update waits
+        for it."""
+        try:
+            self._load(worker, 0.0)
+        except RequestFailed as failure:
+            if failure.kind == NO_COPY:
+                self.servers.fleet.evict(worker, str(failure))
+            raise
+
+    def _load(self, worker: Worker, wait_s: float) -> None:
+        assert self._latest is not None, "asked where there is a latest version"
+        here = is_here(worker)
+        folder = self._local.folder if here else self._copy_near(worker, self._latest, wait_s)
+        load_folder(self.servers, worker, folder, self._latest.version)
+
+    def _copy_near(self, worker: Worker, update: Update, wait_s: float) -> Path:
+        """The folder on the server's node, once it has the update. Raises RequestFailed."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            found = copy_for(self._root, worker.url)
+            if found is not None and found.update == (update.run, update.number):
+                return Path(found.folder)
+            if time.monotonic() >= deadline or not worker.alive:
+                why = "no such program names it" if found is None else found.error or "late"
+                words = f"{worker.url} needs weights of version {update.version} from `slime-like pull-weights {self._root}` on its node: {why}"
+                raise RequestFailed(NO_COPY, words, again=False)
+            time.sleep(LOOK_S)
+
+    def close(self) -> None:
+        forget(str(self._root))
+        if self.servers.settings.disk_dir is not None and not self.servers.settings.keep_files:
+            for number in updates_in(self._root):
+                remove_update(self._root, number)
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+def is_here(worker: Worker) -> bool:
+    """Whether the server listens on this host's loopback."""
+    return urlsplit(worker.url).hostname in LOOPBACK
