@@ -32,9 +32,10 @@ PAIRS = [
 # Flags of other programs that the documents and scripts call
 FOREIGN = {
     "pip": "--constraint --no-build-isolation --editable --quiet --upgrade --no-deps --requirement",
-    "torchrun": "--nproc-per-node --nnodes --node-rank --master-addr --master-port --standalone",
+    "torchrun": "--no-python --nproc-per-node --nnodes --node-rank --master-addr --master-port --standalone"
+    " --max-restarts --rdzv-backend --rdzv-endpoint",
     "slurm": "--nodes --gpus-per-node --ntasks-per-node --signal --job-name --output --kill-on-bad-exit --export --ntasks --relative --requeue --open-mode"
-    " --batch --rdzv-conf",
+    " --batch --rdzv-conf --no-kill --nodelist --noheader --Node --format",
     "sglang.launch_server": "--model-path --host --port --tp-size --device --dtype --attention-backend --enable-return-routed-experts",
     "tensorboard": "--logdir",
     "examples/tinker": "--model --base-url --demo --learning-rate --log-path --start-from --stop-after",
@@ -56,9 +57,16 @@ def name(path: Path) -> str:
 def flags_of_our_scripts() -> set[str]:
     text = "".join(
         path.read_text(encoding="utf-8")
-        for folder in ("scripts", "benchmarks", "slime_like/metrics")
+        for folder in (
+            "scripts",
+            "benchmarks",
+            "slime_like/metrics",
+            "slime_like/cli",
+            "slime_like/report",
+        )
         for path in (ROOT / folder).rglob("*.py")
     )
+    text += (ROOT / "slime_like/doctor.py").read_text(encoding="utf-8")
     return set(re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", text)) | set(
         re.findall(r"\"(--[\w-]+)\" in sys\.argv", text)
     )
@@ -151,28 +159,35 @@ def test_both_languages_say_the_same(english: Path, chinese: Path) -> None:
     assert code[0] == code[1]
 
 
-def test_every_page_is_linked_from_the_readme() -> None:
-    for readme, folder in ((ROOT / "README.md", ENGLISH), (ROOT / "README_zh.md", CHINESE)):
-        text = readme.read_text(encoding="utf-8")
-        assert not [
-            page.name for page in folder.glob("*.md") if f"]({page.relative_to(ROOT)})" not in text
-        ]
+@pytest.mark.parametrize("folder", [ENGLISH, CHINESE], ids=name)
+def test_every_page_is_linked_from_the_index(folder: Path) -> None:
+    """Which is the navigation of the site, too, and linked from the README."""
+    text = (folder / "index.md").read_text(encoding="utf-8")
+    pages = {str(page.relative_to(folder)) for page in folder.rglob("*.md")}
+    assert not sorted(
+        p for p in pages - {"index.md"} if f"]({p})" not in text and f"]({p}#" not in text
+    )
+    readme = "README.md" if folder == ENGLISH else "README_zh.md"
+    assert f"]({folder.relative_to(ROOT)}/index.md)" in (ROOT / readme).read_text(encoding="utf-8")
 
 
 def test_every_page_of_a_folder_is_linked_from_its_index() -> None:
     indices = [index for language in (ENGLISH, CHINESE) for index in language.glob("*/index.md")]
     assert indices
     for index in indices:
-        readme = (ROOT / ("README.md" if ENGLISH in index.parents else "README_zh.md")).read_text(
-            encoding="utf-8"
-        )
-        assert f"]({index.relative_to(ROOT)})" in readme
         text = index.read_text(encoding="utf-8")
         assert not [
             page.name
             for page in index.parent.glob("*.md")
             if page != index and f"]({page.name})" not in text
         ]
+
+
+@pytest.mark.parametrize("readme", ["README.md", "README_zh.md"])
+def test_the_readme_is_short_and_has_a_picture(readme: str) -> None:
+    text = (ROOT / readme).read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 120
+    assert re.search(r"!\[[^\]]+\]\(docs/images/", text)
 
 
 _DEFAULT_ROW = re.compile(r"^\| `(--[\w-]+)` \| ([^|]+) \| [^|]* \|$", re.MULTILINE)
@@ -219,15 +234,17 @@ def table_rows(path: Path) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-@pytest.mark.parametrize("readme", [ROOT / "README.md", ROOT / "README_zh.md"], ids=name)
+@pytest.mark.parametrize("folder", [ENGLISH, CHINESE], ids=name)
 @pytest.mark.parametrize(
     "registered",
     [policy_losses.names(), advantage_estimators.names(), LOSS_REDUCTIONS],
     ids=["losses", "advantages", "reductions"],
 )
-def test_the_readme_lists_what_is_registered(readme: Path, registered: Sequence[str]) -> None:
+def test_the_page_of_support_lists_what_is_registered(
+    folder: Path, registered: Sequence[str]
+) -> None:
     """Neither less nor more: a row of the table holds exactly these names."""
-    listed = [set(re.findall(r"`(\w+)`", cells[1])) for cells in table_rows(readme)]
+    listed = [set(re.findall(r"`(\w+)`", cells[1])) for cells in table_rows(folder / "support.md")]
     assert set(registered) in listed
 
 

@@ -1,0 +1,138 @@
+"""Write docs/en/their_bugs.md and docs/zh/their_bugs.md from docs/their_bugs.yaml:
+python scripts/generate_their_bugs.py. tests/unit/test_their_bugs.py checks that they are current."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "docs" / "their_bugs.yaml"
+SUITES = ("slow", "extended")  # marks, the slower first; without one a test is in make test
+TEXTS = {
+    "en": {
+        "title": "Their bug, our test",
+        "lead": "{bugs} bugs that users reported to other trainers and engines in public, and tests of this project that would have failed"
+        " with them. The opening of each thread was read before it was listed. Many are mended there by now: this is no list of faults, it is what a"
+        " trainer has to be tested for. The pages are made from `docs/their_bugs.yaml` by `python scripts/generate_their_bugs.py`;"
+        " `make test` checks that every test is there and that it runs in continuous integration.",
+        "head": "| report | what happened | test | runs in |",
+        "make test": "`make test`",
+        "extended": "`make test-extended`",
+        "slow": "`make test-slow`",
+        "counts": "{tests} different tests are named: {each}.",
+    },
+    "zh": {
+        "title": "别人的 bug，我们的测试",
+        "lead": "用户公开报告给其他训练器和引擎的 {bugs} 个 bug，以及本项目中遇到它们就会失败的测试。列出之前都读过帖子的开头。其中许多已经修好："
+        "这不是缺点清单，而是训练器必须测试的内容。页面由 `python scripts/generate_their_bugs.py` 从 `docs/their_bugs.yaml` 生成；"
+        "`make test` 检查每个测试都存在，并且在持续集成中运行。",
+        "head": "| 报告 | 发生了什么 | 测试 | 运行于 |",
+        "make test": "`make test`",
+        "extended": "`make test-extended`",
+        "slow": "`make test-slow`",
+        "counts": "共引用 {tests} 个不同的测试：{each}。",
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTest:
+    """A test function. path: below tests/. suite: "make test", "extended" or "slow"."""
+
+    path: str
+    name: str
+    suite: str
+
+
+def read() -> list[dict[str, Any]]:
+    """The groups of the data file: each a title and a list of bugs."""
+    return yaml.safe_load(DATA.read_text(encoding="utf-8"))
+
+
+def _marks(nodes: list[ast.expr]) -> set[str]:
+    return {
+        part.attr
+        for node in nodes
+        for part in ast.walk(node)
+        if isinstance(part, ast.Attribute) and part.attr in SUITES
+    }
+
+
+@cache
+def functions_of(path: str) -> dict[str, str]:
+    """The test functions of a file below tests/, with their suites.
+
+    A mark of one case of a parametrised test does not move the test.
+    """
+    body = ast.parse((ROOT / "tests" / path).read_text(encoding="utf-8")).body
+    of_all = _marks(
+        [n.value for n in body if isinstance(n, ast.Assign) and "pytestmark" in ast.unparse(n)]
+    )
+    found = {}
+    for node in body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            own = [d for d in node.decorator_list if "parametrize" not in ast.unparse(d)]
+            marks = of_all | _marks(own)
+            found[node.name] = next((s for s in SUITES if s in marks), "make test")
+    return found
+
+
+def named_by(bug: dict[str, Any]) -> Iterator[NamedTest]:
+    """Raises ValueError for a test that is not there."""
+    for entry in bug["tests"]:
+        path, names = entry.split(": ")
+        there = functions_of(path)
+        for name in (f"test_{n}" for n in names.split()):
+            if name not in there:
+                raise ValueError(f"docs/their_bugs.yaml: {bug['at']}: {path} has no {name}")
+            yield NamedTest(path, name, there[name])
+
+
+def link_of(at: str) -> str:
+    """The address of owner/repository#number. GitHub leads from there to a pull request, too."""
+    repository, number = at.split("#")
+    return f"https://github.com/{repository}/issues/{number}"
+
+
+def _row(bug: dict[str, Any], language: str) -> str:
+    texts, tests = TEXTS[language], list(named_by(bug))
+    links = "<br>".join(f"[`{t.name}`](../../tests/{t.path})" for t in tests)
+    suites = ", ".join(
+        texts[s] for s in ("make test", *SUITES[::-1]) if s in {t.suite for t in tests}
+    )
+    return f"| [{bug['at']}]({link_of(bug['at'])}) | {bug[language]} | {links} | {suites} |"
+
+
+def page(language: str) -> str:
+    """The text of the page in `language`, "en" or "zh"."""
+    texts, groups = TEXTS[language], read()
+    bugs = [bug for group in groups for bug in group["bugs"]]
+    tests = {test for bug in bugs for test in named_by(bug)}
+    each = ", ".join(
+        f"{sum(t.suite == suite for t in tests)} {texts[suite]}"
+        for suite in ("make test", *SUITES[::-1])
+    )
+    lines = [f"# {texts['title']}", "", texts["lead"].format(bugs=len(bugs)), ""]
+    lines += [texts["counts"].format(tests=len(tests), each=each), ""]
+    for group in groups:
+        lines += [f"## {group['title'][language]}", "", texts["head"], "|---|---|---|---|"]
+        lines += [_row(bug, language) for bug in group["bugs"]] + [""]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Write both pages."""
+    for language in TEXTS:
+        path = ROOT / "docs" / language / "their_bugs.md"
+        path.write_text(page(language), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

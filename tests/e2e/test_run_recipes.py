@@ -1,0 +1,97 @@
+"""Tiny twins of the recipes of scripts/recipes: the same run file on a tiny model with random weights,
+one process or two. That of GSM8K learns, from real rows."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.e2e.helpers import Workspace, rows_of, save_other_model
+from tests.e2e.programs import ROOT, TrainServer
+from tests.unit.test_run_recipes import RECIPES, ROWS, example_rows, settings_of
+
+# what a GPU or more than two processes are needed for
+LEFT_OUT = {
+    "rollout_engine", "rollout_num_gpus", "rollout_num_gpus_per_engine", "colocate", "sglang_mem_fraction_static", "bf16",
+    "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "tensor_model_parallel_size", "sequence_parallel",
+    "expert_model_parallel_size", "expert_tensor_parallel_size", "optimizer_cpu_offload", "use_precision_aware_optimizer", "eval_prompt_data",
+    "eval_interval", "save", "load", "save_interval", "over_sampling_batch_size", "hf_checkpoint", "opd_teacher_load", "lr_warmup_iters",
+}  # fmt: skip
+SMALL = {
+    "num_rollout": 2, "rollout_batch_size": 4, "global_batch_size": 8, "rollout_max_prompt_len": 200, "rollout_max_response_len": 8,
+    "max_tokens_per_gpu": 2048, "lr": 1e-3, "no_tensorboard": True, "no_plot": True, "no_progress": True, "rm_num_workers": 1,
+}  # fmt: skip
+
+
+def twin(name: str, work: Workspace, folder: Path, **changes: Any) -> tuple[list[str], int]:
+    """(command line, processes): its run file without what needs GPUs."""
+    settings = {k: v for k, v in settings_of(name).items() if k not in LEFT_OUT}
+    experts = "expert_model_parallel_size" in settings_of(name)
+    settings |= {
+        **SMALL,
+        "hf_checkpoint": str(work.expert_model if experts else work.model),
+        "prompt_data": str(example_rows(name)),
+        "output_dir": str(folder / "out"),
+    }
+    settings["n_samples_per_prompt"] = min(settings["n_samples_per_prompt"], 4)
+    settings["global_batch_size"] = 4 * settings["n_samples_per_prompt"]
+    if settings.get("num_steps_per_rollout") == 2:
+        settings["global_batch_size"] //= 2
+    if settings["rm_type"] == "dapo":  # a random model never answers: groups would all be alike
+        del settings["rm_type"]
+        settings["custom_rm_path"] = f"{work.reward}:letters"
+    if "opd_type" in settings:
+        teacher = save_other_model(folder / "teacher", seed=2, std=0.3)
+        settings["opd_teacher_load"] = str(teacher)
+    if experts:
+        settings["expert_model_parallel_size"] = 2
+    if path := settings.get("custom_generate_function_path"):
+        settings["custom_generate_function_path"] = str(ROOT / path)
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings | changes))
+    return ["--config", str(folder / "run.yaml")], 2 if experts else 1
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_tiny_twin_trains(
+    name: str, server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    argv, ranks = twin(name, work, tmp_path)
+    server.train(argv, tmp_path / "log", ranks=ranks).ok()
+    rows = [row for row in rows_of(tmp_path / "out") if "train/loss" in row]
+    assert len(rows) == 2
+    assert all(math.isfinite(row["train/loss"]) for row in rows)
+    assert all(row["rollout/failed_frac"] == 0 for row in rows)
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def short_rows(folder: Path) -> Path:
+    """Rows of GSM8K with an answer of one digit, which a model that writes two characters can
+    give."""
+    rows = [line for line in ROWS.read_text().splitlines() if line[-4] == " "]
+    rows = [line for line in rows if len(json.loads(line)["question"]) < 330]
+    assert len(rows) >= 8
+    path = folder / "short.jsonl"
+    path.write_text("\n".join(rows[:16]) + "\n")
+    return path
+
+
+@pytest.mark.slow
+def test_gsm8k_rises(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+    """Random weights are right by chance; they learn which digits answer these questions."""
+    changes = dict(
+        prompt_data=str(short_rows(tmp_path)), num_rollout=40, rollout_batch_size=8, n_samples_per_prompt=16, global_batch_size=128,
+        rollout_max_prompt_len=400, rollout_max_response_len=2, lr=1e-2,
+    )  # fmt: skip
+    argv, _ = twin("gsm8k_qwen3_0.6b", work, tmp_path, **changes)
+    server.train(argv, tmp_path / "log", timeout_s=900).ok()
+    scores = [row["rollout/reward_mean"] for row in rows_of(tmp_path / "out")]
+    assert mean(scores[-5:]) > 2 * mean(scores[:5]) > 0, scores
