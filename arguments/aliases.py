@@ -40,9 +40,14 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "--use-tis": {"tis_ratio_type": "token"},
     "--use-rotary-position-embeddings": {"position_embedding_type": "rope"},
     "--use-tensorboard": {"no_tensorboard": False},
+    "--offload": {"offload_train": True, "offload_rollout": True},
 }
 # Fields of which slime gives one value with each flag.
 APPENDED = ("rollout_sample_hook_path",)
+# Fields that slime's scripts set from a variable that may be empty; what holds then.
+MAY_BE_EMPTY: Mapping[str, str] = {
+    "wandb_key": "W&B takes WANDB_API_KEY or its own login",
+}
 # Accepted, because what they ask for is so anyway.
 NO_EFFECT: Mapping[str, str] = {
     "--get-mismatch-metrics": "mismatch metrics are always computed",
@@ -66,19 +71,14 @@ NO_EFFECT: Mapping[str, str] = {
     "--auto-detect-ckpt-format": "the format of a checkpoint is always detected",
     "--exit-signal-handler": "a run with --save always saves on SIGTERM",
 }
-_NO_TRACKER = "metrics go to metrics.jsonl and TensorBoard"
-_WHOLE = "weights are sent whole each time, which gives the servers the same weights"
-_COLOCATED = "with --colocate servers release their memory while the trainer works, and the trainer keeps its own; otherwise nothing is offloaded"
+_DELTA = "changes of weights are sent as XOR of what changed, with SHA-256 of every tensor"
 # As NO_EFFECT, with or without a value.
 IGNORED: Mapping[str, str] = {
     f"--{name}": why
     for why, names in {
-        _NO_TRACKER: """use-wandb wandb-mode wandb-dir wandb-key wandb-host wandb-team wandb-group wandb-project
-            wandb-run-id wandb-always-use-train-step disable-wandb-random-suffix tb-project-name tb-experiment-name""",
-        _WHOLE: """update-weight-mode update-weight-local-checkpoint-dir update-weight-delta-encoding
-            update-weight-delta-checksum""",
+        "every metric has the number of its rollout": "wandb-always-use-train-step",
+        _DELTA: "update-weight-delta-encoding update-weight-delta-checksum",
         "rows are padded as the layout needs it": "data-pad-size-multiplier",
-        _COLOCATED: "offload offload-train no-offload-train offload-rollout no-offload-rollout",
     }.items()
     for name in names.split()
 }
@@ -90,8 +90,7 @@ _TRAIN_DATA = (
 )
 _SOURCE = "the position in the data is a part of every checkpoint; --rollout-function-path draws groups from data_source as it likes"
 _PROVIDER = "models end at hidden states here, and a provider's compute logits; register a model family (--import-modules)"
-_WANDB = "metrics go to metrics.jsonl and TensorBoard"
-_OPD = "a teacher in Megatron's format"
+_WANDB = "these metrics of samples are in the report of a run with --save-debug-rollout-data"
 _CRITIC = "the critic is on the processes of the policy; its layout there is chosen with --critic-tensor-model-parallel-size and its siblings"
 _CLUSTER = "the layout is given by torchrun (or SLURM) and the parallel sizes"
 _SYNC = "this way of handing over weights"
@@ -105,8 +104,6 @@ NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
     _TRAIN_DATA: "custom-convert-samples-to-train-data-path",
     _PROVIDER: "custom-model-provider-path",
     _WANDB: "log-multi-turn log-passrate log-reward-category log-correct-samples",
-    "multi-token prediction": "enable-mtp-training",
-    _OPD: "opd-teacher-ckpt-step",
     _CRITIC: "critic-num-nodes critic-num-gpus-per-node",
     "the critic is a part of every checkpoint in --save, so that both are of the same moment": "critic-save",
     "training a critic or a policy without the other": "critic-train-only",
@@ -116,8 +113,7 @@ NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
     _SYNC: """update-weights-interval keep-old-actor
         force-fp8-ue8m0-scale""",
     _DEBUG: """save-debug-train-data dump-details load-debug-rollout-data-subsample load-forge-rollout-data memory-recorder
-        memory-snapshot-dir memory-snapshot-num-steps record-memory-history profile-target use-pytorch-profiler profile
-        profile-step-start profile-step-end ci-test ci-disable-kl-checker ci-load-grad-norm ci-save-grad-norm
+        profile-target ci-test ci-disable-kl-checker ci-load-grad-norm ci-save-grad-norm
         ci-train-rollout-logprob-abs-diff-threshold""",
     "dropout within adapters, which would depend on the layout": "lora-dropout",
     "this setting of adapters; --lora-target-modules names the layers": "exclude-modules",

@@ -8,6 +8,7 @@ from typing import Any
 
 from arguments.eval_sets import EvalSet
 from arguments.schema import (
+    AgentsConfig,
     AlgorithmConfig,
     CheckpointConfig,
     CriticConfig,
@@ -23,6 +24,7 @@ from arguments.schema import (
     ModelConfig,
     ParallelConfig,
     PreflightConfig,
+    ProfilingConfig,
     RestatedConfig,
     RewardConfig,
     RolloutConfig,
@@ -49,6 +51,7 @@ class ConfigGroups:
     eval_sets: tuple[EvalSet, ...]
     rollout: RolloutConfig
     scheduling: SchedulingConfig
+    agents: AgentsConfig
     hooks: HooksConfig
     sglang: SglangConfig
     reward: RewardConfig
@@ -63,6 +66,7 @@ class ConfigGroups:
     checkpoint: CheckpointConfig
     logging: LoggingConfig
     debug: DebugConfig
+    profiling: ProfilingConfig
     preflight: PreflightConfig
     server: ServerConfig
     slime: SlimeConfig

@@ -14,9 +14,10 @@ from arguments.rules.layout import (
     BATCH_RULES,
     PARALLEL_RULES,
     every_rank_gets_a_sample,
-    virtual_stages_of,
 )
 from arguments.rules.network import MOE_RULES
+from arguments.rules.pipeline import COUNTED, ENDS, virtual_stages_of
+from arguments.rules.pipeline import LAYOUT as STAGES
 from arguments.run_config import CriticModel
 from arguments.schema import CriticConfig, ParallelConfig
 from slime_like.config import Problem, flag_name
@@ -84,11 +85,10 @@ def critic_layout_is_possible(s: Settings) -> list[Problem]:
 def as_policy(s: Settings) -> Settings:
     """The settings as if the critic's layout were the policy's."""
     parallel = critic_parallel(s.critic, s.parallel)
-    core = {
-        name: value
-        for name, value in s.core.items()
-        if name != "cp_comm_type" or parallel.context_parallel_size > 1
-    }
+    gone = {"cp_comm_type"} if parallel.context_parallel_size == 1 else set[str]()
+    if parallel.pipeline_model_parallel_size != s.parallel.pipeline_model_parallel_size:
+        gone |= {STAGES, *ENDS, *COUNTED}  # the shares of the policy's stages
+    core = {name: value for name, value in s.core.items() if name not in gone}
     layout = {name for name in LAYOUT if PREFIX + name in s.given}
     return dataclasses.replace(
         s, parallel=parallel, core=core, given=(s.given - set(LAYOUT)) | layout
@@ -114,7 +114,7 @@ def _critics(words: str) -> str:
 def build_critic(s: Settings) -> tuple[CriticModel | None, list[Problem]]:
     """Of settings that the rules have passed; or what megatron-core has against them."""
     view = as_policy(s)
-    stages = virtual_stages_of(view.parallel, s.core.get("num_layers"))
+    stages = virtual_stages_of(view.parallel, view.core)
     built, problems = build_megatron_configs(
         view.core, model=s.model, parallel=view.parallel, virtual_stages=stages, machine=s.machine
     )

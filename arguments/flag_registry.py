@@ -21,6 +21,7 @@ from slime_like.losses.off_policy_config import OffPolicyConfig
 from slime_like.losses.reductions import LOSS_REDUCTIONS
 from slime_like.losses.registry import policy_losses
 from slime_like.losses.value_loss import ValueLossConfig
+from slime_like.metrics.trackers.base import tracker_names, trackers
 from slime_like.registry import registrations
 from slime_like.rewards.registry import rewards
 from slime_like.rollout.engines.engine_registry import rollout_engines
@@ -36,6 +37,7 @@ GROUPS: Mapping[str, tuple[str, type]] = {
     "eval": ("eval", schema.EvalConfig),
     "rollout": ("rollout", schema.RolloutConfig),
     "scheduling": ("scheduling of rollouts", schema.SchedulingConfig),
+    "agents": ("agents", schema.AgentsConfig),
     "hooks": ("functions of your own", schema.HooksConfig),
     "sglang": ("sglang", schema.SglangConfig),
     "reward": ("reward", schema.RewardConfig),
@@ -49,6 +51,7 @@ GROUPS: Mapping[str, tuple[str, type]] = {
     "checkpoint": ("checkpoint", schema.CheckpointConfig),
     "logging": ("logging", schema.LoggingConfig),
     "debug": ("debug", schema.DebugConfig),
+    "profiling": ("profiling", schema.ProfilingConfig),
     "preflight": ("preflight", schema.PreflightConfig),
     "server": ("server", schema.ServerConfig),
     "slime": ("slime's launch scripts", schema.SlimeConfig),
@@ -120,6 +123,7 @@ def registry_choices() -> dict[str, list[str]]:
     losses = policy_losses.names(with_aliases=True)
     return {
         "rm_type": rewards.names(),
+        "tracker": tracker_names(),
         "rollout_engine": rollout_engines.names(),
         "update_weight_transport": weight_transports.names(),
         "policy_loss_type": losses,
@@ -136,6 +140,7 @@ def registry_help() -> dict[str, str]:
         "policy_loss_type": policy_losses.help(),
         "advantage_estimator": advantage_estimators.help(),
         "rm_type": rewards.help(),
+        "tracker": trackers.help(),
         "rollout_engine": rollout_engines.help(),
         "update_weight_transport": weight_transports.help(),
     }

@@ -47,7 +47,8 @@ CONFIGS_OF_GROUP = {
 # What works here. A field that is not named is known, and refused, whichever release brought it.
 SUPPORTED = frozenset(
     """
-    num_layers num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels hidden_dropout attention_dropout
+    num_layers num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout
+    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels hidden_dropout attention_dropout
     fp32_residual_connection layernorm_epsilon layernorm_zero_centered_gamma add_bias_linear add_qkv_bias
     normalization qk_layernorm rotary_interleaved init_method_std embedding_init_method_std attention_softmax_in_fp32
     apply_query_key_layer_scaling disable_bf16_reduced_precision_matmul attention_backend bias_activation_fusion
@@ -73,7 +74,7 @@ OURS = frozenset(
     tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size context_parallel_size
     expert_model_parallel_size expert_tensor_parallel_size sequence_parallel transformer_impl calculate_per_token_loss
     variable_seq_lengths deallocate_pipeline_outputs batch_p2p_comm batch_p2p_sync gated_linear_unit barrier_with_L1_time
-    config_logger_dir mtp_standalone test_mode moe_extended_tp async_tensor_model_parallel_allreduce
+    config_logger_dir mtp_standalone mtp_num_layers mtp_loss_scaling_factor test_mode moe_extended_tp async_tensor_model_parallel_allreduce
     _cpu_offloading_context check_for_nan_in_grad
     """.split()  # noqa: SIM905
 )
@@ -116,6 +117,7 @@ OPTIMIZER_DTYPES: Mapping[str, tuple[str, ...]] = {
 # `network_of_flags`.
 UNIONS: Mapping[str, Shape] = {
     "moe_layer_freq": Shape("value", str),
+    "pipeline_model_parallel_layout": Shape("value", str),
     "moe_router_load_balancing_type": Shape("list", str),
     "moe_aux_loss_coeff": Shape("list", float),
     **{name: Shape("value", str, words) for name, words in OPTIMIZER_DTYPES.items()},
@@ -169,7 +171,6 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("^fp16$|loss_scale|hysteresis", "float16, whose loss has to be scaled; use --bf16"),
     ("fp8|fp4|in_bf16|last_layers_bf16|tp_only_amax|quant_recipe|kitchen", "fp8 and fp4 training"),
     ("moe|expert|delay_wgrad|ep_overlap", "this setting of mixtures of experts"),
-    ("mtp_", "multi-token prediction"),
     ("latent_attention|attention_variant|dsa_|linear_|qk_clip|qk_l2|attention_output_gate|max_attention_logit|softmax_type"
      "|softmax_scale|window|no_rope|mrope", "this variant of attention"),
     ("context_parallel|cp_comm|dp_cp_rank", "context parallelism"),

@@ -4,6 +4,7 @@ built, and not before."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import re
 import warnings
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
+OF_OWN_LAYERS = {
+    *("post_self_attn_layernorm", "post_mlp_layernorm", "qk_norm_of_all_heads"),
+    "yarn_rotary_scaling_factor",
+}
 OF_PRECISION_AWARE = {"use_precision_aware_optimizer", "optimizer_cpu_offload", *OPTIMIZER_DTYPES}
 
 
@@ -161,7 +166,6 @@ def _of(config_type: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _transformer(build: Build) -> Any:
     from megatron.core.transformer.enums import AttnBackend
-    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     parallel, dtype = build.parallel, _dtype(build)
     values = {**_fusions(build), **build.values}
@@ -193,10 +197,42 @@ def _transformer(build: Build) -> Any:
         "batch_p2p_comm": build.nccl and not overlap,
         "barrier_with_L1_time": False,
     }
-    config_type = (
-        MLATransformerConfig if values.get("multi_latent_attention") else TransformerConfig
-    )
+    config_type = transformer_config_type(values)
     return config_type(**_of(config_type, values))
+
+
+def transformer_config_type(values: Mapping[str, Any]) -> type[TransformerConfig]:
+    """Which of its classes has fields for the network that `values` describe."""
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    if values.get("multi_latent_attention"):
+        return MLATransformerConfig
+    return _layer_config() if OF_OWN_LAYERS & values.keys() else TransformerConfig
+
+
+@functools.cache
+def _layer_config() -> type[TransformerConfig]:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    @dataclasses.dataclass
+    class LayerConfig(TransformerConfig):
+        """With fields for what megatron-core's layers do not have."""
+
+        post_self_attn_layernorm: bool = False  # before what it gives is added to the stream
+        post_mlp_layernorm: bool = False
+        qk_norm_of_all_heads: bool = False  # of the queries at once, and of the keys
+        window_rotary_base: float | None = None  # of layers with a window, in place of the model's
+        embedding_scale: float = 1.0
+        # of GPTModel's YaRN, which looks for them here
+        yarn_rotary_scaling_factor: float = 1.0
+        yarn_original_max_position_embeddings: int = 4096
+        yarn_beta_fast: float = 32.0
+        yarn_beta_slow: float = 1.0
+        yarn_mscale: float = 1.0
+        yarn_mscale_all_dim: float = 0.0
+        yarn_correction_range_round_to_int: bool = True
+
+    return LayerConfig
 
 
 def _fusions(build: Build) -> dict[str, bool]:
@@ -207,11 +243,14 @@ def _fusions(build: Build) -> dict[str, bool]:
     fusable = values.get("activation_func", "gelu") in (("silu", "quick_gelu") if gated else ())
     return {
         "bias_activation_fusion": gpu and fusable,
-        "bias_dropout_fusion": gpu,
+        # which grouped experts with biases do not have
+        "bias_dropout_fusion": gpu
+        and not (values.get("num_moe_experts") and values.get("add_bias_linear", True)),
         "masked_softmax_fusion": gpu,
         "apply_rope_fusion": gpu
         and build.transformer_impl == "transformer_engine"
         and not values.get("rotary_interleaved", False)
+        and "yarn_rotary_scaling_factor" not in values  # whose cosines are scaled
         # megatron-core's kernel for latent attention is for YaRN alone
         and not (values.get("multi_latent_attention") and values.get("rope_type") != "yarn"),
         "gradient_accumulation_fusion": build.machine.cuda and build.machine.gradient_fusion,
@@ -223,9 +262,16 @@ def activation_function(name: str) -> Any:
     import torch.nn.functional as F
     from megatron.core.activations import quick_gelu, squared_relu
 
-    return {"gelu": F.gelu, "silu": F.silu, "squared_relu": squared_relu, "quick_gelu": quick_gelu}[
-        name
-    ]
+    def gelu_tanh(x: Any) -> Any:
+        return F.gelu(x, approximate="tanh")
+
+    return {
+        "gelu_tanh": gelu_tanh,
+        "gelu": F.gelu,
+        "silu": F.silu,
+        "squared_relu": squared_relu,
+        "quick_gelu": quick_gelu,
+    }[name]
 
 
 def _optimizer(build: Build) -> Any:

@@ -28,16 +28,18 @@ from arguments.rules.algorithm import completed_critic, has_critic
 from arguments.rules.base import Rule, Settings
 from arguments.rules.data import completed_distillation
 from arguments.rules.declared import declared_warnings
-from arguments.rules.layout import default_micro_batches, global_batch_of, virtual_stages_of
+from arguments.rules.layout import default_micro_batches, global_batch_of
 from arguments.rules.network import MOE_WARNINGS
+from arguments.rules.pipeline import virtual_stages_of
 from arguments.rules.run import RULES, WARNINGS, Warn, notes_of, settings_of_other_losses
 from arguments.rules.server import OF_EVERY_STEP, OF_THE_SERVER, SERVER_RULES, of_the_trainer
 from arguments.rules.sglang import completed_sglang
-from arguments.run_config import RunConfig, TeacherModel
+from arguments.run_config import RunConfig
 from arguments.run_file import read_run_file
 from arguments.schema import ModelConfig, PreflightConfig
 from arguments.schema.data import learns_conversations
 from arguments.slime_launch import settle_slime_launch, slime_world_size
+from arguments.teacher import build_teacher
 from arguments.values import ParsedArgs, merge
 from slime_like.advantages.registry import advantage_estimators
 from slime_like.config import ConfigError, Problem, flag_name
@@ -439,13 +441,13 @@ def _finish(
 ) -> RunConfig:
     """The settings with all that follows from them filled in, and megatron-core's objects."""
     s = draft.settings
-    stages = virtual_stages_of(s.parallel, s.core.get("num_layers"))
+    stages = virtual_stages_of(s.parallel, s.core)
     megatron, problems = build_megatron_configs(
         s.core, model=s.model, parallel=s.parallel, virtual_stages=stages, machine=s.machine
     )
     if megatron is None:
         raise ConfigError(_in_order(problems, table))
-    teacher, problems = _teacher(s, draft.checkpoint, stages)
+    teacher, problems = build_teacher(s, draft.checkpoint, stages)
     critic, more = build_critic(s) if has_critic(s) else (None, [])
     if problems + more:
         raise ConfigError(_in_order(problems + more, table))
@@ -482,27 +484,3 @@ def _finish(
         warnings=tuple(warnings),
         notes=tuple(notes_of(s)),
     )
-
-
-def _teacher(
-    s: Settings, checkpoint: HfModel | None, stages: int | None
-) -> tuple[TeacherModel | None, list[Problem]]:
-    """The teacher of on-policy distillation: its own shape, and everything else as the policy has
-    it."""
-    folder = s.distillation.opd_teacher_load
-    if folder is None:
-        return None, []
-    shape = read_hf_model(folder)
-    policy = {} if checkpoint is None else checkpoint.transformer
-    core = {name: value for name, value in s.core.items() if name not in policy} | shape.transformer
-    built, problems = build_megatron_configs(
-        core, model=s.model, parallel=s.parallel, virtual_stages=stages, machine=s.machine
-    )
-    if built is None:
-        return None, [
-            Problem("--opd-teacher-load", folder, f"{problem.flag}: {problem.message}")
-            for problem in problems
-        ]
-    return TeacherModel(
-        gpt=dataclasses.replace(s.gpt, **shape.gpt), transformer=built.transformer
-    ), []

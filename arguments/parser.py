@@ -20,6 +20,7 @@ from arguments.aliases import (
     APPENDED,
     DEPRECATED,
     IGNORED,
+    MAY_BE_EMPTY,
     NEGATED_ALIASES,
     NO_EFFECT,
     PASSED_ON,
@@ -86,6 +87,9 @@ class _Setting(_Ours):
         flag, given = self.flag, parser.given
         if flag.kind == "switch":
             words = words or ["true"]
+        if not words and flag.dest in MAY_BE_EMPTY:
+            given.warnings.append(f"{typed} has no value: {MAY_BE_EMPTY[flag.dest]}")
+            return
         if not words:
             given.refuse(typed, None, "needs a value" + legal_words(flag), flag.dest)
         elif words == ["null"]:

@@ -74,10 +74,11 @@ def _defaults(given: ParsedArgs) -> None:
     for name, value in DEFAULTS.items():
         if name not in given.bad:
             values.setdefault(name, value)
+    gpus = slime_world_size(values)
+    if values.get("colocate") and values.get("rollout_num_gpus", gpus) != gpus:
+        _drop(given, "rollout_num_gpus", "with --colocate servers get all GPUs of the trainer")
     if values.get("optimizer", "adam") not in ("adam", "muon"):
         values.pop("use_distributed_optimizer")
-    if values.get("colocate") and _samples(values):
-        values.setdefault("rollout_num_gpus", slime_world_size(values))
 
 
 def _drop(given: ParsedArgs, dest: str, why: str) -> None:

@@ -6,6 +6,7 @@ from arguments.rules.base import Rule, Settings, problem
 from slime_like.advantages.registry import (
     OutcomeEstimator,
     TokenEstimator,
+    TurnEstimator,
     advantage_estimators,
     needs_energies,
 )
@@ -85,7 +86,11 @@ def idle_advantage_settings(s: Settings) -> str | None:
         return "--lambd has no effect with both --value-lambd and --lambd-length-alpha, which are the critic's and the policy's"
     if s.algorithm.singleton_advantage == "reward" and needs_energies(entry):
         return f"--singleton-advantage reward has no effect with --advantage-estimator {name}: a group of one has advantage 0"
-    scales = isinstance(entry, OutcomeEstimator) and entry.scales_by_std
+    if "gamma" in s.given and name == "grpo_branch":
+        return "--gamma has no effect with --advantage-estimator grpo_branch: a branch's rewards are summed"
+    scales = isinstance(entry, TurnEstimator) or (
+        isinstance(entry, OutcomeEstimator) and entry.scales_by_std
+    )
     if "disable_grpo_std_normalization" in s.given and not scales:
         return f"--disable-grpo-std-normalization has no effect with --advantage-estimator {name}"
     return None

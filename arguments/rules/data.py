@@ -11,9 +11,10 @@ from pathlib import Path
 from arguments.eval_sets import EvalSet
 from arguments.hf.model import HfModel, read_hf_model
 from arguments.rules.base import TASK_PREFIX, Rule, Settings, problem
-from arguments.rules.layout import virtual_stages_of
+from arguments.rules.pipeline import virtual_stages_of
 from arguments.rules.rows import file_of, first_keys
 from arguments.schema import DistillationConfig
+from slime_like.checkpoints.folders import is_checkpoint_root
 from slime_like.config import ConfigError, Problem, flag_name
 from slime_like.rewards import task
 from slime_like.rewards.custom import load_function
@@ -130,10 +131,11 @@ def teacher_is_there(s: Settings) -> list[Problem]:
     folder = s.distillation.opd_teacher_load
     if folder is None or not s.distillation.use_opd:
         return []
+    if is_checkpoint_root(folder):
+        return []  # of the policy's shape, which the rules of the policy look at
     if not (Path(folder) / "config.json").is_file():
-        return problem(
-            "opd_teacher_load", folder, "no config.json in this folder; give a Hugging Face model"
-        )
+        words = "neither a Hugging Face model (config.json) nor a folder of checkpoints"
+        return problem("opd_teacher_load", folder, words)
     try:
         teacher = read_hf_model(folder)
     except ConfigError as error:
@@ -157,9 +159,7 @@ def teacher_fits_the_layout(s: Settings, teacher: HfModel) -> list[Problem]:
             message = f"has {size} {name}, which --tensor-model-parallel-size {parallel.tensor_model_parallel_size} does not divide"
             found += problem("opd_teacher_load", folder, message)
     layers = teacher.transformer["num_layers"]
-    stages = parallel.pipeline_model_parallel_size * (
-        virtual_stages_of(parallel, s.core.get("num_layers")) or 1
-    )
+    stages = parallel.pipeline_model_parallel_size * (virtual_stages_of(parallel, s.core) or 1)
     if layers % stages:
         message = f"has {layers} layers, which the policy's {stages} pipeline stages do not divide"
         found += problem("opd_teacher_load", folder, message)

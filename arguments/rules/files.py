@@ -38,6 +38,12 @@ def checkpoint_step(s: Settings) -> list[Problem]:
     for flag, root, name, step in (
         ("--load", s.checkpoint.load, "ckpt_step", s.checkpoint.ckpt_step),
         ("--ref-load", s.model.ref_load, "ref_ckpt_step", s.model.ref_ckpt_step),
+        (
+            "--opd-teacher-load",
+            s.distillation.opd_teacher_load,
+            "opd_teacher_ckpt_step",
+            s.distillation.opd_teacher_ckpt_step,
+        ),
     ):
         if step is None or root is None or not Path(root).is_dir():
             continue

@@ -8,7 +8,11 @@ from typing import Any
 
 from arguments.megatron_configs import resolve_transformer_impl
 from arguments.rules.base import LayoutSettings, Rule, Settings, problem
-from arguments.schema import ParallelConfig
+from arguments.rules.pipeline import (
+    interleaved_flags,
+    pipeline_divides_the_layers,
+    virtual_stages_of,
+)
 from slime_like.config import Problem, flag_name
 
 # --- layout --------------------------------------------------------------------------------------
@@ -24,10 +28,13 @@ def world_is_divisible(s: LayoutSettings) -> list[Problem]:
         for n in names
         if n != "context_parallel_size" or s.parallel.context_parallel_size > 1
     )
+    words = f"{sizes} = {size} does not divide the {s.world_size} processes"
+    if s.world_size < size:
+        words += f", and the model needs {size} at least"
     return problem(
         "tensor_model_parallel_size",
         None,
-        f"{sizes} = {size} does not divide the {s.world_size} processes; change a size or the number of processes",
+        f"{words}; change a size or the number of processes",
     )
 
 
@@ -53,6 +60,19 @@ def tensor_parallel_divides_the_network(s: LayoutSettings) -> list[Problem]:
                 f"does not divide {flag_name(name)} {whole}; choose a divisor of it",
             )
     return found
+
+
+def delta_nets_share_their_groups(s: LayoutSettings) -> list[Problem]:
+    """Of linear attention: tensor-parallel ranks have whole groups, and context-parallel ranks
+    exchange them for whole sequences."""
+    if not s.core.get("linear_attention_freq"):
+        return []
+    groups = s.core["linear_num_key_heads"]
+    tensor, context = s.parallel.tensor_model_parallel_size, s.parallel.context_parallel_size
+    if groups % (tensor * context) == 0:
+        return []
+    words = f"times --context-parallel-size {context} does not divide config.json's linear_num_key_heads {groups}; choose sizes whose product does"
+    return problem("tensor_model_parallel_size", tensor, words)
 
 
 def context_parallel_has_limits(s: Settings) -> list[Problem]:
@@ -102,101 +122,6 @@ def latent_attention_with_context_parallel(s: Settings) -> str | None:
     )
 
 
-def virtual_stages_of(parallel: ParallelConfig, num_layers: int | None) -> int | None:
-    """Model chunks on each pipeline rank, by either of the two flags; None without the interleaved
-    schedule."""
-    if parallel.num_virtual_stages_per_pipeline_rank is not None:
-        return parallel.num_virtual_stages_per_pipeline_rank
-    per_chunk = parallel.num_layers_per_virtual_pipeline_stage
-    if per_chunk is None or not num_layers:
-        return None
-    return num_layers // parallel.pipeline_model_parallel_size // per_chunk
-
-
-def interleaved_flags(s: Settings) -> list[Problem]:
-    parallel = s.parallel
-    stages, layers = (
-        parallel.num_virtual_stages_per_pipeline_rank,
-        parallel.num_layers_per_virtual_pipeline_stage,
-    )
-    if stages is None and layers is None:
-        return []
-    name = (
-        "num_layers_per_virtual_pipeline_stage"
-        if stages is None
-        else "num_virtual_stages_per_pipeline_rank"
-    )
-    if parallel.pipeline_model_parallel_size == 1:
-        return problem(
-            name, getattr(parallel, name), "needs --pipeline-model-parallel-size above 1"
-        )
-    if stages == 1:
-        return problem(name, 1, "must be above 1; leave it out for the plain schedule")
-    return []
-
-
-UNEQUAL_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-
-
-def unequal_stages(s: LayoutSettings) -> list[Problem]:
-    """--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers: the other stages
-    share the remaining layers equally."""
-    pipeline, layers = s.parallel.pipeline_model_parallel_size, s.core["num_layers"]
-    own = {name: s.core[name] for name in UNEQUAL_STAGES if s.core.get(name)}
-    name = next(iter(own))
-    if pipeline == 1:
-        return problem(name, own[name], "needs --pipeline-model-parallel-size above 1")
-    parallel = s.parallel
-    if (
-        parallel.num_virtual_stages_per_pipeline_rank
-        or parallel.num_layers_per_virtual_pipeline_stage
-    ):
-        words = "does not go with the interleaved schedule here; leave one of them out"
-        return problem(name, own[name], words)
-    rest, others = layers - sum(own.values()), pipeline - len(own)
-    if (
-        min(own.values()) < 1
-        or rest < others
-        or (others == 0 and rest)
-        or (others and rest % others)
-    ):
-        words = f"leaves {rest} of the {layers} layers, which the {others} other stages cannot share equally"
-        return problem(name, own[name], words)
-    return []
-
-
-def pipeline_divides_the_layers(s: LayoutSettings) -> list[Problem]:
-    pipeline, layers = s.parallel.pipeline_model_parallel_size, s.core.get("num_layers")
-    if not layers:
-        return []
-    if any(s.core.get(name) for name in UNEQUAL_STAGES):
-        return unequal_stages(s)
-    if layers % pipeline:
-        return problem(
-            "pipeline_model_parallel_size",
-            pipeline,
-            f"does not divide the {layers} layers; choose a divisor of {layers}",
-        )
-    per_rank = layers // pipeline
-    stages, per_chunk = (
-        s.parallel.num_virtual_stages_per_pipeline_rank,
-        s.parallel.num_layers_per_virtual_pipeline_stage,
-    )
-    if stages and per_rank % stages:
-        return problem(
-            "num_virtual_stages_per_pipeline_rank",
-            stages,
-            f"does not divide the {per_rank} layers of a pipeline rank",
-        )
-    if per_chunk and (per_rank % per_chunk or per_rank == per_chunk):
-        return problem(
-            "num_layers_per_virtual_pipeline_stage",
-            per_chunk,
-            f"must be a proper divisor of the {per_rank} layers of a pipeline rank",
-        )
-    return []
-
-
 def backend_is_there(s: Settings) -> list[Problem]:
     if s.parallel.distributed_backend == "nccl" and not s.machine.cuda:
         return problem(
@@ -209,7 +134,7 @@ def backend_is_there(s: Settings) -> list[Problem]:
 
 PARALLEL_RULES: tuple[Rule, ...] = (
     world_is_divisible, sequence_parallel_needs_tensor_parallel, tensor_parallel_divides_the_network,
-    context_parallel_has_limits, interleaved_flags, pipeline_divides_the_layers, backend_is_there,
+    context_parallel_has_limits, delta_nets_share_their_groups, interleaved_flags, pipeline_divides_the_layers, backend_is_there,
 )  # fmt: skip
 
 
@@ -317,10 +242,11 @@ def global_batch_is_divisible(s: Settings) -> list[Problem]:
         return problem(
             name,
             None,
-            f"an optimizer step's {size} samples are not divisible by {parts} = {dp * micro}; change one of them",
+            f"an optimizer step's {size} samples are not divisible by {parts} = {dp * micro}; change one of them, or give "
+            "--use-dynamic-batch-size, which takes any number of ranks",
         )
     micro_batches, pipeline = size // (dp * micro), s.parallel.pipeline_model_parallel_size
-    if virtual_stages_of(s.parallel, s.core.get("num_layers")) and micro_batches % pipeline:
+    if virtual_stages_of(s.parallel, s.core) and micro_batches % pipeline:
         return problem(
             name, None,
             f"the interleaved schedule needs a multiple of --pipeline-model-parallel-size {pipeline} micro-batches in a step; there are {micro_batches}",
@@ -335,7 +261,7 @@ def log_prob_micro_batches(s: Settings) -> list[Problem]:
         s.data_parallel_size,
         s.parallel.pipeline_model_parallel_size,
     )
-    if size is None or dp is None or not virtual_stages_of(s.parallel, s.core.get("num_layers")):
+    if size is None or dp is None or not virtual_stages_of(s.parallel, s.core):
         return []
     if s.samples_per_rollout % (dp * size * pipeline):
         need = f"{dp} data-parallel ranks x {size} x --pipeline-model-parallel-size {pipeline}"

@@ -12,11 +12,12 @@ from arguments.megatron import required_without_checkpoint
 from arguments.megatron_configs import resolve_transformer_impl
 from arguments.rules.base import LayoutSettings, Rule, Settings, problem
 from arguments.rules.layout import (
-    pipeline_divides_the_layers,
+    delta_nets_share_their_groups,
     tensor_parallel_divides_the_network,
-    virtual_stages_of,
     world_is_divisible,
 )
+from arguments.rules.pipeline import pipeline_divides_the_layers, virtual_stages_of
+from arguments.rules.prediction import prediction_layers_are_there
 from arguments.schema import ParallelConfig
 from slime_like.config import Problem, check_fields, flag_name
 
@@ -67,7 +68,8 @@ def local_layers_have_limits(s: Settings) -> list[Problem]:
             backend,
             "needs Transformer Engine layers, which are not used here; use auto or local",
         )
-    if s.core.get("layernorm_zero_centered_gamma"):
+    own_norms = s.core.get("linear_attention_freq") or s.core.get("post_mlp_layernorm")
+    if s.core.get("layernorm_zero_centered_gamma") and not own_norms:
         found.append(
             Problem(
                 "--apply-layernorm-1p",
@@ -189,7 +191,7 @@ def network_numbers(s: Settings) -> list[Problem]:
 
 
 NETWORK_RULES: tuple[Rule, ...] = (
-    network_is_complete, checkpoint_is_needed, transformer_engine_is_there, local_layers_have_limits, attention_backend_is_there,
+    network_is_complete, checkpoint_is_needed, prediction_layers_are_there, transformer_engine_is_there, local_layers_have_limits, attention_backend_is_there,
     recompute_is_complete, network_numbers,
 )  # fmt: skip
 
@@ -252,6 +254,9 @@ def expert_parallel_sizes(s: LayoutSettings) -> list[Problem]:
             etp,
             f"does not divide the experts' inner size {ffn} (--moe-ffn-hidden-size)",
         )
+    if etp > 1 and s.core.get("add_bias_linear"):
+        words = "cuts experts that have biases, which megatron-core refuses; give 1, with --expert-model-parallel-size above 1"
+        found += problem("expert_tensor_parallel_size", etp, words)
     shared, tp = (
         s.core.get("moe_shared_expert_intermediate_size"),
         parallel.tensor_model_parallel_size,
@@ -307,7 +312,7 @@ def experts_cut_otherwise_are_spread(s: Settings) -> list[Problem]:
 def dispatcher_fits_the_pipeline(s: Settings) -> list[Problem]:
     """megatron-core's condition on pipelines whose stages exchange shapes, which packed rows need."""
     plain_pipeline = s.parallel.pipeline_model_parallel_size > 1 and not virtual_stages_of(
-        s.parallel, s.core.get("num_layers")
+        s.parallel, s.core
     )
     if experts_of(s) and s.core.get("moe_token_dispatcher_type") == "allgather" and plain_pipeline:
         return problem(
@@ -441,6 +446,7 @@ MOE_WARNINGS: tuple[Callable[[Settings], str | None], ...] = (
 RULES = (
     world_is_divisible,
     tensor_parallel_divides_the_network,
+    delta_nets_share_their_groups,
     pipeline_divides_the_layers,
     expert_parallel_sizes,
 )

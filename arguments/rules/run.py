@@ -13,6 +13,7 @@ from arguments.rules.advantages import (
     gdpo_of_one_reward,
     idle_advantage_settings,
 )
+from arguments.rules.agents import AGENT_RULES
 from arguments.rules.algorithm import (
     CORRECTION_RULES,
     CRITIC_RULES,
@@ -36,6 +37,7 @@ from arguments.rules.layout import (
     latent_attention_with_context_parallel,
 )
 from arguments.rules.network import MOE_RULES, MOE_WARNINGS, NETWORK_RULES
+from arguments.rules.profiling import PROFILING_RULES
 from arguments.rules.scheduling import SCHEDULING_RULES
 from arguments.rules.server import only_the_server_has_these
 from arguments.rules.sglang import SGLANG_RULES
@@ -100,7 +102,7 @@ RULES: tuple[Rule, ...] = (
     *PARALLEL_RULES, *NETWORK_RULES, *MOE_RULES, *BATCH_RULES, *MICRO_BATCH_RULES,
     kl_in_one_place, kl_needs_a_reference, reduction_fits_the_loss, *SUPERVISED_RULES, *LOSS_RULES,
     *CORRECTION_RULES, *ADVANTAGE_RULES, *CRITIC_RULES, critic_layout_is_possible, *LORA_RULES, *DISTILLATION_RULES,
-    *STEP_RULES, *OPTIMIZER_RULES, *LEARNING_RATE_RULES, *DATA_RULES, *SCHEDULING_RULES, *SGLANG_RULES, *FILE_RULES, only_the_server_has_these,
+    *STEP_RULES, *OPTIMIZER_RULES, *LEARNING_RATE_RULES, *DATA_RULES, *SCHEDULING_RULES, *AGENT_RULES, *SGLANG_RULES, *FILE_RULES, *PROFILING_RULES, only_the_server_has_these,
 )  # fmt: skip
 
 

@@ -30,8 +30,8 @@ ALSO_SERVED = {
     "max_tokens_per_gpu", "log_probs_chunk_size", "rollout_local_batch_size", "print_megatron_patches", "no_verify_checkpoint", "config", "rollout_engine",
 }  # fmt: skip
 TRAINERS_GROUPS = (
-    "data", "eval", "rollout", "scheduling", "reward", "algorithm", "lora", "distillation", "off_policy", "critic", "value_loss", "gates", "schedule", "checkpoint",
-    "logging", "debug", "preflight",
+    "data", "eval", "rollout", "scheduling", "agents", "reward", "algorithm", "lora", "distillation", "off_policy", "critic", "value_loss", "gates", "schedule", "checkpoint",
+    "logging", "debug", "profiling", "preflight",
 )  # fmt: skip
 OF_EVERY_STEP = (
     "lr",
@@ -67,7 +67,7 @@ def of_the_trainer() -> set[str]:
         for _, loss in policy_losses.items()
         for field in dataclasses.fields(loss.config_type)
     }
-    return (fields | {"ref_load", "ref_ckpt_step", "ref_offload"}) - ALSO_SERVED
+    return (fields | {"ref_load", "ref_ckpt_step", "ref_offload", "mtp_num_layers"}) - ALSO_SERVED
 
 
 def nothing_of_the_trainer(s: Settings) -> list[Problem]:
@@ -124,6 +124,7 @@ def snapshots_are_folders(s: Settings) -> list[Problem]:
         return []
     others = (
         "update_weight_transport", "update_weight_buffer_size", "update_weight_disk_dir", "update_weight_disk_keep_files", "colocate",
+        "update_weight_mode", "offload_train", "offload_rollout",
     )  # fmt: skip
     found = [
         p

@@ -51,6 +51,15 @@ def uses_sglang(s: Settings) -> bool:
     return s.rollout.rollout_engine == "sglang"
 
 
+def gpus_of_servers(s: Settings) -> int | None:
+    """Of those that the run starts: with --colocate all of the trainer's by default; None: it
+    starts none."""
+    g = s.sglang
+    if g.rollout_num_gpus is None and g.colocate:
+        return s.world_size
+    return g.rollout_num_gpus
+
+
 def idle_sglang_settings(s: Settings) -> list[Problem]:
     if uses_sglang(s):
         return []
@@ -80,17 +89,14 @@ def engines_are_named(s: Settings) -> list[Problem]:
         return problem(
             missing, None, "is missing: --sglang-router-ip and --sglang-router-port go together"
         )
-    if g.rollout_external_engine_addrs is not None and g.rollout_num_gpus is not None:
+    starts = gpus_of_servers(s) is not None
+    if g.rollout_external_engine_addrs is not None and starts:
         return problem(
-            "rollout_num_gpus",
+            "colocate" if g.rollout_num_gpus is None else "rollout_num_gpus",
             g.rollout_num_gpus,
             "excludes --rollout-external-engine-addrs; give one of them",
         )
-    if (
-        g.rollout_external_engine_addrs is None
-        and g.rollout_num_gpus is None
-        and g.sglang_router_ip is None
-    ):
+    if g.rollout_external_engine_addrs is None and not starts and g.sglang_router_ip is None:
         return problem(
             "rollout_engine", "sglang",
             "needs servers: --rollout-num-gpus to start some, --rollout-external-engine-addrs host:port for some that run, or --sglang-router-ip",
@@ -114,7 +120,8 @@ def engines_that_are_started(s: Settings) -> list[Problem]:
     g = s.sglang
     if not uses_sglang(s):
         return []
-    if g.rollout_num_gpus is None:
+    gpus = gpus_of_servers(s)
+    if gpus is None:
         idle = [n for n in ("rollout_num_gpus_per_engine", "sglang_server_flags") if n in s.given]
         return [
             p
@@ -125,10 +132,10 @@ def engines_that_are_started(s: Settings) -> list[Problem]:
                 "is for servers that this run starts; add --rollout-num-gpus, or leave it out",
             )
         ]
-    if g.rollout_num_gpus % g.rollout_num_gpus_per_engine:
+    if gpus % g.rollout_num_gpus_per_engine:
         return problem(
             "rollout_num_gpus",
-            g.rollout_num_gpus,
+            gpus,
             f"is no multiple of --rollout-num-gpus-per-engine {g.rollout_num_gpus_per_engine}; change one",
         )
     return []
@@ -156,10 +163,11 @@ def sglang_is_installed(s: Settings) -> list[Problem]:
         sglang, router = packages_of(python)
     except (OSError, ValueError) as error:
         return problem("sglang_python", g.sglang_python, f"cannot be run: {error}")
-    if g.rollout_num_gpus is not None:
+    gpus = gpus_of_servers(s)
+    if gpus is not None:
         if sglang is None:
             message = f"needs SGLang, which {python} does not have; name an interpreter that has it with --sglang-python"
-            found += problem("rollout_num_gpus", g.rollout_num_gpus, message)
+            found += problem("rollout_num_gpus", gpus, message)
         else:
             found += unknown_settings(
                 "--sglang-", g.sglang_server_flags, server_fields(sglang), OURS
@@ -198,15 +206,11 @@ def weight_transport_fits(s: Settings) -> list[Problem]:
     if not uses_sglang(s):
         return []
     found = []
-    if g.colocate and g.rollout_num_gpus is None:
+    if g.colocate and (g.rollout_num_gpus or 0) > s.world_size:
         found += problem(
-            "colocate", None, "is for servers that this run starts; add --rollout-num-gpus"
-        )
-    if g.colocate and not s.machine.cuda:
-        found += problem(
-            "colocate",
-            None,
-            "shares GPUs between trainer and servers, and there is none here; leave it out",
+            "rollout_num_gpus",
+            g.rollout_num_gpus,
+            f"is more than the {s.world_size} of the trainer, which --colocate shares",
         )
     if g.colocate and s.scheduling.async_rollout:
         found += problem(
@@ -221,6 +225,10 @@ def weight_transport_fits(s: Settings) -> list[Problem]:
             "needs --colocate: handles of GPU memory are of use on the same GPU only",
         )
     disk = g.update_weight_transport == "disk"
+    if g.update_weight_mode == "delta" and not disk:
+        found += problem(
+            "update_weight_mode", "delta", "needs --update-weight-transport disk; add it"
+        )
     if g.no_update_weight_copy and (disk or g.colocate):
         found += problem(
             "no_update_weight_copy",
@@ -269,10 +277,16 @@ def checkpoint_of_the_servers(s: Settings) -> list[Problem]:
 
 
 def completed_sglang(s: Settings) -> SglangConfig:
-    transport = s.sglang.update_weight_transport or (
-        "cuda_ipc" if s.sglang.colocate else "broadcast"
+    g = s.sglang
+    shared = "cuda_ipc" if s.machine.cuda else "tensor"
+    transport = g.update_weight_transport or (shared if g.colocate else "broadcast")
+    return dataclasses.replace(
+        g,
+        rollout_num_gpus=gpus_of_servers(s),
+        update_weight_transport=transport,
+        offload_train=g.colocate if g.offload_train is None else g.offload_train,
+        offload_rollout=g.colocate if g.offload_rollout is None else g.offload_rollout,
     )
-    return dataclasses.replace(s.sglang, update_weight_transport=transport)
 
 
 SGLANG_RULES: tuple[Rule, ...] = (

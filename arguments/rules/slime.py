@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
+
 from arguments.rules.base import Rule, Settings, problem
 from arguments.slime_launch import LAUNCH, SLIME_GPUS_PER_NODE
 from slime_like.config import Problem
 
 
 def world_is_slimes(s: Settings) -> list[Problem]:
-    """--actor-num-nodes times --actor-num-gpus-per-node are the processes that torchrun started."""
+    """--actor-num-nodes times --actor-num-gpus-per-node are the processes that torchrun started;
+    or, in a job that continues with the nodes that are left, the most that it may start."""
     given = [name for name in LAUNCH if name in s.given]
     if not given:
         return []
     nodes = s.slime.actor_num_nodes or 1
     per_node = s.slime.actor_num_gpus_per_node or SLIME_GPUS_PER_NODE
     found = []
-    if nodes * per_node != s.world_size:
+    shrunk = s.world_size < nodes * per_node and continues_with_fewer()
+    if nodes * per_node != s.world_size and not shrunk:
         found += problem(
             given[-1],
             getattr(s.slime, given[-1]),
@@ -28,6 +32,13 @@ def world_is_slimes(s: Settings) -> list[Problem]:
             "num_gpus_per_node", there, f"is fewer than --actor-num-gpus-per-node {per_node}"
         )
     return found
+
+
+def continues_with_fewer() -> bool:
+    """Whether whoever started this process starts it again with the nodes that are left: torchrun
+    with --max-restarts, or the scripts for SLURM with MIN_NODES."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    return restarts not in ("", "0") or bool(os.environ.get("MIN_NODES"))
 
 
 SLIME_RULES: tuple[Rule, ...] = (world_is_slimes,)

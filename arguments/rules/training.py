@@ -307,8 +307,9 @@ def _modules_of_others(model: HfModel) -> tuple[str, ...]:
     """Names in `TARGETS` that modules of other architectures have."""
     if not model.transformer.get("multi_latent_attention"):
         parameters = model_families.get(model.architecture).parameters.values()
-        has_w1 = any(".w1." in str(mapping) for mapping in parameters)
-        return (*LATENT_ATTENTION, *(MLP if has_w1 else MIXTRAL_MLP))
+        others = MLP if any(".w1." in str(mapping) for mapping in parameters) else MIXTRAL_MLP
+        stacked = any("gate_up_proj" in str(mapping) for mapping in parameters)
+        return (*LATENT_ATTENTION, *others, *(MLP[:2] if stacked else ()))
     queries = ("q_proj",) if model.transformer["q_lora_rank"] else ("q_a_proj", "q_b_proj")
     return (*queries, "k_proj", "v_proj", *MIXTRAL_MLP)
 

@@ -1,6 +1,7 @@
 """One frozen dataclass for each group of settings. Constructors above this layer take these, never
 an argparse namespace."""
 
+from arguments.schema.agents import AgentsConfig
 from arguments.schema.algorithm import AlgorithmConfig, GateConfig
 from arguments.schema.checkpoint import CheckpointConfig
 from arguments.schema.critic import CriticConfig
@@ -13,6 +14,7 @@ from arguments.schema.model import GPTModelConfig, ModelConfig
 from arguments.schema.optimizer import ScheduleConfig
 from arguments.schema.parallel import ParallelConfig
 from arguments.schema.preflight import PreflightConfig
+from arguments.schema.profiling import ProfilingConfig
 from arguments.schema.rollout import RewardConfig, RolloutConfig
 from arguments.schema.scheduling import SchedulingConfig
 from arguments.schema.server import ServerConfig
@@ -20,6 +22,7 @@ from arguments.schema.sglang import SglangConfig
 from arguments.schema.slime import RestatedConfig, SlimeConfig
 
 __all__ = [
+    "AgentsConfig",
     "AlgorithmConfig",
     "CheckpointConfig",
     "CriticConfig",
@@ -35,6 +38,7 @@ __all__ = [
     "ModelConfig",
     "ParallelConfig",
     "PreflightConfig",
+    "ProfilingConfig",
     "RestatedConfig",
     "RewardConfig",
     "RolloutConfig",

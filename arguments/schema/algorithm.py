@@ -75,7 +75,7 @@ class AlgorithmConfig:
     )
     gamma: float = arg(
         1.0,
-        "Discount of the rewards of later tokens (reinforce_plus_plus, remax, otb, ppo).",
+        "Discount of the rewards of later tokens or answers (reinforce_plus_plus, remax, otb, ppo, grpo_turn).",
         legal=UNIT,
         excludes="loss_type=sft_loss",
     )
@@ -205,6 +205,13 @@ class AlgorithmConfig:
         "VAPO: weight of the mean negative log-prob of samples with a reward above 0, added to the loss.",
         legal=NON_NEGATIVE,
         excludes="loss_type=sft_loss",
+    )
+    observation_loss_coef: float = arg(
+        0.0,
+        "ECHO: weight of the mean negative log-prob of observations, the tokens between an agent's answers, added to the loss.",
+        legal=NON_NEGATIVE,
+        excludes=("loss_type=sft_loss", "renormalize_sampled_log_probs"),
+        needs="agent_function_path|agent_command|agent_worker_keys|custom_generate_function_path|rollout_function_path|load_debug_rollout_data",
     )
     use_rollout_logprobs: bool = arg(
         False,

@@ -31,6 +31,14 @@ class CheckpointConfig:
         "Write checkpoints behind the training, which stops only while their content is copied.",
         needs="save",
     )
+    checkpoint_replicas: int = arg(
+        0, "After rollouts that are not saved, keep a checkpoint in the memory of the nodes, with this many copies of each node's part "
+        "on the next node. A restart takes the newest whole one.",
+        choices=(0, 1), needs="save",
+    )  # fmt: skip
+    checkpoint_replica_dir: str | None = arg(
+        None, "Folder of each node for --checkpoint-replicas; default one in /dev/shm.", needs="checkpoint_replicas"
+    )  # fmt: skip
     on_save_failure: str = arg(
         "stop", "When a checkpoint cannot be written, as on a full disk: stop the run, or warn and continue to the next save.",
         choices=("stop", "continue"),

@@ -30,9 +30,15 @@ class DistillationConfig:
     )
     opd_teacher_load: str | None = arg(
         None,
-        "Folder of the teacher (Hugging Face), of any supported shape; it has the policy's tokenizer and parallel layout.",
+        "Folder of the teacher: a Hugging Face model of any supported shape, or checkpoints of the policy's shape. It has the policy's tokenizer "
+        "and parallel layout.",
         needs="use_opd",
         required_with=("opd_type=megatron", "use_opd"),
+    )
+    opd_teacher_ckpt_step: int | None = arg(
+        None,
+        "With --opd-teacher-load of a folder of checkpoints: this step in place of the newest.",
+        needs="opd_teacher_load",
     )
     opd_teacher_url: list[str] | None = arg(
         None,

@@ -24,6 +24,52 @@ class LoggingConfig:
         "Rollouts between two plain lines (see --no-progress); the files have every rollout.",
         legal=AT_LEAST_ONE,
     )
+    record_timeline: bool = arg(
+        False,
+        "Write when each rank was in which phase, to timeline/ in the output folder; the report shows a slow rank.",
+    )
+    tracker: list[str] = arg(
+        [],
+        "Where metrics, settings and the plot go besides; jsonl and tensorboard (see --no-tensorboard) are written anyway. A tracker that fails or hangs is "
+        "reported once, and the run continues. Packages: pip install 'slime_like[wandb]', [mlflow], [trackio].",
+        nargs="+",
+    )  # fmt: skip
+    tracker_project: str | None = arg(
+        None,
+        "Project (MLflow: experiment) of the trackers; default slime_like.",
+        aliases=("--wandb-project", "--tb-project-name"),
+    )
+    tracker_run_name: str | None = arg(
+        None,
+        "Name of the run in the trackers; default the name of the output folder. W&B adds the run's id, and has it as group too.",
+        aliases=("--wandb-group", "--tb-experiment-name"),
+    )
+    use_wandb: bool = arg(False, "As --tracker wandb.")
+    wandb_mode: str | None = arg(
+        None,
+        "Mode of W&B; default WANDB_MODE, else online. offline: files in the output folder, for wandb sync.",
+        choices=("online", "offline", "disabled"),
+    )
+    wandb_team: str | None = arg(None, "Entity of W&B.")
+    wandb_host: str | None = arg(None, "Address of a W&B server of your own.")
+    wandb_key: str | None = arg(
+        None,
+        "Key of W&B. It is seen in the list of processes: the environment variable WANDB_API_KEY, or wandb login, is better.",
+    )
+    wandb_dir: str | None = arg(None, "Folder of W&B's files; default the output folder.")
+    wandb_run_id: str | None = arg(None, "Continue this run of W&B; default a new one.")
+    disable_wandb_random_suffix: bool = arg(
+        False, "Do not add the run's id to --tracker-run-name in W&B."
+    )
+    mlflow_tracking_uri: str | None = arg(
+        None,
+        "Server or database of MLflow; default MLFLOW_TRACKING_URI, else <output-dir>/mlflow.db.",
+    )
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """--tracker and --use-wandb, each once."""
+        return tuple(dict.fromkeys([*self.tracker, *(["wandb"] if self.use_wandb else [])]))
 
 
 @dataclass(frozen=True, slots=True)

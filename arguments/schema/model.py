@@ -90,3 +90,21 @@ class GPTModelConfig:
     untie_embeddings_and_output_weights: bool = arg(
         False, "Give the output layer weights of its own."
     )
+    mtp_num_layers: int | None = arg(
+        None,
+        "Layers of multi-token prediction, as many as --hf-checkpoint has: they are trained with the policy, saved, and sent to the "
+        "servers. Without it they are kept as they were.",
+        legal=AT_LEAST_ONE,
+        excludes="lora_rank",
+    )
+    enable_mtp_training: bool = arg(
+        False,
+        "slime's switch for training these layers, which --mtp-num-layers does by itself.",
+        needs="mtp_num_layers",
+    )
+    mtp_loss_scaling_factor: float = arg(
+        0.2,
+        "Weight of the mean loss of the layers of multi-token prediction. Nothing of it reaches the policy.",
+        legal=POSITIVE,
+        needs="mtp_num_layers",
+    )

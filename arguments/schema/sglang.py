@@ -16,7 +16,8 @@ class SglangConfig:
         nargs="+",
     )
     rollout_num_gpus: int | None = arg(
-        None, "GPUs for servers that this run starts on its first node, behind the trainer's own GPUs there. Without a GPU: server processes.",
+        None, "GPUs for servers that this run starts on its nodes, behind the trainer's own GPUs there. Without a GPU: server processes. "
+        "Default: with --colocate as many as the trainer has.",
         legal=AT_LEAST_ONE,
     )  # fmt: skip
     rollout_num_gpus_per_engine: int = arg(
@@ -24,7 +25,17 @@ class SglangConfig:
     )
     colocate: bool = arg(
         False,
-        "The servers of --rollout-num-gpus share the trainer's GPUs; their memory is released while it trains. Weights go over CUDA IPC.",
+        "Servers on every node share the trainer's GPUs; each side's memory is released while the other one works.",
+    )
+    offload_train: bool | None = arg(
+        None,
+        "While servers generate, the trained networks' weights, gradient buffers and optimizer state are in host memory. Default: with --colocate.",
+        excludes="async_rollout",
+    )
+    offload_rollout: bool | None = arg(
+        None,
+        "While the trainer works, the servers give up the memory of weights and KV cache. Default: with --colocate.",
+        excludes="async_rollout",
     )
     sglang_python: str | None = arg(
         None,
@@ -70,7 +81,24 @@ class SglangConfig:
     )
     update_weight_transport: str | None = arg(
         None,
-        "How weights reach the servers; default: cuda_ipc with --colocate, else broadcast.",
+        "How weights reach the servers; default: with --colocate cuda_ipc (without a GPU: tensor), else broadcast.",
+    )
+    update_weight_mode: str = arg(
+        "full",
+        "What reaches the servers' nodes: all weights, or the bits that changed since the last update, which each node applies to its own checkpoint; "
+        "that is lossless, and needs --update-weight-transport disk.",
+        choices=("full", "delta"),
+    )
+    update_weight_local_checkpoint_dir: str | None = arg(
+        None,
+        "With --update-weight-mode delta: this node's own copy of the weights, from which its servers load. Default: a temporary folder.",
+        only_with="update_weight_mode=delta",
+    )
+    update_weight_full_interval: int = arg(
+        20,
+        "With --update-weight-mode delta: every so many updates all weights are written too, from which a late node starts; older ones are removed then.",
+        legal=AT_LEAST_ONE,
+        only_with="update_weight_mode=delta",
     )
     update_weight_buffer_size: int = arg(
         512 * 2**20,

@@ -8,7 +8,7 @@ import pytest
 
 from arguments.rules.advantages import ADVANTAGE_RULES
 from arguments.run_config import RunConfig
-from slime_like.advantages import advantage_estimators
+from slime_like.advantages import TurnEstimator, advantage_estimators
 from slime_like.config import Problem
 from tests.unit.command_lines import TWO_STEPS, parse_flags, problems_of_flags
 
@@ -24,15 +24,20 @@ def problems_of(folder: Path, flags: str) -> tuple[Problem, ...]:
 @pytest.mark.parametrize("name", advantage_estimators.names())
 def test_every_estimator_by_flag(tmp_path: Path, name: str) -> None:
     whitened = "" if name == "gdpo" else "--normalize-advantages"  # it normalises by itself
+    if isinstance(advantage_estimators.get(name), TurnEstimator):
+        (found,) = problems_of(tmp_path, f"--advantage-estimator {name}")
+        assert "gives credit to the answers of agents; add --agent-function-path" in str(found)
+        whitened += " --agent-command true --use-dynamic-batch-size --max-tokens-per-gpu 99"
     config = parse(tmp_path, f"--advantage-estimator {name} {whitened}")
     assert config.algorithm.advantage_estimator == name
-    assert config.algorithm.normalize_advantages == bool(whitened)
+    assert config.algorithm.normalize_advantages == ("--normalize-advantages" in whitened)
     assert all(warning.startswith("gdpo without") for warning in config.warnings)
 
 
 def test_the_table_is_complete() -> None:
     assert set(advantage_estimators.names()) == {
         "grpo", "gdpo", "otb", "pass_at_k", "rloo", "maxrl", "opo", "gpg", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo",
+        "grpo_turn", "grpo_branch",
     }  # fmt: skip
 
 

@@ -227,7 +227,7 @@ def test_megatron_lm_spellings(dest: str, name: str, also: str) -> None:
 @pytest.mark.parametrize(
     ("dest", "reason"),
     [
-        ("moe_latent_size", "mixtures of experts"), ("fp8", "fp8"), ("hybrid_context_parallel", "context parallelism"), ("mtp_num_layers", "multi-token"),
+        ("moe_latent_size", "mixtures of experts"), ("fp8", "fp8"), ("hybrid_context_parallel", "context parallelism"),
         ("cuda_graph_impl", "CUDA graphs"), ("multi_latent_attention", "attention"), ("use_megatron_fsdp", "FSDP"), ("muon_momentum", "optimizer"),
         ("moe_input_jitter_eps", "mixtures of experts"), ("fp16", "use --bf16"), ("loss_scale", "use --bf16"), ("loss_scale_window", "use --bf16"),
         ("hysteresis", "use --bf16"),

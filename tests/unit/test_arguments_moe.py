@@ -147,7 +147,10 @@ def test_mixtral_and_qwen2_moe(tmp_path: Path) -> None:
         ({**QWEN3_MOE, "moe_intermediate_size": None}, "moe_intermediate_size is missing"),
         ({**QWEN3_MOE, "n_shared_experts": 2}, "n_shared_experts 2 is unknown"),
         ({**MIXTRAL, "router_jitter_noise": 0.1}, "noise on the router's input"),
-        ({**MIXTRAL, "sliding_window": 64}, "sliding windows are not supported"),
+        (
+            {**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 64},
+            "sliding windows are not supported",
+        ),
         ({**MIXTRAL, "num_local_experts": None}, "num_local_experts is missing"),
         ({**HF_CONFIG, "num_experts": 8}, "num_experts 8 is unknown"),
         (

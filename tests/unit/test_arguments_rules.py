@@ -12,17 +12,19 @@ from arguments.flags import Flag
 from arguments.megatron_configs import Machine
 from arguments.parse import parse_args
 from arguments.rules.advantages import ADVANTAGE_RULES
+from arguments.rules.agents import AGENT_RULES
 from arguments.rules.algorithm import CORRECTION_RULES, CRITIC_RULES, LOSS_RULES
 from arguments.rules.data import DISTILLATION_RULES
 from arguments.rules.declared import FACTS, parts_of, unknown_names
 from arguments.rules.layout import latent_attention_with_context_parallel as LATENT
 from arguments.rules.network import MOE_RULES, MOE_WARNINGS
+from arguments.rules.profiling import PROFILING_RULES
 from arguments.rules.rows import first_keys
 from arguments.rules.run import RULES, WARNINGS
 from arguments.rules.scheduling import SCHEDULING_RULES
 from arguments.rules.sglang import SGLANG_RULES
 from arguments.rules.training import LORA_RULES, OPTIMIZER_RULES, OPTIMIZER_WARNINGS
-from slime_like.config import flag_name
+from slime_like.config import ConfigError, flag_name
 from slime_like.rewards.registry import reward_of
 from tests.unit.command_lines import complete, problems_of
 
@@ -43,6 +45,18 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
     ("pipeline_divides_the_layers", "--pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 1", (), 3, "--decoder-first-pipeline-num-layers", "leaves 3 of the 4 layers"),
     ("pipeline_divides_the_layers", "--decoder-last-pipeline-num-layers 1", (), 1, "--decoder-last-pipeline-num-layers", "above 1"),
     ("pipeline_divides_the_layers", "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --decoder-last-pipeline-num-layers 1", (), 2, "--decoder-last-pipeline-num-layers", "interleaved"),
+    ("pipeline_divides_the_layers", "--pipeline-model-parallel-layout E|t*4L", (), 1, "--pipeline-model-parallel-layout", "above 1"),
+    ("pipeline_divides_the_layers", "--account-for-loss-in-pipeline-split", (), 1, "--account-for-loss-in-pipeline-split", "above 1"),
+    ("pipeline_divides_the_layers", "--pipeline-model-parallel-size 2 --account-for-loss-in-pipeline-split", (), 2, "--pipeline-model-parallel-size", "5 layers, with --account"),
+    ("pipeline_divides_the_layers", "--pipeline-model-parallel-size 2 --account-for-loss-in-pipeline-split --decoder-last-pipeline-num-layers 1", (), 2, "--decoder-last-pipeline-num-layers", "does not go with"),
+    ("pipeline_divides_the_layers", "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|ttL --decoder-last-pipeline-num-layers 2", (), 2, "--pipeline-model-parallel-layout", "what --decoder-last-pipeline-num-layers says"),
+    ("pipeline_divides_the_layers", "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-layout Et|t|t|tL", (), 2, "--pipeline-model-parallel-layout", "what --num-virtual-stages-per-pipeline-rank says"),
+    ("pipeline_divides_the_layers", "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|ttmL", (), 2, "--pipeline-model-parallel-layout", "multi-token prediction"),
+    ("pipeline_divides_the_layers", "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|xtL", (), 2, "--pipeline-model-parallel-layout", "has 'x'"),
+    ("pipeline_divides_the_layers", "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett||ttL", (), 2, "--pipeline-model-parallel-layout", "has an empty stage"),
+    ("pipeline_divides_the_layers", "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tL|", (), 2, "--pipeline-model-parallel-layout", "has an empty stage"),
+    ("pipeline_divides_the_layers", "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|ttL", (), 2, "--pipeline-model-parallel-layout", "has 3 layers"),
+    ("pipeline_divides_the_layers", "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E(t|)*4L", (), 2, "--pipeline-model-parallel-layout", "has 5 stages"),
     ("world_is_divisible", "--tensor-model-parallel-size 2", (), 3, "--tensor-model-parallel-size", "does not divide the 3 processes"),
     ("world_is_divisible", "--context-parallel-size 2", (), 3, "--tensor-model-parallel-size", "--context-parallel-size 2 = 2 does not divide"),
     ("sequence_parallel_needs_tensor_parallel", "--sequence-parallel", (), 1, "--sequence-parallel", "--tensor-model-parallel-size above 1"),
@@ -62,6 +76,7 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
         "pipeline_divides_the_layers", "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3", (), 2,
         "--num-virtual-stages-per-pipeline-rank", "2 layers of a pipeline rank",
     ),
+    ("prediction_layers_are_there", "--mtp-num-layers 1", (), 1, "--mtp-num-layers", "has no layer of multi-token prediction"),
     ("checkpoint_is_needed", "", ("--hf-checkpoint",), 1, "--hf-checkpoint", "is missing"),
     ("network_is_complete", "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --position-embedding-type rope --debug-train-only "
      "--load-debug-rollout-data {folder}/{rollout_id}", ("--hf-checkpoint",), 1, "--vocab-size", "is missing"),
@@ -185,24 +200,27 @@ NEEDS_A_DEVICE = {
 # Those of validate_algorithm.py: test_arguments_off_policy.py and test_arguments_advantages.py; of
 # validate_critic.py: test_arguments_critic.py; of validate_moe.py: test_arguments_moe.py; of
 # validate_scheduling.py: test_arguments_rollouts.py; of validate_lora.py: test_arguments_lora.py;
-# of validate_sglang.py: test_arguments_sglang.py.
+# of validate_sglang.py: test_arguments_sglang.py; of profiling.py: test_throughput.py.
 ELSEWHERE = {
     rule.__name__
     for rules in (
         CORRECTION_RULES,
         ADVANTAGE_RULES,
+        AGENT_RULES,
         CRITIC_RULES,
         LORA_RULES,
         DISTILLATION_RULES,
         LOSS_RULES,
         MOE_RULES,
         OPTIMIZER_RULES,
+        PROFILING_RULES,
         SCHEDULING_RULES,
         SGLANG_RULES,
     )
     for rule in rules
 }
 ELSEWHERE |= {"critic_layout_is_possible"}  # test_arguments_critic_layout.py
+ELSEWHERE |= {"delta_nets_share_their_groups"}  # test_arguments_delta_nets.py
 
 
 @pytest.mark.parametrize(
@@ -502,3 +520,24 @@ def test_keys_of_a_parquet_file_are_its_columns(tmp_path):
     assert first_keys(path, 0) == {"question", "answer"}
     path.write_bytes(b"PAR1 and no more")
     assert first_keys(path, 0) is None
+
+
+def test_a_job_that_goes_on_with_fewer_nodes_may_have_fewer_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "--actor-num-nodes 2 --actor-num-gpus-per-node 2 --tensor-model-parallel-size 2"
+
+    def said(world_size: int) -> list[str]:
+        try:
+            parse_args(complete(tmp_path, *words.split()), world_size)
+        except ConfigError as error:
+            return [str(p) for p in error.problems]
+        return []
+
+    assert any("2 x 2 processes, and 2 run" in text for text in said(2))
+    for name in ("TORCHELASTIC_MAX_RESTARTS", "MIN_NODES"):
+        with monkeypatch.context() as set_here:
+            set_here.setenv(name, "3")
+            assert said(2) == []
+            assert any("2 x 2 processes, and 6 run" in text for text in said(6))
+            assert any("and the model needs 2 at least" in text for text in said(1))

@@ -56,6 +56,8 @@ REFUSED = [
     ("sglang_is_installed", STARTED + "--router-polycy x", "--router-polycy", "did you mean --router-policy?"),
     ("sglang_is_installed", "--rollout-engine sglang --rollout-num-gpus 1 --sglang-python /no/python", "--sglang-python", "cannot be run"),
     ("weight_transport_fits", HERE + "--update-weight-transport cuda_ipc", "--update-weight-transport", "needs --colocate"),
+    ("engines_are_named", HERE + "--colocate", "--colocate", "excludes"),
+    ("weight_transport_fits", STARTED + "--colocate", "--rollout-num-gpus", "more than the 1 of the trainer"),
     ("weight_transport_fits", HERE + "--update-weight-disk-dir {folder}", "--update-weight-disk-dir", "--update-weight-transport disk"),
     ("weight_transport_fits", HERE + "--update-weight-disk-keep-files", "--update-weight-disk-keep-files", "--update-weight-disk-dir"),
     ("weight_transport_fits", SGLANG + "--rollout-external-engine-addrs node7:1 --update-weight-transport disk", "--update-weight-disk-dir", "node7:1"),
@@ -93,6 +95,13 @@ def test_flags_that_are_passed_on(tmp_path: Path, python: str) -> None:
     assert run.sglang.sglang_server_flags == {"mem_fraction_static": "0.7", "log_level": "warning"}
     assert run.sglang.sglang_router_flags == {"policy": "round_robin"}
     assert run.sglang.update_weight_transport == "broadcast"
+
+
+def test_a_shared_machine_without_a_gpu(tmp_path: Path, python: str) -> None:
+    words = SGLANG.replace("{python}", python).split()
+    config = parse_args(complete(tmp_path, *words, "--colocate"), 2).sglang
+    assert config.rollout_num_gpus == 2 and config.update_weight_transport == "tensor"
+    assert config.offload_train and config.offload_rollout
 
 
 def test_a_switch_that_is_passed_on_is_true() -> None:

@@ -152,7 +152,6 @@ SLIME_FLAGS_NOT_HERE = """
 --critic-num-nodes
 --custom-model-provider-path --lora-dropout
 --moe-shared-expert-overlap --fp8-format --multimodal-keys --freeze-indexer
---mtp-num-layers --enable-mtp-training
 --critic-train-only --custom-convert-samples-to-train-data-path
 """.split()  # noqa: SIM905
 
@@ -247,6 +246,8 @@ offload: false
         "apply_chat_template_kwargs": {"enable_thinking": False},
         "policy_loss_type": "sapo",
         "sapo_tau_pos": 1.5,
+        "offload_train": False,
+        "offload_rollout": False,
     }
 
 

@@ -77,6 +77,16 @@ def test_a_difference_to_the_checkpoint_or_the_world_is_told(
     assert any(flag.removeprefix("--") in words and value in words for words in said), said
 
 
+def test_multi_token_prediction_is_trained(tmp_path: Path) -> None:
+    """In the script that has too many expert-parallel ranks too, once it has fewer."""
+    for name, more in {
+        "scripts/run-mimo-7B-rl-eagle.sh": (),
+        "scripts/run-glm4.7-30B-A3B.sh": ("--expert-model-parallel-size", "4"),
+    }.items():
+        gpt = parse(SCRIPTS[name], tmp_path, *more).gpt
+        assert gpt.mtp_num_layers == 1 and gpt.mtp_loss_scaling_factor == 0.2
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_the_page_has_the_table(page: Path) -> None:
     assert table(page) in page.read_text(encoding="utf-8"), (

@@ -8,16 +8,19 @@ so the URL is not looked at beyond its end.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
 
 from slime_like.compat.slime.rollout_context import rollout_context
 from slime_like.compat.slime.samples import SlimeArgs, from_slime, to_slime
 from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.rollout.episode import CUSTOM_GENERATE, Model
 from slime_like.types import Sample as OurSample
+from slime_like.types import SampleStatus
 
 # Keys of SGLang's sampling parameters that mean something here, and those that change nothing that
 # is returned
@@ -132,12 +135,41 @@ def sampling_of(given: Mapping[str, Any], base: SamplingParams) -> SamplingParam
 async def call_slime_function(
     function: Callable[..., Any], args: SlimeArgs, sample: OurSample, model: Model, **more: bool
 ) -> OurSample:
-    """``await function(args, sample, sampling_params)``, and the sample that it returns. Raises
-    ValueError for a wrong one."""
+    """``await function(args, sample, sampling_params)``, and the sample that it returns; of a list,
+    the first with the others as its branches. Raises ValueError for a wrong one."""
     call = _Call(sample.sample_id, model)
     _current.set(call)  # of this task alone
     result = await function(args, to_slime(sample), sampling_dict(model.sampling), **more)
-    return from_slime(result, sample, call.outputs, args, model.tokenizer, flag=CUSTOM_GENERATE)
+    results = result if isinstance(result, list) else [result]
+    read = [
+        from_slime(each, sample, call.outputs, args, model.tokenizer, flag=CUSTOM_GENERATE)
+        for each in results
+    ]
+    return one_episode(read, f"{CUSTOM_GENERATE}: sample {sample.sample_id}")
+
+
+def one_episode(samples: Sequence[OurSample], place: str) -> OurSample:
+    """The sequences of one episode as a sample with branches. Raises ValueError for none, and for
+    rewards that differ."""
+    if not samples:
+        raise ValueError(
+            f"{place}: the function returned an empty list; return at least one sample"
+        )
+    rewards = {s.reward for s in samples if s.reward is not None}
+    if len(rewards) > 1:
+        raise ValueError(
+            f"{place}: the function returned {len(samples)} samples with rewards "
+            f"{sorted(rewards)}; the sequences of an episode have one reward here"
+        )
+    reward = rewards.pop() if rewards else None
+    return replace(samples[0], reward=reward, branches=tuple(map(_branch, samples[1:])))
+
+
+def _branch(sample: OurSample) -> OurSample:
+    """Nothing of one that was given up is trained on, though the episode continues."""
+    if sample.status != SampleStatus.ABORTED:
+        return sample
+    return replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
 
 
 def _call() -> _Call:

@@ -213,7 +213,7 @@ def _checked_mask(result: Any, place: str, statuses: Collection[SlimeSample.Stat
     if not isinstance(result, SlimeSample):
         raise ValueError(
             f"{place}: the function returned {type(result).__name__}; return the sample that it "
-            "was given (one, not several)"
+            "was given, or where it makes several sequences a list of samples"
         )
     count, log_probs = result.response_length, result.rollout_log_probs
     mask = [1] * count if result.loss_mask is None else list(result.loss_mask)

@@ -1,0 +1,149 @@
+"""Rules about the layers of each pipeline stage: equal shares, another number in the first and the
+last one, the embedding and the loss counted as layers, or every stage written out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from arguments.megatron import SPELLINGS
+from arguments.rules.base import LayoutSettings, Settings, problem
+from arguments.schema import ParallelConfig
+from slime_like.config import Problem, flag_name
+
+LAYOUT = "pipeline_model_parallel_layout"
+ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+INTERLEAVED = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
+
+
+def virtual_stages_of(parallel: ParallelConfig, core: Mapping[str, Any]) -> int | None:
+    """Model chunks on each pipeline rank, by whichever flag says it; None without the interleaved
+    schedule. core: megatron-core's fields of the network."""
+    pipeline = parallel.pipeline_model_parallel_size
+    if layout := core.get(LAYOUT):
+        chunks = len(stages_of_layout(layout)) // pipeline
+        return chunks if chunks > 1 else None
+    if parallel.num_virtual_stages_per_pipeline_rank is not None:
+        return parallel.num_virtual_stages_per_pipeline_rank
+    per_chunk = parallel.num_layers_per_virtual_pipeline_stage
+    if per_chunk is None or not core.get("num_layers"):
+        return None
+    return int(_cut(core) // pipeline // per_chunk)
+
+
+def stages_of_layout(layout: str) -> list[str]:
+    """The stages of --pipeline-model-parallel-layout, as Megatron-LM reads it: `Et*3|(tt|)*2tL` is
+    `Ettt`, `tt`, `tt`, `tL`. Commas are decoration."""
+    text = layout.replace(",", "")
+    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)
+    return text.split("|")
+
+
+def interleaved_flags(s: Settings) -> list[Problem]:
+    parallel = s.parallel
+    name = next((name for name in INTERLEAVED if getattr(parallel, name) is not None), None)
+    if name is None:
+        return []
+    value = getattr(parallel, name)
+    if parallel.pipeline_model_parallel_size == 1:
+        return problem(name, value, "needs --pipeline-model-parallel-size above 1")
+    if name == INTERLEAVED[0] and value == 1:
+        return problem(name, 1, "must be above 1; leave it out for the plain schedule")
+    return []
+
+
+def pipeline_divides_the_layers(s: LayoutSettings) -> list[Problem]:
+    if not s.core.get("num_layers"):
+        return []
+    given = {name: s.core[name] for name in (LAYOUT, *ENDS, *COUNTED) if s.core.get(name)}
+    if given and s.parallel.pipeline_model_parallel_size == 1:
+        name, value = next(iter(given.items()))
+        return problem(name, value, "needs --pipeline-model-parallel-size above 1")
+    if LAYOUT in given:
+        return written_out(s, given)
+    if any(name in given for name in ENDS):
+        return unequal_ends(s, given)
+    return equal_stages(s)
+
+
+def written_out(s: LayoutSettings, given: Mapping[str, Any]) -> list[Problem]:
+    """--pipeline-model-parallel-layout names every layer once, in as many stages as there are."""
+    text, pipeline, layers = (
+        given[LAYOUT], s.parallel.pipeline_model_parallel_size, s.core["num_layers"],
+    )  # fmt: skip
+    others = [_flag(name) for name in (*ENDS, *COUNTED) if name in given]
+    others += [flag_name(n) for n in INTERLEAVED if getattr(s.parallel, n) is not None]
+    stages = stages_of_layout(text)
+    cells = "".join(stages)
+    if others:
+        words = f"says what {others[0]} says too; leave one of them out"
+    elif "m" in cells:
+        words = "has m, a layer of multi-token prediction, which is not trained here; leave it out"
+    elif strange := sorted(set(cells) - set("EtL")):
+        words = f"has {strange[0]!r}; a stage is made of E (embedding), t (layer) and L (loss), stages are parted by |, x*n repeats"
+    elif not all(stages):
+        words = "has an empty stage; leave out a |, or give it a t"
+    elif cells != "E" + "t" * layers + "L":
+        words = f"has {cells.count('t')} layers t; it must have E first, the {layers} layers of the model and L last"
+    elif len(stages) % pipeline:
+        words = f"has {len(stages)} stages, which --pipeline-model-parallel-size {pipeline} does not divide"
+    else:
+        return []
+    return problem(LAYOUT, text, words)
+
+
+def unequal_ends(s: LayoutSettings, given: Mapping[str, Any]) -> list[Problem]:
+    """--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers: the other stages
+    share the remaining layers equally."""
+    pipeline, layers = s.parallel.pipeline_model_parallel_size, s.core["num_layers"]
+    own = {name: value for name, value in given.items() if name in ENDS}
+    name = next(iter(own))
+    if any(counted in given for counted in COUNTED):
+        words = "does not go with --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split"
+        return problem(name, own[name], words)
+    if any(getattr(s.parallel, interleaved) for interleaved in INTERLEAVED):
+        words = "does not go with the interleaved schedule here; write the stages out with --pipeline-model-parallel-layout"
+        return problem(name, own[name], words)
+    rest, others = layers - sum(own.values()), pipeline - len(own)
+    if (
+        min(own.values()) < 1
+        or rest < others
+        or (others == 0 and rest)
+        or (others and rest % others)
+    ):
+        words = f"leaves {rest} of the {layers} layers, which the {others} other stages cannot share equally"
+        return problem(name, own[name], words)
+    return []
+
+
+def equal_stages(s: LayoutSettings) -> list[Problem]:
+    pipeline, cut = s.parallel.pipeline_model_parallel_size, _cut(s.core)
+    counted = "".join(f", with {flag_name(name)}" for name in COUNTED if s.core.get(name))
+    if cut % pipeline:
+        return problem(
+            "pipeline_model_parallel_size",
+            pipeline,
+            f"does not divide the {cut} layers{counted}; choose a divisor of {cut}, or other shares with "
+            "--decoder-last-pipeline-num-layers or --pipeline-model-parallel-layout",
+        )
+    per_rank = cut // pipeline
+    stages, per_chunk = (getattr(s.parallel, name) for name in INTERLEAVED)
+    if stages and per_rank % stages:
+        message = f"does not divide the {per_rank} layers of a pipeline rank{counted}"
+        return problem(INTERLEAVED[0], stages, message)
+    if per_chunk and (per_rank % per_chunk or per_rank == per_chunk):
+        message = f"must be a proper divisor of the {per_rank} layers of a pipeline rank{counted}"
+        return problem(INTERLEAVED[1], per_chunk, message)
+    return []
+
+
+def _flag(name: str) -> str:
+    return SPELLINGS[name][0][0] if name in SPELLINGS else flag_name(name)
+
+
+def _cut(core: Mapping[str, Any]) -> int:
+    """What stages share: the layers, and what counts as one."""
+    return int(core["num_layers"]) + sum(bool(core.get(name)) for name in COUNTED)
