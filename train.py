@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 
-from slime_like.distributed.signals import end_at_once
+from slime_like.distributed.signals import end_at_once, leave_status
 from slime_like.logs import set_up_logging
 from slime_like.metrics.startup import Startup
 
@@ -30,7 +30,11 @@ def main() -> int:
         startup("reading the command line, importing torch and megatron-core")
     from arguments.parse import parse_or_exit
 
-    config = parse_or_exit(sys.argv[1:], world_size, rank)
+    try:
+        config = parse_or_exit(sys.argv[1:], world_size, rank)
+    except SystemExit as ended:  # so that it is not started again
+        leave_status(int(ended.code or 0), rank)
+        raise
     # the trainer's modules come in only when the command line is right
     from slime_like.trainer.launch import run
 

@@ -1,16 +1,22 @@
-"""python -m slime_like.doctor: what this environment has, what it lacks, and what that is for.
-Status 1 when every run lacks something.
+"""slime-like doctor: what this environment has, what it lacks, and what that is for.
+Status 1 when every run lacks something, or the self-test fails. --json is for reports of bugs.
 
 Packages are asked for their versions, not imported: that would take seconds, and some fail without
 a GPU. Only torch is, for CUDA."""
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import importlib.util
+import json
+import os
+import platform
 import shutil
+import socket
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 
 
@@ -23,6 +29,38 @@ class Dependency:
     package: str
     use: str
     required: bool = False
+
+    @property
+    def remedy(self) -> str:
+        """A command, or whom to ask."""
+        if not self.module:
+            return "of the cluster's administrator"
+        if self.required:
+            return "pip install slime_like"
+        extra = next((name for name, packages in EXTRAS.items() if self.package in packages), None)
+        return f"pip install 'slime_like[{extra}]'" if extra else f"pip install {self.package}"
+
+
+# of pyproject.toml
+EXTRAS = {
+    "tasks": ("reasoning-gym", "math-verify", "pyarrow", "matplotlib"),
+    "sglang": ("httpx", "sglang-router"),
+    "server": ("fastapi", "uvicorn"),
+    "gpu": ("transformer-engine",),
+}
+PORTS = {29500: "torchrun's meeting", 8000: "the server of the Tinker API", 30000: "SGLang"}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Something that was tried. words: what it took, or what went wrong."""
+
+    name: str
+    good: bool
+    words: str
+
+    def __str__(self) -> str:
+        return f"{'good ' if self.good else 'FAILS'}  {self.name:<20} {self.words}"
 
 
 THINGS = (
@@ -74,7 +112,8 @@ class Status:
 
     def __str__(self) -> str:
         mark = "has  " if self.have is not None else "LACKS" if self.thing.required else "lacks"
-        return f"{mark}  {self.thing.package:<20} {self.have or '-':<24} {self.thing.use}"
+        line = f"{mark}  {self.thing.package:<20} {self.have or '-':<24} {self.thing.use}"
+        return line if self.have is not None else f"{line}; {self.thing.remedy}"
 
 
 def look(thing: Dependency) -> Status:
@@ -119,6 +158,41 @@ def sandbox() -> list[str]:
     return [*lines, f"LACKS  --rm-type code and task: {refused}"] if refused else lines
 
 
+def links() -> list[str]:
+    """Network interfaces that are up, with their speed and first address; InfiniBand devices."""
+    import psutil
+
+    addresses, states = psutil.net_if_addrs(), psutil.net_if_stats()
+    lines = []
+    for name, state in sorted(states.items()):
+        first = [a.address for a in addresses.get(name, []) if a.family == socket.AF_INET][:1]
+        if state.isup and first:
+            speed = f"{state.speed} Mbit/s" if state.speed else "speed unknown"
+            lines.append(f"link   {name:<20} {first[0]:<24} {speed}")
+    folder = "/sys/class/infiniband"
+    devices = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    lines.append(f"link   {'InfiniBand':<20} {', '.join(devices) or '-'}")
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA"):
+        if name in os.environ:
+            lines.append(f"link   {name:<20} {os.environ[name]}")
+    return lines
+
+
+def ports() -> list[str]:
+    """Whether the default ports are free on this host."""
+    lines = []
+    for port, use in PORTS.items():
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+                state = "free"
+            except OSError as error:
+                state = f"not to be had ({error.strerror}); name another one"
+        lines.append(f"port   {port:<20} {state:<24} {use}")
+    return lines
+
+
 def report(
     things: Iterable[Dependency] = THINGS, device: Callable[[], str] = devices
 ) -> tuple[list[str], int]:
@@ -131,9 +205,42 @@ def report(
     return lines, int(bool(lacking))
 
 
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    result.add_argument(
+        "--self-test",
+        action="store_true",
+        help="also try collectives of two processes and one training step of a tiny model; 30 s of processor time",
+    )
+    result.add_argument("--json", action="store_true", help="print JSON, for a report of a bug")
+    return result
+
+
 def main() -> int:
+    chosen = parser().parse_args()
     lines, status = report()
-    print("\n".join(lines))
+    lines += [*links(), *ports()]
+    checks: list[Check] = []
+    if chosen.self_test and not status:
+        checks = importlib.import_module("slime_like.cli.self_test").self_test()
+        status = int(not all(check.good for check in checks))
+    if chosen.json:
+        import slime_like
+
+        found = {
+            "slime_like": slime_like.__version__,
+            "platform": platform.platform(),
+            "python": sys.version,
+            "packages": {s.thing.package: s.have for s in map(look, THINGS)},
+            "lines": lines,
+            "self_test": [asdict(check) for check in checks],
+            "status": status,
+        }
+        print(json.dumps(found, indent=1))
+    else:
+        print("\n".join([*lines, *map(str, checks)]))
     return status
 
 

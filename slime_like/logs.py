@@ -20,6 +20,7 @@ from slime_like.text import mask_credentials, printable
 
 OURS = ("slime_like", "arguments", "megatron_patches")
 LOG_FILE = "run.log"  # in the output folder, where neither stdout nor stderr can be written
+ERROR_FILE = "error.txt"  # there: what ended the run
 _log_file: Path | None = None
 _display: Callable[[str], None] | None = None
 _RANK_0_ONLY = "rank_0_only"  # attribute of a record
@@ -77,6 +78,14 @@ def log_into(folder: Path) -> None:
     """From now on messages that no stream takes are kept in `folder`."""
     global _log_file
     _log_file = folder / LOG_FILE
+    with contextlib.suppress(OSError):
+        (folder / ERROR_FILE).unlink(missing_ok=True)  # of the run that this one continues
+
+
+def leave_error(folder: Path, text: str) -> None:
+    """Keep what ended the run in `folder`, for its report."""
+    with contextlib.suppress(OSError), (folder / ERROR_FILE).open("a", encoding="utf-8") as file:
+        file.write(f"error: {visible(text)}\n")
 
 
 def visible(text: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -31,6 +31,7 @@ ROW = np.dtype(
         ("num_versions", "i4"),  # different weights that wrote the response
         ("version", "i4"),  # of the oldest of them
         ("version_tokens", "i4"),  # tokens that it wrote
+        ("branches", "i4"),  # further sequences of the same episode
         ("versions_length", "i4"),  # entries of `weight_versions`, 0 or the length of the response
         ("set_width", "i4"),  # K of the token sets
         ("route_layers", "i2"),
@@ -114,6 +115,10 @@ class RemoteSample:
     def versions_length(self) -> int:
         return int(self._of("versions_length"))
 
+    @property
+    def num_branches(self) -> int:
+        return int(self._of("branches"))
+
     def has(self, name: str) -> bool:
         return bool(self._of("parts") & _BITS[name])
 
@@ -162,7 +167,37 @@ def untrained(sample: AnySample) -> AnySample:
     """With an empty loss mask."""
     if isinstance(sample, RemoteSample):
         return sample.untrained()
-    return replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
+    return replace(
+        sample,
+        loss_mask=torch.zeros_like(sample.loss_mask),
+        branches=tuple(
+            replace(b, loss_mask=torch.zeros_like(b.loss_mask)) for b in sample.branches
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Episodes:
+    """Samples in a row that have one id are the sequences of one episode. first: the place of each
+    episode's first one; of: by sample, its episode."""
+
+    first: Sequence[int]
+    of: Sequence[int]
+
+    @property
+    def one_each(self) -> bool:
+        return len(self.first) == len(self.of)
+
+
+def episodes_of(samples: Sequence[AnySample]) -> Episodes:
+    """The episodes of a rollout, or of one optimizer step."""
+    first: list[int] = []
+    of = []
+    for place, sample in enumerate(samples):
+        if not place or samples[place - 1].sample_id != sample.sample_id:
+            first.append(place)
+        of.append(len(first) - 1)
+    return Episodes(first, of)
 
 
 def holder_of(sample: AnySample, rank: int) -> int:
@@ -194,6 +229,7 @@ def rows_of(samples: Sequence[Sample], holder: int) -> tuple[Rows, Versions]:
         row["num_versions"] = len(versions)
         row["version"], row["version_tokens"] = oldest
         row["versions_length"] = sample.versions_length
+        row["branches"] = sample.num_branches
         row["set_width"] = 0 if sample.token_sets is None else sample.token_sets.shape[1]
         row["route_layers"], row["route_topk"] = routes[1:]
         row["status"], row["parts"] = _STATUS.index(sample.status), parts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -10,7 +11,9 @@ LONGEST = 500  # characters of a failure's reason
 _UNFIT = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-_USERINFO = re.compile(r"(?<=://)[^/?#\s'\"]*@")
+# A password may have a "/" in it; a port is no password
+_USERINFO = re.compile(r"(?<=://)(?:[^/?#\s'\"]*|[^/?#\s'\":\[]*:(?!\d+[/?#])[^\s'\"]*)@")
+_QUERY = re.compile(r"(?<=://)([^\s'\"?#]*\?)([^\s'\"#]+)")
 
 
 def clean(text: object, longest: int = LONGEST) -> str:
@@ -47,16 +50,43 @@ def mask_url(url: str) -> str:
         parts = urlsplit(mask_credentials(url))
     except ValueError:
         return "***"
-    query = re.sub(r"=[^&]*", "=***", parts.query)
-    return urlunsplit(parts._replace(query=query))
+    return urlunsplit(parts._replace(query=_without_values(parts.query)))
+
+
+def _without_values(query: str) -> str:
+    return re.sub(r"=[^&]*", "=***", query)
 
 
 def mask_settings(value: Any) -> Any:
-    """Plain data (as of JSON) with credentials masked in every text."""
+    """Plain data (as of JSON) with the user, the password and the values of the query masked in
+    every URL of every text."""
     if isinstance(value, str):
-        return mask_credentials(value) if "://" in value else value
+        return _QUERY.sub(
+            lambda match: match[1] + _without_values(match[2]), mask_credentials(value)
+        )
     if isinstance(value, dict):
         return {key: mask_settings(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(mask_settings(item) for item in value)
     return value
+
+
+SECRETS = ("--wandb-key",)  # flags
+
+
+def mask_argv(argv: Sequence[str]) -> list[str]:
+    """A command line as it may be shown or written: without keys, and credentials of URLs.
+
+    >>> mask_argv(["--wandb-key", "abc", "--wandb_key=abc"])
+    ['--wandb-key', '***', '--wandb_key=***']
+    """
+    shown: list[str] = []
+    for i, word in enumerate(argv):
+        name, sign, _ = word.partition("=")
+        if name.replace("_", "-") in SECRETS and sign:
+            shown.append(f"{name}=***")
+        elif i and argv[i - 1].replace("_", "-") in SECRETS:
+            shown.append("***")
+        else:
+            shown.append(mask_settings(word))
+    return shown

@@ -89,6 +89,8 @@ class Sample:
     # [L, expert layers, topk] int16, where the sampler sent each token, -1 where it did not compute
     # one
     routes: Tensor | None = None
+    # further sequences of the same episode, with this sample's id; its reward is theirs
+    branches: tuple[Sample, ...] = ()
 
     @classmethod
     def empty(cls, prompt: Prompt, sample_id: int) -> Sample:
@@ -129,10 +131,17 @@ class Sample:
 
     @property
     def version_counts(self) -> Mapping[int, int]:
-        """Tokens of the response that the model wrote, by weight version."""
+        """Tokens of the response that the model wrote, and of those of the branches, by weight
+        version."""
         counts = Counter(self.weight_versions)
+        for branch in self.branches:
+            counts.update(branch.weight_versions)
         counts.pop(NOT_SAMPLED, None)
         return counts
+
+    @property
+    def num_branches(self) -> int:
+        return len(self.branches)
 
     @property
     def versions_length(self) -> int:
@@ -171,6 +180,7 @@ class TrainSample:
     importance_weights: Tensor | None = None  # [R] float32, of the off-policy correction
     rewards: Tensor | None = None  # [R] float32, the sample's raw reward on every token
     nll_weights: Tensor | None = None  # [R] float32, see `LossInputs`
+    observation_weights: Tensor | None = None  # [R] float32, likewise
     values: Tensor | None = None  # [R] float32, the critic's, before the update
     # [R] float32, what the critic learns; NaN where there is no target
     returns: Tensor | None = None
@@ -226,6 +236,7 @@ class MicroBatch:
     importance_weights: Tensor | None = None  # [T] float32
     rewards: Tensor | None = None  # [T] float32
     nll_weights: Tensor | None = None  # [T] float32
+    observation_weights: Tensor | None = None  # [T] float32, 0 where loss_mask is True
     values: Tensor | None = None  # [T] float32
     returns: Tensor | None = None  # [T] float32
     is_padding: Tensor | None = None  # [T] bool, rows that hold no token of a sample

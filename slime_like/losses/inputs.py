@@ -33,7 +33,8 @@ _REMEDIES = {"rollout_log_probs": "; let the sampler return log-probs"}
 @dataclass(frozen=True, slots=True)
 class LossInputs:
     """Per-token tensors of one micro-batch. All but log_probs and entropy are constants. Values at
-    rows where `loss_mask` is False are never used, NaN and infinity included.
+    rows where `loss_mask` is False are never used, NaN and infinity included; log_probs of
+    observations are, where `observation_weights` is not 0.
 
     Under context parallelism each rank of cp_group has T of the rows of the same S sequences, and a
     loss returns what its own rows contribute. Quantities of whole sequences go through `seq_sum`
@@ -59,6 +60,9 @@ class LossInputs:
     # [T] 1 / (tokens of the optimizer step in samples with a reward above 0) on those tokens, else
     # 0
     nll_weights: Tensor | None = None
+    # [T] 1 / (observation tokens of the optimizer step) on these tokens, which the model did not
+    # write, so that `loss_mask` is False there; else 0
+    observation_weights: Tensor | None = None
     # of losses that choose tokens at random: from (seed, step, micro-batch)
     selection_seed: int = 0
     # [T] int64: row of the micro-batch where one process packs it; None: the row itself

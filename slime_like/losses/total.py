@@ -1,12 +1,14 @@
 """The loss that one optimizer step minimises, and its only assembly:
 
     L = sum_t mask_t (w_t k_t c_t policy_t + u_t (kl_loss_coef kl_t - entropy_coef H_t) - v_t
-    positive_nll_coef log_prob_t)
+    positive_nll_coef log_prob_t) - o_t observation_loss_coef log_prob_t
 
 over all tokens of all micro-batches on all ranks. `u` is the weight of the reduction, `w` equals it
 unless the caller brings advantages that are already normalised; k and c come from the off-policy
 correction, k from OPSM too. v is 1 / (tokens of the step in samples with a positive reward) on
-those tokens: VAPO's imitation of correct samples, arXiv 2504.05118, section 4.3. KL and entropy
+those tokens: VAPO's imitation of correct samples, arXiv 2504.05118, section 4.3. o is 1 /
+(observation tokens of the step) on these, which an environment wrote between an agent's answers
+and no mask has: ECHO, arXiv 2605.24517. KL and entropy
 have their own weight, so neither accumulation nor pre-scaled advantages can amplify them. This
 function returns the partial sum over the tokens it is given, and nothing is divided.
 """
@@ -40,6 +42,9 @@ class LossTerms(CheckedSettings):
     positive_nll_coef: float = arg(
         0.0, "Weight of the imitation of good samples.", legal=NON_NEGATIVE
     )
+    observation_loss_coef: float = arg(
+        0.0, "Weight of the prediction of observations.", legal=NON_NEGATIVE
+    )
     opsm_delta: float | None = arg(None, "Of the mask in opsm.py; None: off.", legal=NON_NEGATIVE)
 
 
@@ -68,8 +73,8 @@ def total_loss(
 ) -> LossOutput:
     """The partial loss of these tokens, and its metrics.
 
-    Metrics beside the policy loss's own: loss, policy_loss, kl_loss, entropy_loss and positive_nll
-    (without their coefficients) are sums under the token weights; kl and entropy are means over
+    Metrics beside the policy loss's own: loss, policy_loss, kl_loss, entropy_loss, positive_nll
+    and observation_loss (without their coefficients) are sums under the token weights; kl and entropy are means over
     active tokens; clip_ratio is pg_clipfrac under another name. Without an active token the loss is
     0 with a zero gradient, and the names are the same. Raises ValueError when a tensor is missing
     that the loss or a term with a coefficient needs, and for a correction of a loss that takes
@@ -147,6 +152,16 @@ def weighted_terms(
         nll_weights = inputs.required("nll_weights")
         nll = -inputs.masked(inputs.log_probs)
         found.append(WeightedTerm("positive_nll", terms.positive_nll_coef, nll_weights, nll))
+    if inputs.observation_weights is not None:
+        seen = replace(inputs, loss_mask=inputs.observation_weights != 0)
+        found.append(
+            WeightedTerm(
+                "observation_loss",
+                terms.observation_loss_coef,
+                seen.required("observation_weights"),
+                -seen.masked(inputs.log_probs),
+            )
+        )
     return found, metrics
 
 
@@ -188,6 +203,11 @@ def _check(inputs: LossInputs, policy_loss: PolicyLoss, terms: LossTerms) -> Non
     if terms.positive_nll_coef and inputs.nll_weights is None:
         raise ValueError(
             f"positive_nll_coef {terms.positive_nll_coef:g} needs nll_weights, and the batch has none"
+        )
+    if terms.observation_loss_coef and inputs.observation_weights is None:
+        raise ValueError(
+            f"observation_loss_coef {terms.observation_loss_coef:g} needs observation_weights, and "
+            "the batch has none"
         )
     if terms.entropy_coef and inputs.entropy is None:
         raise ValueError(

@@ -30,6 +30,7 @@ from slime_like.megatron.factory import (
     make_head,
     make_objective,
     make_policy,
+    make_prediction_loss,
     make_reference,
     make_teacher,
     start_from_policy,
@@ -55,7 +56,7 @@ from slime_like.weights.gather import WeightStream
 from slime_like.weights.hf_save import save_hf
 from slime_like.weights.quantized import CodedWeight
 from slime_like.weights.safetensors_reader import stored_format, weights_digest
-from slime_like.weights.untrained import untrained_weights
+from slime_like.weights.untrained import repeated_tensors, untrained_prefixes, untrained_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class WeightReceiver(Protocol):
     """A rollout engine, as weights see it."""
 
     takes_quantized: bool  # see `RolloutEngine`
+    takes_prediction_layers: bool
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None: ...
 
@@ -112,6 +114,7 @@ class MegatronBackend:
         )
         self.head = make_head(run, layout, temperature=run.log_prob_temperature)
         self.objective = make_objective(run)
+        self._prediction = make_prediction_loss(run, self.head)
         self._hf_checkpoint = run.model.hf_checkpoint
         self._seed = run.model.seed
         self._bucket_bytes = run.sglang.update_weight_buffer_size
@@ -204,7 +207,9 @@ class MegatronBackend:
         The metrics are those of the whole step, reduced over the data-parallel ranks and equal on
         all ranks.
         """
-        objective = PolicyObjective(self.head, self.objective, batch.old_is_current)
+        objective = PolicyObjective(
+            self.head, self.objective, batch.old_is_current, self._prediction
+        )
         selection = SelectionSeed(self._seed, self.trained.scheduler.num_steps)
         found = self._training_pass(
             self.trained, batch.samples, objective, selection, per_token=batch.old_is_current
@@ -283,7 +288,14 @@ class MegatronBackend:
 
     def sync_weights(self, engine: WeightReceiver, version: int) -> None:
         """Give a rollout engine the policy's weights, as those of this version."""
-        engine.update_weights(self.export_weights(quantized=engine.takes_quantized), version)
+        weights: Iterator[tuple[str, Tensor]] = self.export_weights(
+            quantized=engine.takes_quantized
+        )
+        if self.gpt.mtp_num_layers and not engine.takes_prediction_layers:
+            assert self.hf is not None
+            unread = untrained_prefixes(self.hf)
+            weights = (pair for pair in weights if not pair[0].startswith(unread))
+        engine.update_weights(weights, version)
 
     def _start_adapter(self, path: str | None) -> dict[str, Any]:
         """What tells this run's adapter, and its base, from others; the factors are those of `path`
@@ -309,7 +321,14 @@ class MegatronBackend:
         """Write the policy, with tokenizer and untrained weights of --hf-checkpoint, for transformers."""
         source, hf = self._hf_checkpoint, self.hf
         assert source is not None and hf is not None
-        save_hf(folder, self.export_weights(), source, more=untrained_weights(hf, source))
+        predicting = self.gpt.mtp_num_layers
+        save_hf(
+            folder,
+            self.export_weights(),
+            source,
+            more=untrained_weights(hf, source, predicting),
+            copies=repeated_tensors(hf, predicting),
+        )
         return folder
 
     def save_state(

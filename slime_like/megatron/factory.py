@@ -29,7 +29,7 @@ from slime_like.megatron.frozen_parameters import FrozenParameters
 from slime_like.megatron.init import make_further_layout
 from slime_like.megatron.lora import LoraBase, LoraNetwork, critic_lora_spec, lora_spec
 from slime_like.megatron.network import Network
-from slime_like.megatron.objectives import LogProbHead, Objective
+from slime_like.megatron.objectives import LogProbHead, Objective, TokenLoss
 from slime_like.megatron.offload import OffloadedWeights
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.megatron.reshard import copy_weights
@@ -212,7 +212,9 @@ def make_reference(run: RunConfig, policy: Network) -> FrozenModel | None:
     )
     if run.model.ref_offload:
         return OffloadedWeights(policy.base if isinstance(policy, LoraNetwork) else policy, load)
-    return frozen(Network(*network_settings(run).shape, policy.layout), load)
+    transformer, gpt, impl = network_settings(run).shape
+    plain = dataclasses.replace(gpt, mtp_num_layers=None)
+    return frozen(Network(transformer, plain, impl, policy.layout), load)
 
 
 def make_teacher(run: RunConfig, layout: ParallelLayout) -> FrozenModel | None:
@@ -221,7 +223,14 @@ def make_teacher(run: RunConfig, layout: ParallelLayout) -> FrozenModel | None:
         return None
     assert run.distillation.opd_teacher_load is not None
     teacher = Network(run.teacher.transformer, run.teacher.gpt, run.model.transformer_impl, layout)
-    return frozen(teacher, partial(Network.load_hf, folder=run.distillation.opd_teacher_load))
+    load = partial(
+        load_network,
+        root=run.distillation.opd_teacher_load,
+        flag="--opd-teacher-load",
+        step=run.distillation.opd_teacher_ckpt_step,
+        verify=not run.checkpoint.no_verify_checkpoint,
+    )
+    return frozen(teacher, load)
 
 
 def load_network(
@@ -273,6 +282,15 @@ def make_head(run: RunConfig, layout: ParallelLayout, *, temperature: float) -> 
     )
 
 
+def make_prediction_loss(run: RunConfig, head: LogProbHead) -> TokenLoss | None:
+    """Of the layers of multi-token prediction, where there are any."""
+    if not run.gpt.mtp_num_layers:
+        return None
+    from slime_like.megatron.prediction_loss import PredictionLoss
+
+    return PredictionLoss(head, run.gpt.mtp_loss_scaling_factor)
+
+
 def make_objective(run: RunConfig) -> Objective:
     """The loss that the settings describe."""
     algorithm = run.algorithm
@@ -282,6 +300,7 @@ def make_objective(run: RunConfig) -> Objective:
         use_unbiased_kl=algorithm.use_unbiased_kl,
         entropy_coef=algorithm.entropy_coef,
         positive_nll_coef=algorithm.positive_nll_coef,
+        observation_loss_coef=algorithm.observation_loss_coef,
         opsm_delta=algorithm.opsm_delta if algorithm.use_opsm else None,
     )
     level = run.off_policy.tis_ratio_type or "token"

@@ -4,6 +4,7 @@ their layout asks for."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from arguments.hf.moe import moe_layers
 from megatron_patches.patch import release
-from slime_like.megatron.ops.router import PackedRouter, RoutedRows, routers_of
+from slime_like.megatron.ops.router import PackedRouter, RoutedRows, all_routers, routers_of
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.types import MicroBatch, TrainSample
 
@@ -62,13 +63,18 @@ def begin_routing(
     """Tell the routers of `chunks` which micro-batches come next, and their routes, where the
     micro-batches have them. record: keep what they choose, for `recorded_routes`."""
     forget_aux_losses()
-    routers = routers_of(chunks)
+    routers = all_routers(chunks)
     if not routers:
         return
     share = layout.tp_size if routers[0].config.sequence_parallel else 1
     rows = [_routed_rows(batch, layout.tp_rank if share > 1 else 0, share) for batch in batches]
-    for slot, router in enumerate(routers):
+    own = routers_of(chunks)
+    for slot, router in enumerate(own):
         router.begin(rows, slot=slot, record=record)
+    if len(own) < len(routers):  # nobody has recorded or replays the choices of the others
+        rows = [replace(each, routes=None) for each in rows]
+        for router in routers[len(own) :]:
+            router.begin(rows, slot=0, record=False)
 
 
 def forget_aux_losses() -> None:
@@ -230,12 +236,12 @@ def expert_biases(chunks: Sequence[Any]) -> list[Tensor]:
     """
     return [
         router.expert_bias.clone()
-        for router in routers_of(chunks)
+        for router in all_routers(chunks)
         if router.expert_bias is not None
     ]
 
 
 def restore_expert_biases(chunks: Sequence[Any], biases: Sequence[Tensor]) -> None:
-    routers = [router for router in routers_of(chunks) if router.expert_bias is not None]
+    routers = [router for router in all_routers(chunks) if router.expert_bias is not None]
     for router, bias in zip(routers, biases, strict=True):
         router.expert_bias.copy_(bias)

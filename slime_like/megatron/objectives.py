@@ -7,7 +7,7 @@ tokens, reported for each of them. The terms of both are those of losses/total.p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -97,24 +97,40 @@ class Objective:
     importance_level: str = "token"
 
 
+# (module, micro-batch, hidden states) -> a loss and its metrics
+TokenLoss = Callable[[torch.nn.Module, MicroBatch, Tensor], tuple[Tensor, Mapping[str, Metric]]]
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyObjective:
     """An `Objective` over the head's log-probs: the loss of a run's policy. old_is_current: see
-    `TrainBatch`. Columns: then, log-probs and entropies."""
+    `TrainBatch`. Columns: then, log-probs and entropies. prediction: a loss that is added
+    (prediction_loss.py)."""
 
     head: LogProbHead
     objective: Objective
     old_is_current: bool = False
+    prediction: TokenLoss | None = None
 
     def __call__(self, model: torch.nn.Module, batch: MicroBatch, hidden: Tensor) -> TokenOutput:
         """Metrics are those of unscaled sums."""
-        log_probs, entropy = self.head.log_probs_and_entropy(hidden, head_weight(model), batch)
+        found = self._of_policy(model, batch, hidden)
+        if self.prediction is None or found.loss is None:
+            return found
+        loss, metrics = self.prediction(model, batch, hidden)
+        return replace(found, loss=found.loss + loss, metrics={**found.metrics, **metrics})
+
+    def _of_policy(self, model: torch.nn.Module, batch: MicroBatch, hidden: Tensor) -> TokenOutput:
+        head_batch = with_observed_rows(batch)
+        log_probs, entropy = self.head.log_probs_and_entropy(hidden, head_weight(model), head_batch)
         objective = self.objective
         columns: tuple[Tensor, ...] = ()
         if self.old_is_current:
             # every ratio is 1, and its gradient that of the log-prob
             batch = replace(batch, old_log_probs=log_probs.detach())
             columns = (log_probs.detach(), entropy.detach())
+            if batch.observation_weights is not None:
+                columns = tuple(torch.where(batch.loss_mask, c, 0.0) for c in columns)
         if objective.terms.entropy_coef == 0:
             entropy = entropy.detach()  # only reported: no gradient is computed for it
         inputs = loss_inputs(
@@ -134,6 +150,14 @@ class PolicyObjective:
             # slime's name, beside those of the correction
             metrics["ois"] = masked_mean(inputs.log_ratio().exp(), batch.loss_mask)
         return TokenOutput(columns, output.loss, metrics)
+
+
+def with_observed_rows(batch: MicroBatch) -> MicroBatch:
+    """With the rows of observations among those that the head computes, where they have weights."""
+    if batch.observation_weights is None:
+        return batch
+    wanted = batch.loss_mask | (batch.observation_weights != 0)
+    return replace(batch, active_rows=wanted.nonzero().squeeze(1))
 
 
 def loss_inputs(

@@ -99,21 +99,28 @@ def _bytes(tensor: Tensor) -> int:
 class OffloadedNetwork:
     """A network with its tensors in host memory. On the device it holds nothing, and it cannot be
     used, until `restore`. Where the device is the CPU, storage that others have seen (numpy, when a
-    checkpoint was written) cannot be given back and stays, in host memory as it is."""
+    checkpoint was written) cannot be given back and stays, in host memory as it is.
 
-    def __init__(self, network: TrainedNetwork) -> None:
+    nbytes: that were freed. spare: host memory by its size, taken from and given back to."""
+
+    def __init__(
+        self, network: TrainedNetwork, spare: dict[int, list[Tensor]] | None = None
+    ) -> None:
         network.finish_updates()
-        self._stored = []
+        self._stored: list[tuple[torch.UntypedStorage, Tensor]] = []
+        self._spare = spare
         for storage in storages_of(network):
+            if torch.cuda.is_available() and storage.device.type == "cpu":
+                continue  # of an optimizer that is there anyway
             if not storage.resizable():
                 assert storage.device.type == "cpu"
                 continue
-            outside = torch.empty(
-                storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda"
-            )
+            kept = None if spare is None else spare.get(storage.nbytes())
+            outside = kept.pop() if kept else _host_memory(storage)
             self._stored.append((storage, outside.copy_(bytes_of(storage))))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        self.nbytes = sum(outside.numel() for _, outside in self._stored)
         for storage, _ in self._stored:
             storage.resize_(0)
 
@@ -122,7 +129,38 @@ class OffloadedNetwork:
         for storage, outside in self._stored:
             storage.resize_(outside.numel())
             bytes_of(storage).copy_(outside)
+            if self._spare is not None:
+                self._spare.setdefault(outside.numel(), []).append(outside)
         self._stored = []
+
+
+class TrainerMemory:
+    """Of networks that wait in host memory while servers on the same GPUs generate. The host memory
+    is kept: pinning it takes longer than the copies."""
+
+    def __init__(self, networks: Sequence[TrainedNetwork]) -> None:
+        self._networks = networks
+        self._spare: dict[int, list[Tensor]] = {}
+        self._offloaded: list[OffloadedNetwork] = []
+
+    def release(self) -> int:
+        """Bytes that were freed on this rank's device."""
+        if not self._offloaded:
+            self._offloaded = [OffloadedNetwork(each, self._spare) for each in self._networks]
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # other processes are to have it
+        return sum(each.nbytes for each in self._offloaded)
+
+    def restore(self) -> None:
+        """Everything is where it was; nothing to do where it is."""
+        for each in self._offloaded:
+            each.restore()
+        self._offloaded = []
+
+
+def _host_memory(storage: torch.UntypedStorage) -> Tensor:
+    is_on_gpu = storage.device.type == "cuda"
+    return torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=is_on_gpu)
 
 
 def storages_of(network: TrainedNetwork) -> list[torch.UntypedStorage]:

@@ -84,6 +84,7 @@ PER_TOKEN = {
     "importance_weights": torch.float32,
     "rewards": torch.float32,
     "nll_weights": torch.float32,
+    "observation_weights": torch.float32,
     "values": torch.float32,
     "returns": torch.float32,
 }

@@ -56,15 +56,11 @@ def copy_weights(source: Network, target: Network, wanted: Callable[[str], bool]
 
 @torch.no_grad()
 def copy_same_layout(source: Network, target: Network) -> None:
-    """Every weight and buffer of a network into another of the same shape and layout; local."""
+    """Every weight and buffer of a network from one that has them, in the same layout; local."""
     for theirs, ours in zip(source.chunks, target.chunks, strict=True):
-        pairs = zip(
-            (*theirs.parameters(), *theirs.buffers()),
-            (*ours.parameters(), *ours.buffers()),
-            strict=True,
-        )
-        for a, b in pairs:
-            b.copy_(a)
+        have = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}
+        for name, tensor in (*ours.named_parameters(), *ours.named_buffers()):
+            tensor.copy_(have[name])
 
 
 def region_of(tensor: ShardedTensor) -> Region:

@@ -165,6 +165,11 @@ class TrainedNetwork(Network):
         self._start_gradients()
         for module in self.modules:
             module.train()
+        if self.gpt.mtp_num_layers and not self.value_head:
+            from slime_like.megatron.model.prediction import bring_embedding
+
+            self.finish_updates()
+            bring_embedding(self.chunks, self.layout)
         begin_routing(self.chunks, batches, self.layout)
         with self.in_use():
             outputs = run_schedule(self.modules, batches, compute, self.layout, forward_only=False)

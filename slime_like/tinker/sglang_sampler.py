@@ -26,7 +26,7 @@ from slime_like.megatron.init import device_of_this_process
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.rollout.engines.checked_json import BadAnswer
 from slime_like.rollout.engines.sglang.engine import SglangEngine
-from slime_like.rollout.engines.sglang.factory import request_settings, start_fleet
+from slime_like.rollout.engines.sglang.factory import request_settings, start_servers
 from slime_like.rollout.engines.sglang.http import (
     RequestFailed,
     async_client,
@@ -213,20 +213,20 @@ class SglangSampler:
 
 
 def make_sglang_sampler(run: RunConfig, layout: ParallelLayout) -> SglangSampler:
-    """A collective. Rank 0 starts what is to be started and waits until it answers. Raises RunError
-    on every rank when it does not."""
+    """A collective; see `start_servers`."""
     assert run.model.hf_checkpoint is not None
     model, root = run.model.hf_checkpoint, Path(run.server.server_dir).resolve()
 
-    def start() -> tuple[Fleet, WeightUpdater]:
-        fleet = start_fleet(run, device=device_of_this_process(), logs=root / "engines")
-        return fleet, snapshot_updater(fleet, model, root, run.sglang.update_weight_timeout_s)
+    def make_updater(fleet: Fleet) -> WeightUpdater:
+        return snapshot_updater(fleet, model, root, run.sglang.update_weight_timeout_s)
 
-    fleet, updater = on_rank_zero(start) or (None, None)
+    fleet, updater, agent = start_servers(
+        run, make_updater, device=device_of_this_process(), logs=root / "engines"
+    )
     settings = request_settings(run.sglang)
     engine = SglangEngine(
-        fleet, updater, settings, model, check_updates=run.sglang.check_weight_update_equal
-    )
+        fleet, updater, settings, model, check_updates=run.sglang.check_weight_update_equal, agent=agent
+    )  # fmt: skip
     return SglangSampler(engine, snapshots_of(updater), settings, model)
 
 

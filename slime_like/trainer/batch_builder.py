@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from arguments.schema import AlgorithmConfig
@@ -36,6 +37,7 @@ from slime_like.rollout.step_plan import (
     SampleCorrection,
     StepPlan,
     map_steps,
+    mask_failed,
     outcomes_of,
     train_samples,
 )
@@ -56,11 +58,15 @@ LogProbCheck = Callable[[Sequence[LogProbOutput]], dict[str, float]]
 class Batches:
     """The optimizer steps of a rollout: this rank's samples of each. critic: empty without one; it
     may share the samples otherwise. check: of the log-probs that the policy's training pass gives,
-    where `TrainBatch.old_is_current`, before its optimizer step; returns metrics."""
+    where `TrainBatch.old_is_current`, before its optimizer step; returns metrics. sample_keys,
+    entropies: of the policy's samples in their order, for recordings; entropies, [R] each, are empty
+    where no forward pass came before the training."""
 
     policy: list[TrainBatch]
     critic: list[TrainBatch]
     check: LogProbCheck | None = None
+    sample_keys: Sequence[str] = ()
+    entropies: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +129,12 @@ class BatchMaker:
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.gates.load_state_dict(state)
 
+    def deliver_ahead(self, samples: Sequence[AnySample], group: dist.ProcessGroup | None) -> None:
+        """In the thread that samples: bring a rollout to the ranks that will train on it, over
+        `group`. One that training sees otherwise, for a sample failed or has branches, waits."""
+        if all(mask_failed(s) is s and not s.num_branches for s in samples):
+            self._delivery.deliver_ahead(samples, group)
+
     def make_supervised(self, samples: Sequence[AnySample]) -> tuple[Batches, dict[str, float]]:
         """Samples that are answers to learn: they are trained on as they are."""
         rollout = self._share(samples)
@@ -174,20 +186,22 @@ class BatchMaker:
         of_policy = self.settings.hooks.finish(
             of_policy, lambda: self._rank_data(rollout, scores, advantages)
         )
+        ids = rollout.local_keys
         if scores.old is not None:
-            return Batches(of_policy, of_critic), metrics
+            entropies = [output.entropy for output in scores.old]
+            return Batches(of_policy, of_critic, None, ids, entropies), metrics
         of_policy = [dataclasses.replace(batch, old_is_current=True) for batch in of_policy]
 
         def check(log_probs: Sequence[LogProbOutput]) -> dict[str, float]:
             return self.old.check_update(rollout, log_probs, weight_version)
 
-        return Batches(of_policy, of_critic, check), metrics
+        return Batches(of_policy, of_critic, check, ids), metrics
 
     def _rank_data(
         self, rollout: Rollout, scores: Scores, advantages: TokenAdvantages | None = None
     ) -> RankData:
         """What functions of the user's get of this rank's samples."""
-        local, places = rollout.local, rollout.shares.local_indices
+        local, places = rollout.local, rollout.local_episodes
         has_engines = all(sample.rollout_log_probs is not None for sample in local)
         outcomes = outcomes_of(rollout.samples)
         return RankData(
@@ -226,7 +240,7 @@ class BatchMaker:
         self, plan: StepPlan, samples: Sequence[AnySample], shares: DataParallelAssignment
     ) -> list[list[TrainSample]]:
         algorithm = self.algorithm
-        return train_samples(
+        steps = train_samples(
             plan,
             samples,
             reduction=algorithm.loss_reduction,
@@ -235,6 +249,11 @@ class BatchMaker:
             positive_nll=algorithm.positive_nll_coef > 0,
             shares=shares,
         )
+        if not algorithm.observation_loss_coef:
+            return steps
+        from slime_like.rollout.observations import with_observation_weights
+
+        return with_observation_weights(plan, samples, shares, steps)
 
     def _warn_of_long_sequences(self, samples: Sequence[AnySample]) -> None:
         """Once in a run."""
@@ -323,12 +342,13 @@ class BatchMaker:
             squared = [o.squared_probs for o in scores.old if o.squared_probs is not None]
             energies = token_energies(scores.old_log_probs, squared, masks)
         outcomes = dataclasses.replace(
-            outcomes_of(rollout.samples), **self.settings.outcome_fields(rollout.sampled)
+            outcomes_of(rollout.samples), **self.settings.outcome_fields(rollout.sampled_episodes)
         )
         output = estimate_advantages(
             dataclasses.replace(self.settings.advantages, kl_coef=self.kl_controller.value),
             outcomes,
-            mine=rollout.shares.local_indices,
+            mine=rollout.local_episodes,
+            sequences=rollout.local_sequences,
             masks=masks,
             kl=kl,
             teacher_gap=gap,
@@ -340,7 +360,7 @@ class BatchMaker:
         if kl is None:
             return output
         metrics = {**output.metrics, "rollout/kl_coef": self.kl_controller.value}
-        self.kl_controller.update(metrics["rollout/kl_in_reward"], len(rollout.samples))
+        self.kl_controller.update(metrics["rollout/kl_in_reward"], len(outcomes.rewards))
         return dataclasses.replace(output, metrics=metrics)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from arguments.run_config import RunConfig
 from slime_like import __version__
@@ -29,9 +30,12 @@ from slime_like.megatron.checkpoint import (
 from slime_like.megatron.checkpoint.load import saved_identity
 from slime_like.megatron.factory import needs_reference
 from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.text import mask_settings
+from slime_like.text import mask_argv
 from slime_like.trainer.saved_settings import changes, settings_of
 from slime_like.weights.safetensors_reader import weights_digest
+
+if TYPE_CHECKING:
+    from slime_like.megatron.checkpoint.replicate import ReplicaSaver
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +79,20 @@ class RunCheckpoints:
             self.saver = CheckpointSaver(self.config.save, policy)
             for note in self.saver.notes:
                 logger.info(f"--save {self.config.save}: {note}, left by a save that was cut short")
+        self.replicas: ReplicaSaver | None = None
+        if self.config.save is not None and self.config.checkpoint_replicas:
+            from slime_like.megatron.checkpoint.replicate import ReplicaSaver
+
+            self.replicas = ReplicaSaver(self.config.save, self.config.checkpoint_replica_dir)
 
     def load(self) -> Start:
         """What --load and --critic-load mean."""
+        config, replicas = self.config, self.replicas
+        if replicas is not None and config.load == config.save and config.ckpt_step is None:
+            logger.info(replicas.restore())
         start = self._load_run()
+        if replicas is not None:
+            replicas.drop()
         self.reference = from_rank_zero(lambda: reference_digest(self.run))
         before = None if start.state is None else start.state.get("reference")
         if None not in (before, self.reference) and before != self.reference:
@@ -147,6 +161,8 @@ class RunCheckpoints:
         if weights_only:
             return Start(None, None, with_critic)
         self._warn_of_changes(folder, state)
+        if (words := other_world(state, self.layout)) is not None:
+            logger.info(words)
         if int(state["step"]) != step:
             raise ValueError(
                 f"checkpoint {checkpoint_folder(root, step)} says that it is of step {state['step']}: it was renamed"
@@ -194,7 +210,9 @@ class RunCheckpoints:
 
     def wants(self, rollouts: int, *, last: bool) -> bool:
         """Whether `after_rollout` has something to do."""
-        return self.saver is not None and (self.saver.pending or self._is_due(rollouts, last=last))
+        return self.saver is not None and (
+            self.saver.pending or self.replicas is not None or self._is_due(rollouts, last=last)
+        )
 
     def _is_due(self, rollouts: int, *, last: bool) -> bool:
         interval = self.config.save_interval
@@ -209,16 +227,16 @@ class RunCheckpoints:
         assert self.saver is not None
         saver = self.saver
         from_rank_zero(lambda: confirm_held(saver.root))
+        state = {
+            **state,
+            "version": __version__,
+            "argv": mask_argv(self.run.argv),
+            "reference": self.reference,
+            "settings": self.settings,
+            "tokenizer": self.tokenizer or {},
+        }
         if self._is_due(rollouts, last=last):
             self._attempt(saver.finish, last=False)
-            state = {
-                **state,
-                "version": __version__,
-                "argv": mask_settings(list(self.run.argv)),
-                "reference": self.reference,
-                "settings": self.settings,
-                "tokenizer": self.tokenizer or {},
-            }
             self._attempt(
                 lambda: self.backend.save_state(
                     saver, rollouts, state, with_optimizer=self._optim, with_rng=self._rng
@@ -227,12 +245,29 @@ class RunCheckpoints:
             )
             if last:
                 self._attempt(saver.finish, last=True)
+                if self.replicas is not None:
+                    self.replicas.drop()
         else:
             self._attempt(saver.poll, last=False)
+            self._replicate(rollouts, state)
         metrics, self._metrics = self._metrics, {}
         if self.config.on_save_failure == "continue":
             metrics["perf/failed_saves"] = float(self.failed)
         return metrics
+
+    def _replicate(self, rollouts: int, state: dict[str, Any]) -> None:
+        """Into the memory of the nodes. A run does not end for want of it."""
+        if self.replicas is None:
+            return
+        try:
+            report = self.backend.save_state(
+                self.replicas, rollouts, state, with_optimizer=self._optim, with_rng=self._rng
+            )
+        except SaveError as error:
+            warn_rank_0(logger, str(error))
+        else:
+            assert report is not None
+            self._metrics["perf/replica_s"] = report.seconds
 
     @property
     def _optim(self) -> bool:
@@ -261,8 +296,27 @@ class RunCheckpoints:
             self._metrics["perf/save_free_gb"] = report.free_bytes / 1e9
 
 
+def other_world(state: Mapping[str, Any], layout: ParallelLayout) -> str | None:
+    """The line about a resumed run with fewer or more ranks. None where they are as many.
+
+    Args:
+        state: the trainer's, of the checkpoint.
+        layout: of this run.
+    """
+    before, now = int(state["world_size"]), layout.world_size
+    if before == now:
+        return None
+    replicas = re.search(r"\bDP(\d+)", state["layout"])
+    was = replicas[1] if replicas else "?"
+    return (
+        f"resumed on {now} of {before} ranks"
+        if now < before
+        else f"resumed on {now} ranks, {before} before"
+    ) + f": data parallel {was} -> {layout.dp_size}; the samples of an optimizer step stay"
+
+
 def reference_digest(run: RunConfig) -> str | None:
-    """Tells the reference model from others: it never changes, so that checkpoints need not hold
+    """Distinguishes the reference model from others: it never changes, so that checkpoints need not hold
     its weights. None without one."""
     root = run.model.hf_checkpoint if run.reference_is_base else run.model.ref_load
     if root is None or not needs_reference(run.algorithm):

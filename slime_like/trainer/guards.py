@@ -34,6 +34,7 @@ _LOSSES = (
     "kl_loss",
     "entropy_loss",
     "positive_nll",
+    "observation_loss",
     "value_loss",
     "kl",
     "entropy",

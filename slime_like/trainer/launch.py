@@ -3,6 +3,7 @@ report at the end."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -15,7 +16,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import megatron_patches
 from arguments.run_config import RunConfig
@@ -37,15 +38,18 @@ from slime_like.distributed.signals import (
     end_at_once,
     leave_status,
 )
+from slime_like.distributed.stacks import StackFile
 from slime_like.distributed.watchdog import Watchdog, write_stacks_on_request
 from slime_like.errors import RunError
-from slime_like.logs import log_into, set_up_logging
+from slime_like.logs import leave_error, log_into, set_up_logging
 from slime_like.metrics.logger import FILE_NAME as METRICS_FILE
+from slime_like.text import mask_argv
 
 if TYPE_CHECKING:
     from slime_like.megatron.parallel_layout import ParallelLayout
 
 FAILED, INTERRUPTED = 1, CTRL_C_STATUS
+HURRIED_S = 10.0  # for trackers, once a scheduler has asked for the end: it kills soon
 logger = logging.getLogger(__name__)
 Say = Callable[[str], None]
 
@@ -150,7 +154,7 @@ def train(config: RunConfig, layout: ParallelLayout, startup: Say) -> int:
 def train_watched(
     config: RunConfig, layout: ParallelLayout, activity: Activity, startup: Say
 ) -> int:
-    trainer = None
+    trainer = profiler = stacks = output_dir = None
     try:
         output_dir = shared_output_dir(config)
         if layout.rank == 0:
@@ -161,33 +165,91 @@ def train_watched(
             layout.world_size,
             output_dir,
         )
+        if layout.rank == 0:
+            record(config, layout, output_dir)
+        with contextlib.suppress(OSError):
+            stacks = StackFile(output_dir, layout.rank)
         startup("importing transformers and the trainer")
         from slime_like.trainer.trainer import Trainer
 
         startup("loading the model, the prompts and the rollout engine")
-        trainer = Trainer(config, layout, output_dir, on_phase=activity.enter)
+        on_phase: Say = activity.enter
+        if config.logging.record_timeline:
+            on_phase = with_timeline(activity.enter, config, output_dir, layout)
+        traced: Callable[[int], AbstractContextManager[Any]] = nullcontext
+        if config.profiling.profile or config.profiling.record_memory_history:
+            from slime_like.trainer.profiling import profiler_of
+
+            profiler = profiler_of(config, output_dir, layout.rank)
+            if profiler is not None:
+                on_phase, traced = both(on_phase, profiler.enter), profiler.rollout
+        trainer = Trainer(config, layout, output_dir, on_phase=on_phase, traced=traced)
         startup("first rollout")
         status = trainer.run()
-        trainer.close()
         activity.enter("end")
-        if layout.rank == 0:
-            write_report(output_dir, plot=not config.logging.no_plot)
-            if status in (INTERRUPTED_STATUS, INTERRUPTED) and config.checkpoint.save:
-                logger.info("to continue: %s", command_to_continue(config, layout.world_size))
+        if trainer.logger is not None:
+            plot = write_report(output_dir, plot=not config.logging.no_plot)
+            if plot is not None:
+                trainer.logger.attach(plot)
+        interrupted = status in (INTERRUPTED_STATUS, INTERRUPTED)
+        trainer.close(finish_s=HURRIED_S if interrupted else None)
+        if layout.rank == 0 and interrupted and config.checkpoint.save:
+            logger.info("to continue: %s", command_to_continue(config, layout.world_size))
     except Exception as error:
-        return fail(error, layout)
+        return fail(error, layout, output_dir)
     finally:
+        if stacks is not None:
+            stacks.close()
+        if profiler is not None:
+            profiler.close()
         if trainer is not None:
             trainer.close()
     return status
 
 
-def fail(error: Exception, layout: ParallelLayout) -> int:
+def both(first: Say, second: Say) -> Say:
+    """One function that calls two."""
+
+    def call(phase: str) -> None:
+        first(phase)
+        second(phase)
+
+    return call
+
+
+def with_timeline(enter: Say, config: RunConfig, output_dir: Path, layout: ParallelLayout) -> Say:
+    """`enter`, and --record-timeline."""
+    from slime_like.checkpoints.folders import is_checkpoint_root
+    from slime_like.metrics.timeline import PhaseTimeline
+
+    flags = config.checkpoint
+    resumed = flags.load is not None and not flags.finetune and is_checkpoint_root(flags.load)
+    timeline = PhaseTimeline(output_dir, layout.rank, resumed=resumed, world_size=layout.world_size)
+    return both(enter, timeline.enter)
+
+
+def record(config: RunConfig, layout: ParallelLayout, output_dir: Path) -> None:
+    """run.json. A run does not end for want of it: what cannot be written is reported by the
+    metrics."""
+    from slime_like.trainer.run_record import write_run_record
+
+    with contextlib.suppress(OSError):
+        write_run_record(
+            config,
+            output_dir,
+            layout=layout.describe(),
+            patches=str(megatron_patches.apply()),
+        )
+
+
+def fail(error: Exception, layout: ParallelLayout, output_dir: Path | None = None) -> int:
     """The exit status of a rank that an error ended. One rank shows it, as what it comes of where
     other ranks are gone."""
     shown = message_of(error)
     if shown is not None:
         show(shown)
+        if output_dir is not None:
+            leave_error(output_dir, str(shown) or type(shown).__name__)
     linger(WAIT_S if looks_lost(error) else LINGER_S)
     return FAILED
 
@@ -210,14 +272,17 @@ def show(error: BaseException) -> None:
 
 def command_to_continue(config: RunConfig, world_size: int) -> str:
     """As a user types it. Of several nodes only the flags of train.py are known here."""
-    argv = list(config.argv)
+    argv = mask_argv(config.argv)
     if config.checkpoint.load != config.checkpoint.save:
         argv += ["--load", str(config.checkpoint.save)]
-    program = ["python", "train.py"]
+    by_name = sys.argv[0].startswith("slime-like ")
+    program = ["slime-like", "train"] if by_name else ["train.py"]
     if world_size > 1:
         ranks = os.environ.get("LOCAL_WORLD_SIZE", str(world_size))
-        program = ["torchrun", "--nproc-per-node", ranks, "train.py"]
-    return shlex.join([*program, *argv])
+        launcher = ["torchrun", "--nproc-per-node", ranks, *(["--no-python"] if by_name else [])]
+    else:
+        launcher = [] if by_name else ["python"]
+    return shlex.join([*launcher, *program, *argv])
 
 
 def shared_output_dir(config: RunConfig) -> Path:
@@ -260,15 +325,16 @@ def output_dir_of_the_run(config: RunConfig) -> str | None:
     return folder if has_metrics else None
 
 
-def write_report(output_dir: Path, *, plot: bool) -> None:
-    """The table of the run, and its plot. The run is done: what goes wrong here does not make it a
-    failed one."""
+def write_report(output_dir: Path, *, plot: bool) -> Path | None:
+    """The table of the run, and its plot, with its path. The run is done: what goes wrong here does
+    not make it a failed one."""
     from slime_like.metrics import report
 
     try:
-        report.write_report(output_dir / METRICS_FILE, plot=plot)
+        return report.write_report(output_dir / METRICS_FILE, plot=plot)
     except Exception as error:
         logger.warning("no plot and table of %s: %s: %s", output_dir, type(error).__name__, error)
+        return None
 
 
 def quiet_dependencies() -> None:

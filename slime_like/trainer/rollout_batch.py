@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from arguments.schema import AlgorithmConfig
 from slime_like.advantages import AdvantageSettings
 from slime_like.losses.off_policy_config import OffPolicyConfig
 from slime_like.rollout.step_plan import DataParallelAssignment
-from slime_like.sample_index import AnySample, complete
+from slime_like.sample_index import AnySample, complete, episodes_of
 from slime_like.trainer.guards import check_finite
 from slime_like.trainer.user_hooks import UserHooks
 from slime_like.types import Sample, TrainSample
@@ -58,6 +59,34 @@ class Rollout:
     def drawn(self) -> list[Sample]:
         """This rank's, as they were sampled."""
         return complete(self.samples[i] for i in self.shares.local_indices)
+
+    @property
+    def local_keys(self) -> list[str]:
+        """Names of this rank's samples in recordings: the id, and for the branches of an episode,
+        which follow it, the id and a number from 0."""
+        seen: Counter[int] = Counter()
+        keys = []
+        for sample in self.samples:
+            count, seen[sample.sample_id] = seen[sample.sample_id], seen[sample.sample_id] + 1
+            keys.append(f"{sample.sample_id}.{count - 1}" if count else str(sample.sample_id))
+        return [keys[i] for i in self.shares.local_indices]
+
+    @property
+    def local_episodes(self) -> list[int]:
+        """Of this rank's samples: the episode of each, among all of the rollout."""
+        of = episodes_of(self.samples).of
+        return [of[i] for i in self.shares.local_indices]
+
+    @property
+    def local_sequences(self) -> list[int]:
+        """Of this rank's samples: the place of each among the sequences of its episode."""
+        episodes = episodes_of(self.samples)
+        return [i - episodes.first[episodes.of[i]] for i in self.shares.local_indices]
+
+    @property
+    def sampled_episodes(self) -> list[AnySample]:
+        """The first sequence of each episode, as it was sampled."""
+        return [self.sampled[i] for i in episodes_of(self.sampled).first]
 
     @property
     def masks(self) -> list[Tensor]:

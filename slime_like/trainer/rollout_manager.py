@@ -71,29 +71,28 @@ class RolloutManager:
         self._rollouter = rollouter
         self._tokenizer = tokenizer
         self._teacher = teacher
+        self._has_agents = run.agents.given
         self._is_sft = run.algorithm.loss_type == "sft_loss"
         self.buffer: GroupBuffer | None = None  # what is sampled next, in a run that samples groups
         self._collector = self._make_collector(evaluator)
-        self._ahead = self._make_ahead()
+        self.ahead = self._make_ahead()
 
     def groups_of(self, step: int) -> tuple[list[SampleGroup], dict[str, float]]:
         """Graded samples of a rollout, and numbers about how they were collected."""
         run = self.run_config
         if run.debug.load_debug_rollout_data:
             template = run.debug.load_debug_rollout_data
-            return self._taught(
-                from_one_rank(lambda: self._recorded_groups(template, step)), {}, None
-            )
+            recorded = from_one_rank(lambda: self._recorded_groups(template, step))
+            return self._taught(recorded, {}, None)
         if self._is_sft:
             assert self._source is not None
             prompts = self._source.next_prompts(run.rollout.rollout_batch_size)
             made = self._answers(prompts)
-            return [SampleGroup(s.group_id, (s,)) for s in made], {
-                TRUNCATED_FRACTION: truncated_fraction(made)
-            }
-        assert self._ahead is not None
-        self._ahead.allow(min(step + self._ahead.max_staleness, self.num_rollouts - 1))
-        return self._ahead.take(step)
+            metrics = {TRUNCATED_FRACTION: truncated_fraction(made)}
+            return [SampleGroup(s.group_id, (s,)) for s in made], metrics
+        assert self.ahead is not None
+        self.ahead.allow(min(step + self.ahead.max_staleness, self.num_rollouts - 1))
+        return self.ahead.take(step)
 
     def _answers(self, prompts: Sequence[Prompt]) -> list[AnySample]:
         """Supervised samples, of which each rank makes its part."""
@@ -107,13 +106,13 @@ class RolloutManager:
     def drain(self) -> None:
         """Wait until nothing is being sampled: the engine and its weights are the caller's alone,
         until more groups are asked for."""
-        if self._ahead is not None:
-            self._ahead.drain()
+        if self.ahead is not None:
+            self.ahead.drain()
 
     def state_dict(self) -> dict[str, Any]:
         """Where a resumed run continues, as plain JSON, with the rollouts that were sampled ahead."""
-        if self._ahead is not None:
-            return self._ahead.state()
+        if self.ahead is not None:
+            return self.ahead.state()
         return {
             "data": None if self._source is None else self._source.state_dict(),
             "waiting_groups": None,
@@ -135,15 +134,15 @@ class RolloutManager:
             self.buffer.load(position.get("waiting_groups") or [])
         if ahead is None or problem is not None:
             return problem
-        assert self._ahead is not None
-        self._ahead.load_ahead(ahead)
+        assert self.ahead is not None
+        self.ahead.load_ahead(ahead)
         return None
 
     def _problem_with_ahead(self, rollouts: Sequence[Mapping[str, Any]]) -> str | None:
         """Why this run cannot train on the rollouts that a checkpoint's run had sampled ahead."""
         count, run = len(rollouts), self.run_config
         again = f"{count} rollouts that the checkpoint's run had sampled ahead are sampled again: "
-        if self._ahead is None or self._ahead.max_staleness < count:
+        if self.ahead is None or self.ahead.max_staleness < count:
             return again + "this run's --async-rollout and --max-staleness do not allow them"
         wanted = (run.rollout.rollout_batch_size, run.rollout.n_samples_per_prompt)
         for row in rollouts:
@@ -154,8 +153,8 @@ class RolloutManager:
 
     def close(self) -> None:
         """Sample no more. Closing twice is fine."""
-        if self._ahead is not None:
-            self._ahead.close()
+        if self.ahead is not None:
+            self.ahead.close()
 
     def _sampled_groups(self, step: int) -> tuple[list[SampleGroup], dict[str, float]]:
         """In the thread that samples."""
@@ -176,7 +175,11 @@ class RolloutManager:
     def _taught(
         self, groups: list[SampleGroup], metrics: dict[str, float], group: dist.ProcessGroup | None
     ) -> tuple[list[SampleGroup], dict[str, float]]:
-        """With a served teacher's log-probs, where there is one."""
+        """With a served teacher's log-probs, where there is one, and with metrics of agents."""
+        if self._has_agents:
+            from slime_like.agents.rollouts import agent_metrics
+
+            metrics = metrics | agent_metrics(groups, group)
         if self._teacher is None or self.run_config.debug.debug_rollout_only:
             return groups, metrics
         taught, more = self._teacher.grade(groups, group)
@@ -246,9 +249,8 @@ class RolloutManager:
             return AsyncRolloutQueue(
                 self._sampled_groups, self._position, max_staleness=0, threaded=False, json=json
             )
-        self._rollouter.group = dist.new_group(
-            backend="gloo"
-        )  # the training thread uses the others meanwhile
+        # the training thread uses the others meanwhile
+        self._rollouter.group = dist.new_group(backend="gloo")
         bound = staleness_bound(self.run_config)
         assert bound is not None
         return AsyncRolloutQueue(
@@ -363,12 +365,17 @@ def make_rollouter(
     if run.reward.custom_rm_path is None and dist.get_rank() == 0:
         for words in confinement.unenforced():
             logger.warning(f"graders are not confined by {words}")
+    custom = custom_generate(run)
+    if run.agents.given:
+        from slime_like.agents.rollouts import agent_generate
+
+        custom = agent_generate(run, tokenizer, dist.get_rank())
     return Rollouter(
         engine,
         Grader(**dataclasses.asdict(run.reward)),
         tokenizer,
         seed=run.data.rollout_seed,
-        custom_generate=custom_generate(run),
+        custom_generate=custom,
         sample_hook=sample_hook(run),
         sample_buffer_size=run.rollout.sample_buffer_size,
     )

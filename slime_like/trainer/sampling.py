@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from arguments.run_config import RunConfig
 from slime_like.data.prompts import PromptSource
@@ -12,6 +14,8 @@ from slime_like.megatron.backend import MegatronBackend
 from slime_like.metrics.progress import Progress
 from slime_like.rollout.evaluate import make_evaluator
 from slime_like.rollout.rollouter import Rollouter
+from slime_like.rollout.step_plan import flatten
+from slime_like.sample_index import AnySample
 from slime_like.trainer.guards import train_rollout_limit
 from slime_like.trainer.rollout_manager import (
     RolloutManager,
@@ -53,7 +57,25 @@ class Sampling:
             num_rollouts=num_rollouts,
             teacher=teacher,
         )
+        self._offloaded: TrainerMemory | None = None
+        if run.sglang.offload_train and self._rollouter is not None:
+            from slime_like.megatron.offload import TrainerMemory
+            from slime_like.megatron.trained_network import TrainedNetwork
+
+            networks = (backend.policy, backend.critic)
+            trained = [each for each in networks if isinstance(each, TrainedNetwork)]
+            self._offloaded = TrainerMemory(trained)
+        self._offloaded_gb = 0.0
         self.evaluator = function_evaluator(run, self._rollouter, evaluator, self.supply)
+
+    def deliver_ahead(
+        self, deliver: Callable[[Sequence[AnySample], dist.ProcessGroup | None], None]
+    ) -> None:
+        """Have rollouts that are sampled ahead brought to the ranks that will train on them in the
+        thread that samples. deliver: given all samples of one, and a group of all ranks."""
+        rollouter = self._rollouter
+        if self.supply.ahead is not None and rollouter is not None:
+            self.supply.ahead.deliver = lambda groups: deliver(flatten(groups), rollouter.group)
 
     def sync_weights(self, version: int) -> None:
         """Give the engine the policy's weights, unless it has them or there is none."""
@@ -62,6 +84,7 @@ class Sampling:
 
     def groups_of(self, step: int) -> tuple[list[SampleGroup], dict[str, float]]:
         """The groups of a rollout, and numbers about how they were collected."""
+        self._offload()
         with self._progress.phase("generate"):
             return self.supply.groups_of(step)
 
@@ -70,16 +93,36 @@ class Sampling:
         if self._rollouter is None:
             return {}
         metrics = self._rollouter.engine.take_metrics()
-        self._rollouter.engine.release_memory()
+        if self._offloaded is not None:
+            metrics["perf/offloaded_gb"] = self._offloaded_gb
+        self._release()
         return metrics
+
+    def _offload(self) -> None:
+        """Before servers generate: the trainer's memory is theirs."""
+        if self._offloaded is not None:
+            with self._progress.phase("offload"):
+                self._offloaded_gb = self._offloaded.release() / 1e9
+
+    def _release(self) -> None:
+        """Before the trainer works: the servers' memory is its own."""
+        assert self._rollouter is not None
+        self._rollouter.engine.release_memory()
+        if self._offloaded is not None:
+            with self._progress.phase("offload"):
+                self._offloaded.restore()
 
     def evaluate(self, step: int, weight_version: int) -> dict[str, float]:
         """Scores under these weights, after everything that is being sampled."""
         assert self.evaluator is not None
         self.supply.drain()
         self.sync_weights(weight_version)
+        self._offload()
         with self._progress.phase("eval"):
-            return self.evaluator.evaluate(step)
+            scores = self.evaluator.evaluate(step)
+        if self._offloaded is not None:
+            self._release()
+        return scores
 
     def close(self) -> None:
         """End what this process started: graders, engines. Closing twice is fine."""

@@ -6,7 +6,8 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,8 @@ from slime_like.metrics.progress import Progress
 from slime_like.metrics.timers import speed_and_memory
 from slime_like.rollout.evaluate import Evaluator, load_prompts
 from slime_like.rollout.metrics import UNKNOWN_VERSIONS
-from slime_like.rollout.rank_zero import whole_groups
-from slime_like.rollout.recording import save_rollout
 from slime_like.rollout.reward_parts import advantage_settings, outcome_fields
-from slime_like.rollout.sample_plane import bring_to_rank_zero
+from slime_like.rollout.sample_plane import with_branches
 from slime_like.rollout.step_plan import check_token_sets, flatten, mask_failed
 from slime_like.trainer.batch_builder import BatchMaker, BatchSettings
 from slime_like.trainer.checkpointing import RunCheckpoints
@@ -35,9 +34,9 @@ from slime_like.trainer.guards import SamplerGates, train_rollout_limit
 from slime_like.trainer.rollout_manager import make_source
 from slime_like.trainer.sampling import Sampling
 from slime_like.trainer.strategy import make_strategy
+from slime_like.trainer.throughput import throughput_of
 from slime_like.trainer.train_step import TrainStep
 from slime_like.trainer.user_hooks import UserHooks
-from slime_like.types import SampleGroup
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +51,15 @@ class Trainer:
         output_dir: Path,
         *,
         on_phase: Callable[[str], None] = lambda phase: None,
+        traced: Callable[[int], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
+        """traced: around each rollout, given how many are done."""
         self.run_config = run
         self.layout = layout
         self.output_dir = output_dir
+        self._traced = traced
         self.strategy = make_strategy(run)
-        tokenizer = run_tokenizer(run)
+        self.tokenizer = tokenizer = run_tokenizer(run)
         source = make_source(run, tokenizer)
         # wrong ones: before the model is built
         eval_prompts, eval_notes = load_prompts(run, tokenizer)
@@ -73,6 +75,8 @@ class Trainer:
         self.hooks = UserHooks(run)
         self.hooks.megatron_init()
         self.backend = MegatronBackend(run, layout, total_steps=total_steps)
+        self._throughput = throughput_of(run, self.backend)
+        self._lengths: list[tuple[int, int]] = []  # of what was trained on last; see there
         if self.backend.critic is not None and self.backend.critic.layout is not layout:
             logger.info(f"critic: {self.backend.critic.layout.describe()}")
         self.sampling = Sampling(
@@ -95,6 +99,8 @@ class Trainer:
             warn_rank_0(logger, note)
         gates = sampler_gates(run)
         self.batches = make_batch_maker(run, layout, self.backend, gates, self.progress, self.hooks)
+        if run.scheduling.async_rollout and not run.debug.debug_rollout_only:
+            self.sampling.deliver_ahead(self.batches.deliver_ahead)
         self.stop = StopConditions(
             every=run.checkpoint.exit_interval,
             minutes=run.checkpoint.exit_duration_in_mins,
@@ -118,8 +124,17 @@ class Trainer:
         if not config.no_tensorboard:
             tensorboard = Path(config.tensorboard_dir or self.output_dir / "tensorboard")
         first = self.start + 1 if self.start else 0
+        trackers = None
+        if config.trackers:
+            from slime_like.trainer.run_record import start_trackers
+
+            trackers = start_trackers(self.run_config, self.output_dir, resumed=first > 0)
         return MetricsLogger(
-            self.output_dir, tensorboard, start_step=first, last=state.get("metrics")
+            self.output_dir,
+            tensorboard,
+            start_step=first,
+            last=state.get("metrics"),
+            trackers=trackers,
         )
 
     def run(self) -> int:
@@ -147,7 +162,8 @@ class Trainer:
                 logger.info("before training: " + mean_scores(scores))
                 self._log(-1, scores | self.progress.take_seconds())
             for step in range(self.start, self.num_rollouts):
-                stop = self._rollout(step)
+                with self._traced(step):
+                    stop = self._rollout(step)
                 if stop is not None and step + 1 < self.num_rollouts:
                     saved = f", saved in {run.checkpoint.save}" if run.checkpoint.save else ""
                     logger.info(
@@ -185,6 +201,7 @@ class Trainer:
             logger.info(f"the evaluation of rollout {step + 1} is left to the run that resumes")
         metrics |= self.progress.take_seconds()
         metrics |= speed_and_memory(metrics)
+        metrics |= self._throughput.metrics(self._lengths, metrics)
         self._log(step, metrics)
         self.progress.rollout_done(step, metrics)
         return stop
@@ -220,11 +237,12 @@ class Trainer:
                     folder = save(path.replace("{rollout_id}", str(self.num_rollouts)))
                 logger.info(f"{name}: {folder}")
 
-    def close(self) -> None:
-        """End what this process started: graders, files. Closing twice is fine."""
+    def close(self, *, finish_s: float | None = None) -> None:
+        """End what this process started: graders, files. finish_s: for the trackers. Closing twice
+        is fine."""
         self.sampling.close()
         if self.logger is not None:
-            self.logger.close()
+            self.logger.close(finish_s)
             self.logger = None
 
     def step(self, step: int) -> dict[str, float]:
@@ -243,14 +261,26 @@ class Trainer:
         if self.strategy.samples_responses:
             metrics |= self.sampling.release_engine()
         if target := run.debug.save_debug_rollout_data:
-            self._record(target, step, groups)
+            from slime_like.trainer.rollout_record import record_rollout
+
+            record_rollout(target, step, groups, self.layout.rank, self.tokenizer)
         self.strategy.check_failures(step, samples, metrics)
         if run.debug.debug_rollout_only:
             return metrics
+        if any(s.num_branches for s in samples):
+            from arguments.rules.agents import check_branches
+
+            check_branches(run)
+        trained = with_branches(samples)
+        self._lengths = [(s.total_length, s.active_tokens) for s in trained]
         batches, batch_metrics = self.strategy.make_batches(
-            self.batches, samples, self.weight_version
+            self.batches, trained, self.weight_version
         )
         metrics |= batch_metrics
+        if target:
+            from slime_like.trainer.rollout_record import record_training
+
+            record_training(target, step, batches, self.layout)
         if self.backend.critic is not None:
             metrics |= self.updates.train_critic(
                 batches.critic, values_abs=metrics.get("rollout/values_abs", 0.0)
@@ -267,12 +297,6 @@ class Trainer:
             if interval is not None and (step + 1) % interval == 0:
                 self.backend.update_reference()
         return metrics
-
-    def _record(self, target: str, step: int, groups: Sequence[SampleGroup]) -> None:
-        whole = whole_groups(groups, bring_to_rank_zero)
-        with writes_to("--save-debug-rollout-data", target):
-            if self.layout.rank == 0:
-                save_rollout(target, step, whole)
 
     def _check_health(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Warn of a run that learns nothing; ``health/...`` of this rollout."""

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from arguments.hf.model import read_hf_model
 from arguments.hf.peft_adapter import (
     ADAPTER_CONFIG,
     PeftAdapter,
@@ -23,14 +24,14 @@ from slime_like.checkpoints.files import sync_path
 from slime_like.distributed.collectives import from_rank_zero, together
 from slime_like.megatron.lora.gather import gather_factors, set_factors
 from slime_like.megatron.lora.network import LoraNetwork
-from slime_like.weights.families import LM_HEAD
+from slime_like.weights.families import EMBEDDING, LM_HEAD, model_families
 from slime_like.weights.hf_save import put_in_place
+from slime_like.weights.mappings import VocabParallel
 from slime_like.weights.safetensors_reader import WeightFiles, listed
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 BASE_HEAD = "lm_head.base_layer"  # PEFT writes it beside the factors of an output layer
-EMBED_TOKENS = "model.embed_tokens.weight"
 
 
 def save_adapter(folder: str, network: LoraNetwork, base_model: str | None) -> None:
@@ -133,7 +134,12 @@ def _read_tensors(path: Path, network: LoraNetwork, base_model: str) -> dict[str
 def head_of(folder: str) -> Tensor:
     """The output layer of a Hugging Face folder, [vocabulary, hidden]."""
     with WeightFiles(folder) as files:
-        name = LM_HEAD if LM_HEAD in files.names else EMBED_TOKENS
+        name = LM_HEAD
+        if name not in files.names:
+            parameters = model_families.get(read_hf_model(folder).architecture).parameters
+            embedding = parameters[EMBEDDING]
+            assert isinstance(embedding, VocabParallel)
+            name = embedding.hf
         return files.read(name, 0, 0, files.shape(name)[0])
 
 
