@@ -13,7 +13,10 @@ TEST_THREADS ?= 1
 TESTS ?= tests
 PYTEST := OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile
 
-.PHONY: install demo test test-extended test-slow test-processors fuzz test-learning test-slurm sglang-env test-sglang cookbook-env test-cookbook newest-env test-newest trl-env bench-trl lint format typecheck flags parity parity-full clean
+# Of our own modules too, where an image switches it off: hundreds of processes import them.
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: install demo test test-extended test-slow test-processors fuzz test-learning test-slurm sglang-env test-sglang cookbook-env test-cookbook newest-env test-newest trl-env bench-trl gpu-check docs-env docs lint format typecheck flags parity parity-full clean
 
 install: $(STAMP)
 
@@ -113,6 +116,26 @@ trl-env:
 
 bench-trl: install trl-env
 	$(BIN)/python benchmarks/bench_against_trl.py --trl-python $(TRL_ENV)/bin/python
+
+# The documents as a site in outputs/site, in an environment of its own; a warning is an error.
+DOCS_ENV ?= .venv-docs
+
+docs-env: $(DOCS_ENV)/.installed
+
+$(DOCS_ENV)/.installed: pyproject.toml
+	test -x $(DOCS_ENV)/bin/python || $(PYTHON) -m venv $(DOCS_ENV)
+	$(DOCS_ENV)/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], sep='\n')" \
+	  | $(DOCS_ENV)/bin/python -m pip install --quiet --requirement /dev/stdin
+	@touch $@
+
+docs: docs-env
+	NO_MKDOCS_2_WARNING=1 $(DOCS_ENV)/bin/python -m mkdocs build --strict --quiet
+
+# On one GPU, in at most ten minutes: does everything work there, and how fast? CHECKS="--rehearse" is without one.
+CHECKS ?=
+
+gpu-check: install
+	$(BIN)/python benchmarks/gpu_check/run.py $(CHECKS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.bench_common import write_json  # noqa: E402
 from benchmarks.trl_sides import reward  # noqa: E402
-from scripts.make_demo import make_model, make_tokenizer  # noqa: E402
+from slime_like.cli.tiny_model import make_model, make_tokenizer  # noqa: E402
 
 WARM_UP = 3
 SIDES = ("ours", "plain", "trl")

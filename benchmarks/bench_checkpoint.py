@@ -51,7 +51,7 @@ def measure(
     quiet_dependencies()
     megatron_patches.apply()
     from arguments.parse import parse_args
-    from scripts.make_demo import save_model
+    from slime_like.cli.tiny_model import save_model
     from slime_like.megatron.backend import MegatronBackend
     from slime_like.megatron.checkpoint import CheckpointSaver, SavePolicy
     from slime_like.megatron.init import process_groups

@@ -37,7 +37,7 @@ megatron_patches.apply()
 
 from arguments.parse import parse_args  # noqa: E402
 from benchmarks.bench_common import write_json  # noqa: E402
-from scripts.make_demo import make_model, make_tokenizer  # noqa: E402
+from slime_like.cli.tiny_model import make_model, make_tokenizer  # noqa: E402
 from slime_like.losses import LossTerms, policy_losses  # noqa: E402
 from slime_like.megatron.backend import MegatronBackend  # noqa: E402
 from slime_like.megatron.init import process_groups  # noqa: E402

@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.bench_common import write_json  # noqa: E402
-from scripts.make_demo import save_model  # noqa: E402
+from slime_like.cli.tiny_model import save_model  # noqa: E402
 from slime_like.rollout.engines.sglang.processes import free_ports  # noqa: E402
 
 PROTOBUF = {"Accept": "application/x-protobuf", "Content-Type": "application/x-protobuf"}

@@ -59,7 +59,8 @@ def second_step(folder: Path) -> list[str]:
 
     quiet_dependencies()
     import megatron_patches
-    from scripts.make_demo import make_rows, save_model
+    from scripts.make_demo import make_rows
+    from slime_like.cli.tiny_model import save_model
 
     save_model(folder / "model", hidden_size=32, num_layers=2)
     rows = make_rows(min_word_len=2, max_word_len=4, size=8, seed=1)

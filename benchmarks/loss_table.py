@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from scripts.warm_start import run, train_command, warm_start  # noqa: E402
-from slime_like.advantages import advantage_estimators  # noqa: E402
+from slime_like.advantages import TurnEstimator, advantage_estimators  # noqa: E402
 from slime_like.losses import policy_losses  # noqa: E402
 from slime_like.metrics.logger import read_metrics  # noqa: E402
 
@@ -127,7 +127,9 @@ def rows() -> list[Row]:
                         f"--policy-loss-type {name} --advantage-estimator grpo {flags}".strip(),
                     )
                 )
-    for name in advantage_estimators.names():
+    for name, entry in advantage_estimators.items():
+        if isinstance(entry, TurnEstimator):  # of agents
+            continue
         for label, flags in ROWS_OF_ESTIMATORS.get(name, ((name, ""),)):
             result.append(
                 Row(

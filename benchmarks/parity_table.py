@@ -62,6 +62,16 @@ LAYOUTS = (
         2,
         "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1",
     ),
+    Layout(
+        "PP3, ends count as layers",
+        3,
+        "--pipeline-model-parallel-size 3 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+    ),
+    Layout(
+        "PP2 VP2, Et|tt|t|L",
+        2,
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tt|t|L",
+    ),
     Layout("DP2", 2, ""),
     Layout("DP2 distributed optimizer", 2, "--use-distributed-optimizer"),
     Layout(

@@ -12,72 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import string
+import sys
 from pathlib import Path
 from typing import Any
 
-END, PAD, USER, ASSISTANT, UNKNOWN = (
-    "<|endoftext|>",
-    "<|pad|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|unknown|>",
-)
-CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '<|assistant|>' }}{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-
-def make_tokenizer() -> Any:
-    """One token for each printable ASCII character, and a few special ones."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    special = [END, PAD, USER, ASSISTANT, UNKNOWN]
-    characters = sorted(set(string.printable) - set("\t\r\x0b\x0c"))
-    tokenizer = Tokenizer(
-        models.WordLevel(
-            {token: i for i, token in enumerate(special + characters)}, unk_token=UNKNOWN
-        )
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END,
-        pad_token=PAD,
-        unk_token=UNKNOWN,
-        additional_special_tokens=[USER, ASSISTANT],
-        chat_template=CHAT_TEMPLATE,
-    )
-
-
-def make_model(tokenizer: Any, *, hidden_size: int, num_layers: int, seed: int) -> Any:
-    """A Qwen3 model with random weights."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=3 * hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=hidden_size // 4,
-        max_position_embeddings=512,
-        rope_theta=10000.0,
-        tie_word_embeddings=True,
-        initializer_range=0.05,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    model = Qwen3ForCausalLM(config)
-    # only now: told before, transformers makes the padding token's embedding zero, where RMSNorm's
-    # gradient explodes if it is ever sampled
-    model.config.pad_token_id = tokenizer.pad_token_id
-    return model
+from slime_like.cli.tiny_model import save_model
 
 
 def make_rows(
@@ -101,15 +42,6 @@ def make_rows(
     rows = [by_word[word] for word in sorted(by_word)]
     random.Random(seed).shuffle(rows)
     return rows
-
-
-def save_model(folder: Path, *, hidden_size: int, num_layers: int, seed: int = 1) -> Any:
-    """A model with its tokenizer, as a Hugging Face folder."""
-    tokenizer = make_tokenizer()
-    model = make_model(tokenizer, hidden_size=hidden_size, num_layers=num_layers, seed=seed)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return model
 
 
 def main() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import signal
+from collections.abc import Generator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 _HEALTH = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
@@ -20,3 +23,14 @@ settings.load_profile("quick")
 for _number in (signal.SIGHUP, signal.SIGINT):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, lambda *_: None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Garbage collection looks for nothing meanwhile, and not at what was imported afterwards."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()

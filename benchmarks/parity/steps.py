@@ -197,7 +197,7 @@ def in_float64(run: RunConfig) -> None:
 def train(
     folder: str, layout: ParallelLayout, flags: str, precision: str = "float32"
 ) -> dict[str, Any]:
-    """Losses and gradients of every step, log-probs before and weights after."""
+    """Losses, gradients and their norms of every step, log-probs before and weights after."""
     common = "--lr 3e-4 --adam-eps 1e-6 --weight-decay 0.1 --clip-grad 1.0 --entropy-coef 0.01 --use-kl-loss --kl-loss-coef 0.3"
     run = settings(folder, f"{common} --ref-load {folder} {flags}")
     if precision == "float64":
@@ -205,16 +205,18 @@ def train(
     built = MegatronBackend(run, layout, total_steps=STEPS)
     first = share(train_samples(1), layout)
     log_probs = [s.log_probs for s in built.forward(first.samples)]
-    losses, metrics = [], []
+    losses, metrics, norms = [], [], []
     found: dict[str, Tensor] = {}
     for step in range(1, STEPS + 1):
         pending = built.forward_backward(TrainBatch(share(train_samples(step), layout).samples))
         found |= {f"step {step} {name}": g for name, g in gradients(built).items()}
         losses.append(pending.metrics["loss"])
         metrics.append(pending.metrics)
-        assert not built.optim_step(pending).skipped
+        result = built.optim_step(pending)
+        assert not result.skipped
+        norms.append(result.grad_norm)
     return dict(
-        losses=losses, gradients=found, weights=weights(built), metrics=metrics, log_probs=log_probs, dp=(layout.dp_rank, layout.dp_size)
+        losses=losses, gradients=found, weights=weights(built), metrics=metrics, log_probs=log_probs, grad_norms=norms, dp=(layout.dp_rank, layout.dp_size)
     )  # fmt: skip
 
 
@@ -253,6 +255,7 @@ def differences(found: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
         all_gradients=overall(found["gradients"], base["gradients"]),
         weights=largest(relative(found["weights"][n], w) for n, w in base["weights"].items()),
         all_weights=overall(found["weights"], base["weights"]),
+        grad_norm=largest(abs(a / b - 1) for a, b in zip(found["grad_norms"], base["grad_norms"], strict=True)),
         log_probs=largest(float((a - b).abs().max()) for a, b in zip(found["log_probs"], mine, strict=True)),
         metrics={
             name: abs(a[name] - value) for a, b in zip(found["metrics"], base["metrics"], strict=True) for name, value in b.items() if not name.startswith("perf/")

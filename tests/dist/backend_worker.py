@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -273,42 +274,58 @@ def check_one_pass(folder: str, layout: ParallelLayout, out: str, flags: str) ->
     return dict(default=default, own=own, apart=apart, same=same)
 
 
-def two_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """One launch for everything that needs two processes."""
-    folder, ref, out = arguments["model"], arguments["ref"], arguments["out"]
-    result: dict[str, Any] = {}
-    nan, inf = float("nan"), float("inf")
-    for name, (tp, pp), flags, value in (
-        ("DP2", (1, 1), "", nan),
-        ("DP2 distributed optimizer", (1, 1), "--use-distributed-optimizer", nan),
-        (
-            "DP2 overlap",
-            (1, 1),
-            "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
-            inf,
-        ),
-        ("TP2", (2, 1), "--tensor-model-parallel-size 2 --sequence-parallel", nan),
-        ("PP2", (1, 2), "--pipeline-model-parallel-size 2", inf),
-        (
-            "PP2 distributed optimizer",
-            (1, 2),
-            "--pipeline-model-parallel-size 2 --use-distributed-optimizer",
-            nan,
-        ),
-        ("DP2 bf16", (1, 1), "--bf16 --use-distributed-optimizer", nan),
-    ):
+# layout: (tensor and pipeline parallel size, flags, what stands in the gradient)
+POISONED: dict[str, tuple[tuple[int, int], str, float]] = {
+    "DP2": ((1, 1), "", math.nan),
+    "DP2 distributed optimizer": ((1, 1), "--use-distributed-optimizer", math.nan),
+    "DP2 overlap": (
+        (1, 1),
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        math.inf,
+    ),
+    "TP2": ((2, 1), "--tensor-model-parallel-size 2 --sequence-parallel", math.nan),
+    "PP2": ((1, 2), "--pipeline-model-parallel-size 2", math.inf),
+    "PP2 distributed optimizer": (
+        (1, 2),
+        "--pipeline-model-parallel-size 2 --use-distributed-optimizer",
+        math.nan,
+    ),
+    "DP2 bf16": ((1, 1), "--bf16 --use-distributed-optimizer", math.nan),
+}
+
+
+def poisoned(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What `check_poison` finds under each of arguments["layouts"]."""
+    result = {}
+    for name in arguments["layouts"]:
+        (tp, pp), flags, value = POISONED[name]
         with parallel(tp, pp) as layout:
-            result[f"poison {name}"] = check_poison(folder, layout, flags, value)
-    for name, flags in ONE_PASS.items():
-        with parallel(**{name[:2].lower(): 2} if name != "DP2" else {}) as layout:
-            result[f"one pass {name}"] = check_one_pass(folder, layout, out, flags)
-    with parallel() as layout:
-        result["bf16"] = check_bf16(folder, layout)
-        result["gate"] = check_gate(folder, layout, out)
-        result["non finite"] = check_non_finite(folder, ref, layout, out)
-        result["entropy"] = check_adaptive_entropy(folder, layout, out)
-        result["kl"] = check_kl_in_reward(folder, ref, layout, out)
+            result[name] = check_poison(arguments["model"], layout, flags, value)
     return result
+
+
+def one_pass(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What `check_one_pass` finds under each of arguments["layouts"]."""
+    result = {}
+    for name in arguments["layouts"]:
+        with parallel(**{name[:2].lower(): 2} if name != "DP2" else {}) as layout:
+            result[name] = check_one_pass(
+                arguments["model"], layout, arguments["out"], ONE_PASS[name]
+            )
+    return result
+
+
+def two_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What two data-parallel processes find."""
+    folder, ref, out = arguments["model"], arguments["ref"], arguments["out"]
+    with parallel() as layout:
+        return {
+            "bf16": check_bf16(folder, layout),
+            "gate": check_gate(folder, layout, out),
+            "non finite": check_non_finite(folder, ref, layout, out),
+            "entropy": check_adaptive_entropy(folder, layout, out),
+            "kl": check_kl_in_reward(folder, ref, layout, out),
+        }
 
 
 def vocab_differences(layout: ParallelLayout) -> list[float]:

@@ -24,6 +24,7 @@ from megatron.core.transformer.enums import AttnMaskType  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 from slime_like.megatron.parallel_layout import ParallelLayout  # isort: skip
 from slime_like.megatron.ops.attention import PackedAttention, packed_rows  # isort: skip
+from slime_like.megatron.ops.window_attention import WindowAttention  # isort: skip
 
 # --- attention ---------------------------------------------------------------------------------------------------------
 
@@ -31,9 +32,11 @@ from slime_like.megatron.ops.attention import PackedAttention, packed_rows  # is
 ATTENTION_CASES = {"alike": (3, 2, 3), "uneven": (1, 12, 1, 1), "one": (5,)}
 
 
-def attention_differences(layout: ParallelLayout, case: str, groups: int) -> dict[str, Any]:
+def attention_differences(
+    layout: ParallelLayout, case: str, groups: int, windows: bool
+) -> dict[str, Any]:
     """Largest differences of outputs and gradients from the whole rows on one process, relative to
-    the largest value."""
+    the largest value. windows: with one of 7 tokens, and sinks."""
     cp = layout.cp_size
     lengths = torch.tensor(ATTENTION_CASES[case]) * 2 * cp
     cu_seqlens = torch.zeros(lengths.numel() + 1, dtype=torch.int32)
@@ -48,14 +51,18 @@ def attention_differences(layout: ParallelLayout, case: str, groups: int) -> dic
         num_attention_heads=4,
         num_query_groups=groups,
         attention_dropout=0.0,
+        window_size=(6, 0) if windows else None,
+        softmax_type="learnable" if windows else "vanilla",
     )
-    module = PackedAttention(
+    module = (WindowAttention if windows else PackedAttention)(
         config,
         1,
         AttnMaskType.causal,
         "self",
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"]),
     )
+    if isinstance(module, WindowAttention):
+        module.softmax_offset = torch.nn.Parameter(torch.randn(4))
     mine = rows_of_rank(cu_seqlens, cp, layout.cp_rank)
     shared = packed_rows(cu_seqlens, cp, layout.cp_rank)
     assert shared.context is not None
@@ -212,10 +219,9 @@ def several_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict
     result: dict[str, Any] = {"attention": {}, "losses": {}, "steps": {}}
     with parallel(cp=world_size) as layout:
         for case in ATTENTION_CASES:
-            for groups in (4, 2, 1):
-                result["attention"][f"{case} {groups}"] = attention_differences(
-                    layout, case, groups
-                )
+            for groups, windows in ((4, False), (2, False), (1, False), (2, True)):
+                name = f"{case} {groups}{' windows' * windows}"
+                result["attention"][name] = attention_differences(layout, case, groups, windows)
         for case in LOSS_CASES:
             for active in ("many", "one", "none"):
                 result["losses"][f"{case}, {active} active"] = loss_differences(

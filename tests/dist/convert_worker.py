@@ -11,17 +11,15 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
 import megatron_patches
 from arguments.hf.model import HfModel, read_hf_model
+from arguments.megatron_configs import activation_function, transformer_config_type
 from arguments.schema import GPTModelConfig
 
 megatron_patches.apply()
-
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 
 from benchmarks.parity.steps import parallel  # noqa: E402
 from slime_like.megatron.model.gpt import build_chunks  # noqa: E402
@@ -45,15 +43,17 @@ def build(
     dtype: torch.dtype = torch.float32,
     *,
     value_head: bool = False,
+    predicting: int | None = None,
 ) -> tuple[list[Any], HfModel, GPTModelConfig]:
     """This rank's chunks for the model in `folder`, with random weights. The padding fits no
     vocabulary used here."""
     hf = read_hf_model(folder, value_head=value_head)
-    gpt = GPTModelConfig(**hf.gpt, make_vocab_size_divisible_by=32)
-    config = (
-        MLATransformerConfig if hf.transformer.get("multi_latent_attention") else TransformerConfig
-    )(
-        **{**hf.transformer, "activation_func": F.silu},
+    gpt = GPTModelConfig(**hf.gpt, make_vocab_size_divisible_by=32, mtp_num_layers=predicting)
+    config = transformer_config_type(hf.transformer)(
+        **{
+            **hf.transformer,
+            "activation_func": activation_function(hf.transformer["activation_func"]),
+        },
         tensor_model_parallel_size=layout.tp_size,
         pipeline_model_parallel_size=layout.pp_size,
         virtual_pipeline_model_parallel_size=layout.vp_size if layout.vp_size > 1 else None,

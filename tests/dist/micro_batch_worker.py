@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 from arguments.parse import parse_args
+from arguments.rules.pipeline import stages_of_layout
 from benchmarks.parity.steps import dist, parallel_state, read_layout, tensor_parallel
 from benchmarks.parity_table import make_model
 from slime_like.metrics.timers import STEP_SECONDS
 from slime_like.rollout.recording import save_rollout
 from slime_like.trainer.trainer import Trainer
-from slime_like.types import Sample, SampleGroup
+from slime_like.types import NOT_SAMPLED, Sample, SampleGroup
 
 STEPS, GROUPS, GROUP_SIZE = 2, 3, 3
 FLAGS = (
@@ -56,6 +57,7 @@ def make_sample(
         loss_mask=mask,
         rollout_log_probs=-4.1 + 0.3 * torch.randn(length, generator=generator),
         reward=float(torch.rand((), generator=generator)),
+        weight_versions=tuple(1 if m else NOT_SAMPLED for m in mask.tolist()),
     )
 
 
@@ -87,10 +89,15 @@ def groups_of(flags: str) -> Iterator[Any]:
         flag = f"--{name}"
         return int(words[words.index(flag) + 1]) if flag in words else 1
 
-    stages = size("num-virtual-stages-per-pipeline-rank")
+    pipeline, stages = (
+        size("pipeline-model-parallel-size"),
+        size("num-virtual-stages-per-pipeline-rank"),
+    )
+    if (flag := "--pipeline-model-parallel-layout") in words:
+        stages = len(stages_of_layout(words[words.index(flag) + 1])) // pipeline
     parallel_state.initialize_model_parallel(
         size("tensor-model-parallel-size"),
-        size("pipeline-model-parallel-size"),
+        pipeline,
         virtual_pipeline_model_parallel_size=stages if stages > 1 else None,
         context_parallel_size=size("context-parallel-size"),
     )

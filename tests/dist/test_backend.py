@@ -4,6 +4,8 @@ one, against plain transformers."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,15 +15,18 @@ from benchmarks.parity.ranks import run_ranks
 from benchmarks.parity_table import GROUP_SIZE, make_model, make_rollouts
 from tests.dist import backend_worker as worker
 
-POISONED = (
-    "DP2",
-    "DP2 distributed optimizer",
-    "DP2 overlap",
-    "TP2",
-    "PP2",
-    "PP2 distributed optimizer",
-    "DP2 bf16",
-)
+# layouts that `make test` tries; the extended tests try the others
+POISONED = ("DP2 overlap", "PP2 distributed optimizer")
+ONE_PASS = ("DP2", "CP2")
+
+
+def split(every: Iterable[str], some: Sequence[str]) -> list[Any]:
+    """Parameters of a test: `some` as one case, the others as an extended one."""
+    others = [name for name in every if name not in some]
+    return [
+        pytest.param(some, id="some"),
+        pytest.param(others, id="others", marks=pytest.mark.extended),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -33,42 +38,41 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"model": str(folder / "model"), "ref": str(folder / "ref"), "out": str(folder / "out")}
 
 
-@pytest.fixture(scope="module")
-def two(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Results of both ranks."""
+def on_two(
+    worker_function: str, files: dict[str, str], folder: Path, **more: Any
+) -> list[dict[str, Any]]:
+    """What both ranks return."""
     return run_ranks(
-        "tests.dist.backend_worker:two_ranks",
-        2,
-        tmp_path_factory.mktemp("two"),
-        files,
-        timeout_s=240,
+        f"tests.dist.backend_worker:{worker_function}", 2, folder, {**files, **more}, timeout_s=240
     )
 
 
-@pytest.mark.parametrize("layout", POISONED)
+@pytest.fixture(scope="module")
+def two(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return on_two("two_ranks", files, tmp_path_factory.mktemp("two"))
+
+
+@pytest.mark.parametrize("layouts", split(worker.POISONED, POISONED))
 def test_a_poisoned_gradient_of_one_rank_makes_all_skip(
-    two: list[dict[str, Any]], layout: str
+    files: dict[str, str], tmp_path: Path, layouts: list[str]
 ) -> None:
-    for rank in two:
-        seen = rank[f"poison {layout}"]
-        assert seen["skipped"] == [True] * 3
-        assert seen["same"] == [True] * 3, "weights and optimizer state stay bit by bit"
-        assert seen["total"] == 3
-        assert seen["warnings"][:2] == [None, None]
-        assert [words.partition(": ")[0] for words in seen["warnings"][2:]] == [
-            "optimizer step skipped"
-        ] * 2
-        assert (
-            "3 in a row, 3 in all" in seen["stopped"]
-            and "--max-consecutive-skipped-steps" in seen["stopped"]
-        )
-        assert seen["after"] == [False, True, True], (
-            "the next good step is taken, and nothing is left of the poison"
-        )
-
-
-def test_skipped_steps_do_not_advance_the_schedule(two: list[dict[str, Any]]) -> None:
-    assert two[0]["poison DP2"]["lr"] == pytest.approx(1e-2)
+    for rank in on_two("poisoned", files, tmp_path, layouts=layouts):
+        for seen in (rank[layout] for layout in layouts):
+            assert seen["skipped"] == [True] * 3
+            assert seen["same"] == [True] * 3, "weights and optimizer state stay bit by bit"
+            assert seen["total"] == 3
+            assert seen["lr"] == pytest.approx(1e-2), "a skipped step does not advance it"
+            assert seen["warnings"][:2] == [None, None]
+            assert [words.partition(": ")[0] for words in seen["warnings"][2:]] == [
+                "optimizer step skipped"
+            ] * 2
+            assert (
+                "3 in a row, 3 in all" in seen["stopped"]
+                and "--max-consecutive-skipped-steps" in seen["stopped"]
+            )
+            assert seen["after"] == [False, True, True], (
+                "the next good step is taken, and nothing is left of the poison"
+            )
 
 
 def test_old_log_probs_of_another_model_stop_the_run(two: list[dict[str, Any]]) -> None:
@@ -77,16 +81,16 @@ def test_old_log_probs_of_another_model_stop_the_run(two: list[dict[str, Any]]) 
         assert rank["gate"]["same"], "before any optimizer step"
 
 
-@pytest.mark.parametrize("layout", worker.ONE_PASS)
+@pytest.mark.parametrize("layouts", split(worker.ONE_PASS, ONE_PASS))
 def test_one_forward_pass_does_where_the_policy_is_still_the_old_one(
-    two: list[dict[str, Any]], layout: str
+    files: dict[str, str], tmp_path: Path, layouts: list[str]
 ) -> None:
     """The same as with a pass before the update, to the last bit: both pack samples alike."""
-    for rank in two:
-        seen = rank[f"one pass {layout}"]
-        assert seen["default"], "without anything that needs old log-probs before the update"
-        assert seen["own"] == seen["apart"]
-        assert seen["own"]["train/ratio_max"] == 1 and seen["same"]
+    for rank in on_two("one_pass", files, tmp_path, layouts=layouts):
+        for seen in (rank[layout] for layout in layouts):
+            assert seen["default"], "without anything that needs old log-probs before the update"
+            assert seen["own"] == seen["apart"]
+            assert seen["own"]["train/ratio_max"] == 1 and seen["same"]
 
 
 def test_a_number_that_is_not_finite_on_one_rank_stops_all(two: list[dict[str, Any]]) -> None:

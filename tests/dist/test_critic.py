@@ -52,6 +52,7 @@ def two(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list
     )
 
 
+@pytest.mark.extended
 def test_layouts_train_the_critic_of_one_process(
     two: list[dict[str, Any]], alone: Any, files: dict[str, str]
 ) -> None:

@@ -17,7 +17,7 @@ megatron_patches.apply()
 
 from benchmarks.parity.ranks import run_ranks  # noqa: E402
 from benchmarks.parity.steps import relative  # noqa: E402
-from scripts.make_demo import save_model  # noqa: E402
+from slime_like.cli.tiny_model import save_model  # noqa: E402
 from slime_like.megatron.lora.base import VALUE_HEAD  # noqa: E402
 from slime_like.tinker.worker_backend import ModelHost  # noqa: E402
 from tests.dist import lora_critic_worker as worker  # noqa: E402

@@ -65,6 +65,7 @@ def check(run_once: RunOnce, name: str, flags: tuple[str, ...]) -> None:
     assert row.holds, f"{row} exceeds {LIMIT:g}"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", IN_MAKE_TEST)
 def test_layouts_with_sapo(run_once: RunOnce, name: str) -> None:
     check(run_once, name, SAPO)

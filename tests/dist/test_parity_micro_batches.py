@@ -21,6 +21,7 @@ FIXED = "--micro-batch-size 1"
 DYNAMIC = "--use-dynamic-batch-size --max-tokens-per-gpu"
 PADDED = "--micro-batch-size 3 --qkv-format bshd"
 TOKEN_MEAN, PROMPT_MEAN = "--loss-reduction token_mean", "--loss-reduction prompt_mean"
+OBSERVED = "--observation-loss-coef 0.3"
 TWO_RANKS: dict[str, str] = {
     "DP2 balanced": f"{DYNAMIC} 40",
     "DP2 unbalanced": f"{DYNAMIC} 40 --no-balance-data",
@@ -28,17 +29,27 @@ TWO_RANKS: dict[str, str] = {
     "DP2 a row for each": f"{DYNAMIC} 1 --log-probs-max-tokens-per-gpu 30",
     "DP2 token mean": f"{DYNAMIC} 25 {TOKEN_MEAN}",
     "DP2 prompt mean": f"{DYNAMIC} 25 {PROMPT_MEAN} --use-distributed-optimizer",
+    "DP2 observations": f"{DYNAMIC} 40 {OBSERVED}",
+    "CP2 observations": f"{DYNAMIC} 20 {OBSERVED} --context-parallel-size 2",
+    "PP2 observations": f"{DYNAMIC} 40 {OBSERVED} --pipeline-model-parallel-size 2",
+    "TP2 SP observations": f"{DYNAMIC} 40 {OBSERVED} --tensor-model-parallel-size 2 --sequence-parallel",
     "TP2 SP": f"{DYNAMIC} 40 --tensor-model-parallel-size 2 --sequence-parallel",
     "TP2 SP padded": f"{PADDED} --tensor-model-parallel-size 2 --sequence-parallel",
     "CP2": f"{DYNAMIC} 20 --context-parallel-size 2",
     "PP2": f"{DYNAMIC} 40 --pipeline-model-parallel-size 2",
     "PP2 VP2": f"{DYNAMIC} 70 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+    "PP2 VP2 written out": f"{DYNAMIC} 70 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tt|t|L",
 }
+# those whose kind of cut another one of TWO_RANKS has, or tests/dist/test_algorithms.py
+IN_EXTENDED = {"DP2 one micro-batch", "DP2 token mean", "DP2 prompt mean", "TP2 SP", "CP2", "PP2",
+               "CP2 observations", "PP2 observations", "TP2 SP observations"}  # fmt: skip
 ONE_RANK: dict[str, str] = {
     "fixed": FIXED,
     "fixed token mean": f"{FIXED} {TOKEN_MEAN}",
     "fixed prompt mean": f"{FIXED} {PROMPT_MEAN}",
+    "fixed observations": f"{FIXED} {OBSERVED}",
     "dynamic": f"{DYNAMIC} 40",
+    "dynamic observations": f"{DYNAMIC} 40 {OBSERVED}",
     "padded": PADDED,
     "all at once": f"{DYNAMIC} 1000 {TOKEN_MEAN}",
 }
@@ -64,24 +75,41 @@ def one(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Resu
         dist.destroy_process_group()
 
 
+def chosen(request: pytest.FixtureRequest) -> set[str]:
+    """The cases of this module's tests that are to run."""
+    return {
+        str(item.callspec.params["name"])
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.function is test_two_ranks
+    }
+
+
 @pytest.fixture(scope="module")
-def two(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
+def two(
+    request: pytest.FixtureRequest,
+    files: dict[str, str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> list[Results]:
     out = tmp_path_factory.mktemp("two")
-    arguments = {**files, "out": str(out), "cases": TWO_RANKS}
+    cases = {
+        name: flags
+        for name, flags in TWO_RANKS.items()
+        if name not in IN_EXTENDED or name in chosen(request)
+    }
+    arguments = {**files, "out": str(out), "cases": cases}
     return run_ranks(
         "tests.dist.micro_batch_worker:on_ranks", 2, out / "launch", arguments, timeout_s=300
     )
 
 
 def reference_of(one: Results, flags: str) -> dict[str, Any]:
-    return one[
-        "fixed"
-        + (" token mean" if TOKEN_MEAN in flags else " prompt mean" if PROMPT_MEAN in flags else "")
-    ]
+    kinds = {TOKEN_MEAN: " token mean", PROMPT_MEAN: " prompt mean", OBSERVED: " observations"}
+    return one["fixed" + "".join(kind for flag, kind in kinds.items() if flag in flags)]
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    for name in ("train/loss", "train/grad_norm", "train/kl_loss", "train/entropy"):
+    names = {"train/loss", "train/grad_norm", "train/kl_loss", "train/entropy"}
+    for name in names | (expected["rows"][0].keys() & {"train/observation_loss"}):
         for a, b in zip(found["rows"], expected["rows"], strict=True):
             assert a[name] == pytest.approx(b[name], rel=LIMIT), name
     weights, reference = load_file(found["weights"]), load_file(expected["weights"])
@@ -90,20 +118,26 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert float((weights[name] - tensor).norm() / tensor.norm()) <= LIMIT, name
 
 
-@pytest.mark.parametrize("name", TWO_RANKS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.extended if name in IN_EXTENDED else ())
+        for name in TWO_RANKS
+    ],
+)
 def test_two_ranks(one: Results, two: list[Results], name: str) -> None:
     assert_same(two[0][name], reference_of(one, TWO_RANKS[name]))
 
 
-@pytest.mark.parametrize("name", list(ONE_RANK)[3:])
+@pytest.mark.parametrize("name", list(ONE_RANK)[4:])
 def test_one_rank(one: Results, name: str) -> None:
     assert_same(one[name], reference_of(one, ONE_RANK[name]))
 
 
 def test_reductions_differ(one: Results) -> None:
     """The comparisons above can fail."""
-    losses = {round(one[name]["rows"][0]["train/loss"], 5) for name in list(ONE_RANK)[:3]}
-    assert len(losses) == 3
+    losses = {round(one[name]["rows"][0]["train/loss"], 5) for name in list(ONE_RANK)[:4]}
+    assert len(losses) == 4
 
 
 def test_what_is_reported(one: Results, two: list[Results]) -> None:
@@ -132,7 +166,7 @@ def test_what_is_reported(one: Results, two: list[Results]) -> None:
     )
     interleaved = two[0]["PP2 VP2"]["rows"][0]
     assert interleaved["perf/micro_batches"] % 2 == 0
-    for name in TWO_RANKS:
+    for name in two[0]:
         a, b = (
             [
                 {k: v for k, v in row.items() if not k.endswith("_s") and "rss" not in k}

@@ -76,6 +76,7 @@ def stored(folder: str | Path) -> dict[str, Tensor]:
     return load_file(Path(folder) / "model.safetensors")
 
 
+@pytest.mark.extended
 def test_in_every_layout(models: Models, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()

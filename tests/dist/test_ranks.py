@@ -23,6 +23,7 @@ def add_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> float:
 
 def one_fails(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
     Path(arguments["pids"], str(os.getpid())).touch()
+    dist.barrier()  # both have started
     if rank == 1:
         raise ZeroDivisionError("rank 1 gave up")
     dist.barrier()

@@ -15,7 +15,7 @@ megatron_patches.apply()
 
 from arguments.parse import SERVER, parse_args  # noqa: E402
 from benchmarks.bench_server import ADAM, command_of, message_of  # noqa: E402
-from scripts.make_demo import save_model  # noqa: E402
+from slime_like.cli.tiny_model import save_model  # noqa: E402
 from slime_like.megatron.checkpoint import save  # noqa: E402
 from slime_like.megatron.init import process_groups  # noqa: E402
 from slime_like.megatron.offload import storages_of  # noqa: E402

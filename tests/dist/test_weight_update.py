@@ -53,21 +53,21 @@ def test_every_rank_sends_its_own(folder: str, tmp_path: Path) -> None:
     with fake_servers(folder, 2) as servers:
         received = [Received(server) for server in servers]
         arguments: dict[str, Any] = {
-            "folder": folder, "layouts": layouts, "transports": ["disk", "broadcast"], "urls": [s.url for s in servers],
-            "bucket_bytes": 2**14,
+            "folder": folder, "layouts": layouts, "transports": ["disk", "broadcast", "delta", "nodes"],
+            "urls": [s.url for s in servers], "bucket_bytes": 2**14,
         }  # fmt: skip
         results = run_ranks(
             "tests.dist.weight_update_worker:update", 4, tmp_path, arguments, timeout_s=240
         )
-    assert results == [[1] * 8] * 4
+    assert results == [[1] * 16] * 4
     for of_server in received:
-        assert len(of_server.updates) == 8
+        assert len(of_server.updates) == 16
         assert all(same_weights(found, folder) for found in of_server.updates)
         used = groups_of(of_server.server)
         senders = 4 + 2  # stages times experts' ranks; stages
         assert len(set(used)) == senders < len(used) / 4  # kept from update to update
     files = {body["model_path"] for path, body in servers[0].seen if path.endswith("from_disk")}
-    assert len(files) == 4
+    assert len(files) == 4 + 2  # each time one; for changes one copy
     assert groups_of(servers[0]) == groups_of(servers[1])
 
 
@@ -95,4 +95,29 @@ def test_a_server_that_is_lost_in_the_middle(folder: str, tmp_path: Path) -> Non
     assert results == [results[0]] * 4 and results[0][0] > 1
     assert len(received[0].updates) == 2
     # it may be back for a later attempt
+    assert all(same_weights(found, folder) for r in received for found in r.updates)
+
+
+def test_a_server_on_another_node_that_fails(folder: str, tmp_path: Path) -> None:
+    """It is out; the one on rank 0's node has all weights, of the same attempt."""
+    with fake_servers(folder, 2) as servers:
+        received = [Received(server) for server in servers]
+        take, taken = servers[1].take, []
+
+        def lost(body: Any) -> None:
+            taken.append(1)
+            if len(taken) == 3:
+                raise ConnectionError("lost")
+            take(body)
+
+        servers[1].take = lost  # type: ignore[method-assign]
+        arguments = {
+            "folder": folder, "layouts": [STAGES_AND_EXPERTS], "transports": ["nodes"], "urls": [s.url for s in servers],
+            "bucket_bytes": 2**14,
+        }  # fmt: skip
+        results = run_ranks(
+            "tests.dist.weight_update_worker:update", 4, tmp_path, arguments, timeout_s=240
+        )
+    assert results == [[1, 1]] * 4
+    assert len(received[0].updates) == 2 and len(taken) >= 3
     assert all(same_weights(found, folder) for r in received for found in r.updates)

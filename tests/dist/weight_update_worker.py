@@ -10,11 +10,28 @@ from typing import Any
 from benchmarks.parity.steps import parallel
 from slime_like.rollout.engines.sglang.engine import SglangEngine
 from slime_like.rollout.engines.sglang.http import Deadlines, Retries
+from slime_like.rollout.engines.sglang.processes import EngineProcess
 from slime_like.rollout.engines.sglang.requests import RequestSettings
 from slime_like.weights.hf_export import export_hf_weights
 from slime_like.weights.hf_import import load_hf_weights
 from tests.dist.convert_worker import build
 from tests.fake_sglang import engine_of
+
+
+class Elsewhere(EngineProcess):
+    """As of a server on another node, of which rank 2 is the first."""
+
+    sender = 2
+    exit_status = None
+
+    def last_words(self, characters: int = 600) -> str:
+        return ""
+
+    def end(self) -> None: ...
+
+    def again(self) -> Elsewhere:
+        return self
+
 
 ATTEMPTS = 3
 SECONDS = 60.0  # of a call, on a loaded machine
@@ -28,7 +45,7 @@ def update(rank: int, world_size: int, arguments: dict[str, Any]) -> list[int]:
         with parallel(*sizes) as layout:
             chunks, hf, gpt = build(arguments["folder"], layout)
             load_hf_weights(chunks, arguments["folder"], hf=hf, gpt=gpt, layout=layout)
-            for transport in arguments["transports"]:
+            for transport in arguments["transports"]:  # "nodes": see `Elsewhere`
                 with engine_on(rank, transport, arguments) as engine:
                     for _ in range(2):
                         version += 1
@@ -46,12 +63,17 @@ def update(rank: int, world_size: int, arguments: dict[str, Any]) -> list[int]:
 
 @contextlib.contextmanager
 def engine_on(rank: int, transport: str, arguments: dict[str, Any]) -> Iterator[SglangEngine]:
+    delta, nodes = transport == "delta", transport == "nodes"
     if rank == 0:
+        name = {"delta": "disk", "nodes": "tensor"}.get(transport, transport)
         servers: Any = [SimpleNamespace(url=url) for url in arguments["urls"]]
         with engine_of(
-            arguments["folder"], servers, transport=transport, synced=False, update_timeout_s=SECONDS, probe_timeout_s=SECONDS,
-            keep_copy=False,
+            arguments["folder"], servers, transport=name, synced=False, update_timeout_s=SECONDS, probe_timeout_s=SECONDS,
+            keep_copy=False, delta={} if delta else None,
         ) as engine:  # fmt: skip
+            assert engine.fleet is not None
+            if nodes:
+                engine.fleet.workers[-1].process = Elsewhere()
             yield engine
     else:
         requests = RequestSettings(Deadlines(5.0, SECONDS, SECONDS), Retries(1, 0.01, 0.02), 4)

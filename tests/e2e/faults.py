@@ -304,3 +304,26 @@ def suspend_all_in_phase(rank: int, phase: str, time: str, seconds: str) -> None
 def work_in(rank: int, folder: str) -> None:
     """The run's names without a folder are in this one."""
     os.chdir(folder)
+
+
+def count_deliveries(rank: int, out: str) -> None:
+    """A line of `out`/threads for each delivery of samples: the thread that rank 0 has it in."""
+    from slime_like.trainer.sample_delivery import SampleDelivery
+
+    delivered = SampleDelivery._delivered
+
+    def counted(self: Any, *args: Any) -> Any:
+        if rank == 0:
+            with open(Path(out, "threads"), "a", encoding="ascii") as file:
+                file.write(f"{threading.current_thread().name}\n")
+        return delivered(self, *args)
+
+    SampleDelivery._delivered = counted  # type: ignore[method-assign]
+
+
+def deliver_in_front(rank: int, out: str) -> None:
+    """As `count_deliveries`; rollouts that are sampled ahead are delivered when they are trained on."""
+    from slime_like.trainer.batch_builder import BatchMaker
+
+    count_deliveries(rank, out)
+    BatchMaker.deliver_ahead = lambda self, samples, group: None  # type: ignore[method-assign]

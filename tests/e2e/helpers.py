@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from scripts.make_demo import make_model, make_tokenizer
+from slime_like.cli.tiny_model import make_model, make_tokenizer
 from slime_like.metrics.logger import read_metrics
 from slime_like.rollout.recording import load_rollout
 

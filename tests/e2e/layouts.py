@@ -11,6 +11,10 @@ LAYOUTS = {
     "DP2": ("", 2),
     "TP2": ("--tensor-model-parallel-size 2 --sequence-parallel", 2),
     "PP2": ("--pipeline-model-parallel-size 2", 2),
+    "PP2 VP2, written out": (
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|t|t|L",
+        2,
+    ),
     "CP2": ("--context-parallel-size 2 --use-distributed-optimizer", 2),
     "TP2 PP2": (
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer",

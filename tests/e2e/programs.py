@@ -266,7 +266,7 @@ def main() -> None:
 
     import megatron_patches
     from arguments.parse import parse_args
-    from benchmarks.parity.ranks import warm_transformers
+    from benchmarks.parity.ranks import freeze, warm_transformers
     from slime_like.config import ConfigError
     from slime_like.trainer.launch import quiet_dependencies
 
@@ -277,6 +277,7 @@ def main() -> None:
     warm_transformers()
     with contextlib.suppress(ConfigError):
         parse_args([], 1)  # makes the parser
+    freeze()
     for line in sys.stdin:
         request = json.loads(line)
         start = time.monotonic()

@@ -11,6 +11,7 @@ from tests.e2e.helpers import Workspace, rows_of, same_numbers, sampled, weights
 from tests.e2e.programs import TrainServer
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_bound_of_0_is_the_synchronous_run(
     server: TrainServer, work: Workspace, tmp_path: Path, ranks: int
@@ -95,4 +96,23 @@ def test_a_resumed_run_trains_on_what_was_sampled_ahead(
     assert max(row["rollout/staleness_max"] for row in rows_of(straight)) == 1
     assert same_numbers(rows_of(stopped)) == same_numbers(rows_of(straight))
     expected, found = weights_of(straight / "hf"), weights_of(stopped / "hf")
+    assert [name for name in expected if not expected[name].equal(found[name])] == []
+
+
+@pytest.mark.extended
+def test_samples_are_delivered_in_the_thread_that_samples(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    """With them the run is bit by bit that in which the training delivers them."""
+    flags = dict(num_rollout=4, micro_batch_size=2, async_rollout="", max_staleness=0,
+                 tensor_model_parallel_size=2, sample_buffer_size=4096)  # fmt: skip
+    outs = [tmp_path / "ahead", tmp_path / "in_front"]
+    for out, hook in zip(outs, ("count_deliveries", "deliver_in_front")):
+        argv = work.flags(out, **flags, save_hf=out / "hf")
+        server.train(argv, out / "log", ranks=2, hook=f"tests.e2e.faults:{hook} {out}").ok()
+    ahead, in_front = outs
+    assert (ahead / "threads").read_text() == "rollouts\n" * 4
+    assert (in_front / "threads").read_text() == "MainThread\n" * 4
+    assert same_numbers(rows_of(ahead)) == same_numbers(rows_of(in_front))
+    expected, found = weights_of(in_front / "hf"), weights_of(ahead / "hf")
     assert [name for name in expected if not expected[name].equal(found[name])] == []

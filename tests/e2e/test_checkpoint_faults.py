@@ -119,8 +119,8 @@ EVERY = [
 @pytest.mark.parametrize(
     ("ranks", "mode", "call", "points", "least"),
     [
-        *SOME[:2],
-        *(pytest.param(*case, marks=pytest.mark.extended) for case in SOME[2:]),
+        *SOME[:1],
+        *(pytest.param(*case, marks=pytest.mark.extended) for case in SOME[1:]),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in EVERY),
     ],
     ids=lambda value: (
@@ -334,6 +334,7 @@ def test_a_real_small_disk(server: TrainServer, work: Workspace, tmp_path: Path)
         subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.extended
 def test_going_on_after_a_failed_save(
     server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
 ) -> None:

@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from scripts import inspect_checkpoint
-from scripts.make_demo import make_model, make_tokenizer
 from slime_like.checkpoints.files import hash_file
 from slime_like.checkpoints.folders import TRACKER
 from slime_like.checkpoints.manifest import MANIFEST, read_manifest, write_manifest
+from slime_like.cli import inspect_checkpoint
+from slime_like.cli.tiny_model import make_model, make_tokenizer
 from tests.e2e.faults import write_payload
 from tests.e2e.programs import ENVIRONMENT, ROOT, Done, TrainServer, clean_environment
 

@@ -74,6 +74,7 @@ def test_a_run(whole: Path) -> None:
     ), "both decay; the critic warms up first"
 
 
+@pytest.mark.extended
 def test_one_and_one_are_two(
     server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from tests.e2e.helpers import Workspace, rows_of, save_other_model
+from tests.e2e.helpers import Workspace, rows_of, same_numbers, save_other_model
 from tests.e2e.programs import TrainServer
 from tests.fake_sglang import FakeServer, status
 
@@ -33,6 +33,7 @@ def flags(work: Workspace, out: Path, teacher: Path, **changes: Any) -> list[str
     return work.flags(out, **(settings | changes))
 
 
+@pytest.mark.extended
 def test_the_policy_moves_towards_the_teacher(
     server: TrainServer, work: Workspace, teacher: Path, tmp_path: Path
 ) -> None:
@@ -41,6 +42,23 @@ def test_the_policy_moves_towards_the_teacher(
     gaps = [row["rollout/opd_reverse_kl"] for row in rows]
     assert all(row["rollout/reward_mean"] == 0 for row in rows) and gaps[0] > 0
     assert sum(gaps[-2:]) / 2 < 0.7 * gaps[0], gaps
+
+
+@pytest.mark.extended
+def test_a_teacher_may_be_a_checkpoint(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    """Of the policy's shape: the numbers are those of the same weights as a Hugging Face model."""
+    saved = {"num_rollout": 1, "save": tmp_path / "ck", "save_hf": tmp_path / "hf", "lr": 1e-2}
+    server.train(work.flags(tmp_path / "trained", **saved), tmp_path / "log").ok()
+    found = []
+    for name in ("ck", "hf"):
+        out = tmp_path / f"of-{name}"
+        argv = flags(work, out, tmp_path / name, num_rollout=1)
+        server.train(argv, out / "log").ok()
+        (row,) = rows_of(out)
+        found.append((same_numbers([row]), row["rollout/opd_reverse_kl"]))
+    assert found[0] == found[1] and found[0][1] > 0
 
 
 @pytest.fixture(scope="module")

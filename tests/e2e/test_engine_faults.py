@@ -53,6 +53,7 @@ def train(
     return done
 
 
+@pytest.mark.extended
 def test_passing_faults_cost_time_and_wrong_answers_their_samples(
     server: TrainServer, work: Workspace, servers: list[FakeServer], tmp_path: Path
 ) -> None:

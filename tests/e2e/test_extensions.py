@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, MistralConfig, MistralForCausalLM
+from transformers import AutoTokenizer, StableLmConfig, StableLmForCausalLM
 
 from tests.e2e.helpers import Workspace, rows_of
 from tests.e2e.programs import ROOT, Done, TrainServer
@@ -28,17 +28,17 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def mistral(work: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stablelm(work: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model of the family that the package does not have."""
-    folder = tmp_path_factory.mktemp("mistral")
+    folder = tmp_path_factory.mktemp("stablelm")
     tokenizer = AutoTokenizer.from_pretrained(work.model)
     torch.manual_seed(1)
-    config = MistralConfig(
+    config = StableLmConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, sliding_window=None, max_position_embeddings=256, initializer_range=0.1,
+        num_key_value_heads=2, use_qkv_bias=True, max_position_embeddings=256, initializer_range=0.1,
         eos_token_id=tokenizer.eos_token_id, bos_token_id=None, pad_token_id=None,
     )  # fmt: skip
-    MistralForCausalLM(config).save_pretrained(folder)
+    StableLmForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -55,12 +55,12 @@ def train(
 
 
 def test_loss_estimator_reward_family_and_engine(
-    server: TrainServer, work: Workspace, modules: dict[str, Path], mistral: Path, tmp_path: Path
+    server: TrainServer, work: Workspace, modules: dict[str, Path], stablelm: Path, tmp_path: Path
 ) -> None:
     """The gate compares every token's log-prob of the engine with the trainer's: family and engine
     are right, or the run stops."""
     copy = tmp_path / "copy"
-    changes = {"hf_checkpoint": mistral, "rollout_engine": "plain", "save_hf": copy}
+    changes = {"hf_checkpoint": stablelm, "rollout_engine": "plain", "save_hf": copy}
     train(server, work, modules, tmp_path, max_train_rollout_diff=1e-3, **changes).ok()
     rows = rows_of(tmp_path)
     assert len(rows) == 2
@@ -68,12 +68,13 @@ def test_loss_estimator_reward_family_and_engine(
         assert row["rollout/train_rollout_log_prob_diff_mean"] < 1e-4
         assert row["train/grad_norm"] > 1e-4
         assert 0 < row["rollout/reward_mean"] <= 2
-    before = MistralForCausalLM.from_pretrained(mistral).state_dict()
-    after = MistralForCausalLM.from_pretrained(copy).state_dict()
+    before = StableLmForCausalLM.from_pretrained(stablelm).state_dict()
+    after = StableLmForCausalLM.from_pretrained(copy).state_dict()
     assert before.keys() == after.keys()
     assert all(not torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.extended
 def test_transport(
     server: TrainServer, work: Workspace, modules: dict[str, Path], tmp_path: Path
 ) -> None:

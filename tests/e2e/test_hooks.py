@@ -89,6 +89,7 @@ def own(folder: Path, text: str) -> str:
     return str(file)
 
 
+@pytest.mark.extended
 def test_slimes_formulas_for_advantages_and_the_loss_change_nothing(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:

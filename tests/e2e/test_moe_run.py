@@ -90,6 +90,7 @@ def test_two_and_two_are_four(
     assert [name for name in after if not torch.equal(after[name], moved[name])] == []
 
 
+@pytest.mark.extended
 def test_the_samplers_routes_are_replayed(
     server: TrainServer, work: Workspace, model: Path, tmp_path: Path
 ) -> None:

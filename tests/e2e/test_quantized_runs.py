@@ -88,6 +88,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
 
 
+@pytest.mark.extended
 def test_trained_with_servers_in_fp8(
     server: TrainServer, work: Workspace, models: tuple[str, str], tmp_path: Path
 ) -> None:

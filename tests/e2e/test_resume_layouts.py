@@ -21,7 +21,7 @@ FAST_CHANGES = (("dense", "TP2", "DP2 distributed optimizer"),)
 EXTENDED_CHANGES = (
     ("dense", "one process", "TP2"),
     ("dense", "DP2 distributed optimizer", "PP2"),
-    ("dense", "PP2", "CP2"),
+    ("dense", "PP2 VP2, written out", "CP2"),
     ("experts", "EP2 distributed optimizer", "one process"),
 )
 SCHEDULE = dict(lr_decay_style="linear", lr_decay_iters=14, lr_warmup_iters=1, weight_decay=0.1)

@@ -45,7 +45,7 @@ def one(server: TrainServer, work: Workspace, tmp_path_factory: pytest.TempPathF
     return out
 
 
-@pytest.mark.parametrize("kind", ["top-k", "top-p"])
+@pytest.mark.parametrize("kind", [pytest.param("top-k", marks=pytest.mark.extended), "top-p"])
 def test_trainer_and_sampler_agree(
     server: TrainServer, work: Workspace, tmp_path: Path, kind: str
 ) -> None:

@@ -324,7 +324,7 @@ def test_a_custom_loss_of_the_client(client: tinker.ServiceClient, api: ApiServe
         data: list[types.Datum], scores: list[torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, float]]:
         loss = torch.stack([((s + 1.0) ** 2).sum() for s in scores]).sum()
-        return loss, {"squares": float(loss)}
+        return loss, {"squares": float(loss.detach())}
 
     losses = []
     for _ in range(4):

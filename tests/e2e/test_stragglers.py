@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from slime_like.rollout.recording import load_rollout
 from slime_like.types import Sample, SampleStatus
 from tests.e2e.helpers import Workspace, rows_of
@@ -77,6 +79,7 @@ def test_stragglers_are_aborted_and_go_on_in_the_next_rollout(
         )
 
 
+@pytest.mark.extended
 def test_a_rollout_out_of_time_takes_what_there_is(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:

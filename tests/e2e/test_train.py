@@ -19,6 +19,7 @@ from tests.e2e.helpers import Workspace, rows_of, same_numbers, sampled, weights
 from tests.e2e.programs import ENVIRONMENT, ROOT, TrainServer, clean_environment, torchrun
 
 TEMPLATE = "rollout_{rollout_id}"
+RECORDED = ("json", "safetensors", "tokens.json", "train0.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +38,8 @@ def whole(server: TrainServer, work: Workspace, tmp_path_factory: pytest.TempPat
 
 def test_what_a_run_leaves_behind(whole: Path, work: Workspace) -> None:
     assert {path.name for path in whole.iterdir()} == {
-        *("metrics.jsonl", "report.png", "tensorboard", "hf-3", "ck", "log"),
-        *(f"rollout_{i}.{suffix}" for i in (1, 2, 3) for suffix in ("json", "safetensors")),
+        *("metrics.jsonl", "run.json", "report.png", "tensorboard", "hf-3", "ck", "log"),
+        *(f"rollout_{i}.{suffix}" for i in (1, 2, 3) for suffix in RECORDED),
     }
     assert (whole / "report.png").read_bytes().startswith(b"\x89PNG")
     assert len(list((whole / "tensorboard").glob("events.out.tfevents.*"))) == 1
@@ -122,7 +123,17 @@ LAYOUTS = {
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(name, marks=pytest.mark.slow if name == "PP2" else ()) for name in LAYOUTS],
+    [
+        pytest.param(
+            name,
+            marks=pytest.mark.slow
+            if name == "PP2"
+            else pytest.mark.extended
+            if name == "CP2"
+            else (),
+        )
+        for name in LAYOUTS
+    ],
 )
 def test_two_ranks_sample_what_one_does(
     server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, layout: str
@@ -150,7 +161,7 @@ def test_an_interleaved_pipeline_takes_several_steps(
 ) -> None:
     """Its micro-batches are padded to the longest; old log-probs are recomputed over all steps of a
     rollout at once."""
-    from scripts.make_demo import save_model
+    from slime_like.cli.tiny_model import save_model
 
     model = tmp_path / "deeper"
     save_model(model, hidden_size=32, num_layers=4)
@@ -299,7 +310,11 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("what", "ranks"),
-    [("SIGINT", 1), pytest.param("SIGKILL", 1, marks=SLOW), pytest.param("SIGINT", 2, marks=SLOW)],
+    [
+        pytest.param("SIGINT", 1, marks=pytest.mark.extended),
+        pytest.param("SIGKILL", 1, marks=SLOW),
+        pytest.param("SIGINT", 2, marks=SLOW),
+    ],
 )
 def test_signals_leave_no_process_behind(
     work: Workspace, tmp_path: Path, what: str, ranks: int

@@ -74,6 +74,7 @@ def test_patterns_that_match_nothing(server: TrainServer, work: Workspace, tmp_p
     assert "--freeze-params-name-list: 'linear_qvk' matches no parameter; their names are" in error
 
 
+@pytest.mark.extended
 def test_a_reference_that_follows_the_policy(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:

@@ -71,7 +71,9 @@ def check_stopped(done: Done, phase: str, rank: int) -> None:
 @pytest.mark.parametrize(
     ("phase", "rank"),
     [
-        (p, r) if (p, r) == ("train", 1) else pytest.param(p, r, marks=pytest.mark.slow)
+        pytest.param(
+            p, r, marks=pytest.mark.extended if (p, r) == ("train", 1) else pytest.mark.slow
+        )
         for p in PHASES
         for r in (0, 1)
     ],

@@ -46,7 +46,7 @@ WRONG: list[tuple[str, int, tuple[str, ...]]] = [
     (
         "--colocate --rollout-num-gpus 2",
         1,
-        ("--colocate", "--rollout-num-gpus", "--rollout-engine"),
+        ("--rollout-num-gpus", "--rollout-engine"),
     ),
     ("--optimizer sgd --save {folder}/out", 1, ("--save",)),
     (
@@ -145,6 +145,7 @@ def test_train_py(tmp_path: Path, extra: tuple[str, ...]) -> None:
     assert seconds < LIMIT_S
 
 
+@pytest.mark.extended
 def test_torchrun_prints_once(tmp_path: Path) -> None:
     torchrun = [
         sys.executable,

@@ -31,8 +31,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from arguments.hf.model import read_hf_model
 from megatron_patches.safe_checkpoints import read_metadata
-from scripts.convert_common import UsageError
-from scripts.inspect_checkpoint import look
 from slime_like.checkpoints.files import write_file
 from slime_like.checkpoints.folders import (
     TRACKER,
@@ -50,6 +48,8 @@ from slime_like.checkpoints.manifest import (
     write_manifest,
 )
 from slime_like.checkpoints.state import TRAINER_FILE, read_trainer_state
+from slime_like.cli.convert_common import UsageError
+from slime_like.cli.inspect_checkpoint import look
 from slime_like.weights.safetensors_reader import INDEX, WeightFiles, weights_digest
 
 CLEAN = (ValueError, OSError)  # ConfigError is a ValueError

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from slime_like.losses.reductions import LOSS_REDUCTIONS
+from slime_like.rollout.sample_payload import with_routes
 from slime_like.rollout.step_plan import (
     StepPlan,
     map_steps,
     mask_failed,
     step_weights,
     train_samples,
-    with_routes,
 )
 from slime_like.types import Sample, SampleStatus
 

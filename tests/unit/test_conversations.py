@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from arguments.schema.data import DataConfig
-from scripts.make_demo import make_tokenizer
+from slime_like.cli.tiny_model import make_tokenizer
 from slime_like.data.prompts import PromptSource
 from slime_like.data.sft import sft_samples
 from slime_like.types import Sample, SampleStatus

@@ -180,7 +180,7 @@ def test_the_game_in_slimes_convention(tmp_path: Path) -> None:
 
 DONE = "sample.tokens, sample.response_length, sample.status = [8, 1], 1, sample.Status.COMPLETED; "
 WRONG = {
-    "return [sample]": "sample 9: the function returned list",
+    "return [3]": "sample 9: the function returned int",
     "return None": "sample 9: the function returned NoneType",
     "return sample": "sample 9: response_length is 0 of 0 tokens",
     "sample.tokens, sample.response_length = [81, 58, 1], 1; return sample": "status is 'pending'; set COMPLETED",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from arguments.schema.data import DataConfig
-from scripts.make_demo import make_tokenizer
+from slime_like.cli.tiny_model import make_tokenizer
 from slime_like.data.prompt_format import Room
 from slime_like.data.prompts import PromptSource
 from slime_like.data.template import render_rows

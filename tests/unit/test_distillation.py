@@ -256,7 +256,7 @@ REFUSED = [
         "--opd-kl-coef",
         "> 0",
     ),
-    ("", "--opd-teacher-ckpt-step 3", "--opd-teacher-ckpt-step", "Megatron's format"),
+    ("", "--opd-teacher-ckpt-step 3", "--opd-teacher-ckpt-step", "--opd-teacher-load"),
 ]
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import socket
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
-from slime_like.doctor import THINGS, Dependency, report
+import pytest
+
+from slime_like import doctor
+from slime_like.cli.self_test import finish, start
+from slime_like.doctor import EXTRAS, THINGS, Dependency, ports, report
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,6 +41,44 @@ def test_this_environment_can_run() -> None:
     assert "every run needs" not in done.stdout and re.search(
         r"^(has|lacks) +CUDA", done.stdout, re.MULTILINE
     )
+
+
+@pytest.mark.extended
+def test_the_self_test(tmp_path: Path) -> None:
+    """As JSON, from another folder, inside a launcher's environment; the ranks really meet."""
+    words = [sys.executable, "-m", "slime_like.doctor", "--self-test", "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RANK": "3", "WORLD_SIZE": "8"}
+    done = subprocess.run(
+        words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
+    )
+    found = json.loads(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [check["name"] for check in found["self_test"]] == ["collectives", "training step"]
+    assert all(check["good"] for check in found["self_test"]) and found["packages"]["torch"]
+
+
+def test_a_self_test_that_fails_says_why(tmp_path: Path) -> None:
+    """A rank that does not get what it should; the first that failed is shown."""
+    ranks = [start([f"import sys; sys.exit({end!r})"], tmp_path) for end in (None, "boom", "x")]
+    assert finish(ranks) == "boom"
+    assert finish([start(["pass"], tmp_path)]) == ""
+
+
+def test_remedies_are_extras_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for extra, packages in EXTRAS.items():
+        listed = " ".join(project["optional-dependencies"][extra])
+        assert all(re.search(rf"(^| ){package}\b", listed) for package in packages), extra
+    assert Dependency("sglang", "sglang", "x").remedy == "pip install sglang"
+    assert Dependency("httpx", "httpx", "x").remedy == "pip install 'slime_like[sglang]'"
+
+
+def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        monkeypatch.setattr(doctor, "PORTS", {taken.getsockname()[1]: "x"})
+        assert "not to be had" in ports()[0]
 
 
 def test_what_is_missing_is_told() -> None:

@@ -3,6 +3,7 @@ say the same."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import re
@@ -19,6 +20,8 @@ import torch
 from arguments.parse import SERVER, parse_args
 from arguments.run_config import RunConfig
 from slime_like.advantages import advantage_estimators
+from slime_like.cli.__main__ import COMMANDS
+from slime_like.cli.convert import DIRECTIONS
 from slime_like.losses import LossInputs, policy_losses
 from slime_like.losses.custom import custom_loss
 from slime_like.registry import Registry
@@ -35,6 +38,7 @@ RECIPES = sorted(
 )
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs/en").rglob("*.md"))]
 INDEX = ROOT / "docs/en/algorithms/index.md"
+FIRST_RUNS = ROOT / "docs/en/first_runs.md"
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"^(?:python|torchrun --nproc-per-node (\d)) train\.py (.+)$", re.MULTILINE)
 _SERVER = re.compile(
@@ -43,6 +47,8 @@ _SERVER = re.compile(
 _SCRIPT = re.compile(
     r"(?:python|\.venv-cookbook/bin/python) ((?:scripts|examples)/[\w/]+\.py)\b([^`\n#]*)"
 )
+
+_CLI = re.compile(r"^slime-like ([^`\n#]+)", re.MULTILINE)
 
 
 def call(recipe: str, folder: Path, *flags: str, **variables: str) -> list[str]:
@@ -69,7 +75,9 @@ def demo_files(folder: Path, demo: str = "outputs/demo-sapo-tp2") -> None:
     for name in ("train.jsonl", "heldout.jsonl"):
         (folder / demo / name).write_text(row + "\n")
     animal = {"question": "Spell this word backward (example: sun -> nus): cat", "answer": "tac"}
-    (folder / "animals.jsonl").write_text(json.dumps(animal) + "\n")  # README's make_my_data.py
+    (folder / "animals.jsonl").write_text(
+        json.dumps(animal) + "\n"
+    )  # make_my_data.py of FIRST_RUNS
     (folder / "examples").symlink_to(ROOT / "examples")
     (folder / "scripts").mkdir()
     (folder / "scripts/demo_reward.py").write_bytes((ROOT / "scripts/demo_reward.py").read_bytes())
@@ -134,9 +142,9 @@ def commands(page: Path, program: re.Pattern[str] = _COMMAND) -> Iterator[tuple[
 
 
 def run_yaml(page: Path) -> str:
-    """The file run.yaml as a page shows it, else as the first page of its folder does, else the
-    README."""
-    for path in (page, *page.parent.glob("index.md"), ROOT / "README.md"):
+    """The file run.yaml as a page shows it, else as the first page of its folder does, else
+    FIRST_RUNS."""
+    for path in (page, *page.parent.glob("index.md"), FIRST_RUNS):
         for language, block in _BLOCK.findall(path.read_text(encoding="utf-8")):
             if language == "yaml":
                 return block
@@ -154,7 +162,7 @@ def write_named_files(page: Path, folder: Path) -> None:
 def parsed(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     demo_files(folder)
     (folder / "run.yaml").write_text(run_yaml(page))
-    for path in (page, ROOT / "README.md"):
+    for path in (page, FIRST_RUNS):
         write_named_files(path, folder)
     monkeypatch.chdir(folder)
     return [
@@ -207,6 +215,18 @@ def test_scripts_have_the_flags_that_the_documents_give_them(page: Path) -> None
             assert re.search(rf'"--{flag}"|\b{flag.replace("-", "_")}\b', text), (
                 f"{script} --{flag}"
             )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_commands_of_the_documents_exist(page: Path) -> None:
+    """`slime-like train` is in the other tests, as train.py."""
+    for line in _CLI.findall(page.read_text(encoding="utf-8").replace("\\\n", " ")):
+        words = shlex.split(line)
+        command = COMMANDS[words.pop(0)]
+        if command.module == "slime_like.cli.convert":
+            command = DIRECTIONS[words.pop(0)]
+        if hasattr(module := importlib.import_module(command.module), "parser"):
+            module.parser().parse_args(words)
 
 
 def test_the_loss_of_the_guide_is_one(tmp_path: Path) -> None:

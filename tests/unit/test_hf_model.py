@@ -22,6 +22,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN_ROPE = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048}
 SIZES: dict[str, Any] = dict(
     vocab_size=1001,
     hidden_size=64,
@@ -187,6 +188,26 @@ def test_window_keys_without_a_window_are_harmless(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "window", "layers"),
+    [
+        (qwen2(use_sliding_window=True, sliding_window=32, max_window_layers=2), 31, [0, 0, 1]),
+        (qwen2(use_sliding_window=True, sliding_window=32, max_window_layers=0), 31, None),
+        (
+            qwen3(layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=8)
+            | {"num_hidden_layers": 4},
+            7,
+            [1, 0, 1, 0],
+        ),
+    ],
+)
+def test_windows(tmp_path: Path, config: Any, window: int, layers: list[int] | None) -> None:
+    """config.json's number counts the query, megatron-core's the tokens before it."""
+    transformer = read_hf_model(write(tmp_path, config)).transformer
+    assert transformer["window_size"] == (window, 0)
+    assert transformer["window_attn_skip_freq"] == layers
+
+
+@pytest.mark.parametrize(
     ("config", "words"),
     [
         (
@@ -221,9 +242,16 @@ def test_window_keys_without_a_window_are_harmless(tmp_path: Path) -> None:
         (llama(rope_theta=-1.0), ["rope_theta", "-1.0"]),
         (
             llama(rope_scaling={"rope_type": "yarn", "factor": 2.0}),
-            ["yarn", "default, linear, llama3"],
+            ["yarn", "original_max_position_embeddings"],
         ),
-        (llama(rope_scaling={"type": "dynamic", "factor": 2.0}), ["dynamic"]),
+        (
+            llama(rope_scaling={**YARN_ROPE, "attn_factor": 0.87}),
+            ["yarn", "attn_factor", "0.87"],
+        ),
+        (
+            llama(rope_scaling={"type": "dynamic", "factor": 2.0}),
+            ["dynamic", "default, linear, llama3, yarn"],
+        ),
         (llama(rope_scaling={"rope_type": "linear"}), ["linear", "factor"]),
         (
             llama(rope_scaling={"rope_type": "linear", "factor": 2.0, "beta_fast": 32}),
@@ -245,13 +273,15 @@ def test_window_keys_without_a_window_are_harmless(tmp_path: Path) -> None:
             llama(rope_scaling={"rope_type": "linear", "factor": 2.0}, rope_parameters=LLAMA3_ROPE),
             ["rope_scaling and rope_parameters differ"],
         ),
-        (
-            qwen2(use_sliding_window=True, sliding_window=32, max_window_layers=2),
-            ["sliding_window", "32"],
-        ),
+        (llama(use_sliding_window=True, sliding_window=32), ["sliding_window 32"]),
         (
             qwen3(layer_types=["full_attention", "sliding_attention", "full_attention"]),
-            ["layer_types", "sliding_attention"],
+            ["layer_types", "sliding_attention", "sliding_window None is not in use"],
+        ),
+        (qwen3(layer_types=["chunked_attention"] * 3), ["layer_types 'chunked_attention'"]),
+        (
+            qwen3(layer_types=["sliding_attention"] * 2, sliding_window=32),
+            ["layer_types has 2 layers"],
         ),
         (llama(residual_multiplier=0.22), ["residual_multiplier", "0.22", "unknown"]),
         ("{not json", ["config.json cannot be read"]),
@@ -273,7 +303,9 @@ def test_refused_by_name(tmp_path: Path, config: Any, words: list[str]) -> None:
 def test_all_problems_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read_hf_model(
-            write(tmp_path, llama(mlp_bias=True, hidden_act="relu", rope_scaling={"type": "yarn"}))
+            write(
+                tmp_path, llama(mlp_bias=True, hidden_act="relu", rope_scaling={"type": "dynamic"})
+            )
         )
     assert len(caught.value.problems) == 3
 

@@ -190,6 +190,38 @@ def test_slurm_passes_sigterm_on_and_requeues_what_can_go_on(
 
 
 @pytest.mark.parametrize(
+    ("states", "least", "restarts", "starts", "words"),
+    [
+        ("alloc alloc*", "1", "2", 3, "restart 2 of 2 on 1 of 2 node(s)"),
+        ("alloc mix", "1", "1", 2, "restart 1 of 1 on 2 of 2 node(s)"),
+        ("alloc down", "2", "2", 1, "1 of 2 node(s) are left, and MIN_NODES is 2"),
+        ("alloc down*", "", "2", 1, "the trainer ended with status 1"),
+    ],
+)
+def test_slurm_starts_the_trainer_again_on_the_nodes_that_are_left(
+    tmp_path: Path, states: str, least: str, restarts: str, starts: int, words: str
+) -> None:
+    """A trainer that fails each time, as one does whose node is lost."""
+    environment = slurm(tmp_path, node=0)
+    for name, text in {
+        "srun": 'echo "$@" >> "$RECORD.srun"; exit 1',
+        "sinfo": 'set -- $STATES; echo "alpha $1"; echo "beta $2"; echo "beta $2"',
+    }.items():
+        (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    environment |= {"STATES": states, "MIN_NODES": least, "MAX_RESTARTS": restarts}
+    script = ["bash", str(ROOT / "scripts/slurm/train.sbatch"), "--lr", "1e-6"]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and words in done.stdout, done.stdout + done.stderr
+    first, *again = (tmp_path / "record.json.srun").read_text().splitlines()
+    assert "--nodes 2 " in first and "--relative 0 " in first and 1 + len(again) == starts
+    left = [n for n, state in zip(("alpha", "beta"), states.split()) if state in ("alloc", "mix")]
+    for line in again:
+        assert f"--nodes {len(left)} " in line and f"--nodelist {','.join(left)} " in line
+        assert line.endswith("node.sh --lr 1e-6")
+
+
+@pytest.mark.parametrize(
     "script",
     sorted(
         str(path.relative_to(ROOT))

@@ -177,3 +177,36 @@ def test_the_losses_that_are_not_homogeneous_say_so() -> None:
         "ipo",
         "kimi",
     }
+
+
+def test_observations_are_predicted_whatever_the_cut() -> None:
+    """A loop in float64 over the tokens of a step: the same loss and gradient from one micro-batch
+    and from three, one of which has no observation. What the policy term sees is not changed."""
+    coef, generator = 0.3, torch.Generator().manual_seed(3)
+    mask = torch.tensor([True, False, False, True, True, False, True, True])
+    observed = torch.tensor([False, True, True, False, False, False, False, False])
+    log_ratio, advantages = torch.randn(2, 8, generator=generator, dtype=torch.float64).unbind(0)
+    leaf, whole = make(log_ratio * 0.1, advantages, mask)
+    whole = dataclasses.replace(
+        whole, observation_weights=observed.double() / int(observed.sum()), rollout_log_probs=None
+    )
+    terms, ppo = LossTerms(observation_loss_coef=coef), policy_losses.get("ppo")
+    tensors = [f.name for f in dataclasses.fields(whole) if torch.is_tensor(getattr(whole, f.name))]
+    for cut in ([slice(0, 8)], [slice(0, 2), slice(2, 4), slice(4, 8)]):
+        total, metric = torch.zeros((), dtype=torch.float64), 0.0
+        without = torch.zeros((), dtype=torch.float64)
+        for rows in cut:
+            part = dataclasses.replace(whole, **{n: getattr(whole, n)[rows] for n in tensors})
+            output = total_loss(part, ppo, ppo.config_type(), terms)
+            total, metric = total + output.loss, metric + value(output.metrics["observation_loss"])
+            part = dataclasses.replace(part, observation_weights=None)
+            without = without + total_loss(part, ppo, ppo.config_type(), LossTerms()).loss
+        mean = -float(leaf.detach()[1:3].sum()) / 2
+        assert metric == pytest.approx(mean, rel=1e-12)
+        assert float((total - without).detach()) == pytest.approx(coef * mean, rel=1e-9)
+        (gradient,) = torch.autograd.grad(total - without, leaf)
+        torch.testing.assert_close(gradient, -coef * observed.double() / 2)
+    with pytest.raises(ValueError, match=r"observation_loss_coef 0.3 needs observation_weights"):
+        total_loss(
+            dataclasses.replace(whole, observation_weights=None), ppo, ppo.config_type(), terms
+        )

@@ -168,6 +168,26 @@ def test_garbage_in_the_store_ends_no_rank(text: str) -> None:
     assert sorted(stores) == [0, 1]
 
 
+def test_ranks_of_agents_that_count_other_restarts_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that returns has seen no restart. Of a store that outlives its ranks an earlier
+    meeting is not this one."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    port, met = free_port(), []
+    first = Rendezvous("127.0.0.1", port, 0, 2, hosts=True)
+    thread = threading.Thread(target=lambda: met.append(meet(first, LONG)))
+    thread.start()
+    connected(port).wait(["attempt_0/slime_like/present/0"], LONG)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    meet(Rendezvous("127.0.0.1", port, 1, 2, hosts=False), LONG)
+    thread.join()
+    assert len(met) == 1
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    late = Rendezvous("127.0.0.1", port, 0, 1, hosts=False)
+    meet(late, LONG)
+    assert connected(port).check(["attempt_1/slime_like/present/0"])
+
+
 def test_the_environment_says_where_to_meet() -> None:
     assert meeting_of(ENVIRONMENT) == Rendezvous("alpha", 29500, 1, 2, hosts=False)
     assert meeting_of(ENVIRONMENT | {"RANK": "0"}).hosts

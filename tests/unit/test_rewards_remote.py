@@ -3,13 +3,13 @@ whole groups."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -40,7 +40,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(data)
+        with contextlib.suppress(BrokenPipeError):  # the client gave up
+            self.wfile.write(data)
 
     def log_message(self, *words: Any) -> None:
         pass
@@ -114,18 +115,19 @@ def test_errors_by_their_class(server: Server) -> None:
 
 
 def test_a_server_that_stays_broken_or_hangs_costs_its_deadline(server: Server) -> None:
+    graded = Event()
+
     def answer(body: dict[str, Any], n: int) -> tuple[int, bytes]:
         if body["response"] == "hangs":
-            time.sleep(20)
+            graded.wait(300)
         return 500, b""
 
     server.answer = answer
-    start = time.monotonic()
-    with grader(server, rm_timeout_s=4.0) as g:
+    with grader(server, rm_timeout_s=10.0) as g:
         broken, hangs = g.grade([make(0, "broken"), make(1, "hangs")])
-    assert time.monotonic() - start < 200
+    graded.set()
     assert "answered 500, " in broken.metadata["failure"] and "times" in broken.metadata["failure"]
-    assert hangs.status == SampleStatus.FAILED and "--rm-timeout-s 4" in hangs.metadata["failure"]
+    assert hangs.status == SampleStatus.FAILED and "--rm-timeout-s 10" in hangs.metadata["failure"]
 
 
 def test_nobody_is_there(server: Server) -> None:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from scripts.make_demo import make_model, make_tokenizer
+from slime_like.cli.tiny_model import make_model, make_tokenizer
 from slime_like.errors import RunError
 from slime_like.rollout.teacher_client import ServedTeacher, TeacherSettings
 from slime_like.types import Sample, SampleGroup, SampleStatus

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -157,6 +159,20 @@ logger.error("gone")
     assert first.stderr == "error: gone\n"
     third = run(program, "3")
     assert third.stdout == "" and third.stderr == f"warning: rank 3: {odd}\nerror: gone\n"
+
+
+def test_what_continues_a_run_is_what_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slime_like.trainer.launch import command_to_continue
+
+    folder = SimpleNamespace(load="runs", save="runs")
+    config: Any = SimpleNamespace(argv=["--lr", "1"], checkpoint=folder)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    assert command_to_continue(config, 1) == "python train.py --lr 1"
+    monkeypatch.setattr(sys, "argv", ["slime-like train"])
+    assert command_to_continue(config, 1) == "slime-like train --lr 1"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    expected = "torchrun --nproc-per-node 2 --no-python slime-like train --lr 1"
+    assert command_to_continue(config, 2) == expected
 
 
 def test_a_report_that_fails_does_not_fail_the_run(

@@ -32,6 +32,20 @@ def test_lines_stay_in_what_is_printed() -> None:
     assert printable("a\n\tb\x1b[0m\r") == "a\n\tb\\x1b[0m\\r"
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("https://h/score?api_key=SECRET&b=1", "https://h/score?api_key=***&b=***"),
+        ("https://me:SEC/RET@h/x", "https://***@h/x"),
+        ("a note of https://h/x?k=SECRET, once", "a note of https://h/x?k=*** once"),
+        ("http://h:80/v1@main", "http://h:80/v1@main"),
+        ("sqlite:///runs/mlflow.db", "sqlite:///runs/mlflow.db"),
+    ],
+)
+def test_settings_hide_queries_and_passwords(text: str, expected: str) -> None:
+    assert mask_settings(text) == expected
+
+
 def test_credentials() -> None:
     assert mask_url("https://me:secret@host:80/score?key=abc&b=1") == (
         "https://***@host:80/score?key=***&b=***"
