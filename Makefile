@@ -36,7 +36,7 @@ $(STAMP): pyproject.toml constraints.txt setup.py
 demo: install
 	bash scripts/demo.sh
 
-# about a quarter of an hour on 2 cores
+# about 5 minutes on 2 idle cores
 test: install
 	$(PYTEST) -m "not slow and not extended and not gpu and not slurm and not sglang and not cookbook and not learning" $(TESTS)
 

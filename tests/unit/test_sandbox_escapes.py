@@ -165,7 +165,7 @@ def test_threads_are_counted() -> None:
         "        threading.Thread(target=time.sleep, args=(9,), daemon=True).start()\n        made += 1\n"
         "except RuntimeError:\n    pass\nprint(made, flush=True)\nos._exit(0)"
     )
-    assert int(sandbox.run(bomb).stdout) < 64
+    assert int(sandbox.run(bomb, limits=sandbox.Limits(wall_s=120)).stdout) < 64
 
 
 EVALUATING = ("puzzle24", "countdown", "polynomial_multiplication", "simple_integration")
