@@ -84,10 +84,6 @@ IGNORED: Mapping[str, str] = {
 }
 _ENGINES = "this setting of rollout engines"
 _HOOKS = "custom functions at this place"
-_TRAIN_DATA = (
-    "a rollout is typed tensors that ranks exchange, not a dict; --rollout-data-postprocess-path, --custom-advantage-function-path and "
-    "--rollout-sample-hook-path change what is trained on"
-)
 _SOURCE = "the position in the data is a part of every checkpoint; --rollout-function-path draws groups from data_source as it likes"
 _PROVIDER = "models end at hidden states here, and a provider's compute logits; register a model family (--import-modules)"
 _WANDB = "these metrics of samples are in the report of a run with --save-debug-rollout-data"
@@ -101,7 +97,6 @@ NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
         rollout-data-transport release-train""",
     _HOOKS: "custom-update-weight-post-write-path megatron-config-path",
     _SOURCE: "data-source-path rollout-all-samples-process-path",
-    _TRAIN_DATA: "custom-convert-samples-to-train-data-path",
     _PROVIDER: "custom-model-provider-path",
     _WANDB: "log-multi-turn log-passrate log-reward-category log-correct-samples",
     _CRITIC: "critic-num-nodes critic-num-gpus-per-node",

@@ -25,6 +25,8 @@ NOT_SAMPLED = -1  # in place of the weight version of a token that the model did
 # metadata key of ReMax's baseline, so that recorded rollouts have it too
 GREEDY_REWARD = "greedy_reward"
 REWARD_DETAILS = "reward_details"
+# metadata key of what --custom-convert-samples-to-train-data-path trains on in place of the reward
+TRAIN_REWARD = "train_reward"
 # of a `Sample`, over its tokens; in the order of the bytes of one number, the largest first
 OPTIONAL_TENSORS = (
     "token_rewards",

@@ -215,5 +215,6 @@ def calls_users_functions(s: Settings) -> bool:
             s.scheduling.rollout_function_path,
             s.scheduling.dynamic_sampling_filter_path,
             s.scheduling.rollout_sample_filter_path,
+            s.hooks.custom_convert_samples_to_train_data_path,
         )
     )

@@ -223,6 +223,10 @@ def hook_functions(s: Settings) -> list[Problem]:
         name = "custom_pg_loss_reducer_function_path"
         words = f"does not go with the policy loss {s.loss.name}, which is not linear in its advantages; leave it out"
         found += problem(name, None, words)
+    name = "custom_convert_samples_to_train_data_path"
+    if s.algorithm.kl_coef and s.hooks.custom_convert_samples_to_train_data_path is not None:
+        words = f"does not go with {flag_name(name)}: its rewards are trained on as they are; use --use-kl-loss"
+        found += problem("kl_coef", s.algorithm.kl_coef, words)
     return found
 
 

@@ -24,6 +24,12 @@ class HooksConfig:
         "calculate_per_token_loss), which returns a function that sums the losses of all tokens; it must be linear.",
         excludes=_SUPERVISED,
     )  # fmt: skip
+    custom_convert_samples_to_train_data_path: str | None = arg(
+        None,
+        f"{_PATH} called on rank 0 with a rollout: function(args, samples) returns the dict to train on, with lists of tokens, "
+        "response_lengths, loss_masks and rewards, which are not compared within groups again.",
+        excludes=(_SUPERVISED, "custom_reward_post_process_path", "gdpo_reward_keys"),
+    )  # fmt: skip
     rollout_data_postprocess_path: str | None = arg(
         None,
         f"{_PATH} that is called before the optimizer steps of a rollout: function(args, rollout_id, rollout_data). It may change advantages and "

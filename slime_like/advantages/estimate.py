@@ -276,8 +276,8 @@ def _require_token_rewards_taken(entry: AdvantageEstimator, outcomes: Outcomes) 
         )
     if outcomes.processed is not None:
         raise ValueError(
-            "--custom-reward-post-process-path gives one reward a response, and the reward function gave one for each token; "
-            + remedy
+            "--custom-reward-post-process-path and --custom-convert-samples-to-train-data-path give one reward a response, and the reward "
+            "function gave one for each token; " + remedy
         )
 
 

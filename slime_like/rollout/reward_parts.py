@@ -14,11 +14,11 @@ from slime_like.advantages import (
     TurnEstimator,
     advantage_estimators,
 )
-from slime_like.distributed.collectives import gather
-from slime_like.lazy import torch
+from slime_like.distributed.collectives import from_rank_zero, gather
+from slime_like.lazy import Tensor, torch
 from slime_like.rollout.hooks import processed_rewards
-from slime_like.sample_index import AnySample
-from slime_like.types import REWARD_DETAILS, Sample
+from slime_like.sample_index import AnySample, complete
+from slime_like.types import REWARD_DETAILS, TRAIN_REWARD, Sample
 
 
 def advantage_settings(config: RunConfig) -> AdvantageSettings:
@@ -45,6 +45,8 @@ def outcome_fields(config: RunConfig, samples: Sequence[AnySample]) -> dict[str,
     algorithm, found = config.algorithm, dict[str, Any]()
     if (path := algorithm.custom_reward_post_process_path) is not None:
         found["processed"] = processed_rewards(config, path, samples)
+    if config.hooks.custom_convert_samples_to_train_data_path is not None:
+        found["processed"] = train_rewards(samples)
     if (keys := algorithm.gdpo_reward_keys) is not None:
         weights = algorithm.gdpo_reward_weights or [1.0] * len(keys)
         found["parts"] = reward_parts(keys, weights, config.reward.reward_key, samples)
@@ -55,6 +57,13 @@ def outcome_fields(config: RunConfig, samples: Sequence[AnySample]) -> dict[str,
 
         found |= credit_fields(samples, by_turn=by_turn, turn_penalty=turn, token_penalty=token)
     return found
+
+
+def train_rewards(samples: Sequence[AnySample]) -> Tensor:
+    """What --custom-convert-samples-to-train-data-path trains on, [B] float64 on all ranks; a
+    collective. samples: whole on rank 0, which converted them."""
+    own = from_rank_zero(lambda: [s.metadata[TRAIN_REWARD] for s in complete(samples)])
+    return torch.tensor(own, dtype=torch.float64)
 
 
 def reward_parts(

@@ -18,6 +18,7 @@ from torch import Tensor
 from arguments.schema import AlgorithmConfig
 from slime_like.advantages import (
     KLController,
+    Outcomes,
     TokenAdvantages,
     advantage_estimators,
     estimate_advantages,
@@ -157,7 +158,10 @@ class BatchMaker:
         if scores.old is not None:
             corrections, more = self.old.correct(rollout, scores.old)
             metrics |= more
-        advantages = self._advantages(rollout, scores)
+        outcomes = dataclasses.replace(
+            outcomes_of(rollout.samples), **self.settings.outcome_fields(rollout.sampled_episodes)
+        )
+        advantages = self._advantages(rollout, scores, outcomes)
         metrics |= advantages.metrics
         weights = [c.importance_weights for c in corrections]
         columns: Columns = {"advantage": advantages.values, "importance weight": weights}
@@ -184,7 +188,7 @@ class BatchMaker:
 
         of_policy = map_steps(rollout.steps, complete)
         of_policy = self.settings.hooks.finish(
-            of_policy, lambda: self._rank_data(rollout, scores, advantages)
+            of_policy, lambda: self._rank_data(rollout, scores, outcomes, advantages)
         )
         ids = rollout.local_keys
         if scores.old is not None:
@@ -198,12 +202,15 @@ class BatchMaker:
         return Batches(of_policy, of_critic, check, ids), metrics
 
     def _rank_data(
-        self, rollout: Rollout, scores: Scores, advantages: TokenAdvantages | None = None
+        self,
+        rollout: Rollout,
+        scores: Scores,
+        outcomes: Outcomes,
+        advantages: TokenAdvantages | None = None,
     ) -> RankData:
         """What functions of the user's get of this rank's samples."""
         local, places = rollout.local, rollout.local_episodes
         has_engines = all(sample.rollout_log_probs is not None for sample in local)
-        outcomes = outcomes_of(rollout.samples)
         return RankData(
             rollout.drawn,
             local,
@@ -328,7 +335,7 @@ class BatchMaker:
         steps = self._steps(plan, rollout.samples, own)
         return ValueExchange(self.backend, rollout.samples, steps, own, rollout.shares)
 
-    def _advantages(self, rollout: Rollout, scores: Scores) -> TokenAdvantages:
+    def _advantages(self, rollout: Rollout, scores: Scores, outcomes: Outcomes) -> TokenAdvantages:
         """Per-token advantages of this rank's samples. Groups are over all samples; the KL in the
         reward comes off first, the teacher's part last."""
         masks = rollout.masks
@@ -341,9 +348,6 @@ class BatchMaker:
             assert scores.old is not None, "see RunConfig.old_is_current"
             squared = [o.squared_probs for o in scores.old if o.squared_probs is not None]
             energies = token_energies(scores.old_log_probs, squared, masks)
-        outcomes = dataclasses.replace(
-            outcomes_of(rollout.samples), **self.settings.outcome_fields(rollout.sampled_episodes)
-        )
         output = estimate_advantages(
             dataclasses.replace(self.settings.advantages, kl_coef=self.kl_controller.value),
             outcomes,
@@ -354,7 +358,9 @@ class BatchMaker:
             teacher_gap=gap,
             critic_values=scores.values,
             energies=energies,
-            given=self.settings.hooks.advantages(lambda: self._rank_data(rollout, scores)),
+            given=self.settings.hooks.advantages(
+                lambda: self._rank_data(rollout, scores, outcomes)
+            ),
             group=self.layout.dp_group,
         )
         if kl is None:

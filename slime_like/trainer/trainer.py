@@ -99,7 +99,8 @@ class Trainer:
             warn_rank_0(logger, note)
         gates = sampler_gates(run)
         self.batches = make_batch_maker(run, layout, self.backend, gates, self.progress, self.hooks)
-        if run.scheduling.async_rollout and not run.debug.debug_rollout_only:
+        trains = not run.debug.debug_rollout_only
+        if run.scheduling.async_rollout and trains and not self.hooks.converts:
             self.sampling.deliver_ahead(self.batches.deliver_ahead)
         self.stop = StopConditions(
             every=run.checkpoint.exit_interval,
@@ -267,11 +268,11 @@ class Trainer:
         self.strategy.check_failures(step, samples, metrics)
         if run.debug.debug_rollout_only:
             return metrics
-        if any(s.num_branches for s in samples):
+        trained = self.hooks.converted(with_branches(samples))
+        if len(trained) > len(samples):
             from arguments.rules.agents import check_branches
 
             check_branches(run)
-        trained = with_branches(samples)
         self._lengths = [(s.total_length, s.active_tokens) for s in trained]
         batches, batch_metrics = self.strategy.make_batches(
             self.batches, trained, self.weight_version

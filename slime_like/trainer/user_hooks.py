@@ -24,7 +24,14 @@ from slime_like.megatron.trained_network import TrainedNetwork
 from slime_like.rollout.hooks import hook_adapter
 from slime_like.rollout.sample_plane import bring_to_rank_zero
 from slime_like.rollout.step_plan import map_steps
-from slime_like.sample_index import AnySample, complete
+from slime_like.sample_index import (
+    AnySample,
+    Rows,
+    Versions,
+    complete,
+    remote_samples,
+    rows_of,
+)
 from slime_like.types import Sample, SampleGroup, TrainBatch, TrainSample
 
 Columns = Mapping[str, Sequence[Tensor] | None]
@@ -54,6 +61,8 @@ class HookAdapter(Protocol):
     def before_log_prob(self, chunks: Sequence[Any], prefix: str) -> None: ...
 
     def before_train_step(self, rollout_id: int, step_id: int, network: TrainedNetwork) -> None: ...
+
+    def train_data(self, samples: Sequence[Sample]) -> list[Sample]: ...
 
     def advantages(self, data: RankData) -> tuple[list[Tensor], list[Tensor]]: ...
 
@@ -105,6 +114,27 @@ class UserHooks:
         adapter = self._named("custom_megatron_before_train_step_hook_path")
         if adapter is not None:
             adapter.before_train_step(self._rollout_id, step_id, network)
+
+    @property
+    def converts(self) -> bool:
+        """Whether `converted` changes anything."""
+        return self._named("custom_convert_samples_to_train_data_path") is not None
+
+    def converted(self, samples: Sequence[AnySample]) -> list[AnySample]:
+        """The sequences to train on, with `TRAIN_REWARD` in their metadata; a collective. samples:
+        of a rollout, each followed by its branches. Rank 0 has what the function made."""
+        adapter = self._named("custom_convert_samples_to_train_data_path")
+        if adapter is None:
+            return list(samples)
+        converts, own = adapter, list[Sample]()
+        whole = bring_to_rank_zero(samples, buffer_size=self._buffer_size)
+
+        def convert() -> tuple[Rows, Versions]:
+            own.extend(converts.train_data(complete(whole)))
+            return rows_of(own, 0)
+
+        index = from_rank_zero(convert)
+        return [*own] if own else [*remote_samples(*index)]
 
     def advantages(self, data: Callable[[], RankData]) -> tuple[list[Tensor], list[Tensor]] | None:
         """Advantages and returns, [R] by sample, in place of the estimator's; None: ask that."""

@@ -31,6 +31,43 @@ def reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_los
 def postprocess(args, rollout_id, rollout_data):
     assert rollout_id in (0, 1) and set(rollout_data) >= {"advantages", "raw_reward", "sample_indices"}
 """
+CONVERT = """
+def same(args, samples):
+    with open(__file__ + ".calls", "a") as file:
+        file.write(f"{len(samples)} ")
+    groups = {}
+    for sample in samples:
+        groups.setdefault(sample.group_index, []).append(sample.reward)
+    means = {number: sum(rewards) / len(rewards) for number, rewards in groups.items()}
+    return {
+        "tokens": [sample.tokens for sample in samples],
+        "response_lengths": [sample.response_length for sample in samples],
+        "rewards": [sample.reward - means[sample.group_index] for sample in samples],
+        "raw_reward": [sample.reward for sample in samples],
+        "truncated": [int(sample.status == sample.Status.TRUNCATED) for sample in samples],
+        "sample_indices": [sample.index for sample in samples],
+        "rollout_ids": [sample.rollout_id for sample in samples],
+        "loss_masks": [sample.loss_mask for sample in samples],
+        "rollout_log_probs": [sample.rollout_log_probs for sample in samples],
+        "rollout_mask_sums": [sum(sample.loss_mask) for sample in samples],
+        "round_number": [0 for sample in samples],
+    }
+
+def split(args, samples):
+    # each response as two sequences: one learns its first half, the other the rest
+    data = same(args, [sample for sample in samples for _ in range(2)])
+    for place in range(0, 2 * len(samples), 2):
+        length = data["response_lengths"][place]
+        half = [int(i < length // 2) for i in range(length)]
+        data["loss_masks"][place : place + 2] = [half, [1 - bit for bit in half]]
+        data["rollout_mask_sums"][place : place + 2] = [length, length]
+    return data
+
+def short(args, samples):
+    data = same(args, samples)
+    data["loss_masks"][3] = data["loss_masks"][3][1:]
+    return data
+"""
 SEEN = """
 import json
 from pathlib import Path
@@ -163,3 +200,37 @@ def test_what_a_hook_gets_wrong_is_told_by_its_flag(
     }
     error = server.train(work.flags(tmp_path / "out", **more), tmp_path / "log").error()
     assert f"--rollout-data-postprocess-path {file}:wider: loss_masks[0] has tokens" in error
+
+
+def test_samples_are_converted_as_slime_converts_them(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    """slime's own conversion changes nothing but the last bits of the means; halves of a response
+    as sequences of their own are the same step; two ranks do what one does."""
+    file = own(tmp_path, CONVERT)
+    flags: dict[str, Any] = {
+        "disable_grpo_std_normalization": "",
+        "loss_reduction": "sequence_mean",
+        "micro_batch_size": None,
+        "use_dynamic_batch_size": "",
+        "max_tokens_per_gpu": 256,
+    }
+    path = "custom_convert_samples_to_train_data_path"
+    runs: dict[str, tuple[dict[str, Any], int]] = {
+        "plain": ({}, 1),
+        "same": ({path: f"{file}:same"}, 1),
+        "split": ({path: f"{file}:split", "async_rollout": "", "max_staleness": 0}, 2),
+    }
+    for name, (more, ranks) in runs.items():
+        argv = work.flags(tmp_path / name, **flags, **more)
+        server.train(argv, tmp_path / f"log_{name}", ranks=ranks).ok()
+    plain = rows_of(tmp_path / "plain")
+    for name in ("same", "split"):
+        for ours, theirs in zip(rows_of(tmp_path / name), plain, strict=True):
+            assert abs(ours["train/loss"] - theirs["train/loss"]) < 1e-5
+            norms = ours["train/grad_norm"], theirs["train/grad_norm"]
+            assert abs(norms[0] - norms[1]) < 1e-4 * norms[1]
+    short = work.flags(tmp_path / "short", **flags, **{path: f"{file}:short"})
+    error = server.train(short, tmp_path / "log_short").error()
+    assert "entry 3, of sample 3: loss_masks has " in error
+    assert Path(file + ".calls").read_text().split() == ["16", "16", "32", "32", "16"]

@@ -39,6 +39,7 @@ CASES = [
     ("hook_functions", "--custom-megatron-init-path json.nothing", "--custom-megatron-init-path", "has no 'nothing'"),
     ("hook_functions", "--rollout-sample-hook-path json.dumps json.nothing", "--rollout-sample-hook-path", "has no 'nothing'"),
     ("hook_functions", "--custom-pg-loss-reducer-function-path json.dumps --policy-loss-type kl_cov", "--custom-pg-loss-reducer-function-path", "policy loss kl_cov"),
+    ("hook_functions", "--custom-convert-samples-to-train-data-path json.dumps --kl-coef 0.1 --ref-load {folder}/hf", "--kl-coef", "as they are; use --use-kl-loss"),
     ("reward_post_process", "--custom-reward-post-process-path json.nothing", "--custom-reward-post-process-path", "has no 'nothing'"),
     ("reward_post_process", "--custom-reward-post-process-path json.dumps --kl-coef 0.1 --ref-load {folder}/hf", "--kl-coef", "sees the rewards alone"),
     ("", "--max-staleness 1", "--max-staleness", "without --async-rollout"),

@@ -152,7 +152,7 @@ SLIME_FLAGS_NOT_HERE = """
 --critic-num-nodes
 --custom-model-provider-path --lora-dropout
 --moe-shared-expert-overlap --fp8-format --multimodal-keys --freeze-indexer
---critic-train-only --custom-convert-samples-to-train-data-path
+--critic-train-only
 """.split()  # noqa: SIM905
 
 

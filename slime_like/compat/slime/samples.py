@@ -25,7 +25,7 @@ from slime_like.types import NOT_SAMPLED, REWARD_DETAILS, Prompt, Sample, Sample
 @dataclass(slots=True)
 class SlimeSample:
     """tokens: prompt and response. loss_mask and rollout_log_probs have an entry for each response
-    token. loss_mask None: all ones. weight_versions: of the requests that wrote it, as numbers or
+    token. loss_mask None: all ones. rollout_id: sequences of one episode have the same. weight_versions: of the requests that wrote it, as numbers or
     text. written: what the engine wrote, in order; ours, not to be changed."""
 
     class Status(Enum):
@@ -49,6 +49,7 @@ class SlimeSample:
     remove_sample: bool = False
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
+    rollout_id: int | None = None
     written: list[GenerateOutput] = field(default_factory=list, repr=False, compare=False)
 
     def get_reward_value(self, args: Any) -> Any:
@@ -138,6 +139,7 @@ def to_slime(sample: Sample) -> SlimeSample:
         else log_probs.tolist(),
         status=_TO_SLIME.get(sample.status, unfinished),
         metadata=dict(sample.metadata),
+        rollout_id=sample.sample_id,
     )
 
 

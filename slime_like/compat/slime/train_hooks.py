@@ -12,6 +12,7 @@ from torch import Tensor
 
 from arguments.run_config import RunConfig
 from slime_like.compat.slime.samples import slime_args, to_slime
+from slime_like.compat.slime.train_data import read_train_data
 from slime_like.config import flag_name
 from slime_like.import_utils import load_function
 from slime_like.types import Sample, TrainSample
@@ -22,6 +23,7 @@ class SlimeHooks:
 
     def __init__(self, config: RunConfig) -> None:
         self._args = slime_args(config)
+        self._vocab_size = config.gpt.vocab_size or 2**31
         self._per_token = config.algorithm.loss_reduction == "token_mean"
         self._functions: dict[str, tuple[str, Callable[..., Any]]] = {}
         for field in dataclasses.fields(config.hooks):
@@ -56,6 +58,12 @@ class SlimeHooks:
         model, optimizer, scheduler = list(network.chunks), network.optimizer, network.scheduler
         field = "custom_megatron_before_train_step_hook_path"
         self._call(field, self._args, rollout_id, step_id, model, optimizer, scheduler)
+
+    def train_data(self, samples: Sequence[Sample]) -> list[Sample]:
+        """``function(args, samples)``: a dict of lists, as samples; see `read_train_data`."""
+        field = "custom_convert_samples_to_train_data_path"
+        name, result = self._call(field, self._args, [to_slime(sample) for sample in samples])
+        return read_train_data(result, samples, name, vocab_size=self._vocab_size)
 
     def advantages(self, data: Any) -> tuple[list[Tensor], list[Tensor]]:
         """``function(args, rollout_data)``, which sets advantages and returns in the dict."""

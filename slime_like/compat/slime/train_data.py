@@ -1,0 +1,246 @@
+"""What --custom-convert-samples-to-train-data-path made of a rollout, checked: slime's dict of lists
+becomes samples again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_like.compat.slime.samples import HIGHEST_LOG_PROB, as_output, versions_of
+from slime_like.types import OPTIONAL_TENSORS, TRAIN_REWARD, Sample, SampleStatus
+
+REQUIRED = ("tokens", "response_lengths", "loss_masks", "rewards")
+OPTIONAL = (
+    "raw_reward",
+    "truncated",
+    "sample_indices",
+    "rollout_ids",
+    "rollout_log_probs",
+    "rollout_mask_sums",
+)
+# slime's logging and its rollout buffer read these, or it computes them itself
+UNUSED = ("round_number", "metadata", "source_names", "prompt", "total_lengths")
+_STATUS = {False: SampleStatus.COMPLETED, True: SampleStatus.TRUNCATED}
+
+
+def read_train_data(
+    result: Any, given: Sequence[Sample], name: str, *, vocab_size: int
+) -> list[Sample]:
+    """The sequences to train on.
+
+    Args:
+        result: What the function returned.
+        given: The sequences that it was called with; those of an episode, which have one id, are
+            in a row.
+        name: The flag and its value, for messages.
+        vocab_size: Tokens are below it.
+
+    Returns:
+        The sequences of the same episodes in the same order, as many of each as the function made.
+        `TRAIN_REWARD` in their metadata is the number to train on, NaN for none.
+
+    Raises:
+        ValueError: naming the flag, the key and the entry that is wrong.
+    """
+    data = _lists(result, name)
+    ids = _episode_ids(data, given, name)
+    by_id: dict[int, list[Sample]] = {}
+    for sample in given:
+        by_id.setdefault(sample.sample_id, []).append(sample)
+    made: dict[int, list[Sample]] = {sample_id: [] for sample_id in by_id}
+    for place, sample_id in enumerate(ids):
+        row = {key: values[place] for key, values in data.items()}
+        number = len(made[sample_id])
+        where = f"{name}: entry {place}, of sample {sample_id}"
+        made[sample_id].append(_sample(row, by_id[sample_id], number, where, vocab_size))
+    for sample_id, samples in made.items():
+        rewards = {repr(s.metadata[TRAIN_REWARD]) for s in samples}
+        if len(rewards) > 1:
+            raise ValueError(
+                f"{name}: the sequences of sample {sample_id} have the rewards {sorted(rewards)}; an "
+                "episode has one"
+            )
+    _check_log_probs_are_everywhere(data, name)
+    _check_denominators(data, ids, made, name)
+    return [sample for samples in made.values() for sample in samples]
+
+
+def _lists(result: Any, name: str) -> dict[str, Sequence[Any]]:
+    """The known keys, each a sequence of one length."""
+    if not isinstance(result, Mapping):
+        raise ValueError(f"{name}: returned {type(result).__name__}; return a dict of lists")
+    data = {key: value for key, value in result.items() if value is not None and key not in UNUSED}
+    absent = [key for key in REQUIRED if key not in data]
+    unknown = [key for key in data if key not in (*REQUIRED, *OPTIONAL)]
+    if absent or unknown:
+        words = f"has no {absent[0]!r}" if absent else f"has {unknown[0]!r}, which is not read here"
+        raise ValueError(
+            f"{name}: the dict {words}; required: {', '.join(REQUIRED)}; legal: "
+            f"{', '.join((*OPTIONAL, *UNUSED))}"
+        )
+    lengths = {key: len(value) for key, value in data.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"{name}: lists of different lengths: {lengths}")
+    return data
+
+
+def _episode_ids(
+    data: Mapping[str, Sequence[Any]], given: Sequence[Sample], name: str
+) -> list[int]:
+    """Of each entry, the sample that it belongs to: rollout_ids, else sample_indices, else its
+    place. Each sample has entries, in a row and in the order of the rollout."""
+    count, expected = len(data["tokens"]), [sample.sample_id for sample in given]
+    key = next((key for key in ("rollout_ids", "sample_indices") if key in data), None)
+    if key is None:
+        if count != len(given):
+            raise ValueError(
+                f"{name}: {count} entries for {len(given)} samples; say with 'rollout_ids' which "
+                "sample each belongs to"
+            )
+        return expected
+    ids = [int(value) if isinstance(value, int) else -1 for value in data[key]]
+    runs = [i for place, i in enumerate(ids) if not place or ids[place - 1] != i]
+    if runs != list(dict.fromkeys(expected)):
+        raise ValueError(
+            f"{name}: {key!r} must have every sample of the rollout, in its order, and the sequences "
+            f"of one in a row; it begins {list(data[key][:8])}, and the samples {expected[:8]}"
+        )
+    return ids
+
+
+def _sample(
+    row: Mapping[str, Any], episode: Sequence[Sample], number: int, where: str, vocab_size: int
+) -> Sample:
+    """An entry. number: its place among those of the episode."""
+    before = episode[min(number, len(episode) - 1)]
+    length = row["response_lengths"]
+    tokens = _tensor(row["tokens"], torch.int64, where, "tokens")
+    if not tokens.numel() and not length and not before.response_length:
+        tokens = before.tokens  # nothing came of the prompt, which the function was not shown
+    mask = _tensor(row["loss_masks"], torch.int64, where, "loss_masks")
+    log_probs = row.get("rollout_log_probs")
+    problems = {
+        f"response_lengths is {length!r} of {tokens.numel()} tokens, prompt included": (
+            type(length) is not int or not 0 <= length < tokens.numel()
+        ),
+        f"tokens are outside 0 to {vocab_size} - 1": bool(
+            ((tokens < 0) | (tokens >= vocab_size)).any()
+        ),
+        f"loss_masks has {mask.numel()} entries for {length} response tokens": (
+            mask.numel() != length
+        ),
+        "loss_masks has entries that are neither 0 nor 1": bool(((mask != 0) & (mask != 1)).any()),
+    }
+    for words, holds in problems.items():
+        if holds:
+            raise ValueError(f"{where}: {words}")
+    return replace(
+        _with_its_tensors(before, tokens, len(episode), number, where),
+        tokens=tokens,
+        response_length=length,
+        loss_mask=mask.bool(),
+        rollout_log_probs=None if log_probs is None else _log_probs(log_probs, mask, where),
+        weight_versions=versions_of(
+            tokens[tokens.numel() - length :].tolist(),
+            mask.tolist(),
+            [as_output(sample) for sample in episode],
+        ),
+        status=_status(row, before, where),
+        reward=_number(row.get("raw_reward", before.reward), before, where, "raw_reward"),
+        metadata={
+            **before.metadata,
+            TRAIN_REWARD: _number(row["rewards"], before, where, "rewards"),
+        },
+        branches=(),
+    )
+
+
+def _with_its_tensors(
+    before: Sample, tokens: Tensor, count: int, number: int, where: str
+) -> Sample:
+    """With what the engine and a teacher gave for each token, which only the same tokens keep."""
+    there = [n for n in OPTIONAL_TENSORS if n != "rollout_log_probs" and before.has(n)]
+    if there and (number >= count or not torch.equal(before.tokens, tokens)):
+        raise ValueError(f"{where}: has other tokens than the run has {', '.join(there)} of")
+    return before
+
+
+def _tensor(value: Any, dtype: torch.dtype, where: str, key: str) -> Tensor:
+    """[n] of a list or an array. Raises ValueError for other types of numbers."""
+    try:
+        found = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        found = torch.empty(0, 0)
+    whole = not (found.is_floating_point() or found.is_complex())
+    if found.ndim != 1 or (dtype == torch.int64 and found.numel() and not whole):
+        kind = "whole numbers" if dtype == torch.int64 else "numbers"
+        raise ValueError(f"{where}: {key} must be a list of {kind}")
+    return found.to("cpu", dtype, copy=True)
+
+
+def _log_probs(value: Any, mask: Tensor, where: str) -> Tensor:
+    """[R] float32, finite and at most 0 where the mask is 1."""
+    found = _tensor(value, torch.float32, where, "rollout_log_probs")
+    if found.numel() != mask.numel():
+        raise ValueError(
+            f"{where}: rollout_log_probs has {found.numel()} entries for {mask.numel()} response "
+            "tokens"
+        )
+    trained = found[mask.bool()]
+    if not bool((torch.isfinite(trained) & (trained < HIGHEST_LOG_PROB)).all()):
+        raise ValueError(
+            f"{where}: rollout_log_probs are not finite, or above 0, where loss_masks is 1"
+        )
+    return found
+
+
+def _status(row: Mapping[str, Any], before: Sample, where: str) -> SampleStatus:
+    value = row.get("truncated")
+    if value is None or before.status not in _STATUS.values():
+        return before.status
+    if value not in (0, 1):
+        raise ValueError(f"{where}: truncated is {value!r}, must be 0 or 1")
+    return _STATUS[bool(value)]
+
+
+def _number(value: Any, before: Sample, where: str, key: str) -> float:
+    """A reward. NaN where the sample had none itself: it failed."""
+    lost = before.reward is None or not math.isfinite(before.reward)
+    if isinstance(value, str | bytes) or not (value is None or hasattr(value, "__float__")):
+        raise ValueError(f"{where}: {key} is {type(value).__name__}, must be a number")
+    number = math.nan if value is None else float(value)
+    if not lost and not math.isfinite(number):
+        raise ValueError(
+            f"{where}: {key} is {value}, and the sample had the reward {before.reward}"
+        )
+    return math.nan if lost else number
+
+
+def _check_log_probs_are_everywhere(data: Mapping[str, Sequence[Any]], name: str) -> None:
+    missing = [value is None for value in data.get("rollout_log_probs", ())]
+    if any(missing) and not all(missing):
+        raise ValueError(
+            f"{name}: entry {missing.index(True)} has no rollout_log_probs, and others have; give "
+            "them of all samples or of none"
+        )
+
+
+def _check_denominators(
+    data: Mapping[str, Sequence[Any]],
+    ids: Sequence[int],
+    made: Mapping[int, Sequence[Sample]],
+    name: str,
+) -> None:
+    """slime divides by rollout_mask_sums; the denominators here are --loss-reduction's."""
+    for place, (value, sample_id) in enumerate(zip(data.get("rollout_mask_sums", ()), ids)):
+        expected = sum(sample.active_tokens for sample in made[sample_id])
+        if value != expected:
+            raise ValueError(
+                f"{name}: rollout_mask_sums[{place}] is {value}, and the loss masks of sample "
+                f"{sample_id} have {expected} tokens; other denominators are --loss-reduction's"
+            )
