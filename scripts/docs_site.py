@@ -23,6 +23,7 @@ _FENCED = re.compile(r"(^```.*?^```[ ]*$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _LIST_AFTER_TEXT = re.compile(r"(?m)^((?![-*] |\d+\. |[ |#]).+)\n(?=(?:[-*]|1\.) )")
 _HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
+_DOCUMENTED = re.compile(r"^### `\w+`\n\n(?=::: )", re.MULTILINE)
 
 
 def slug(title: str, separator: str = "-") -> str:
@@ -81,7 +82,7 @@ def for_the_site(text: str, of: str, at: str) -> str:
         relative = posixpath.relpath(there, posixpath.dirname(at) or ".")
         return f"{picture}[{label}]({relative}{mark}{anchor})"
 
-    parts = _FENCED.split(text)
+    parts = _FENCED.split(_DOCUMENTED.sub("", text))  # mkdocstrings makes these headings itself
     for i in range(0, len(parts), 2):
         parts[i] = _LIST_AFTER_TEXT.sub(r"\1\n\n", _LINK.sub(changed, parts[i]))
     return "".join(parts)

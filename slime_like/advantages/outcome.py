@@ -43,23 +43,25 @@ def compute_advantages(
     """Advantages of all samples of a rollout, by an estimator that gives one number to a sample.
 
     A sample without a finite reward leaves the statistics and gets 0; so does a group of one, with
-    a warning, unless
-    `singleton` asks for the reward itself.
+    a warning, unless `singleton` asks for the reward itself.
 
     Args:
         estimator: a registered name, e.g. "grpo".
         rewards: [B], with any KL penalty already taken off; NaN or infinite where a sample has no
-        usable reward. group_ids: [B] integers, the prompt; groups may have any size. lengths: [B]
-        integers >= 0, active tokens. normalize_std: False: Dr. GRPO. singleton: "zero" or "reward". parts: of the rewards, for an
-            estimator that compares each on its own (gdpo); None: the reward is the only one.
+            usable reward.
+        group_ids: [B] integers, the prompt; groups may have any size.
+        lengths: [B] integers >= 0, active tokens.
+        normalize_std: False: Dr. GRPO.
+        singleton: "zero" or "reward".
+        parts: of the rewards, for an estimator that compares each on its own (gdpo); None: the
+            reward is the only one.
 
     Returns:
         Advantages [B] and metrics.
 
     Raises:
         ValueError: for an unknown estimator or `singleton`, an estimator that gives every token its
-        own advantage, a wrong
-            shape, and when no reward is finite.
+            own advantage, a wrong shape, and when no reward is finite.
     """
     _check_samples(rewards, group_ids, lengths, singleton)
     entry = advantage_estimators.get(estimator)

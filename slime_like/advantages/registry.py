@@ -159,6 +159,7 @@ class TurnEstimator:
 AdvantageEstimator = OutcomeEstimator | TokenEstimator | TurnEstimator
 
 advantage_estimators: Registry[AdvantageEstimator] = Registry("advantage estimator")
+"""Every `OutcomeEstimator`, `TokenEstimator` and `TurnEstimator`, by its name or an alias."""
 
 OutcomeFunction = TypeVar("OutcomeFunction", bound=Callable[[GroupRewards], Tensor])
 TurnFunction = TypeVar("TurnFunction", bound=Callable[[AnswerGroup], list[list[float]]])

@@ -41,20 +41,22 @@ def compute_policy_loss(
     Args:
         name: of a registered loss, or an alias of one.
         log_probs: [B, T], or [T] with seq_ids; current policy, with grad. No token at all makes a
-        loss of 0. loss_mask: as log_probs, bool or 0 and 1. loss_weights: as log_probs, see
-        `token_weights`. seq_ids: [T] integers in [0, S). config: settings of the loss; None takes
-        the defaults of `name`. They must be what an alias stands for. terms: weights of KL, entropy
-        and the other terms; None: none of them. tensors: advantages, old_log_probs, ref_log_probs,
-        entropy, ... of `LossInputs`, as log_probs each;
-            importance_level and selection_seed too.
+            loss of 0.
+        loss_mask: as log_probs, bool or 0 and 1.
+        loss_weights: as log_probs, see `token_weights`.
+        seq_ids: [T] integers in [0, S).
+        config: settings of the loss; None takes the defaults of `name`. They must be what an alias
+            stands for.
+        terms: weights of KL, entropy and the other terms; None: none of them.
+        tensors: advantages, old_log_probs, ref_log_probs, entropy, ... of `LossInputs`, as
+            log_probs each; importance_level and selection_seed too.
 
     Returns:
         The loss, 0-d with grad, and its metrics.
 
     Raises:
         ValueError: for an unknown loss, a missing tensor, a missing or illegal setting, a wrong
-        shape, and for a number
-            that is not finite at an active token.
+            shape, and for a number that is not finite at an active token.
     """
     loss = policy_losses.get(name)
     if seq_ids is None:
@@ -73,8 +75,8 @@ def token_weights(
         reduction: one of `LOSS_REDUCTIONS`.
         loss_mask: [B, T], or [T] with seq_ids [T]; bool or 0 and 1.
         of_samples: rollout_ids, prompt_ids [B], loss_norm_length, micro_batch_size of
-        `reduction_weights`; rollout_mean
-            without rollout_ids takes every sequence for a rollout of its own.
+            `reduction_weights`; rollout_mean without rollout_ids takes every sequence for a rollout
+            of its own.
 
     Returns:
         Float64, shaped as loss_mask.
@@ -125,15 +127,16 @@ def compute_off_policy_correction(
         config: which correction.
         old_log_probs: [B, T], or [T] with seq_ids; the trainer's, before the update.
         rollout_log_probs: as old_log_probs, the sampler's. A sequence with one that is not finite
-        is dropped and counted. loss_mask: as old_log_probs, bool or 0 and 1. seq_ids: [T] integers
-        in [0, S).
+            is dropped and counted.
+        loss_mask: as old_log_probs, bool or 0 and 1.
+        seq_ids: [T] integers in [0, S).
 
     Returns:
         Keep mask and weights, shaped as loss_mask, and metrics.
 
     Raises:
         ValueError: for an illegal setting, a missing tensor, a wrong shape, and a mask of other
-        numbers than 0 and 1.
+            numbers than 0 and 1.
     """
     mask, rows, count = _rows(loss_mask, seq_ids)
     correction = off_policy_correction(

@@ -49,8 +49,8 @@ def kl_estimate(
         kind: one of `KL_ESTIMATORS`.
         log_probs: any shape, current policy, with grad.
         ref_log_probs: same shape, reference.
-        log_ratio: same shape, log of current over old policy, with grad: weight by its ratio (see
-        `unbiased` above).
+        log_ratio: same shape, log of current over old policy, with grad: weigh the estimate by its
+            ratio, which makes it that of KL(policy || ref) off-policy too. None: do not.
 
     Returns:
         Same shape as log_probs.

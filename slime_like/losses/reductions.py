@@ -46,7 +46,8 @@ def reduction_weights(
     Args:
         kind: one of `LOSS_REDUCTIONS`.
         active_tokens: [B] integers >= 0, L_i; B may be 0.
-        rollout_ids, prompt_ids: [B] integers, needed by rollout_mean and prompt_mean.
+        rollout_ids: [B] integers, needed by rollout_mean.
+        prompt_ids: [B] integers, needed by prompt_mean.
         loss_norm_length: >= 1, needed by seq_mean_token_sum_norm.
         micro_batch_size: consecutive samples in a micro-batch, needed by token_mean_legacy.
 

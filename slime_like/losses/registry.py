@@ -55,7 +55,7 @@ class PolicyLoss:
 
         Raises:
             ValueError: when `config` is of another loss, or lacks or contradicts what the alias
-            stands for.
+                stands for.
         """
         meant = self.alias_defaults.get(name, {})
         if config is None:
@@ -75,6 +75,7 @@ class PolicyLoss:
 
 
 policy_losses: Registry[PolicyLoss] = Registry("policy loss")
+"""Every `PolicyLoss`, by its name or an alias."""
 LossFunction = TypeVar("LossFunction", bound=Callable[[LossInputs, Any], PolicyLossOutput])
 
 
