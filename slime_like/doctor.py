@@ -94,6 +94,7 @@ THINGS = (
     Dependency("sglang_router", "sglang-router", "one address for several engines"),
     Dependency("httpx", "httpx", "engines and rewards over HTTP"),
     Dependency("reasoning_gym", "reasoning-gym", "tasks that are made on the fly"),
+    Dependency("gymnasium", "gymnasium", "--agent-environment gymnasium:<id>"),
     Dependency("math_verify", "math-verify", "--rm-type math"),
     Dependency("pyarrow", "pyarrow", "prompts in Parquet"),
     Dependency("matplotlib", "matplotlib", "the plot of a run"),

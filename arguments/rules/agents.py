@@ -15,10 +15,12 @@ from slime_like.advantages.registry import (
     needs_energies,
 )
 from slime_like.config import Problem, flag_name
+from slime_like.environments.base import environment_maker
 from slime_like.import_utils import load_function
 from slime_like.losses.registry import PolicyLoss, policy_losses
 
 FUNCTION, COMMAND, WORKERS = "agent_function_path", "agent_command", "agent_worker_keys"
+ENVIRONMENT = "agent_environment"
 KEY_LENGTH = 16  # least characters of a worker's key
 # Their loss is of whole sequences, and would depend on how an episode is cut into these.
 _OF_SEQUENCES = ("gmpo", "vespo")
@@ -27,7 +29,9 @@ _OF_SEQUENCES = ("gmpo", "vespo")
 def agents_play(s: Settings) -> list[Problem]:
     """The agent can be had, and this run samples."""
     config, found = s.agents, []
-    name = next((n for n in (FUNCTION, COMMAND) if getattr(config, n) is not None), WORKERS)
+    name = next(
+        (n for n in (FUNCTION, COMMAND, ENVIRONMENT) if getattr(config, n) is not None), WORKERS
+    )
     if not config.given:
         return []
     if not (s.generates or s.evaluates):
@@ -40,6 +44,12 @@ def agents_play(s: Settings) -> list[Problem]:
             return problem(FUNCTION, None, str(error).removeprefix(flag + " "))
         if not inspect.iscoroutinefunction(function):
             found += problem(FUNCTION, config.agent_function_path, "must be an async function")
+    if config.agent_environment is not None:
+        try:
+            environment_maker(config.agent_environment)
+        except ValueError as error:
+            reason = str(error).removeprefix(f"{flag_name(ENVIRONMENT)} ")
+            found += problem(ENVIRONMENT, config.agent_environment, reason)
     if config.agent_worker_keys is not None:
         try:
             worker_keys(config.agent_worker_keys)
@@ -86,7 +96,7 @@ def turns_need_agents(s: Settings) -> list[Problem]:
         return []
     if s.agents.given or not (s.generates and s.trains):
         return []
-    words = "gives credit to the answers of agents; add --agent-function-path or --agent-command"
+    words = "gives credit to the answers of agents; add --agent-function-path, --agent-command or --agent-environment"
     return problem("advantage_estimator", name, words)
 
 

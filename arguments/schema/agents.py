@@ -10,7 +10,7 @@ TOOL_FORMATS = (
     "none", "hermes", "qwen3_coder", "glm", "deepseek", "kimi", "harmony", "mistral", "mistral_list", "command", "phi", "granite", "python",
     "llama3",
 )  # fmt: skip
-_AGENT = "agent_function_path|agent_command|agent_worker_keys"
+_AGENT = "agent_function_path|agent_command|agent_environment|agent_worker_keys"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,24 @@ class AgentsConfig:
         "keys are in its environment. Its reward is the number in the file reward, or the run's reward function's.",
         excludes=("custom_generate_function_path", "rollout_function_path"),
     )
+    agent_environment: str | None = arg(
+        None,
+        "Text environment that the model plays: gymnasium:<id>?<option>=<value>, module.Class or file.py:Class with reset and step, single_turn.",
+        metavar="ENVIRONMENT",
+        excludes=(
+            "agent_function_path",
+            "agent_command",
+            "custom_generate_function_path",
+            "rollout_function_path",
+        ),
+    )
     agent_worker_keys: str | None = arg(
         None,
         "File with a key in each line: agents elsewhere play, which ask the gateway for tasks with one of them (POST /tasks/claim).",
         excludes=(
             "agent_function_path",
             "agent_command",
+            "agent_environment",
             "custom_generate_function_path",
             "rollout_function_path",
         ),
@@ -60,6 +72,12 @@ class AgentsConfig:
     )
     agent_max_turns: int = arg(
         256, "Answers that an episode may ask for.", legal=AT_LEAST_ONE, needs=_AGENT
+    )
+    agent_max_answer_tokens: int | None = arg(
+        None,
+        "Most tokens of an answer, whatever a client asks for; default: as --rollout-max-response-len leaves room.",
+        legal=POSITIVE,
+        needs=_AGENT,
     )
     agent_concurrency: int = arg(
         8,
@@ -103,5 +121,10 @@ class AgentsConfig:
 
     @property
     def given(self) -> bool:
-        given = (self.agent_function_path, self.agent_command, self.agent_worker_keys)
+        given = (
+            self.agent_function_path,
+            self.agent_command,
+            self.agent_environment,
+            self.agent_worker_keys,
+        )
         return any(value is not None for value in given)

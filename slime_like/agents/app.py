@@ -16,7 +16,7 @@ from fastapi.responses import StreamingResponse
 
 from slime_like.agents.anthropic_api import messages_ask, messages_json, messages_stream
 from slime_like.agents.credit import add_reward
-from slime_like.agents.messages import BadRequest
+from slime_like.agents.messages import BadRequest, ContextExceeded
 from slime_like.agents.openai_api import chat_ask, chat_json, chat_stream
 from slime_like.agents.responses_api import responses_ask, responses_json
 from slime_like.agents.sessions import (
@@ -37,6 +37,7 @@ BODY_S = 30.0
 RETRY_S = 1
 _STATUS: Mapping[type[Exception], tuple[int, str]] = {
     BadRequest: (400, "invalid_request_error"),
+    ContextExceeded: (400, "invalid_request_error"),
     TooManyRequests: (429, "rate_limit_error"),
     EngineGaveUp: (503, "api_error"),
     SessionEnded: (410, "invalid_request_error"),
@@ -125,7 +126,7 @@ class _Gate:
 
         def as_told(task: Task, request: Request) -> dict[str, Any]:
             url = str(request.base_url).rstrip("/")
-            fields = ("prompt", "label", "metadata", "evaluation", "api_key")
+            fields = ("prompt", "label", "metadata", "evaluation", "seed", "api_key")
             found = {name: getattr(task, name) for name in fields}
             limits = {"heartbeat_s": tasks.heartbeat_s, "timeout_s": tasks.timeout_s}
             return {**found, **limits, "url": url, "base_url": f"{url}/v1"}

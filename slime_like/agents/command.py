@@ -57,8 +57,9 @@ async def run_command(words: Sequence[str], task: Task) -> float | None:
         tempfile.TemporaryFile() as output,  # no pipe, which a process that left may hold open
     ):
         folder = Path(path)
-        row = {"prompt": task.prompt, "label": task.label, "metadata": task.metadata}
-        (folder / TASK).write_text(json.dumps(row | {"evaluation": task.evaluation}, default=str))
+        names = ("prompt", "label", "metadata", "evaluation", "seed")
+        row = {name: getattr(task, name) for name in names}
+        (folder / TASK).write_text(json.dumps(row, default=str))
         try:
             process = await asyncio.create_subprocess_exec(
                 *words,

@@ -19,6 +19,10 @@ class BadRequest(ValueError):
     """What a client asked for is wrong or not offered; the message is for the client."""
 
 
+class ContextExceeded(BadRequest):
+    """The conversation leaves no room for an answer."""
+
+
 def canonical(message: Any, place: int) -> dict[str, Any]:
     """A message of OpenAI's chat completions in the form that is compared.
 

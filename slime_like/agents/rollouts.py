@@ -1,4 +1,5 @@
-"""Episodes of agents in place of responses: a function of the user's, or a process for each."""
+"""Episodes of agents in place of responses: a function of the user's, a process for each, or a text
+environment that is played."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from arguments.run_config import RunConfig
 from slime_like.advantages import TurnEstimator, advantage_estimators
 from slime_like.agents.command import run_command
 from slime_like.agents.credit import answers_of
+from slime_like.agents.environment import player
 from slime_like.agents.loop_watch import LoopWatch
 from slime_like.agents.server import CONNECTIONS, Gateway
 from slime_like.agents.sessions import WAITING, Session, SessionLimits
@@ -29,6 +31,8 @@ from slime_like.agents.templates import ChatTemplate
 from slime_like.agents.tool_calls import format_of
 from slime_like.agents.tree import Branch
 from slime_like.distributed.collectives import gather
+from slime_like.environments.base import FLAG as ENVIRONMENT
+from slime_like.environments.base import environment_maker
 from slime_like.import_utils import load_function
 from slime_like.rollout.answer_credit import ANSWERS, NUMBERS
 from slime_like.rollout.episode import CustomGenerate, Model, lost
@@ -37,13 +41,14 @@ from slime_like.types import Sample, SampleGroup, SampleStatus
 
 AGENT_FUNCTION, AGENT_COMMAND = "--agent-function-path", "--agent-command"
 AGENT_WORKERS = "--agent-worker-keys"
+EVALUATION_SEED, MOST_SEED = 2**30, 2**31
 MESSAGES = "messages"  # key of a sample's metadata: the main conversation
 
 
 class Play(Protocol):
     """An agent: plays the episode, and returns its reward, or None for the run's reward function."""
 
-    def __call__(self, task: Task) -> Awaitable[float | None]: ...
+    def __call__(self, task: Task, /) -> Awaitable[float | None]: ...
 
 
 class AgentGenerate(CustomGenerate):
@@ -101,6 +106,10 @@ class AgentGenerate(CustomGenerate):
 
     async def respond(self, sample: Sample, model: Model, *, evaluation: bool) -> Sample:
         """The sample with the first branch of its session, and the others as its branches."""
+        try:
+            seed = seed_of(sample, evaluation=evaluation)
+        except ValueError as error:
+            return lost(sample, str(error))
         template = ChatTemplate(model.tokenizer, self._end_ids, self._template_arguments)
         found = self._tool_format or format_of(str(model.tokenizer.chat_template))
         async with self._place(), self._watched(), self._gateway.listening():
@@ -111,7 +120,7 @@ class AgentGenerate(CustomGenerate):
                 key = secrets.token_urlsafe(24)
                 task = Task(
                     sample.sample_id, sample.text, sample.label, dict(sample.metadata), evaluation,
-                    "", key, session=session,
+                    "", key, seed, session=session,
                 )  # fmt: skip
                 session.counts["workers_lost"] = lost_workers
                 try:
@@ -124,7 +133,7 @@ class AgentGenerate(CustomGenerate):
         if reason is None:
             reason = bad_reward(reward)
         branches = session.tree.branches(observations=self._observations)
-        if self._by_turn:
+        if self._by_turn and not evaluation:
             task.metadata[ANSWERS] = answers_of(session.tree, branches)
         elif reason is None and any(rewards := [turn.reward for turn in session.tree.turns]):
             reward = sum(rewards) + (reward or 0.0)
@@ -190,6 +199,16 @@ async def _ended(play: asyncio.Task[Any]) -> None:
         _unregister_task(play)
 
 
+def seed_of(sample: Sample, *, evaluation: bool) -> int:
+    """For what an agent draws, the same for all samples of a prompt: ``seed`` of the row's metadata,
+    else the number of the prompt in the run (in an evaluation from 2**30 on, as its prompts are
+    others). Raises ValueError for a seed that is none."""
+    seed = sample.metadata.get("seed", (sample.group_id + (EVALUATION_SEED if evaluation else 0)))
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < MOST_SEED:
+        raise ValueError(f"'seed' of the row's metadata is {seed!r:.60}, must be 0 to 2**31 - 1")
+    return seed
+
+
 def bad_reward(reward: Any) -> str | None:
     """Why an agent's reward is none, or None."""
     if reward is None or (isinstance(reward, int | float) and not isinstance(reward, bool)):
@@ -212,6 +231,7 @@ def sample_of(
     masked = sum(b.loss_mask.count(False) for b in branches)
     written = sum(len(turn.tokens) for turn in session.tree.turns)
     numbers |= {"masked_tokens": float(masked), "written_tokens": float(written)}
+    numbers["answer_rewards"] = sum(turn.reward for turn in session.tree.turns)
     numbers["lost"] = float(reason is not None)
     sample = replace(sample, metadata={**task.metadata, NUMBERS: numbers})
     if session.aborted:
@@ -265,8 +285,8 @@ def has_agents(samples: Sequence[AnySample]) -> bool:
 
 
 def agent_generate(run: RunConfig, tokenizer: Any, rank: int) -> AgentGenerate | None:
-    """What --agent-function-path, --agent-command or --agent-worker-keys asks for; None without. Raises ValueError
-    naming the flag."""
+    """What --agent-function-path, --agent-command, --agent-environment or --agent-worker-keys asks for; None without.
+    Raises ValueError naming the flag."""
     config = run.agents
     tasks: TaskQueue | None = None
     play: Callable[[Task], Awaitable[Any]]
@@ -279,6 +299,9 @@ def agent_generate(run: RunConfig, tokenizer: Any, rank: int) -> AgentGenerate |
 
         async def play(task: Task) -> float | None:
             return await run_command(words, task)
+    elif (spec := config.agent_environment) is not None:
+        name = f"{ENVIRONMENT} {spec}"
+        play = player(environment_maker(spec))
     elif (file := config.agent_worker_keys) is not None:
         name = f"{AGENT_WORKERS} {file}"
         keys = worker_keys(file)
@@ -306,6 +329,7 @@ def agent_generate(run: RunConfig, tokenizer: Any, rank: int) -> AgentGenerate |
             config.agent_max_turns,
             config.agent_concurrency,
             positions=run.gpt.max_position_embeddings,
+            tokens=config.agent_max_answer_tokens,
         ),
         timeout_s=config.agent_timeout_s,
         episodes=config.agent_episodes,

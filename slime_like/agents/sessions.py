@@ -9,7 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from slime_like.agents.messages import ASSISTANT, BadRequest, Message, canonical, tool_call
+from slime_like.agents.messages import (
+    ASSISTANT,
+    BadRequest,
+    ContextExceeded,
+    Message,
+    canonical,
+    tool_call,
+)
 from slime_like.agents.templates import ChatTemplate
 from slime_like.agents.tool_calls import NO_TOOLS, Parsed, parse
 from slime_like.agents.tree import NextPrompt, SessionTree, Turn
@@ -66,13 +73,14 @@ class Choice:
 class SessionLimits:
     """turns: answers of an episode. concurrent: requests that are answered at a time; waiting: those
     that wait for it, beyond which a client is asked to come again. answers: most of one request.
-    positions: of the model, None where they do not matter."""
+    positions: of the model, None where they do not matter. tokens: most of an answer; None: any."""
 
     turns: int = 256
     concurrent: int = 8
     waiting: int = WAITING
     answers: int = 16
     positions: int | None = None
+    tokens: int | None = None
 
 
 class Session:
@@ -177,13 +185,13 @@ class Session:
         prompt = self.tree.next_prompt(ask.messages, ask.tools)
         room = self._room(prompt)
         if room <= 0:
-            raise BadRequest(
+            raise ContextExceeded(
                 f"context_length_exceeded: the conversation has {len(prompt.tokens)} tokens, and "
                 "there is no room for an answer (--rollout-max-response-len, and the model's "
                 "positions)"
             )
-        if ask.max_tokens is not None:
-            room = min(room, ask.max_tokens)
+        for limit in (ask.max_tokens, self._limits.tokens):
+            room = room if limit is None else min(room, limit)
         sampling = replace(
             self._model.sampling, max_new_tokens=room, stop=(*self._model.sampling.stop, *ask.stop)
         )

@@ -21,7 +21,7 @@ CANCEL_S = 5.0  # that a cancelled agent, or a client's end, may take
 class Task:
     """One episode, for an agent. prompt: of the row, as the data has it. base_url: for SDKs of
     OpenAI, with ``/v1``; Anthropic's want `url`. metadata: of the row; what is added to it, a reward
-    function sees. evaluation: nothing is trained on."""
+    function sees. evaluation: nothing is trained on. seed: the same for all samples of a prompt."""
 
     sample_id: int
     prompt: str
@@ -30,6 +30,7 @@ class Task:
     evaluation: bool
     url: str
     api_key: str
+    seed: int = 0
     model: str = "policy"
     session: Session | None = field(default=None, repr=False)
     _clients: list[Any] = field(default_factory=list, repr=False)

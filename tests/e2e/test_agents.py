@@ -265,3 +265,59 @@ def test_agents_in_front_of_servers(server: TrainServer, work: Workspace, tmp_pa
         for sample in (s for g in groups for s in complete(g.samples)):
             trained = {v for v, m in zip(sample.weight_versions, sample.loss_mask.tolist()) if m}
             assert trained == {step + 1}
+
+
+@pytest.mark.extended
+def test_an_environment_by_name(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+    """A game of Gymnasium's, with credit by turn; each prompt is one seed, and evaluations see the
+    sum of the rewards."""
+    source = prompts(tmp_path)
+    flags = SIZES | dict(
+        prompt_data=source, apply_chat_template=None, custom_rm_path=None, rm_type="zero", save_debug_rollout_data=tmp_path / "r_{rollout_id}",
+        agent_environment="gymnasium:CliffWalking-v1?max_episode_steps=3&actions=a,b,c,d", rollout_max_response_len=300, agent_max_turns=4,
+        advantage_estimator="grpo_turn", num_rollout=2, eval_interval=2, skip_eval_before_train="", eval_prompt_data=f"texts {source}@[0:2]",
+    )  # fmt: skip
+    server.train(work.flags(tmp_path / "out", **flags), tmp_path / "log").ok()  # type: ignore[arg-type]
+    rows = [row for row in rows_of(tmp_path / "out") if "rollout/reward_mean" in row]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["agent/lost"] == 0 and row["agent/foreign_messages"] == 0
+        assert 1 <= row["agent/answers"] <= 4 and row["agent/branches"] == 1
+        assert row["rollout/reward_mean"] == 0, "credit is by turn"
+        assert 0 < row["rollout/train_rollout_log_prob_diff_max"] < 1e-4
+    samples = [s for g in load_rollout(str(tmp_path / "r_{rollout_id}"), 0) for s in g.samples]
+    rewards = [reward for s in samples for reward in s.metadata["answers"]["rewards"]]
+    assert set(rewards) <= {0, -1, -100}
+    assert rows[0]["agent/answer_rewards"] == pytest.approx(sum(rewards) / len(samples))
+    assert rows[1]["eval/texts/mean"] == rows[1]["eval/texts/mean"] <= 0
+
+
+DIGITS = """
+class Digits:
+    def reset(self, *, seed, row):
+        self.label, self.turn = row["label"], 0
+        return row["prompt"]
+    def step(self, action):
+        self.turn += 1
+        return ":", 0.5 * (action[:1] == self.label), self.turn == 2
+"""
+
+
+@pytest.mark.slow
+def test_a_model_learns_an_environment(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    """From random weights, with credit by turn: what the answers of an episode earn rises from below
+    0.4 to above 0.8."""
+    write_task(tmp_path)
+    (tmp_path / "digits.py").write_text(DIGITS)
+    flags = dict(
+        hf_checkpoint=tmp_path / "model", prompt_data=tmp_path / "prompts.jsonl", input_key="text", apply_chat_template=None,
+        agent_environment=f"{tmp_path}/digits.py:Digits", use_dynamic_batch_size="", max_tokens_per_gpu=2048, micro_batch_size=None,
+        num_rollout=25, rollout_batch_size=16, n_samples_per_prompt=8, num_steps_per_rollout=2, rollout_max_response_len=8, lr=3e-3,
+        advantage_estimator="grpo_turn", custom_rm_path=None, rm_type="zero", agent_max_answer_tokens=1,
+    )  # fmt: skip
+    server.train(work.flags(tmp_path / "out", **flags), tmp_path / "log").ok()  # type: ignore[arg-type]
+    rewards = [row["agent/answer_rewards"] for row in rows_of(tmp_path / "out")]
+    assert rewards[0] < 0.4
+    assert sum(rewards[-5:]) / 5 > 0.8

@@ -38,6 +38,7 @@ LAYERS = (
         "slime_like.advantages",
         "slime_like.megatron.ops",
         "slime_like.rewards",
+        "slime_like.environments",
         "slime_like.weights.mappings",
         "slime_like.weights.families",
         "slime_like.rollout.engines.engine_registry",

@@ -1,0 +1,123 @@
+"""Plays the episodes of a text environment: its observations are the user's messages, the model's
+answers its actions."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import queue
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import Any
+
+from slime_like.agents.messages import ContextExceeded
+from slime_like.agents.sessions import TooManyRequests
+from slime_like.agents.task import Task
+from slime_like.environments.base import TextEnvironment
+
+logger = logging.getLogger(__name__)
+
+
+def player(make: Callable[[], TextEnvironment]) -> Callable[[Task], Awaitable[float | None]]:
+    """An agent that plays one environment an episode.
+
+    The reward of each step is its answer's; what the agent returns is None where the environment
+    left one to the run's reward function, else 0. An episode without room for another answer, of
+    tokens or of --agent-max-turns, ends as it is.
+
+    Args:
+        make: Makes the environment; called in the thread of the episode.
+    """
+
+    async def play(task: Task) -> float | None:
+        thread = _OwnThread()
+        environment: TextEnvironment | None = None
+        try:
+            environment = await thread.call(make)
+            return await _episode(environment, thread, task)
+        finally:
+            await thread.end(getattr(environment, "close", None))
+
+    return play
+
+
+async def _episode(environment: TextEnvironment, thread: _OwnThread, task: Task) -> float | None:
+    row = {
+        "prompt": task.prompt,
+        "label": task.label,
+        "metadata": task.metadata,
+        "evaluation": task.evaluation,
+    }
+    observation = await thread.call(environment.reset, seed=task.seed, row=row)
+    messages = [{"role": "user", "content": observation}]
+    result: float | None = 0.0
+    while True:
+        try:
+            answer = await task.chat(messages)
+        except (ContextExceeded, TooManyRequests):
+            if len(messages) == 1:
+                raise
+            return result
+        message = answer["choices"][0]["message"]
+        step = await thread.call(environment.step, message["content"] or "")
+        observation, reward, done = _checked(environment, step)
+        if reward is None:
+            result = None
+        else:
+            task.reward(reward)
+        if done:
+            return result
+        messages += [message, {"role": "user", "content": observation}]
+
+
+def _checked(environment: TextEnvironment, step: Any) -> tuple[str, float | None, bool]:
+    if isinstance(step, tuple) and len(step) == 3 and isinstance(step[0], str):
+        observation, reward, done = step
+        return observation, None if reward is None else float(reward), bool(done)
+    name = type(environment).__name__
+    raise TypeError(
+        f"{name}.step returned {step!r:.100}; return (text, reward, whether it is over)"
+    )
+
+
+class _OwnThread:
+    """Runs the calls of one episode in one daemon thread, in their order: neither the event loop nor
+    the end of the run waits for one that hangs. Async functions run in the event loop."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="environment", daemon=True).start()
+
+    async def call(self, function: Callable[..., Any], *values: Any, **named: Any) -> Any:
+        """What the function returns, or raises."""
+        if inspect.iscoroutinefunction(function):
+            return await function(*values, **named)
+        future: Future[Any] = Future()
+
+        def job() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function(*values, **named))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._jobs.put(job)
+        return await asyncio.wrap_future(future)
+
+    async def end(self, close: Callable[[], Any] | None) -> None:
+        """Have `close` called after all others, and wait for it only where it is async."""
+        if close is not None and not inspect.iscoroutinefunction(close):
+            self._jobs.put(close)
+        self._jobs.put(None)
+        if inspect.iscoroutinefunction(close):
+            await close()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception:  # of `close`: the episode is over
+                logger.exception("an environment could not be closed")

@@ -1,0 +1,116 @@
+"""Text environments by name, for --agent-environment.
+
+    gymnasium:FrozenLake-v1?is_slippery=false&actions=left,down,right,up
+    path/to/file.py:Class?option=value          or module.Class?option=value
+    single_turn
+
+A class has the two methods of `TextEnvironment`, or is a `gymnasium.Env`. Options are keyword
+arguments: JSON where a value is JSON (8, 0.5, false), else text.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol, TypeAlias
+from urllib.parse import parse_qsl
+
+from slime_like.import_utils import load_function
+
+FLAG = "--agent-environment"
+GYMNASIUM, SINGLE_TURN = "gymnasium:", "single_turn"
+
+# what is observed, the reward of the action (None: the run's reward function), whether it is over
+Step: TypeAlias = tuple[str, float | None, bool]
+
+
+class TextEnvironment(Protocol):
+    """An episode: `reset` once, then `step` until it is over. Either may be async; methods that are
+    not run in a thread of the episode. A `close` is called at the end, where there is one."""
+
+    def reset(self, *, seed: int, row: Mapping[str, Any]) -> str | Awaitable[str]:
+        """The first observation.
+
+        Args:
+            seed: The same for all samples of a prompt, from 0 to 2**31 - 1.
+            row: ``prompt``, ``label``, ``metadata`` and ``evaluation``. What is added to its
+                metadata, a reward function sees.
+        """
+        ...
+
+    def step(self, action: str) -> Step | Awaitable[Step]:
+        """What follows the model's answer, thoughts and special tokens left out."""
+        ...
+
+
+class SingleTurn:
+    """The row's prompt, one answer, and the run's reward function."""
+
+    def reset(self, *, seed: int, row: Mapping[str, Any]) -> str:
+        return str(row["prompt"])
+
+    def step(self, action: str) -> Step:
+        return "", None, True
+
+
+def environment_maker(spec: str) -> Callable[[], TextEnvironment]:
+    """What makes an environment for each episode.
+
+    Args:
+        spec: As above.
+
+    Raises:
+        ValueError: nothing can be made of it.
+    """
+    name, _, query = spec.partition("?")
+    options = parse_options(query)
+    if name.startswith(GYMNASIUM):
+        try:
+            from slime_like.environments.gymnasium_text import gymnasium_maker
+        except ImportError as error:
+            raise ValueError(
+                f"needs gymnasium ({error}): pip install 'slime_like[agents]'"
+            ) from None
+        return gymnasium_maker(name.removeprefix(GYMNASIUM), options)
+    made: Callable[..., Any] = SingleTurn
+    if name != SINGLE_TURN:
+        if "." not in name:
+            legal = f"{GYMNASIUM}<id>, {SINGLE_TURN}, module.Class, path/to/file.py:Class"
+            raise ValueError(f"names no environment; legal: {legal}")
+        made = load_function(name, FLAG)
+    try:
+        inspect.signature(made).bind(**options)
+    except TypeError as error:
+        raise ValueError(f"{name} cannot be made with these options: {error}") from None
+    return functools.partial(_make, made, options)
+
+
+def _make(made: Callable[..., Any], options: Mapping[str, Any]) -> TextEnvironment:
+    found = made(**options)
+    if hasattr(found, "action_space"):
+        from slime_like.environments.gymnasium_text import GymnasiumText
+
+        return GymnasiumText(found)
+    if not (callable(getattr(found, "reset", None)) and callable(getattr(found, "step", None))):
+        raise ValueError(f"a {type(found).__name__} has no reset and step")
+    environment: TextEnvironment = found
+    return environment
+
+
+def parse_options(query: str) -> dict[str, Any]:
+    """``a=1&b=text``. Raises ValueError for an option that is given twice, or has no value."""
+    options: dict[str, Any] = {}
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+    except ValueError:
+        raise ValueError(f"{query!r} must be name=value&name=value") from None
+    for name, text in pairs:
+        if name in options:
+            raise ValueError(f"option {name!r} is given twice")
+        try:
+            options[name] = json.loads(text)
+        except ValueError:
+            options[name] = text
+    return options

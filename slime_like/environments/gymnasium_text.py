@@ -1,0 +1,140 @@
+"""Gymnasium's environments in text: observations as JSON or as they are drawn, actions by name or
+number."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from slime_like.environments.base import Step, TextEnvironment
+from slime_like.rewards.task import extract_answer
+
+_COLOURED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
+_NUMBER = re.compile(r"-?\d+")
+
+
+def gymnasium_maker(name: str, options: Mapping[str, Any]) -> Callable[[], TextEnvironment]:
+    """As `environment_maker`; one is made at once, to know that it can be.
+
+    Args:
+        name: Gymnasium's id, as in ``FrozenLake-v1`` or ``module:Id-v0``.
+        options: Of `gymnasium.make`, and ``actions``: names of a Discrete space's actions in their
+            order, with commas; ``render_mode=ansi`` shows what is drawn in place of numbers.
+    """
+    options = dict(options)
+    actions = options.pop("actions", None)
+    names = None if actions is None else [part.strip() for part in str(actions).split(",")]
+
+    def make() -> GymnasiumText:
+        made = gymnasium.make(name, disable_env_checker=True, **options)
+        return GymnasiumText(made, names)
+
+    try:
+        make().close()
+    except ValueError:
+        raise
+    except Exception as error:  # of any environment's own code
+        raise ValueError(f"{name} cannot be made: {type(error).__name__}: {error}"[:500]) from error
+    return make
+
+
+class GymnasiumText:
+    """A Gymnasium environment as a `TextEnvironment`.
+
+    The action is what an answer has within its last ``<answer></answer>``, else all of it. Discrete:
+    the last of the actions' names in it, or the last whole number. Text: the action itself. Box,
+    MultiDiscrete, MultiBinary: a JSON list. An answer without a legal action changes nothing, earns
+    0 and is answered with what is legal.
+    """
+
+    def __init__(
+        self, environment: gymnasium.Env[Any, Any], actions: Sequence[str] | None = None
+    ) -> None:
+        """Raises ValueError for a space of actions that no text can name, and another number of
+        names than of actions."""
+        self._environment = environment
+        self._space = space = environment.action_space
+        self._names = None if actions is None else [name.lower() for name in actions]
+        self._parse: Callable[[str], Any]
+        if isinstance(space, spaces.Discrete):
+            self._parse = self._discrete
+            first, last = int(space.start), int(space.start + space.n - 1)
+            self.legal = f"a number from {first} to {last}"
+            if actions is not None:
+                if len(actions) != space.n or len(set(self._names or ())) != space.n:
+                    raise ValueError(f"actions names {len(actions)}, the space has {space.n}")
+                self.legal = "one of " + ", ".join(actions)
+        elif actions is not None:
+            raise ValueError(f"actions goes with a Discrete space alone; this is {space}")
+        elif isinstance(space, spaces.Text):
+            self._parse = str.strip
+            self.legal = f"text of {space.min_length} to {space.max_length} characters"
+        elif isinstance(space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary):
+            self._parse = functools.partial(_array, dtype=space.dtype)
+            self.legal = f"a JSON list within {space}"
+        else:
+            raise ValueError(f"actions of {space} cannot be given as text")
+
+    def reset(self, *, seed: int, row: Mapping[str, Any]) -> str:
+        """The prompt, what may be answered, and what is there. ``options`` of the row's metadata
+        are those of the environment's reset."""
+        options = row["metadata"].get("options")
+        observation, _ = self._environment.reset(seed=seed, options=options)
+        parts = (str(row["prompt"]), f"Answer with {self.legal}.", self._text(observation))
+        return "\n\n".join(part for part in parts if part)
+
+    def step(self, action: str) -> Step:
+        found = self._action(extract_answer(action))
+        if found is None:
+            return f"That is no action. Answer with {self.legal}.", 0.0, False
+        observation, reward, terminated, truncated, _ = self._environment.step(found)
+        return self._text(observation), float(reward), bool(terminated or truncated)
+
+    def close(self) -> None:
+        self._environment.close()
+
+    def _action(self, text: str) -> Any:
+        try:
+            found = self._parse(text)
+        except (ValueError, TypeError, OverflowError, RecursionError):
+            return None
+        return found if self._space.contains(found) else None
+
+    def _discrete(self, text: str) -> np.int64:
+        assert isinstance(self._space, spaces.Discrete)
+        if self._names is None:
+            return np.int64(_NUMBER.findall(text)[-1]) if _NUMBER.search(text) else _none(text)
+        words = "|".join(map(re.escape, sorted(self._names, key=len, reverse=True)))
+        named = re.findall(rf"(?<!\w)(?:{words})(?!\w)", text.lower())
+        return self._space.start + self._names.index(named[-1]) if named else _none(text)
+
+    def _text(self, observation: Any) -> str:
+        if self._environment.render_mode == "ansi":
+            return _COLOURED.sub(r"[\1]", str(self._environment.render()))
+        return observation if isinstance(observation, str) else json.dumps(_plain(observation))
+
+
+def _none(text: str) -> Any:
+    raise ValueError(f"no action in {text!r:.60}")
+
+
+def _array(text: str, *, dtype: Any) -> np.ndarray:
+    return np.asarray(json.loads(text), dtype=dtype)
+
+
+def _plain(value: Any) -> Any:
+    """An observation of any space as JSON has it."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
