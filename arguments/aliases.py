@@ -84,7 +84,9 @@ IGNORED: Mapping[str, str] = {
 }
 _ENGINES = "this setting of rollout engines"
 _HOOKS = "custom functions at this place"
-_SOURCE = "the position in the data is a part of every checkpoint; --rollout-function-path draws groups from data_source as it likes"
+_ALL_SAMPLES = (
+    "filtered samples are not brought to rank 0; a --rollout-function-path sees all that it draws"
+)
 _PROVIDER = "models end at hidden states here, and a provider's compute logits; register a model family (--import-modules)"
 _WANDB = "these metrics of samples are in the report of a run with --save-debug-rollout-data"
 _CRITIC = "the critic is on the processes of the policy; its layout there is chosen with --critic-tensor-model-parallel-size and its siblings"
@@ -96,7 +98,7 @@ NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
     _ENGINES: """rollout-skip-special-tokens use-distributed-post http-proxy
         rollout-data-transport release-train""",
     _HOOKS: "custom-update-weight-post-write-path megatron-config-path",
-    _SOURCE: "data-source-path rollout-all-samples-process-path",
+    _ALL_SAMPLES: "rollout-all-samples-process-path",
     _PROVIDER: "custom-model-provider-path",
     _WANDB: "log-multi-turn log-passrate log-reward-category log-correct-samples",
     _CRITIC: "critic-num-nodes critic-num-gpus-per-node",

@@ -28,6 +28,7 @@ DEFAULTS: Mapping[str, Any] = {
     "lr": 1e-6,
 }
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
+OWN_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
 ASYNC_ROLLOUT = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 OPD_REWARD = "slime.rollout.on_policy_distillation.reward_func"
 OPD_POST_PROCESS = "slime.rollout.on_policy_distillation.post_process_rewards"
@@ -129,6 +130,8 @@ def _supervised(given: ParsedArgs) -> None:
 
 
 def _async_rollout(given: ParsedArgs) -> None:
+    if given.values.get("data_source_path") == OWN_SOURCE:
+        del given.values["data_source_path"]  # what a run does without it
     if given.values.get("rollout_function_path") == ASYNC_ROLLOUT:
         del given.values["rollout_function_path"]
         given.values["async_rollout"] = True

@@ -189,7 +189,7 @@ DATA_SUFFIXES = (".jsonl", ".parquet")
 def prompts(s: Settings) -> list[Problem]:
     path = s.data.prompt_data
     if path is None:
-        if s.debug.load_debug_rollout_data is not None:
+        if s.debug.load_debug_rollout_data is not None or s.scheduling.data_source_path:
             return []
         return problem(
             "prompt_data", None, f"is missing: a .jsonl or .parquet file, or {TASK_PREFIX}<task>"
@@ -274,7 +274,7 @@ def reward_is_chosen(s: Settings) -> list[Problem]:
     if (
         reward.rm_type not in WITHOUT_LABEL
         and s.data.label_key is None
-        and (sources or any(each.label_key is None for each in graded))
+        and (any(sources) or any(each.label_key is None for each in graded))
     ):
         return problem(
             "label_key",

@@ -177,7 +177,7 @@ def run_length(s: Settings) -> list[Problem]:
             None,
             "is missing: the number of rollouts in the run (or give --num-epoch)",
         )
-    if s.rollout.num_rollout is None and s.data.prompt_data is None:
+    if s.rollout.num_rollout is None and not (s.data.prompt_data or s.scheduling.data_source_path):
         return problem(
             "num_epoch",
             s.rollout.num_epoch,

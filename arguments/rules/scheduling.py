@@ -18,6 +18,7 @@ PATHS = (
     "rollout_sample_filter_path",
     "custom_generate_function_path",
     "rollout_function_path",
+    "data_source_path",
 )
 CUSTOM_GENERATE = "custom_generate_function_path"
 ROLLOUT_FUNCTION, EVAL_FUNCTION = "rollout_function_path", "eval_function_path"
@@ -151,7 +152,8 @@ def rollout_functions(s: Settings) -> list[Problem]:
             config.eval_function_path,
             "has no effect: this run evaluates nothing; add --eval-interval",
         )
-    if config.rollout_function_path in (None, OWN_ROLLOUT):
+    has_function = config.rollout_function_path not in (None, OWN_ROLLOUT)
+    if not has_function and config.data_source_path is None:
         if "rollout_function_timeout_s" in s.given and config.eval_function_path in (
             None,
             OWN_ROLLOUT,
@@ -178,11 +180,10 @@ def rollout_functions(s: Settings) -> list[Problem]:
             "which makes no greedy responses",
         ),
     }
+    flag = flag_name(ROLLOUT_FUNCTION if has_function else "data_source_path")
     for name, (given, words) in refused.items():
         if given:
-            found += problem(
-                name, None, f"does not go with --rollout-function-path, {words}; leave one out"
-            )
+            found += problem(name, None, f"does not go with {flag}, {words}; leave one out")
     return found
 
 

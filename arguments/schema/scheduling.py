@@ -75,6 +75,12 @@ class SchedulingConfig:
         "evaluation=False), on rank 0. It draws prompts from data_source and returns --rollout-batch-size groups; over-sampling, filters and "
         "partial rollouts are then its own. slime's slime.rollout.sglang_rollout.generate_rollout is what a run does without it.",
     )
+    data_source_path: str | None = arg(
+        None,
+        "module.Class or file.py:Class of the prompts, in place of those of --prompt-data, as slime makes it on rank 0: Class(args), with "
+        "get_samples(num_samples), add_samples(samples), save(rollout_id), load(rollout_id) and len().",
+        excludes="load_debug_rollout_data",
+    )  # fmt: skip
     eval_function_path: str | None = arg(
         None,
         "As --rollout-function-path, for evaluations, with evaluation=True; default: --rollout-function-path.",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +40,7 @@ ADAPTER = "slime_like.compat.slime.adapter"
 TRAIN_ADAPTER = "slime_like.compat.slime.train_hooks"
 BUFFER_FILTER, SAMPLE_FILTER = "--buffer-filter-path", "--rollout-sample-filter-path"
 SAMPLE_HOOK = "--rollout-sample-hook-path"
+DATA_SOURCE = "--data-source-path"
 POST_PROCESS = "--custom-reward-post-process-path"
 
 
@@ -51,6 +52,22 @@ class UserRollout(Protocol):
     def evaluate(self, rollout_id: int) -> dict[str, float]: ...
 
     def close(self) -> None: ...
+
+
+class UserSource(Protocol):
+    """The user's source of prompts, in place of a `PromptSource`. Every method is a collective.
+    data_source: what rollout functions draw from, on rank 0. notes: for the user, a line each."""
+
+    data_source: Any
+    notes: list[str]
+
+    def __len__(self) -> int: ...
+
+    def save(self, rollout_id: int) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class FunctionAdapter(Protocol):
@@ -80,12 +97,16 @@ class FunctionAdapter(Protocol):
 
     def rollout_function(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., Any] | None,
         name: str,
         rollouter: Rollouter,
-        buffer: GroupBuffer | None,
+        prompts: GroupBuffer | UserSource | None,
         evaluator: Evaluator | None,
-    ) -> UserRollout: ...
+    ) -> UserRollout:
+        """function: None is the convention's own, which draws from a user's source."""
+        ...
+
+    def data_source(self, make: Callable[..., Any], name: str) -> UserSource: ...
 
 
 def function_adapter(config: RunConfig) -> FunctionAdapter:
@@ -97,6 +118,12 @@ def function_adapter(config: RunConfig) -> FunctionAdapter:
 def hook_adapter(config: RunConfig) -> Any:
     """The adapter of functions of training and logging: `trainer.user_hooks.HookAdapter`."""
     return importlib.import_module(TRAIN_ADAPTER).SlimeHooks(config)
+
+
+def user_source(config: RunConfig, path: str) -> UserSource:
+    """--data-source-path; a collective. Raises ValueError naming it."""
+    make = load_function(path, DATA_SOURCE)
+    return function_adapter(config).data_source(make, f"{DATA_SOURCE} {path}")
 
 
 def group_filters(config: RunConfig) -> GroupFilters:

@@ -15,15 +15,13 @@ from arguments.rules.data import server_url
 from arguments.rules.scheduling import OWN_ROLLOUT
 from arguments.run_config import RunConfig
 from slime_like.advantages import TokenEstimator, advantage_estimators
-from slime_like.data.prompt_format import Room
 from slime_like.data.prompts import PromptSource
-from slime_like.data.sft import answer_problem, sft_samples
+from slime_like.data.sft import sft_samples
 from slime_like.distributed.collectives import together
 from slime_like.import_utils import load_function
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.rewards import confinement
 from slime_like.rewards.grader import Grader
-from slime_like.rewards.registry import answer_check
 from slime_like.rollout.async_rollout import AsyncRolloutQueue
 from slime_like.rollout.collector import Collector
 from slime_like.rollout.engines.base import asking_ranks
@@ -31,6 +29,7 @@ from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.group_buffer import GroupBuffer
 from slime_like.rollout.hooks import (
     UserRollout,
+    UserSource,
     custom_generate,
     function_adapter,
     group_filters,
@@ -44,6 +43,7 @@ from slime_like.rollout.rollouter import Rollouter, training_sampling, with_gree
 from slime_like.rollout.sample_plane import share_index
 from slime_like.rollout.teacher_client import ServedTeacher, TeacherSettings
 from slime_like.sample_index import AnySample
+from slime_like.trainer.prompt_source import check_source
 from slime_like.trainer.weight_sync import make_engine
 from slime_like.types import Prompt, SampleGroup
 
@@ -57,7 +57,7 @@ class RolloutManager:
     def __init__(
         self,
         run: RunConfig,
-        source: PromptSource | None,
+        source: PromptSource | UserSource | None,
         rollouter: Rollouter | None,
         evaluator: Evaluator | None,
         tokenizer: Any,
@@ -68,6 +68,7 @@ class RolloutManager:
         self.run_config = run
         self.num_rollouts = num_rollouts
         self._source = source
+        self._rollout_id = -1  # the last that was taken
         self._rollouter = rollouter
         self._tokenizer = tokenizer
         self._teacher = teacher
@@ -79,13 +80,13 @@ class RolloutManager:
 
     def groups_of(self, step: int) -> tuple[list[SampleGroup], dict[str, float]]:
         """Graded samples of a rollout, and numbers about how they were collected."""
-        run = self.run_config
+        run, self._rollout_id = self.run_config, step
         if run.debug.load_debug_rollout_data:
             template = run.debug.load_debug_rollout_data
             recorded = from_one_rank(lambda: self._recorded_groups(template, step))
             return self._taught(recorded, {}, None)
         if self._is_sft:
-            assert self._source is not None
+            assert isinstance(self._source, PromptSource)
             prompts = self._source.next_prompts(run.rollout.rollout_batch_size)
             made = self._answers(prompts)
             metrics = {TRUNCATED_FRACTION: truncated_fraction(made)}
@@ -110,7 +111,11 @@ class RolloutManager:
             self.ahead.drain()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where a resumed run continues, as plain JSON, with the rollouts that were sampled ahead."""
+        """Where a resumed run continues, as plain JSON, with the rollouts that were sampled ahead; a
+        collective."""
+        if self._source is not None and not isinstance(self._source, PromptSource):
+            self.drain()
+            self._source.save(self._rollout_id)
         if self.ahead is not None:
             return self.ahead.state()
         return {
@@ -129,6 +134,7 @@ class RolloutManager:
                 raise ValueError(
                     "the checkpoint has no data position; --finetune starts at the first prompt"
                 )
+            check_source(self._source, position["data"])
             self._source.load_state_dict(position["data"])
         if self.buffer is not None:
             self.buffer.load(position.get("waiting_groups") or [])
@@ -142,6 +148,8 @@ class RolloutManager:
         """Why this run cannot train on the rollouts that a checkpoint's run had sampled ahead."""
         count, run = len(rollouts), self.run_config
         again = f"{count} rollouts that the checkpoint's run had sampled ahead are sampled again: "
+        if self.user_source is not None:
+            again = f"{count} rollouts that the checkpoint's run had sampled ahead are lost: "
         if self.ahead is None or self.ahead.max_staleness < count:
             return again + "this run's --async-rollout and --max-staleness do not allow them"
         wanted = (run.rollout.rollout_batch_size, run.rollout.n_samples_per_prompt)
@@ -217,6 +225,8 @@ class RolloutManager:
         ):
             return None
         path = config.scheduling.rollout_function_path
+        if not isinstance(self._source, PromptSource):
+            return source_rollout(config, rollouter, self._source, evaluator)
         streams = rollouter.engine.serves_all_ranks and leaves_stragglers(config)
         on_rank_zero = streams or path not in (None, OWN_ROLLOUT)
         world = dist.get_world_size()
@@ -259,8 +269,14 @@ class RolloutManager:
 
     def _position(self) -> SamplingPosition:
         """The position of sampling."""
-        assert self._source is not None and self.buffer is not None
-        return SamplingPosition(self._source.state_dict(), tuple(self.buffer.waiting))
+        assert self._source is not None
+        waiting = () if self.buffer is None else tuple(self.buffer.waiting)
+        return SamplingPosition(self._source.state_dict(), waiting)
+
+    @property
+    def user_source(self) -> UserSource | None:
+        """--data-source-path's."""
+        return None if isinstance(self._source, PromptSource) else self._source
 
 
 def staleness_bound(run: RunConfig) -> int | None:
@@ -268,7 +284,7 @@ def staleness_bound(run: RunConfig) -> int | None:
     config = run.scheduling
     if config.async_rollout:
         return 1 if config.max_staleness is None else config.max_staleness
-    own = config.rollout_function_path in (None, OWN_ROLLOUT)
+    own = config.rollout_function_path in (None, OWN_ROLLOUT) and config.data_source_path is None
     return 0 if own and not config.partial_rollout else None
 
 
@@ -295,15 +311,27 @@ def rollout_function(
     path: str,
     flag: str,
     rollouter: Rollouter,
-    buffer: GroupBuffer | None,
+    prompts: GroupBuffer | UserSource | None,
     evaluator: Evaluator | None,
 ) -> UserRollout:
     """A user's function in place of a `Collector` or an `Evaluator`. Raises ValueError naming the
     flag."""
     function = load_function(path, flag)
     return function_adapter(run).rollout_function(
-        function, f"{flag} {path}", rollouter, buffer, evaluator
+        function, f"{flag} {path}", rollouter, prompts, evaluator
     )
+
+
+def source_rollout(
+    run: RunConfig, rollouter: Rollouter, source: UserSource, evaluator: Evaluator | None
+) -> UserRollout:
+    """Rollouts of prompts that a user's source gives: by the user's function, or as slime's own
+    does."""
+    path = run.scheduling.rollout_function_path
+    if path not in (None, OWN_ROLLOUT):
+        return rollout_function(run, path, "--rollout-function-path", rollouter, source, evaluator)
+    name = f"--data-source-path {run.scheduling.data_source_path}"
+    return function_adapter(run).rollout_function(None, name, rollouter, source, evaluator)
 
 
 def function_evaluator(
@@ -316,37 +344,8 @@ def function_evaluator(
         flag, path = "--rollout-function-path", run.scheduling.rollout_function_path
     if evaluator is None or rollouter is None or path is None or path == OWN_ROLLOUT:
         return evaluator
-    return rollout_function(run, path, flag, rollouter, supply.buffer, evaluator)
-
-
-def make_source(run: RunConfig, tokenizer: Any) -> PromptSource | None:
-    """The prompts of a run that reads any."""
-    if not run.data.prompt_data or run.debug.debug_train_only:
-        return None
-    check = (
-        answer_problem
-        if run.algorithm.loss_type == "sft_loss"
-        else answer_check(
-            run.reward.rm_type,
-            run.reward.custom_rm_path,
-            from_metadata=run.reward.rm_type_from_metadata,
-        )
-    )
-    recorded = (
-        run.debug.load_debug_rollout_data is not None
-    )  # these prompts are counted then, not answered
-    sampled = run.algorithm.loss_type != "sft_loss" and not recorded
-    room = Room(
-        run.gpt.max_position_embeddings if sampled else None,
-        run.rollout.rollout_max_response_len,
-    )
-    return PromptSource(
-        run.data,
-        tokenizer,
-        answer_check=None if recorded else check,
-        room=room,
-        conversations=run.learns_conversations,
-    )
+    prompts = supply.buffer or supply.user_source
+    return rollout_function(run, path, flag, rollouter, prompts, evaluator)
 
 
 def make_rollouter(

@@ -13,6 +13,7 @@ from slime_like.data.prompts import PromptSource
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.metrics.progress import Progress
 from slime_like.rollout.evaluate import make_evaluator
+from slime_like.rollout.hooks import UserSource
 from slime_like.rollout.rollouter import Rollouter
 from slime_like.rollout.step_plan import flatten
 from slime_like.sample_index import AnySample
@@ -38,7 +39,7 @@ class Sampling:
         tokenizer: Any,
         progress: Progress,
         *,
-        source: PromptSource | None,
+        source: PromptSource | UserSource | None,
         eval_prompts: Mapping[str, Sequence[Prompt]],
         num_rollouts: int,
         output_dir: Path,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from slime_like.rollout.step_plan import check_token_sets, flatten, mask_failed
 from slime_like.trainer.batch_builder import BatchMaker, BatchSettings
 from slime_like.trainer.checkpointing import RunCheckpoints
 from slime_like.trainer.guards import SamplerGates, train_rollout_limit
-from slime_like.trainer.rollout_manager import make_source
+from slime_like.trainer.prompt_source import make_source
 from slime_like.trainer.sampling import Sampling
 from slime_like.trainer.strategy import make_strategy
 from slime_like.trainer.throughput import throughput_of
@@ -63,7 +63,7 @@ class Trainer:
         source = make_source(run, tokenizer)
         # wrong ones: before the model is built
         eval_prompts, eval_notes = load_prompts(run, tokenizer)
-        self.num_rollouts = num_rollouts(run, None if source is None else len(source))
+        self.num_rollouts = num_rollouts(run, source)
         self.progress = Progress(
             self.num_rollouts,
             show=layout.rank == 0,
@@ -365,13 +365,13 @@ def run_tokenizer(run: RunConfig) -> Any:
     )
 
 
-def num_rollouts(run: RunConfig, num_prompts: int | None) -> int:
+def num_rollouts(run: RunConfig, prompts: Sized | None) -> int:
     """--num-rollout, or what --num-epoch passes over the prompts make."""
     if run.rollout.num_rollout is not None:
         return run.rollout.num_rollout
     assert run.rollout.num_epoch is not None
-    assert num_prompts is not None
-    return max(1, num_prompts * run.rollout.num_epoch // run.rollout.rollout_batch_size)
+    assert prompts is not None
+    return max(1, len(prompts) * run.rollout.num_epoch // run.rollout.rollout_batch_size)
 
 
 def steps_per_rollout(run: RunConfig) -> int:

@@ -33,6 +33,9 @@ CASES = [
     ("rollout_functions", "--rollout-function-path json.dumps --advantage-estimator remax", "--advantage-estimator", "no greedy responses"),
     ("rollout_functions", "--rollout-function-path json.dumps --rollout-slice-len 4 --over-sampling-batch-size 8", "--rollout-slice-len",
      "asks the engine for whole responses"),
+    ("rollout_functions", "--data-source-path json.dumps --advantage-estimator remax", "--advantage-estimator", "does not go with --data-source-path"),
+    ("scheduling_functions", "--data-source-path json.nothing", "--data-source-path", "has no 'nothing'"),
+    ("scheduling_needs_sampling", "--loss-type sft_loss --data-source-path json.dumps", "--data-source-path", "samples no rollouts"),
     ("scheduling_functions", "--rollout-function-path json.nothing", "--rollout-function-path", "has no 'nothing'"),
     ("scheduling_needs_sampling", "--loss-type sft_loss --rollout-function-path json.dumps", "--rollout-function-path", "samples no rollouts"),
     ("time_limit", "--rollout-time-limit-s 5", "--rollout-time-limit-s", "needs --rollout-engine sglang"),
@@ -181,3 +184,14 @@ def test_two_ways_to_name_evaluation_sets(tmp_path: Path) -> None:
             "b",
             str(tmp_path / "prompts.jsonl"),
         )
+
+
+def test_a_data_source_takes_the_place_of_prompt_data(tmp_path: Path) -> None:
+    """Prompts, labels and the passes over them are its own; slime's default is ours."""
+    words = complete(tmp_path, without=("--prompt-data", "--label-key"))
+    assert "--prompt-data" in {problem.flag for problem in problems_of(words, 1)}
+    found = parse_args([*words, "--data-source-path", "json.dumps"], 1)
+    assert found.scheduling.data_source_path == "json.dumps" and found.data.prompt_data is None
+    own = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
+    default = parse_flags(tmp_path, f"--data-source-path {own}")
+    assert default.scheduling.data_source_path is None

@@ -10,6 +10,7 @@ from typing import Any
 
 from arguments.run_config import RunConfig
 from slime_like.compat.slime.requests import call_slime_function
+from slime_like.compat.slime.rollout import generate_rollout
 from slime_like.compat.slime.rollout_function import RolloutFunction
 from slime_like.compat.slime.samples import (
     as_output,
@@ -18,6 +19,7 @@ from slime_like.compat.slime.samples import (
     to_slime,
     to_slime_groups,
 )
+from slime_like.compat.slime.user_source import UserSource
 from slime_like.rollout.episode import Model, Respond, SampleHook
 from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.filters import DynamicFilterOutput, KeepGroup
@@ -156,14 +158,19 @@ class SlimeAdapter:
 
     def rollout_function(
         self,
-        function: Function,
+        function: Function | None,
         name: str,
         rollouter: Rollouter,
-        buffer: GroupBuffer | None,
+        prompts: GroupBuffer | UserSource | None,
         evaluator: Evaluator | None,
     ) -> RolloutFunction:
-        """``function(args, rollout_id, data_source, evaluation=False)``."""
-        return RolloutFunction(function, name, self._config, rollouter, buffer, evaluator)
+        """``function(args, rollout_id, data_source, evaluation=False)``; None: `generate_rollout`."""
+        call = generate_rollout if function is None else function
+        return RolloutFunction(call, name, self._config, rollouter, prompts, evaluator)
+
+    def data_source(self, make: Function, name: str) -> UserSource:
+        """``Class(args)``, see `UserSource`."""
+        return UserSource(make, name, self._config)
 
 
 def _taken(function: Function, values: dict[str, Any]) -> dict[str, Any]:

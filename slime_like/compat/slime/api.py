@@ -5,6 +5,7 @@ All of it is imported from ``slime_like.compat.slime.api``:
 - ``slime.rollout.sglang_rollout``: GenerateState, generate, generate_and_rm, generate_and_rm_group,
   generate_rollout, eval_rollout, get_model_url
 - ``slime.rollout.base_types``: RolloutFnTrainOutput, RolloutFnEvalOutput
+- ``slime.rollout.data_source``: DataSource, RolloutDataSource, RolloutDataSourceWithBuffer, pop_first
 - ``slime.rollout.rm_hub``: async_rm, batched_async_rm
 - ``slime.rollout.filter_hub``: DynamicFilterOutput
 - ``slime.utils.http_utils``: post
@@ -26,11 +27,20 @@ from slime_like.compat.slime.rollout import (
     run,
 )
 from slime_like.compat.slime.samples import SlimeSample as Sample
+from slime_like.compat.slime.sources import (
+    DataSource,
+    RolloutDataSource,
+    RolloutDataSourceWithBuffer,
+    pop_first,
+)
 from slime_like.rollout.filters import DynamicFilterOutput
 
 __all__ = [
+    "DataSource",
     "DynamicFilterOutput",
     "GenerateState",
+    "RolloutDataSource",
+    "RolloutDataSourceWithBuffer",
     "RolloutFnEvalOutput",
     "RolloutFnTrainOutput",
     "Sample",
@@ -42,6 +52,7 @@ __all__ = [
     "generate_and_rm_group",
     "generate_rollout",
     "get_model_url",
+    "pop_first",
     "post",
     "run",
 ]

@@ -127,8 +127,19 @@ class _DataSourceGroups:
         self._context = context
 
     def take(self, count: int, choose: Choose) -> tuple[list[PendingGroup], list[PendingGroup]]:
-        """The data source chooses itself."""
+        """The data source chooses itself. Raises ValueError for other groups than were asked for."""
         groups = self._data_source.get_samples(count)
+        wanted = self._context.config.rollout.n_samples_per_prompt
+        sizes = [len(group) for group in groups]
+        if sizes != [wanted] * count:
+            raise ValueError(
+                f"data_source.get_samples({count}) returned {len(sizes)} groups of "
+                f"{sorted(set(sizes))} samples; --n-samples-per-prompt is {wanted}"
+            )
+        for group in groups:
+            for sample in group:
+                if sample.group_index is None:
+                    sample.group_index = group[0].index
         return [self._pending(group) for group in groups], []
 
     def requeue(self, groups: Sequence[PendingGroup]) -> None:

@@ -19,6 +19,7 @@ from slime_like.compat.slime.data_source import DataSource
 from slime_like.compat.slime.function_results import Expected, read_eval_output, read_train_output
 from slime_like.compat.slime.rollout_context import RolloutContext
 from slime_like.compat.slime.samples import slime_args
+from slime_like.compat.slime.user_source import UserSource
 from slime_like.distributed.collectives import from_rank_zero_within
 from slime_like.rollout.collector import Collected
 from slime_like.rollout.evaluate import Evaluator
@@ -38,7 +39,7 @@ class RolloutFunction:
         name: str,
         config: RunConfig,
         rollouter: Rollouter,
-        buffer: GroupBuffer | None,
+        prompts: GroupBuffer | UserSource | None,
         evaluator: Evaluator | None,
     ) -> None:
         """
@@ -47,13 +48,14 @@ class RolloutFunction:
             name: The flag and its value, for messages.
             config: The run's.
             rollouter: Of the run.
-            buffer: What data_source reads; None where the run samples no prompts, and data_source
-                is then None too.
+            prompts: What data_source reads, or has; None where the run samples no prompts, and
+                data_source is then None too.
             evaluator: With the evaluation sets of the run.
         """
         self.name = name
         self.args = slime_args(config)
-        self.buffer = buffer
+        self.buffer = prompts if isinstance(prompts, GroupBuffer) else None
+        self._source = prompts if isinstance(prompts, UserSource) else None
         self._function = function
         self._config = config
         self._rollouter = rollouter
@@ -133,7 +135,10 @@ class RolloutFunction:
             self.buffer.waiting = []  # rank 0 has them
         return answer
 
-    def _data_source(self, rollout_id: int) -> DataSource | None:
+    def _data_source(self, rollout_id: int) -> Any:
+        """On rank 0."""
+        if self._source is not None:
+            return self._source.data_source
         if self.buffer is None:
             return None
 

@@ -1,0 +1,200 @@
+"""slime's own data sources, for users' to inherit from: those of ``slime.rollout.data_source``.
+Import them from `api.py`."""
+
+from __future__ import annotations
+
+import abc
+import copy
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from arguments.schema.data import DataConfig
+from slime_like.compat.slime.samples import SlimeArgs, SlimeSample
+from slime_like.data.prompts import PromptSource
+from slime_like.data.tokenizer import load_tokenizer
+from slime_like.import_utils import load_function
+from slime_like.rollout.engines.base import GenerateOutput
+from slime_like.rollout.recording import decode, encode
+from slime_like.types import Prompt
+
+Group = list[SlimeSample]
+
+
+class DataSource(abc.ABC):
+    """What --data-source-path names, made with ``Class(args)``."""
+
+    @abc.abstractmethod
+    def get_samples(self, num_samples: int) -> list[Group]:
+        """So many groups of --n-samples-per-prompt samples. ``index`` numbers all samples of
+        the run, ``group_index`` all groups."""
+
+    @abc.abstractmethod
+    def add_samples(self, samples: list[Group]) -> None:
+        """Groups that were not trained on come back, finished or not."""
+
+    @abc.abstractmethod
+    def save(self, rollout_id: int) -> None:
+        """A checkpoint is about to be written. rollout_id: of the last rollout in it, from 0."""
+
+    @abc.abstractmethod
+    def load(self, rollout_id: int | None = None) -> None:
+        """The run continues after this rollout: go back to where `save` was called with it."""
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Prompts of an epoch."""
+
+
+class RolloutDataSource(DataSource):
+    """The rows of --prompt-data, in the order of a run without --data-source-path; empty samples
+    without one. Its position is a file in --save."""
+
+    def __init__(self, args: SlimeArgs) -> None:
+        self.args = args
+        self.sample_group_index = 0
+        self.sample_index = 0
+        self.metadata: dict[str, Any] = {}
+        self.dataset: PromptSource | None = None
+        if args.prompt_data is not None:
+            tokenizer = load_tokenizer(
+                args.hf_checkpoint, vocab_size=None, trust_remote_code=args.trust_remote_code
+            )
+            names = [field.name for field in dataclasses.fields(DataConfig)]
+            data = DataConfig(**{name: getattr(args, name) for name in names})
+            self.dataset = PromptSource(data, tokenizer)
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        if self.dataset is None:
+            return [self._group(SlimeSample()) for _ in range(num_samples)]
+        return [self._group(_sample(prompt)) for prompt in self.dataset.next_prompts(num_samples)]
+
+    def _group(self, sample: SlimeSample) -> Group:
+        """Copies of a sample, with the next numbers."""
+        group = [copy.deepcopy(sample) for _ in range(self.args.n_samples_per_prompt)]
+        for each in group:
+            each.group_index, each.index = self.sample_group_index, self.sample_index
+            self.sample_index += 1
+        self.sample_group_index += 1
+        return group
+
+    def add_samples(self, samples: list[Group]) -> None:
+        """Raises RuntimeError: there is no buffer."""
+        raise RuntimeError(f"{type(self).__name__} is read-only: samples cannot be added")
+
+    def save(self, rollout_id: int) -> None:
+        """Writes `state_dict`, complete or not at all."""
+        path = _state_path(self.args.save, rollout_id)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(self.state_dict(), file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+
+    def load(self, rollout_id: int | None = None) -> None:
+        """Raises ValueError where the file is not there, or not of the same data."""
+        if self.args.load is None or rollout_id is None:
+            return
+        path = _state_path(self.args.load, rollout_id)
+        if not path.is_file():
+            raise ValueError(f"{path}: no such file; it has the position of the prompts")
+        self.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return {
+            "sample_group_index": self.sample_group_index,
+            "sample_index": self.sample_index,
+            "metadata": encode(self.metadata, "the data source's metadata"),
+            "prompts": None if self.dataset is None else self.dataset.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.sample_group_index = state["sample_group_index"]
+        self.sample_index = state["sample_index"]
+        self.metadata = decode(state["metadata"])
+        if self.dataset is not None:
+            self.dataset.load_state_dict(state["prompts"])
+
+    def __len__(self) -> int:
+        return 0 if self.dataset is None else len(self.dataset)
+
+
+class RolloutDataSourceWithBuffer(RolloutDataSource):
+    """With the groups that came back, which come first, as --buffer-filter-path picks them. They
+    are saved too."""
+
+    def __init__(self, args: SlimeArgs) -> None:
+        super().__init__(args)
+        self.buffer: list[Group] = []
+        path = args.buffer_filter_path
+        self.buffer_filter = (
+            pop_first if path is None else load_function(path, "--buffer-filter-path")
+        )
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        waiting: list[Group] = []
+        if self.buffer and num_samples:
+            waiting = self.buffer_filter(self.args, None, self.buffer, num_samples)
+        return [*waiting, *super().get_samples(num_samples - len(waiting))]
+
+    def add_samples(self, samples: list[Group]) -> None:
+        """Raises ValueError for a group of another size."""
+        wanted = self.args.n_samples_per_prompt
+        for group in samples:
+            if len(group) != wanted:
+                raise ValueError(
+                    f"add_samples: a group of {len(group)} samples; --n-samples-per-prompt is {wanted}"
+                )
+            self.buffer.append(group)
+
+    def get_buffer_length(self) -> int:
+        """Groups that wait."""
+        return len(self.buffer)
+
+    def state_dict(self) -> dict[str, Any]:
+        rows = [[_to_row(sample) for sample in group] for group in self.buffer]
+        return {**super().state_dict(), "buffer": rows}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.buffer = [[_from_row(row) for row in group] for group in state["buffer"]]
+
+
+def pop_first(args: SlimeArgs, rollout_id: int | None, buffer: list[Group], n: int) -> list[Group]:
+    """The groups that have waited longest, taken out of the list."""
+    taken = buffer[:n]
+    del buffer[:n]
+    return taken
+
+
+def _state_path(folder: str, rollout_id: int) -> Path:
+    return Path(folder) / "rollout" / f"global_dataset_state_dict_{rollout_id}.json"
+
+
+def _sample(prompt: Prompt) -> SlimeSample:
+    return SlimeSample(prompt=prompt.text, label=prompt.label, metadata=dict(prompt.metadata))
+
+
+def _to_row(sample: SlimeSample) -> dict[str, Any]:
+    """Plain JSON; every number comes back bit by bit."""
+    row = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
+    row["status"] = sample.status.value
+    row["written"] = [(output.tokens, output.weight_versions) for output in sample.written]
+    plain: dict[str, Any] = encode(row, f"sample {sample.index}")
+    return plain
+
+
+def _from_row(plain: Mapping[str, Any]) -> SlimeSample:
+    row = decode(plain)
+    number = -1 if row["index"] is None else row["index"]
+    row["status"] = SlimeSample.Status(row["status"])
+    row["written"] = [
+        GenerateOutput(number, tokens, (), "stop", versions) for tokens, versions in row["written"]
+    ]
+    return SlimeSample(**row)

@@ -1,0 +1,68 @@
+"""The user's source of prompts (--data-source-path), as slime keeps one: ``Class(args)`` on rank 0,
+with ``get_samples(num_samples)``, ``add_samples(samples)``, ``save(rollout_id)``,
+``load(rollout_id)`` and ``len()``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from arguments.run_config import RunConfig
+from slime_like.compat.slime.samples import slime_args
+from slime_like.distributed.collectives import from_rank_zero, on_rank_zero
+
+METHODS = ("get_samples", "add_samples", "save", "load", "__len__")
+Result = TypeVar("Result")
+
+
+class UserSource:
+    """See `rollout.hooks.UserSource`. Every method is a collective."""
+
+    def __init__(self, make: Callable[..., Any], name: str, config: RunConfig) -> None:
+        """
+        Args:
+            make: The user's class.
+            name: The flag and its value, for messages.
+            config: The run's.
+        """
+        self.notes: list[str] = []
+        self._name = name
+        self._rollout_id: int | None = None  # of the newest save
+        self.data_source: Any = on_rank_zero(lambda: self._made(make, config))
+
+    def _made(self, make: Callable[..., Any], config: RunConfig) -> Any:
+        source = self._called("__init__", lambda: make(slime_args(config)))
+        absent = [name for name in METHODS if not callable(getattr(source, name, None))]
+        if absent:
+            raise ValueError(
+                f"{self._name}: {type(source).__name__} has no {absent[0]}; a data source has "
+                f"{', '.join(METHODS)}"
+            )
+        return source
+
+    def __len__(self) -> int:
+        """Prompts of an epoch."""
+        return from_rank_zero(lambda: self._called("__len__", lambda: len(self.data_source)))
+
+    def save(self, rollout_id: int) -> None:
+        """Before a checkpoint is written. rollout_id: of the last rollout in it."""
+        from_rank_zero(lambda: self._called("save", lambda: self.data_source.save(rollout_id)))
+        self._rollout_id = rollout_id
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint has of it: which save it belongs to."""
+        return {"data_source": self._name, "rollout_id": self._rollout_id}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Have the source continue where it was at that save."""
+        rollout_id = int(state["rollout_id"])
+        from_rank_zero(lambda: self._called("load", lambda: self.data_source.load(rollout_id)))
+        self._rollout_id = rollout_id
+
+    def _called(self, method: str, call: Callable[[], Result]) -> Result:
+        try:
+            return call()
+        except Exception as error:
+            raise ValueError(
+                f"{self._name}: {method} raised {type(error).__name__}: {error}"
+            ) from error
