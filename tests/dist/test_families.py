@@ -59,7 +59,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM-4-9B": ("Glm4ForCausalLM", {"attention_bias": False, "tie_word_embeddings": True}),
 }
 CASES = {**{name: (name, {}) for name in model_families.names()}, **VARIANTS}
-# relative to a tensor's norm; see `apart`
+# relative to a tensor's norm; see `apart`. In float32 three times the rounding of transformers is
+# allowed where that is more: how much a processor rounds depends on its instructions.
 LIMITS = {torch.float32: 1e-5, torch.float64: 1e-12}
 # a number for each head, whose gradient is a sum over all tokens of terms that nearly cancel: ten
 # times as far
@@ -229,17 +230,15 @@ class Ours:
         return {n: t for n, t in found.items() if "e_score_correction_bias" not in n}
 
 
-def apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
-    """The largest difference of a tensor, relative to its norm, and which."""
+def apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """The difference of each tensor, relative to its norm."""
     assert found.keys() == expected.keys()
     zeros = [name for name, tensor in expected.items() if not tensor.any()]
     assert not zeros, "they would agree with anything"
-    each = {
+    return {
         n: float((found[n] - t).norm() / t.norm()) / (10 if n.endswith(CANCELLING) else 1)
         for n, t in expected.items()
     }
-    worst = max(each, key=lambda name: each[name])
-    return each[worst], worst
 
 
 def test_the_family_of_the_guide(alone: Any, tmp_path: Path) -> None:
@@ -268,7 +267,8 @@ def check_against_transformers(
     vocab = reference.config.get_text_config().vocab_size
     tokens = [torch.randint(vocab, (n,), generator=generator) for n in LENGTHS]
     shares = [torch.randn(n, vocab, generator=generator, dtype=torch.float64) for n in LENGTHS]
-    for dtype, limit in LIMITS.items():
+    exact: dict[str, Tensor] = {}
+    for dtype, limit in reversed(LIMITS.items()):
         coefficients = [c.to(dtype) for c in shares]
         with WithoutFloat32() if dtype == torch.float64 else nullcontext():
             theirs = type(reference)(reference.config).to(dtype).eval()
@@ -283,13 +283,16 @@ def check_against_transformers(
             objective(packed, coefficients).backward()
             singly = torch.cat([ours.logits([row])[0] for row in tokens]).detach()
         whole = torch.cat(packed).detach()
+        others = {"logits": torch.cat(logits), **read(ours.folder, expected)}
+        exact = exact or others
+        # how far one implementation's float32 is from its float64, on this processor
+        rounding = apart(others, exact)
         for found, other in (
-            ({"logits": whole}, {"logits": torch.cat(logits)}),
-            ({"packed": whole}, {"packed": singly}),
-            (ours.gradients(), read(ours.folder, expected)),
+            ({"logits": whole, **ours.gradients()}, others),
+            ({"logits": whole}, {"logits": singly}),
         ):
-            worst, where = apart(found, other)
-            assert worst < limit, (dtype, where, worst)
+            far = {n: d for n, d in apart(found, other).items() if d > max(limit, 3 * rounding[n])}
+            assert not far, (dtype, far)
 
 
 def test_experts_in_one_tensor(alone: Any, tmp_path: Path) -> None:
