@@ -87,7 +87,6 @@ _HOOKS = "custom functions at this place"
 _ALL_SAMPLES = (
     "filtered samples are not brought to rank 0; a --rollout-function-path sees all that it draws"
 )
-_PROVIDER = "models end at hidden states here, and a provider's compute logits; register a model family (--import-modules)"
 _WANDB = "these metrics of samples are in the report of a run with --save-debug-rollout-data"
 _CRITIC = "the critic is on the processes of the policy; its layout there is chosen with --critic-tensor-model-parallel-size and its siblings"
 _CLUSTER = "the layout is given by torchrun (or SLURM) and the parallel sizes"
@@ -99,7 +98,6 @@ NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
         rollout-data-transport release-train""",
     _HOOKS: "custom-update-weight-post-write-path megatron-config-path",
     _ALL_SAMPLES: "rollout-all-samples-process-path",
-    _PROVIDER: "custom-model-provider-path",
     _WANDB: "log-multi-turn log-passrate log-reward-category log-correct-samples",
     _CRITIC: "critic-num-nodes critic-num-gpus-per-node",
     "the critic is a part of every checkpoint in --save, so that both are of the same moment": "critic-save",

@@ -44,4 +44,4 @@ def _shape_of_teacher(
     shape = read_hf_model(folder)
     policy = {} if checkpoint is None else checkpoint.transformer
     core = {name: value for name, value in s.core.items() if name not in policy} | shape.transformer
-    return core, dataclasses.replace(s.gpt, **shape.gpt)
+    return core, dataclasses.replace(s.gpt, **shape.gpt, custom_model_provider_path=None)

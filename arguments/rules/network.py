@@ -11,6 +11,7 @@ from typing import Any
 from arguments.megatron import required_without_checkpoint
 from arguments.megatron_configs import resolve_transformer_impl
 from arguments.rules.base import LayoutSettings, Rule, Settings, problem
+from arguments.rules.declared import has_critic
 from arguments.rules.layout import (
     delta_nets_share_their_groups,
     tensor_parallel_divides_the_network,
@@ -20,6 +21,7 @@ from arguments.rules.pipeline import pipeline_divides_the_layers, virtual_stages
 from arguments.rules.prediction import prediction_layers_are_there
 from arguments.schema import ParallelConfig
 from slime_like.config import Problem, check_fields, flag_name
+from slime_like.import_utils import load_function
 
 # --- network -------------------------------------------------------------------------------------
 
@@ -190,8 +192,25 @@ def network_numbers(s: Settings) -> list[Problem]:
     return found
 
 
+def model_provider(s: Settings) -> list[Problem]:
+    """It can be imported, and builds all networks of the run."""
+    path, name = s.gpt.custom_model_provider_path, "custom_model_provider_path"
+    if path is None:
+        return []
+    flag = flag_name(name)
+    try:
+        load_function(path, flag)
+    except ValueError as error:
+        return problem(name, None, str(error).removeprefix(flag + " "))
+    if has_critic(s):
+        estimator = s.algorithm.advantage_estimator
+        words = f"does not go with {flag}: a critic is built as without it; leave one out"
+        return problem("advantage_estimator", estimator, words)
+    return []
+
+
 NETWORK_RULES: tuple[Rule, ...] = (
-    network_is_complete, checkpoint_is_needed, prediction_layers_are_there, transformer_engine_is_there, local_layers_have_limits, attention_backend_is_there,
+    model_provider, network_is_complete, checkpoint_is_needed, prediction_layers_are_there, transformer_engine_is_there, local_layers_have_limits, attention_backend_is_there,
     recompute_is_complete, network_numbers,
 )  # fmt: skip
 

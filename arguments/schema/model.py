@@ -90,6 +90,12 @@ class GPTModelConfig:
     untie_embeddings_and_output_weights: bool = arg(
         False, "Give the output layer weights of its own."
     )
+    custom_model_provider_path: str | None = arg(
+        None,
+        "module.function or file.py:function that builds the policy's network, and the reference model's: function(pre_process, post_process, "
+        "vp_stage=None) returns a GPTModel, made with slime_like.compat.slime.api.model_settings().",
+        excludes=("lora_rank", "mtp_num_layers"),
+    )  # fmt: skip
     mtp_num_layers: int | None = arg(
         None,
         "Layers of multi-token prediction, as many as --hf-checkpoint has: they are trained with the policy, saved, and sent to the "

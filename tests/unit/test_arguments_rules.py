@@ -39,6 +39,8 @@ IDLE = (
 # name of the rule, flags that are added, flags that are left out, processes, the flag that is
 # named, words of the message
 CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
+    ("model_provider", "--custom-model-provider-path json.nothing", (), 1, "--custom-model-provider-path", "has no 'nothing'"),
+    ("model_provider", "--custom-model-provider-path json.dumps --advantage-estimator ppo", (), 1, "--advantage-estimator", "a critic is built as without it"),
     ("parameter_patterns", "--freeze-params-name-list ok (", (), 1, "--freeze-params-name-list", "is no regular expression"),
     ("world_is_slimes", "--actor-num-nodes 1 --actor-num-gpus-per-node 2 --optimizer adam", (), 1, "--actor-num-gpus-per-node", "1 x 2 processes, and 1 run"),
     ("world_is_slimes", "--actor-num-gpus-per-node 2 --num-gpus-per-node 1", (), 2, "--num-gpus-per-node", "is fewer than"),

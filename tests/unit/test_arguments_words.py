@@ -150,7 +150,7 @@ def test_all_problems_are_collected() -> None:
 
 SLIME_FLAGS_NOT_HERE = """
 --critic-num-nodes
---custom-model-provider-path --lora-dropout
+--lora-dropout
 --moe-shared-expert-overlap --fp8-format --multimodal-keys --freeze-indexer
 --critic-train-only
 """.split()  # noqa: SIM905

@@ -11,7 +11,11 @@ All of it is imported from ``slime_like.compat.slime.api``:
 - ``slime.utils.http_utils``: post
 - ``slime.utils.async_utils``: run
 - ``slime.utils.types``: Sample
+
+`model_settings` is ours: what a model provider builds its GPTModel with.
 """
+
+from typing import Any
 
 from slime_like.compat.slime.requests import GenerateState, get_model_url, post
 from slime_like.compat.slime.rollout import (
@@ -35,6 +39,15 @@ from slime_like.compat.slime.sources import (
 )
 from slime_like.rollout.filters import DynamicFilterOutput
 
+
+def model_settings() -> dict[str, Any]:
+    """For a model provider (--custom-model-provider-path): the arguments that the run would give
+    GPTModel for the chunk that is being built, all but pre_process and post_process."""
+    from slime_like.megatron.model import provided
+
+    return provided.model_settings()
+
+
 __all__ = [
     "DataSource",
     "DynamicFilterOutput",
@@ -52,6 +65,7 @@ __all__ = [
     "generate_and_rm_group",
     "generate_rollout",
     "get_model_url",
+    "model_settings",
     "pop_first",
     "post",
     "run",

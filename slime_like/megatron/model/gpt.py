@@ -199,18 +199,27 @@ def build_chunks(
     chunks = []
     for stage in range(layout.vp_size):
         vp_stage = stage if layout.vp_size > 1 else None
-        chunk = (ValueModel if value_head else PolicyModel)(
-            config=config,
-            transformer_layer_spec=decoder_spec(config, transformer_impl, vp_stage),
-            vocab_size=padded_vocab_size(gpt, layout.tp_size),
-            max_sequence_length=gpt.max_position_embeddings or 0,
-            pre_process=layout.is_first_stage and stage == 0,
-            post_process=layout.is_last_stage and stage == layout.vp_size - 1,
-            share_embeddings_and_output_weights=not gpt.untie_embeddings_and_output_weights,
-            parallel_output=True,
-            vp_stage=vp_stage,
+        settings: dict[str, Any] = {
+            "config": config,
+            "transformer_layer_spec": decoder_spec(config, transformer_impl, vp_stage),
+            "vocab_size": padded_vocab_size(gpt, layout.tp_size),
+            "max_sequence_length": gpt.max_position_embeddings or 0,
+            "share_embeddings_and_output_weights": not gpt.untie_embeddings_and_output_weights,
+            "parallel_output": True,
+            "vp_stage": vp_stage,
             **position,
-        )
+        }
+        ends = {
+            "pre_process": layout.is_first_stage and stage == 0,
+            "post_process": layout.is_last_stage and stage == layout.vp_size - 1,
+        }
+        chunk: GPTModel
+        if gpt.custom_model_provider_path is not None and not value_head:
+            from slime_like.megatron.model.provided import provided_chunk
+
+            chunk = provided_chunk(gpt.custom_model_provider_path, settings, **ends)
+        else:
+            chunk = (ValueModel if value_head else PolicyModel)(**settings, **ends)
         if gpt.mtp_num_layers and chunk.post_process and not value_head:
             add_prediction_layers(chunk, config, gpt.mtp_num_layers, transformer_impl, vp_stage)
         set_latent_epsilon(chunk)

@@ -65,6 +65,10 @@ class PolicyModel(GPTModel):
 
     def __init__(self, config: TransformerConfig, **settings: Any) -> None:
         super().__init__(config=config, **settings)
+        self.end_at_hidden_states()
+
+    def end_at_hidden_states(self) -> None:
+        """Once, in a model that has an output layer."""
         self.head_slot = Slot()
         if self.post_process:
             self.output_layer = HeadWeight(self.output_layer)
@@ -90,6 +94,16 @@ class PolicyModel(GPTModel):
         """`own_head_weight`, and what the active adapter adds to it."""
         weight = self.own_head_weight()
         return weight if self.head_slot.active is None else self.head_slot.active(weight)
+
+
+def as_policy(model: GPTModel) -> PolicyModel:
+    """The same model, of a subclass of its class that is a `PolicyModel` too."""
+    kind = type(model)
+    policy = PolicyModel if kind is GPTModel else type(kind.__name__, (PolicyModel, kind), {})
+    model.__class__ = policy
+    assert isinstance(model, PolicyModel)
+    model.end_at_hidden_states()
+    return model
 
 
 class HalfPrecisionModule(Float16Module):
