@@ -1,15 +1,22 @@
 """Whether this environment trains: two processes exchange numbers over gloo, and a tiny model takes
-one training step. `slime-like doctor --self-test` runs it; it needs no network and no GPU."""
+one training step. `slime-like doctor --self-test` runs it; it needs no network and no GPU.
+
+Most of its time would be imports, so torch is imported once and the processes are forked, before
+anything has asked for a GPU: a process that has cannot fork others that do.
+"""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 from slime_like.doctor import Check
@@ -17,57 +24,79 @@ from slime_like.doctor import Check
 RANKS = 2
 LIMIT_S = 300.0
 LAST = 400  # characters of what a process that failed has written
-EXCHANGE = """
-import sys, torch, torch.distributed as dist
-rank, size = int(sys.argv[2]), int(sys.argv[3])
-dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=size)
-mine = torch.arange(4.0) + rank
-total = mine.clone()
-dist.all_reduce(total)
-assert torch.equal(total, size * torch.arange(4.0) + sum(range(size))), total
-parts = [torch.empty(4) for _ in range(size)]
-dist.all_gather(parts, mine)
-assert all(torch.equal(part, torch.arange(4.0) + i) for i, part in enumerate(parts)), parts
-dist.barrier()
-dist.destroy_process_group()
-"""
-TRAIN = """
-import sys
-from pathlib import Path
-from slime_like.cli.tiny_model import save_model
-save_model(Path(sys.argv[1]), hidden_size=32, num_layers=1)
-sys.argv = ["train.py", *sys.argv[2:]]
-import train
-sys.exit(train.main())
-"""
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
 
-def start(words: Sequence[str], folder: Path) -> subprocess.Popen[str]:
-    """Without the variables of a launcher that may have started this process."""
-    launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-    environment = {name: value for name, value in os.environ.items() if name not in launchers}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    return subprocess.Popen(
-        [sys.executable, "-c", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=folder,
-        env=environment,
-    )
+def exchange(meeting: Path, rank: int) -> None:
+    """What one of `RANKS` processes does; `meeting` is a file that none has made yet."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+    mine = torch.arange(4.0) + rank
+    total = mine.clone()
+    dist.all_reduce(total)
+    assert torch.equal(total, RANKS * torch.arange(4.0) + sum(range(RANKS))), total
+    parts = [torch.empty(4) for _ in range(RANKS)]
+    dist.all_gather(parts, mine)
+    assert all(torch.equal(part, torch.arange(4.0) + i) for i, part in enumerate(parts)), parts
+    dist.barrier()
+    dist.destroy_process_group()
 
 
-def finish(processes: Sequence[subprocess.Popen[str]]) -> str:
+def train_once(folder: Path) -> None:
+    """Make a tiny model below `folder` and train it."""
+    from slime_like.cli.tiny_model import save_model
+
+    save_model(folder / "model", hidden_size=32, num_layers=1)
+    sys.argv = ["train.py", *train_flags(folder)]
+    import train
+
+    sys.exit(train.main())
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A process, and the file that its output goes to."""
+
+    process: ForkProcess
+    log: Path
+
+
+def start(body: Callable[[], None], folder: Path, name: str) -> Started:
+    """Fork a process that calls `body` in `folder`, without the variables of a launcher that may
+    have started this one."""
+    log = folder / f"{name}.log"
+
+    def child() -> None:
+        sys.stdout = sys.stderr = file = log.open("w", buffering=1, encoding="utf-8")
+        for descriptor in (1, 2):  # of what is not Python
+            os.dup2(file.fileno(), descriptor)
+        sys.path[:] = map(os.path.abspath, sys.path)
+        for variable in LAUNCHERS:
+            os.environ.pop(variable, None)
+        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+        os.chdir(folder)
+        body()
+
+    process = multiprocessing.get_context("fork").Process(target=child, name=name)
+    process.start()
+    return Started(process, log)
+
+
+def finish(started: Sequence[Started]) -> str:
     """What the first that failed has written last; "" where all ended well."""
     problem = ""
-    for process in processes:
-        try:
-            output = process.communicate(timeout=LIMIT_S)[0]
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output = f"{process.communicate()[0]}\nno end after {LIMIT_S:g} s"
-        if process.returncode and not problem:
-            problem = output.strip()[-LAST:] or f"exit status {process.returncode}"
+    for one in started:
+        one.process.join(LIMIT_S)
+        late = one.process.is_alive()
+        if late:
+            one.process.kill()
+            one.process.join()
+        if one.process.exitcode and not problem:
+            output = one.log.read_text(errors="replace") if one.log.exists() else ""
+            output += f"\nno end after {LIMIT_S:g} s" if late else ""
+            problem = output.strip()[-LAST:] or f"exit status {one.process.exitcode}"
     return problem
 
 
@@ -85,20 +114,24 @@ def train_flags(folder: Path) -> list[str]:
 
 
 def self_test() -> list[Check]:
-    """Both at once: most of their time are imports."""
+    """Both at once. To be called before this process has looked for a GPU."""
+    import torch  # noqa: F401  (for all of them)
+
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        training = start([TRAIN, str(folder / "model"), *train_flags(folder)], folder)
-        words = [EXCHANGE, str(folder / "meeting")]
-        ranks = [start([*words, str(rank), str(RANKS)], folder) for rank in range(RANKS)]
-        exchange = finish(ranks)
+        ranks = [
+            start(partial(exchange, folder / "meeting", rank), folder, f"rank {rank}")
+            for rank in range(RANKS)
+        ]
+        training = start(partial(train_once, folder), folder, "training")
+        exchanged = finish(ranks)
         exchanged_s = time.monotonic() - began
         trained = finish([training])
         if not trained and "train/loss" not in (folder / "out/metrics.jsonl").read_text():
             trained = "no optimizer step was taken"
     took = f"{exchanged_s:.1f} s, {RANKS} processes over gloo"
     return [
-        Check("collectives", not exchange, exchange or took),
+        Check("collectives", not exchanged, exchanged or took),
         Check("training step", not trained, trained or f"{time.monotonic() - began:.1f} s"),
     ]

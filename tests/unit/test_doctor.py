@@ -8,12 +8,15 @@ import re
 import socket
 import subprocess
 import sys
+import time
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from slime_like import doctor
+from slime_like.cli import self_test
 from slime_like.cli.self_test import finish, start
 from slime_like.doctor import EXTRAS, THINGS, Dependency, ports, report
 
@@ -59,9 +62,26 @@ def test_the_self_test(tmp_path: Path) -> None:
 
 def test_a_self_test_that_fails_says_why(tmp_path: Path) -> None:
     """A rank that does not get what it should; the first that failed is shown."""
-    ranks = [start([f"import sys; sys.exit({end!r})"], tmp_path) for end in (None, "boom", "x")]
+    ends = (None, "boom", "x")
+    ranks = [start(partial(sys.exit, end), tmp_path, f"rank {end}") for end in ends]
     assert finish(ranks) == "boom"
-    assert finish([start(["pass"], tmp_path)]) == ""
+    (silent,) = [start(partial(os._exit, 3), tmp_path, "silent")]
+    assert finish([silent]) == "exit status 3"
+
+
+def test_a_process_of_the_self_test_is_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its folder, without a launcher's variables, and ended when it takes too long."""
+    monkeypatch.setenv("RANK", "3")
+
+    def look_around() -> None:
+        print(os.getcwd(), os.environ.get("RANK"), flush=True)
+
+    done = start(look_around, tmp_path, "around")
+    assert finish([done]) == "" and done.log.read_text() == f"{tmp_path} None\n"
+    monkeypatch.setattr(self_test, "LIMIT_S", 0.1)
+    assert finish([start(partial(time.sleep, 600), tmp_path, "late")]) == "no end after 0.1 s"
 
 
 def test_remedies_are_extras_of_the_project() -> None:
