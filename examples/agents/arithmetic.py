@@ -1,0 +1,35 @@
+"""What the agents of this folder share: a tool, and what is a right answer."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+INSTRUCTIONS = "Answer with a number. Use the tool `add`."
+SCHEMA = {
+    "type": "object",
+    "properties": {"numbers": {"type": "array", "items": {"type": "number"}}},
+    "required": ["numbers"],
+}
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+
+
+def add(numbers: list[float]) -> float:
+    """The sum of all numbers."""
+    return sum(numbers)
+
+
+def result_of_add(arguments: Any) -> str:
+    """What the model is answered. arguments: as it wrote them, JSON or already read."""
+    try:
+        found = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return str(add(**found))
+    except (ValueError, TypeError) as error:
+        return f"error: {error}"
+
+
+def is_right(answer: str, label: str) -> bool:
+    """Whether the last number of the answer is the label."""
+    found = _NUMBER.findall(answer.replace(",", ""))
+    return bool(found) and float(found[-1]) == float(label)
