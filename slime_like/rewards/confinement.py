@@ -24,7 +24,7 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from slime_like.rewards import seccomp as seccomp_filter
 
@@ -41,11 +41,14 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _NAMESPACES = 0x10000000 | 0x40000000 | 0x08000000 | 0x04000000 | 0x00020000  # USER NET IPC UTS NS
 _SYSCALLS = {"x86_64": {"capset": 126, "pivot_root": 155, "seccomp": 317}, "aarch64": {"capset": 91, "pivot_root": 41, "seccomp": 277}}  # fmt: skip
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
-_READ_FILE, _READ_DIR = 4, 8
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
+_IN_WORKSPACE = 0x75BF  # all but devices and sockets: their making, and ioctl of the first
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # how many bits of file rights an ABI knows; later 16
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND = 1, 2, 4, 32, 4096
 _MS_REC, _MS_PRIVATE, _MNT_DETACH = 16384, 1 << 18, 2
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECUREBITS, _PR_SET_NO_NEW_PRIVS = 1, 4, 28, 38
+_NO_ROOT = 3  # SECBIT_NOROOT and its lock: a program that is started as root gets no capabilities
+_NEW_PID = 0x20000000
 _NOBODY = 65534
 _SYSTEM = (
     "/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime",
@@ -211,12 +214,32 @@ def lock(paths: Iterable[str], *, seccomp: bool = True, fork: bool = False) -> N
     out = missing()
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     if "landlock" not in out:
-        _landlock(paths, scopes="landlock_scopes" not in out)
+        _landlock(dict.fromkeys(paths, _READ_FILE | _READ_DIR), scopes="landlock_scopes" not in out)
     _drop_capabilities()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _prctl(_PR_SET_DUMPABLE, 0)
     if seccomp and "seccomp" not in out:
         seccomp_filter.install(fork=fork)
+
+
+def lock_shell(paths: Iterable[str], workspace: str) -> None:
+    """As `lock`, for a shell and the programs that it starts: those in `paths` may be executed, and
+    files below `workspace` written. Within new namespaces, that of processes included. Raises
+    OSError."""
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    _prctl(_PR_SET_SECUREBITS, _NO_ROOT)
+    if "landlock" not in (out := missing()):
+        rights = {path: _EXECUTE | _READ_FILE | _READ_DIR for path in paths}
+        rights |= {workspace: _IN_WORKSPACE, "/dev/null": _READ_FILE | _WRITE_FILE}
+        _landlock(rights, scopes="landlock_scopes" not in out)
+    _drop_capabilities()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    seccomp_filter.install(fork=True, shell=True)
+
+
+def new_process_namespace() -> None:
+    """For the next child, and what it starts: all end with it. Raises OSError."""
+    _call("unshare", _NEW_PID)
 
 
 def lock_child() -> None:
@@ -226,7 +249,12 @@ def lock_child() -> None:
 
 
 def limit(
-    *, memory: int, open_files: int | None = None, cpu_s: int | None = None, threads: int = 64
+    *,
+    memory: int,
+    open_files: int | None = None,
+    cpu_s: int | None = None,
+    threads: int = 64,
+    file_bytes: int = 0,
 ) -> None:
     """Resource limits of this process. Threads are counted where the user is alone in a namespace
     of users.
@@ -236,11 +264,12 @@ def limit(
         open_files: File descriptors; None: as they are.
         cpu_s: Seconds of processor time; None: unlimited.
         threads: Of this sandbox.
+        file_bytes: Of each file that is written.
     """
     wanted = {
         resource.RLIMIT_AS: memory,
         resource.RLIMIT_CPU: cpu_s,
-        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_FSIZE: file_bytes,
         resource.RLIMIT_NOFILE: open_files,
         resource.RLIMIT_CORE: 0,
     }
@@ -253,7 +282,8 @@ def limit(
             resource.setrlimit(name, (value, value))
 
 
-def _landlock(paths: Iterable[str], *, scopes: bool) -> None:
+def _landlock(rights: Mapping[str, int], *, scopes: bool) -> None:
+    """rights: by path; those that are of folders alone are left out for a file."""
     abi = landlock_abi()
     attributes = [(1 << _FILE_RIGHTS.get(abi, 16)) - 1]
     if abi >= 4:
@@ -264,9 +294,10 @@ def _landlock(paths: Iterable[str], *, scopes: bool) -> None:
     rules = _LIBC.syscall(_LANDLOCK_CREATE, packed, ctypes.c_size_t(len(packed)), 0)
     if rules < 0:
         raise OSError(ctypes.get_errno(), "landlock_create_ruleset")
-    for path in paths:
+    for path, allowed in rights.items():
         file = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        rule = struct.pack("=Qi", _READ_FILE | (_READ_DIR if os.path.isdir(path) else 0), file)
+        legal = attributes[0] if os.path.isdir(path) else _EXECUTE | _WRITE_FILE | _READ_FILE
+        rule = struct.pack("=Qi", allowed & legal, file)
         if _LIBC.syscall(_LANDLOCK_ADD, rules, 1, rule, 0) != 0:
             raise OSError(ctypes.get_errno(), f"landlock_add_rule {path}")
         os.close(file)

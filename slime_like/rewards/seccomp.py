@@ -41,9 +41,23 @@ _ALLOWED: dict[str, tuple[int | None, int | None]] = {
     "faccessat2": (439, 439),
 }  # fmt: skip
 _WAITING = {"wait4": (61, 260), "waitid": (247, 95)}  # of a process that may fork
+# of a shell in a namespace of processes, and of what it starts
+_SHELL: dict[str, tuple[int | None, int | None]] = {
+    "open": (2, None), "creat": (85, None), "openat": (257, 56), "execve": (59, 221), "execveat": (322, 281),
+    "fork": (57, None), "vfork": (58, None), "kill": (62, 129), "tgkill": (234, 131), "setpgid": (109, 154),
+    "getpgid": (121, 155), "getsid": (124, 156), "setsid": (112, 157), "umask": (95, 166), "chdir": (80, 49), "fchdir": (81, 50),
+    "mkdir": (83, None), "mkdirat": (258, 34), "rmdir": (84, None), "unlink": (87, None), "unlinkat": (263, 35),
+    "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276), "link": (86, None), "linkat": (265, 37),
+    "symlink": (88, None), "symlinkat": (266, 36), "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53),
+    "truncate": (76, 45), "ftruncate": (77, 46), "fallocate": (285, 47), "utimensat": (280, 88), "fsync": (74, 82),
+    "fdatasync": (75, 83), "flock": (73, 32), "sendfile": (40, 71), "copy_file_range": (326, 285), "statfs": (137, 43),
+    "fstatfs": (138, 44), "getpriority": (140, 141), "getxattr": (191, 8), "lgetxattr": (192, 9), "fgetxattr": (193, 10),
+    "listxattr": (194, 11), "llistxattr": (195, 12), "flistxattr": (196, 13),
+}  # fmt: skip
 _CONDITIONAL = {
     "ioctl": (16, 29), "clone": (56, 220), "kill": (62, 129), "fcntl": (72, 25), "prctl": (157, 167), "tgkill": (234, 131),
-    "openat": (257, 56), "prlimit64": (302, 261), "clone3": (435, 435),
+    "openat": (257, 56), "prlimit64": (302, 261), "clone3": (435, 435), "setxattr": (188, 5), "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
 }  # fmt: skip
 
 _IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS TIOCGWINSZ FIONREAD FIONBIO
@@ -56,6 +70,7 @@ _WRITING = 0o1 | 0o2 | 0o100 | 0o1000 | 0o2000 | _O_ASYNC | 0o20000000
 _CLONE_THREAD = 0x00010000
 _OF_THREADS = 0x007D0F00  # what the C library sets for a thread
 _OF_FORKS = 0x01200011  # CHILD_SETTID, CHILD_CLEARTID, SIGCHLD
+_OF_SPAWNS = 0x00004100  # VFORK, VM
 
 _LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
@@ -65,13 +80,15 @@ _PR_SET_SECCOMP, _MODE_FILTER = 22, 2
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, k
 
 
-def install(*, fork: bool) -> None:
+def install(*, fork: bool, shell: bool = False) -> None:
     """Confine this thread, and what it starts. PR_SET_NO_NEW_PRIVS must be on. Raises OSError.
 
     Args:
         fork: Processes may be forked and waited for; a second filter takes that away from a child.
+        shell: Programs may be started too, and files written where Landlock and mounts allow it;
+            for a namespace of processes, as any may be sent signals.
     """
-    program = _program(fork=fork)
+    program = _program(fork=fork, shell=shell)
     code = b"".join(struct.pack("HBBI", *line) for line in program)
     buffer = ctypes.create_string_buffer(code)
     header = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(buffer))
@@ -81,7 +98,7 @@ def install(*, fork: bool) -> None:
         raise OSError(ctypes.get_errno(), "seccomp filter")
 
 
-def _program(*, fork: bool) -> list[Instruction]:
+def _program(*, fork: bool, shell: bool = False) -> list[Instruction]:
     machine = platform.machine()
     column = list(ARCHITECTURES).index(machine)
     program: list[Instruction] = [
@@ -90,20 +107,24 @@ def _program(*, fork: bool) -> list[Instruction]:
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, 0),
     ]
-    for numbers in {**_ALLOWED, **(_WAITING if fork else {})}.values():
+    more = {**(_WAITING if fork else {}), **(_SHELL if shell else {})}
+    for numbers in {**_ALLOWED, **more}.values():
         if (number := numbers[column]) is not None:
             program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
-    for name, body in _bodies(fork).items():
+    for name, body in _bodies(fork, shell).items():
         program += [(_EQUAL, 0, len(body), _CONDITIONAL[name][column]), *body]
     return [*program, (_RETURN, 0, 0, _REFUSE)]
 
 
-def _bodies(fork: bool) -> dict[str, list[Instruction]]:
+def _bodies(fork: bool, shell: bool) -> dict[str, list[Instruction]]:
     """What decides on a call by its arguments; every path through a body returns."""
     me = os.getpid()
     setfl = _one_of(1, (_F_SETFL,), then=_without_bits(2, _O_ASYNC), other=_one_of(1, _FCNTLS))
     threads = _without_bits(0, ~_OF_THREADS & 0xFFFFFFFF)
-    forks = _without_bits(0, ~_OF_FORKS & 0xFFFFFFFF) if fork else [(_RETURN, 0, 0, _REFUSE)]
+    flags = _OF_FORKS | (_OF_SPAWNS if shell else 0)
+    forks = _without_bits(0, ~flags & 0xFFFFFFFF) if fork else [(_RETURN, 0, 0, _REFUSE)]
+    # programs that copy lists of access rights expect this of a file system without them
+    unsupported: list[Instruction] = [(_RETURN, 0, 0, _ERRNO | errno.EOPNOTSUPP)]
     clone = [(_LOAD, 0, 0, _low(0)), (_ANY_BIT, 0, len(threads), _CLONE_THREAD), *threads, *forks]
     limits: list[Instruction] = [  # limits are read (the new ones are null), and this process's
         (_LOAD, 0, 0, _low(0)), (_EQUAL, 0, 5, 0),
@@ -121,6 +142,7 @@ def _bodies(fork: bool) -> dict[str, list[Instruction]]:
         "openat": _without_bits(2, _WRITING),
         "prlimit64": limits,
         "clone3": [(_RETURN, 0, 0, _ERRNO | errno.ENOSYS)],
+        **(dict.fromkeys(("setxattr", "lsetxattr", "fsetxattr"), unsupported) if shell else {}),
     }
 
 

@@ -1,0 +1,153 @@
+"""A shell and files for programs that nobody trusts: what a coding agent of a model works in.
+
+Each command runs in a sandbox that it alone is in: namespaces of users, processes, network, IPC and
+files, in which the system's programs and libraries are read-only, the files of the `Workspace` are
+in a file system in memory, and nothing else exists; Landlock and a seccomp filter
+(`confinement.lock_shell`); resource limits. When the command ends, everything that it started is
+killed, and the files are kept as a tar archive that only the next sandbox unpacks.
+
+This needs the namespaces and the filter of `confinement.py`; `problem` says what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from slime_like.rewards import confinement
+from slime_like.rewards.sandbox import SandboxError
+from slime_like.rewards.shell_child import HEADER
+
+_BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from slime_like.rewards.shell_child import main; main()"
+_START_S = 60.0  # beyond the deadline, for the sandbox itself, on a loaded machine
+_NEEDED = ("namespaces", "seccomp")
+
+Status = Literal["ok", "timeout", "files"]
+
+
+@dataclass(frozen=True, slots=True)
+class ShellLimits:
+    """wall_s: deadline of a command. cpu_s: processor time of each process. memory_mb: address space
+    of each. files_mb: of all files. output_bytes: that are kept of what a command writes, the first
+    and the last. processes: at a time."""
+
+    wall_s: float = 30.0
+    cpu_s: int = 30
+    memory_mb: int = 512
+    files_mb: int = 16
+    output_bytes: int = 8192
+    open_files: int = 128
+    processes: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ShellOutcome:
+    """status: "ok" (the command ended), "timeout", "files" (they are more than their limit, and stay
+    as they were before the command). exit_status: of the command, as a shell has it; 124 after a
+    timeout. output: standard output and error."""
+
+    status: Status
+    exit_status: int
+    output: str
+
+
+def problem() -> str | None:
+    """Why no shell can be confined here, or None."""
+    out = confinement.missing()
+    lacking = [f"{name}: {out[name]}" for name in _NEEDED if name in out]
+    return f"the shell's sandbox cannot be set up here: {'; '.join(lacking)}" if lacking else None
+
+
+class Workspace:
+    """The files of one episode, and commands over them, one at a time."""
+
+    def __init__(self, limits: ShellLimits | None = None) -> None:
+        """Raises SandboxError where no shell can be confined."""
+        if words := problem():
+            raise SandboxError(words)
+        self.limits = limits or ShellLimits()
+        self._archive = b""
+
+    def run(self, command: str, files: Mapping[str, str] | None = None) -> ShellOutcome:
+        """Run a command of /bin/sh in the folder of the files. `python` is this interpreter, without
+        installed packages.
+
+        Args:
+            command: For ``sh -c``.
+            files: Written before it, by their path in the folder. Text that UTF-8 cannot say is
+                replaced.
+
+        Raises:
+            SandboxError: The sandbox could not start or broke; the files are as before.
+            ValueError: for a path that leads out of the folder.
+        """
+        for path in files or ():
+            if not path or os.path.isabs(path) or ".." in path.split("/") or "\0" in path:
+                raise ValueError(f"{path!r:.100} is no path in the workspace")
+        request = {
+            "command": command,
+            "files": dict(files or {}),
+            "limits": asdict(self.limits),
+            "python": os.path.realpath(sys.executable),
+        }
+        body = json.dumps(request).encode()
+        answer = _ask(
+            HEADER.pack(len(body), len(self._archive)) + body + self._archive, self.limits
+        )
+        outcome, archive = _parse(answer)
+        if outcome.status != "files":
+            self._archive = archive
+        return outcome
+
+    def write(self, path: str, text: str) -> None:
+        """Write a file; folders on the way are made. Raises as `run`, and ValueError where it cannot
+        be written."""
+        outcome = self.run("true", {path: text})
+        if outcome.exit_status:
+            raise ValueError(outcome.output)
+
+    def read(self, path: str) -> str | None:
+        """The beginning of a file; None where it cannot be read."""
+        outcome = self.run(f"cat -- {shlex.quote(path)}")
+        return outcome.output if outcome.exit_status == 0 else None
+
+
+def _ask(request: bytes, limits: ShellLimits) -> bytes:
+    arguments = [confinement.package_root(), str(os.getpid()), json.dumps(confinement.missing())]
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-X", "utf8", "-c", _BOOT, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={},
+        cwd="/",
+        start_new_session=True,
+    )
+    try:
+        answer, errors = process.communicate(request, timeout=limits.wall_s + _START_S)
+    except subprocess.TimeoutExpired:
+        raise SandboxError("the shell's sandbox does not answer") from None
+    finally:
+        process.kill()  # and with it the namespace of processes
+        process.wait()
+    if process.returncode:
+        words = errors.decode(errors="replace").strip()[-500:] or "it says nothing"
+        raise SandboxError(f"the shell's sandbox cannot start: {words}")
+    return answer
+
+
+def _parse(answer: bytes) -> tuple[ShellOutcome, bytes]:
+    """What the command came to, and the archive. Raises SandboxError for anything else."""
+    if len(answer) < HEADER.size:
+        raise SandboxError("the shell's sandbox has ended without an answer")
+    size, archive_size = HEADER.unpack_from(answer)
+    if len(answer) != HEADER.size + size + archive_size:
+        raise SandboxError("the answer of the shell's sandbox is not whole")
+    outcome = ShellOutcome(**json.loads(answer[HEADER.size : HEADER.size + size]))
+    return outcome, answer[HEADER.size + size :]
