@@ -184,7 +184,7 @@ def _parameters(
         found.append(
             Parameter(name, stage, expert, shape, kept, mapping.sharded, tuple(outputs), stacked)
         )
-        done |= shapes.keys()
+        done.update(shapes)  # `|=` with keys copies the set
     return found
 
 
