@@ -1,0 +1,364 @@
+"""Many ranks in one process: the code of every rank runs in a thread of its own, over process groups
+that count what goes through them.
+
+    ranks = run_simulated(1024, LayoutSizes(tp=4, pp=2, ep=64, etp=1), work)
+
+`work(rank)` calls torch.distributed as in a process of its own. Tensors on the meta device travel as
+sizes, others with their bytes. What is not simulated is time. `tests/dist/test_simulated_ranks.py`
+holds the counts to those of gloo processes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_iter
+
+import megatron_patches
+
+megatron_patches.apply()
+
+from megatron.core.parallel_state import RankGenerator  # noqa: E402
+
+from slime_like.megatron.parallel_layout import MegatronState, ParallelLayout  # noqa: E402
+from slime_like.preflight.live_bytes import Traffic  # noqa: E402
+
+T = TypeVar("T")
+Posted = dict[int, Any]  # tensors, by the place of the rank in its group
+Move = Callable[[Posted], None]
+Outputs = list[list[Tensor]]
+STACK_BYTES = 2**21
+ORDER = "tp-cp-ep-dp-pp"  # of megatron-core: neighbours are tensor-parallel
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutSizes:
+    """Sizes of a layout; the rest of the ranks are data-parallel. etp: None: as `tp`."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    cp: int = 1
+
+    def groups(self, world: int) -> dict[str, list[list[int]]]:
+        """The ranks of every group, by the name of its dimension, as megatron-core makes them."""
+        etp = self.tp if self.etp is None else self.etp
+        dense, sparse = world // (self.tp * self.cp * self.pp), world // (etp * self.ep * self.pp)
+        if (
+            dense * self.tp * self.cp * self.pp != world
+            or sparse * etp * self.ep * self.pp != world
+        ):
+            raise ValueError(f"{self} does not divide {world} ranks")
+        of_dense = RankGenerator(self.tp, 1, dense, self.pp, self.cp, ORDER)
+        of_experts = RankGenerator(etp, self.ep, sparse, self.pp, 1, ORDER)
+        found = {name: of_dense.get_ranks(name) for name in ("tp", "pp", "cp", "dp", "dp-cp")}
+        return {
+            **found,
+            "ep": of_experts.get_ranks("ep"),
+            "etp": of_experts.get_ranks("tp"),
+            "expert_dp": of_experts.get_ranks("dp"),
+        }
+
+
+class SimulationFailed(RuntimeError):
+    """A rank has failed, ranks disagree about a collective, or some wait for others for ever."""
+
+
+@dataclass(slots=True)
+class _Call:
+    """One collective, or a message, of `size` ranks. posted: the tensors of each, by its place."""
+
+    kind: str
+    size: int
+    posted: Posted = field(default_factory=dict)
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class SimulatedWorld:
+    """What the ranks of a world share."""
+
+    def __init__(self, size: int, timeout_s: float) -> None:
+        self.size = size
+        self.failure: BaseException | None = None
+        self._deadline = time.monotonic() + timeout_s
+        self._lock = threading.Lock()
+        self._calls: dict[tuple[Hashable, ...], _Call] = {}
+
+    def post(
+        self,
+        key: tuple[Hashable, ...],
+        kind: str,
+        place: int,
+        size: int,
+        tensors: Any,
+        move: Move,
+    ) -> _Call:
+        """The last of `size` ranks to come moves the bytes of all."""
+        with self._lock:
+            if self.failure is not None:
+                raise SimulationFailed("another rank has failed")
+            call = self._calls.setdefault(key, _Call(kind, size))
+            if call.kind != kind:
+                raise SimulationFailed(f"{key}: a rank calls {kind}, another one {call.kind}")
+            call.posted[place] = tensors
+            is_last = len(call.posted) == size
+        if is_last:
+            with _disable_current_modes(), torch.no_grad():  # tensors of other ranks
+                move(call.posted)
+            call.posted = {}
+            with self._lock:
+                del self._calls[key]
+            call.done.set()
+        return call
+
+    def wait(self, call: _Call) -> None:
+        if not call.done.wait(max(0.0, self._deadline - time.monotonic())):
+            here = sorted(call.posted)
+            raise SimulationFailed(f"{call.kind} of {call.size} ranks: only {here[:9]} have come")
+        if self.failure is not None:
+            raise SimulationFailed("another rank has failed")
+
+    def fail(self, error: BaseException) -> None:
+        with self._lock:
+            if self.failure is None:
+                self.failure = error
+            for call in self._calls.values():
+                call.done.set()
+
+
+class _Work:
+    def __init__(self, world: SimulatedWorld, call: _Call) -> None:
+        self._world, self._call = world, call
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._world.wait(self._call)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._call.done.is_set()
+
+
+class SimulatedGroup(dist.ProcessGroup):
+    """One rank's end of a process group. What is here is what the planes call; torch raises for
+    the rest.
+
+    traffic: by collective, as `LiveBytes` counts it where processes are real. sent, received: bytes
+    that this rank gives to others, and gets from them; a broadcast's once, however many get them.
+    """
+
+    def __init__(self, world: SimulatedWorld, name: str, ranks: Sequence[int], rank: int) -> None:
+        super().__init__(ranks.index(rank), len(ranks))  # type: ignore[call-arg]
+        self.ranks = tuple(ranks)
+        self.traffic: dict[str, Traffic] = {}
+        self.sent = self.received = 0
+        self.label = name
+        self._world, self._place = world, ranks.index(rank)
+        self._numbers: dict[tuple[Hashable, ...], int] = {}
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def rank(self) -> int:
+        return self._place
+
+    def getBackendName(self) -> str:
+        return "simulated"
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return f"{self.label} {self.ranks[0]}"
+
+    def allgather(self, outputs: Outputs, inputs: list[Tensor], _: Any = None) -> _Work:  # type: ignore[override]
+        def move(posted: Posted) -> None:
+            for into, _ in posted.values():
+                for place, tensor in enumerate(into[0]):
+                    _copy(tensor, posted[place][1][0])
+
+        received = _bytes(inputs) * (self.size() - 1)
+        return self._collective("allgather", (outputs, inputs), move, _bytes(inputs), received)
+
+    def all_gather_single(self, output: Tensor, own: Tensor, _: Any = None) -> _Work:  # type: ignore[override]
+        def move(posted: Posted) -> None:
+            for into, _ in posted.values():
+                for place, part in enumerate(into.chunk(self.size())):
+                    _copy(part, posted[place][1])
+
+        received = own.nbytes * (self.size() - 1)
+        return self._collective("allgather_base", (output, own), move, own.nbytes, received)
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> _Work:  # type: ignore[override]
+        """Sums only. Counted as sent and received once."""
+        assert options.reduceOp == dist.ReduceOp.SUM
+
+        def move(posted: Posted) -> None:
+            total = torch.stack([posted[place][0][0] for place in range(self.size())]).sum(0)
+            for (into,) in posted.values():
+                into[0].copy_(total)
+
+        size = _bytes(tensors)
+        return self._collective("allreduce", (tensors,), move, size, size)
+
+    def barrier(self, opts: Any = None) -> _Work:  # type: ignore[override]
+        return self._post(("collective",), "barrier", self.size(), None, lambda _: None)
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> _Work:  # type: ignore[override]
+        root, size = options.rootRank, _bytes(tensors)
+
+        def move(posted: Posted) -> None:
+            for place, (into,) in posted.items():
+                if place != root:
+                    _copy(into[0], posted[root][0][0])
+
+        sent, received = (size, 0) if self.rank() == root else (0, size)
+        return self._collective("broadcast", (tensors,), move, sent, received)
+
+    def gather(self, outputs: Outputs, inputs: list[Tensor], options: Any) -> _Work:  # type: ignore[override]
+        root, size = options.rootRank, _bytes(inputs)
+
+        def move(posted: Posted) -> None:
+            for place, tensor in enumerate(posted[root][0][0]):
+                _copy(tensor, posted[place][1][0])
+
+        received = size * (self.size() - 1)
+        sent, received = (0, received) if self.rank() == root else (size, 0)
+        return self._collective("gather", (outputs, inputs), move, sent, received)
+
+    def send(self, tensors: list[Tensor], destination: int, tag: int) -> _Work:  # type: ignore[override]
+        self._count("send", _bytes(tensors), _bytes(tensors), 0)
+        return self._message(self.rank(), destination, tag, tensors)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> _Work:  # type: ignore[override]
+        self._count("recv", _bytes(tensors), 0, _bytes(tensors))
+        return self._message(source, self.rank(), tag, tensors)
+
+    def _message(self, source: int, destination: int, tag: int, tensors: list[Tensor]) -> _Work:
+        def move(posted: Posted) -> None:
+            _copy(posted[destination][0], posted[source][0])
+
+        return self._post(("message", source, destination, tag), "message", 2, tensors, move)
+
+    def _collective(
+        self, kind: str, tensors: tuple[Any, ...], move: Move, sent: int, received: int
+    ) -> _Work:
+        self._count(kind, max(map(_bytes, tensors)), sent, received)
+        # of all kinds together: all ranks of a group call them in one order
+        return self._post(("collective",), kind, self.size(), tensors, move)
+
+    def _count(self, kind: str, size: int, sent: int, received: int) -> None:
+        if self.size() > 1:
+            traffic = self.traffic.setdefault(kind, Traffic())
+            traffic.calls += 1
+            traffic.bytes += size
+            self.sent += sent
+            self.received += received
+
+    def _post(
+        self, what: tuple[Hashable, ...], kind: str, size: int, tensors: Any, move: Move
+    ) -> _Work:
+        number = self._numbers[what] = self._numbers.get(what, -1) + 1
+        key = (self.label, self.ranks[0], *what, number)
+        return _Work(self._world, self._world.post(key, kind, self.rank(), size, tensors, move))
+
+
+class _WorldOfThread(threading.local):
+    """What torch.distributed knows of groups, for each thread."""
+
+    def __init__(self) -> None:
+        self.default_pg: dist.ProcessGroup | None = None
+        self.pg_map: dict[dist.ProcessGroup, tuple[str, None]] = {}
+        self.pg_names: dict[dist.ProcessGroup, str] = {}
+        self.pg_group_ranks: dict[dist.ProcessGroup, dict[int, int]] = {}
+        self.pg_coalesce_state: dict[dist.ProcessGroup, None] = {}
+
+    def add(self, group: SimulatedGroup) -> None:
+        self.pg_map[group] = ("simulated", None)
+        self.pg_names[group] = group.group_name
+        self.pg_group_ranks[group] = {rank: place for place, rank in enumerate(group.ranks)}
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRank:
+    """groups: by their names, "world" among them."""
+
+    layout: ParallelLayout
+    groups: dict[str, SimulatedGroup]
+
+
+def run_simulated(
+    size: int, sizes: LayoutSizes, work: Callable[[SimulatedRank], T], timeout_s: float = 600.0
+) -> list[T]:
+    """What `work` returns on each rank. Raises the first error of a rank; SimulationFailed where
+    ranks call different collectives, or some do not come within `timeout_s`."""
+    world = SimulatedWorld(size, timeout_s)
+    ranks_of = {**sizes.groups(size), "world": [list(range(size))]}
+    own = {
+        name: {rank: ranks for ranks in groups for rank in ranks}
+        for name, groups in ranks_of.items()
+    }
+    state, of_threads = MegatronState(), _WorldOfThread()
+    results: dict[int, T] = {}
+
+    def run(rank: int) -> None:
+        try:
+            groups = {n: SimulatedGroup(world, n, own[n][rank], rank) for n in own}
+            for group in groups.values():
+                of_threads.add(group)
+            of_threads.default_pg = groups["world"]
+            results[rank] = work(SimulatedRank(_layout(size, rank, groups, state), groups))
+        except BaseException as error:
+            world.fail(error)
+
+    before = threading.stack_size(STACK_BYTES)
+    try:
+        with mock.patch.object(dist.distributed_c10d, "_world", of_threads):
+            threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    finally:
+        threading.stack_size(before)
+    if world.failure is not None:
+        raise world.failure
+    return [results[rank] for rank in range(size)]
+
+
+def _layout(
+    size: int, rank: int, groups: dict[str, SimulatedGroup], state: MegatronState
+) -> ParallelLayout:
+    """As `read_layout` finds it on this rank."""
+    fields: dict[str, Any] = {}
+    for name in ("tp", "pp", "cp", "dp", "ep", "etp"):
+        fields[f"{name}_size"] = groups[name].size()
+        fields[f"{name}_rank"] = groups[name].rank()
+        fields[f"{name}_group"] = groups[name]
+    return ParallelLayout(
+        world_size=size,
+        rank=rank,
+        vp_size=1,
+        expert_dp_rank=groups["expert_dp"].rank(),
+        dp_cp_group=groups["dp-cp"],
+        state=state,
+        **fields,
+    )
+
+
+def _copy(into: Tensor, source: Tensor) -> None:
+    if into.nbytes != source.nbytes:
+        raise SimulationFailed(f"{source.nbytes} bytes for a buffer of {into.nbytes}")
+    if not into.is_meta and not source.is_meta:
+        into.copy_(source)
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(t.nbytes for t in tree_iter(tensors) if isinstance(t, Tensor))

@@ -1,0 +1,55 @@
+"""The weight plane's simulated ranks against gloo processes: the same collectives and messages, the
+same bytes, and as much held, on every rank and in every way to engines."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from benchmarks.bench_weight_plane import WAYS, count_simulated
+from benchmarks.bench_weights import make_config
+from benchmarks.parity.ranks import run_ranks
+from benchmarks.simulated_ranks import LayoutSizes
+
+HIDDEN, BUCKET_BYTES = 32, 2**15
+LARGEST = 4096 * HIDDEN * 2  # the embedding, a bucket of its own
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    made = tmp_path_factory.mktemp("model")
+    make_config(made, experts=16, layers=2, hidden=HIDDEN)
+    return str(made)
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes"),
+    [
+        pytest.param(2, LayoutSizes(tp=2), marks=pytest.mark.extended),
+        pytest.param(2, LayoutSizes(pp=2), marks=pytest.mark.extended),
+        pytest.param(4, LayoutSizes(tp=2, pp=2, ep=2, etp=1)),
+        pytest.param(8, LayoutSizes(tp=2, pp=2, ep=4, etp=1), marks=pytest.mark.extended),
+        pytest.param(8, LayoutSizes(tp=2, ep=2, etp=2), marks=pytest.mark.extended),
+        pytest.param(16, LayoutSizes(tp=2, pp=2, ep=4, etp=1), marks=pytest.mark.slow),
+        pytest.param(32, LayoutSizes(tp=4, pp=2, ep=8, etp=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_simulated_ranks_count_what_processes_do(
+    folder: str, tmp_path: Path, world: int, sizes: LayoutSizes
+) -> None:
+    arguments = {"folder": folder, "sizes": asdict(sizes), "bucket_bytes": BUCKET_BYTES}
+    real = run_ranks(
+        "benchmarks.bench_weight_plane:count_real", world, tmp_path, arguments, timeout_s=900
+    )
+    simulated = count_simulated(folder, sizes, world, BUCKET_BYTES, timeout_s=900)
+    for rank, (expected, found) in enumerate(zip(real, simulated, strict=True)):
+        assert found.keys() == {"set-up", *WAYS}
+        for way, counted in found.items():
+            same = asdict(counted) | {"sent": None, "received": None}
+            held = expected[way].pop("peak") - same.pop("peak")
+            assert same == expected[way], (rank, way)
+            # each of gloo's two threads may have its last message a moment longer
+            assert 0 <= held <= 2 * LARGEST, (rank, way)
