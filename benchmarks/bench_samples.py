@@ -1,11 +1,12 @@
 """What it costs to bring the samples of a rollout to the ranks that train on them.
 
-    python benchmarks/bench_samples.py [--ranks 2 4 8] [--simulated 8 64 1024] [--json samples.json]
+    python benchmarks/bench_samples.py [--ranks 2 4 8 16 32] [--simulated 8 64 1024] [--json F]
 
 256 responses of 4,096 tokens are on rank 0, as with servers, and every rank trains on its part of
 them. For each number of gloo processes: the most memory of any rank above what it had before (MiB),
 seconds, and bytes that all ranks together hold afterwards, rank 0's samples included (MiB). "before"
-is how ranks once shared samples: all of them, pickled, on every rank.
+is how ranks once shared samples: all of them, pickled, on every rank; 16 processes would need 10
+GiB for it, so it is measured with at most --before-up-to.
 
 Then the same delivery for ranks that are simulated, 8 to a copy of the model, with 32 responses for
 each copy: what rank 0 sends, the most that another rank sends and gets, the index, the messages of
@@ -105,11 +106,11 @@ def measure(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, float
     return {"peak": peak, "seconds": seconds, "held": held(copies) + held(own)}
 
 
-def real(ranks: list[int], count: int, tokens: int) -> list[dict[str, Any]]:
+def real(ranks: list[int], count: int, tokens: int, before_up_to: int) -> list[dict[str, Any]]:
     rows = []
     print(f"{'ranks':>5} {'':7} {'peak MiB':>9} {'seconds':>8} {'held MiB':>9}")
     for world in ranks:
-        for before in (True, False):
+        for before in (True, False) if world <= before_up_to else (False,):
             with tempfile.TemporaryDirectory() as folder:
                 found = run_ranks(
                     "benchmarks.bench_samples:measure",
@@ -174,13 +175,14 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8], help="gloo processes")
+    parser.add_argument("--before-up-to", type=int, default=8, help="processes")
     parser.add_argument("--simulated", type=int, nargs="*", default=[8, 64, 1024])
     parser.add_argument("--responses", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=4096, help="of each response")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     given = parser.parse_args()
     results = {
-        "real": real(given.ranks, given.responses, given.tokens),
+        "real": real(given.ranks, given.responses, given.tokens, given.before_up_to),
         "simulated": simulated(given.simulated, given.tokens),
     }
     write_json(given.json, results)

@@ -92,6 +92,8 @@ def _gathered(
     longest = int(nbytes.max())
     if not longest:
         return [np.empty(0, dtype=np.uint8) for _ in nbytes]
+    if longest * len(nbytes) > 2 * int(nbytes.sum()):
+        return _broadcast(own, nbytes, group)
     mine = torch.zeros(longest, dtype=torch.uint8)
     mine[: own.size] = torch.from_numpy(own)
     table = torch.empty(longest * len(nbytes), dtype=torch.uint8)
@@ -100,6 +102,21 @@ def _gathered(
         row[:size].numpy().copy()
         for row, size in zip(table.view(len(nbytes), -1), nbytes.tolist(), strict=True)
     ]
+
+
+def _broadcast(
+    own: np.ndarray, nbytes: np.ndarray, group: dist.ProcessGroup | None
+) -> list[np.ndarray]:
+    """As `_gathered`, from one rank after another, where a few have most: each row of a table would
+    be as long as the longest, and its size would grow with the ranks."""
+    found = []
+    for source, size in enumerate(nbytes.tolist()):
+        mine = own if source == dist.get_rank() else np.empty(size, dtype=np.uint8)
+        buffer = torch.from_numpy(np.ascontiguousarray(mine))
+        if size:
+            dist.broadcast(buffer, src=source, group=group)
+        found.append(buffer.numpy())
+    return found
 
 
 def share_index_again(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.parity.ranks import run_ranks
+from benchmarks.simulated_ranks import LayoutSizes, SimulatedRank, run_simulated
 from slime_like.distributed.exchange import Sharing
 from slime_like.rollout.sample_plane import (
     bring_to_rank_zero,
@@ -89,9 +90,37 @@ def exchange(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, int]
     return {"sent": found.traffic.sent, "received": found.traffic.received}
 
 
-@pytest.mark.parametrize(("world", "holders"), [(2, "zero"), (4, "all"), (4, "not the last")])
+@pytest.mark.parametrize(
+    ("world", "holders"),
+    [
+        (2, "zero"),
+        (4, "all"),
+        (4, "not the last"),
+        pytest.param(8, "zero", marks=pytest.mark.extended),
+        pytest.param(16, "zero", marks=pytest.mark.slow),
+        pytest.param(32, "all", marks=pytest.mark.slow),
+    ],
+)
 def test_samples_go_where_they_are_trained_on(tmp_path: Path, world: int, holders: str) -> None:
     totals = run_ranks(
         "tests.dist.test_samples:exchange", world, tmp_path, {"holders": holders}, timeout_s=300
     )
     assert sum(t["sent"] for t in totals) == sum(t["received"] for t in totals) > 0
+
+    def simulated(rank: SimulatedRank) -> dict[str, int]:
+        return exchange(rank.layout.rank, world, {"holders": holders})
+
+    assert run_simulated(world, LayoutSizes(), simulated, timeout_s=300) == totals
+
+
+def test_the_index_does_not_grow_with_the_ranks() -> None:
+    """All samples on rank 0, as with servers: it comes once, however many ranks there are."""
+
+    def received(rank: SimulatedRank) -> int:
+        own = [made(i) for i in range(COUNT)] if rank.layout.rank == 0 else []
+        known = share_index(own, [0] * COUNT)
+        assert [s.sample_id for s in known] == list(range(COUNT))
+        return rank.groups["world"].received
+
+    few, many = (run_simulated(n, LayoutSizes(), received, timeout_s=300) for n in (4, 128))
+    assert few[0] == 0 and set(few[1:]) == set(many[1:]) and few[1] < COUNT * 200
