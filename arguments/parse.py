@@ -53,6 +53,8 @@ IMPORT_FLAG = "--import-modules"
 UNTIED = "untie_embeddings_and_output_weights"  # a critic has no output weights
 # Rank 0 prints; when another rank ends first, torchrun would end rank 0 before it has.
 _WAIT_FOR_RANK_0_S = 5.0
+SUPERVISED_DEFAULTS = {"n_samples_per_prompt": 1, "loss_reduction": "token_mean"}
+PAIR_DEFAULTS = {"n_samples_per_prompt": 2, "loss_reduction": "sequence_mean"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,9 +325,11 @@ def _draft(
     values: Mapping[str, Any] = {**program.values, **given.values}
     supervised = values.get("loss_type") == "sft_loss"
     if supervised:
-        values = {"n_samples_per_prompt": 1, "loss_reduction": "token_mean", **values}
+        values = {**SUPERVISED_DEFAULTS, **(PAIR_DEFAULTS if loss.pairs else {}), **values}
     if program.default_micro_batches:
         values = {**values, **default_micro_batches(values)}
+    if loss.pairs:
+        values = {"micro_batch_size": 2, **values}
     configs = {name: _make(config_type, values) for name, (_, config_type) in GROUPS.items()}
     if checkpoint is not None and "rollout_max_response_len" not in values:
         configs["rollout"] = _room_for_conversations(configs, checkpoint)

@@ -16,6 +16,7 @@ from slime_like.losses.custom import custom_loss
 from slime_like.losses.registry import PolicyLoss, policy_losses
 
 CUSTOM = "custom_loss_function_path"
+PAIR_LOSS_TYPES = {"dpo_loss": "dpo"}  # --loss-type -> --policy-loss-type
 
 
 def resolve_aliases(given: ParsedArgs) -> None:
@@ -24,6 +25,7 @@ def resolve_aliases(given: ParsedArgs) -> None:
     _skyrls_gmpo_bounds(given)
     _alias_settings(given)
     _custom_loss_type(given)
+    _pair_loss_type(given)
 
 
 def choose_loss(given: ParsedArgs, table: FlagTable) -> tuple[PolicyLoss, Any]:
@@ -125,6 +127,19 @@ def _alias_settings(given: ParsedArgs) -> None:
         if field in choices and given.values.get(field, meant) != meant:
             message = f"contradicts --policy-loss-type {name}, which means {meant}; use --policy-loss-type {loss.name}"
             given.problems.append(Problem(flag_name(field), given.values[field], message))
+
+
+def _pair_loss_type(given: ParsedArgs) -> None:
+    """TRL's and OpenRLHF's users look for a way of training, not for a loss of one."""
+    values = given.values
+    if values.get("loss_type") not in PAIR_LOSS_TYPES:
+        return
+    given_type, name = values["loss_type"], PAIR_LOSS_TYPES[values["loss_type"]]
+    values["loss_type"] = "sft_loss"
+    if policy_losses.canonical(values.setdefault("policy_loss_type", name)) != name:
+        message = f"contradicts --loss-type {given_type}, which means {name}; leave one of them out"
+        given.problems.append(Problem("--policy-loss-type", values["policy_loss_type"], message))
+        values["policy_loss_type"] = name
 
 
 def _custom_loss_type(given: ParsedArgs) -> None:

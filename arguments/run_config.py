@@ -76,7 +76,8 @@ class RunConfig(ConfigGroups):
     @property
     def learns_conversations(self) -> bool:
         """Whether a row is a whole conversation, of which the assistant's turns are learnt."""
-        return learns_conversations(self.algorithm.loss_type, self.data)
+        supervised = learns_conversations(self.algorithm.loss_type, self.data)
+        return supervised and self.algorithm.pair_loss is None
 
     @property
     def log_prob_temperature(self) -> float:

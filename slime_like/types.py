@@ -54,6 +54,7 @@ class Prompt:
     group_id: unique over the run; the samples of one prompt form the group of GRPO.
     text: the prompt as the model sees it (chat template applied). tokens: its ids.
     turns: what follows it in a conversation to learn from, texts and whether they are learnt.
+    rejected: of a pair of answers, the same prompt with the one that is not preferred.
     """
 
     group_id: int
@@ -62,6 +63,7 @@ class Prompt:
     label: Any = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     turns: tuple[tuple[str, bool], ...] = ()
+    rejected: Prompt | None = None
 
 
 @dataclass(frozen=True, slots=True)

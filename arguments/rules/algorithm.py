@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from arguments.rules.base import Rule, Settings, problem
+from arguments.rules.base import TASK_PREFIX, Rule, Settings, problem
 from arguments.rules.declared import has_critic
 from arguments.rules.layout import global_batch_of
 from arguments.rules.rows import file_of, first_is_text
@@ -160,7 +160,17 @@ def entropy_bounds(s: Settings) -> list[Problem]:
     return []
 
 
+def noise_of_labels(s: Settings) -> list[Problem]:
+    if s.loss.name != "dpo" or not s.policy_loss.dpo_label_smoothing:
+        return []
+    if s.policy_loss.dpo_loss_type in ("sigmoid", "robust"):
+        return []
+    message = f"has no effect with --dpo-loss-type {s.policy_loss.dpo_loss_type}; leave it out"
+    return problem("dpo_label_smoothing", s.policy_loss.dpo_label_smoothing, message)
+
+
 LOSS_RULES: tuple[Rule, ...] = (
+    noise_of_labels,
     entropy_bounds,
     sequence_mask,
     legacy_needs_even_micro_batches,
@@ -219,15 +229,14 @@ def supervised_loss(s: Settings) -> list[Problem]:
     if s.algorithm.loss_type != "sft_loss":
         return []
     found = []
-    if "policy_loss_type" in s.given and s.loss.name != "cross_entropy":
+    if "policy_loss_type" in s.given and s.loss.name != "cross_entropy" and not s.loss.pairs:
         found += problem(
             "policy_loss_type",
             s.algorithm.policy_loss_type,
             "does not go with --loss-type sft_loss; leave it out",
         )
-    if learns_conversations(s.algorithm.loss_type, s.data) and first_is_text(
-        file_of(s.data.prompt_data or ""), s.data.input_key
-    ):
+    conversations = not s.loss.pairs and learns_conversations(s.algorithm.loss_type, s.data)
+    if conversations and first_is_text(file_of(s.data.prompt_data or ""), s.data.input_key):
         found += problem(
             "label_key",
             None,
@@ -260,6 +269,22 @@ def idle_in_supervised_training(s: Settings) -> list[Problem]:
     ]
 
 
+def pairs_are_supervised(s: Settings) -> list[Problem]:
+    """A loss of preferences, and where its rows come from."""
+    if s.algorithm.loss_type != "sft_loss" and s.loss.pairs:
+        message = "compares given answers; use --loss-type sft_loss"
+        return problem("policy_loss_type", s.algorithm.policy_loss_type, message)
+    if not s.loss.pairs:
+        return []
+    found = []
+    if (s.data.prompt_data or "").startswith(TASK_PREFIX):
+        found += problem("prompt_data", s.data.prompt_data, "has no pairs of answers; name a file")
+    if s.data.label_key is not None:
+        message = "has no effect with pairs of answers (--chosen-key, --rejected-key); leave it out"
+        found += problem("label_key", s.data.label_key, message)
+    return found
+
+
 def cross_entropy_is_supervised(s: Settings) -> list[Problem]:
     if s.algorithm.loss_type == "sft_loss" or s.loss.name != "cross_entropy":
         return []
@@ -270,6 +295,7 @@ def cross_entropy_is_supervised(s: Settings) -> list[Problem]:
 SUPERVISED_RULES: tuple[Rule, ...] = (
     supervised_loss,
     idle_in_supervised_training,
+    pairs_are_supervised,
     cross_entropy_is_supervised,
 )
 

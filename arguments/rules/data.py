@@ -198,10 +198,15 @@ def prompts(s: Settings) -> list[Problem]:
 
 
 def keys_of_rows(s: Settings) -> list[Problem]:
-    """--input-key and --label-key, or an evaluation set's own, that none of the first rows has."""
+    """--input-key and --label-key, those of pairs of answers, or an evaluation set's own, that none
+    of the first rows has."""
     data, found = s.data, []
     there = _keys_there(data.prompt_data or "", data.skip_bad_rows)
-    for name, key in (("input_key", data.input_key), ("label_key", data.label_key)):
+    names = ("input_key", "label_key")
+    if s.algorithm.pair_loss is not None:
+        names = ("chosen_key", "rejected_key")
+    for name in names:
+        key = getattr(data, name)
         if there and key is not None and key not in there:
             found += problem(
                 name, key, f"is no key of {data.prompt_data}, which has {_names(there)}"

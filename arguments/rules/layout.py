@@ -187,13 +187,40 @@ def run_length(s: Settings) -> list[Problem]:
 
 
 def supervised_samples(s: Settings) -> list[Problem]:
-    if s.algorithm.loss_type == "sft_loss" and s.rollout.n_samples_per_prompt != 1:
+    count = s.algorithm.samples_together
+    if s.algorithm.loss_type == "sft_loss" and s.rollout.n_samples_per_prompt != count:
+        what = "a row is a sample" if count == 1 else "a row is a pair of answers"
         return problem(
             "n_samples_per_prompt",
             s.rollout.n_samples_per_prompt,
-            "must be 1 with --loss-type sft_loss: a row is a sample; leave it out",
+            f"must be {count} with --loss-type sft_loss: {what}; leave it out",
         )
     return []
+
+
+def pairs_are_whole(s: Settings) -> list[Problem]:
+    """The two answers of a pair are in one optimizer step, on one rank, in one micro-batch."""
+    size, dp = global_batch_of(s), s.data_parallel_size
+    if s.algorithm.pair_loss is None or size is None or dp is None:
+        return []
+    found = [
+        p
+        for name in BY_SAMPLES
+        if (samples := getattr(s.algorithm, name)) is not None
+        and samples % 2
+        and not s.algorithm.use_dynamic_batch_size
+        for p in problem(name, samples, "must be even: both answers of a pair are together")
+    ]
+    name = "global_batch_size" if s.algorithm.global_batch_size else "rollout_batch_size"
+    if size % 2:
+        found += problem(
+            name, None, f"an optimizer step's {size} samples are not whole pairs; change it"
+        )
+    elif size // 2 < dp:
+        found += problem(
+            name, None, f"an optimizer step's {size // 2} pairs are fewer than {dp} ranks; raise it"
+        )
+    return found
 
 
 def global_batch_of(s: Settings) -> int | None:
@@ -340,6 +367,7 @@ def every_rank_gets_a_sample(s: Settings) -> list[Problem]:
 BATCH_RULES: tuple[Rule, ...] = (
     run_length,
     supervised_samples,
+    pairs_are_whole,
     rollout_is_divisible,
     global_batch_is_divisible,
     log_prob_micro_batches,

@@ -71,13 +71,10 @@ def kl_needs_a_reference(s: Settings) -> list[Problem]:
     needs = (
         "--use-kl-loss" if s.algorithm.use_kl_loss else "--kl-coef" if s.algorithm.kl_coef else None
     )
-    if (
-        needs is None
-        or s.model.ref_load is not None
-        or s.lora.lora_rank
-        or not s.trains
-        or s.algorithm.loss_type == "sft_loss"
-    ):
+    if s.algorithm.loss_type == "sft_loss":
+        compares = s.algorithm.compares_with_reference
+        needs = f"--policy-loss-type {s.loss.name}" if compares else None
+    if needs is None or s.model.ref_load is not None or s.lora.lora_rank or not s.trains:
         return []
     return problem(
         "ref_load",

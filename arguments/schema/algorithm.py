@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, UNIT, Range, arg
+from slime_like.losses.registry import PolicyLoss, policy_losses
 
 ALL_OR_SOME = Range("-1 (all) or >= 1", lambda x: x == -1 or x >= 1)
 
@@ -14,9 +15,9 @@ ALL_OR_SOME = Range("-1 (all) or >= 1", lambda x: x == -1 or x >= 1)
 class AlgorithmConfig:
     loss_type: str = arg(
         "policy_loss",
-        "policy_loss: reinforcement learning. sft_loss: supervised fine-tuning on --prompt-data's labels. custom_loss: slime's word for "
-        "policy_loss with --custom-loss-function-path.",
-        choices=("policy_loss", "sft_loss", "custom_loss"),
+        "policy_loss: reinforcement learning. sft_loss: fine-tuning on given answers. dpo_loss: sft_loss with --policy-loss-type dpo. "
+        "custom_loss: policy_loss with a function.",
+        choices=("policy_loss", "sft_loss", "dpo_loss", "custom_loss"),
     )
     policy_loss_type: str = arg("ppo", "The policy loss.")
     custom_loss_function_path: str | None = arg(
@@ -275,6 +276,24 @@ class AlgorithmConfig:
         "the cache, and no result changes beyond rounding.",
         legal=ALL_OR_SOME,
     )
+
+    @property
+    def pair_loss(self) -> PolicyLoss | None:
+        """The loss of preferences that the run learns by, if it does."""
+        if self.loss_type != "sft_loss" or self.custom_loss_function_path is not None:
+            return None
+        loss = policy_losses.get(self.policy_loss_type)
+        return loss if loss.pairs else None
+
+    @property
+    def samples_together(self) -> int:
+        """Neighbours that stay in one micro-batch: both answers of a pair."""
+        return 1 if self.pair_loss is None else 2
+
+    @property
+    def compares_with_reference(self) -> bool:
+        """Whether the loss of preferences needs a reference model."""
+        return self.pair_loss is not None and "ref_log_probs" in self.pair_loss.needs
 
 
 @dataclass(frozen=True, slots=True)

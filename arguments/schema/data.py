@@ -23,6 +23,14 @@ class DataConfig:
         "Field that holds the reference answer. --loss-type sft_loss without it: prompts are whole conversations, of which the assistant's turns "
         "are learnt.",
     )
+    chosen_key: str = arg(
+        "chosen",
+        "Field with the preferred answer to --input-key: a text, or messages, which may begin with the prompt.",
+        only_with="@pairs",
+    )
+    rejected_key: str = arg(
+        "rejected", "Field with the other answer, of the same kind.", only_with="@pairs"
+    )
     metadata_key: str = arg(
         "metadata", "Field that holds a JSON object handed to rewards and custom functions."
     )

@@ -24,7 +24,7 @@ class ConversationFormat(PromptFormat):
         self._mask_type = config.loss_mask_type
 
     def _check_prompt(self, messages: Any) -> str | None:
-        name = f"{self.keys.input!r} (--input-key)"
+        name = f"{self.keys.input!r} ({self.keys.input_flag})"
         if isinstance(messages, str):
             return (
                 f"{name} is a string; --loss-type sft_loss without --label-key learns from lists of "
@@ -44,10 +44,11 @@ class ConversationFormat(PromptFormat):
 
     def texts(self, rows: Sequence[Row], where: Callable[[int], str]) -> list[list[Segment]]:
         return render_rows(
-            self._segments, rows, where, remedy="correct the row or the template (chat_template)"
+            self.segments, rows, where, remedy="correct the row or the template (chat_template)"
         )
 
-    def _segments(self, row: Row) -> list[Segment]:
+    def segments(self, row: Row) -> list[Segment]:
+        """The conversation of a row, cut where its learnt turns begin and end."""
         render = functools.partial(self._write, tools=self._tools(row))
         messages = [_without_nulls(message) for message in row[self.keys.input]]
         end = self._tokenizer.eos_token or ""

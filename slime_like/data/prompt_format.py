@@ -22,6 +22,7 @@ class RowKeys:
     label: str | None
     metadata: str
     tools: str = "tools"
+    input_flag: str = "--input-key"
 
     @classmethod
     def of(
@@ -116,14 +117,17 @@ class PromptFormat:
 
     def check(self, row: Row) -> str | None:
         """What is wrong with a row, or None."""
-        for flag, key in (("--input-key", self.keys.input), ("--label-key", self.keys.label)):
+        for flag, key in (
+            (self.keys.input_flag, self.keys.input),
+            ("--label-key", self.keys.label),
+        ):
             if key is not None and key not in row:
                 return f"missing key {key!r} ({flag}); the keys that are there: {', '.join(sorted(row)) or 'none'}"
         prompt, metadata = row[self.keys.input], row.get(self.keys.metadata)
         if metadata is not None and not isinstance(metadata, dict):
             return f"{self.keys.metadata!r} (--metadata-key) must be an object, not {type(metadata).__name__}"
         if prompt == "":
-            return f"{self.keys.input!r} (--input-key) is empty"
+            return f"{self.keys.input!r} ({self.keys.input_flag}) is empty"
         problem = self._check_prompt(prompt) or self._check_tools(row)
         if problem is None and self._answer_check is not None:
             problem = self._answer_check(self._label(row), {**(metadata or {}), **self._metadata})
@@ -145,7 +149,7 @@ class PromptFormat:
     def _check_prompt(self, messages: Any) -> str | None:
         if isinstance(messages, str):
             return None
-        name = f"{self.keys.input!r} (--input-key)"
+        name = f"{self.keys.input!r} ({self.keys.input_flag})"
         is_chat = (
             isinstance(messages, list)
             and messages

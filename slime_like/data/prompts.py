@@ -15,6 +15,7 @@ import numpy as np
 from arguments.eval_sets import EvalSet
 from arguments.schema.data import DataConfig
 from slime_like.data.conversation import ConversationFormat
+from slime_like.data.pairs import PairFormat
 from slime_like.data.prompt_format import ANY_LENGTH, PromptFormat, Room, RowKeys
 from slime_like.data.source import Row, RowSource, batches, open_source
 from slime_like.rewards.registry import AnswerCheck
@@ -82,7 +83,8 @@ class PromptSource:
     """An endless stream of prompts over epochs of one data source.
 
     answer_check: `data.sft.answer_problem`, or `rewards.registry.answer_check` of the run's reward;
-    None accepts every label. conversations: prompts are whole ones, to learn from.
+    None accepts every label. conversations: prompts are whole ones, to learn from. pairs: of rows
+    with two answers.
     `len()` is the number of prompts in an epoch, `num_left_out` the number of rows that were too
     long, `notes` what the user should be
     told once (rows left out), a line each. Raises ValueError at construction for everything that is
@@ -97,17 +99,20 @@ class PromptSource:
         answer_check: AnswerCheck | None = None,
         room: Room = ANY_LENGTH,
         conversations: bool = False,
+        pairs: bool = False,
     ) -> None:
         if config.prompt_data is None:
             raise ValueError(
                 "--prompt-data is missing: name a .jsonl or .parquet file, or reasoning_gym:<task>"
             )
         keys = RowKeys.of(config.prompt_data, config)
-        self._form = (
-            ConversationFormat(config, tokenizer, keys=keys)
-            if conversations
-            else PromptFormat(config, tokenizer, keys=keys, answer_check=answer_check)
-        )
+        self._form: PromptFormat
+        if pairs:
+            self._form = PairFormat(config, tokenizer, keys=keys)
+        elif conversations:
+            self._form = ConversationFormat(config, tokenizer, keys=keys)
+        else:
+            self._form = PromptFormat(config, tokenizer, keys=keys, answer_check=answer_check)
         self._source = open_source(
             config.prompt_data,
             check=self._form.check,

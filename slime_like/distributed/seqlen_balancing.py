@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,6 +66,16 @@ def sequence_costs(lengths: Sequence[int] | NDArray[np.int64], a: float) -> Cost
 def imbalance(loads: Costs) -> float:
     """Largest load over mean load: 1 when all are equal."""
     return float(loads.max() / loads.mean()) if loads.size and loads.mean() > 0 else 1.0
+
+
+def unit_sums(values: Sequence[float] | NDArray[Any], size: int) -> NDArray[Any]:
+    """[N / size] sums over units of `size` neighbours, which are to stay together."""
+    return np.asarray(values).reshape(-1, size).sum(1)
+
+
+def members(units: Indices, size: int) -> Indices:
+    """The places of the items of these units, in their order."""
+    return (units[:, None] * size + np.arange(size)).reshape(-1)
 
 
 def partition(

@@ -9,6 +9,7 @@ from slime_like.losses import (  # noqa: F401  (each registers its loss)
     cispo,
     clip_cov,
     cross_entropy,
+    dpo,
     dppo,
     dro,
     gmpo,

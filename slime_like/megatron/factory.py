@@ -195,7 +195,7 @@ def critic_schedule(policy: ScheduleConfig, critic: CriticConfig) -> ScheduleCon
 
 
 def make_reference(run: RunConfig, policy: Network) -> FrozenModel | None:
-    """Where a KL term uses it: the base of the policy's adapter, or a network of its own, in the
+    """Where the loss uses it: the base of the policy's adapter, or a network of its own, in the
     policy's layout."""
     if not needs_reference(run.algorithm):
         return None
@@ -267,8 +267,8 @@ def frozen(network: Network, load: Callable[[Network], None]) -> Network:
 
 
 def needs_reference(algorithm: AlgorithmConfig) -> bool:
-    """A reference model is resident when a KL term uses it."""
-    return algorithm.use_kl_loss or algorithm.kl_coef != 0
+    """A reference model is resident when a KL term uses it, or a loss of preferences."""
+    return algorithm.use_kl_loss or algorithm.kl_coef != 0 or algorithm.compares_with_reference
 
 
 def make_head(run: RunConfig, layout: ParallelLayout, *, temperature: float) -> LogProbHead:

@@ -13,7 +13,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from arguments.schema import AlgorithmConfig
-from slime_like.distributed.seqlen_balancing import even_rows, linear_cost, pack_by_budget
+from slime_like.distributed.seqlen_balancing import (
+    even_rows,
+    linear_cost,
+    members,
+    pack_by_budget,
+    unit_sums,
+)
 from slime_like.megatron.init import device_of_this_process
 from slime_like.megatron.moe import agreed_lengths
 from slime_like.megatron.packing import pack_all, padded_lengths, with_active_rows
@@ -46,11 +52,13 @@ def work_per_token(config: TransformerConfig, vocab_size: int) -> float:
 @dataclass(frozen=True, slots=True)
 class MicroBatchSize:
     """samples: of every micro-batch, used where tokens is None. tokens: most of a micro-batch, over
-    all context-parallel ranks. equal_sequences: pad the sequences of each to its longest."""
+    all context-parallel ranks. equal_sequences: pad the sequences of each to its longest. together:
+    neighbours that one micro-batch gets, next to each other; it divides samples."""
 
     samples: int
     tokens: int | None
     equal_sequences: bool = False
+    together: int = 1
 
 
 def micro_batch_size(
@@ -66,6 +74,7 @@ def micro_batch_size(
         samples,
         tokens * cp_size if algorithm.use_dynamic_batch_size and tokens is not None else None,
         equal_sequences=algorithm.qkv_format == "bshd",
+        together=algorithm.samples_together,
     )
 
 
@@ -99,14 +108,15 @@ def make_micro_batches(
     if size.tokens is None:
         rows = _consecutive(len(samples), size.samples)
     else:
-        lengths = padded_lengths(samples, layout.cp_size)
+        lengths = unit_sums(padded_lengths(samples, layout.cp_size), size.together)
         needed = _most_of_any_rank(len(pack_by_budget(lengths, size.tokens)), layout)
         # The interleaved schedule runs micro-batches in groups of pp_size through one model chunk
         # before the next chunk, so their number must be a multiple of it; the ones that are added
         # take tokens from the others, or hold padding only.
         if layout.vp_size > 1:
             needed += -needed % layout.pp_size
-        rows = [row.tolist() for row in even_rows(lengths, needed, size.tokens)]
+        units = even_rows(lengths, needed, size.tokens)
+        rows = [members(row, size.together).tolist() for row in units]
     nothing = without_tokens(samples[0])
     return MicroBatches(rows, [[samples[i] for i in row] or [nothing] for row in rows])
 

@@ -16,9 +16,11 @@ from arguments.run_config import RunConfig
 from slime_like.config import ConfigError, Problem
 from slime_like.distributed.seqlen_balancing import (
     imbalance,
+    members,
     pack_by_budget,
     partition,
     sequence_costs,
+    unit_sums,
 )
 from slime_like.megatron.micro_batching import micro_batch_size, work_per_token
 
@@ -56,20 +58,22 @@ def batches_of(run: RunConfig) -> Batches:
         lengths, work_per_token(run.megatron.transformer, run.gpt.vocab_size or 0)
     )
     if run.algorithm.balance_data:
-        parts = partition(costs, dp, equal_counts=size.tokens is None)
+        parts = partition(unit_sums(costs, size.together), dp, equal_counts=size.tokens is None)
     else:
-        parts = [part for part in np.array_split(np.arange(samples), dp)]
+        parts = [part for part in np.array_split(np.arange(samples // size.together), dp)]
+    parts = [members(part, size.together) for part in parts]
     loads = np.array([costs[part].sum() for part in parts])
     longest = longest_sequence(run)
     if size.tokens is None:
         number, used = samples // dp // size.samples, None
         tokens = size.samples * longest
     else:
-        number = max(len(pack_by_budget(lengths[part], size.tokens)) for part in parts)
+        units = [unit_sums(lengths[part], size.together) for part in parts]
+        number = max(len(pack_by_budget(of_rank, size.tokens)) for of_rank in units)
         if run.virtual_stages:
             number += -number % run.parallel.pipeline_model_parallel_size
         used = float(lengths.sum() / (dp * number * size.tokens))
-        tokens = max(size.tokens, longest)
+        tokens = max(size.tokens, size.together * longest)
     return Batches(
         longest=longest,
         mean=float(lengths.mean()),

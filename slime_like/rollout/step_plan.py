@@ -21,7 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime_like.advantages import Outcomes
-from slime_like.distributed.seqlen_balancing import imbalance, partition, sequence_costs
+from slime_like.distributed.seqlen_balancing import (
+    imbalance,
+    members,
+    partition,
+    sequence_costs,
+    unit_sums,
+)
 from slime_like.import_utils import load_function
 from slime_like.losses.custom_tis import custom_correction
 from slime_like.losses.mismatch import with_ess
@@ -44,13 +50,15 @@ from slime_like.types import Sample, SampleGroup, SampleStatus, TrainBatch, Trai
 class StepPlan:
     """How many samples make an optimizer step, and which of them are this data-parallel rank's: the
     d-th run of them for rank d, or, with a `linear_cost` (see `balance.linear_cost`), samples of
-    equal work; as many for each rank where `equal_counts` asks for it."""
+    equal work; as many for each rank where `equal_counts` asks for it. `together`: neighbours that
+    one rank gets, next to each other."""
 
     global_batch_size: int
     dp_size: int
     dp_rank: int
     linear_cost: float | None = None
     equal_counts: bool = True
+    together: int = 1
 
     def steps(self, samples: Sequence[AnySample]) -> list[Sequence[AnySample]]:
         """The samples of each optimizer step, over all ranks."""
@@ -78,12 +86,14 @@ class StepPlan:
         )
 
     def _share_step(self, lengths: Sequence[int]) -> list[tuple[int, ...]]:
+        size = self.together
         if self.linear_cost is None:
-            bounds = [len(lengths) * d // self.dp_size for d in range(self.dp_size + 1)]
+            units = len(lengths) // size
+            bounds = [size * (units * d // self.dp_size) for d in range(self.dp_size + 1)]
             return [tuple(range(a, b)) for a, b in pairwise(bounds)]
-        costs = sequence_costs(lengths, self.linear_cost)
+        costs = unit_sums(sequence_costs(lengths, self.linear_cost), size)
         return [
-            tuple(part.tolist())
+            tuple(members(part, size).tolist())
             for part in partition(costs, self.dp_size, equal_counts=self.equal_counts)
         ]
 

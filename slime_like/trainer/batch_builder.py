@@ -137,10 +137,20 @@ class BatchMaker:
             self._delivery.deliver_ahead(samples, group)
 
     def make_supervised(self, samples: Sequence[AnySample]) -> tuple[Batches, dict[str, float]]:
-        """Samples that are answers to learn: they are trained on as they are."""
+        """Samples that are answers to learn: they are trained on as they are, or compared with what
+        a reference model says of them."""
         rollout = self._share(samples)
-        batches = Batches(map_steps(rollout.steps, lambda i, sample: sample), [])
-        return batches, dict(rollout.shares.metrics)
+        ref = None
+        if self.backend.reference is not None:
+            with self.progress.phase("log_probs"):
+                ref = self._reference_log_probs(rollout.local)
+            columns: Columns = {"log-prob of the reference": ref}
+            rollout.check_finite(columns, "before the optimizer steps of a rollout")
+
+        def complete(i: int, sample: TrainSample) -> TrainSample:
+            return dataclasses.replace(sample, ref_log_probs=None if ref is None else ref[i])
+
+        return Batches(map_steps(rollout.steps, complete), []), dict(rollout.shares.metrics)
 
     def make(
         self, samples: Sequence[AnySample], weight_version: int
@@ -293,11 +303,7 @@ class BatchMaker:
             if not self.settings.old_is_current:
                 old = self.old.compute(rollout, squared_probs=self._needs_energies)
                 metrics |= self.old.check(rollout, old, weight_version)
-            network = self.backend.reference
-            ref = None
-            if network is not None:
-                self.settings.hooks.before_log_prob(network.chunks, "ref_")
-                ref = [r.log_probs for r in self.backend.forward(local, network)]
+            ref = self._reference_log_probs(local)
             teacher = self._teacher_log_probs(rollout, local)
         values = None
         if critic is not None:
@@ -310,6 +316,14 @@ class BatchMaker:
         }
         rollout.check_finite(columns, "before the advantages of a rollout")
         return Scores(old, ref, teacher, values)
+
+    def _reference_log_probs(self, local: Sequence[TrainSample]) -> list[Tensor] | None:
+        """[R] by sample of this rank; None without a reference model."""
+        network = self.backend.reference
+        if network is None:
+            return None
+        self.settings.hooks.before_log_prob(network.chunks, "ref_")
+        return [r.log_probs for r in self.backend.forward(local, network)]
 
     def _teacher_log_probs(
         self, rollout: Rollout, local: Sequence[TrainSample]
@@ -388,4 +402,5 @@ def step_plan(
         layout.dp_rank,
         linear_cost=cost,
         equal_counts=not algorithm.use_dynamic_batch_size,
+        together=algorithm.samples_together,
     )

@@ -44,6 +44,7 @@ def make_source(run: RunConfig, tokenizer: Any) -> PromptSource | UserSource | N
         answer_check=None if recorded else check,
         room=room,
         conversations=run.learns_conversations,
+        pairs=run.algorithm.pair_loss is not None,
     )
 
 

@@ -15,6 +15,7 @@ from arguments.rules.data import server_url
 from arguments.rules.scheduling import OWN_ROLLOUT
 from arguments.run_config import RunConfig
 from slime_like.advantages import TokenEstimator, advantage_estimators
+from slime_like.data.pairs import pair_samples
 from slime_like.data.prompts import PromptSource
 from slime_like.data.sft import sft_samples
 from slime_like.distributed.collectives import together
@@ -88,21 +89,24 @@ class RolloutManager:
         if self._is_sft:
             assert isinstance(self._source, PromptSource)
             prompts = self._source.next_prompts(run.rollout.rollout_batch_size)
-            made = self._answers(prompts)
+            made, count = self._answers(prompts), run.algorithm.samples_together
             metrics = {TRUNCATED_FRACTION: truncated_fraction(made)}
-            return [SampleGroup(s.group_id, (s,)) for s in made], metrics
+            rows = zip(*[iter(made)] * count, strict=True)
+            return [SampleGroup(row[0].group_id, tuple(row)) for row in rows], metrics
         assert self.ahead is not None
         self.ahead.allow(min(step + self.ahead.max_staleness, self.num_rollouts - 1))
         return self.ahead.take(step)
 
     def _answers(self, prompts: Sequence[Prompt]) -> list[AnySample]:
-        """Supervised samples, of which each rank makes its part."""
+        """Supervised samples, one or a pair for each prompt, of which each rank makes its part."""
         rank, world = dist.get_rank(), dist.get_world_size()
-        limit = self.run_config.rollout.rollout_max_response_len
-        own = together(
-            lambda: sft_samples(prompts[rank::world], self._tokenizer, max_response_len=limit)
+        limit, count = (
+            self.run_config.rollout.rollout_max_response_len,
+            self.run_config.algorithm.samples_together,
         )
-        return share_index(own, [place % world for place in range(len(prompts))])
+        make = sft_samples if count == 1 else pair_samples
+        own = together(lambda: make(prompts[rank::world], self._tokenizer, max_response_len=limit))
+        return share_index(own, [place // count % world for place in range(count * len(prompts))])
 
     def drain(self) -> None:
         """Wait until nothing is being sampled: the engine and its weights are the caller's alone,

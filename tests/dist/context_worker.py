@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # is
 from slime_like.megatron.parallel_layout import ParallelLayout  # isort: skip
 from slime_like.megatron.ops.attention import PackedAttention, packed_rows  # isort: skip
 from slime_like.megatron.ops.window_attention import WindowAttention  # isort: skip
+from tests.unit.loss_cases import OF_SINGLE_RESPONSES
 
 # --- attention ---------------------------------------------------------------------------------------------------------
 
@@ -124,10 +125,11 @@ def packed_inputs(cp: int, active: str) -> tuple[LossInputs, Tensor]:
 LOSS_CASES: dict[str, tuple[str, dict[str, Any], LossTerms]] = {
     **{
         name: (name, {}, LossTerms())
-        for name in policy_losses.names()
+        for name in OF_SINGLE_RESPONSES
         if name not in ("cross_entropy", "dro")
     },
     "cross_entropy": ("cross_entropy", {"keep_mask": None}, LossTerms()),
+    "dpo": ("dpo", {"keep_mask": None}, LossTerms()),
     "dro": ("dro", {}, LossTerms()),
     "sapo of sequences": ("sapo", {}, LossTerms()),
     "ppo with opsm": ("ppo", {}, LossTerms(opsm_delta=0.01)),

@@ -17,8 +17,9 @@ import pytest
 
 from benchmarks.parity.ranks import run_ranks
 from benchmarks.parity_table import make_model, make_rollouts
-from slime_like.losses import LOSS_REDUCTIONS, policy_losses
+from slime_like.losses import LOSS_REDUCTIONS
 from tests.dist.algorithms_worker import LAYOUTS, SUPERVISED
+from tests.unit.loss_cases import OF_SINGLE_RESPONSES
 from tests.unit.test_losses_invariance import (
     CORRECTIONS,
     NEEDS_A_SEQUENCE_REDUCTION,
@@ -160,5 +161,5 @@ def test_the_cases_show_something(results: tuple[dict[str, Any], list[dict[str, 
 
 def test_everything_is_covered() -> None:
     variants, reductions, corrections = (set(column) for column in zip(*CASES.values()))
-    assert {VARIANTS[v][0] for v in variants} | WITHOUT_AN_OLD_POLICY == set(policy_losses.names())
+    assert {VARIANTS[v][0] for v in variants} | WITHOUT_AN_OLD_POLICY == set(OF_SINGLE_RESPONSES)
     assert reductions == set(LOSS_REDUCTIONS) and corrections == set(CORRECTIONS)

@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_like.losses import LossInputs
+from slime_like.losses import LossInputs, policy_losses
 from slime_like.metrics.typed import Metric, MetricAccumulator
+
+# Those of pairs: tests/unit/test_losses_pairs.py, tests/dist/test_pairs.py.
+OF_SINGLE_RESPONSES = [name for name, loss in policy_losses.items() if not loss.pairs]
 
 
 def make(

@@ -221,6 +221,7 @@ ELSEWHERE = {
     )
     for rule in rules
 }
+ELSEWHERE |= {"pairs_are_supervised", "pairs_are_whole"}  # test_arguments_pairs.py
 ELSEWHERE |= {"critic_layout_is_possible"}  # test_arguments_critic_layout.py
 ELSEWHERE |= {"delta_nets_share_their_groups"}  # test_arguments_delta_nets.py
 

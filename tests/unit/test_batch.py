@@ -220,3 +220,18 @@ def test_every_sample_has_routes_of_this_network() -> None:
             with_routes([dataclasses.replace(make(3), routes=routes.to(torch.int16))], **sizes)
     with pytest.raises(ValueError, match="sample 4 does not tell which experts"):
         with_routes([make(4)], **sizes)
+
+
+@pytest.mark.parametrize("cost", [None, 9.0])
+@pytest.mark.parametrize("dp_size", [1, 2, 3])
+def test_a_rank_gets_whole_pairs(dp_size: int, cost: float | None) -> None:
+    plans = [
+        StepPlan(8, dp_size, rank, linear_cost=cost, equal_counts=False, together=2)
+        for rank in range(dp_size)
+    ]
+    for k in range(3):
+        places = [plan.share(LONG_AND_SHORT).mine(k) for plan in plans]
+        assert sorted(place for of_rank in places for place in of_rank) == list(range(8))
+        for of_rank in places:
+            assert len(of_rank) >= 2 and all(place % 2 == 0 for place in of_rank[::2])
+            assert [place + 1 for place in of_rank[::2]] == list(of_rank[1::2])

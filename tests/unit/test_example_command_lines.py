@@ -78,6 +78,8 @@ def demo_files(folder: Path, demo: str = "outputs/demo-sapo-tp2") -> None:
     (folder / "animals.jsonl").write_text(
         json.dumps(animal) + "\n"
     )  # make_my_data.py of FIRST_RUNS
+    pair = {"prompt": "spell cat backward", "chosen": "tac", "rejected": "cat"}
+    (folder / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
     (folder / "examples").symlink_to(ROOT / "examples")
     (folder / "scripts").mkdir()
     (folder / "scripts/demo_reward.py").write_bytes((ROOT / "scripts/demo_reward.py").read_bytes())

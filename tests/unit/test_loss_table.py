@@ -11,7 +11,7 @@ import pytest
 from arguments.parse import parse_args
 from benchmarks.loss_table import Result, command_of, command_words, finished, is_further, rows
 from slime_like.advantages import TurnEstimator, advantage_estimators
-from slime_like.losses import policy_losses
+from tests.unit.loss_cases import OF_SINGLE_RESPONSES
 from tests.unit.test_example_command_lines import warm_start_files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_all_that_is_registered_has_a_row_but_the_supervised_loss() -> None:
     first = [row for row in rows() if not is_further(row)]
     assert sorted(row.name for row in first if row.kind == "losses") == [
-        n for n in policy_losses.names() if n != "cross_entropy"
+        n for n in OF_SINGLE_RESPONSES if n != "cross_entropy"
     ]
     assert sorted(row.name for row in first if row.kind == "estimators") == [
         name for name, entry in advantage_estimators.items() if not isinstance(entry, TurnEstimator)

@@ -37,9 +37,10 @@ IN_A_FRESH_PROCESS = """
     tensors = dict(advantages=advantages.values[:, None].expand(4, 5), old_log_probs=old, rollout_log_probs=old + 0.1, rewards=mask)
     correction = compute_off_policy_correction(OffPolicyConfig(sequence_mask_metric="product"), old, old + 0.1, mask)
     for name, loss in policy_losses.items():
+        tensors["ref_log_probs"] = old if loss.pairs else None
         config = loss.config_type(**({"dro_beta": 0.1} if name == "dro" else {}))
         leaf = (old + 0.05).requires_grad_()
-        masks = {} if name == "cross_entropy" else correction.tensors
+        masks = {} if loss.correction == "forbidden" else correction.tensors
         compute_policy_loss(name, leaf, mask, token_weights("sequence_mean", mask), config=config, **tensors, **masks).loss.backward()
         assert leaf.grad.abs().sum() > 0 or name == "rollout_is", name
     kl_estimate("k3", old, old - 0.1)

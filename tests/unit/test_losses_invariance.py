@@ -35,6 +35,7 @@ from slime_like.losses import (
     token_weights,
 )
 from tests.unit.command_lines import complete
+from tests.unit.loss_cases import OF_SINGLE_RESPONSES
 
 # What a loss without a default needs, and settings that make another loss of it.
 NEEDED: dict[str, dict[str, Any]] = {"dro": {"dro_beta": 0.3}}
@@ -55,7 +56,7 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
         {"clip_cov_ratio": 0.3, "clip_cov_lb": 0.02, "clip_cov_ub": 9.0},
     ),
 }
-VARIANTS = {**{name: (name, NEEDED.get(name, {})) for name in policy_losses.names()}, **FURTHER}
+VARIANTS = {**{name: (name, NEEDED.get(name, {})) for name in OF_SINGLE_RESPONSES}, **FURTHER}
 # The documented exceptions: they choose tokens within a micro-batch.
 CHOOSE_IN_A_MICRO_BATCH = {"clip_cov", "clip_cov_often", "kl_cov"}
 IN_THE_CUT = "token_mean_legacy"
@@ -410,7 +411,7 @@ def test_the_tables_are_complete() -> None:
         if getattr(c, f.name) != f.default
     }
     assert {"tis_ratio_type", "sequence_mask_metric", "m2po_threshold"} <= switched
-    assert {name for name, _ in VARIANTS.values()} == set(policy_losses.names())
+    assert {name for name, _ in VARIANTS.values()} == set(OF_SINGLE_RESPONSES)
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)

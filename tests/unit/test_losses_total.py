@@ -23,8 +23,9 @@ from slime_like.losses import (
     total_loss,
 )
 from slime_like.metrics.typed import MetricAccumulator
+from tests.unit.loss_cases import OF_SINGLE_RESPONSES
 
-NAMES = policy_losses.names()
+NAMES = OF_SINGLE_RESPONSES
 TERMS = LossTerms(kl_loss_coef=0.3, kl_loss_type="k3", entropy_coef=0.07)
 # Losses that choose tokens within a micro-batch: see test_losses_covariance.py.
 CHOOSE_IN_A_MICRO_BATCH = ("clip_cov", "kl_cov")

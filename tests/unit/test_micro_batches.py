@@ -155,3 +155,15 @@ def test_work_of_a_mixture_of_experts_counts_the_experts_that_a_token_visits() -
     assert work_per_token(SimpleNamespace(**{**shape, "num_moe_experts": 8}), 500) == expected(
         3 * 40 + 24
     )  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("budget", [None, 1, 30, 1000])
+def test_pairs_stay_together_in_their_order(budget: int | None) -> None:
+    """Also beyond the budget, and beside micro-batches of padding."""
+    size = MicroBatchSize(4, budget, together=2)
+    parts = make_micro_batches(SAMPLES, size, layout(pp_size=3, vp_size=2 if budget else 1))
+    for row in parts.rows:
+        assert all(place % 2 == 0 for place in row[::2])
+        assert [place + 1 for place in row[::2]] == row[1::2]
+    assert sorted(place for row in parts.rows for place in row) == list(range(8))
+    assert budget != 30 or any(len(row) > 2 for row in parts.rows)

@@ -1,0 +1,127 @@
+"""Rows with two answers to one prompt, of which one is preferred (`--loss-type dpo_loss`): TRL's
+columns `chosen` and `rejected`.
+
+Answers are texts, or lists of messages; then the prompt is what both lists begin with, where they
+do not begin with the assistant's answer to the prompt of --input-key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from arguments.schema.data import DataConfig
+from slime_like.data.conversation import ConversationFormat
+from slime_like.data.prompt_format import PromptFormat, RowKeys
+from slime_like.data.sft import sft_samples
+from slime_like.data.source import Row
+from slime_like.data.template import RowProblem, render_rows
+from slime_like.data.turns import ASSISTANT, STEP_MASK, Segment
+from slime_like.types import Prompt, Sample
+
+PairText: TypeAlias = "str | tuple[list[Segment], list[Segment]]"
+Message: TypeAlias = dict[str, Any]
+
+
+class PairFormat(PromptFormat):
+    """A row becomes the prompt of its chosen answer; `rejected` there is that of the other."""
+
+    def __init__(self, config: DataConfig, tokenizer: Any, *, keys: RowKeys) -> None:
+        super().__init__(config, tokenizer, keys=dataclasses.replace(keys, label=None))
+        self._answers = {"--chosen-key": config.chosen_key, "--rejected-key": config.rejected_key}
+        self._conversations: list[ConversationFormat] = []
+        if getattr(tokenizer, "chat_template", None):
+            self._conversations = [
+                ConversationFormat(
+                    config,
+                    tokenizer,
+                    keys=dataclasses.replace(keys, input=key, label=None, input_flag=flag),
+                )
+                for flag, key in self._answers.items()
+            ]
+
+    @property
+    def columns(self) -> list[str]:
+        return [*super().columns, *self._answers.values()]
+
+    def check(self, row: Row) -> str | None:
+        for flag, key in self._answers.items():
+            if key not in row:
+                there = ", ".join(sorted(row)) or "none"
+                return f"missing key {key!r} ({flag}); the keys that are there: {there}"
+        chosen, rejected = (row[key] for key in self._answers.values())
+        kinds = {type(chosen), type(rejected)}
+        if kinds not in ({str}, {list}) or not chosen or not rejected:
+            names = " and ".join(f"{key!r} ({flag})" for flag, key in self._answers.items())
+            return f"{names} must both be texts, or both lists of messages, and not empty"
+        if chosen == rejected:
+            return "the chosen and the rejected answer are the same, so nothing can be learnt"
+        return self._check_conversations(row) if kinds == {list} else super().check(row)
+
+    def _check_conversations(self, row: Row) -> str | None:
+        if not self._conversations:
+            return "answers are lists of messages, and the tokenizer has no chat template"
+        for key in self._answers.values():
+            if not all(isinstance(message, dict) for message in row[key]):
+                return f"{key!r} must be a list of messages with a role"
+            if row[key][0].get("role") == ASSISTANT and self.keys.input not in row:
+                return f"missing key {self.keys.input!r} (--input-key), what {key!r} answers"
+        rows = self._whole_conversations(row)
+        return next(filter(None, (f.check(r) for f, r in zip(self._conversations, rows))), None)
+
+    def _whole_conversations(self, row: Row) -> list[Row]:
+        """The row twice, each time with a whole conversation as its answer, of which the turns that
+        both share are not learnt."""
+        both: list[list[Message]] = [list(row[key]) for key in self._answers.values()]
+        if both[0][0].get("role") == ASSISTANT:
+            prompt = row[self.keys.input]
+            given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            both = [[*given, *answer] for answer in both]
+        shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*both)))
+        return [
+            {**row, key: [{**m, STEP_MASK: 0} for m in messages[:shared]] + messages[shared:]}
+            for key, messages in zip(self._answers.values(), both)
+        ]
+
+    def texts(self, rows: Sequence[Row], where: Callable[[int], str]) -> list[PairText]:
+        return render_rows(self._pair_text, rows, where)
+
+    def _pair_text(self, row: Row) -> PairText:
+        if isinstance(row[self._answers["--chosen-key"]], str):
+            return self._render(row) if self._chat else row[self.keys.input]
+        both = zip(self._conversations, self._whole_conversations(row))
+        chosen, rejected = (form.segments(each) for form, each in both)
+        if chosen[0].text != rejected[0].text:
+            raise RowProblem("the chosen and the rejected answer are answers to different prompts")
+        return chosen, rejected
+
+    def tokenise(self, texts: Sequence[PairText]) -> list[tuple[int, ...]]:
+        return super().tokenise([t if isinstance(t, str) else t[0][0].text for t in texts])
+
+    def prompt(self, group_id: int, row: Row, text: PairText, tokens: tuple[int, ...]) -> Prompt:
+        if isinstance(text, str):
+            plain = super().prompt(group_id, row, text, tokens)
+            answers = [row[key] for key in self._answers.values()]
+            chosen, rejected = (dataclasses.replace(plain, label=answer) for answer in answers)
+        else:
+            chosen, rejected = (
+                form.prompt(group_id, row, segments, tokens)
+                for form, segments in zip(self._conversations, text)
+            )
+        return dataclasses.replace(chosen, rejected=rejected)
+
+
+def pair_samples(
+    prompts: Sequence[Prompt], tokenizer: Any, *, max_response_len: int | None = None
+) -> list[Sample]:
+    """The chosen and the rejected answer of each prompt, one after the other, as samples; see
+    `sft_samples`. Their sample_ids are 2 group_id and 2 group_id + 1."""
+    samples = []
+    for prompt in prompts:
+        assert prompt.rejected is not None, "made by PairFormat"
+        for place, answer in enumerate((prompt, prompt.rejected)):
+            (made,) = sft_samples([answer], tokenizer, max_response_len=max_response_len)
+            samples.append(dataclasses.replace(made, sample_id=2 * prompt.group_id + place))
+    return samples

@@ -1,0 +1,83 @@
+"""What tests/dist/test_pairs.py runs: an optimizer step on pairs of answers, from their file to the
+gradients, in one layout after another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arguments.parse import parse_args
+from benchmarks.parity.steps import gradients, parallel
+from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.rollout.step_plan import flatten
+from slime_like.trainer.trainer import Trainer
+
+# name: sizes of model parallelism, and flags; of one process
+ONE: dict[str, tuple[dict[str, int], str]] = {
+    "one": ({}, "--micro-batch-size 8"),
+    "a pair at a time": ({}, "--micro-batch-size 2"),
+    "budget": ({}, "--use-dynamic-batch-size --max-tokens-per-gpu 60"),
+    "padded": ({}, "--micro-batch-size 4 --qkv-format bshd"),
+}
+TWO: dict[str, tuple[dict[str, int], str]] = {
+    "DP2": ({}, "--micro-batch-size 2"),
+    "DP2 budget": ({}, "--use-dynamic-batch-size --max-tokens-per-gpu 60"),
+    "TP2 SP": ({"tp": 2}, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "PP2": ({"pp": 2}, "--pipeline-model-parallel-size 2"),
+    "CP2": ({"cp": 2}, "--context-parallel-size 2 --micro-batch-size 4"),
+    "CP2 budget": (
+        {"cp": 2},
+        "--context-parallel-size 2 --use-dynamic-batch-size --max-tokens-per-gpu 40",
+    ),
+}
+
+
+def step(
+    arguments: dict[str, Any], flags: str, layout: ParallelLayout
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Metrics and gradients of the first step of arguments["flags"] and `flags`."""
+    words = f"{arguments['flags']} {flags} --output-dir {arguments['out']}"
+    run = parse_args(words.split(), layout.world_size)
+    trainer = Trainer(run, layout, Path(arguments["out"]))
+    try:
+        samples = flatten(trainer.sampling.supply.groups_of(0)[0])
+        (batch,) = trainer.batches.make_supervised(samples)[0].policy
+        pending = trainer.backend.forward_backward(batch)
+        return dict(pending.metrics), gradients(trainer.backend)
+    finally:
+        trainer.close()
+
+
+def one_rank(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Metrics of each way of cutting the step; the gradients of the first are kept."""
+    result: dict[str, Any] = {}
+    expected: dict[str, Tensor] = {}
+    with parallel() as layout:
+        for name, (_, flags) in ONE.items():
+            metrics, found = step(arguments, flags, layout)
+            expected = expected or found
+            result[name] = {"metrics": metrics, "apart": apart(found, expected)}
+    torch.save(expected, Path(arguments["out"]) / "gradients.pt")
+    result["norm"] = float(torch.stack([g.norm() for g in expected.values()]).norm())
+    return result
+
+
+def two_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Metrics in each of arguments["layouts"], and how far its gradients are from those of one process."""
+    expected = torch.load(Path(arguments["out"]) / "gradients.pt", weights_only=True)
+    result = {}
+    for name in arguments["layouts"]:
+        sizes, flags = TWO[name]
+        with parallel(**sizes) as layout:
+            metrics, found = step(arguments, flags, layout)
+        result[name] = {"metrics": metrics, "apart": apart(found, expected)}
+    return result
+
+
+def apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Of the worst tensor, over its norm."""
+    assert found.keys() == expected.keys()
+    return max(float((g - found[name]).norm() / g.norm()) for name, g in expected.items())

@@ -1,0 +1,122 @@
+"""Pairs of answers on Megatron: the loss, its metrics and all gradients of a step are those of
+transformers and a loop, and the same in every layout, however the step is cut."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.parity.ranks import run_ranks
+from slime_like.cli.tiny_model import make_model, make_tokenizer
+from tests.dist.pairs_worker import ONE, TWO
+
+LIMIT = 1e-5
+BETA, NLL = 0.4, 0.3
+PAIRS = [
+    ("spell cat", "tac", "cat is what I would spell"),
+    ("and a long question, which has no short answer, at all", "yes", "no"),
+    ("add 1 and 1", "that would be two", "3"),
+    ("b", "a rather long answer to a short question", "x y"),
+]
+FLAGS = (
+    "--loss-type dpo_loss --hf-checkpoint {model} --ref-load {ref} --prompt-data {data} --input-key prompt "
+    f"--dpo-beta {BETA} --dpo-nll-coef {NLL} --num-rollout 1 --rollout-batch-size {len(PAIRS)} --lr 1e-3 "
+    "--no-tensorboard --no-progress --no-plot"
+)
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder: Path = tmp_path_factory.mktemp("pairs")
+    tokenizer = make_tokenizer()
+    names = {"model": folder / "model", "ref": folder / "ref", "data": folder / "pairs.jsonl"}
+    for seed, name in enumerate(("model", "ref")):
+        make_model(tokenizer, hidden_size=32, num_layers=2, seed=seed).save_pretrained(names[name])
+        tokenizer.save_pretrained(names[name])
+    rows = [dict(zip(("prompt", "chosen", "rejected"), pair)) for pair in PAIRS]
+    names["data"].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "flags": FLAGS.format(**names),
+        "out": str(folder),
+        "folders": list(map(str, names.values())),
+    }
+
+
+@pytest.fixture(scope="module")
+def one(arguments: dict[str, Any]) -> dict[str, Any]:
+    folder = Path(arguments["out"]) / "one"
+    (found,) = run_ranks("tests.dist.pairs_worker:one_rank", 1, folder, arguments, timeout_s=300)
+    return found  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def two(
+    request: pytest.FixtureRequest, arguments: dict[str, Any], one: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """In the layouts of the tests that are to run."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    names = [str(i.callspec.params["name"]) for i in items if i.function is test_two_ranks]
+    folder, more = Path(arguments["out"]) / "two", {**arguments, "layouts": names}
+    return run_ranks("tests.dist.pairs_worker:two_ranks", 2, folder, more, timeout_s=500)
+
+
+def answer_log_probs(model: Any, tokenizer: Any, prompt: str, answer: str) -> torch.Tensor:
+    """[R] of the answer's tokens and the end, by transformers in float64."""
+    question, ids = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in (prompt, answer))
+    ids = [*ids, tokenizer.eos_token_id]
+    tokens = torch.tensor([[*question, *ids]])
+    with torch.no_grad():
+        logits = model(tokens).logits[0, len(question) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+
+def test_one_process_has_the_loss_of_a_loop_over_transformers(
+    arguments: dict[str, Any], one: dict[str, Any]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(arguments["folders"][0])
+    models = [AutoModelForCausalLM.from_pretrained(f).double() for f in arguments["folders"][:2]]
+    losses, margins = [], []
+    for prompt, chosen, rejected in PAIRS:
+        policy, ref = (
+            [answer_log_probs(model, tokenizer, prompt, text) for text in (chosen, rejected)]
+            for model in models
+        )
+        h = float((policy[0] - ref[0]).sum() - (policy[1] - ref[1]).sum())
+        losses.append(math.log1p(math.exp(-BETA * h)) - NLL * float(policy[0].mean()))
+        margins.append(BETA * h)
+    metrics = one["one"]["metrics"]
+    assert metrics["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert metrics["pair_margin"] == pytest.approx(sum(margins) / len(margins), rel=1e-4, abs=1e-5)
+    right = sum(m > 0 for m in margins)
+    assert metrics["pair_accuracy"] == pytest.approx(right / len(margins))
+    assert one["norm"] > 1e-2 and min(map(abs, margins)) > 1e-3
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_the_cut_of_a_step_does_not_matter(one: dict[str, Any], name: str) -> None:
+    check(one[name], one)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=() if n in ("DP2 budget", "CP2") else pytest.mark.extended)
+        for n in TWO
+    ],
+)
+def test_two_ranks(one: dict[str, Any], two: list[dict[str, Any]], name: str) -> None:
+    for rank in two:
+        check(rank[name], one)
+
+
+def check(found: dict[str, Any], one: dict[str, Any]) -> None:
+    assert found["apart"] <= LIMIT
+    for name, value in one["one"]["metrics"].items():
+        if not name.startswith("perf/"):
+            assert found["metrics"][name] == pytest.approx(value, rel=LIMIT, abs=LIMIT), name

@@ -1,0 +1,84 @@
+"""Command lines that learn from pairs of answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from arguments.parse import parse_args
+from arguments.run_config import RunConfig
+from slime_like.losses.dpo import DPOConfig
+from slime_like.megatron.factory import needs_reference
+from tests.unit.command_lines import complete, problems_of
+
+WITHOUT = ("--n-samples-per-prompt", "--rm-type", "--label-key")
+REF = "--ref-load {folder}/hf"
+
+
+def words(folder: Path, flags: str) -> list[str]:
+    argv = complete(folder, *flags.replace("{folder}", str(folder)).split(), without=WITHOUT)
+    (folder / "prompts.jsonl").write_text('{"input": "1+1=", "chosen": "2", "rejected": "3"}\n')
+    return argv
+
+
+def parse(folder: Path, flags: str) -> RunConfig:
+    return parse_args(words(folder, flags), 1)
+
+
+def test_what_follows_from_the_loss(tmp_path: Path) -> None:
+    run = parse(tmp_path, f"--loss-type dpo_loss {REF} --dpo-beta 0.3 --rpo-alpha 0.5")
+    algorithm = run.algorithm
+    assert (algorithm.loss_type, algorithm.policy_loss_type) == ("sft_loss", "dpo")
+    assert run.policy_loss == DPOConfig(dpo_beta=0.3, dpo_nll_coef=0.5)
+    assert run.rollout.n_samples_per_prompt == 2 and algorithm.loss_reduction == "sequence_mean"
+    assert algorithm.global_batch_size == 8 and algorithm.samples_together == 2
+    assert run.log_prob_temperature == 1.0 and not run.learns_conversations
+    assert run.rollout.rollout_max_response_len == 511, "answers are cut where positions end"
+    assert needs_reference(algorithm) and not run.warnings
+    same = parse(tmp_path, f"--loss-type sft_loss --policy-loss-type dpo {REF} --dpo-beta 0.3 --dpo-nll-coef 0.5")  # fmt: skip
+    assert same.algorithm == algorithm and same.policy_loss == run.policy_loss
+
+
+def test_one_sample_at_a_time_becomes_one_pair(tmp_path: Path) -> None:
+    run = parse(tmp_path, f"--loss-type dpo_loss {REF} --qkv-format bshd")
+    assert run.algorithm.micro_batch_size == 2 and not run.algorithm.use_dynamic_batch_size
+
+
+def test_an_adapter_is_compared_with_its_base(tmp_path: Path) -> None:
+    run = parse(tmp_path, "--loss-type dpo_loss --lora-rank 4 --transformer-impl local")
+    assert run.reference_is_base and needs_reference(run.algorithm)
+
+
+DPO = "--loss-type dpo_loss"
+CASES = {
+    "no reference": (DPO, "--ref-load", "--policy-loss-type dpo needs a reference model"),
+    "another loss": (f"{DPO} {REF} --policy-loss-type ppo", "--policy-loss-type", "contradicts --loss-type dpo_loss"),
+    "a label": (f"{DPO} {REF} --label-key chosen", "--label-key", "has no effect with pairs"),
+    "group": (f"{DPO} {REF} --n-samples-per-prompt 4", "--n-samples-per-prompt", "must be 2"),
+    "half pairs": (f"{DPO} {REF} --micro-batch-size 1", "--micro-batch-size", "must be even"),
+    "half pairs forward": (f"{DPO} {REF} --log-probs-micro-batch-size 1", "--log-probs-micro-batch-size", "must be even"),
+    "half steps": (f"{DPO} {REF} --num-steps-per-rollout 8", "--rollout-batch-size", "not whole pairs"),
+    "half batches": (f"{DPO} {REF} --global-batch-size 1", "--global-batch-size", "not whole pairs"),
+    "reduction": (f"{DPO} {REF} --loss-reduction token_mean", "--loss-reduction", "sequence_mean"),
+    "correction": (f"{DPO} {REF} --use-tis", "--tis-ratio-type", "does not go with the loss"),
+    "keys": (f"{DPO} {REF} --chosen-key best", "--chosen-key", "is no key of"),
+    "idle smoothing": (f"{DPO} {REF} --dpo-loss-type ipo --dpo-label-smoothing 0.1", "--dpo-label-smoothing", "has no effect with --dpo-loss-type ipo"),
+    "range": (f"{DPO} {REF} --dpo-label-smoothing 0.5", "--dpo-label-smoothing", "must be 0 <= x < 0.5"),
+    "rewards": (f"{DPO} {REF} --rm-type math", "--rm-type", "has no effect"),
+    "a task": (f"{DPO} {REF} --prompt-data reasoning_gym:spell_backward?size=9&seed=1", "--prompt-data", "has no pairs of answers"),
+    "not supervised": ("--policy-loss-type dpo --rm-type zero", "--policy-loss-type", "use --loss-type sft_loss"),
+    "no pairs": ("--chosen-key best --rm-type zero --n-samples-per-prompt 4", "--chosen-key", "goes with --loss-type dpo_loss only"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_refused(tmp_path: Path, name: str) -> None:
+    flags, flag, message = CASES[name]
+    found = [p.message for p in problems_of(words(tmp_path, flags)) if p.flag == flag]
+    assert any(message in text for text in found), found
+
+
+def test_a_rank_without_a_pair_is_refused(tmp_path: Path) -> None:
+    argv = words(tmp_path, f"{DPO} {REF} --rollout-batch-size 1")
+    assert any("fewer than 2 ranks" in p.message for p in problems_of(argv, world_size=2))
