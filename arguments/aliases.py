@@ -140,11 +140,14 @@ PASSED_ON: Mapping[str, str] = {
     "--sglang-": "sglang_server_flags",
     "--router-": "sglang_router_flags",
 }
+_MUON = (
+    "megatron-core's Muon needs the package emerging_optimizers, which has to be built from source"
+)
 # field name -> value -> reason
 VALUES_NOT_IMPLEMENTED: Mapping[str, Mapping[str, str]] = {
-    "rm_type": dict.fromkeys(("ifbench", "random"), "this reward"),
+    "rm_type": {"random": "this reward"},
     "opd_type": {"self": "a teacher that sees more than the policy"},
-    "optimizer": {"muon": "this optimizer", "dist_muon": "this optimizer"},
+    "optimizer": dict.fromkeys(("muon", "dist_muon"), _MUON),
     "moe_router_load_balancing_type": {"sinkhorn": "this balancing"},
     "rollout_engine": {"vllm": "this engine"},
 }

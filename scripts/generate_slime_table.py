@@ -33,7 +33,11 @@ DSA = Feature(
     "sparse attention", "sparse attention with an indexer (DSA)", "带索引器的稀疏注意力（DSA）"
 )
 FP8 = Feature("fp8 and fp4 training", "training in fp8", "fp8 训练")
-IFBENCH = Feature("ifbench", "the reward ifbench in its evaluation sets", "评测集使用奖励 ifbench")
+IFBENCH = Feature(
+    "ifbench needs ifbench",
+    "the reward ifbench, which needs the package of that name; taken where it is installed",
+    "奖励 ifbench 需要同名的包；装上后即接受",
+)
 UNEVEN = Feature(
     "does not divide the 47 layers",
     "47 layers on 2 pipeline stages without `--decoder-last-pipeline-num-layers`, as in Megatron-LM",

@@ -254,6 +254,7 @@ WITHOUT_LABEL = (
     "task",
     "zero",
     "code",
+    "ifbench",
     "remote_rm",
 )  # zero compares with nothing, the others with what is in the metadata
 

@@ -18,6 +18,7 @@ from slime_like.rewards import (
     f1,
     gpqa,
     gsm8k,
+    ifbench,
     math,
     remote,
     task,
@@ -45,7 +46,7 @@ class Reward:
     whether evaluating this text may run code; it is then graded in a process of its own. None:
     never. prepare: imports what it needs, before the first sample's deadline runs. library: (import
     name, distribution) of that, which the extra
-    `extra` installs.
+    `extra` installs; None: its user does.
     """
 
     score: Score
@@ -55,13 +56,15 @@ class Reward:
     evaluates: Callable[[str], bool] | None = None
     prepare: Callable[[], None] | None = None
     library: tuple[str, str] | None = None
-    extra: str = "tasks"
+    extra: str | None = "tasks"
 
     def missing_library(self) -> str | None:
         """The distribution that has to be installed, and how; or None."""
         if self.library is None or importlib.util.find_spec(self.library[0]) is not None:
             return None
-        return f"{self.library[1]}; install it with: pip install 'slime_like[{self.extra}]'"
+        name = self.library[1]
+        what = name if self.extra is None else f"'slime_like[{self.extra}]'"
+        return f"{name}; install it with: pip install {what}"
 
 
 rewards: Registry[Reward] = Registry("reward (--rm-type)")
@@ -117,6 +120,14 @@ register_reward("f1", missing_label, bounded=True, help="F1 of the words of resp
 register_reward("gpqa", gpqa.problem, help="the letter, or the text, of the right choice.")(
     gpqa.score
 )
+register_reward(
+    "ifbench",
+    ifbench.problem,
+    prepare=ifbench.prepare,
+    library=("ifbench", "ifbench"),
+    extra=None,
+    help="the metadata's instructions are followed (IFEval, IFBench).",
+)(ifbench.score)
 register_reward(
     "code", code.problem, prepare=code.prepare, help="the metadata's tests, in a sandbox."
 )(code.score)

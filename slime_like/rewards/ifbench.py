@@ -1,0 +1,91 @@
+"""Instructions that a program can verify, slime's ``ifbench``: 1 when the response follows every one,
+else 0, in the strict reading of IFEval (Zhou et al. 2023, arXiv 2311.07911) and IFBench (Pyatkin et
+al. 2025, arXiv 2507.02833).
+
+The verifiers are those of the Allen Institute's package ``ifbench``. Its data of NLTK, which its
+first import fetches, is in its own folder, the only place that a confined worker can read.
+
+Metadata: ``instruction_id_list``, ``kwargs`` (an object for each instruction, or one for all) and
+``prompt_text``, as the data sets of both have them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+NLTK_DATA = (
+    "tokenizers/punkt_tab",
+    "corpora/stopwords",
+    "taggers/averaged_perceptron_tagger_eng",
+)
+
+
+def prepare() -> None:
+    """Import the verifiers. Raises RuntimeError where their data is not there."""
+    _verifiers()
+    import nltk
+
+    for name in NLTK_DATA:
+        try:
+            nltk.data.find(name)
+        except LookupError as error:
+            raise RuntimeError(
+                f"--rm-type ifbench: NLTK's {name} is not in the folder of the package ifbench; fetch "
+                'it once, with a network: python -c "import ifbench"'
+            ) from error
+
+
+def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
+    """Why no response to this row can be scored, or None."""
+    ids, kwargs = metadata.get("instruction_id_list"), metadata.get("kwargs")
+    if not isinstance(ids, list) or not any(_name(value) for value in ids):
+        return "the metadata has no instruction_id_list, which --rm-type ifbench verifies"
+    if not (kwargs is None or isinstance(kwargs, list | Mapping)):
+        return f"the metadata's kwargs is {type(kwargs).__name__}, must be a list of objects"
+    return None
+
+
+def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
+    """The label is not read. Raises ValueError for an instruction that the package does not have."""
+    names = [name for value in metadata["instruction_id_list"] if (name := _name(value))]
+    settings = _settings(metadata.get("kwargs"), len(names))
+    unknown = [name for name in names if name not in _verifiers()]
+    if unknown:
+        raise ValueError(f"ifbench has no instruction {unknown[0]!r}")
+    prompt = str(metadata.get("prompt_text") or "")
+    return float(
+        bool(response.strip())
+        and all(_follows(response, name, given, prompt) for name, given in zip(names, settings))
+    )
+
+
+def _follows(response: str, name: str, settings: Mapping[str, Any], prompt: str) -> bool:
+    verifier = _verifiers()[name](name)
+    verifier.build_description(**settings)
+    if "prompt" in (verifier.get_instruction_args() or ()):
+        verifier.build_description(prompt=prompt)
+    return bool(verifier.check_following(response))
+
+
+def _settings(given: Any, count: int) -> list[dict[str, Any]]:
+    """Of each instruction, without those that are None. As in slime one object is for all of them,
+    and the last of a list that is too short for those beyond it."""
+    objects: Sequence[Any] = given if isinstance(given, list) else [given]
+    found = [dict(value) if isinstance(value, Mapping) else {} for value in objects] or [{}]
+    found += [found[-1]] * (count - len(found))
+    return [{k: v for k, v in each.items() if v is not None} for each in found[:count]]
+
+
+def _name(value: Any) -> str:
+    return "" if value is None else str(value).strip()
+
+
+@functools.cache
+def _verifiers() -> Mapping[str, Any]:
+    """By instruction."""
+    from ifbench.instructions_registry import INSTRUCTION_DICT
+
+    found: Mapping[str, Any] = INSTRUCTION_DICT
+    return found
