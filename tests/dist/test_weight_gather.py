@@ -68,8 +68,9 @@ def test_buckets_of_every_way(
         if case.endswith("own"):
             assert calls <= size / BUCKET_BYTES + 20, case
         assert of_ranks[0]["largest"] <= BUCKET_BYTES
-        # what is made while nothing is held: shards of a bucket, and the bucket
-        assert max(rank["peak"] for rank in of_ranks) <= 2 * BUCKET_BYTES + 2**10, case
+        # what is made while nothing is held: shards of a bucket, and the bucket; each of gloo's two
+        # threads may have its last message a moment longer (test_weight_plane.py has it exactly)
+        assert max(rank["peak"] for rank in of_ranks) <= 4 * BUCKET_BYTES + 2**10, case
 
 
 def test_buckets_are_the_senders_own_and_aligned() -> None:
