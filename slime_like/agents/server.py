@@ -132,6 +132,8 @@ class Gateway:
     async def _stop(self, starting: asyncio.Task[_Server]) -> None:
         with contextlib.suppress(RunError, asyncio.CancelledError):
             server = await starting
+            if self._tasks is not None:
+                self._tasks.release()
             server.should_exit = server.force_exit = True
         serving, self._serving = self._serving, None
         if serving is not None:

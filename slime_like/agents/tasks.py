@@ -49,7 +49,8 @@ class TaskQueue:
     heartbeat_s: float
     _waiting: deque[Offer] = field(default_factory=deque)
     _claimed: dict[str, Offer] = field(default_factory=dict)
-    _askers: deque[asyncio.Future[Offer]] = field(default_factory=deque)
+    _askers: deque[asyncio.Future[Offer | None]] = field(default_factory=deque)
+    _over: bool = False  # no more tasks: the gateway ends
     _heard: float = 0.0  # the last claim of any worker
     _loop: asyncio.AbstractEventLoop | None = None
 
@@ -65,6 +66,7 @@ class TaskQueue:
             RuntimeError: no worker asks for tasks, or it took too long, or reported an error.
         """
         loop = self._here()
+        self._over = False
         offer = Offer(task, loop.create_future(), loop.create_future(), loop.time())
         self._offer(offer)
         try:
@@ -86,27 +88,37 @@ class TaskQueue:
         """The oldest task, for a worker; None where none comes within `wait_s` seconds."""
         loop = self._here()
         self._heard = loop.time()
+        if self._over:
+            return None
+        offer: Offer | None
         if self._waiting:
             offer = self._waiting.popleft()
         else:
-            asker: asyncio.Future[Offer] = loop.create_future()
+            asker: asyncio.Future[Offer | None] = loop.create_future()
             self._askers.append(asker)
             try:
                 await asyncio.wait({asker}, timeout=wait_s)
             except asyncio.CancelledError:  # the worker has left, perhaps just after it got one
-                if asker.done():
-                    self._offer(asker.result())
+                if asker.done() and (offer := asker.result()) is not None:
+                    self._offer(offer)
                 raise
             finally:
                 if asker in self._askers:
                     self._askers.remove(asker)
-            if not asker.done():
-                return None
-            offer = asker.result()
+            offer = asker.result() if asker.done() else None
+        if offer is None:
+            return None
         offer.claimed = offer.beat = self._heard = loop.time()
         self._claimed[offer.task.api_key] = offer
         offer.taken.set_result(None)
         return offer.task
+
+    def release(self) -> None:
+        """Workers that wait are answered that there is no task; others too, until there is one."""
+        self._over = True
+        for asker in self._askers:
+            if not asker.done():
+                asker.set_result(None)
 
     def heartbeat(self, key: str) -> None:
         """key: of the episode. Raises BadRequest where it is of no claimed task."""

@@ -144,7 +144,12 @@ def readable_paths(packages: bool) -> list[str]:
     if packages:
         paths += [p for p in sys.path if os.path.basename(p) in ("site-packages", "dist-packages")]
         paths.append(os.path.join(package_root(), "slime_like"))
-    there = {p for path in paths for p in (path, os.path.realpath(path)) if os.path.exists(p)}
+    return outermost(p for path in paths for p in (path, os.path.realpath(path)))
+
+
+def outermost(paths: Iterable[str]) -> list[str]:
+    """Those that exist, without what lies in another of them."""
+    there = {path for path in paths if os.path.exists(path)}
     return sorted(p for p in there if not any(_holds(other, p) for other in there))
 
 

@@ -34,8 +34,8 @@ def main() -> None:
     size, archive_size = HEADER.unpack(_read(HEADER.size))
     request: dict[str, Any] = json.loads(_read(size))
     archive = _read(archive_size)
-    paths = [*confinement.readable_paths(packages=False), *_SYSTEM, request["python"]]
-    paths = [path for path in dict.fromkeys(paths) if os.path.exists(path)]
+    readable = confinement.readable_paths(packages=False)
+    paths = confinement.outermost([*readable, *_SYSTEM, request["python"]])
     confinement.own_namespaces(paths)
     confinement.die_with(int(sys.argv[2]))
     confinement.new_process_namespace()
@@ -81,8 +81,9 @@ def _work(
     )
     confinement.lock_shell(paths, "/tmp")
     if archive:
+        options: Any = {"filter": "tar"} if hasattr(tarfile, "tar_filter") else {}  # from 3.11.4 on
         with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-            tar.extractall(WORKSPACE, filter="tar")
+            tar.extractall(WORKSPACE, **options)
     try:
         _write(request["files"])
         answer = _run(request["command"], limits)

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ import torch
 from slime_like.rollout.recording import load_rollout, save_rollout
 from slime_like.sample_index import complete
 from slime_like.types import Sample, SampleGroup
-from tests.e2e.agent_task import write_task
+from tests.e2e.agent_task import Workers, write_task
 from tests.e2e.helpers import WORDS, Workspace, rows_of, weights_of
-from tests.e2e.programs import TrainServer
+from tests.e2e.programs import TrainServer, free_port
 from tests.e2e.test_stragglers import served, slow_first
 from tests.fake_sglang import FakeServer
 
@@ -290,6 +291,37 @@ def test_an_environment_by_name(server: TrainServer, work: Workspace, tmp_path: 
     assert set(rewards) <= {0, -1, -100}
     assert rows[0]["agent/answer_rewards"] == pytest.approx(sum(rewards) / len(samples))
     assert rows[1]["eval/texts/mean"] == rows[1]["eval/texts/mean"] <= 0
+
+
+@pytest.mark.extended
+def test_workers_elsewhere_play_the_tasks_of_a_run(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    """Training and evaluation over HTTP; a worker's error costs one sample, and what it wrote is not
+    trained on."""
+    port, key = free_port(), "a-key-of-all-workers"
+    (tmp_path / "keys").write_text(f"# the farm\n{key}\n")
+    source = prompts(tmp_path)
+    flags = SIZES | dict(
+        prompt_data=source, apply_chat_template=None, custom_rm_path=None, rm_type="zero", max_failed_samples=1.0, agent_worker_keys=tmp_path / "keys",
+        agent_port=port, num_rollout=2, eval_interval=2, skip_eval_before_train="", eval_prompt_data=f"texts {source}@[0:2]",
+        save_debug_rollout_data=tmp_path / "r_{rollout_id}",
+    )  # fmt: skip
+    with Workers(port, key, 3) as workers:
+        done = server.train(work.flags(tmp_path / "out", **flags), tmp_path / "log")  # type: ignore[arg-type]
+    done.ok()
+    assert not workers.problems
+    rows = [row for row in rows_of(tmp_path / "out") if "rollout/reward_mean" in row]
+    samples = sum(len(g.samples) for g in load_rollout(str(tmp_path / "r_{rollout_id}"), 0))
+    assert [row["agent/lost"] * samples for row in rows] == pytest.approx([1, 0])
+    assert len(workers.claimed) == 2 * samples + 2 and rows[1]["eval/texts/mean"] > 0.25
+    assert len({task["api_key"] for task in workers.claimed}) == len(workers.claimed)
+    assert sum(task["evaluation"] for task in workers.claimed) == 2
+    seeds = Counter(task["seed"] for task in workers.claimed if not task["evaluation"])
+    assert set(seeds.values()) == {SIZES["n_samples_per_prompt"]}
+    for row in rows:
+        assert row["train/grad_norm"] > 0 and row["agent/workers_lost"] == 0
+        assert 0 < row["rollout/train_rollout_log_prob_diff_max"] < 1e-4
 
 
 DIGITS = """

@@ -160,3 +160,21 @@ def test_a_function_that_blocks_the_loop_is_named(caplog: pytest.LogCaptureFixtu
     (record,) = caplog.records
     assert "--agent-function-path f:play blocks the event loop" in record.message
     assert f"{__file__}:{play.__code__.co_firstlineno + 2}" in record.message
+
+
+def test_a_claim_that_waits_at_the_end_of_the_episodes_is_answered() -> None:
+    """Not by an error of a server that ends."""
+    tasks = TaskQueue({KEY}, 60, 60)
+    gateway = Gateway("127.0.0.1", 0, max_body=10_000, tasks=tasks)
+    headers = {"authorization": f"Bearer {KEY}"}
+
+    async def work() -> int:
+        async with httpx.AsyncClient(timeout=60, headers=headers) as client:
+            async with gateway.listening():
+                claim = client.post(f"{gateway.url}/tasks/claim", json={"wait_s": 30})
+                waiting = asyncio.create_task(claim)
+                while not tasks._askers:
+                    await asyncio.sleep(0.005)
+            return (await asyncio.wait_for(waiting, 20)).status_code
+
+    assert asyncio.run(work()) == 204

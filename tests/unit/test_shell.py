@@ -94,6 +94,10 @@ def test_odd_files_spoil_nothing() -> None:
     assert work.run("cat d; rm c; cat d").output == "one\ntwo\n" * 2
 
 
+def test_what_lies_in_a_readable_folder_is_there_already() -> None:
+    assert confinement.outermost(["/usr/bin/env", "/usr", "/nothing", "/usr/bin"]) == ["/usr"]
+
+
 @pytest.mark.parametrize("path", ["/etc/x", "../x", "a/../../x", "", "a\0b"])
 def test_a_path_that_leads_out_is_refused(path: str) -> None:
     with pytest.raises(ValueError, match="is no path in the workspace"):
