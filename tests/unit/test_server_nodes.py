@@ -15,7 +15,8 @@ from slime_like.distributed.signed_store import SignedStore
 from slime_like.errors import RunError
 from slime_like.rollout.engines.sglang.node_agent import NodeAgent, RemoteNode, RemoteProcess
 from slime_like.rollout.engines.sglang.nodes import Node, place_servers
-from slime_like.rollout.engines.sglang.processes import Launch, SpanningProcess
+from slime_like.rollout.engines.sglang.processes import Launch, ServerProcess, SpanningProcess
+from slime_like.rollout.engines.sglang.server_pool import Fleet, HealthSettings
 
 KEY, RANK = b"of the job", 8
 
@@ -142,3 +143,10 @@ def test_what_others_write_is_not_started(store: dist.Store, tmp_path: Path) -> 
     time.sleep(1.0)
     agent.close()
     assert not (tmp_path / "started").exists()
+
+
+def test_a_fleet_that_is_closed_ends_what_was_started_for_it(tmp_path: Path) -> None:
+    alone, *parts = [ServerProcess(program(tmp_path, "time.sleep(1000)")) for _ in range(3)]
+    processes = [("http://a", alone), ("http://b", SpanningProcess(parts))]
+    Fleet([], processes, None, HealthSettings(), 1.0).close()
+    assert None not in [process.exit_status for process in (alone, *parts)]

@@ -232,7 +232,7 @@ class Fleet:
         processes = [w.process for w in self.workers if w.process is not None]
         if processes:
             with ThreadPoolExecutor(len(processes)) as threads:
-                list(threads.map(EngineProcess.end, processes))
+                list(threads.map(lambda process: process.end(), processes))
         self._control.close()
 
     def _watch(self) -> None:
