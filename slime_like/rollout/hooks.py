@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from arguments.rules.scheduling import OWN_ROLLOUT
 from arguments.run_config import RunConfig
 from slime_like.distributed.collectives import from_rank_zero
 from slime_like.import_utils import load_function
@@ -144,6 +145,34 @@ def group_filters(config: RunConfig) -> GroupFilters:
         function = load_function(sample, SAMPLE_FILTER)
         removed = function_adapter(config).sample_filter(function, f"{SAMPLE_FILTER} {sample}")
     return GroupFilters(keep, choose, removed)
+
+
+def rollout_function(
+    run: RunConfig,
+    path: str,
+    flag: str,
+    rollouter: Rollouter,
+    prompts: GroupBuffer | UserSource | None,
+    evaluator: Evaluator | None,
+) -> UserRollout:
+    """A user's function in place of a `Collector` or an `Evaluator`. Raises ValueError naming the
+    flag."""
+    function = load_function(path, flag)
+    return function_adapter(run).rollout_function(
+        function, f"{flag} {path}", rollouter, prompts, evaluator
+    )
+
+
+def source_rollout(
+    run: RunConfig, rollouter: Rollouter, source: UserSource, evaluator: Evaluator | None
+) -> UserRollout:
+    """Rollouts of prompts that a user's source gives: by the user's function, or as slime's own
+    does."""
+    path = run.scheduling.rollout_function_path
+    if path not in (None, OWN_ROLLOUT):
+        return rollout_function(run, path, "--rollout-function-path", rollouter, source, evaluator)
+    name = f"--data-source-path {run.scheduling.data_source_path}"
+    return function_adapter(run).rollout_function(None, name, rollouter, source, evaluator)
 
 
 def custom_generate(config: RunConfig) -> CustomGenerate | None:

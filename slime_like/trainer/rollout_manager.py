@@ -19,7 +19,6 @@ from slime_like.data.pairs import pair_samples
 from slime_like.data.prompts import PromptSource
 from slime_like.data.sft import sft_samples
 from slime_like.distributed.collectives import together
-from slime_like.import_utils import load_function
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.rewards import confinement
 from slime_like.rewards.grader import Grader
@@ -32,9 +31,10 @@ from slime_like.rollout.hooks import (
     UserRollout,
     UserSource,
     custom_generate,
-    function_adapter,
     group_filters,
+    rollout_function,
     sample_hook,
+    source_rollout,
 )
 from slime_like.rollout.metrics import TRUNCATED_FRACTION, truncated_fraction
 from slime_like.rollout.rank_zero import RankZeroJson, SamplingPosition, from_one_rank
@@ -132,7 +132,9 @@ class RolloutManager:
         ahead are sampled again, because this run may not train on them."""
         ahead = state.get("sampled_ahead")
         problem = None if ahead is None else self._problem_with_ahead(ahead["rollouts"])
-        position = state if ahead is None or problem is not None else ahead["behind"]
+        position = state
+        if ahead is not None and (problem is None or self.user_source is not None):
+            position = ahead["behind"]  # a user's source was saved there, and nowhere before
         if self._source is not None:
             if position["data"] is None:
                 raise ValueError(
@@ -308,34 +310,6 @@ def leaves_stragglers(run: RunConfig) -> bool:
         or config.rollout_time_limit_s is not None
         or (config.over_sampling_batch_size or 0) > rollout.rollout_batch_size
     )
-
-
-def rollout_function(
-    run: RunConfig,
-    path: str,
-    flag: str,
-    rollouter: Rollouter,
-    prompts: GroupBuffer | UserSource | None,
-    evaluator: Evaluator | None,
-) -> UserRollout:
-    """A user's function in place of a `Collector` or an `Evaluator`. Raises ValueError naming the
-    flag."""
-    function = load_function(path, flag)
-    return function_adapter(run).rollout_function(
-        function, f"{flag} {path}", rollouter, prompts, evaluator
-    )
-
-
-def source_rollout(
-    run: RunConfig, rollouter: Rollouter, source: UserSource, evaluator: Evaluator | None
-) -> UserRollout:
-    """Rollouts of prompts that a user's source gives: by the user's function, or as slime's own
-    does."""
-    path = run.scheduling.rollout_function_path
-    if path not in (None, OWN_ROLLOUT):
-        return rollout_function(run, path, "--rollout-function-path", rollouter, source, evaluator)
-    name = f"--data-source-path {run.scheduling.data_source_path}"
-    return function_adapter(run).rollout_function(None, name, rollouter, source, evaluator)
 
 
 def function_evaluator(

@@ -131,6 +131,27 @@ def test_a_resumed_run_draws_what_an_unbroken_one_draws(
     assert "the checkpoint's run drew its prompts from --data-source-path" in error
 
 
+@pytest.mark.extended
+def test_rollouts_that_were_sampled_ahead_resume_or_are_lost(
+    server: TrainServer, work: Workspace, tmp_path: Path, sources: Path
+) -> None:
+    """The source was saved behind them: a run that may not train on them goes on from there."""
+    flags: dict[str, Any] = {"data_source_path": f"{sources}:Inherited", "num_rollout": 3}
+    ahead = {"async_rollout": "", "use_tis": "", "save_interval": 2}
+    first_ids = {}
+    for name, more in {
+        "whole": {**ahead, "save": tmp_path / "c"},
+        "resumed": {**ahead, "load": tmp_path / "c", "ckpt_step": 2, "save": tmp_path / "d"},
+        "lost": {"load": tmp_path / "c", "ckpt_step": 2},
+    }.items():
+        out = tmp_path / name
+        recorded = out / "r_{rollout_id}"
+        argv = work.flags(out, **flags, **more, save_debug_rollout_data=recorded)
+        server.train(argv, out / "log").ok()
+        first_ids[name] = min(sampled(recorded, 2))
+    assert first_ids == {"whole": 32, "resumed": 32, "lost": 48}
+
+
 WRONG = {
     "Short": ("data_source.get_samples(4) returned 3 groups of [4] samples", {}),
     "Unsaved": ("Unsaved: save raised OSError: the disk is full", {"save": "checkpoints"}),
