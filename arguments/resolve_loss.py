@@ -16,7 +16,8 @@ from slime_like.losses.custom import custom_loss
 from slime_like.losses.registry import PolicyLoss, policy_losses
 
 CUSTOM = "custom_loss_function_path"
-PAIR_LOSS_TYPES = {"dpo_loss": "dpo"}  # --loss-type -> --policy-loss-type
+# --loss-type -> --policy-loss-type
+PAIR_LOSS_TYPES = {"dpo_loss": "dpo", "rm_loss": "bradley_terry"}
 
 
 def resolve_aliases(given: ParsedArgs) -> None:

@@ -32,7 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "luspo": {"eps_clip": 0.1},
     "kl_cov": {"kl_cov_frac": 1.0, "kl_cov_coef": 0.3},
 }
-WITHOUT_A_RATIO = ("cross_entropy", "dpo")
+WITHOUT_A_RATIO = ("cross_entropy", "dpo", "bradley_terry")
 # What the panel cannot show by itself.
 NOTES = {
     "clip_cov": "ppo, where not chosen",

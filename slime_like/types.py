@@ -54,7 +54,8 @@ class Prompt:
     group_id: unique over the run; the samples of one prompt form the group of GRPO.
     text: the prompt as the model sees it (chat template applied). tokens: its ids.
     turns: what follows it in a conversation to learn from, texts and whether they are learnt.
-    rejected: of a pair of answers, the same prompt with the one that is not preferred.
+    rejected: of a pair of answers, the same prompt with the one that is not preferred. margin: by
+    how much it is worse, where that is known.
     """
 
     group_id: int
@@ -64,6 +65,7 @@ class Prompt:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     turns: tuple[tuple[str, bool], ...] = ()
     rejected: Prompt | None = None
+    margin: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,17 +160,7 @@ def entropy_bounds(s: Settings) -> list[Problem]:
     return []
 
 
-def noise_of_labels(s: Settings) -> list[Problem]:
-    if s.loss.name != "dpo" or not s.policy_loss.dpo_label_smoothing:
-        return []
-    if s.policy_loss.dpo_loss_type in ("sigmoid", "robust"):
-        return []
-    message = f"has no effect with --dpo-loss-type {s.policy_loss.dpo_loss_type}; leave it out"
-    return problem("dpo_label_smoothing", s.policy_loss.dpo_label_smoothing, message)
-
-
 LOSS_RULES: tuple[Rule, ...] = (
-    noise_of_labels,
     entropy_bounds,
     sequence_mask,
     legacy_needs_even_micro_batches,
@@ -285,6 +275,33 @@ def pairs_are_supervised(s: Settings) -> list[Problem]:
     return found
 
 
+def noise_of_labels(s: Settings) -> list[Problem]:
+    if s.loss.name != "dpo" or not s.policy_loss.dpo_label_smoothing:
+        return []
+    if s.policy_loss.dpo_loss_type in ("sigmoid", "robust"):
+        return []
+    message = f"has no effect with --dpo-loss-type {s.policy_loss.dpo_loss_type}; leave it out"
+    return problem("dpo_label_smoothing", s.policy_loss.dpo_label_smoothing, message)
+
+
+def reward_models_have_no_vocabulary(s: Settings) -> list[Problem]:
+    """What a network with a scalar head cannot do."""
+    if not s.algorithm.trains_reward_model:
+        return []
+    why = f"--policy-loss-type {s.loss.name}"
+    cannot = {
+        "eval_interval": (s.eval.eval_interval, f"samples responses, which {why} has no model for"),
+        "lora_rank": (s.lora.lora_rank, f"does not go with {why}, which trains all weights"),
+        "mtp_num_layers": (s.gpt.mtp_num_layers, f"predicts tokens, which {why} does not"),
+    }
+    return [
+        p
+        for name, (value, message) in cannot.items()
+        if value
+        for p in problem(name, value, f"{message}; leave it out")
+    ]
+
+
 def cross_entropy_is_supervised(s: Settings) -> list[Problem]:
     if s.algorithm.loss_type == "sft_loss" or s.loss.name != "cross_entropy":
         return []
@@ -296,6 +313,8 @@ SUPERVISED_RULES: tuple[Rule, ...] = (
     supervised_loss,
     idle_in_supervised_training,
     pairs_are_supervised,
+    noise_of_labels,
+    reward_models_have_no_vocabulary,
     cross_entropy_is_supervised,
 )
 

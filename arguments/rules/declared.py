@@ -30,7 +30,7 @@ def has_critic(s: Settings) -> bool:
 # What conditions can ask besides single settings, and the words for it.
 FACTS: Mapping[str, tuple[Callable[[Settings], bool], str]] = {
     "@critic": (has_critic, "--advantage-estimator ppo"),
-    "@pairs": (lambda s: s.algorithm.pair_loss is not None, "--loss-type dpo_loss"),
+    "@pairs": (lambda s: s.algorithm.pair_loss is not None, "--loss-type dpo_loss or rm_loss"),
     "@experts": (lambda s: bool(s.core.get("num_moe_experts")), "experts in the network"),
 }
 # Of every setting of a group.

@@ -15,9 +15,9 @@ ALL_OR_SOME = Range("-1 (all) or >= 1", lambda x: x == -1 or x >= 1)
 class AlgorithmConfig:
     loss_type: str = arg(
         "policy_loss",
-        "policy_loss: reinforcement learning. sft_loss: fine-tuning on given answers. dpo_loss: sft_loss with --policy-loss-type dpo. "
-        "custom_loss: policy_loss with a function.",
-        choices=("policy_loss", "sft_loss", "dpo_loss", "custom_loss"),
+        "policy_loss: reinforcement learning. sft_loss: fine-tuning on given answers. dpo_loss, rm_loss: on pairs of them, a policy or a "
+        "reward model. custom_loss: policy_loss with a function.",
+        choices=("policy_loss", "sft_loss", "dpo_loss", "rm_loss", "custom_loss"),
     )
     policy_loss_type: str = arg("ppo", "The policy loss.")
     custom_loss_function_path: str | None = arg(
@@ -289,6 +289,11 @@ class AlgorithmConfig:
     def samples_together(self) -> int:
         """Neighbours that stay in one micro-batch: both answers of a pair."""
         return 1 if self.pair_loss is None else 2
+
+    @property
+    def trains_reward_model(self) -> bool:
+        """Whether the network has a scalar head, which scores answers, in place of the vocabulary."""
+        return self.pair_loss is not None and self.pair_loss.scores
 
     @property
     def compares_with_reference(self) -> bool:

@@ -31,6 +31,11 @@ class DataConfig:
     rejected_key: str = arg(
         "rejected", "Field with the other answer, of the same kind.", only_with="@pairs"
     )
+    margin_key: str | None = arg(
+        None,
+        "Field with the least difference of a pair's scores that is no error; default: 0 for all pairs.",
+        only_with="policy_loss_type=bradley_terry",
+    )
     metadata_key: str = arg(
         "metadata", "Field that holds a JSON object handed to rewards and custom functions."
     )

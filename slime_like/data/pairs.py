@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
+
+import torch
 
 from arguments.schema.data import DataConfig
 from slime_like.data.conversation import ConversationFormat
@@ -31,6 +34,7 @@ class PairFormat(PromptFormat):
     def __init__(self, config: DataConfig, tokenizer: Any, *, keys: RowKeys) -> None:
         super().__init__(config, tokenizer, keys=dataclasses.replace(keys, label=None))
         self._answers = {"--chosen-key": config.chosen_key, "--rejected-key": config.rejected_key}
+        self._margin_key = config.margin_key
         self._conversations: list[ConversationFormat] = []
         if getattr(tokenizer, "chat_template", None):
             self._conversations = [
@@ -44,7 +48,8 @@ class PairFormat(PromptFormat):
 
     @property
     def columns(self) -> list[str]:
-        return [*super().columns, *self._answers.values()]
+        margin = [] if self._margin_key is None else [self._margin_key]
+        return [*super().columns, *self._answers.values(), *margin]
 
     def check(self, row: Row) -> str | None:
         for flag, key in self._answers.items():
@@ -58,7 +63,18 @@ class PairFormat(PromptFormat):
             return f"{names} must both be texts, or both lists of messages, and not empty"
         if chosen == rejected:
             return "the chosen and the rejected answer are the same, so nothing can be learnt"
+        if problem := self._check_margin(row):
+            return problem
         return self._check_conversations(row) if kinds == {list} else super().check(row)
+
+    def _check_margin(self, row: Row) -> str | None:
+        if self._margin_key is None:
+            return None
+        margin: Any = row.get(self._margin_key)
+        is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
+        if is_number and math.isfinite(margin):
+            return None
+        return f"{self._margin_key!r} (--margin-key) must be a finite number, not {margin!r}"
 
     def _check_conversations(self, row: Row) -> str | None:
         if not self._conversations:
@@ -110,18 +126,32 @@ class PairFormat(PromptFormat):
                 form.prompt(group_id, row, segments, tokens)
                 for form, segments in zip(self._conversations, text)
             )
-        return dataclasses.replace(chosen, rejected=rejected)
+        margin = None if self._margin_key is None else float(row[self._margin_key])
+        return dataclasses.replace(chosen, rejected=rejected, margin=margin)
 
 
 def pair_samples(
-    prompts: Sequence[Prompt], tokenizer: Any, *, max_response_len: int | None = None
+    prompts: Sequence[Prompt],
+    tokenizer: Any,
+    *,
+    max_response_len: int | None = None,
+    scored: bool = False,
 ) -> list[Sample]:
     """The chosen and the rejected answer of each prompt, one after the other, as samples; see
-    `sft_samples`. Their sample_ids are 2 group_id and 2 group_id + 1."""
+    `sft_samples`. Their sample_ids are 2 group_id and 2 group_id + 1, their reward is the margin.
+    scored: of each its last token alone is active, where a reward model has its score."""
     samples = []
     for prompt in prompts:
         assert prompt.rejected is not None, "made by PairFormat"
         for place, answer in enumerate((prompt, prompt.rejected)):
             (made,) = sft_samples([answer], tokenizer, max_response_len=max_response_len)
-            samples.append(dataclasses.replace(made, sample_id=2 * prompt.group_id + place))
+            made = dataclasses.replace(
+                made, sample_id=2 * prompt.group_id + place, reward=prompt.margin
+            )
+            samples.append(_scored(made) if scored else made)
     return samples
+
+
+def _scored(sample: Sample) -> Sample:
+    last = torch.arange(sample.response_length) == sample.response_length - 1
+    return dataclasses.replace(sample, loss_mask=last)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from slime_like.losses import (  # noqa: F401  (each registers its loss)
+    bradley_terry,
     cispo,
     clip_cov,
     cross_entropy,

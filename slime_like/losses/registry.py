@@ -23,7 +23,8 @@ class PolicyLoss:
     weights are refused: the loss's own ratio is against the sampler already) or "forbidden".
     recommended_reductions: others draw a warning; empty: any. sequence_ratio: its clip range is for
     the geometric mean of a sequence's ratios. homogeneous: loss(c * A) = c * loss(A) for c > 0.
-    pairs: of preferences: samples are two answers to one prompt (pairs.py). alias_defaults:
+    pairs: of preferences: samples are two answers to one prompt (pairs.py). scores: log_probs are
+    what a scalar head gives at the last token of each sample. alias_defaults:
     settings that an alias changes, e.g. {"dual_clip": {"eps_clip_c": 3.0}}. by_config: what of the above its settings change, as keyword arguments;
     use `with_config` to have it applied.
     """
@@ -38,6 +39,7 @@ class PolicyLoss:
     sequence_ratio: bool = False
     homogeneous: bool = True
     pairs: bool = False
+    scores: bool = False
     alias_defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     by_config: Callable[[Any], Mapping[str, Any]] | None = None
 

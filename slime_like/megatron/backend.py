@@ -46,7 +46,13 @@ from slime_like.megatron.moe import (
     routing_metrics,
 )
 from slime_like.megatron.network import Network, PassOutput, SelectionSeed
-from slime_like.megatron.objectives import PolicyObjective, ValueObjective, critic_values
+from slime_like.megatron.objectives import (
+    PolicyObjective,
+    RewardObjective,
+    ValueObjective,
+    critic_values,
+    reward_scores,
+)
 from slime_like.megatron.optimizer import limits_kept, resume_schedule
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.megatron.reshard import copy_same_layout
@@ -166,7 +172,7 @@ class MegatronBackend:
         squared_probs: bool = False,
     ) -> list[LogProbOutput]:
         """Log-probs of the response tokens and entropies, at the sampling temperature, for this
-        data-parallel rank's samples.
+        data-parallel rank's samples; of a reward model its scores in their place.
 
         network: whose; None: the policy's, whose tokens go to the experts of the samples' routes,
         where they have them. squared_probs: of the policy, beside them. All pipeline stages get the
@@ -176,7 +182,8 @@ class MegatronBackend:
         head = dataclasses.replace(self.head, squared_probs=squared_probs)
         if network is None or network is self.policy:
             record = self.algorithm.use_routing_replay and not self._replays_rollout
-            found = self.policy.forward(samples, head, size, record_routes=record)
+            compute: TokenComputation = reward_scores if self.policy.value_head else head
+            found = self.policy.forward(samples, compute, size, record_routes=record)
         else:  # another network's routers choose themselves
             head = dataclasses.replace(self.head, vocab_size=network.gpt.vocab_size or 0)
             unrouted = [dataclasses.replace(sample, routes=None) for sample in samples]
@@ -207,9 +214,11 @@ class MegatronBackend:
         The metrics are those of the whole step, reduced over the data-parallel ranks and equal on
         all ranks.
         """
-        objective = PolicyObjective(
+        objective: TokenComputation = PolicyObjective(
             self.head, self.objective, batch.old_is_current, self._prediction
         )
+        if self.policy.value_head:
+            objective = RewardObjective(self.objective, self.layout)
         selection = SelectionSeed(self._seed, self.trained.scheduler.num_steps)
         found = self._training_pass(
             self.trained, batch.samples, objective, selection, per_token=batch.old_is_current
@@ -318,16 +327,17 @@ class MegatronBackend:
         return folder
 
     def save_hf(self, folder: str) -> str:
-        """Write the policy, with tokenizer and untrained weights of --hf-checkpoint, for transformers."""
+        """Write the policy, with tokenizer and untrained weights of --hf-checkpoint, for transformers; a
+        reward model as one that classifies sequences."""
         source, hf = self._hf_checkpoint, self.hf
         assert source is not None and hf is not None
-        predicting = self.gpt.mtp_num_layers
+        predicting, scores = self.gpt.mtp_num_layers, self.policy.value_head
         save_hf(
             folder,
             self.export_weights(),
             source,
-            more=untrained_weights(hf, source, predicting),
-            copies=repeated_tensors(hf, predicting),
+            more=() if scores else untrained_weights(hf, source, predicting),
+            copies=None if scores else repeated_tensors(hf, predicting),
         )
         return folder
 

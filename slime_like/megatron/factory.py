@@ -95,7 +95,8 @@ def critic_settings(run: RunConfig) -> NetworkSettings:
 def make_policy(
     run: RunConfig, layout: ParallelLayout, hf: HfModel | None, *, total_steps: int
 ) -> Network:
-    """With the weights of --hf-checkpoint, where there is one. hf: what that says. total_steps:
+    """With the weights of --hf-checkpoint, where there is one, and for a reward model with a head of
+    zeros. hf: what that says. total_steps:
     optimizer steps of the whole run; the first may be the critic's alone."""
     policy_steps = max(
         1,
@@ -112,9 +113,12 @@ def make_policy(
             LoraBase(*shape, hf=hf), lora_spec(run.lora, run.model.seed), **training
         )
     else:
-        tied = not run.gpt.untie_embeddings_and_output_weights
-        frozen_ones = FrozenParameters.of(run.model, tied=tied)
-        policy = TrainedNetwork(*shape, **training, frozen=frozen_ones)
+        scores = run.algorithm.trains_reward_model
+        tied = not (run.gpt.untie_embeddings_and_output_weights or scores)
+        # no difference of scores depends on a bias, and models that classify sequences have none
+        more = (f"^{HEAD}bias$",) if scores else ()
+        frozen_ones = FrozenParameters.of(run.model, tied=tied, more=more)
+        policy = TrainedNetwork(*shape, **training, value_head=scores, frozen=frozen_ones)
     if run.model.hf_checkpoint:
         policy.load_hf(run.model.hf_checkpoint)
     return policy

@@ -34,10 +34,12 @@ class FrozenParameters:
     tied: bool
 
     @classmethod
-    def of(cls, model: ModelConfig, *, tied: bool) -> FrozenParameters | None:
-        """None where everything is trained."""
+    def of(
+        cls, model: ModelConfig, *, tied: bool, more: Sequence[str] = ()
+    ) -> FrozenParameters | None:
+        """None where everything is trained. more: patterns of what never is."""
         only = tuple(model.only_train_params_name_list)
-        others = tuple(model.freeze_params_name_list)
+        others = (*model.freeze_params_name_list, *more)
         return cls(only, others, tied) if only or others else None
 
     def apply(

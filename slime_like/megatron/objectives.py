@@ -163,7 +163,7 @@ def with_observed_rows(batch: MicroBatch) -> MicroBatch:
 def loss_inputs(
     batch: MicroBatch,
     log_probs: Tensor,
-    entropy: Tensor,
+    entropy: Tensor | None,
     importance_level: str,
     cp_group: dist.ProcessGroup,
 ) -> LossInputs:
@@ -188,6 +188,26 @@ def values_of(batch: MicroBatch, output: Tensor) -> Tensor:
 def critic_values(model: torch.nn.Module, batch: MicroBatch, output: Tensor) -> TokenOutput:
     """Column: values."""
     return TokenOutput((values_of(batch, output),))
+
+
+def reward_scores(model: torch.nn.Module, batch: MicroBatch, output: Tensor) -> TokenOutput:
+    """Columns of a reward model in the place of log-probs and entropies: scores, and zeros."""
+    scores = values_of(batch, output)
+    return TokenOutput((scores, torch.zeros_like(scores)))
+
+
+@dataclass(frozen=True, slots=True)
+class RewardObjective:
+    """The loss of a reward model: an `Objective` over the scores of its head."""
+
+    objective: Objective
+    layout: ParallelLayout
+
+    def __call__(self, model: torch.nn.Module, batch: MicroBatch, output: Tensor) -> TokenOutput:
+        inputs = loss_inputs(batch, output[0, :, 0], None, "token", self.layout.cp_group)
+        objective = self.objective
+        found = total_loss(inputs, objective.policy_loss, objective.policy_config, objective.terms)
+        return TokenOutput(loss=found.loss, metrics=dict(found.metrics))
 
 
 def value_inputs(batch: MicroBatch, values: Tensor) -> ValueInputs:

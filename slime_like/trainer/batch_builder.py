@@ -137,8 +137,8 @@ class BatchMaker:
             self._delivery.deliver_ahead(samples, group)
 
     def make_supervised(self, samples: Sequence[AnySample]) -> tuple[Batches, dict[str, float]]:
-        """Samples that are answers to learn: they are trained on as they are, or compared with what
-        a reference model says of them."""
+        """Samples that are answers to learn: they are trained on as they are, with what a reference
+        model says of them where the loss compares with it."""
         rollout = self._share(samples)
         ref = None
         if self.backend.reference is not None:
@@ -148,7 +148,12 @@ class BatchMaker:
             rollout.check_finite(columns, "before the optimizer steps of a rollout")
 
         def complete(i: int, sample: TrainSample) -> TrainSample:
-            return dataclasses.replace(sample, ref_log_probs=None if ref is None else ref[i])
+            labels = None
+            if self.algorithm.trains_reward_model:
+                # a score is of the row of a token, not of the row before it
+                labels = sample.tokens[-sample.response_length :]
+            ref_log_probs = None if ref is None else ref[i]
+            return dataclasses.replace(sample, ref_log_probs=ref_log_probs, labels=labels)
 
         return Batches(map_steps(rollout.steps, complete), []), dict(rollout.shares.metrics)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +101,11 @@ class RolloutManager:
     def _answers(self, prompts: Sequence[Prompt]) -> list[AnySample]:
         """Supervised samples, one or a pair for each prompt, of which each rank makes its part."""
         rank, world = dist.get_rank(), dist.get_world_size()
-        limit, count = (
-            self.run_config.rollout.rollout_max_response_len,
-            self.run_config.algorithm.samples_together,
-        )
-        make = sft_samples if count == 1 else pair_samples
+        algorithm = self.run_config.algorithm
+        count, make = algorithm.samples_together, sft_samples
+        if count > 1:
+            make = partial(pair_samples, scored=algorithm.trains_reward_model)
+        limit = self.run_config.rollout.rollout_max_response_len
         own = together(lambda: make(prompts[rank::world], self._tokenizer, max_response_len=limit))
         return share_index(own, [place // count % world for place in range(count * len(prompts))])
 

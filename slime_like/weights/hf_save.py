@@ -21,6 +21,7 @@ from slime_like.errors import RunError
 from slime_like.weights.buckets import TensorPlan
 from slime_like.weights.families import LM_HEAD
 from slime_like.weights.gather import WeightStream
+from slime_like.weights.parameter_map import SCORE
 from slime_like.weights.safetensors_reader import WeightFiles, file_names
 from slime_like.weights.safetensors_writer import (
     ShardPlan,
@@ -161,7 +162,9 @@ def _finish(temporary: Path, folder: Path, source: Path, parts: Sequence[Part]) 
     write_index(temporary, shards)
     names = {tensor.name for shard in shards for tensor in shard.tensors}
     dtype = None if is_quantized(shards) else main_dtype(shards)
-    finish_folder(temporary, folder, source, dtype=dtype, own_head=LM_HEAD in names)
+    task = "ForSequenceClassification" if SCORE in names else None
+    own = LM_HEAD in names
+    finish_folder(temporary, folder, source, dtype=dtype, value_task=task, own_head=own)
 
 
 def finish_folder(
@@ -170,12 +173,12 @@ def finish_folder(
     source: Path,
     *,
     dtype: str | None,
-    value_head: bool = False,
+    value_task: str | None = None,
     own_head: bool = False,
 ) -> None:
     """Give a folder that has the weights all the rest, config.json last, and then its name. dtype:
-    of most weights; None: they are stored as the source's config.json says, quantised. value_head: they are a critic's, which transformers loads as a model that
-    classifies tokens. own_head: the output layer's weight is among them, and so is not the
+    of most weights; None: they are stored as the source's config.json says, quantised. value_task: of a model with a scalar
+    head, how transformers' class for it ends. own_head: the output layer's weight is among them, and so is not the
     embedding, whatever the source says."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     own_code = ("*.py",) if config.get("auto_map") else ()  # that the key names
@@ -190,10 +193,9 @@ def finish_folder(
             part.pop("quantization_config", None)
         if own_head and part.get("tie_word_embeddings"):
             part["tie_word_embeddings"] = False
-    if value_head:
+    if value_task is not None:
         config["architectures"] = [
-            name.replace("ForCausalLM", "ForTokenClassification")
-            for name in config["architectures"]
+            name.replace("ForCausalLM", value_task) for name in config["architectures"]
         ]
         config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
     (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

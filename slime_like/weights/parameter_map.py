@@ -40,8 +40,9 @@ _WHOLE_DOWN_PROJECTIONS: dict[str, Mapping] = {
 
 # A critic's head, under the names of *ForTokenClassification. *ForSequenceClassification has the
 # same weight and no bias.
+SCORE = "score.weight"
 VALUE_HEAD: dict[str, Mapping] = {
-    "output_layer.weight": ReplicatedRows("score.weight", "one"),
+    "output_layer.weight": ReplicatedRows(SCORE, "one"),
     "output_layer.bias": Replicated("score.bias", "one"),
 }
 

@@ -249,7 +249,7 @@ def convert_to_hf(
             folder,
             Path(template),
             dtype=None if is_quantized(shards) else main_dtype(shards),
-            value_head=value_head,
+            value_task="ForTokenClassification" if value_head else None,
         )
 
     from_rank_zero(complete)

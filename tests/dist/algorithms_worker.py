@@ -30,9 +30,11 @@ COMMON = "--optimizer sgd --sgd-momentum 0 --lr 1.0 --clip-grad 0 --weight-decay
 
 
 def gradients(backend: MegatronBackend) -> dict[str, Tensor]:
-    """Of every parameter, whole, by Hugging Face name: they are exported in the parameters' place."""
+    """Of every trained parameter, whole, by Hugging Face name: they are exported in the parameters'
+    place, beside the values of others."""
     backend.trained.reduce_gradients()
-    parameters = [p for chunk in backend.policy.chunks for p in chunk.parameters()]
+    every = (p for chunk in backend.policy.chunks for p in chunk.parameters())
+    parameters = [p for p in every if p.requires_grad]
     values = [p.detach().clone() for p in parameters]
     with torch.no_grad():
         for p in parameters:

@@ -1,5 +1,5 @@
 """What tests/dist/test_pairs.py runs: an optimizer step on pairs of answers, from their file to the
-gradients, in one layout after another."""
+gradients, in one layout after another; of a policy and of a reward model."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from arguments.parse import parse_args
-from benchmarks.parity.steps import gradients, parallel
+from benchmarks.parity.steps import parallel
 from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.megatron.trained_network import TrainedNetwork
 from slime_like.rollout.step_plan import flatten
 from slime_like.trainer.trainer import Trainer
+from tests.dist.algorithms_worker import gradients
 
 # name: sizes of model parallelism, and flags; of one process
 ONE: dict[str, tuple[dict[str, int], str]] = {
@@ -38,10 +40,12 @@ TWO: dict[str, tuple[dict[str, int], str]] = {
 def step(
     arguments: dict[str, Any], flags: str, layout: ParallelLayout
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Metrics and gradients of the first step of arguments["flags"] and `flags`."""
-    words = f"{arguments['flags']} {flags} --output-dir {arguments['out']}"
+    """Metrics and gradients of the first step with these flags."""
+    words = f"{flags} --output-dir {arguments['out']}"
     run = parse_args(words.split(), layout.world_size)
     trainer = Trainer(run, layout, Path(arguments["out"]))
+    if trainer.backend.policy.value_head:
+        give_head(trainer.backend.trained)
     try:
         samples = flatten(trainer.sampling.supply.groups_of(0)[0])
         (batch,) = trainer.batches.make_supervised(samples)[0].policy
@@ -51,33 +55,53 @@ def step(
         trainer.close()
 
 
+@torch.no_grad()
+def give_head(network: TrainedNetwork) -> None:
+    """Weights other than 0, with which no gradient reaches the transformer."""
+    g = torch.Generator().manual_seed(5)
+    for name, parameter in (pair for chunk in network.chunks for pair in chunk.named_parameters()):
+        if name == "output_layer.weight":
+            parameter.copy_(torch.randn(parameter.shape, generator=g))
+    network.weights_changed()
+
+
 def one_rank(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """Metrics of each way of cutting the step; the gradients of the first are kept."""
     result: dict[str, Any] = {}
-    expected: dict[str, Tensor] = {}
+    kept = {}
     with parallel() as layout:
-        for name, (_, flags) in ONE.items():
-            metrics, found = step(arguments, flags, layout)
-            expected = expected or found
-            result[name] = {"metrics": metrics, "apart": apart(found, expected)}
-    torch.save(expected, Path(arguments["out"]) / "gradients.pt")
-    result["norm"] = float(torch.stack([g.norm() for g in expected.values()]).norm())
+        for kind, words in arguments["flags"].items():
+            expected: dict[str, Tensor] = {}
+            for name, (_, flags) in ONE.items():
+                metrics, found = step(arguments, f"{words} {flags}", layout)
+                expected = expected or found
+                far = apart(found, expected)
+                result[f"{kind} | {name}"] = {"metrics": metrics, "apart": far}
+            norm = float(torch.stack([g.norm() for g in expected.values()]).norm())
+            result[f"{kind} | norm"] = norm
+            kept[kind] = expected
+    torch.save(kept, Path(arguments["out"]) / "gradients.pt")
     return result
 
 
 def two_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Metrics in each of arguments["layouts"], and how far its gradients are from those of one process."""
+    """Metrics of each of arguments["cases"], and how far its gradients are from those of one process."""
     expected = torch.load(Path(arguments["out"]) / "gradients.pt", weights_only=True)
     result = {}
-    for name in arguments["layouts"]:
+    for case in arguments["cases"]:
+        kind, name = case.split(" | ")
         sizes, flags = TWO[name]
         with parallel(**sizes) as layout:
-            metrics, found = step(arguments, flags, layout)
-        result[name] = {"metrics": metrics, "apart": apart(found, expected)}
+            metrics, found = step(arguments, f"{arguments['flags'][kind]} {flags}", layout)
+        result[case] = {"metrics": metrics, "apart": apart(found, expected[kind])}
     return result
 
 
 def apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Of the worst tensor, over its norm."""
     assert found.keys() == expected.keys()
-    return max(float((g - found[name]).norm() / g.norm()) for name, g in expected.items())
+    return max(
+        float((g - found[name]).norm() / g.norm())
+        for name, g in expected.items()
+        if name != "score.bias"  # not trained
+    )

@@ -3,6 +3,7 @@ transformers and a loop, and the same in every layout, however the step is cut."
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -17,18 +18,26 @@ from slime_like.cli.tiny_model import make_model, make_tokenizer
 from tests.dist.pairs_worker import ONE, TWO
 
 LIMIT = 1e-5
-BETA, NLL = 0.4, 0.3
+BETA, NLL, CENTER = 0.4, 0.3, 0.02
 PAIRS = [
     ("spell cat", "tac", "cat is what I would spell"),
     ("and a long question, which has no short answer, at all", "yes", "no"),
     ("add 1 and 1", "that would be two", "3"),
     ("b", "a rather long answer to a short question", "x y"),
 ]
-FLAGS = (
-    "--loss-type dpo_loss --hf-checkpoint {model} --ref-load {ref} --prompt-data {data} --input-key prompt "
-    f"--dpo-beta {BETA} --dpo-nll-coef {NLL} --num-rollout 1 --rollout-batch-size {len(PAIRS)} --lr 1e-3 "
-    "--no-tensorboard --no-progress --no-plot"
+COMMON = (
+    "--hf-checkpoint {model} --prompt-data {data} --input-key prompt --num-rollout 1 "
+    f"--rollout-batch-size {len(PAIRS)} --lr 1e-3 --no-tensorboard --no-progress --no-plot "
 )
+KINDS = {
+    "dpo": COMMON
+    + f"--loss-type dpo_loss --ref-load {{ref}} --dpo-beta {BETA} --dpo-nll-coef {NLL}",
+    "rm": COMMON + f"--loss-type rm_loss --rm-center-coef {CENTER} --margin-key margin",
+}
+
+
+def margin(place: int) -> float:
+    return 0.25 * place
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +48,11 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for seed, name in enumerate(("model", "ref")):
         make_model(tokenizer, hidden_size=32, num_layers=2, seed=seed).save_pretrained(names[name])
         tokenizer.save_pretrained(names[name])
-    rows = [dict(zip(("prompt", "chosen", "rejected"), pair)) for pair in PAIRS]
+    keys = ("prompt", "chosen", "rejected", "margin")
+    rows = [dict(zip(keys, (*pair, margin(place)))) for place, pair in enumerate(PAIRS)]
     names["data"].write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {
-        "flags": FLAGS.format(**names),
+        "flags": {kind: words.format(**names) for kind, words in KINDS.items()},
         "out": str(folder),
         "folders": list(map(str, names.values())),
     }
@@ -61,8 +71,9 @@ def two(
 ) -> list[dict[str, Any]]:
     """In the layouts of the tests that are to run."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    names = [str(i.callspec.params["name"]) for i in items if i.function is test_two_ranks]
-    folder, more = Path(arguments["out"]) / "two", {**arguments, "layouts": names}
+    params = [i.callspec.params for i in items if i.function is test_two_ranks]
+    cases = [f"{each['kind']} | {each['name']}" for each in params]
+    folder, more = Path(arguments["out"]) / "two", {**arguments, "cases": cases}
     return run_ranks("tests.dist.pairs_worker:two_ranks", 2, folder, more, timeout_s=500)
 
 
@@ -90,33 +101,65 @@ def test_one_process_has_the_loss_of_a_loop_over_transformers(
         h = float((policy[0] - ref[0]).sum() - (policy[1] - ref[1]).sum())
         losses.append(math.log1p(math.exp(-BETA * h)) - NLL * float(policy[0].mean()))
         margins.append(BETA * h)
-    metrics = one["one"]["metrics"]
+    metrics = one["dpo | one"]["metrics"]
     assert metrics["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
     assert metrics["pair_margin"] == pytest.approx(sum(margins) / len(margins), rel=1e-4, abs=1e-5)
     right = sum(m > 0 for m in margins)
     assert metrics["pair_accuracy"] == pytest.approx(right / len(margins))
-    assert one["norm"] > 1e-2 and min(map(abs, margins)) > 1e-3
+    assert one["dpo | norm"] > 1e-2 and min(map(abs, margins)) > 1e-3
 
 
+def test_a_reward_model_scores_the_last_token_of_an_answer(
+    arguments: dict[str, Any], one: dict[str, Any]
+) -> None:
+    """Its hidden state by transformers, times the head of `give_head`."""
+    folder = arguments["folders"][0]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).double().model
+    head = torch.randn(1, 32, generator=torch.Generator().manual_seed(5)).double()[0]
+    losses, margins = [], []
+    for place, (prompt, *answers) in enumerate(PAIRS):
+        scores = []
+        for answer in answers:
+            texts = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in (prompt, answer))
+            ids = [*itertools.chain(*texts), tokenizer.eos_token_id]
+            with torch.no_grad():
+                scores.append(float(model(torch.tensor([ids])).last_hidden_state[0, -1] @ head))
+        margins.append(scores[0] - scores[1])
+        loss = math.log1p(math.exp(-margins[-1] + margin(place)))
+        losses.append(loss + CENTER * sum(scores) ** 2)
+    metrics = one["rm | one"]["metrics"]
+    assert metrics["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert metrics["pair_margin"] == pytest.approx(sum(margins) / len(margins), rel=1e-4, abs=1e-5)
+    right = sum(m > 0 for m in margins)
+    assert metrics["pair_accuracy"] == pytest.approx(right / len(margins))
+    assert one["rm | norm"] > 1e-2
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ONE)
-def test_the_cut_of_a_step_does_not_matter(one: dict[str, Any], name: str) -> None:
-    check(one[name], one)
+def test_the_cut_of_a_step_does_not_matter(one: dict[str, Any], name: str, kind: str) -> None:
+    check(one[f"{kind} | {name}"], one[f"{kind} | one"])
+
+
+QUICK = (("dpo", "DP2 budget"), ("rm", "CP2"))
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("kind", "name"),
     [
-        pytest.param(n, marks=() if n in ("DP2 budget", "CP2") else pytest.mark.extended)
-        for n in TWO
+        pytest.param(kind, name, marks=() if (kind, name) in QUICK else pytest.mark.extended)
+        for kind in KINDS
+        for name in TWO
     ],
 )
-def test_two_ranks(one: dict[str, Any], two: list[dict[str, Any]], name: str) -> None:
+def test_two_ranks(one: dict[str, Any], two: list[dict[str, Any]], kind: str, name: str) -> None:
     for rank in two:
-        check(rank[name], one)
+        check(rank[f"{kind} | {name}"], one[f"{kind} | one"])
 
 
 def check(found: dict[str, Any], one: dict[str, Any]) -> None:
     assert found["apart"] <= LIMIT
-    for name, value in one["one"]["metrics"].items():
+    for name, value in one["metrics"].items():
         if not name.startswith("perf/"):
             assert found["metrics"][name] == pytest.approx(value, rel=LIMIT, abs=LIMIT), name

@@ -8,14 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.e2e.helpers import WORDS, Workspace, rows_of
 from tests.e2e.programs import TrainServer
 
 PAIRS: dict[str, Any] = {
     "policy_loss_type": None, "n_samples_per_prompt": None, "label_key": None, "custom_rm_path": None, "rm_num_workers": None,
-    "rollout_max_response_len": None, "input_key": "prompt", "num_steps_per_rollout": None, "micro_batch_size": None, "rollout_batch_size": 15,
+    "rollout_max_response_len": None, "input_key": "prompt", "num_steps_per_rollout": None, "micro_batch_size": None, "rollout_batch_size": 11,
 }  # fmt: skip
+
+
+HELD_OUT = WORDS[::4]
 
 
 def pair_file(folder: Path) -> Path:
@@ -24,6 +30,7 @@ def pair_file(folder: Path) -> Path:
     rows = [
         {"prompt": f"spell {word} backward", "chosen": word[::-1], "rejected": word}
         for word in WORDS
+        if word not in HELD_OUT
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -41,3 +48,42 @@ def test_dpo_prefers_the_chosen_answers(
     assert rows[-1]["train/pair_accuracy"] > 0.9 and rows[-1]["train/loss"] < 0.5
     assert rows[-1]["train/pair_margin"] > 0.5
     assert rows[-1]["train/chosen_reward"] > rows[-1]["train/rejected_reward"]
+
+
+def scores_of(folder: Path, word: str) -> tuple[float, float]:
+    """Of the word spelled backward, and of the word, by transformers' model for sequences."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    assert model.config.num_labels == 1
+    question = tokenizer(f"spell {word} backward", add_special_tokens=False)["input_ids"]
+    found = []
+    for answer in (word[::-1], word):
+        ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
+        tokens = torch.tensor([[*question, *ids, tokenizer.eos_token_id]])
+        with torch.no_grad():
+            found.append(float(model(tokens).logits))
+    return found[0], found[1]
+
+
+@pytest.mark.extended
+def test_a_reward_model_prefers_answers_that_it_has_not_seen(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    """From the loss log 2 of a head of zeros; it goes on after a checkpoint, transformers loads what
+    is saved, and a critic starts from it."""
+    flags = {**PAIRS, "loss_type": "rm_loss", "prompt_data": pair_file(tmp_path), "lr": 3e-3, "lr_decay_iters": 9,
+             "save": tmp_path / "save", "load": tmp_path / "save", "save_interval": 5, "save_hf": tmp_path / "rm"}  # fmt: skip
+    first = work.flags(tmp_path / "first", **flags, num_rollout=5)
+    server.train(first, tmp_path / "log1", ranks=2).ok()
+    rows = rows_of(tmp_path / "first")
+    assert abs(rows[0]["train/loss"] - math.log(2)) < 1e-5
+    second = work.flags(tmp_path / "second", **flags, num_rollout=10)
+    server.train(second, tmp_path / "log2", ranks=2).ok()
+    rows = rows_of(tmp_path / "second")
+    assert rows[-1]["train/pair_accuracy"] > 0.9 and rows[-1]["train/loss"] < 0.3
+    pairs = [scores_of(tmp_path / "rm", word) for word in HELD_OUT]
+    assert sum(chosen > rejected for chosen, rejected in pairs) > 0.9 * len(pairs)
+    assert load_file(tmp_path / "rm/model.safetensors")["score.bias"].item() == 0
+    critic = work.flags(tmp_path / "ppo", advantage_estimator="ppo", critic_load=tmp_path / "rm", num_rollout=1)  # fmt: skip
+    server.train(critic, tmp_path / "log3", ranks=2).ok()
+    assert abs(rows_of(tmp_path / "ppo")[0]["rollout/values_mean"]) > 1e-3

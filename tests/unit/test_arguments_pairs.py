@@ -8,6 +8,7 @@ import pytest
 
 from arguments.parse import parse_args
 from arguments.run_config import RunConfig
+from slime_like.losses.bradley_terry import BradleyTerryConfig
 from slime_like.losses.dpo import DPOConfig
 from slime_like.megatron.factory import needs_reference
 from tests.unit.command_lines import complete, problems_of
@@ -40,6 +41,13 @@ def test_what_follows_from_the_loss(tmp_path: Path) -> None:
     assert same.algorithm == algorithm and same.policy_loss == run.policy_loss
 
 
+def test_a_reward_model_needs_no_reference(tmp_path: Path) -> None:
+    run = parse(tmp_path, "--loss-type rm_loss --center-rewards-coefficient 0.01")
+    assert run.policy_loss == BradleyTerryConfig(rm_center_coef=0.01) and not run.warnings
+    assert run.algorithm.trains_reward_model and not needs_reference(run.algorithm)
+    assert run.rollout.n_samples_per_prompt == 2 and not run.trains_critic
+
+
 def test_one_sample_at_a_time_becomes_one_pair(tmp_path: Path) -> None:
     run = parse(tmp_path, f"--loss-type dpo_loss {REF} --qkv-format bshd")
     assert run.algorithm.micro_batch_size == 2 and not run.algorithm.use_dynamic_batch_size
@@ -68,7 +76,16 @@ CASES = {
     "rewards": (f"{DPO} {REF} --rm-type math", "--rm-type", "has no effect"),
     "a task": (f"{DPO} {REF} --prompt-data reasoning_gym:spell_backward?size=9&seed=1", "--prompt-data", "has no pairs of answers"),
     "not supervised": ("--policy-loss-type dpo --rm-type zero", "--policy-loss-type", "use --loss-type sft_loss"),
-    "no pairs": ("--chosen-key best --rm-type zero --n-samples-per-prompt 4", "--chosen-key", "goes with --loss-type dpo_loss only"),
+    "no pairs": ("--chosen-key best --rm-type zero --n-samples-per-prompt 4", "--chosen-key", "goes with --loss-type dpo_loss or rm_loss only"),
+}  # fmt: skip
+
+
+RM = "--loss-type rm_loss"
+CASES |= {
+    "a reward model's vocabulary": (f"{RM} --eval-interval 1 --eval-prompt-data a {{folder}}/prompts.jsonl --rm-type zero", "--eval-interval", "samples responses"),
+    "a reward model's adapter": (f"{RM} --lora-rank 4 --transformer-impl local", "--lora-rank", "trains all weights"),
+    "margins of dpo": (f"{DPO} {REF} --margin-key m", "--margin-key", "goes with --policy-loss-type bradley_terry only"),
+    "two types": (f"{RM} --policy-loss-type dpo", "--policy-loss-type", "means bradley_terry"),
 }  # fmt: skip
 
 

@@ -221,7 +221,12 @@ ELSEWHERE = {
     )
     for rule in rules
 }
-ELSEWHERE |= {"pairs_are_supervised", "pairs_are_whole"}  # test_arguments_pairs.py
+ELSEWHERE |= {  # test_arguments_pairs.py
+    "noise_of_labels",
+    "pairs_are_supervised",
+    "pairs_are_whole",
+    "reward_models_have_no_vocabulary",
+}
 ELSEWHERE |= {"critic_layout_is_possible"}  # test_arguments_critic_layout.py
 ELSEWHERE |= {"delta_nets_share_their_groups"}  # test_arguments_delta_nets.py
 

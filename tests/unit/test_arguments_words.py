@@ -100,7 +100,10 @@ def test_negative_and_scientific_numbers_are_values() -> None:
         (["--lr", "nan"], "must be a finite number"),
         (["--lr", "inf"], "must be a finite number"),
         (["--loss-reduction", "mean"], "legal values: rollout_mean, sequence_mean, token_mean"),
-        (["--policy-loss-type", "sappo"], "legal values: cispo, clip_cov, cross_entropy, dpo"),
+        (
+            ["--policy-loss-type", "sappo"],
+            "legal values: bradley_terry, cispo, clip_cov, cross_entropy",
+        ),
         (["--sapo-tau-neg", "0"], "must be > 0"),
         (["--apply-chat-template-kwargs", "{x"], "must be a JSON object"),
         (["--use-kl-loss", "maybe"], "must be true or false"),

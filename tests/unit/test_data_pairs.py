@@ -114,6 +114,22 @@ def test_what_is_too_long_is_cut_and_said(tmp_path: Path) -> None:
     assert rejected.response_length == 2 and rejected.status == SampleStatus.COMPLETED
 
 
+def test_of_a_scored_answer_the_last_token_is_active(tmp_path: Path) -> None:
+    row = {"input": "a", "chosen": "xyz", "rejected": "y", "by": 2}
+    made = tokenizer()
+    (prompt,) = source(tmp_path, row, made=made, margin_key="by").next_prompts(1)
+    for sample in pair_samples([prompt], made, scored=True):
+        assert sample.loss_mask.tolist() == [False] * (sample.response_length - 1) + [True]
+        assert int(sample.tokens[-1]) == made.eos_token_id and sample.reward == 2.0
+
+
+@pytest.mark.parametrize("margin", ["2", None, True, float("nan")])
+def test_a_margin_is_a_number(tmp_path: Path, margin: Any) -> None:
+    row = {"input": "a", "chosen": "x", "rejected": "y", "by": margin}
+    with pytest.raises(ValueError, match=r"'by' \(--margin-key\) must be a finite number"):
+        source(tmp_path, row, margin_key="by")
+
+
 PROBLEMS: dict[str, tuple[dict[str, Any], str]] = {
     "no answer": ({"input": "a", "chosen": "x"}, r"missing key 'rejected' \(--rejected-key\)"),
     "an empty answer": ({"input": "a", "chosen": "x", "rejected": ""}, "must both be texts"),

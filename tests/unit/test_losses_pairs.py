@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slime_like.config import SettingsError
 from slime_like.losses import compute_policy_loss, token_weights
+from slime_like.losses.bradley_terry import BradleyTerryConfig
 from slime_like.losses.dpo import DPO_TYPES, DPOConfig
 from slime_like.losses.total import LossOutput
 from tests.unit.loss_cases import value
@@ -163,3 +164,54 @@ def test_what_it_needs_is_said() -> None:
         compute_policy_loss("dpo", s["log_probs"], s["loss_mask"], u, **more)
     with pytest.raises(SettingsError, match=r"dpo_label_smoothing=0\.5 must be 0 <= x < 0\.5"):
         DPOConfig(dpo_label_smoothing=0.5)
+
+
+# --- reward models -----------------------------------------------------------------------------------------------------
+
+REWARD_SETTINGS: dict[str, tuple[float, list[float] | None]] = {
+    "plain": (0.0, None),
+    "centred": (0.3, None),
+    "margins": (0.0, [0.0, 0.5, 1.5, 0.2]),
+    "centred, margins": (0.1, [0.0, 0.5, 1.5, 0.2]),
+}
+
+
+@pytest.mark.parametrize("name", REWARD_SETTINGS)
+def test_bradley_terry_is_the_papers(name: str) -> None:
+    """Scores are of one token of each answer, wherever that is; the step may be cut between pairs."""
+    center, margins = REWARD_SETTINGS[name]
+    leaf = step()["log_probs"].requires_grad_()
+    last = [3, 6, 0, 5, 2, 2, 6, 1]
+    mask = torch.zeros(2 * PAIRS, LENGTH, dtype=torch.bool)
+    mask[range(2 * PAIRS), last] = True
+    rewards = torch.full((2 * PAIRS, LENGTH), float("nan"), dtype=torch.float64)
+    if margins is not None:
+        by_answer = torch.tensor(margins, dtype=torch.float64).repeat_interleave(2)
+        rewards = by_answer[:, None].expand(-1, LENGTH)
+    u = token_weights("sequence_mean", mask)
+    config = BradleyTerryConfig(rm_center_coef=center)
+
+    def part(rows: list[int]) -> LossOutput:
+        # a batch of the trainer has a column of rewards in any case
+        return compute_policy_loss(
+            "bradley_terry", leaf[rows], mask[rows], u[rows],
+            config=config, rewards=None if margins is None else rewards[rows],
+        )  # fmt: skip
+
+    scores = [leaf[i, t] for i, t in enumerate(last)]
+    expected = torch.zeros((), dtype=torch.float64)
+    for pair in range(PAIRS):
+        chosen, rejected = scores[2 * pair], scores[2 * pair + 1]
+        m = 0.0 if margins is None else margins[pair]
+        expected = expected + (1 + (-(chosen - rejected - m)).exp()).log() / PAIRS
+        expected = expected + center * (chosen + rejected) ** 2 / PAIRS
+    output = part(list(range(2 * PAIRS)))
+    torch.testing.assert_close(output.loss, expected, rtol=1e-12, atol=0)
+    cut = part([4, 5]).loss + part([2, 3, 6, 7]).loss + part([0, 1]).loss
+    torch.testing.assert_close(cut, expected, rtol=1e-12, atol=0)
+    own, papers = (torch.autograd.grad(x, leaf)[0] for x in (output.loss, expected))
+    torch.testing.assert_close(own, papers, rtol=1e-12, atol=1e-15)
+    mean = float(torch.stack(scores[0::2]).mean().detach())
+    assert value(output.metrics["chosen_reward"]) == pytest.approx(mean)
+    right = sum(bool(a > b) for a, b in zip(scores[0::2], scores[1::2]))
+    assert value(output.metrics["pair_accuracy"]) == right / PAIRS and 0 < right < PAIRS
