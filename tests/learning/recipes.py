@@ -13,7 +13,7 @@ from slime_like.metrics.logger import read_metrics
 from tests.learning.tasks import write_task
 
 ROOT = Path(__file__).resolve().parents[2]
-REWARD = f"{ROOT / 'tests/learning/rewards.py'}:right_prefix"
+REWARDS = ROOT / "tests/learning/rewards.py"
 LAST = 10  # rollouts: the mean reward at the end is over so many
 COMMON = "--lr-warmup-iters 10 --clip-grad 1.0 --no-tensorboard --no-progress --no-plot --log-interval 20"
 GRPO = "--advantage-estimator grpo --rollout-batch-size 16 --n-samples-per-prompt 8"
@@ -23,13 +23,15 @@ GRPO = "--advantage-estimator grpo --rollout-batch-size 16 --n-samples-per-promp
 class Recipe:
     """One way to learn one task.
 
-    name: in the table and in the test's id. task: a key of `tasks.TASKS`. num_layers: of the model.
-    flags: of train.py, beside COMMON and what names the files. start_at_most, end_at_least: the
-    band: mean reward of the first rollout, and of the last LAST ones.
+    name: in the table and in the test's id. task: a key of `tasks.TASKS`. reward: a function of
+    rewards.py, or exact_match. num_layers: of the model. flags: of train.py, beside COMMON and
+    what names the files. start_at_most, end_at_least: the band: mean reward of the first rollout,
+    and of the last LAST ones.
     """
 
     name: str
     task: str
+    reward: str
     num_layers: int
     flags: str
     start_at_most: float
@@ -40,8 +42,8 @@ COPY = "--rollout-max-response-len 5 --micro-batch-size 32 --num-steps-per-rollo
 LARGEST = "--rollout-max-response-len 2 --micro-batch-size 32 --num-steps-per-rollout 4 --lr 1e-3"
 
 RECIPES = (
-    Recipe("copy, GRPO", "copy", 2, f"{GRPO} {COPY} --num-rollout 100", 0.1, 0.2),
-    Recipe("largest, GRPO", "largest", 2, f"{GRPO} {LARGEST} --num-rollout 100", 0.1, 0.5),
+    Recipe("copy, GRPO", "copy", "right_prefix", 2, f"{GRPO} {COPY} --num-rollout 100", 0.1, 0.2),
+    Recipe("largest, GRPO", "largest", "exact_match", 2, f"{GRPO} {LARGEST} --num-rollout 100", 0.1, 0.5),
 )  # fmt: skip
 
 
@@ -61,8 +63,10 @@ class Result:
 
 def command(recipe: Recipe, seed: int, folder: Path) -> list[str]:
     """The command line of a run whose files are in `folder`."""
-    reward = "exact_match" if recipe.task == "largest" else None
-    graded = ["--rm-type", reward] if reward else ["--custom-rm-path", REWARD]
+    if recipe.reward == "exact_match":
+        graded = ["--rm-type", recipe.reward]
+    else:
+        graded = ["--custom-rm-path", f"{REWARDS}:{recipe.reward}"]
     return [
         sys.executable, str(ROOT / "train.py"),
         "--hf-checkpoint", str(folder / "model"), "--prompt-data", str(folder / "train.jsonl"),
