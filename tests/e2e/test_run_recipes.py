@@ -1,5 +1,5 @@
 """Tiny twins of the recipes of scripts/recipes: the same run file on a tiny model with random weights,
-one process or two. That of GSM8K learns, from real rows."""
+one process or two. Those of GSM8K and DAPO learn, from real rows."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from slime_like.cli.tiny_model import save_model
 from tests.e2e.helpers import Workspace, rows_of, save_other_model
 from tests.e2e.programs import ROOT, TrainServer
 from tests.unit.test_run_recipes import RECIPES, ROWS, example_rows, settings_of
@@ -42,7 +43,9 @@ def twin(name: str, work: Workspace, folder: Path, **changes: Any) -> tuple[list
     settings["global_batch_size"] = 4 * settings["n_samples_per_prompt"]
     if settings.get("num_steps_per_rollout") == 2:
         settings["global_batch_size"] //= 2
-    if settings["rm_type"] == "dapo":  # a random model never answers: groups would all be alike
+    if (
+        settings["rm_type"] == "dapo" and "hf_checkpoint" not in changes
+    ):  # a random model never answers: groups would all be alike
         del settings["rm_type"]
         settings["custom_rm_path"] = f"{work.reward}:letters"
     if "opd_type" in settings:
@@ -95,3 +98,53 @@ def test_gsm8k_rises(server: TrainServer, work: Workspace, tmp_path: Path) -> No
     server.train(argv, tmp_path / "log", timeout_s=900).ok()
     scores = [row["rollout/reward_mean"] for row in rows_of(tmp_path / "out")]
     assert mean(scores[-5:]) > 2 * mean(scores[:5]) > 0, scores
+
+
+def dapo_rows(folder: Path) -> dict[str, Path]:
+    """GSM8K's questions with answers below 100, in DAPO's form: `rl` to be answered, and others with
+    their answers to write in `warm_up`."""
+    rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
+    pairs = [(row["question"], row["answer"].rpartition("#### ")[2]) for row in rows]
+    pairs = [
+        (question, answer) for question, answer in pairs if len(question) < 260 and len(answer) < 3
+    ]
+    parts = {
+        "rl": [{"prompt": question, "label": answer} for question, answer in pairs[:12]],
+        "warm_up": [{"prompt": question, "label": f"Answer: {answer}"} for question, answer in pairs[12:]],
+    }  # fmt: skip
+    assert len(parts["warm_up"]) > 20
+    for name, part in parts.items():
+        text = "".join(json.dumps(row) + "\n" for row in part)
+        (folder / f"{name}.jsonl").write_text(text)
+    return {name: folder / f"{name}.jsonl" for name in parts}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_dapo_rises(seed: int, server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+    """Random weights learn DAPO's form from 23 answers, then what answers 12 other questions."""
+    data = dapo_rows(tmp_path)
+    save_model(tmp_path / "model", hidden_size=32, num_layers=2, seed=seed)
+    common = dict(
+        seed=seed, rollout_seed=seed, rollout_max_prompt_len=300, rollout_max_response_len=11
+    )
+    warm_up = dict(
+        hf_checkpoint=str(tmp_path / "model"), prompt_data=str(data["warm_up"]), input_key="prompt", label_key="label",
+        apply_chat_template=True, loss_type="sft_loss", num_rollout=30, rollout_batch_size=16, lr=1e-2,
+        max_tokens_per_gpu=2048, use_dynamic_batch_size=True, save_hf=str(tmp_path / "warm"), output_dir=str(tmp_path / "sft"),
+        no_tensorboard=True, no_plot=True, no_progress=True,
+    )  # fmt: skip
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(warm_up | common))
+    server.train(["--config", str(tmp_path / "sft.yaml")], tmp_path / "sft_log", timeout_s=900).ok()
+    changes = dict(
+        hf_checkpoint=str(tmp_path / "warm"), prompt_data=str(data["rl"]), num_rollout=20, rollout_batch_size=8,
+        n_samples_per_prompt=32, global_batch_size=128, lr=2e-3, eval_prompt_data=["gsm8k", str(data["rl"])],
+        n_samples_per_eval_prompt=8, eval_interval=5,
+    )  # fmt: skip
+    argv, _ = twin("dapo_math_qwen3_4b", work, tmp_path, **changes, **common)
+    server.train(argv, tmp_path / "log", timeout_s=900).ok()
+    rewards = [
+        row["eval/gsm8k/mean"] for row in rows_of(tmp_path / "out") if "eval/gsm8k/mean" in row
+    ]
+    right = [(reward + 1) / 2 for reward in rewards]  # 1 or -1 each
+    assert right[0] < 0.1 and right[-1] > right[0] + 0.1, right
