@@ -34,3 +34,11 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.enable()
         gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _no_attention_kernel_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core's models leave their --attention-backend in the environment, which the next
+    test's command line would contradict."""
+    for kernel in ("FLASH", "FUSED", "UNFUSED"):
+        monkeypatch.delenv(f"NVTE_{kernel}_ATTN", raising=False)

@@ -479,8 +479,6 @@ def test_attention_backends(
 ) -> None:
     """What can be chosen depends on the layers. A second mistake is on the line, so that
     megatron-core need not be there for a GPU."""
-    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
-        monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(
