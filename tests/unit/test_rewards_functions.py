@@ -170,7 +170,7 @@ def test_task_needs_a_task_source():
 def test_registry_names():
     assert rewards.names() == [
         *("code", "dapo", "deepscaler", "exact_match", "f1", "gpqa"),
-        *("gsm8k", "math", "remote_rm", "task", "zero"),
+        *("gsm8k", "ifbench", "math", "remote_rm", "task", "zero"),
     ]
     bounded = [name for name, reward in rewards.items() if reward.bounded]
     assert bounded == ["dapo", "exact_match", "f1", "gsm8k"]
