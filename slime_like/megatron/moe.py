@@ -3,7 +3,7 @@ their layout asks for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from arguments.hf.moe import moe_layers
 from megatron_patches.patch import release
-from slime_like.megatron.ops.router import PackedRouter, RoutedRows, all_routers, routers_of
+from slime_like.megatron.ops.router import PackedRouter, RoutedRows
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.types import MicroBatch, TrainSample
 
@@ -51,6 +51,22 @@ def agreed_lengths(
         return [int(length) for length in lengths]
 
     return longest
+
+
+def all_routers(chunks: Iterable[torch.nn.Module]) -> list[PackedRouter]:
+    """Of a rank's model chunks, in the order of its layers; last those of multi-token prediction."""
+    return [
+        module for chunk in chunks for module in chunk.modules() if isinstance(module, PackedRouter)
+    ]
+
+
+def routers_of(chunks: Iterable[torch.nn.Module]) -> list[PackedRouter]:
+    """The routers of the model's own layers, of which experts are recorded and replayed."""
+    return [
+        router
+        for router in all_routers(chunks)
+        if router.layer_number is None or router.layer_number <= router.config.num_layers
+    ]
 
 
 def begin_routing(

@@ -31,9 +31,9 @@ from slime_like.megatron.model.gpt import build_chunks, to_model_precision
 from slime_like.megatron.moe import (
     begin_routing,
     recorded_routes,
+    routers_of,
     routes_of_samples,
 )
-from slime_like.megatron.ops.router import routers_of
 from slime_like.megatron.packing import join_context_ranks, unpack, with_selection_seeds
 from slime_like.megatron.parallel_layout import ParallelLayout, in_own_layout
 from slime_like.metrics.typed import Metric, MetricAccumulator

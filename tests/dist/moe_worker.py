@@ -14,7 +14,7 @@ from arguments.parse import parse_args
 from benchmarks.parity.cells import sizes_of
 from benchmarks.parity.steps import gradients, parallel, random_samples, settings, share, weights
 from slime_like.megatron.backend import MegatronBackend
-from slime_like.megatron.ops.router import routers_of
+from slime_like.megatron.moe import routers_of
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.types import TrainBatch, TrainSample
 from tests.dist.backend_worker import poison_one_rank

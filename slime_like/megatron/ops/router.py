@@ -17,7 +17,7 @@ activation checkpointing a layer's first call has no gradient and its second has
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -242,19 +242,3 @@ class _Choice:
     ) -> tuple[Tensor, Tensor]:
         assert default_compute_topk is not None
         return self._router[0].choose(scores, default_compute_topk, topk, num_groups, group_topk)
-
-
-def all_routers(chunks: Iterable[torch.nn.Module]) -> list[PackedRouter]:
-    """Of a rank's model chunks, in the order of its layers; last those of multi-token prediction."""
-    return [
-        module for chunk in chunks for module in chunk.modules() if isinstance(module, PackedRouter)
-    ]
-
-
-def routers_of(chunks: Iterable[torch.nn.Module]) -> list[PackedRouter]:
-    """The routers of the model's own layers, of which experts are recorded and replayed."""
-    return [
-        router
-        for router in all_routers(chunks)
-        if router.layer_number is None or router.layer_number <= router.config.num_layers
-    ]
