@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,13 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from arguments.hf.model import read_hf_model
 from benchmarks.parity.cells import RECOMPUTE
-from benchmarks.parity.ranks import run_ranks
 from scripts.make_tiny_model import ROOT, family_of, make_tiny_model
 from slime_like.megatron.ops.attention import packed_rows
 from slime_like.weights.families import model_families
 from slime_like.weights.untrained import untrained_prefixes
 from tests.dist import convert_worker
 from tests.dist.families_worker import WithoutFloat32
+from tests.dist.family_layouts import CP2, EP2, EXACT, PP2, TP2, FamilyLayouts
 
 LENGTHS = (29, 48, 5)
 YARN = {
@@ -97,9 +97,6 @@ def read(folder: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(other)}
 
 
-TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
-PP2, CP2 = "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
-EP2 = "--expert-model-parallel-size 2"
 TP2_EP2 = f"{TP2} {EP2} --expert-tensor-parallel-size 1"
 # by number of processes: (of `CASES`, flags)
 CELLS = {
@@ -138,56 +135,28 @@ CELLS = {
     ],
 }
 IN_MAKE_TEST = [("Qwen3NextForCausalLM", f"{CP2} {EP2}")]
-SHORT = "--micro-batch-size 2 --clip-grad 0"
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """A family's model, and the steps of one process on it."""
-    folder, made = tmp_path_factory.mktemp("models"), {}
+def layouts(tmp_path_factory: pytest.TempPathFactory) -> FamilyLayouts:
+    def make(family: str, folder: Path) -> None:
+        like, changes = CASES[family]
+        make_tiny_model(like, folder, num_hidden_layers=4, **changes)
 
-    def get(family: str) -> str:
-        if family not in made:
-            made[family] = str(folder / family.replace(" ", "-"))
-            like, changes = CASES[family]
-            make_tiny_model(like, Path(made[family]), num_hidden_layers=4, **changes)
-            launch(1, [(family, "")], made, Path(f"{made[family]}-one"))
-        return made[family]
-
-    return get
+    # the norm megatron-core takes in float32; of it a parameter that is cut is easily left out
+    limits = {**EXACT, "grad_norm": 1e-6}
+    folder = tmp_path_factory.mktemp("models")
+    return FamilyLayouts(folder, make, lambda family: "", limits, timeout_s=450)
 
 
-def launch(
-    ranks: int, cells: Sequence[tuple[str, str]], models: dict[str, str], folder: Path
-) -> list[dict[str, dict[str, Any]]]:
-    words = {f"{family} {flags}": (models[family], f"{SHORT} {flags}") for family, flags in cells}
-    worker = "tests.dist.families_worker:run_cells"
-    return run_ranks(worker, ranks, folder, {"cells": words}, timeout_s=450)
-
-
-def check_layouts(
-    get: Callable[[str], str], ranks: int, cells: Sequence[tuple[str, str]], folder: Path
-) -> None:
-    for found in launch(ranks, cells, {family: get(family) for family, _ in cells}, folder):
-        assert len(found) == len(cells)
-        for name, apart in found.items():
-            for what in ("loss", "gradients", "weights", "log_probs"):
-                assert apart[what] < LIMITS[torch.float64], (name, what, apart)
-            # which megatron-core takes in float32; of which a parameter that is cut is easily left out
-            assert apart["grad_norm"] < 1e-6, (name, apart)
-
-
-def test_a_layout_gives_the_numbers_of_one_process(
-    one_process: Callable[[str], str], tmp_path: Path
-) -> None:
-    """Three steps in float64."""
-    check_layouts(one_process, 2, IN_MAKE_TEST, tmp_path)
+def test_a_layout_gives_the_numbers_of_one_process(layouts: FamilyLayouts, tmp_path: Path) -> None:
+    layouts.check(2, IN_MAKE_TEST, tmp_path)
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("ranks", CELLS)
-def test_further_layouts(one_process: Callable[[str], str], tmp_path: Path, ranks: int) -> None:
-    check_layouts(one_process, ranks, CELLS[ranks], tmp_path)
+def test_further_layouts(layouts: FamilyLayouts, tmp_path: Path, ranks: int) -> None:
+    layouts.check(ranks, CELLS[ranks], tmp_path)
 
 
 class Ours:

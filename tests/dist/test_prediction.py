@@ -4,7 +4,6 @@ is and whom it reaches, all layouts, and its weights in files."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.parity.ranks import run_ranks
+from benchmarks.parity.cells import RECOMPUTE
 from scripts.make_tiny_model import make_tiny_model
 from slime_like.weights.families import model_families
 from tests.dist import convert_worker
 from tests.dist.families_worker import WithoutFloat32
+from tests.dist.family_layouts import CP2, EP2, EXACT, PP2, TP2, FamilyLayouts
 
 # family -> what its files say, and how many layers predict
 CASES: dict[str, tuple[dict[str, Any], int]] = {
@@ -162,46 +162,25 @@ class Packed:
     cu_seqlens: Tensor
 
 
-def launch(
-    ranks: int, cells: Sequence[tuple[str, str]], folders: dict[str, str], folder: Path
-) -> list[dict[str, dict[str, Any]]]:
-    words = {
-        f"{family} {flags}": (
-            folders[family],
-            f"--micro-batch-size 2 --clip-grad 0 --mtp-num-layers {CASES[family][1]} {flags}",
-        )
-        for family, flags in cells
-    }
-    worker = "tests.dist.families_worker:run_cells"
-    return run_ranks(worker, ranks, folder, {"cells": words}, timeout_s=240)
-
-
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """A family's model, and the steps of one process on it."""
-    folder, made = tmp_path_factory.mktemp("models"), {}
-
-    def get(family: str) -> str:
-        if family not in made:
-            made[family] = str(folder / family)
-            make_model(family, Path(made[family]))
-            launch(1, [(family, "")], made, folder / f"{family}-one")
-        return made[family]
-
-    return get
+def layouts(tmp_path_factory: pytest.TempPathFactory) -> FamilyLayouts:
+    """Prediction layers and all."""
+    return FamilyLayouts(
+        tmp_path_factory.mktemp("models"),
+        make_model,
+        lambda family: f"--mtp-num-layers {CASES[family][1]}",
+        EXACT,
+        timeout_s=240,
+    )
 
 
-TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
-PP2, CP2 = "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
-EP2 = "--expert-model-parallel-size 2"
-FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 IN_MAKE_TEST = [("MiMoForCausalLM", CP2)]
 CELLS = {
     2: [
         ("MiMoForCausalLM", PP2),
         ("MiMoForCausalLM", TP2),
         ("MiMoForCausalLM", "--tensor-model-parallel-size 2"),
-        ("MiMoForCausalLM", f"--micro-batch-size 1 {FULL}"),  # DP2
+        ("MiMoForCausalLM", f"--micro-batch-size 1 {RECOMPUTE['recompute']}"),  # DP2
         ("DeepseekV3ForCausalLM", f"{TP2} {EP2} --expert-tensor-parallel-size 1"),
         ("DeepseekV3ForCausalLM", PP2),
         ("Glm4MoeForCausalLM", f"{CP2} {EP2}"),
@@ -212,32 +191,19 @@ CELLS = {
         ("Glm4MoeForCausalLM", f"{PP2} {EP2}"),
         ("Glm4MoeForCausalLM", f"{PP2} --num-virtual-stages-per-pipeline-rank 2 {CP2}"),
         ("MiMoForCausalLM", f"{PP2} {TP2}"),
-        ("Qwen3NextForCausalLM", f"{TP2} {CP2} {EP2} {FULL}"),
+        ("Qwen3NextForCausalLM", f"{TP2} {CP2} {EP2} {RECOMPUTE['recompute']}"),
     ],
 }
 
 
-def check_layouts(
-    get: Callable[[str], str], ranks: int, cells: Sequence[tuple[str, str]], folder: Path
-) -> None:
-    """Three steps in float64, prediction layers and all."""
-    for found in launch(ranks, cells, {family: get(family) for family, _ in cells}, folder):
-        assert len(found) == len(cells)
-        for name, apart in found.items():
-            for what in ("loss", "gradients", "weights", "log_probs"):
-                assert apart[what] < 1e-12, (name, what, apart)
-
-
-def test_a_layout_gives_the_numbers_of_one_process(
-    one_process: Callable[[str], str], tmp_path: Path
-) -> None:
-    check_layouts(one_process, 2, IN_MAKE_TEST, tmp_path)
+def test_a_layout_gives_the_numbers_of_one_process(layouts: FamilyLayouts, tmp_path: Path) -> None:
+    layouts.check(2, IN_MAKE_TEST, tmp_path)
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("ranks", CELLS)
-def test_further_layouts(one_process: Callable[[str], str], tmp_path: Path, ranks: int) -> None:
-    check_layouts(one_process, ranks, CELLS[ranks], tmp_path)
+def test_further_layouts(layouts: FamilyLayouts, tmp_path: Path, ranks: int) -> None:
+    layouts.check(ranks, CELLS[ranks], tmp_path)
 
 
 def test_the_policy_learns_as_without_it(alone: Any, tmp_path: Path) -> None:

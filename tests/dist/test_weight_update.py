@@ -3,6 +3,7 @@ the middle is sent again to those that are left."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +49,28 @@ def same_weights(found: dict[str, Tensor], folder: str) -> bool:
     )
 
 
+def results_of_ranks(
+    folder: str,
+    servers: Sequence[FakeServer],
+    layouts: Any,
+    transports: Sequence[str],
+    tmp_path: Path,
+) -> list[Any]:
+    """Of four, which send the model in `folder`; small buckets make several of it."""
+    arguments = {
+        "folder": folder, "layouts": layouts, "transports": list(transports), "urls": [s.url for s in servers],
+        "bucket_bytes": 2**14,
+    }  # fmt: skip
+    worker = "tests.dist.weight_update_worker:update"
+    return run_ranks(worker, 4, tmp_path, arguments, timeout_s=240)
+
+
 def test_every_rank_sends_its_own(folder: str, tmp_path: Path) -> None:
     layouts = [STAGES_AND_EXPERTS, CUT_EXPERTS]
     with fake_servers(folder, 2) as servers:
         received = [Received(server) for server in servers]
-        arguments: dict[str, Any] = {
-            "folder": folder, "layouts": layouts, "transports": ["disk", "broadcast", "delta", "nodes"],
-            "urls": [s.url for s in servers], "bucket_bytes": 2**14,
-        }  # fmt: skip
-        results = run_ranks(
-            "tests.dist.weight_update_worker:update", 4, tmp_path, arguments, timeout_s=240
-        )
+        transports = ("disk", "broadcast", "delta", "nodes")
+        results = results_of_ranks(folder, servers, layouts, transports, tmp_path)
     assert results == [[1] * 16] * 4
     for of_server in received:
         assert len(of_server.updates) == 16
@@ -85,13 +97,7 @@ def test_a_server_that_is_lost_in_the_middle(folder: str, tmp_path: Path) -> Non
             receive(body)
 
         servers[1].receive = lost  # type: ignore[method-assign]
-        arguments = {
-            "folder": folder, "layouts": [STAGES_AND_EXPERTS], "transports": ["broadcast"], "urls": [s.url for s in servers],
-            "bucket_bytes": 2**14,
-        }  # fmt: skip
-        results = run_ranks(
-            "tests.dist.weight_update_worker:update", 4, tmp_path, arguments, timeout_s=240
-        )
+        results = results_of_ranks(folder, servers, [STAGES_AND_EXPERTS], ["broadcast"], tmp_path)
     assert results == [results[0]] * 4 and results[0][0] > 1
     assert len(received[0].updates) == 2
     # it may be back for a later attempt
@@ -111,13 +117,7 @@ def test_a_server_on_another_node_that_fails(folder: str, tmp_path: Path) -> Non
             take(body)
 
         servers[1].take = lost  # type: ignore[method-assign]
-        arguments = {
-            "folder": folder, "layouts": [STAGES_AND_EXPERTS], "transports": ["nodes"], "urls": [s.url for s in servers],
-            "bucket_bytes": 2**14,
-        }  # fmt: skip
-        results = run_ranks(
-            "tests.dist.weight_update_worker:update", 4, tmp_path, arguments, timeout_s=240
-        )
+        results = results_of_ranks(folder, servers, [STAGES_AND_EXPERTS], ["nodes"], tmp_path)
     assert results == [[1, 1]] * 4
     assert len(received[0].updates) == 2 and len(taken) >= 3
     assert all(same_weights(found, folder) for r in received for found in r.updates)

@@ -1,0 +1,57 @@
+"""Three steps in float64 of models of several families: each layout against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.parity.ranks import run_ranks
+
+Cells = Sequence[tuple[str, str]]  # a family, and the flags of a layout
+EXACT = dict.fromkeys(("loss", "gradients", "weights", "log_probs"), 1e-12)
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+PP2, CP2 = "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
+EP2 = "--expert-model-parallel-size 2"
+
+
+@dataclass
+class FamilyLayouts:
+    """folder: of the models. make: writes a family's model into a folder. flags: of every run of a
+    family. limits: how far a layout may be from one process. timeout_s: of one start."""
+
+    folder: Path
+    make: Callable[[str, Path], object]
+    flags: Callable[[str], str]
+    limits: Mapping[str, float]
+    timeout_s: float
+    _models: dict[str, str] = field(default_factory=dict)
+
+    def check(self, ranks: int, cells: Cells, folder: Path) -> None:
+        for family, _ in cells:
+            self._run_on_one_process(family)
+        for found in self._launch(ranks, cells, folder):
+            assert len(found) == len(cells)
+            for name, apart in found.items():
+                for what, limit in self.limits.items():
+                    assert apart[what] < limit, (name, what, apart)
+
+    def _run_on_one_process(self, family: str) -> None:
+        """Once; its numbers lie beside the model."""
+        if family not in self._models:
+            model = self.folder / family.replace(" ", "-")
+            self._models[family] = str(model)
+            self.make(family, model)
+            self._launch(1, [(family, "")], Path(f"{model}-one"))
+
+    def _launch(self, ranks: int, cells: Cells, folder: Path) -> list[dict[str, dict[str, Any]]]:
+        words = {
+            f"{family} {layout}": (
+                self._models[family],
+                f"--micro-batch-size 2 --clip-grad 0 {self.flags(family)} {layout}",
+            )
+            for family, layout in cells
+        }
+        worker = "tests.dist.families_worker:run_cells"
+        return run_ranks(worker, ranks, folder, {"cells": words}, timeout_s=self.timeout_s)
