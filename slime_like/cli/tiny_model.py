@@ -4,6 +4,7 @@ recipe train. Nothing is downloaded."""
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +23,29 @@ CHAT_TEMPLATE = (
 
 def make_tokenizer() -> Any:
     """One token for each printable ASCII character, and a few special ones."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     special = [END, PAD, USER, ASSISTANT, UNKNOWN]
     characters = sorted(set(string.printable) - set("\t\r\x0b\x0c"))
-    tokenizer = Tokenizer(
-        models.WordLevel(
-            {token: i for i, token in enumerate(special + characters)}, unk_token=UNKNOWN
-        )
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    return character_tokenizer(
+        special + characters,
         eos_token=END,
         pad_token=PAD,
         unk_token=UNKNOWN,
         additional_special_tokens=[USER, ASSISTANT],
         chat_template=CHAT_TEMPLATE,
     )
+
+
+def character_tokenizer(tokens: Sequence[str], *, unk_token: str, **settings: Any) -> Any:
+    """One token for each character of a text, numbered as `tokens` are. settings: of transformers'
+    PreTrainedTokenizerFast."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=unk_token))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=unk_token, **settings)
 
 
 def make_model(tokenizer: Any, *, hidden_size: int, num_layers: int, seed: int) -> Any:

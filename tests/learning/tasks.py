@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from slime_like.cli.tiny_model import character_tokenizer
 from tests.learning.rewards import VOCABULARY
 
 END, PAD, UNKNOWN, SEPARATOR = "E", "P", "U", "S"
@@ -97,17 +98,6 @@ def write_task(folder: Path, task: str, seed: int, *, num_layers: int) -> None:
 
 def make_tokenizer() -> Any:
     """One token for each of the 12 characters, and four for what is not text."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {token: i for i, token in enumerate(VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END,
-        pad_token=PAD,
-        unk_token=UNKNOWN,
-        sep_token=SEPARATOR,
+    return character_tokenizer(
+        VOCABULARY, eos_token=END, pad_token=PAD, unk_token=UNKNOWN, sep_token=SEPARATOR
     )

@@ -150,7 +150,7 @@ ATTEMPTS = {
     "socket": "socket.socket()",
     "socket pair": "socket.socketpair()",
     "unix socket": "socket.socket(socket.AF_UNIX)",
-    "device": "os.mknod('/tmp/work/sda', 0o60600, os.makedev(8, 0))",
+    "device": "os.mknod('sda', 0o60600, os.makedev(8, 0))",
     "setuid": "os.setuid(0) or os.setresuid(0, 0, 0)",
     "chroot": "os.chroot('/tmp')",
     "chown": "os.chown('/tmp/work', 1, 1)",
