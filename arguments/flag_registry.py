@@ -18,8 +18,8 @@ from slime_like.advantages.registry import advantage_estimators
 from slime_like.config import flag_name
 from slime_like.losses.kl import KL_ESTIMATORS
 from slime_like.losses.off_policy_config import OffPolicyConfig
-from slime_like.losses.reductions import LOSS_REDUCTIONS
 from slime_like.losses.registry import policy_losses
+from slime_like.losses.total import LOSS_REDUCTIONS
 from slime_like.losses.value_loss import ValueLossConfig
 from slime_like.metrics.trackers.base import tracker_names, trackers
 from slime_like.registry import registrations

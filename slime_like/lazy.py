@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 else:
 
     class _Lazy:
-        """Looks each attribute up anew in the module, so that a patch of the module is seen here
-        too."""
+        """Has the module's own dictionary from the first use on, so that a patch of the module is
+        seen here too."""
 
-        __slots__ = ("_module", "_name")
+        __slots__ = ("__dict__", "_name")
 
         def __init__(self, name: str) -> None:
-            self._name, self._module = name, None
+            self._name = name
 
         def __getattr__(self, attribute: str) -> Any:
-            if self._module is None:
-                self._module = importlib.import_module(self._name)
-            return getattr(self._module, attribute)
+            module = importlib.import_module(self._name)
+            self.__dict__ = module.__dict__
+            return getattr(module, attribute)
 
     torch = _Lazy("torch")
     dist = _Lazy("torch.distributed")

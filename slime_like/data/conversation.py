@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from arguments.schema.data import DataConfig
-from slime_like.data.prompt_format import PromptFormat, RowKeys
+from slime_like.data.prompt_format import PromptFormat, RowKeys, render_rows
 from slime_like.data.source import Row
-from slime_like.data.template import render_rows
 from slime_like.data.turns import ASSISTANT, STEP_MASK, Segment, is_learnt, learnt_segments
 from slime_like.types import Prompt
 

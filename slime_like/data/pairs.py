@@ -17,10 +17,9 @@ import torch
 
 from arguments.schema.data import DataConfig
 from slime_like.data.conversation import ConversationFormat
-from slime_like.data.prompt_format import PromptFormat, RowKeys
+from slime_like.data.prompt_format import PromptFormat, RowKeys, RowProblem, render_rows
 from slime_like.data.sft import sft_samples
 from slime_like.data.source import Row
-from slime_like.data.template import RowProblem, render_rows
 from slime_like.data.turns import ASSISTANT, STEP_MASK, Segment
 from slime_like.types import Prompt, Sample
 

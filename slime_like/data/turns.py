@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from slime_like.data.template import RowProblem
+from slime_like.data.prompt_format import RowProblem
 
 Message = Mapping[str, Any]
 ASSISTANT = "assistant"

@@ -19,9 +19,8 @@ from slime_like.losses.checks import require_mask, require_shape
 from slime_like.losses.inputs import count_sequences, from_packed, from_padded
 from slime_like.losses.off_policy import off_policy_correction
 from slime_like.losses.off_policy_config import OffPolicyConfig
-from slime_like.losses.reductions import reduction_weights
 from slime_like.losses.registry import policy_losses
-from slime_like.losses.total import LossOutput, LossTerms, total_loss
+from slime_like.losses.total import LossOutput, LossTerms, reduction_weights, total_loss
 from slime_like.metrics.typed import Metric
 
 

@@ -3,7 +3,7 @@ denominator of the reduction hides in the advantage, and token losses are summed
 
     A' = u A,    w = 1:      sum_t loss(A'_t) = sum_t u_t loss(A_t)      where loss(c A) = c loss(A) for c > 0
 
-u is the token weight of the reduction (reductions.py). It stays the weight of KL and entropy, which
+u is the token weight of the reduction (total.py). It stays the weight of KL and entropy, which
 no A multiplies: summed with w = 1 they would grow with the number of tokens and dominate (total.py
 keeps the two weights apart). A loss that is not homogeneous in A (clip_cov and kl_cov, whose
 covariances are compared with fixed numbers or added to; dro and kimi, whose second term has no A)

@@ -150,6 +150,7 @@ def pack_groups(
     *,
     transformer: TransformerConfig,
     layout: ParallelLayout,
+    device: torch.device,
     equal_sequences: bool = False,
 ) -> list[MicroBatch]:
     """This rank's micro-batches of one pass, as its layout needs them.
@@ -157,7 +158,6 @@ def pack_groups(
     megatron-core 0.16 exchanges the shapes of an interleaved schedule in an order that two stages
     confuse (each is the other's neighbour on both sides), so there all micro-batches get one shape.
     """
-    device = device_of_this_process()
     packed = pack_all(
         groups,
         multiple=layout.tp_size if transformer.sequence_parallel else 1,

@@ -18,6 +18,8 @@ from slime_like.megatron.ops.router import PackedRouter, RoutedRows
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.types import MicroBatch, TrainSample
 
+# auxiliary losses are recorded in a dict; later in an object of another module
+RECORDS_IN_DICT = release() < (0, 18)
 # megatron-core's name of an auxiliary loss -> metric
 AUX_LOSSES = {
     "load_balancing_loss": "moe_aux_loss",
@@ -96,7 +98,7 @@ def begin_routing(
 def forget_aux_losses() -> None:
     """megatron-core's record of them is one for the whole process: another network has other
     layers."""
-    if release() < (0, 18):
+    if RECORDS_IN_DICT:
         get_moe_layer_wise_logging_tracker().clear()
         return
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker

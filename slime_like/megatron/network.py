@@ -201,6 +201,7 @@ class Network:
             parts.groups,
             transformer=self.config,
             layout=self.layout,
+            device=self.device,
             equal_sequences=size.equal_sequences,
         )
         if selection is not None:

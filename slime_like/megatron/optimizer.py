@@ -1,9 +1,9 @@
-"""The optimizer, its schedule, and one optimizer step that either happens on all ranks or on none."""
+"""The optimizer, its schedule, its state, and the settings of a step that a caller chooses itself."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
@@ -91,39 +89,6 @@ def limits_kept(optimizer: MegatronOptimizer) -> Iterator[None]:
     yield
     for group, limits in zip(optimizer.param_groups, ours, strict=True):
         group.update(limits)
-
-
-@torch.no_grad()
-def step_if_finite(
-    optimizer: MegatronOptimizer, allowed: Callable[[], bool] | None = None
-) -> tuple[bool, float]:
-    """Clip and step, unless the gradient norm is not finite; returns (stepped, global L2 norm
-    before clipping).
-
-    The norm is reduced over all ranks that hold a part of the model, and gradients are equal on
-    data-parallel ranks, so all ranks take the same branch. A skipped step leaves weights and
-    optimizer state bit-unchanged.
-
-    allowed: asked once gradients are clipped and ready, on all ranks with one answer; the step is
-    skipped where it is False.
-    """
-    found_inf = optimizer.prepare_grads()
-    grad_norm = float(optimizer.get_grad_norm())
-    if found_inf or not math.isfinite(grad_norm):
-        return False, grad_norm
-    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-    for part in parts:
-        parameters = part.get_parameters()
-        if part.config.clip_grad > 0.0 and parameters:
-            clip_grad_by_total_norm_fp32(
-                parameters,
-                max_norm=part.config.clip_grad,
-                total_norm=grad_norm,
-                use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
-            )
-    if allowed is not None and not allowed():
-        return False, grad_norm
-    return bool(optimizer.step_with_ready_grads()), grad_norm
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -40,7 +46,6 @@ from slime_like.megatron.optimizer import (
     main_parameters,
     moments,
     set_adam,
-    step_if_finite,
     step_stays_finite,
 )
 from slime_like.megatron.parallel_layout import ParallelLayout, in_own_layout
@@ -287,3 +292,36 @@ class TrainedNetwork(Network):
         if self._gathers_late:
             for module in self.trained_modules:
                 module.start_param_sync(force_sync=True)
+
+
+@torch.no_grad()
+def step_if_finite(
+    optimizer: MegatronOptimizer, allowed: Callable[[], bool] | None = None
+) -> tuple[bool, float]:
+    """Clip and step, unless the gradient norm is not finite; returns (stepped, global L2 norm
+    before clipping).
+
+    The norm is reduced over all ranks that hold a part of the model, and gradients are equal on
+    data-parallel ranks, so all ranks take the same branch. A skipped step leaves weights and
+    optimizer state bit-unchanged.
+
+    allowed: asked once gradients are clipped and ready, on all ranks with one answer; the step is
+    skipped where it is False.
+    """
+    found_inf = optimizer.prepare_grads()
+    grad_norm = float(optimizer.get_grad_norm())
+    if found_inf or not math.isfinite(grad_norm):
+        return False, grad_norm
+    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    for part in parts:
+        parameters = part.get_parameters()
+        if part.config.clip_grad > 0.0 and parameters:
+            clip_grad_by_total_norm_fp32(
+                parameters,
+                max_norm=part.config.clip_grad,
+                total_norm=grad_norm,
+                use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+            )
+    if allowed is not None and not allowed():
+        return False, grad_norm
+    return bool(optimizer.step_with_ready_grads()), grad_norm

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_like.metrics.timers import STEP_SECONDS, phase_metric, phase_seconds
+from slime_like.metrics.progress import STEP_SECONDS, phase_metric, phase_seconds
 
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, YELLOW, GREY = (
     "#0072B2",

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
-from slime_like.metrics.timers import STEP_SECONDS
+from slime_like.metrics.progress import STEP_SECONDS
 from slime_like.report.read import Run
 
 # Counters that stay 0 in a run where nothing goes wrong, and what one above it is. TOTALS are those

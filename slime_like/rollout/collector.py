@@ -192,6 +192,7 @@ class Collector:
         self.sampling = sampling
         self.filters = filters
         self.streams = streams
+        self._on_rank_zero = DecideOnRankZero(rollouter)
 
     def collect(self, rollout_id: int) -> Collected:
         """The groups of a rollout; a collective.
@@ -209,7 +210,7 @@ class Collector:
         if self.streams:
             return self._collect_on_rank_zero(rollout_id)
         generation = RoundGeneration(self.rollouter, self.sampling, self.slice_len)
-        return self.collect_from(generation, rollout_id, DecideOnRankZero(self.rollouter))
+        return self.collect_from(generation, rollout_id, self._on_rank_zero)
 
     def collect_from(self, generation: Generation, rollout_id: int, decide: Decide) -> Collected:
         """The loop of `collect`.

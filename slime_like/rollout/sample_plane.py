@@ -1,7 +1,8 @@
 """How samples get from the ranks that made them to those that need them.
 
 All ranks have the index of a rollout (`sample_index.py`); tokens stay where they were made until
-it is known who trains on them. Then they go there once, as tensors (`deliver_samples`). What a
+it is known who trains on them. Then they go there once, as tensors (`deliver_samples`), in bytes
+whose number follows from the index. What a
 function of the user's or a file is to have whole is brought to rank 0 (`bring_to_rank_zero`).
 
 Every function is a collective of all ranks. group: of all of them, where the default one is in use
@@ -10,8 +11,10 @@ meanwhile; it carries tensors in host memory.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,24 +29,115 @@ from slime_like.distributed.exchange import (
     Traffic,
     deliver,
 )
-from slime_like.rollout.sample_payload import (
-    pack_payload,
-    pack_texts,
-    payload_size,
-    unpack_payload,
-    with_texts,
-)
 from slime_like.sample_index import (
     ROW,
     AnySample,
     RemoteSample,
     complete,
+    greedy_metadata,
     holder_of,
     num_several,
     remote_samples,
     rows_of,
 )
-from slime_like.types import Sample
+from slime_like.types import OPTIONAL_TENSORS, Sample
+
+_DTYPES = {
+    "token_rewards": torch.float64,
+    "rollout_log_probs": torch.float32,
+    "teacher_log_probs": torch.float32,
+    "token_sets": torch.int32,
+    "routes": torch.int16,
+}
+
+
+def _columns(sample: AnySample) -> list[tuple[str, torch.dtype, int]]:
+    """Name, type and number of numbers of what travels of a sample, from the widest type on, so
+    that each is aligned. Token ids fit into 32 bits; weight versions travel where a sample has
+    several, tokens that the model did not write, or branches: their versions are counted too."""
+    counts = sample.version_counts
+    length = sample.response_length
+    one = not sample.num_branches and list(counts.values()) == [length]
+    mixed = sample.versions_length > 0 and not one
+    columns = [("tokens", torch.int32, sample.total_length)]
+    columns += [("weight_versions", torch.int32, length)] * mixed
+    columns += [("loss_mask", torch.uint8, length)]
+    for name in OPTIONAL_TENSORS:
+        if sample.has(name):
+            columns.append((name, _DTYPES[name], _size(sample, name)))
+    return sorted(columns, key=lambda column: -column[1].itemsize)
+
+
+def _size(sample: AnySample, name: str) -> int:
+    if isinstance(sample, Sample):
+        return int(getattr(sample, name).numel())
+    size = 1
+    for extent in sample.shape(name):
+        size *= extent
+    return size
+
+
+def payload_size(sample: AnySample) -> int:
+    """Bytes of `pack_payload`, on every rank."""
+    return sum(dtype.itemsize * count for _, dtype, count in _columns(sample))
+
+
+def pack_payload(sample: Sample) -> Tensor:
+    """[n] uint8: everything but text and metadata."""
+    parts = []
+    for name, dtype, _ in _columns(sample):
+        value = getattr(sample, name)
+        tensor = torch.tensor(value) if name == "weight_versions" else value
+        parts.append(tensor.to(dtype).contiguous().view(-1).view(torch.uint8))
+    return torch.cat(parts)
+
+
+def unpack_payload(known: RemoteSample, payload: Tensor) -> Sample:
+    """The sample of `pack_payload`, without text and metadata. known: as this rank knew it before.
+    payload: [n] uint8, of which nothing is kept."""
+    found: dict[str, Any] = {}
+    start = 0
+    for name, dtype, count in _columns(known):
+        end = start + dtype.itemsize * count
+        found[name] = payload[start:end].clone().view(dtype)
+        start = end
+    for name in OPTIONAL_TENSORS:
+        if name in found:
+            found[name] = found[name].view(known.shape(name))
+    versions = found.pop("weight_versions", None)
+    if versions is None:
+        (version,) = known.version_counts if known.versions_length else (0,)
+        versions_of_tokens = (version,) * known.versions_length
+    else:
+        versions_of_tokens = tuple(versions.tolist())
+    return Sample(
+        group_id=known.group_id,
+        sample_id=known.sample_id,
+        tokens=found.pop("tokens").to(torch.int64),
+        response_length=known.response_length,
+        loss_mask=found.pop("loss_mask").view(torch.bool),
+        reward=known.reward,
+        status=known.status,
+        weight_versions=versions_of_tokens,
+        metadata=greedy_metadata(known),
+        **found,
+    )
+
+
+_TEXTS = ("text", "response", "label", "metadata", "branches")
+
+
+def pack_texts(sample: Sample) -> Tensor:
+    """[n] uint8: text, metadata and branches, which may hold whatever a function of the user's put there, so
+    that it is pickled, as everything small between ranks."""
+    data = pickle.dumps({name: getattr(sample, name) for name in _TEXTS})
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def with_texts(sample: Sample, packed: Tensor) -> Sample:
+    """With what `pack_texts` was given. packed: from another rank of this job."""
+    return replace(sample, **pickle.loads(packed.numpy().tobytes()))
+
 
 BUFFER_SIZE = 64 * 2**20
 

@@ -33,7 +33,7 @@ from slime_like.losses.custom_tis import custom_correction
 from slime_like.losses.mismatch import with_ess
 from slime_like.losses.off_policy import Correction, off_policy_correction
 from slime_like.losses.off_policy_config import OffPolicyConfig
-from slime_like.losses.reductions import reduction_weights
+from slime_like.losses.total import reduction_weights
 from slime_like.metrics.typed import MetricAccumulator
 from slime_like.sample_index import (
     AnySample,

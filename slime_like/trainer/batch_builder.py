@@ -45,8 +45,7 @@ from slime_like.rollout.step_plan import (
 from slime_like.sample_index import AnySample
 from slime_like.trainer.guards import SamplerGates
 from slime_like.trainer.old_log_probs import OldLogProbs
-from slime_like.trainer.rollout_batch import BatchSettings, Columns, Rollout
-from slime_like.trainer.sample_delivery import SampleDelivery
+from slime_like.trainer.rollout_batch import BatchSettings, Columns, Rollout, SampleDelivery
 from slime_like.trainer.user_hooks import RankData, group_rewards
 from slime_like.trainer.value_exchange import ValueExchange, plan_of_critic
 from slime_like.types import TrainBatch, TrainSample

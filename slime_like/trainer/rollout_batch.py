@@ -1,22 +1,29 @@
-"""What every part of making train batches reads: the settings, and the rollout as it is shared out."""
+"""A rollout on its way to train batches: the settings, who trains on what, and samples to the ranks
+that train on them, of the policy and of the critic."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import is_
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from arguments.hf.moe import moe_layers
 from arguments.schema import AlgorithmConfig
 from slime_like.advantages import AdvantageSettings
+from slime_like.distributed.collectives import gather, together
 from slime_like.losses.off_policy_config import OffPolicyConfig
-from slime_like.rollout.step_plan import DataParallelAssignment
-from slime_like.sample_index import AnySample, complete, episodes_of
+from slime_like.rollout.sample_plane import deliver_samples, sharing_of
+from slime_like.rollout.step_plan import DataParallelAssignment, StepPlan
+from slime_like.sample_index import AnySample, RemoteSample, complete, episodes_of
 from slime_like.trainer.guards import check_finite
 from slime_like.trainer.user_hooks import UserHooks
-from slime_like.types import Sample, TrainSample
+from slime_like.types import Sample, SampleStatus, TrainSample
 
 Columns = Mapping[str, Sequence[Tensor | None] | None]  # what it is -> [R] by sample
 
@@ -96,3 +103,114 @@ class Rollout:
         """See `guards.check_finite`."""
         names = [str(sample.sample_id) for sample in self.drawn]
         check_finite(columns, self.masks, names, when=when)
+
+
+class SampleDelivery:
+    """Collective over all ranks. transformer: megatron-core's TransformerConfig of the policy. plan:
+    the policy's. critic_plan: None without one. replays_rollout: the sampler's experts travel too.
+    buffer_size: bytes under way at a time on a rank."""
+
+    def __init__(
+        self,
+        transformer: Any,
+        plan: StepPlan,
+        critic_plan: StepPlan | None,
+        *,
+        replays_rollout: bool,
+        buffer_size: int,
+    ) -> None:
+        self._transformer = transformer
+        self._policy = plan
+        plans = [plan] if critic_plan is None else [plan, critic_plan]
+        self._plans = [(each, gather(each.dp_rank)) for each in plans]  # and of all other ranks
+        self._replays_rollout = replays_rollout
+        self._buffer_size = buffer_size
+        # by the first sample's identity: a rollout's samples, and what came of them
+        self._ahead: dict[int, tuple[Sequence[AnySample], list[AnySample]]] = {}
+
+    def deliver_ahead(self, samples: Sequence[AnySample], group: dist.ProcessGroup | None) -> None:
+        """Deliver a rollout before it is trained on; `deliver` of the same samples then has nothing
+        to do.
+
+        Args:
+            group: Of all ranks, where the default one is in use meanwhile.
+        """
+        made = self._delivered(samples, self._policy.share(samples), group)
+        self._ahead[id(samples[0])] = (samples, made)
+
+    def deliver(
+        self, samples: Sequence[AnySample], shares: DataParallelAssignment
+    ) -> list[AnySample]:
+        """The samples of a rollout, of which this rank has those that it trains on.
+
+        Args:
+            samples: All of them.
+            shares: The policy's.
+
+        Raises:
+            ValueError: on all ranks, see `with_routes`.
+        """
+        before, made = self._ahead.pop(id(samples[0]), ((), []))
+        if len(before) == len(samples) and all(map(is_, before, samples)):
+            return made
+        return self._delivered(samples, shares, None)
+
+    def _delivered(
+        self,
+        samples: Sequence[AnySample],
+        shares: DataParallelAssignment,
+        group: dist.ProcessGroup | None,
+    ) -> list[AnySample]:
+        if not self._replays_rollout:
+            samples = without_routes(samples)
+        sharings = []
+        for plan, dp_ranks in self._plans:
+            assigned = shares if plan is self._policy else plan.share(samples)
+            places = [assigned.indices_of(rank) for rank in range(plan.dp_size)]
+            sharings.append(sharing_of(dp_ranks, places))
+        own = deliver_samples(samples, sharings, buffer_size=self._buffer_size, group=group).samples
+        here = [own.get(place, sample) for place, sample in enumerate(samples)]
+        if not self._replays_rollout:
+            return here
+        config = self._transformer
+        layers = sum(moe_layers(config.moe_layer_freq, config.num_layers))
+        topk, experts = config.moe_router_topk, config.num_moe_experts
+        return together(lambda: with_routes(here, layers=layers, topk=topk, experts=experts), group)
+
+
+def without_routes(samples: Sequence[AnySample]) -> list[AnySample]:
+    """Where they are not replayed, so that they do not travel."""
+    return [
+        s.without("routes") if isinstance(s, RemoteSample) else replace(s, routes=None)
+        for s in samples
+    ]
+
+
+def with_routes(
+    samples: Sequence[AnySample], *, layers: int, topk: int, experts: int
+) -> list[AnySample]:
+    """The samples, with a route for each that this rank has, -1 in an aborted one without. layers:
+    with experts. Raises ValueError naming a sample whose engine gave none, or of another network."""
+    return [
+        replace(s, routes=_checked_routes(s, layers, topk, experts)) if isinstance(s, Sample) else s
+        for s in samples
+    ]
+
+
+def _checked_routes(sample: Sample, layers: int, topk: int, experts: int) -> Tensor:
+    shape = (sample.total_length, layers, topk)
+    if sample.routes is None:
+        if sample.status == SampleStatus.ABORTED:
+            return torch.full(shape, -1, dtype=torch.int16)
+        raise ValueError(
+            f"--use-rollout-routing-replay: sample {sample.sample_id} does not tell which experts its tokens went to; it was recorded without "
+            "this flag, or its engine cannot tell"
+        )
+    routes = sample.routes
+    if routes.shape != shape or not bool(((routes >= -1) & (routes < experts)).all()):
+        raise ValueError(
+            f"--use-rollout-routing-replay: the routes of sample {sample.sample_id} are {tuple(routes.shape)} with numbers from "
+            f"{int(routes.min()) if routes.numel() else 0} to {int(routes.max()) if routes.numel() else 0}; expected (tokens, expert layers, "
+            f"experts of a token) = {shape} with numbers from -1 to {experts - 1}"
+        )
+    return routes

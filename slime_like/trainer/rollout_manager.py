@@ -26,6 +26,7 @@ from slime_like.rewards.grader import Grader
 from slime_like.rollout.async_rollout import AsyncRolloutQueue
 from slime_like.rollout.collector import Collector
 from slime_like.rollout.engines.base import asking_ranks
+from slime_like.rollout.engines.engine_registry import EngineContext, rollout_engines
 from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.group_buffer import GroupBuffer
 from slime_like.rollout.hooks import (
@@ -46,7 +47,6 @@ from slime_like.rollout.sample_plane import share_index
 from slime_like.rollout.teacher_client import ServedTeacher, TeacherSettings
 from slime_like.sample_index import AnySample
 from slime_like.trainer.prompt_source import check_source
-from slime_like.trainer.weight_sync import make_engine
 from slime_like.types import Prompt, SampleGroup
 
 logger = logging.getLogger(__name__)
@@ -339,7 +339,8 @@ def make_rollouter(
         run.algorithm.loss_type == "sft_loss" and run.eval.eval_interval is None
     ):
         return None
-    engine = make_engine(run, backend.device, tokenizer, output_dir)
+    make_engine = rollout_engines.get(run.rollout.rollout_engine)
+    engine = make_engine(EngineContext(run, tokenizer, backend.device, output_dir))
     if run.reward.custom_rm_path is None and dist.get_rank() == 0:
         for words in confinement.unenforced():
             logger.warning(f"graders are not confined by {words}")

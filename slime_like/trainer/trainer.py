@@ -21,8 +21,7 @@ from slime_like.logs import warn_rank_0
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.metrics.logger import MetricsLogger, to_json
-from slime_like.metrics.progress import Progress
-from slime_like.metrics.timers import speed_and_memory
+from slime_like.metrics.progress import Progress, speed_and_memory
 from slime_like.rollout.evaluate import Evaluator, load_prompts
 from slime_like.rollout.metrics import UNKNOWN_VERSIONS
 from slime_like.rollout.reward_parts import advantage_settings, outcome_fields

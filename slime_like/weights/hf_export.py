@@ -16,7 +16,7 @@ from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.weights.buckets import DEFAULT_BUCKET_BYTES, TensorPlan
 from slime_like.weights.families import EMBEDDING, LM_HEAD, OUTPUT_LAYER
 from slime_like.weights.gather import Parameter, WeightStream, find_senders, plan_buckets
-from slime_like.weights.mappings import Mapping, Sizes, StackedExpert, VocabParallel
+from slime_like.weights.mappings import Mapping, Sizes, VocabParallel
 from slime_like.weights.parameter_map import (
     any_expert,
     expert_number,
@@ -28,6 +28,7 @@ from slime_like.weights.parameter_map import (
     unwrap,
 )
 from slime_like.weights.quantized import CodedWeight, encode_tensors, stored_plans
+from slime_like.weights.stacked_experts import StackedExpert
 
 
 class HfExport:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 M = TypeVar("M", bound="Mapping")
-S = TypeVar("S", bound="StackedExpert")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +162,7 @@ def renamed(mapping: M, old: str, new: str) -> M:
     )
 
 
-def _share(total: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
+def share_of(total: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
     """Bounds of one rank's equal share of `total` rows."""
     return total * tp_rank // tp_size, total * (tp_rank + 1) // tp_size
 
@@ -231,7 +230,7 @@ class RowParallel(Mapping):
         return {self.hf: (sizes.hidden, getattr(sizes, self.inner))}
 
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
-        return [Part(self.hf, *_share(getattr(sizes, self.inner), tp_rank, tp_size))]
+        return [Part(self.hf, *share_of(getattr(sizes, self.inner), tp_rank, tp_size))]
 
 
 @dataclass(frozen=True)
@@ -246,7 +245,7 @@ class ColumnParallel(Mapping):
         return {self.hf: (getattr(sizes, self.rows), getattr(sizes, self.columns))}
 
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
-        return [Part(self.hf, *_share(getattr(sizes, self.rows), tp_rank, tp_size))]
+        return [Part(self.hf, *share_of(getattr(sizes, self.rows), tp_rank, tp_size))]
 
 
 @dataclass(frozen=True)
@@ -259,7 +258,7 @@ class HeadParallel(Mapping):
         return {self.hf: (sizes.heads,)}
 
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
-        return [Part(self.hf, *_share(sizes.heads, tp_rank, tp_size))]
+        return [Part(self.hf, *share_of(sizes.heads, tp_rank, tp_size))]
 
 
 @dataclass(frozen=True)
@@ -291,7 +290,7 @@ class GatedMLP(Mapping):
         return {name: (getattr(sizes, self.inner), sizes.hidden) for name in (self.gate, self.up)}
 
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
-        share = _share(getattr(sizes, self.inner), tp_rank, tp_size)
+        share = share_of(getattr(sizes, self.inner), tp_rank, tp_size)
         return [Part(self.gate, *share), Part(self.up, *share)]
 
 
@@ -308,7 +307,7 @@ class StackedGatedMLP(Mapping):
 
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
         inner = getattr(sizes, self.inner)
-        start, stop = _share(inner, tp_rank, tp_size)
+        start, stop = share_of(inner, tp_rank, tp_size)
         return [Part(self.hf, start, stop), Part(self.hf, inner + start, inner + stop)]
 
 
@@ -331,7 +330,7 @@ class QKV(Mapping):
         return {name: (out,) if self.bias else (out, sizes.hidden) for name, out in rows.items()}
 
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
-        start, stop = _share(sizes.query + 2 * sizes.key_value, tp_rank, tp_size)
+        start, stop = share_of(sizes.query + 2 * sizes.key_value, tp_rank, tp_size)
         pieces, position = [], 0
         for block in self._blocks(sizes):
             low, high = max(start - position, 0), min(stop - position, len(block))
@@ -359,7 +358,7 @@ class GatedQKV(QKV):
 
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
         # whole groups on each rank, as megatron-core needs them where the output has a gate
-        first, last = _share(sizes.groups, tp_rank, tp_size)
+        first, last = share_of(sizes.groups, tp_rank, tp_size)
         return [part for g in range(first, last) for part in self._group(sizes, g)]
 
     def _group(self, sizes: Sizes, group: int) -> Iterator[Part]:
@@ -370,66 +369,3 @@ class GatedQKV(QKV):
                 yield Part(self.query, start, start + dim)
         for name in (self.key, self.value):
             yield Part(name, group * dim, (group + 1) * dim)
-
-
-@dataclass(frozen=True)
-class StackedExpert(Mapping):
-    """One expert's parameter, of a file that has those of a layer's experts as one tensor: weights
-    transposed, [experts, columns, rows], or biases [experts, rows]. All experts of the layer make
-    the tensor together."""
-
-    hf: str
-    bias: bool = False
-    expert: int = 0
-
-    def at(self: S, layer: int, expert: int = 0) -> S:
-        return dataclasses.replace(self, hf=self.hf.format(layer=layer), expert=expert)
-
-
-@dataclass(frozen=True)
-class StackedGateUp(StackedExpert):
-    """Gate and up projection. Their rows take turns in the file; here one is above the other."""
-
-    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        columns = () if self.bias else (sizes.hidden,)
-        return {self.hf: (sizes.experts, *columns, 2 * sizes.expert_ffn)}
-
-    def shard_shape(self, sizes: Sizes, rows: int) -> tuple[int, ...]:
-        return (rows,) if self.bias else (rows, sizes.hidden)
-
-    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
-        share = _share(sizes.expert_ffn, tp_rank, tp_size)
-        return [Part(self.hf, *share, OfExpert(self.expert, first, 2)) for first in (0, 1)]
-
-
-@dataclass(frozen=True)
-class StackedDown(StackedExpert):
-    """Projection back into the residual stream, the input dimension cut."""
-
-    dim: ClassVar[int] = 1
-
-    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        return {self.hf: (sizes.experts, sizes.expert_ffn, sizes.hidden)}
-
-    def shard_shape(self, sizes: Sizes, rows: int) -> tuple[int, ...]:
-        return (sizes.hidden, rows)
-
-    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
-        share = _share(sizes.expert_ffn, tp_rank, tp_size)
-        return [Part(self.hf, *share, OfExpert(self.expert))]
-
-
-@dataclass(frozen=True)
-class StackedDownBias(StackedExpert):
-    """The bias of that projection, whole on every rank."""
-
-    sharded: ClassVar[bool] = False
-
-    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        return {self.hf: (sizes.experts, sizes.hidden)}
-
-    def shard_shape(self, sizes: Sizes, rows: int) -> tuple[int, ...]:
-        return (rows,)
-
-    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
-        return [Part(self.hf, 0, sizes.hidden, OfExpert(self.expert))]

@@ -32,7 +32,7 @@ from slime_like.megatron.checkpoint.tensors import CheckpointTensors
 from slime_like.weights.buckets import TensorPlan
 from slime_like.weights.hf_export import gather_full_tensors, put_together
 from slime_like.weights.hf_save import check_folders, finish_folder
-from slime_like.weights.mappings import Mapping, StackedExpert
+from slime_like.weights.mappings import Mapping
 from slime_like.weights.meta_model import Blueprint
 from slime_like.weights.parameter_map import family_map, model_sizes, of_expert
 from slime_like.weights.quantized import CodedWeight, encode_tensors, stored_plans
@@ -47,6 +47,7 @@ from slime_like.weights.safetensors_writer import (
     write_index,
     write_shard,
 )
+from slime_like.weights.stacked_experts import StackedExpert
 from slime_like.weights.untrained import (
     read_untrained,
     repeated_tensors,

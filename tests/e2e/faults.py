@@ -308,7 +308,7 @@ def work_in(rank: int, folder: str) -> None:
 
 def count_deliveries(rank: int, out: str) -> None:
     """A line of `out`/threads for each delivery of samples: the thread that rank 0 has it in."""
-    from slime_like.trainer.sample_delivery import SampleDelivery
+    from slime_like.trainer.rollout_batch import SampleDelivery
 
     delivered = SampleDelivery._delivered
 

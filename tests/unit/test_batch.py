@@ -9,8 +9,7 @@ import math
 import pytest
 import torch
 
-from slime_like.losses.reductions import LOSS_REDUCTIONS
-from slime_like.rollout.sample_payload import with_routes
+from slime_like.losses.total import LOSS_REDUCTIONS
 from slime_like.rollout.step_plan import (
     StepPlan,
     map_steps,
@@ -18,6 +17,7 @@ from slime_like.rollout.step_plan import (
     step_weights,
     train_samples,
 )
+from slime_like.trainer.rollout_batch import with_routes
 from slime_like.types import Sample, SampleStatus
 
 

@@ -12,11 +12,16 @@ from arguments.parse import parse_args
 from arguments.rules.agents import check_branches
 from slime_like.advantages import AdvantageSettings, estimate_advantages
 from slime_like.compat.slime.requests import one_episode
-from slime_like.losses.reductions import LOSS_REDUCTIONS
+from slime_like.losses.total import LOSS_REDUCTIONS
 from slime_like.rollout.group_buffer import groups_from_rows, groups_to_rows
 from slime_like.rollout.recording import check_values, load_rollout, save_rollout
-from slime_like.rollout.sample_payload import pack_payload, pack_texts, unpack_payload, with_texts
-from slime_like.rollout.sample_plane import with_branches
+from slime_like.rollout.sample_plane import (
+    pack_payload,
+    pack_texts,
+    unpack_payload,
+    with_branches,
+    with_texts,
+)
 from slime_like.rollout.step_plan import StepPlan, outcomes_of, step_weights
 from slime_like.sample_index import complete, episodes_of, remote_samples, rows_of, untrained
 from slime_like.types import NOT_SAMPLED, Sample, SampleGroup, SampleStatus

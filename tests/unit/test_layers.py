@@ -40,6 +40,7 @@ LAYERS = (
         "slime_like.rewards",
         "slime_like.environments",
         "slime_like.weights.mappings",
+        "slime_like.weights.stacked_experts",
         "slime_like.weights.families",
         "slime_like.rollout.engines.engine_registry",
         "slime_like.rollout.engines.sglang.weight_transfer.base",
@@ -67,7 +68,6 @@ LAYERS = (
         "slime_like.trainer.rollout_record",
     ),
     ("slime_like.trainer.weight_check",),
-    ("slime_like.trainer.weight_sync",),
     ("slime_like.trainer.rollout_manager", "slime_like.trainer.train_step"),
     ("slime_like.trainer.sampling", "slime_like.trainer.strategy"),
     ("slime_like.trainer.trainer",),
@@ -197,6 +197,7 @@ REGISTRIES = (
     "slime_like.rollout.engines.sglang.weight_transfer.base",
     "slime_like.weights.families",
     "slime_like.weights.mappings",  # what a family is made of
+    "slime_like.weights.stacked_experts",
 )
 
 

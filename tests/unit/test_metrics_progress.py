@@ -10,9 +10,7 @@ import pytest
 from rich.console import Console
 
 from slime_like.logs import RankHandler
-from slime_like.metrics import timers
-from slime_like.metrics.progress import Progress, sparkline
-from slime_like.metrics.timers import PhaseTimer, phase_seconds
+from slime_like.metrics.progress import PhaseTimer, Progress, phase_seconds, sparkline
 
 
 class Clock:
@@ -30,7 +28,6 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(timers, "time", clock)
     monkeypatch.setattr("slime_like.metrics.progress.time", clock)
     return clock
 

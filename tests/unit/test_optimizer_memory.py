@@ -180,7 +180,7 @@ def model_and_optimizer(settings: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def step(model: Any, optimizer: Any, seed: int) -> float:
-    from slime_like.megatron.optimizer import step_if_finite
+    from slime_like.megatron.trained_network import step_if_finite
 
     model.zero_grad_buffer()
     optimizer.zero_grad()

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from slime_like.rollout.sample_payload import (
+from slime_like.rollout.sample_plane import (
     pack_payload,
     pack_texts,
     payload_size,
     unpack_payload,
     with_texts,
-    without_routes,
 )
 from slime_like.rollout.step_plan import mask_failed
 from slime_like.sample_index import (
@@ -28,6 +27,7 @@ from slime_like.sample_index import (
     rows_of,
     untrained,
 )
+from slime_like.trainer.rollout_batch import without_routes
 from slime_like.types import GREEDY_REWARD, NOT_SAMPLED, OPTIONAL_TENSORS, Sample, SampleStatus
 
 KNOWN = (

@@ -18,15 +18,8 @@ from slime_like.weights.families.base import (
     register_model_family,
 )
 from slime_like.weights.families.experts import EXPERT, ExpertKeys, expert_settings
-from slime_like.weights.mappings import (
-    HeadParallel,
-    Mapping,
-    Replicated,
-    ReplicatedRows,
-    StackedDown,
-    StackedDownBias,
-    StackedGateUp,
-)
+from slime_like.weights.mappings import HeadParallel, Mapping, Replicated, ReplicatedRows
+from slime_like.weights.stacked_experts import StackedDown, StackedDownBias, StackedGateUp
 
 PARAMETERS: dict[str, Mapping] = {
     **{name: m for name, m in qwen2.PARAMETERS.items() if not name.startswith(MLP)},

@@ -1,0 +1,74 @@
+"""Mappings of files that have a layer's experts as one tensor, as gpt-oss's."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+from slime_like.weights.mappings import Mapping, OfExpert, Part, Sizes, share_of
+
+S = TypeVar("S", bound="StackedExpert")
+
+
+@dataclass(frozen=True)
+class StackedExpert(Mapping):
+    """One expert's parameter, of a file that has those of a layer's experts as one tensor: weights
+    transposed, [experts, columns, rows], or biases [experts, rows]. All experts of the layer make
+    the tensor together."""
+
+    hf: str
+    bias: bool = False
+    expert: int = 0
+
+    def at(self: S, layer: int, expert: int = 0) -> S:
+        return dataclasses.replace(self, hf=self.hf.format(layer=layer), expert=expert)
+
+
+@dataclass(frozen=True)
+class StackedGateUp(StackedExpert):
+    """Gate and up projection. Their rows take turns in the file; here one is above the other."""
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        columns = () if self.bias else (sizes.hidden,)
+        return {self.hf: (sizes.experts, *columns, 2 * sizes.expert_ffn)}
+
+    def shard_shape(self, sizes: Sizes, rows: int) -> tuple[int, ...]:
+        return (rows,) if self.bias else (rows, sizes.hidden)
+
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
+        share = share_of(sizes.expert_ffn, tp_rank, tp_size)
+        return [Part(self.hf, *share, OfExpert(self.expert, first, 2)) for first in (0, 1)]
+
+
+@dataclass(frozen=True)
+class StackedDown(StackedExpert):
+    """Projection back into the residual stream, the input dimension cut."""
+
+    dim: ClassVar[int] = 1
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        return {self.hf: (sizes.experts, sizes.expert_ffn, sizes.hidden)}
+
+    def shard_shape(self, sizes: Sizes, rows: int) -> tuple[int, ...]:
+        return (sizes.hidden, rows)
+
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
+        share = share_of(sizes.expert_ffn, tp_rank, tp_size)
+        return [Part(self.hf, *share, OfExpert(self.expert))]
+
+
+@dataclass(frozen=True)
+class StackedDownBias(StackedExpert):
+    """The bias of that projection, whole on every rank."""
+
+    sharded: ClassVar[bool] = False
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        return {self.hf: (sizes.experts, sizes.hidden)}
+
+    def shard_shape(self, sizes: Sizes, rows: int) -> tuple[int, ...]:
+        return (rows,)
+
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
+        return [Part(self.hf, 0, sizes.hidden, OfExpert(self.expert))]
