@@ -18,7 +18,7 @@ from slime_like.megatron.ops.router import PackedRouter, RoutedRows
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.types import MicroBatch, TrainSample
 
-# auxiliary losses are recorded in a dict; later in an object of another module
+# auxiliary losses are recorded in dicts; later in objects of another module
 RECORDS_IN_DICT = release() < (0, 18)
 # megatron-core's name of an auxiliary loss -> metric
 AUX_LOSSES = {
@@ -98,12 +98,16 @@ def begin_routing(
 def forget_aux_losses() -> None:
     """megatron-core's record of them is one for the whole process: another network has other
     layers."""
+    _aux_loss_record().clear()
+
+
+def _aux_loss_record() -> dict[str, Any]:
+    """megatron-core's entries by its name of the loss."""
     if RECORDS_IN_DICT:
-        get_moe_layer_wise_logging_tracker().clear()
-        return
+        return get_moe_layer_wise_logging_tracker()
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
-    get_moe_metrics_tracker().metrics.clear()
+    return get_moe_metrics_tracker().metrics
 
 
 def _routed_rows(batch: MicroBatch, rank: int, size: int) -> RoutedRows:
@@ -191,10 +195,11 @@ def routing_metrics(
         dtype=torch.float64,
         device=device,
     )
-    tracker = get_moe_layer_wise_logging_tracker()
+    record = _aux_loss_record()
     for column, name in enumerate(AUX_LOSSES):
-        if name in tracker:
-            table[:, column] = tracker[name]["values"]
+        if name in record:
+            entry = record[name]
+            table[:, column] = entry["values"] if RECORDS_IN_DICT else entry.values
     for router in routers:
         row = table[router.layer_number - 1]
         row[len(AUX_LOSSES) : len(AUX_LOSSES) + 2] = torch.tensor(

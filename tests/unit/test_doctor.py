@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_this_environment_can_run() -> None:
-    """The versions are those that the packages themselves tell."""
+    """The versions are those that the packages themselves tell; of torch without its build (+cpu),
+    which its package index may leave out of the metadata."""
     import torch
     import transformers
 
@@ -38,7 +39,8 @@ def test_this_environment_can_run() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {line.split()[1]: line.split()[:3] for line in done.stdout.splitlines()[1:]}
     assert (
-        rows["torch"] == ["has", "torch", torch.__version__]
+        rows["torch"][:2] == ["has", "torch"]
+        and rows["torch"][2].split("+")[0] == torch.__version__.split("+")[0]
         and rows["transformers"][2] == transformers.__version__
     )
     assert "every run needs" not in done.stdout and re.search(

@@ -111,6 +111,12 @@ class PredictionLayer(MegatronModule):
         )
         self.final_layernorm = build_module(block.layer_norm, config=config, **norm)
 
+    @property
+    def mtp_model_layer(self) -> Any:
+        """What megatron-core's schedules look for: its name of `transformer_layer` since 0.17, which
+        checkpoints keep as it was."""
+        return self.transformer_layer
+
     def forward(self, hidden: Tensor, embedded: Tensor, **layer: Any) -> Tensor:
         """[T, 1, H] each, [T / tp, 1, H] under sequence parallelism. layer: further arguments of the
         transformer layer."""
