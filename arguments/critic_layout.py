@@ -15,7 +15,7 @@ from arguments.rules.layout import (
     PARALLEL_RULES,
     every_rank_gets_a_sample,
 )
-from arguments.rules.network import MOE_RULES
+from arguments.rules.moe import MOE_RULES
 from arguments.rules.pipeline import COUNTED, ENDS, virtual_stages_of
 from arguments.rules.pipeline import LAYOUT as STAGES
 from arguments.run_config import CriticModel

@@ -6,68 +6,45 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from arguments.actions import HelpRequested
 from arguments.config_groups import ConfigGroups
 from arguments.critic_layout import build_critic
-from arguments.eval_sets import eval_sets_of
-from arguments.flag_registry import GROUPS, FlagTable, flag_table, normalise
+from arguments.draft import Draft, Program, make_draft, settings_of
+from arguments.flag_registry import FlagTable, flag_table, normalise
 from arguments.help import SERVER_USAGE, TRAIN_USAGE
 from arguments.hf.model import HfModel, UnsupportedNetwork, read_hf_model
-from arguments.hf.restated import restated_problems, same_network
-from arguments.megatron import NOT_COMPARED, disagreements, merge_network, network_of_flags
-from arguments.megatron_configs import Machine, build_megatron_configs, resolve_transformer_impl
-from arguments.parser import HelpRequested, LauncherParser
+from arguments.megatron_configs import build_megatron_configs, resolve_transformer_impl
+from arguments.parser import LauncherParser
 from arguments.resolve_loss import choose_loss, resolve_aliases
 from arguments.rules.algorithm import completed_critic, has_critic
-from arguments.rules.base import Rule, Settings
 from arguments.rules.data import completed_distillation
 from arguments.rules.declared import declared_warnings
-from arguments.rules.layout import default_micro_batches, global_batch_of
-from arguments.rules.network import MOE_WARNINGS
+from arguments.rules.layout import global_batch_of
+from arguments.rules.moe import MOE_WARNINGS
 from arguments.rules.pipeline import virtual_stages_of
-from arguments.rules.run import RULES, WARNINGS, Warn, notes_of, settings_of_other_losses
+from arguments.rules.run import RULES, WARNINGS, notes_of, settings_of_other_losses
 from arguments.rules.server import OF_EVERY_STEP, OF_THE_SERVER, SERVER_RULES, of_the_trainer
 from arguments.rules.sglang import completed_sglang
 from arguments.run_config import RunConfig
 from arguments.run_file import read_run_file
-from arguments.schema import ModelConfig, PreflightConfig
-from arguments.schema.data import learns_conversations
+from arguments.schema import PreflightConfig
 from arguments.slime_launch import settle_slime_launch, slime_world_size
 from arguments.teacher import build_teacher
 from arguments.values import ParsedArgs, merge
-from slime_like.advantages.registry import advantage_estimators
 from slime_like.config import ConfigError, Problem, flag_name
 from slime_like.import_utils import load_module
 from slime_like.losses.off_policy_config import OffPolicyConfig
-from slime_like.losses.registry import PolicyLoss
 from slime_like.registry import registrations
 
 CONFIG_EXIT_STATUS = 2
 IMPORT_FLAG = "--import-modules"
-UNTIED = "untie_embeddings_and_output_weights"  # a critic has no output weights
 # Rank 0 prints; when another rank ends first, torchrun would end rank 0 before it has.
 _WAIT_FOR_RANK_0_S = 5.0
-SUPERVISED_DEFAULTS = {"n_samples_per_prompt": 1, "loss_reduction": "token_mean"}
-PAIR_DEFAULTS = {"n_samples_per_prompt": 2, "loss_reduction": "sequence_mean"}
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """Whose command line it is. usage, hidden: of --help, see there. values: of settings that it
-    does not have, where others look at them."""
-
-    rules: tuple[Rule, ...]
-    warnings: tuple[Warn, ...]
-    usage: str
-    hidden: frozenset[str]
-    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    default_micro_batches: bool = False  # whether it has them
 
 
 TRAIN = Program(RULES, WARNINGS, TRAIN_USAGE, OF_THE_SERVER, default_micro_batches=True)
@@ -105,10 +82,10 @@ def parse_args(argv: Sequence[str], world_size: int, program: Program = TRAIN) -
     given, table = _read(argv, program)
     loss, policy_loss = choose_loss(given, table)
     checkpoint = _read_checkpoint(given)
-    preflight = _make(PreflightConfig, given.values)
+    preflight = settings_of(PreflightConfig, given.values)
     planned = slime_world_size(given.values) if preflight.preflight else None
     world_size = preflight.world_size or planned or world_size
-    draft = _draft(given, loss, policy_loss, checkpoint, world_size, program)
+    draft = make_draft(given, loss, policy_loss, checkpoint, world_size, program)
     problems = given.problems + [p for p in draft.problems if not _about_unread(p, given, table)]
     if problems:
         raise ConfigError(_in_order(problems, table))
@@ -294,128 +271,6 @@ def _read_checkpoint(given: ParsedArgs) -> HfModel | None:
         return None
 
 
-@dataclass(slots=True)
-class _Draft:
-    """The settings before megatron-core has seen them, and what is wrong with them."""
-
-    settings: Settings
-    problems: list[Problem]
-    checkpoint: HfModel | None  # of the policy, as read
-
-
-def _room_for_conversations(configs: Mapping[str, Any], checkpoint: HfModel) -> Any:
-    """Conversations to learn from are cut where the model's positions end, unless the user says
-    otherwise."""
-    data, rollout = configs["data"], configs["rollout"]
-    positions = checkpoint.gpt.get("max_position_embeddings")
-    if positions is None or not learns_conversations(configs["algorithm"].loss_type, data):
-        return rollout
-    longest = positions - (data.rollout_max_prompt_len or 1)
-    return dataclasses.replace(rollout, rollout_max_response_len=max(1, longest))
-
-
-def _draft(
-    given: ParsedArgs,
-    loss: PolicyLoss,
-    policy_loss: Any,
-    checkpoint: HfModel | None,
-    world_size: int,
-    program: Program = TRAIN,
-) -> _Draft:
-    values: Mapping[str, Any] = {**program.values, **given.values}
-    supervised = values.get("loss_type") == "sft_loss"
-    if supervised:
-        values = {**SUPERVISED_DEFAULTS, **(PAIR_DEFAULTS if loss.pairs else {}), **values}
-    if program.default_micro_batches:
-        values = {**values, **default_micro_batches(values)}
-    if loss.pairs:
-        values = {"micro_batch_size": 2, **values}
-    configs = {name: _make(config_type, values) for name, (_, config_type) in GROUPS.items()}
-    if checkpoint is not None and "rollout_max_response_len" not in values:
-        configs["rollout"] = _room_for_conversations(configs, checkpoint)
-    configs["algorithm"] = dataclasses.replace(
-        configs["algorithm"],
-        policy_loss_type=loss.name,
-        advantage_estimator=advantage_estimators.canonical(
-            configs["algorithm"].advantage_estimator
-        ),
-    )
-    explicit, problems = network_of_flags(values)
-    if checkpoint is not None:
-        said = {name: values[name] for name in checkpoint.gpt if name in values}
-        explicit = same_network(explicit, checkpoint.transformer, values)
-        problems += disagreements(explicit, checkpoint.transformer, values)
-        problems += disagreements(said, checkpoint.gpt, {})
-        configs["gpt"] = dataclasses.replace(configs["gpt"], **{**checkpoint.gpt, **said})
-        problems += _shape_differences(
-            "--ref-load", configs["model"].ref_load, configs["model"], checkpoint
-        )
-        problems += _shape_differences(
-            "--critic-load",
-            configs["critic"].critic_load,
-            configs["model"],
-            checkpoint,
-            value_head=True,
-        )
-    if checkpoint is not None or "hf_checkpoint" not in values:
-        problems += restated_problems(configs["restated"], checkpoint, frozenset(values))
-    core = merge_network(explicit, checkpoint.transformer if checkpoint is not None else {}, values)
-    eval_sets, wrong = eval_sets_of(configs["eval"])
-    problems += wrong
-    settings = Settings(
-        **configs,
-        eval_sets=eval_sets,
-        loss=loss,
-        policy_loss=policy_loss,
-        core=core,
-        given=frozenset(given.values),
-        world_size=world_size,
-        machine=Machine.with_gpus()
-        if configs["preflight"].preflight and configs["preflight"].preflight_machine == "gpu"
-        else Machine.here(),
-    )
-    problems += [found for rule in program.rules for found in rule(settings)]
-    return _Draft(settings, problems, checkpoint)
-
-
-def _shape_differences(
-    flag: str, folder: str | None, model: ModelConfig, policy: HfModel, *, value_head: bool = False
-) -> list[Problem]:
-    """Reference and critic are built as the policy is, so they must have the same shape."""
-    if (
-        folder is None
-        or folder == model.hf_checkpoint
-        or not (Path(folder) / "config.json").is_file()
-    ):
-        return []
-    try:
-        other = read_hf_model(folder, value_head=value_head)
-    except ConfigError as error:
-        return [dataclasses.replace(problem, flag=flag) for problem in error.problems]
-    return _compared(flag, folder, other, policy, ignored={UNTIED} if value_head else set())
-
-
-def _compared(
-    flag: str, folder: str, other: HfModel, checkpoint: HfModel, ignored: Collection[str]
-) -> list[Problem]:
-    said, policy = {**other.transformer, **other.gpt}, {**checkpoint.transformer, **checkpoint.gpt}
-    different = [
-        name
-        for name in said
-        if name not in (*NOT_COMPARED, *ignored) and said[name] != policy.get(name)
-    ]
-    if not different:
-        return []
-    words = ", ".join(f"{name} {said[name]} (there: {policy.get(name)})" for name in different)
-    return [Problem(flag, folder, f"is shaped otherwise than --hf-checkpoint: {words}")]
-
-
-def _make(config_type: type, values: Mapping[str, Any]) -> Any:
-    return config_type(
-        **{f.name: values[f.name] for f in dataclasses.fields(config_type) if f.name in values}
-    )
-
-
 def _about_unread(problem: Problem, given: ParsedArgs, table: FlagTable) -> bool:
     """Whether a rule speaks of a flag whose value could not be read: that has been told already."""
     spelling = table.spellings.get(normalise(problem.flag))
@@ -437,7 +292,7 @@ def _in_order(problems: list[Problem], table: FlagTable) -> list[Problem]:
 
 
 def _finish(
-    draft: _Draft,
+    draft: Draft,
     table: FlagTable,
     argv: Sequence[str],
     warnings: list[str],

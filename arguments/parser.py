@@ -14,13 +14,23 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
-import slime_like
+from arguments.actions import (
+    CUSTOM_ARGUMENTS,
+    Help,
+    HelpRequested,
+    LauncherAction,
+    Other,
+    Setting,
+    Version,
+    check_added,
+    custom_words,
+    flag_of_action,
+)
 from arguments.aliases import (
     ALIASES,
     APPENDED,
     DEPRECATED,
     IGNORED,
-    MAY_BE_EMPTY,
     NEGATED_ALIASES,
     NO_EFFECT,
     PASSED_ON,
@@ -31,97 +41,18 @@ from arguments.aliases import (
 from arguments.flag_registry import FlagTable, normalise
 from arguments.flags import Flag
 from arguments.help import help_text
-from arguments.values import SWITCH_VALUES, ParsedArgs, convert, legal_words, read_switch
+from arguments.values import (
+    NEGATIVE_NUMBER,
+    SWITCH_VALUES,
+    ParsedArgs,
+    convert,
+    is_flag,
+    read_switch,
+)
 from slime_like.config import ConfigError, Problem
 from slime_like.import_utils import load_function
 
-_FLAG = re.compile(r"--?[A-Za-z][\w.\-]*(=.*)?", re.DOTALL)
-_NUMBER = re.compile(r"-(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?$|-(inf|nan)$")
 _HYDRA = re.compile(r"\+{0,2}([A-Za-z][\w.]*)=(.*)", re.DOTALL)
-CUSTOM_ARGUMENTS = "--custom-arguments-path"
-
-
-class HelpRequested(Exception):
-    """--help or --version stands on the command line. The only argument is the text to print."""
-
-
-class _Ours(argparse.Action):
-    """An action that gets its words as they are and notes what is wrong with them."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        assert isinstance(parser, LauncherParser) and option_string is not None
-        self.take(parser, parser.typed.get(option_string, option_string), list(values))
-        if self.dest in parser.given.values:
-            setattr(namespace, self.dest, parser.given.values[self.dest])
-
-    def take(self, parser: LauncherParser, typed: str, words: list[str]) -> None:
-        raise NotImplementedError
-
-
-class _Setting(_Ours):
-    """Sets one field. on: of a switch, what the spelling means."""
-
-    def __init__(
-        self, option_strings: Sequence[str], dest: str, flag: Flag, on: bool | None
-    ) -> None:
-        super().__init__(
-            option_strings,
-            dest,
-            nargs={"switch": "?", "list": "+"}.get(flag.kind),
-            const=on,
-            default=flag.default,
-            type=None if flag.kind in ("switch", "json") else flag.item,
-            choices=flag.choices,
-            help=(flag.help or argparse.SUPPRESS).replace("%", "%%"),
-            metavar=flag.metavar,
-        )
-        self.flag, self.on = flag, on
-
-    def take(self, parser: LauncherParser, typed: str, words: list[str]) -> None:
-        flag, given = self.flag, parser.given
-        if flag.kind == "switch":
-            words = words or ["true"]
-        if not words and flag.dest in MAY_BE_EMPTY:
-            given.warnings.append(f"{typed} has no value: {MAY_BE_EMPTY[flag.dest]}")
-            return
-        if not words:
-            given.refuse(typed, None, "needs a value" + legal_words(flag), flag.dest)
-        elif words == ["null"]:
-            given.reset(flag.dest)
-        else:
-            parser.store(flag, typed, words if flag.kind == "list" else words[0], self.on, given)
-
-
-class _Other(_Ours):
-    """What is no setting itself: presets, flags without effect, those of other programs, unknown
-    ones."""
-
-    def take(self, parser: LauncherParser, typed: str, words: list[str]) -> None:
-        own: Any = True if not words else words[0] if len(words) == 1 else words
-        parser.take_other(typed, own, parser.given)
-
-
-class _Help(argparse.Action):
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        assert isinstance(parser, LauncherParser)
-        raise HelpRequested(parser.help_about(values or ""))
-
-
-class _Version(argparse.Action):
-    def __call__(self, *_: Any) -> None:
-        raise HelpRequested(f"slime_like {slime_like.__version__}")
 
 
 class LauncherParser(argparse.ArgumentParser):
@@ -135,7 +66,7 @@ class LauncherParser(argparse.ArgumentParser):
             exit_on_error=False,
         )
         self.table, self.whole_usage, self.hidden = table, usage, frozenset(hidden)
-        self._negative_number_matcher = _NUMBER
+        self._negative_number_matcher = NEGATIVE_NUMBER
         self.given = ParsedArgs()
         self.typed: dict[str, str] = {}  # a flag's name -> as this command line has it
         self._strict = False  # whether unknown flags are problems
@@ -143,11 +74,11 @@ class LauncherParser(argparse.ArgumentParser):
         self._required: list[argparse.Action] = []
         self._broken: set[argparse.Action] = set()  # the user's own that lack a value
         self.add_argument(
-            "--help", "-h", action=_Help, nargs="?", metavar="WORD", help="Show the flags."
+            "--help", "-h", action=Help, nargs="?", metavar="WORD", help="Show the flags."
         )
-        self.add_argument("--version", action=_Version, nargs=0, help="Show the version.")
+        self.add_argument("--version", action=Version, nargs=0, help="Show the version.")
         self._add_table()
-        self._other = _Other([], argparse.SUPPRESS, nargs="*", help=argparse.SUPPRESS)
+        self._other = Other([], argparse.SUPPRESS, nargs="*", help=argparse.SUPPRESS)
 
     def _add_table(self) -> None:
         groups: dict[str, Any] = {}
@@ -159,14 +90,14 @@ class LauncherParser(argparse.ArgumentParser):
             )
             switch = flag.kind == "switch"
             group.add_argument(
-                *flag.on, dest=flag.dest, action=_Setting, flag=flag, on=True if switch else None
+                *flag.on, dest=flag.dest, action=Setting, flag=flag, on=True if switch else None
             )
             if flag.off:
-                group.add_argument(*flag.off, dest=flag.dest, action=_Setting, flag=flag, on=False)
+                group.add_argument(*flag.off, dest=flag.dest, action=Setting, flag=flag, on=False)
         for typed, ours in (*ALIASES.items(), *NEGATED_ALIASES.items()):
             spelling = self.table.spellings[ours]
             on = spelling.value if typed in ALIASES else not spelling.value
-            action = _Setting([typed], spelling.flag.dest, spelling.flag, on)
+            action = Setting([typed], spelling.flag.dest, spelling.flag, on)
             action.help = argparse.SUPPRESS
             self._option_string_actions[typed] = action
 
@@ -284,7 +215,7 @@ class LauncherParser(argparse.ArgumentParser):
 
     def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
         """How many of the next words, A each, are the action's."""
-        if isinstance(action, _Ours):
+        if isinstance(action, LauncherAction):
             there = len(arg_strings_pattern) - len(arg_strings_pattern.lstrip("A"))
             several = action is self._other or action.nargs in ("+", "*")
             return there if several else min(there, 1)
@@ -296,7 +227,7 @@ class LauncherParser(argparse.ArgumentParser):
             return 0
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        if isinstance(action, _Ours):
+        if isinstance(action, LauncherAction):
             return list(arg_strings)
         if action in self._broken:
             return argparse.SUPPRESS
@@ -310,7 +241,7 @@ class LauncherParser(argparse.ArgumentParser):
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         """Our defaults are values already, and no words to be converted."""
-        if isinstance(action, _Ours):
+        if isinstance(action, LauncherAction):
             return arg_string
         return super()._get_value(action, arg_string)
 
@@ -413,7 +344,7 @@ class LauncherParser(argparse.ArgumentParser):
         typed = normalise(key)
         name = self._registered(typed)
         action = self._option_string_actions.get(name)
-        if isinstance(action, _Setting):
+        if isinstance(action, Setting):
             if value is None:
                 return
             if action.dest in given.spelled:
@@ -444,26 +375,15 @@ class LauncherParser(argparse.ArgumentParser):
         except Exception as error:
             words = f"raised {type(error).__name__}: {error}"
             raise ConfigError([Problem(CUSTOM_ARGUMENTS, path, words)]) from error
-        problems = []
-        for action in self._actions:
-            if action in before:
-                continue
-            name = (action.option_strings or [action.dest])[0]
-            if not action.option_strings or not name.startswith("--"):
-                words = f"adds {name}: flags start with two dashes"
-                problems.append(Problem(CUSTOM_ARGUMENTS, path, words))
-            elif action.dest in self.table.by_dest:
-                words = f"adds {name}, whose name {action.dest!r} is a setting already"
-                problems.append(Problem(CUSTOM_ARGUMENTS, path, words))
-            else:
-                self._custom[action.dest] = action
-                if action.required:  # which argparse would ask of the command line alone
-                    self._required.append(action)
-                    action.required = False
-                for option in action.option_strings:
-                    self._option_string_actions.setdefault(normalise(option), action)
-        if problems:
-            raise ConfigError(problems)
+        added = [action for action in self._actions if action not in before]
+        check_added(added, path, self.table)
+        for action in added:
+            self._custom[action.dest] = action
+            if action.required:  # which argparse would ask of the command line alone
+                self._required.append(action)
+                action.required = False
+            for option in action.option_strings:
+                self._option_string_actions.setdefault(normalise(option), action)
         self.table = self.table.with_flags([flag_of_action(a) for a in self._custom.values()])
 
     def set_defaults(self, **kwargs: Any) -> None:
@@ -489,33 +409,3 @@ class LauncherParser(argparse.ArgumentParser):
                 words = f"is missing; {CUSTOM_ARGUMENTS} requires it"
                 run_file.refuse(action.option_strings[0], None, words)
         return {dest: getattr(namespace, dest) for dest in self._custom}
-
-
-def custom_words(action: argparse.Action, name: str, value: Any) -> list[str]:
-    """A value of a run file as the words that set it on a command line."""
-    if value is None or (value is False and action.nargs == 0):
-        return []
-    if value is True and action.nargs == 0:
-        return [name]
-    items = value if isinstance(value, list) else [value]
-    return [f"{name}={items[0]}"] if len(items) == 1 else [name, *map(str, items)]
-
-
-def flag_of_action(action: argparse.Action) -> Flag:
-    """A flag of the user's own, for --help, nearest names and documents."""
-    kind = "switch" if action.nargs == 0 else "list" if action.nargs in ("+", "*") else "value"
-    return Flag(
-        dest=action.dest,
-        group="custom arguments",
-        kind=kind,  # type: ignore[arg-type]
-        help="" if action.help in (None, argparse.SUPPRESS) else str(action.help),
-        on=tuple(map(normalise, action.option_strings)),
-        item=action.type if isinstance(action.type, type) else str,
-        default=action.default,
-        choices=tuple(action.choices) if action.choices else None,
-    )
-
-
-def is_flag(word: str) -> bool:
-    """Negative numbers are values; so is anything with white space where a name would stand."""
-    return _FLAG.fullmatch(word) is not None and _NUMBER.fullmatch(word) is None

@@ -4,10 +4,14 @@ with all problems collected."""
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from arguments.aliases import PASSED_ON, VALUES_NOT_IMPLEMENTED
+from arguments.aliases import (
+    PASSED_ON,
+    VALUES_NOT_IMPLEMENTED,
+)
 from arguments.flags import Flag
 from slime_like.config import Problem, flag_name, value_problem
 
@@ -179,3 +183,12 @@ def merge(run_file: ParsedArgs, line: ParsedArgs) -> ParsedArgs:
         run_file.bad | line.bad,
         run_file.spelled | line.spelled,
     )
+
+
+_FLAG = re.compile(r"--?[A-Za-z][\w.\-]*(=.*)?", re.DOTALL)
+NEGATIVE_NUMBER = re.compile(r"-(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?$|-(inf|nan)$")
+
+
+def is_flag(word: str) -> bool:
+    """Negative numbers are values; so is anything with white space where a name would stand."""
+    return _FLAG.fullmatch(word) is not None and NEGATIVE_NUMBER.fullmatch(word) is None

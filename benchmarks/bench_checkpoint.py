@@ -55,6 +55,7 @@ def measure(
     from slime_like.megatron.backend import MegatronBackend
     from slime_like.megatron.checkpoint import CheckpointSaver, SavePolicy
     from slime_like.megatron.init import process_groups
+    from slime_like.megatron.run_state import save_state
 
     model = folder / "model"
     save_model(model, hidden_size=hidden_size, num_layers=num_layers)
@@ -72,7 +73,7 @@ def measure(
 
         def save(asynchronous: bool) -> None:
             saver = CheckpointSaver(folder / "checkpoints", SavePolicy(asynchronous=asynchronous))
-            report = backend.save_state(saver, 1, state, with_optimizer=True, with_rng=True)
+            report = save_state(backend, saver, 1, state, with_optimizer=True, with_rng=True)
             returned = time.perf_counter()
             if report is None:
                 while (report := saver.poll()) is None:
@@ -101,7 +102,9 @@ def measure(
 
 
 def load(backend: Any, folder: Path, verify: bool) -> None:
-    backend.load_state(folder, with_optimizer=True, with_rng=True, verify=verify)
+    from slime_like.megatron.run_state import load_state
+
+    load_state(backend, folder, with_optimizer=True, with_rng=True, verify=verify)
 
 
 def copy_synced(source: Path, target: Path) -> None:

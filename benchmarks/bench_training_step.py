@@ -194,7 +194,7 @@ def our_step(
 
     from slime_like.megatron.backend import MegatronBackend
     from slime_like.rollout.step_plan import train_samples
-    from slime_like.trainer.batch_builder import step_plan
+    from slime_like.trainer.rollout_batch import step_plan
     from slime_like.types import TrainBatch
 
     backend = MegatronBackend(run, layout, total_steps=100)

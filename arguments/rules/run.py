@@ -36,7 +36,8 @@ from arguments.rules.layout import (
     global_batch_of,
     latent_attention_with_context_parallel,
 )
-from arguments.rules.network import MOE_RULES, MOE_WARNINGS, NETWORK_RULES
+from arguments.rules.moe import MOE_RULES, MOE_WARNINGS
+from arguments.rules.network import NETWORK_RULES
 from arguments.rules.profiling import PROFILING_RULES
 from arguments.rules.scheduling import SCHEDULING_RULES
 from arguments.rules.server import only_the_server_has_these

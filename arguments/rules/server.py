@@ -10,7 +10,8 @@ from pathlib import Path
 from arguments.flag_registry import GROUPS
 from arguments.rules.base import Rule, Settings, problem
 from arguments.rules.layout import PARALLEL_RULES
-from arguments.rules.network import MOE_RULES, NETWORK_RULES
+from arguments.rules.moe import MOE_RULES
+from arguments.rules.network import NETWORK_RULES
 from arguments.rules.sglang import (
     checkpoint_of_the_servers,
     engines_are_named,

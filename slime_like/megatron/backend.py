@@ -1,14 +1,12 @@
-"""The trainer's view of Megatron: log-probs and values, optimizer steps, weights out, checkpoints.
-Every method is called by all ranks together."""
+"""The trainer's view of Megatron: log-probs and values, optimizer steps, weights out.
+Checkpoints: run_state.py. Every method is called by all ranks together."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -17,15 +15,8 @@ from torch import Tensor
 from arguments.hf.model import HfModel, read_hf_model
 from arguments.run_config import RunConfig
 from slime_like.distributed.collectives import from_rank_zero
-from slime_like.megatron.checkpoint import (
-    CheckpointSaver,
-    SavedNetwork,
-    SaveReport,
-    load_checkpoint,
-)
 from slime_like.megatron.factory import (
     FrozenModel,
-    load_network,
     make_critic,
     make_head,
     make_objective,
@@ -39,7 +30,6 @@ from slime_like.megatron.forward_step import TokenComputation
 from slime_like.megatron.init import device_of_this_process
 from slime_like.megatron.lora import LoraNetwork, load_adapter, save_adapter
 from slime_like.megatron.micro_batching import MicroBatchSize, micro_batch_size
-from slime_like.megatron.model.gpt import model_shape
 from slime_like.megatron.moe import (
     replay_disagreement,
     routes_of_stage,
@@ -53,7 +43,6 @@ from slime_like.megatron.objectives import (
     critic_values,
     reward_scores,
 )
-from slime_like.megatron.optimizer import limits_kept, resume_schedule
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.megatron.reshard import copy_same_layout
 from slime_like.megatron.trained_network import TrainedNetwork
@@ -122,11 +111,11 @@ class MegatronBackend:
         self.objective = make_objective(run)
         self._prediction = make_prediction_loss(run, self.head)
         self._hf_checkpoint = run.model.hf_checkpoint
-        self._seed = run.model.seed
+        self.seed = run.model.seed
         self._bucket_bytes = run.sglang.update_weight_buffer_size
 
         self.policy = make_policy(run, layout, self.hf, total_steps=total_steps)
-        self._adapter_shape = self._start_adapter(run.lora.lora_adapter_path)
+        self.adapter_shape = self._start_adapter(run.lora.lora_adapter_path)
         self.reference = make_reference(run, self.policy)
         self.teacher = make_teacher(run, layout)
         self.critic: TrainedNetwork | None = None
@@ -134,9 +123,9 @@ class MegatronBackend:
             self.critic = make_critic(run, self.policy, total_steps=total_steps)
             start_from_policy(self.critic, self.policy)
         self._value_loss = run.value_loss
-        self._critic_rank = run.critic.critic_lora_rank
+        self.critic_rank = run.critic.critic_lora_rank
         self._replays_rollout = run.rollout.use_rollout_routing_replay
-        self._reference_moves = run.model.ref_update_interval is not None
+        self.reference_moves = run.model.ref_update_interval is not None
 
     @property
     def trained(self) -> TrainedNetwork:
@@ -152,12 +141,6 @@ class MegatronBackend:
             assert isinstance(self.reference, Network), "checked on the command line"
             self.policy.finish_updates()
             copy_same_layout(self.policy, self.reference)
-
-    def _saved_reference(self) -> dict[str, SavedNetwork]:
-        """A reference model that is no longer --ref-load's."""
-        if not self._reference_moves or self.reference is None:
-            return {}
-        return {"reference": SavedNetwork(self.reference.chunks, None, None, self.layout)}
 
     def set_entropy_coef(self, value: float) -> None:
         """The weight of the entropy bonus from the next optimizer step on. All ranks set the same."""
@@ -219,7 +202,7 @@ class MegatronBackend:
         )
         if self.policy.value_head:
             objective = RewardObjective(self.objective, self.layout)
-        selection = SelectionSeed(self._seed, self.trained.scheduler.num_steps)
+        selection = SelectionSeed(self.seed, self.trained.scheduler.num_steps)
         found = self._training_pass(
             self.trained, batch.samples, objective, selection, per_token=batch.old_is_current
         )
@@ -341,105 +324,11 @@ class MegatronBackend:
         )
         return folder
 
-    def save_state(
-        self,
-        saver: CheckpointSaver,
-        step: int,
-        trainer_state: dict[str, Any],
-        *,
-        with_optimizer: bool,
-        with_rng: bool,
-    ) -> SaveReport | None:
-        """Write a checkpoint; see `CheckpointSaver.save`. The shape of the model joins
-        `trainer_state`."""
-        for network in self.trained_networks.values():
-            network.finish_updates()
-        networks = {
-            name: network.saved(with_optimizer=with_optimizer)
-            for name, network in self.trained_networks.items()
-        }
-        networks |= self._saved_reference()
-        return saver.save(
-            step,
-            networks,
-            {**trainer_state, "model": self._model_shape(networks)},
-            with_rng=with_rng,
-        )
-
-    def load_state(
-        self,
-        folder: Path,
-        *,
-        with_optimizer: bool,
-        with_rng: bool,
-        verify: bool,
-        with_critic: bool = True,
-        with_reference: bool = False,
-    ) -> tuple[dict[str, Any], list[str]]:
-        """Restore a checkpoint; returns the trainer's state and words about each setting of a
-        schedule that the checkpoint has otherwise. Without the optimizer its fp32 copies start from
-        the loaded weights and the schedule at its first step. with_critic: False leaves the critic
-        as it is. with_reference: takes the reference model of a checkpoint that has one."""
-        trained = {
-            name: network
-            for name, network in self.trained_networks.items()
-            if with_critic or name != "critic"
-        }
-        networks = {
-            name: network.saved(with_optimizer=with_optimizer) for name, network in trained.items()
-        }
-        if not trained:  # --debug-rollout-only
-            networks = {"policy": SavedNetwork(self.policy.chunks, None, None, self.layout)}
-        if with_reference and from_rank_zero((folder / "reference").is_dir):
-            networks |= self._saved_reference()
-        with ExitStack() as limits:
-            for saved in networks.values():
-                if saved.optimizer is not None:
-                    limits.enter_context(limits_kept(saved.optimizer))
-            state = load_checkpoint(
-                folder,
-                networks,
-                load_rng=with_rng,
-                verify=verify,
-                seed=self._seed,
-                model=self._model_shape(networks),
-            )
-        changed = []
-        for name, network in trained.items():
-            if with_optimizer:
-                words = resume_schedule(network.scheduler, state["networks"][name]["scheduler"])
-                changed += words if name == "policy" else [f"{name}: {text}" for text in words]
-            else:
-                network.weights_changed()
-        return state, changed
-
-    def start_critic(self, source: str | None, *, verify: bool) -> None:
-        """The critic of a run that does not go on with one. source: as --critic-load; None: see
-        `start_from_policy`."""
-        assert self.critic is not None
-        if source is None:
-            start_from_policy(self.critic, self.policy)
-        else:
-            load_network(
-                self.critic,
-                source,
-                flag="--critic-load",
-                step=None,
-                verify=verify,
-                name="critic",
-            )
-            self.critic.weights_changed()
-
     @property
     def trained_networks(self) -> dict[str, TrainedNetwork]:
         """What a checkpoint holds, by the name of its folder there."""
         policy = {"policy": self.policy} if isinstance(self.policy, TrainedNetwork) else {}
         return policy if self.critic is None else {**policy, "critic": self.critic}
-
-    def _model_shape(self, networks: Collection[str]) -> dict[str, Any]:
-        """networks: by name, what the checkpoint holds of this run's."""
-        critic = {"critic_lora_rank": self._critic_rank} if "critic" in networks else {}
-        return {**model_shape(self.transformer, self.gpt), **self._adapter_shape, **critic}
 
 
 def reduced_metrics(found: PassOutput, layout: ParallelLayout) -> dict[str, float]:

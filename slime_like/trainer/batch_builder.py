@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from arguments.schema import AlgorithmConfig
 from slime_like.advantages import (
     KLController,
     Outcomes,
@@ -30,7 +29,6 @@ from slime_like.advantages import (
 from slime_like.advantages.values import value_metrics
 from slime_like.logs import warn_rank_0
 from slime_like.megatron.backend import LogProbOutput, MegatronBackend
-from slime_like.megatron.micro_batching import work_per_token
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.metrics.progress import Progress
 from slime_like.rollout.step_plan import (
@@ -44,8 +42,14 @@ from slime_like.rollout.step_plan import (
 )
 from slime_like.sample_index import AnySample
 from slime_like.trainer.guards import SamplerGates
-from slime_like.trainer.old_log_probs import OldLogProbs
-from slime_like.trainer.rollout_batch import BatchSettings, Columns, Rollout, SampleDelivery
+from slime_like.trainer.log_probs import LogProbs, Scores
+from slime_like.trainer.rollout_batch import (
+    BatchSettings,
+    Columns,
+    Rollout,
+    SampleDelivery,
+    step_plan,
+)
 from slime_like.trainer.user_hooks import RankData, group_rewards
 from slime_like.trainer.value_exchange import ValueExchange, plan_of_critic
 from slime_like.types import TrainBatch, TrainSample
@@ -69,22 +73,6 @@ class Batches:
     entropies: Sequence[Tensor] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """What forward passes gave for this rank's samples, [R] by sample; None without the network, and
-    for old log-probs that the training pass will give."""
-
-    old: list[LogProbOutput] | None
-    ref: list[Tensor] | None
-    teacher: list[Tensor] | None
-    values: list[Tensor] | None
-
-    @property
-    def old_log_probs(self) -> list[Tensor]:
-        assert self.old is not None, "see RunConfig.old_is_current"
-        return [o.log_probs for o in self.old]
-
-
 class BatchMaker:
     """Makes the train batches of this data-parallel rank. All ranks know of all samples of a rollout
     and call it together; each gets those that it trains on."""
@@ -102,7 +90,7 @@ class BatchMaker:
         self.layout = layout
         self.backend = backend
         self.gates = gates
-        self.old = OldLogProbs(settings, layout, backend, gates)
+        self.log_probs = LogProbs(settings, layout, backend, gates)
         self.progress = progress
         self.plan = step_plan(settings.algorithm, settings.transformer, settings.vocab_size, layout)
         critic = backend.critic
@@ -142,7 +130,7 @@ class BatchMaker:
         ref = None
         if self.backend.reference is not None:
             with self.progress.phase("log_probs"):
-                ref = self._reference_log_probs(rollout.local)
+                ref = self.log_probs.reference(rollout.local)
             columns: Columns = {"log-prob of the reference": ref}
             rollout.check_finite(columns, "before the optimizer steps of a rollout")
 
@@ -170,7 +158,7 @@ class BatchMaker:
         scores = self._scores(rollout, weight_version, critic, metrics)
         corrections = [SampleCorrection()] * len(rollout.local)
         if scores.old is not None:
-            corrections, more = self.old.correct(rollout, scores.old)
+            corrections, more = self.log_probs.correct(rollout, scores.old)
             metrics |= more
         outcomes = dataclasses.replace(
             outcomes_of(rollout.samples), **self.settings.outcome_fields(rollout.sampled_episodes)
@@ -211,7 +199,7 @@ class BatchMaker:
         of_policy = [dataclasses.replace(batch, old_is_current=True) for batch in of_policy]
 
         def check(log_probs: Sequence[LogProbOutput]) -> dict[str, float]:
-            return self.old.check_update(rollout, log_probs, weight_version)
+            return self.log_probs.check_update(rollout, log_probs, weight_version)
 
         return Batches(of_policy, of_critic, check, ids), metrics
 
@@ -301,14 +289,13 @@ class BatchMaker:
         metrics: dict[str, float],
     ) -> Scores:
         """The forward passes before the update, and their checks. metrics: added to."""
-        local = rollout.local
         old = None
         with self.progress.phase("log_probs"):
             if not self.settings.old_is_current:
-                old = self.old.compute(rollout, squared_probs=self._needs_energies)
-                metrics |= self.old.check(rollout, old, weight_version)
-            ref = self._reference_log_probs(local)
-            teacher = self._teacher_log_probs(rollout, local)
+                old = self.log_probs.old(rollout, squared_probs=self._needs_energies)
+                metrics |= self.log_probs.check(rollout, old, weight_version)
+            ref = self.log_probs.reference(rollout.local)
+            teacher = self.log_probs.teacher(rollout)
         values = None
         if critic is not None:
             with self.progress.phase("values"):
@@ -320,30 +307,6 @@ class BatchMaker:
         }
         rollout.check_finite(columns, "before the advantages of a rollout")
         return Scores(old, ref, teacher, values)
-
-    def _reference_log_probs(self, local: Sequence[TrainSample]) -> list[Tensor] | None:
-        """[R] by sample of this rank; None without a reference model."""
-        network = self.backend.reference
-        if network is None:
-            return None
-        self.settings.hooks.before_log_prob(network.chunks, "ref_")
-        return [r.log_probs for r in self.backend.forward(local, network)]
-
-    def _teacher_log_probs(
-        self, rollout: Rollout, local: Sequence[TrainSample]
-    ) -> list[Tensor] | None:
-        """[R] by sample of this rank, from the teacher on Megatron or from the served one; None
-        without a teacher."""
-        if self.backend.teacher is not None:
-            self.settings.hooks.before_log_prob(self.backend.teacher.chunks, "teacher_")
-            return [t.log_probs for t in self.backend.forward(local, self.backend.teacher)]
-        if not self.settings.served_teacher:
-            return None
-        # one that has none is not trained on
-        return [
-            torch.zeros(s.response_length) if s.teacher_log_probs is None else s.teacher_log_probs
-            for s in rollout.drawn
-        ]
 
     def _critic_part(self, rollout: Rollout) -> ValueExchange | None:
         plan = self._critic_plan
@@ -386,25 +349,3 @@ class BatchMaker:
         metrics = {**output.metrics, "rollout/kl_coef": self.kl_controller.value}
         self.kl_controller.update(metrics["rollout/kl_in_reward"], len(outcomes.rewards))
         return dataclasses.replace(output, metrics=metrics)
-
-
-def step_plan(
-    algorithm: AlgorithmConfig, transformer: Any, vocab_size: int, layout: ParallelLayout
-) -> StepPlan:
-    """Balanced by the model's own cost, where that was asked for.
-
-    Args:
-        transformer: megatron-core's TransformerConfig of the policy.
-    """
-    assert algorithm.global_batch_size is not None, "completed when the command line is parsed"
-    cost = None
-    if algorithm.balance_data:
-        cost = work_per_token(transformer, vocab_size)
-    return StepPlan(
-        algorithm.global_batch_size,
-        layout.dp_size,
-        layout.dp_rank,
-        linear_cost=cost,
-        equal_counts=not algorithm.use_dynamic_batch_size,
-        together=algorithm.samples_together,
-    )

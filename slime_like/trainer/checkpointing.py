@@ -30,6 +30,7 @@ from slime_like.megatron.checkpoint import (
 from slime_like.megatron.checkpoint.load import saved_identity
 from slime_like.megatron.factory import needs_reference
 from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.megatron.run_state import load_state, save_state, start_critic
 from slime_like.text import mask_argv
 from slime_like.trainer.saved_settings import changes, settings_of
 from slime_like.weights.safetensors_reader import weights_digest
@@ -101,7 +102,8 @@ class RunCheckpoints:
                 "the reference model is not the one that the checkpoint's run had: the KL is to another model from here on",
             )
         if self.backend.critic is not None and not start.has_critic:
-            self.backend.start_critic(
+            start_critic(
+                self.backend,
                 self.run.critic.critic_load,
                 verify=not self.config.no_verify_checkpoint,
             )
@@ -145,7 +147,8 @@ class RunCheckpoints:
             logger.info(
                 f"checkpoint {folder} was converted and holds weights only: starting at rollout 1"
             )
-        state, changed = self.backend.load_state(
+        state, changed = load_state(
+            self.backend,
             folder,
             with_critic=with_critic,
             with_optimizer=not (config.no_load_optim or weights_only),
@@ -238,8 +241,13 @@ class RunCheckpoints:
         if self._is_due(rollouts, last=last):
             self._attempt(saver.finish, last=False)
             self._attempt(
-                lambda: self.backend.save_state(
-                    saver, rollouts, state, with_optimizer=self._optim, with_rng=self._rng
+                lambda: save_state(
+                    self.backend,
+                    saver,
+                    rollouts,
+                    state,
+                    with_optimizer=self._optim,
+                    with_rng=self._rng,
                 ),
                 last=last,
             )
@@ -260,8 +268,13 @@ class RunCheckpoints:
         if self.replicas is None:
             return
         try:
-            report = self.backend.save_state(
-                self.replicas, rollouts, state, with_optimizer=self._optim, with_rng=self._rng
+            report = save_state(
+                self.backend,
+                self.replicas,
+                rollouts,
+                state,
+                with_optimizer=self._optim,
+                with_rng=self._rng,
             )
         except SaveError as error:
             warn_rank_0(logger, str(error))

@@ -15,9 +15,13 @@ from torch import Tensor
 
 from arguments.hf.moe import moe_layers
 from arguments.schema import AlgorithmConfig
-from slime_like.advantages import AdvantageSettings
+from slime_like.advantages import (
+    AdvantageSettings,
+)
 from slime_like.distributed.collectives import gather, together
 from slime_like.losses.off_policy_config import OffPolicyConfig
+from slime_like.megatron.micro_batching import work_per_token
+from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.rollout.sample_plane import deliver_samples, sharing_of
 from slime_like.rollout.step_plan import DataParallelAssignment, StepPlan
 from slime_like.sample_index import AnySample, RemoteSample, complete, episodes_of
@@ -214,3 +218,25 @@ def _checked_routes(sample: Sample, layers: int, topk: int, experts: int) -> Ten
             f"experts of a token) = {shape} with numbers from -1 to {experts - 1}"
         )
     return routes
+
+
+def step_plan(
+    algorithm: AlgorithmConfig, transformer: Any, vocab_size: int, layout: ParallelLayout
+) -> StepPlan:
+    """Balanced by the model's own cost, where that was asked for.
+
+    Args:
+        transformer: megatron-core's TransformerConfig of the policy.
+    """
+    assert algorithm.global_batch_size is not None, "completed when the command line is parsed"
+    cost = None
+    if algorithm.balance_data:
+        cost = work_per_token(transformer, vocab_size)
+    return StepPlan(
+        algorithm.global_batch_size,
+        layout.dp_size,
+        layout.dp_rank,
+        linear_cost=cost,
+        equal_counts=not algorithm.use_dynamic_batch_size,
+        together=algorithm.samples_together,
+    )

@@ -6,15 +6,13 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from arguments.run_config import RunConfig
 from slime_like.checkpoints.files import writes_to
-from slime_like.data.tokenizer import load_tokenizer
 from slime_like.distributed.collectives import any_rank, from_rank_zero
 from slime_like.distributed.signals import ExitRequest, StopConditions
 from slime_like.logs import warn_rank_0
@@ -24,17 +22,21 @@ from slime_like.metrics.logger import MetricsLogger, to_json
 from slime_like.metrics.progress import Progress, speed_and_memory
 from slime_like.rollout.evaluate import Evaluator, load_prompts
 from slime_like.rollout.metrics import UNKNOWN_VERSIONS
-from slime_like.rollout.reward_parts import advantage_settings, outcome_fields
 from slime_like.rollout.sample_plane import with_branches
 from slime_like.rollout.step_plan import check_token_sets, flatten, mask_failed
-from slime_like.trainer.batch_builder import BatchMaker, BatchSettings
 from slime_like.trainer.checkpointing import RunCheckpoints
-from slime_like.trainer.guards import SamplerGates, train_rollout_limit
+from slime_like.trainer.factory import (
+    make_batch_maker,
+    make_train_step,
+    num_rollouts,
+    run_tokenizer,
+    sampler_gates,
+    steps_per_rollout,
+)
 from slime_like.trainer.prompt_source import make_source
 from slime_like.trainer.sampling import Sampling
 from slime_like.trainer.strategy import make_strategy
 from slime_like.trainer.throughput import throughput_of
-from slime_like.trainer.train_step import TrainStep
 from slime_like.trainer.user_hooks import UserHooks
 
 logger = logging.getLogger(__name__)
@@ -350,91 +352,6 @@ class Trainer:
         if self.logger is not None:
             shown = {n: v for n, v in metrics.items() if not n.startswith(hidden)}
             self.logger.log(step + 1, shown if hidden else metrics)
-
-
-def run_tokenizer(run: RunConfig) -> Any:
-    """The tokenizer of --hf-checkpoint; None in a run that reads recorded tokens only. Raises
-    ValueError."""
-    if run.model.hf_checkpoint is None:
-        return None
-    return load_tokenizer(
-        run.model.hf_checkpoint,
-        vocab_size=run.gpt.vocab_size,
-        trust_remote_code=run.model.trust_remote_code,
-    )
-
-
-def num_rollouts(run: RunConfig, prompts: Sized | None) -> int:
-    """--num-rollout, or what --num-epoch passes over the prompts make."""
-    if run.rollout.num_rollout is not None:
-        return run.rollout.num_rollout
-    assert run.rollout.num_epoch is not None
-    assert prompts is not None
-    return max(1, len(prompts) * run.rollout.num_epoch // run.rollout.rollout_batch_size)
-
-
-def steps_per_rollout(run: RunConfig) -> int:
-    assert run.algorithm.num_steps_per_rollout is not None, (
-        "completed when the command line is parsed"
-    )
-    return run.algorithm.num_steps_per_rollout
-
-
-def sampler_gates(run: RunConfig) -> SamplerGates:
-    return SamplerGates(
-        train_rollout_limit(run),
-        run.gates.train_rollout_diff_patience,
-        recorded=run.debug.load_debug_rollout_data is not None,
-    )
-
-
-def make_batch_maker(
-    run: RunConfig,
-    layout: ParallelLayout,
-    backend: MegatronBackend,
-    gates: SamplerGates,
-    progress: Progress,
-    hooks: UserHooks,
-) -> BatchMaker:
-    settings = BatchSettings(
-        run.algorithm,
-        run.off_policy,
-        run.megatron.transformer,
-        run.gpt.vocab_size or 0,
-        run.rollout.use_rollout_routing_replay,
-        run.distillation.served,
-        advantage_settings(run),
-        run.rollout.sample_buffer_size,
-        run.old_is_current,
-        outcome_fields=partial(outcome_fields, run),
-        hooks=hooks,
-    )
-    return BatchMaker(settings, layout, backend, gates, progress)
-
-
-def make_train_step(
-    run: RunConfig,
-    backend: MegatronBackend,
-    gates: SamplerGates,
-    progress: Progress,
-    initial_policy: str | None,
-    hooks: UserHooks,
-) -> TrainStep:
-    """initial_policy: the Hugging Face model that the run starts from; None for another."""
-    reference = run.model.hf_checkpoint if run.reference_is_base else run.model.ref_load
-    from_reference = (
-        None not in (reference, initial_policy)
-        and Path(str(reference)).resolve() == Path(str(initial_policy)).resolve()
-    )
-    return TrainStep(
-        run.algorithm,
-        backend,
-        progress,
-        gates,
-        hooks,
-        patience=run.gates.max_consecutive_skipped_steps,
-        kl_vanishes_at=run.critic.num_critic_only_steps if from_reference else None,
-    )
 
 
 def mean_scores(scores: Mapping[str, float]) -> str:

@@ -35,6 +35,7 @@ from slime_like.megatron.checkpoint import CheckpointSaver, SavePolicy  # noqa: 
 from slime_like.megatron.checkpoint.fingerprint import fingerprint  # noqa: E402
 from slime_like.megatron.checkpoint.tensors import CheckpointTensors  # noqa: E402
 from slime_like.megatron.parallel_layout import ParallelLayout  # noqa: E402
+from slime_like.megatron.run_state import load_state, save_state  # noqa: E402
 
 FUSED = (
     "linear_qkv.layer_norm_weight",
@@ -58,14 +59,20 @@ def train(backend: MegatronBackend, layout: ParallelLayout, steps: tuple[int, ..
 
 def save(backend: MegatronBackend, root: Path) -> list[str]:
     """Names of what is in the checkpoint."""
-    backend.save_state(
-        CheckpointSaver(root, SavePolicy()), 2, {"data": None}, with_optimizer=True, with_rng=True
+    save_state(
+        backend,
+        CheckpointSaver(root, SavePolicy()),
+        2,
+        {"data": None},
+        with_optimizer=True,
+        with_rng=True,
     )
     return sorted(CheckpointTensors(checkpoint_folder(root, 2) / "policy").entries)
 
 
 def load(backend: MegatronBackend, root: Path) -> None:
-    backend.load_state(
+    load_state(
+        backend,
         checkpoint_folder(root, 2),
         with_optimizer=True,
         with_rng=True,

@@ -13,7 +13,7 @@ from arguments.hf.model import read_hf_model
 from arguments.hf.moe import layer_pattern, moe_layers
 from arguments.megatron_configs import Machine
 from arguments.parse import parse_args
-from arguments.rules.network import MOE_RULES, MOE_WARNINGS
+from arguments.rules.moe import MOE_RULES, MOE_WARNINGS
 from slime_like.config import ConfigError
 from tests.unit.command_lines import HF_CONFIG, complete, problems_of
 

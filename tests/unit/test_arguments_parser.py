@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from arguments import get_parser
+from arguments.actions import HelpRequested
 from arguments.flag_registry import flag_table
 from arguments.parse import parse_args
-from arguments.parser import HelpRequested
 from arguments.values import FALSE, TRUE
 from slime_like.compat.slime.samples import slime_args
 from tests.unit.command_lines import complete, problems_of

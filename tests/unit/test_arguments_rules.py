@@ -17,7 +17,7 @@ from arguments.rules.algorithm import CORRECTION_RULES, CRITIC_RULES, LOSS_RULES
 from arguments.rules.data import DISTILLATION_RULES
 from arguments.rules.declared import FACTS, parts_of, unknown_names
 from arguments.rules.layout import latent_attention_with_context_parallel as LATENT
-from arguments.rules.network import MOE_RULES, MOE_WARNINGS
+from arguments.rules.moe import MOE_RULES, MOE_WARNINGS
 from arguments.rules.profiling import PROFILING_RULES
 from arguments.rules.rows import first_keys
 from arguments.rules.run import RULES, WARNINGS

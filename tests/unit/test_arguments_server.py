@@ -9,7 +9,8 @@ import pytest
 
 from arguments.parse import SERVER, parse_args
 from arguments.rules.layout import PARALLEL_RULES
-from arguments.rules.network import MOE_RULES, NETWORK_RULES
+from arguments.rules.moe import MOE_RULES
+from arguments.rules.network import NETWORK_RULES
 from arguments.rules.server import SERVER_RULES, is_loopback
 from arguments.rules.training import OPTIMIZER_RULES
 from slime_like.config import ConfigError

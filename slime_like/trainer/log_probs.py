@@ -1,11 +1,13 @@
-"""The log-probs of the policy that is about to be trained: where they come from, how they compare
-with the sampler's, and what is made of the difference."""
+"""The log-probs before an update, of the policy that is about to be trained, the reference and the
+teacher: where they come from, how the policy's compare with the sampler's, and what is made of the
+difference."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from slime_like.megatron.backend import LogProbOutput, MegatronBackend
@@ -18,12 +20,29 @@ from slime_like.rollout.step_plan import (
 )
 from slime_like.trainer.guards import SamplerGates, require_rollout_log_probs
 from slime_like.trainer.rollout_batch import BatchSettings, Rollout
+from slime_like.types import TrainSample
 
 _WHEN = "before the update"
 
 
 @dataclass(frozen=True, slots=True)
-class OldLogProbs:
+class Scores:
+    """What forward passes gave for this rank's samples, [R] by sample; None without the network, and
+    for old log-probs that the training pass will give."""
+
+    old: list[LogProbOutput] | None
+    ref: list[Tensor] | None
+    teacher: list[Tensor] | None
+    values: list[Tensor] | None
+
+    @property
+    def old_log_probs(self) -> list[Tensor]:
+        assert self.old is not None, "see RunConfig.old_is_current"
+        return [o.log_probs for o in self.old]
+
+
+@dataclass(frozen=True, slots=True)
+class LogProbs:
     """Of this data-parallel rank's samples. Collective over all ranks."""
 
     settings: BatchSettings
@@ -31,9 +50,9 @@ class OldLogProbs:
     backend: MegatronBackend
     gates: SamplerGates
 
-    def compute(self, rollout: Rollout, *, squared_probs: bool) -> list[LogProbOutput]:
-        """By a forward pass of their own, or as the engine reported them. squared_probs: see
-        `MegatronBackend.forward`."""
+    def old(self, rollout: Rollout, *, squared_probs: bool) -> list[LogProbOutput]:
+        """Of the policy before its update: by a forward pass of their own, or as the engine
+        reported them. squared_probs: see `MegatronBackend.forward`."""
         local = rollout.local
         if not self.settings.algorithm.use_rollout_logprobs:
             self.settings.hooks.before_log_prob(self.backend.policy.chunks)
@@ -41,6 +60,28 @@ class OldLogProbs:
         of_engine = [require_rollout_log_probs(s) for s in local]
         rollout.check_finite({"log-prob of the rollout engine": of_engine}, _WHEN)
         return [LogProbOutput(o, s.loss_weights * 0) for o, s in zip(of_engine, local)]
+
+    def reference(self, local: Sequence[TrainSample]) -> list[Tensor] | None:
+        """[R] by sample of this rank; None without a reference model."""
+        network = self.backend.reference
+        if network is None:
+            return None
+        self.settings.hooks.before_log_prob(network.chunks, "ref_")
+        return [r.log_probs for r in self.backend.forward(local, network)]
+
+    def teacher(self, rollout: Rollout) -> list[Tensor] | None:
+        """[R] by sample of this rank, from the teacher on Megatron or from the served one; None
+        without a teacher."""
+        if self.backend.teacher is not None:
+            self.settings.hooks.before_log_prob(self.backend.teacher.chunks, "teacher_")
+            return [t.log_probs for t in self.backend.forward(rollout.local, self.backend.teacher)]
+        if not self.settings.served_teacher:
+            return None
+        # one that has none is not trained on
+        return [
+            torch.zeros(s.response_length) if s.teacher_log_probs is None else s.teacher_log_probs
+            for s in rollout.drawn
+        ]
 
     def check(
         self, rollout: Rollout, old: Sequence[LogProbOutput], weight_version: int

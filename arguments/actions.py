@@ -1,0 +1,143 @@
+"""The actions of the launcher's parser: what a flag on the command line does, and the flags that a
+user's function has added."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import slime_like
+from arguments.aliases import MAY_BE_EMPTY
+from arguments.flag_registry import FlagTable, normalise
+from arguments.flags import Flag
+from arguments.values import legal_words
+from slime_like.config import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from arguments.parser import LauncherParser
+
+CUSTOM_ARGUMENTS = "--custom-arguments-path"
+
+
+class HelpRequested(Exception):
+    """--help or --version stands on the command line. The only argument is the text to print."""
+
+
+class LauncherAction(argparse.Action):
+    """An action that gets its words as they are and notes what is wrong with them."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        launcher = cast("LauncherParser", parser)
+        assert option_string is not None
+        self.take(launcher, launcher.typed.get(option_string, option_string), list(values))
+        if self.dest in launcher.given.values:
+            setattr(namespace, self.dest, launcher.given.values[self.dest])
+
+    def take(self, parser: LauncherParser, typed: str, words: list[str]) -> None:
+        raise NotImplementedError
+
+
+class Setting(LauncherAction):
+    """Sets one field. on: of a switch, what the spelling means."""
+
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, flag: Flag, on: bool | None
+    ) -> None:
+        super().__init__(
+            option_strings,
+            dest,
+            nargs={"switch": "?", "list": "+"}.get(flag.kind),
+            const=on,
+            default=flag.default,
+            type=None if flag.kind in ("switch", "json") else flag.item,
+            choices=flag.choices,
+            help=(flag.help or argparse.SUPPRESS).replace("%", "%%"),
+            metavar=flag.metavar,
+        )
+        self.flag, self.on = flag, on
+
+    def take(self, parser: LauncherParser, typed: str, words: list[str]) -> None:
+        flag, given = self.flag, parser.given
+        if flag.kind == "switch":
+            words = words or ["true"]
+        if not words and flag.dest in MAY_BE_EMPTY:
+            given.warnings.append(f"{typed} has no value: {MAY_BE_EMPTY[flag.dest]}")
+            return
+        if not words:
+            given.refuse(typed, None, "needs a value" + legal_words(flag), flag.dest)
+        elif words == ["null"]:
+            given.reset(flag.dest)
+        else:
+            parser.store(flag, typed, words if flag.kind == "list" else words[0], self.on, given)
+
+
+class Other(LauncherAction):
+    """What is no setting itself: presets, flags without effect, those of other programs, unknown
+    ones."""
+
+    def take(self, parser: LauncherParser, typed: str, words: list[str]) -> None:
+        own: Any = True if not words else words[0] if len(words) == 1 else words
+        parser.take_other(typed, own, parser.given)
+
+
+class Help(argparse.Action):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        raise HelpRequested(cast("LauncherParser", parser).help_about(values or ""))
+
+
+class Version(argparse.Action):
+    def __call__(self, *_: Any) -> None:
+        raise HelpRequested(f"slime_like {slime_like.__version__}")
+
+
+def custom_words(action: argparse.Action, name: str, value: Any) -> list[str]:
+    """A value of a run file as the words that set it on a command line."""
+    if value is None or (value is False and action.nargs == 0):
+        return []
+    if value is True and action.nargs == 0:
+        return [name]
+    items = value if isinstance(value, list) else [value]
+    return [f"{name}={items[0]}"] if len(items) == 1 else [name, *map(str, items)]
+
+
+def flag_of_action(action: argparse.Action) -> Flag:
+    """A flag of the user's own, for --help, nearest names and documents."""
+    kind = "switch" if action.nargs == 0 else "list" if action.nargs in ("+", "*") else "value"
+    return Flag(
+        dest=action.dest,
+        group="custom arguments",
+        kind=kind,  # type: ignore[arg-type]
+        help="" if action.help in (None, argparse.SUPPRESS) else str(action.help),
+        on=tuple(map(normalise, action.option_strings)),
+        item=action.type if isinstance(action.type, type) else str,
+        default=action.default,
+        choices=tuple(action.choices) if action.choices else None,
+    )
+
+
+def check_added(actions: Sequence[argparse.Action], path: str, table: FlagTable) -> None:
+    """Raises ConfigError for actions that --custom-arguments-path's function `path` must not add."""
+    problems = []
+    for action in actions:
+        name = (action.option_strings or [action.dest])[0]
+        if not action.option_strings or not name.startswith("--"):
+            words = f"adds {name}: flags start with two dashes"
+            problems.append(Problem(CUSTOM_ARGUMENTS, path, words))
+        elif action.dest in table.by_dest:
+            words = f"adds {name}, whose name {action.dest!r} is a setting already"
+            problems.append(Problem(CUSTOM_ARGUMENTS, path, words))
+    if problems:
+        raise ConfigError(problems)

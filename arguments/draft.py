@@ -1,0 +1,165 @@
+"""What is given and what the checkpoint says -> settings, and what is wrong with them, before
+megatron-core has seen them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from arguments.eval_sets import eval_sets_of
+from arguments.flag_registry import GROUPS
+from arguments.hf.model import HfModel, read_hf_model
+from arguments.hf.restated import restated_problems, same_network
+from arguments.megatron import NOT_COMPARED, disagreements, merge_network, network_of_flags
+from arguments.megatron_configs import Machine
+from arguments.rules.base import Rule, Settings
+from arguments.rules.layout import default_micro_batches
+from arguments.rules.run import Warn
+from arguments.schema import ModelConfig
+from arguments.schema.data import learns_conversations
+from arguments.values import ParsedArgs
+from slime_like.advantages.registry import advantage_estimators
+from slime_like.config import ConfigError, Problem
+from slime_like.losses.registry import PolicyLoss
+
+UNTIED = "untie_embeddings_and_output_weights"  # a critic has no output weights
+SUPERVISED_DEFAULTS = {"n_samples_per_prompt": 1, "loss_reduction": "token_mean"}
+PAIR_DEFAULTS = {"n_samples_per_prompt": 2, "loss_reduction": "sequence_mean"}
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Whose command line it is. usage, hidden: of --help, see there. values: of settings that it
+    does not have, where others look at them."""
+
+    rules: tuple[Rule, ...]
+    warnings: tuple[Warn, ...]
+    usage: str
+    hidden: frozenset[str]
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    default_micro_batches: bool = False  # whether it has them
+
+
+@dataclass(slots=True)
+class Draft:
+    """The settings before megatron-core has seen them, and what is wrong with them."""
+
+    settings: Settings
+    problems: list[Problem]
+    checkpoint: HfModel | None  # of the policy, as read
+
+
+def _room_for_conversations(configs: Mapping[str, Any], checkpoint: HfModel) -> Any:
+    """Conversations to learn from are cut where the model's positions end, unless the user says
+    otherwise."""
+    data, rollout = configs["data"], configs["rollout"]
+    positions = checkpoint.gpt.get("max_position_embeddings")
+    if positions is None or not learns_conversations(configs["algorithm"].loss_type, data):
+        return rollout
+    longest = positions - (data.rollout_max_prompt_len or 1)
+    return dataclasses.replace(rollout, rollout_max_response_len=max(1, longest))
+
+
+def make_draft(
+    given: ParsedArgs,
+    loss: PolicyLoss,
+    policy_loss: Any,
+    checkpoint: HfModel | None,
+    world_size: int,
+    program: Program,
+) -> Draft:
+    values: Mapping[str, Any] = {**program.values, **given.values}
+    supervised = values.get("loss_type") == "sft_loss"
+    if supervised:
+        values = {**SUPERVISED_DEFAULTS, **(PAIR_DEFAULTS if loss.pairs else {}), **values}
+    if program.default_micro_batches:
+        values = {**values, **default_micro_batches(values)}
+    if loss.pairs:
+        values = {"micro_batch_size": 2, **values}
+    configs = {name: settings_of(config_type, values) for name, (_, config_type) in GROUPS.items()}
+    if checkpoint is not None and "rollout_max_response_len" not in values:
+        configs["rollout"] = _room_for_conversations(configs, checkpoint)
+    configs["algorithm"] = dataclasses.replace(
+        configs["algorithm"],
+        policy_loss_type=loss.name,
+        advantage_estimator=advantage_estimators.canonical(
+            configs["algorithm"].advantage_estimator
+        ),
+    )
+    explicit, problems = network_of_flags(values)
+    if checkpoint is not None:
+        said = {name: values[name] for name in checkpoint.gpt if name in values}
+        explicit = same_network(explicit, checkpoint.transformer, values)
+        problems += disagreements(explicit, checkpoint.transformer, values)
+        problems += disagreements(said, checkpoint.gpt, {})
+        configs["gpt"] = dataclasses.replace(configs["gpt"], **{**checkpoint.gpt, **said})
+        problems += _shape_differences(
+            "--ref-load", configs["model"].ref_load, configs["model"], checkpoint
+        )
+        problems += _shape_differences(
+            "--critic-load",
+            configs["critic"].critic_load,
+            configs["model"],
+            checkpoint,
+            value_head=True,
+        )
+    if checkpoint is not None or "hf_checkpoint" not in values:
+        problems += restated_problems(configs["restated"], checkpoint, frozenset(values))
+    core = merge_network(explicit, checkpoint.transformer if checkpoint is not None else {}, values)
+    eval_sets, wrong = eval_sets_of(configs["eval"])
+    problems += wrong
+    settings = Settings(
+        **configs,
+        eval_sets=eval_sets,
+        loss=loss,
+        policy_loss=policy_loss,
+        core=core,
+        given=frozenset(given.values),
+        world_size=world_size,
+        machine=Machine.with_gpus()
+        if configs["preflight"].preflight and configs["preflight"].preflight_machine == "gpu"
+        else Machine.here(),
+    )
+    problems += [found for rule in program.rules for found in rule(settings)]
+    return Draft(settings, problems, checkpoint)
+
+
+def _shape_differences(
+    flag: str, folder: str | None, model: ModelConfig, policy: HfModel, *, value_head: bool = False
+) -> list[Problem]:
+    """Reference and critic are built as the policy is, so they must have the same shape."""
+    if (
+        folder is None
+        or folder == model.hf_checkpoint
+        or not (Path(folder) / "config.json").is_file()
+    ):
+        return []
+    try:
+        other = read_hf_model(folder, value_head=value_head)
+    except ConfigError as error:
+        return [dataclasses.replace(problem, flag=flag) for problem in error.problems]
+    return _compared(flag, folder, other, policy, ignored={UNTIED} if value_head else set())
+
+
+def _compared(
+    flag: str, folder: str, other: HfModel, checkpoint: HfModel, ignored: Collection[str]
+) -> list[Problem]:
+    said, policy = {**other.transformer, **other.gpt}, {**checkpoint.transformer, **checkpoint.gpt}
+    different = [
+        name
+        for name in said
+        if name not in (*NOT_COMPARED, *ignored) and said[name] != policy.get(name)
+    ]
+    if not different:
+        return []
+    words = ", ".join(f"{name} {said[name]} (there: {policy.get(name)})" for name in different)
+    return [Problem(flag, folder, f"is shaped otherwise than --hf-checkpoint: {words}")]
+
+
+def settings_of(config_type: type, values: Mapping[str, Any]) -> Any:
+    return config_type(
+        **{f.name: values[f.name] for f in dataclasses.fields(config_type) if f.name in values}
+    )

@@ -1,0 +1,126 @@
+"""What a checkpoint holds of a run's networks: written, and restored. Every function is called by all
+ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from slime_like.distributed.collectives import from_rank_zero
+from slime_like.megatron.backend import MegatronBackend
+from slime_like.megatron.checkpoint import (
+    CheckpointSaver,
+    SavedNetwork,
+    SaveReport,
+    load_checkpoint,
+)
+from slime_like.megatron.factory import load_network, start_from_policy
+from slime_like.megatron.model.gpt import model_shape
+from slime_like.megatron.optimizer import limits_kept, resume_schedule
+
+
+def save_state(
+    backend: MegatronBackend,
+    saver: CheckpointSaver,
+    step: int,
+    trainer_state: dict[str, Any],
+    *,
+    with_optimizer: bool,
+    with_rng: bool,
+) -> SaveReport | None:
+    """Write a checkpoint; see `CheckpointSaver.save`. The shape of the model joins
+    `trainer_state`."""
+    for network in backend.trained_networks.values():
+        network.finish_updates()
+    networks = {
+        name: network.saved(with_optimizer=with_optimizer)
+        for name, network in backend.trained_networks.items()
+    }
+    networks |= _saved_reference(backend)
+    return saver.save(
+        step,
+        networks,
+        {**trainer_state, "model": _model_shape(backend, networks)},
+        with_rng=with_rng,
+    )
+
+
+def load_state(
+    backend: MegatronBackend,
+    folder: Path,
+    *,
+    with_optimizer: bool,
+    with_rng: bool,
+    verify: bool,
+    with_critic: bool = True,
+    with_reference: bool = False,
+) -> tuple[dict[str, Any], list[str]]:
+    """Restore a checkpoint; returns the trainer's state and words about each setting of a
+    schedule that the checkpoint has otherwise. Without the optimizer its fp32 copies start from
+    the loaded weights and the schedule at its first step. with_critic: False leaves the critic
+    as it is. with_reference: takes the reference model of a checkpoint that has one."""
+    trained = {
+        name: network
+        for name, network in backend.trained_networks.items()
+        if with_critic or name != "critic"
+    }
+    networks = {
+        name: network.saved(with_optimizer=with_optimizer) for name, network in trained.items()
+    }
+    if not trained:  # --debug-rollout-only
+        networks = {"policy": SavedNetwork(backend.policy.chunks, None, None, backend.layout)}
+    if with_reference and from_rank_zero((folder / "reference").is_dir):
+        networks |= _saved_reference(backend)
+    with ExitStack() as limits:
+        for saved in networks.values():
+            if saved.optimizer is not None:
+                limits.enter_context(limits_kept(saved.optimizer))
+        state = load_checkpoint(
+            folder,
+            networks,
+            load_rng=with_rng,
+            verify=verify,
+            seed=backend.seed,
+            model=_model_shape(backend, networks),
+        )
+    changed = []
+    for name, network in trained.items():
+        if with_optimizer:
+            words = resume_schedule(network.scheduler, state["networks"][name]["scheduler"])
+            changed += words if name == "policy" else [f"{name}: {text}" for text in words]
+        else:
+            network.weights_changed()
+    return state, changed
+
+
+def start_critic(backend: MegatronBackend, source: str | None, *, verify: bool) -> None:
+    """The critic of a run that does not go on with one. source: as --critic-load; None: see
+    `start_from_policy`."""
+    assert backend.critic is not None
+    if source is None:
+        start_from_policy(backend.critic, backend.policy)
+    else:
+        load_network(
+            backend.critic,
+            source,
+            flag="--critic-load",
+            step=None,
+            verify=verify,
+            name="critic",
+        )
+        backend.critic.weights_changed()
+
+
+def _saved_reference(backend: MegatronBackend) -> dict[str, SavedNetwork]:
+    """A reference model that is no longer --ref-load's."""
+    if not backend.reference_moves or backend.reference is None:
+        return {}
+    return {"reference": SavedNetwork(backend.reference.chunks, None, None, backend.layout)}
+
+
+def _model_shape(backend: MegatronBackend, networks: Collection[str]) -> dict[str, Any]:
+    """networks: by name, what the checkpoint holds of this run's."""
+    critic = {"critic_lora_rank": backend.critic_rank} if "critic" in networks else {}
+    return {**model_shape(backend.transformer, backend.gpt), **backend.adapter_shape, **critic}
