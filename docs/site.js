@@ -1,4 +1,13 @@
-// Material gives every code block a bar with a copy button when it comes into view: landmarks need names of their own.
-new MutationObserver(() =>
+// Material gives every code block a bar with a copy button, and every table a box that scrolls, when they come into view. Landmarks need names
+// of their own, and a box that scrolls needs the focus, so that a keyboard can move it.
+const repair = () => {
   document.querySelectorAll(".md-code__nav").forEach((bar, i) => bar.setAttribute("aria-label", `Code ${i + 1}`))
-).observe(document.body, { childList: true, subtree: true });
+  document.querySelectorAll(".md-typeset__scrollwrap").forEach((box, i) => {
+    const attributes = { tabindex: "0", role: "region", "aria-label": `Table ${i + 1}` }
+    for (const [name, value] of Object.entries(attributes))
+      box.scrollWidth > box.clientWidth ? box.setAttribute(name, value) : box.removeAttribute(name)
+  })
+}
+new MutationObserver(repair).observe(document.body, { childList: true, subtree: true })
+addEventListener("resize", repair)
+addEventListener("load", repair)
