@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 
 from arguments.config_groups import ConfigGroups
@@ -60,6 +61,9 @@ def agents_play(s: Settings) -> list[Problem]:
         found += problem(
             "agent_port", None, "is needed with --agent-worker-keys: workers must know it; add it"
         )
+    if (config.agent_tool_format or "").startswith("sglang:") and find_spec("sglang") is None:
+        reason = "needs the package sglang in this Python; the formats without a prefix do not"
+        found += problem("agent_tool_format", config.agent_tool_format, reason)
     if config.agent_command is not None:
         try:
             words = shlex.split(config.agent_command)

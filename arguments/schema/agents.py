@@ -10,6 +10,10 @@ TOOL_FORMATS = (
     "none", "hermes", "qwen3_coder", "glm", "deepseek", "kimi", "harmony", "mistral", "mistral_list", "command", "phi", "granite", "python",
     "llama3",
 )  # fmt: skip
+SGLANG_PARSERS = (  # names of SGLang's --tool-call-parser, of which tests/unit/test_library_parsers.py has texts
+    "qwen25", "qwen3_coder", "hermes", "llama3", "mistral", "deepseekv3", "deepseekv31", "kimi_k2", "glm45", "pythonic", "gemma4", "minimax-m2",
+    "lfm2",
+)  # fmt: skip
 _AGENT = "agent_function_path|agent_command|agent_environment|agent_worker_keys"
 
 
@@ -101,8 +105,8 @@ class AgentsConfig:
     )
     agent_tool_format: str | None = arg(
         None,
-        "How the model writes calls of tools; default: as its chat template shows.",
-        choices=TOOL_FORMATS,
+        "How the model writes calls of tools, or which library reads them; default: the tokenizer's response template, else as its chat template shows.",
+        choices=(*TOOL_FORMATS, "transformers", *(f"sglang:{name}" for name in SGLANG_PARSERS)),
         needs=_AGENT,
     )
 

@@ -22,13 +22,13 @@ from slime_like.advantages import TurnEstimator, advantage_estimators
 from slime_like.agents.command import run_command
 from slime_like.agents.credit import answers_of
 from slime_like.agents.environment import player
+from slime_like.agents.library_parsers import TRANSFORMERS, default_format
 from slime_like.agents.loop_watch import LoopWatch
 from slime_like.agents.server import CONNECTIONS, Gateway
 from slime_like.agents.sessions import WAITING, Session, SessionLimits
 from slime_like.agents.task import CANCEL_S, Task
 from slime_like.agents.tasks import TaskQueue, WorkerLost
 from slime_like.agents.templates import ChatTemplate
-from slime_like.agents.tool_calls import format_of
 from slime_like.agents.tree import Branch
 from slime_like.distributed.collectives import gather
 from slime_like.environments.base import FLAG as ENVIRONMENT
@@ -41,6 +41,7 @@ from slime_like.types import Sample, SampleGroup, SampleStatus
 
 AGENT_FUNCTION, AGENT_COMMAND = "--agent-function-path", "--agent-command"
 AGENT_WORKERS = "--agent-worker-keys"
+TOOL_FORMAT = "--agent-tool-format"
 EVALUATION_SEED, MOST_SEED = 2**30, 2**31
 MESSAGES = "messages"  # key of a sample's metadata: the main conversation
 
@@ -79,7 +80,7 @@ class AgentGenerate(CustomGenerate):
             gateway: That it talks to.
             end_ids: Tokens that end an answer.
             template_arguments: --apply-chat-template-kwargs.
-            tool_format: A key of `tool_calls.FORMATS`; None: as the chat template shows.
+            tool_format: See `library_parsers.parse_answer`; None: `default_format`.
             limits: Of each session.
             timeout_s: Seconds for each episode.
             episodes: That run at a time.
@@ -111,7 +112,7 @@ class AgentGenerate(CustomGenerate):
         except ValueError as error:
             return lost(sample, str(error))
         template = ChatTemplate(model.tokenizer, self._end_ids, self._template_arguments)
-        found = self._tool_format or format_of(str(model.tokenizer.chat_template))
+        found = self._tool_format or default_format(model.tokenizer)
         async with self._place(), self._watched(), self._gateway.listening():
             for lost_workers in range(self._attempts):
                 session = Session(
@@ -311,6 +312,8 @@ def agent_generate(run: RunConfig, tokenizer: Any, rank: int) -> AgentGenerate |
         return None
     end_ids = end_ids_of(run, tokenizer)
     ChatTemplate(tokenizer, end_ids)  # a tokenizer without one is refused before the first episode
+    if config.agent_tool_format == TRANSFORMERS and default_format(tokenizer) != TRANSFORMERS:
+        raise ValueError(f"{TOOL_FORMAT} {TRANSFORMERS}: the tokenizer has no response_template")
     port = config.agent_port + rank if config.agent_port else 0
     return AgentGenerate(
         name,

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from slime_like.agents.library_parsers import parse_answer
 from slime_like.agents.messages import (
     ASSISTANT,
     BadRequest,
@@ -18,13 +19,13 @@ from slime_like.agents.messages import (
     tool_call,
 )
 from slime_like.agents.templates import ChatTemplate
-from slime_like.agents.tool_calls import NO_TOOLS, Parsed, parse
+from slime_like.agents.tool_calls import NO_TOOLS, Parsed
 from slime_like.agents.tree import NextPrompt, SessionTree, Turn
 from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.rollout.episode import Model
 
 Finish = Literal["stop", "length", "tool_calls"]
-THOUGHT = "<think>"
+PREFIX = 64  # tokens at the end of a prompt, with all of the opening of an answer
 WAITING = 32  # requests of a session that wait, besides those that are answered
 COUNTS_PER_TURN = 8  # prompts that a client may have counted for each answer
 
@@ -101,7 +102,7 @@ class Session:
             sample_id: Of the sample; with the run's seed it decides the randomness.
             model: The engine, with the run's sampling parameters.
             template: The model's.
-            tool_format: A key of `tool_calls.FORMATS`, or NO_TOOLS.
+            tool_format: See `library_parsers.parse_answer`.
         """
         self.sample_id = sample_id
         self.tree = SessionTree(template)
@@ -187,8 +188,8 @@ class Session:
         if room <= 0:
             raise ContextExceeded(
                 f"context_length_exceeded: the conversation has {len(prompt.tokens)} tokens, and "
-                "there is no room for an answer (--rollout-max-response-len, and the model's "
-                "positions)"
+                "the model's context length leaves no room for an answer "
+                "(--rollout-max-response-len, and the model's positions)"
             )
         for limit in (ask.max_tokens, self._limits.tokens):
             room = room if limit is None else min(room, limit)
@@ -260,8 +261,10 @@ class Session:
         tokens = output.tokens
         ended = bool(tokens) and tokens[-1] in self._template.end_ids
         text, found = cut_at(self._template.decode(tokens[:-1] if ended else tokens), stop)
-        opening = self._template.decode(prompt.tokens[-8:]).rstrip().endswith(THOUGHT)
-        parsed = parse(text, self._format, open_thought=opening, tools=ask.tools)
+        prefix = self._template.decode(prompt.tokens[-PREFIX:])
+        parsed = parse_answer(
+            text, self._format, tokenizer=self._template.tokenizer, prefix=prefix, tools=ask.tools
+        )
         self.counts["tool_errors"] += parsed.errors
         message = self._message(parsed)
         truncated = output.finish_reason == "length"

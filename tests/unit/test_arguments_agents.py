@@ -61,5 +61,14 @@ def test_agents_by_function_and_by_command(tmp_path: Path) -> None:
     assert not parse_args(complete(tmp_path), 1).agents.given
 
 
+def test_sglangs_parsers_need_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = complete(tmp_path, *BASE.split(), "--agent-tool-format", "sglang:qwen25")
+    monkeypatch.setattr("arguments.rules.agents.find_spec", lambda name: None)
+    (found,) = problems_of(line, 1)
+    assert found.flag == "--agent-tool-format" and "needs the package sglang" in str(found)
+    monkeypatch.setattr("arguments.rules.agents.find_spec", lambda name: object())
+    assert parse_args(line, 1).agents.agent_tool_format == "sglang:qwen25"
+
+
 def test_formats_of_the_flag_are_those_that_are_read() -> None:
     assert set(TOOL_FORMATS) == {"none", *FORMATS}

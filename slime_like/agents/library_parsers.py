@@ -1,0 +1,86 @@
+"""What the model wrote, as a library reads it: transformers, by the response template that comes with
+a tokenizer, or SGLang's parsers of calls, where SGLang is installed in this Python.
+
+What they cannot read stays text, and is counted, as in `tool_calls`, which has the families that no
+tokenizer brings a response template for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slime_like.agents.tool_calls import NO_TOOLS, Call, Parsed, format_of, parse
+
+TRANSFORMERS, SGLANG = "transformers", "sglang:"  # the latter before the name of a parser
+THOUGHT = "<think>"
+
+
+def default_format(tokenizer: Any) -> str:
+    """TRANSFORMERS where the tokenizer has a response template, else a key of `tool_calls.FORMATS` by
+    the marks in its chat template."""
+    if getattr(tokenizer, "response_template", None) is not None:
+        return TRANSFORMERS
+    return format_of(str(tokenizer.chat_template))
+
+
+def parse_answer(
+    text: str, format_name: str, *, tokenizer: Any, prefix: str, tools: Any = None
+) -> Parsed:
+    """What an answer says, by whatever reads its format.
+
+    Args:
+        text: Without the token that ended it.
+        format_name: TRANSFORMERS, SGLANG and a parser's name, a key of `tool_calls.FORMATS`, or
+            NO_TOOLS.
+        tokenizer: The model's.
+        prefix: The end of the prompt, which may have begun a thought.
+        tools: Of the request, in OpenAI's form. Without any, calls are mere text.
+    """
+    open_thought = prefix.rstrip().endswith(THOUGHT)
+    as_text = parse(text, NO_TOOLS, open_thought=open_thought)
+    try:
+        if format_name == TRANSFORMERS:
+            found = _by_transformers(text, tokenizer, prefix, tools)
+            return found if tools or not found.calls else as_text
+        if format_name.startswith(SGLANG) and tools:
+            return _by_sglang(as_text, format_name.removeprefix(SGLANG), tokenizer, tools)
+    except Exception:  # of a library, about a text of the model's
+        return Parsed(as_text.content, as_text.reasoning, errors=1)
+    own = NO_TOOLS if format_name.startswith(SGLANG) else format_name
+    return parse(text, own, open_thought=open_thought, tools=tools)
+
+
+def _by_transformers(text: str, tokenizer: Any, prefix: str, tools: Any) -> Parsed:
+    message = tokenizer.parse_response(text, prefix=prefix, tools=tools or None)
+    calls = [_call(each["function"]) for each in message.get("tool_calls") or ()]
+    reasoning = message.get("reasoning_content") or message.get("thinking") or ""
+    content = message.get("content") or ""
+    return Parsed(content, reasoning.strip("\n"), calls)
+
+
+def _by_sglang(answer: Parsed, name: str, tokenizer: Any, tools: Sequence[Any]) -> Parsed:
+    """answer: without its thought, which SGLang's parsers of calls do not know."""
+    from sglang.srt.entrypoints.openai.protocol import Tool
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+    offered = [Tool.model_validate(tool) for tool in tools]
+    parser = FunctionCallParser(offered, name, tokenizer=tokenizer)
+    if not parser.has_tool_call(answer.content):
+        return answer
+    content, found = parser.parse_non_stream(answer.content)
+    if not found:
+        raise ValueError("no call could be read")
+    calls = [_call({"name": each.name, "arguments": each.parameters}) for each in found]
+    return Parsed(content.strip("\n"), answer.reasoning, calls)
+
+
+def _call(function: Mapping[str, Any]) -> Call:
+    """Raises ValueError for what JSON cannot say, and arguments that are no object."""
+    name, arguments = function["name"], function.get("arguments") or {}
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise ValueError("a call has a name and an object of arguments")
+    return name, json.loads(json.dumps(arguments, allow_nan=False))
