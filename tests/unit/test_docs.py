@@ -63,6 +63,7 @@ def flags_of_our_scripts() -> set[str]:
             "slime_like/metrics",
             "slime_like/cli",
             "slime_like/report",
+            "examples/agents",
         )
         for path in (ROOT / folder).rglob("*.py")
     )
