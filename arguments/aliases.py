@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Mapping
-from typing import Any
 
 # typed -> our flag
 ALIASES: Mapping[str, str] = {
@@ -34,7 +33,7 @@ ALIASES: Mapping[str, str] = {
 # typed switch -> our switch that means the opposite
 NEGATED_ALIASES: Mapping[str, str] = {"--grpo-norm-by-std": "--disable-grpo-std-normalization"}
 # typed switch -> field name -> value
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS: Mapping[str, Mapping[str, object]] = {
     "--calculate-per-token-loss": {"loss_reduction": "token_mean"},
     "--use-kl-in-reward": {"use_kl_in_reward": True},
     "--use-tis": {"tis_ratio_type": "token"},

@@ -6,7 +6,6 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any
 
 import slime_like.losses  # noqa: F401  (fills the registries)
 from arguments import schema
@@ -109,7 +108,7 @@ def loss_flags() -> list[Flag]:
     return flags
 
 
-def default_words(defaults: list[tuple[str, Any]]) -> str:
+def default_words(defaults: list[tuple[str, object]]) -> str:
     """``0.2``, or ``ppo 0.2, gspo 0.0003`` where losses differ; a loss without a default is left out."""
     values = {str(value) for _, value in defaults}
     if len(values) == 1:

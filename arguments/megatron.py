@@ -357,7 +357,7 @@ def disagreements(
 
 def merge_network(
     explicit: Mapping[str, Any], checkpoint: Mapping[str, Any], given: Mapping[str, Any]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """TransformerConfig's fields from the checkpoint and the flags. Dropout is off unless a flag
     says otherwise."""
     network = {**checkpoint, **dict.fromkeys(NOT_COMPARED, 0.0), **explicit}

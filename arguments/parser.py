@@ -386,7 +386,7 @@ class LauncherParser(argparse.ArgumentParser):
                 self._option_string_actions.setdefault(normalise(option), action)
         self.table = self.table.with_flags([flag_of_action(a) for a in self._custom.values()])
 
-    def set_defaults(self, **kwargs: Any) -> None:
+    def set_defaults(self, **kwargs: object) -> None:
         """For flags that a user's module has added; ours have theirs in the dataclasses."""
         ours = sorted(set(kwargs) & set(self.table.by_dest))
         if ours:

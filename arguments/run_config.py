@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from arguments.config_groups import ConfigGroups
 from arguments.megatron_configs import MegatronConfigs
@@ -15,6 +15,9 @@ from arguments.schema.data import learns_conversations
 from arguments.schema.lora import TARGETS, UNEMBEDDING
 from slime_like.advantages.registry import advantage_estimators, needs_critic, needs_energies
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
 
 @dataclass(frozen=True)
 class TeacherModel:
@@ -22,7 +25,7 @@ class TeacherModel:
     megatron-core's TransformerConfig."""
 
     gpt: GPTModelConfig
-    transformer: Any
+    transformer: TransformerConfig
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class RunConfig(ConfigGroups):
     megatron: MegatronConfigs
     teacher: TeacherModel | None
     critic_model: CriticModel | None
-    custom: Mapping[str, Any]
+    custom: Mapping[str, object]
     argv: tuple[str, ...]
     warnings: tuple[str, ...]
     notes: tuple[str, ...]

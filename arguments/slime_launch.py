@@ -21,7 +21,7 @@ LAUNCH = ("actor_num_nodes", "actor_num_gpus_per_node")
 SLIME_GPUS_PER_NODE = 8  # of --actor-num-gpus-per-node, where it is absent
 SERVERS = ("colocate", "rollout_num_gpus", "rollout_num_gpus_per_engine")
 # Where a flag is absent, slime has these, and we have others.
-DEFAULTS: Mapping[str, Any] = {
+DEFAULTS: Mapping[str, object] = {
     "bf16": True,
     "use_distributed_optimizer": True,
     "n_samples_per_prompt": 1,

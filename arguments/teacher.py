@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from arguments.hf.model import HfModel, read_hf_model
 from arguments.megatron_configs import build_megatron_configs
@@ -39,7 +38,7 @@ def build_teacher(
 
 def _shape_of_teacher(
     s: Settings, checkpoint: HfModel | None, folder: str
-) -> tuple[dict[str, Any], GPTModelConfig]:
+) -> tuple[dict[str, object], GPTModelConfig]:
     """Of a Hugging Face model: megatron-core's fields and the embeddings."""
     shape = read_hf_model(folder)
     policy = {} if checkpoint is None else checkpoint.transformer

@@ -34,10 +34,10 @@ class ParsedArgs:
     warnings: list[str] = field(default_factory=list)
     bad: set[str] = field(default_factory=set)
     spelled: dict[str, str] = field(default_factory=dict)
-    undone: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    undone: dict[str, tuple[str, object]] = field(default_factory=dict)
     unset: set[str] = field(default_factory=set)  # set to null: the default, whatever a file says
     custom_words: list[str] = field(default_factory=list)
-    custom: dict[str, Any] = field(default_factory=dict)  # values of the user's own flags
+    custom: dict[str, object] = field(default_factory=dict)  # values of the user's own flags
 
     def refuse(self, typed: str, value: Any, message: str, dest: str | None = None) -> None:
         """Note a problem; dest: the field that has no usable value because of it."""

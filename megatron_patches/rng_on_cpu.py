@@ -29,11 +29,13 @@ TARGETS = (
 DEFAULT_STATE = "default-rng"
 
 
-def _get_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+def _get_state(
+    device: object = None, clone: bool = False, graph_safe: bool = False
+) -> torch.Tensor:
     return torch.get_rng_state()
 
 
-def _set_state(new_state: torch.Tensor, device: Any = None, graph_safe: bool = False) -> None:
+def _set_state(new_state: torch.Tensor, device: object = None, graph_safe: bool = False) -> None:
     torch.set_rng_state(new_state)
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 ADAPTER_CONFIG = "adapter_config.json"
 # key -> values under which it has no effect; anything else would change the result, and is refused
 # by name
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[object, ...]] = {
     "fan_in_fan_out": (False,),
     "use_rslora": (False,),
     "use_dora": (False,),
@@ -68,7 +67,7 @@ def read_adapter_config(folder: str) -> PeftAdapter:
 
 def adapter_config(
     *, rank: int, alpha: float, modules: list[str], base_model: str | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """What PEFT reads."""
     return {
         "peft_type": "LORA",

@@ -123,7 +123,7 @@ def _only_scheme(given: Mapping[str, Any]) -> Mapping[str, Any]:
     return first
 
 
-def _strategy(scheme: Mapping[str, Any]) -> tuple[int, int]:
+def _strategy(scheme: Mapping[str, object]) -> tuple[int, int]:
     """Rows and columns of a scale."""
     strategy, group = scheme.get("strategy"), scheme.get("group_size")
     if strategy == "group" and type(group) is int and group > 0:

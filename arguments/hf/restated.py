@@ -23,7 +23,7 @@ FEATURES = (
 
 def same_network(
     explicit: Mapping[str, Any], checkpoint: Mapping[str, Any], given: Mapping[str, Any]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The flags about the network less those that say what config.json says in other words: one
     group of experts is no groups, a balancing loss without weight is none."""
     kept = dict(explicit)

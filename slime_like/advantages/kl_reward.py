@@ -68,7 +68,7 @@ class KLController(CheckedSettings):
         error = min(max(kl / self.target - 1, -ADAPTIVE_STEP), ADAPTIVE_STEP)
         self.value *= 1 + error * num_samples / self.horizon
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

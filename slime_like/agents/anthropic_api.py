@@ -55,7 +55,7 @@ def messages_ask(body: Mapping[str, Any], sampling: SamplingParams) -> tuple[Ask
     return ask, errors
 
 
-def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _function(tool: Mapping[str, object]) -> dict[str, object]:
     if tool.get("type", "custom") != "custom":
         raise BadRequest(
             f"tools of type {str(tool['type'])[:60]!r} are not offered; custom ones are"
@@ -114,7 +114,7 @@ def _read(message: Any, where: str) -> tuple[list[dict[str, Any]], int]:
 def messages_json(choice: Choice, model: str) -> dict[str, Any]:
     """The answer to a request."""
     message = choice.message
-    blocks: list[dict[str, Any]] = []
+    blocks: list[dict[str, object]] = []
     if message.get("reasoning_content"):
         blocks.append(
             {"type": "thinking", "thinking": message["reasoning_content"], "signature": ""}

@@ -42,7 +42,7 @@ _STATUS: Mapping[type[Exception], tuple[int, str]] = {
     EngineGaveUp: (503, "api_error"),
     SessionEnded: (410, "invalid_request_error"),
 }
-Body = Mapping[str, Any]
+Body = Mapping[str, object]
 Answer = Callable[[Request, Session, Body], Awaitable[Response]]
 Respond = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
@@ -201,7 +201,7 @@ async def answered(request: Request, session: Session, ask: Ask) -> list[Choice]
     return await unless_gone(request, session.answer(ask))
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def unless_gone(request: Request, work: Coroutine[object, object, T]) -> T:
     """What the work gives. Raises SessionEnded where the client leaves before."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))

@@ -32,7 +32,7 @@ def add_reward(session: Session, value: Any, answer: Any = -1) -> None:
     turns[answer].reward += value
 
 
-def answers_of(tree: SessionTree, branches: Sequence[Branch]) -> dict[str, Any]:
+def answers_of(tree: SessionTree, branches: Sequence[Branch]) -> dict[str, object]:
     """The metadata that `rollout/answer_credit.py` reads, as plain JSON."""
     return {
         "parents": [-1 if turn.parent is None else turn.parent.number for turn in tree.turns],

@@ -19,7 +19,7 @@ _IGNORED = {
     "temperature", "top_p", "top_k", "logprobs", "messages", "tools", "n", "stop", "seed", "max_tokens", "max_completion_tokens",
 }  # fmt: skip
 # values of other parameters that ask for nothing
-_NEUTRAL: Mapping[str, Sequence[Any]] = {
+_NEUTRAL: Mapping[str, Sequence[object]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "logit_bias": ({},),
@@ -110,7 +110,7 @@ def tools_of(value: Any, as_openai: Any) -> list[dict[str, Any]] | None:
 
 def chat_json(
     choices: Sequence[Choice], session: Session, model: str, *, logprobs: bool
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The answer to a request."""
     return {
         "id": f"chatcmpl-{uuid.uuid4().hex}",

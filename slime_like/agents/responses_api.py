@@ -16,7 +16,7 @@ _KNOWN = {
     "model", "input", "instructions", "tools", "max_output_tokens", "temperature", "top_p", "metadata", "user", "store", "truncation",
     "service_tier", "safety_identifier", "prompt_cache_key",
 }  # fmt: skip
-_NEUTRAL: Mapping[str, Sequence[Any]] = {
+_NEUTRAL: Mapping[str, Sequence[object]] = {
     "stream": (False,),
     "tool_choice": ("auto", "none"),
     "parallel_tool_calls": (True,),
@@ -49,7 +49,7 @@ def responses_ask(body: Mapping[str, Any], sampling: SamplingParams) -> Ask:
     )
 
 
-def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _function(tool: Mapping[str, object]) -> dict[str, object]:
     names = ("name", "description", "parameters")
     function = {name: tool[name] for name in names if tool.get(name) is not None}
     return {"type": tool.get("type"), "function": function}
@@ -83,7 +83,7 @@ def _add(messages: list[dict[str, Any]], item: Any, place: int) -> None:
 
 def responses_json(choice: Choice, model: str) -> dict[str, Any]:
     """The answer to a request."""
-    message, output = choice.message, list[dict[str, Any]]()
+    message, output = choice.message, list[dict[str, object]]()
     if thought := message.get("reasoning_content"):
         text = {"type": "reasoning_text", "text": thought}
         output.append({"type": "reasoning", "id": _id("rs"), "summary": [], "content": [text]})

@@ -12,7 +12,7 @@ import sys
 from asyncio.tasks import _unregister_task
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -39,6 +39,10 @@ from slime_like.rollout.episode import CustomGenerate, Model, lost
 from slime_like.sample_index import AnySample
 from slime_like.types import Sample, SampleGroup, SampleStatus
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
 AGENT_FUNCTION, AGENT_COMMAND = "--agent-function-path", "--agent-command"
 AGENT_WORKERS = "--agent-worker-keys"
 TOOL_FORMAT = "--agent-tool-format"
@@ -63,7 +67,7 @@ class AgentGenerate(CustomGenerate):
         gateway: Gateway,
         *,
         end_ids: frozenset[int],
-        template_arguments: Mapping[str, Any] | None = None,
+        template_arguments: Mapping[str, object] | None = None,
         tool_format: str | None = None,
         limits: SessionLimits,
         timeout_s: float,
@@ -187,7 +191,7 @@ class AgentGenerate(CustomGenerate):
         raise AssertionError("respond is overridden")
 
 
-async def _ended(play: asyncio.Task[Any]) -> None:
+async def _ended(play: asyncio.Task[object]) -> None:
     """Cancel what is under way; what goes on in spite of that is given up, and not waited for when
     the event loop ends."""
     if play.done():
@@ -285,7 +289,9 @@ def has_agents(samples: Sequence[AnySample]) -> bool:
     return any(isinstance(s, Sample) and NUMBERS in s.metadata for s in samples)
 
 
-def agent_generate(run: RunConfig, tokenizer: Any, rank: int) -> AgentGenerate | None:
+def agent_generate(
+    run: RunConfig, tokenizer: PreTrainedTokenizerBase, rank: int
+) -> AgentGenerate | None:
     """What --agent-function-path, --agent-command, --agent-environment or --agent-worker-keys asks for; None without.
     Raises ValueError naming the flag."""
     config = run.agents
@@ -345,7 +351,7 @@ def agent_generate(run: RunConfig, tokenizer: Any, rank: int) -> AgentGenerate |
     )
 
 
-def end_ids_of(run: RunConfig, tokenizer: Any) -> frozenset[int]:
+def end_ids_of(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Tokens that end an answer: the checkpoint's, the tokenizer's and --rollout-stop-token-ids."""
     from transformers import AutoConfig
 

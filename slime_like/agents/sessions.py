@@ -116,7 +116,7 @@ class Session:
         self._limits = limits or SessionLimits()
         self._slots = asyncio.Semaphore(self._limits.concurrent)
         self._pending = 0
-        self._running: set[asyncio.Task[Any]] = set()
+        self._running: set[asyncio.Task[object]] = set()
         self._asked: Counter[bytes] = Counter()
         self._main: Turn | None = None  # what the main conversation continues
         self._begun = False
@@ -275,7 +275,7 @@ class Session:
         finish: Finish = "tool_calls" if parsed.calls else "length" if truncated else "stop"
         return Choice(message, finish, len(prompt.tokens), tokens, output.log_probs, found)
 
-    def _message(self, parsed: Parsed) -> dict[str, Any]:
+    def _message(self, parsed: Parsed) -> dict[str, object]:
         message: dict[str, Any] = {"role": ASSISTANT, "content": parsed.content}
         if parsed.reasoning:
             message["reasoning_content"] = parsed.reasoning

@@ -33,7 +33,7 @@ class Offer:
 
     task: Task
     outcome: asyncio.Future[Any]
-    taken: asyncio.Future[Any]
+    taken: asyncio.Future[object]
     offered: float
     beat: float = 0.0
     claimed: float | None = None

@@ -12,9 +12,13 @@ import itertools
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime_like.agents.messages import BadRequest, Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 _WORDS = ("0", "1")  # in place of an answer
 # A template that writes calls only where there is no content, not where it is empty. transformers
@@ -27,7 +31,10 @@ class ChatTemplate:
     """Of one tokenizer. end_ids: tokens that end a response."""
 
     def __init__(
-        self, tokenizer: Any, end_ids: Collection[int], arguments: Mapping[str, Any] | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        end_ids: Collection[int],
+        arguments: Mapping[str, Any] | None = None,
     ) -> None:
         """
         Args:

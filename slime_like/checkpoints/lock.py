@@ -141,7 +141,7 @@ class FolderLock:
             "name another folder"
         )
 
-    def _look(self) -> tuple[dict[str, Any], str] | None:
+    def _look(self) -> tuple[dict[str, object], str] | None:
         """The owner and the file's text; None where there is no file."""
         text = _read_lock(self.path)
         if text is None:
@@ -238,7 +238,7 @@ def confirm_held(folder: str | Path) -> None:
         lock.confirm()
 
 
-def this_process() -> dict[str, Any]:
+def this_process() -> dict[str, object]:
     """What tells this process from every other one, on any machine."""
     return {
         "host": socket.gethostname(),

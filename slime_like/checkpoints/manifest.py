@@ -28,7 +28,7 @@ Records = Mapping[str, FileRecord]  # by path inside the checkpoint, with forwar
 
 
 def write_manifest(
-    folder: Path, records: Records, identity: Mapping[str, Any] | None = None
+    folder: Path, records: Records, identity: Mapping[str, object] | None = None
 ) -> None:
     """Make the folder a checkpoint.
 

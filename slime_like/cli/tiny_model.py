@@ -6,7 +6,11 @@ from __future__ import annotations
 import string
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 END, PAD, USER, ASSISTANT, UNKNOWN = (
     "<|endoftext|>",
@@ -48,7 +52,9 @@ def character_tokenizer(tokens: Sequence[str], *, unk_token: str, **settings: An
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=unk_token, **settings)
 
 
-def make_model(tokenizer: Any, *, hidden_size: int, num_layers: int, seed: int) -> Any:
+def make_model(
+    tokenizer: PreTrainedTokenizerBase, *, hidden_size: int, num_layers: int, seed: int
+) -> Any:
     """A Qwen3 model with random weights."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM

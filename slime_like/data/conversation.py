@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from arguments.schema.data import DataConfig
 from slime_like.data.prompt_format import PromptFormat, RowKeys, render_rows
@@ -13,12 +13,17 @@ from slime_like.data.source import Row
 from slime_like.data.turns import ASSISTANT, STEP_MASK, Segment, is_learnt, learnt_segments
 from slime_like.types import Prompt
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 class ConversationFormat(PromptFormat):
     """As a `PromptFormat` of which a text is a list of segments: the prompt is the first of them.
     Raises ValueError when the tokenizer has no chat template."""
 
-    def __init__(self, config: DataConfig, tokenizer: Any, *, keys: RowKeys) -> None:
+    def __init__(
+        self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, keys: RowKeys
+    ) -> None:
         super().__init__(config, tokenizer, keys=keys, chat=True)
         self._mask_type = config.loss_mask_type
 

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -23,6 +23,10 @@ from slime_like.data.source import Row
 from slime_like.data.turns import ASSISTANT, STEP_MASK, Segment
 from slime_like.types import Prompt, Sample
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
 PairText: TypeAlias = "str | tuple[list[Segment], list[Segment]]"
 Message: TypeAlias = dict[str, Any]
 
@@ -30,7 +34,9 @@ Message: TypeAlias = dict[str, Any]
 class PairFormat(PromptFormat):
     """A row becomes the prompt of its chosen answer; `rejected` there is that of the other."""
 
-    def __init__(self, config: DataConfig, tokenizer: Any, *, keys: RowKeys) -> None:
+    def __init__(
+        self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, keys: RowKeys
+    ) -> None:
         super().__init__(config, tokenizer, keys=dataclasses.replace(keys, label=None))
         self._answers = {"--chosen-key": config.chosen_key, "--rejected-key": config.rejected_key}
         self._margin_key = config.margin_key
@@ -131,7 +137,7 @@ class PairFormat(PromptFormat):
 
 def pair_samples(
     prompts: Sequence[Prompt],
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     max_response_len: int | None = None,
     scored: bool = False,

@@ -11,12 +11,16 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from arguments.schema.data import DataConfig
 from slime_like.data.source import TASK_PREFIX, Row
 from slime_like.rewards.registry import AnswerCheck
 from slime_like.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 LIMIT_S = 30.0  # for one row, of which a template takes well below a millisecond
 P = TypeVar("P")
@@ -169,7 +173,7 @@ class PromptFormat:
     def __init__(
         self,
         config: DataConfig,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         *,
         keys: RowKeys,
         answer_check: AnswerCheck | None = None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +20,10 @@ from slime_like.data.prompt_format import ANY_LENGTH, PromptFormat, Room, RowKey
 from slime_like.data.source import Row, RowSource, batches, open_source
 from slime_like.rewards.registry import AnswerCheck
 from slime_like.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 _TOKENISE_AT_ONCE = 1000
 # rows, before the model is built; one that was not looked at is named when its turn comes
@@ -94,7 +98,7 @@ class PromptSource:
     def __init__(
         self,
         config: DataConfig,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         *,
         answer_check: AnswerCheck | None = None,
         room: Room = ANY_LENGTH,
@@ -209,7 +213,7 @@ def _make_prompts(
 def load_eval_sets(
     eval_sets: Sequence[EvalSet],
     data: DataConfig,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     flag: str = "--eval-prompt-data",
     answer_check: AnswerCheck | None = None,

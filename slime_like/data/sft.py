@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from slime_like.types import Prompt, Sample, SampleStatus
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def answer_problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
@@ -26,7 +29,10 @@ def answer_problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
 
 
 def conversation_samples(
-    prompts: Sequence[Prompt], tokenizer: Any, *, max_response_len: int | None = None
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_response_len: int | None = None,
 ) -> list[Sample]:
     """Conversations as samples with a loss mask over the turns that are learnt (`Prompt.turns`).
 
@@ -38,7 +44,7 @@ def conversation_samples(
     return [_conversation(prompt, tokenizer, max_response_len) for prompt in prompts]
 
 
-def _conversation(prompt: Prompt, tokenizer: Any, limit: int | None) -> Sample:
+def _conversation(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> Sample:
     texts = [text for text, _ in prompt.turns]
     parts = tokenizer(texts, add_special_tokens=False)["input_ids"]
     ids = [token for part in parts for token in part]
@@ -63,7 +69,10 @@ def _conversation(prompt: Prompt, tokenizer: Any, limit: int | None) -> Sample:
 
 
 def sft_samples(
-    prompts: Sequence[Prompt], tokenizer: Any, *, max_response_len: int | None = None
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_response_len: int | None = None,
 ) -> list[Sample]:
     """Prompt and label as a sample whose loss mask covers every token of the answer and the
     end-of-sequence token. Conversations: see `conversation_samples`.

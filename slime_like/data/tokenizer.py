@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 REMEDY = "copy the tokenizer's files of the model into the folder (tokenizer.json, tokenizer_config.json)"
 
@@ -46,7 +50,7 @@ def load_tokenizer(folder: str, *, vocab_size: int | None, trust_remote_code: bo
     return tokenizer
 
 
-def tokenizer_identity(tokenizer: Any) -> dict[str, str]:
+def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Digests that tell a tokenizer from others: of its vocabulary, its special tokens, and its
     chat template.
 

@@ -101,7 +101,7 @@ def _make(made: Callable[..., Any], options: Mapping[str, Any]) -> TextEnvironme
 
 def parse_options(query: str) -> dict[str, Any]:
     """``a=1&b=text``. Raises ValueError for an option that is given twice, or has no value."""
-    options: dict[str, Any] = {}
+    options: dict[str, object] = {}
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
     except ValueError:

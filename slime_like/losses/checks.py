@@ -87,7 +87,7 @@ def require_choice(name: str, value: Any, legal: Collection[str]) -> None:
         raise ValueError(f"unknown {name} {value!r}; legal values: {', '.join(legal)}")
 
 
-def require_samples(masks: Sequence[Tensor], **lists: Sequence[Any] | None) -> None:
+def require_samples(masks: Sequence[Tensor], **lists: Sequence[object] | None) -> None:
     """Raises ValueError unless every list that is given has an entry for each mask, of its shape
     where it is a tensor.
 

@@ -17,7 +17,6 @@ runs of frameworks that scale.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from slime_like.lazy import Tensor, torch
 from slime_like.losses.checks import require_finite, require_mask, require_shape
@@ -45,7 +44,7 @@ def prescale_advantages(
     loss_mask: Tensor,
     *,
     seq_ids: Tensor | None = None,
-    **of_samples: Any,
+    **of_samples: object,
 ) -> PrescaledAdvantages:
     """Raw advantages of a whole optimizer step, divided by the denominators of `reduction`.
 

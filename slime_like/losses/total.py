@@ -354,7 +354,7 @@ class EntropyController(CheckedSettings):
         self.value = min(max(self.value + sign * self.delta, self.low), self.high)
         self.active = entropy <= self.target
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """What a resumed run needs, as plain JSON."""
         return {"value": self.value, "active": self.active}
 

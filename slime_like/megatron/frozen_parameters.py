@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -22,6 +22,9 @@ from slime_like.distributed.collectives import gather
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.weights.families import EMBEDDING, OUTPUT_LAYER
 from slime_like.weights.parameter_map import global_parameters, unwrap
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class FrozenParameters:
         return cls(only, others, tied) if only or others else None
 
     def apply(
-        self, chunks: Sequence[Any], config: TransformerConfig, layout: ParallelLayout
+        self, chunks: Sequence[MegatronModule], config: TransformerConfig, layout: ParallelLayout
     ) -> None:
         """Freeze parameters of these chunks; a collective. Raises ValueError naming the flag for a
         pattern that no parameter of the model has, and where a pipeline stage has nothing left."""
@@ -64,7 +67,7 @@ class FrozenParameters:
             )
 
     def freeze(
-        self, chunks: Sequence[Any], config: TransformerConfig, layout: ParallelLayout
+        self, chunks: Sequence[MegatronModule], config: TransformerConfig, layout: ParallelLayout
     ) -> None:
         """`apply` without the checks."""
         for name, parameter in self._named(chunks):
@@ -84,12 +87,12 @@ class FrozenParameters:
     def trains(self, name: str) -> bool:
         return any(re.search(pattern, name) for pattern in self.patterns) == bool(self.only)
 
-    def _named(self, chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+    def _named(self, chunks: Sequence[MegatronModule]) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in global_parameters(chunks):
             yield (EMBEDDING if self.tied and name == OUTPUT_LAYER else name), parameter
 
 
-def _begin_graph(module: torch.nn.Module, inputs: Any, output: Tensor) -> None:
+def _begin_graph(module: torch.nn.Module, inputs: object, output: Tensor) -> None:
     """Recomputation, and the schedule of several stages, run backward only through an input that
     has a gradient."""
     if torch.is_grad_enabled() and not output.requires_grad:

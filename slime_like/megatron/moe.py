@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,11 @@ from megatron_patches.patch import release
 from slime_like.megatron.ops.router import PackedRouter, RoutedRows
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.types import MicroBatch, TrainSample
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
 
 # auxiliary losses are recorded in dicts; later in objects of another module
 RECORDS_IN_DICT = release() < (0, 18)
@@ -30,7 +35,7 @@ AUX_LOSSES = {
 
 
 def agreed_lengths(
-    config: Any, layout: ParallelLayout, device: torch.device
+    config: TransformerConfig, layout: ParallelLayout, device: torch.device
 ) -> Callable[[list[int]], list[int]] | None:
     """How ranks that share experts agree on the lengths of their micro-batches; None where these
     may differ.
@@ -72,7 +77,7 @@ def routers_of(chunks: Iterable[torch.nn.Module]) -> list[PackedRouter]:
 
 
 def begin_routing(
-    chunks: Sequence[Any],
+    chunks: Sequence[MegatronModule],
     batches: Sequence[MicroBatch],
     layout: ParallelLayout,
     *,
@@ -155,14 +160,16 @@ def routes_of_samples(
     return routes
 
 
-def routes_of_stage(routes: Tensor, chunks: Sequence[Any], config: Any) -> Tensor:
+def routes_of_stage(
+    routes: Tensor, chunks: Sequence[MegatronModule], config: TransformerConfig
+) -> Tensor:
     """[L, expert layers of this stage, topk] out of the routes of all expert layers of the model,
     in the order of this rank's routers."""
     sparse = moe_layers(config.moe_layer_freq, config.num_layers)
     return routes[:, [sum(sparse[: router.layer_number - 1]) for router in routers_of(chunks)]]
 
 
-def replay_disagreement(chunks: Sequence[Any]) -> float:
+def replay_disagreement(chunks: Sequence[MegatronModule]) -> float:
     """Of the pass that has ended, over all ranks: the share of tokens and layers whose router would
     have chosen other experts than the replayed ones; NaN where nothing was replayed. Every rank of
     the world calls it."""
@@ -175,7 +182,10 @@ def replay_disagreement(chunks: Sequence[Any]) -> float:
 
 
 def routing_metrics(
-    chunks: Sequence[Any], config: Any, layout: ParallelLayout, num_microbatches: int
+    chunks: Sequence[MegatronModule],
+    config: TransformerConfig,
+    layout: ParallelLayout,
+    num_microbatches: int,
 ) -> dict[str, float]:
     """Of the training pass that has ended, equal on all ranks; every rank of the world calls it.
 
@@ -232,7 +242,7 @@ def routing_metrics(
     return metrics
 
 
-def _asked_for(config: Any) -> set[str]:
+def _asked_for(config: TransformerConfig) -> set[str]:
     """megatron-core's names of the auxiliary losses that have a coefficient."""
     kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     kinds = kinds if isinstance(kinds, list) else [kinds]
@@ -250,7 +260,7 @@ def _asked_for(config: Any) -> set[str]:
     return found | ({"z_loss"} if config.moe_z_loss_coeff else set())
 
 
-def expert_biases(chunks: Sequence[Any]) -> list[Tensor]:
+def expert_biases(chunks: Sequence[MegatronModule]) -> list[Tensor]:
     """Copies of the biases by which routers without auxiliary loss are balanced;
     `restore_expert_biases` takes them back.
 
@@ -264,7 +274,7 @@ def expert_biases(chunks: Sequence[Any]) -> list[Tensor]:
     ]
 
 
-def restore_expert_biases(chunks: Sequence[Any], biases: Sequence[Tensor]) -> None:
+def restore_expert_biases(chunks: Sequence[MegatronModule], biases: Sequence[Tensor]) -> None:
     routers = [router for router in all_routers(chunks) if router.expert_bias is not None]
     for router, bias in zip(routers, biases, strict=True):
         router.expert_bias.copy_(bias)

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,9 @@ from slime_like.weights.gather import WeightStream
 from slime_like.weights.hf_export import HfExport
 from slime_like.weights.hf_import import load_hf_weights
 from slime_like.weights.quantized import CodedWeight
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,7 @@ class Network:
             self.chunks = build_chunks(
                 self.config, gpt, transformer_impl, layout, value_head=value_head
             )
-            self.modules: list[Any] = to_model_precision(self.chunks, self.config)
+            self.modules: list[MegatronModule] = to_model_precision(self.chunks, self.config)
 
     @in_own_layout
     def load_hf(self, folder: str) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -53,7 +53,7 @@ class MegatronState:
         return parallel_state._MODEL_PARALLEL_GROUP is self.globals["_MODEL_PARALLEL_GROUP"]
 
 
-def parallel_globals() -> dict[str, Any]:
+def parallel_globals() -> dict[str, object]:
     from megatron.core import parallel_state
 
     return {name: value for name, value in vars(parallel_state).items() if STATE_NAME.match(name)}

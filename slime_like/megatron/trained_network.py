@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.distributed import (
@@ -50,6 +50,9 @@ from slime_like.megatron.optimizer import (
 )
 from slime_like.megatron.parallel_layout import ParallelLayout, in_own_layout
 from slime_like.types import TrainSample
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
 
 
 def nothing() -> None:
@@ -100,7 +103,7 @@ class TrainedNetwork(Network):
 
     def _train(
         self,
-        modules: Sequence[Any],
+        modules: Sequence[MegatronModule],
         *,
         ddp: DistributedDataParallelConfig,
         optimizer: OptimizerConfig,
@@ -110,7 +113,9 @@ class TrainedNetwork(Network):
         """Give these modules' parameters gradient buffers and an optimizer; returns the modules
         wrapped."""
         with self.layout.activate():
-            self.trained_modules: list[Any] = list(wrap_for_training(modules, self.config, ddp))
+            self.trained_modules: list[MegatronModule] = list(
+                wrap_for_training(modules, self.config, ddp)
+            )
             self.optimizer = build_optimizer(optimizer, self.trained_modules)
             self.scheduler = build_scheduler(
                 self.optimizer, optimizer, schedule, total_steps=total_steps

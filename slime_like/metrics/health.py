@@ -191,7 +191,7 @@ class HealthMonitor:
         counted |= {f"health/{name}": 1.0 for name in holding}
         return counted, [f"{name} (health/{name}): {holding[name]}" for name in fresh]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Plain JSON, for a checkpoint."""
         series = {name: [list(s.first), list(s.last)] for name, s in self._seen.items()}
         return {"series": series, "shown": list(self._shown)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from arguments.hf.moe import moe_layers
 from arguments.schema import GPTModelConfig
@@ -20,6 +20,10 @@ from slime_like.preflight.shape import (
     head_matrices,
     latent_matrices,
 )
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
 
 TERA = 1e12
 # Dense bf16 (V100: fp16) products with sums in fp32, TFLOP/s, as the makers' data sheets have them
@@ -61,7 +65,7 @@ class ForwardFlops:
         return self.matrices * tokens, self.mixing * tokens + attention
 
 
-def forward_flops(config: Any, gpt: GPTModelConfig) -> ForwardFlops:
+def forward_flops(config: TransformerConfig, gpt: GPTModelConfig) -> ForwardFlops:
     """config: megatron-core's TransformerConfig."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     gated = 3 if config.gated_linear_unit else 2
@@ -96,7 +100,7 @@ def forward_flops(config: Any, gpt: GPTModelConfig) -> ForwardFlops:
     )
 
 
-def windowed_layers(config: Any) -> int:
+def windowed_layers(config: TransformerConfig) -> int:
     """Layers with a sliding window, as `arguments.hf.windows` sets them."""
     if config.window_size is None:
         return 0
@@ -111,7 +115,7 @@ def step_flops(flops: ForwardFlops, lengths: Iterable[int], head_rows: float) ->
     return 3 * (weights + rest + flops.head * head_rows)
 
 
-def _delta_rule(config: Any) -> float:
+def _delta_rule(config: TransformerConfig) -> float:
     """For one token in one delta net: its convolution, and for each head three products with its
     state, which read, correct and read again (arXiv 2412.06464, equation 10)."""
     state = config.linear_key_head_dim * config.linear_value_head_dim

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from arguments.run_config import RunConfig
 from slime_like.megatron.factory import needs_reference
@@ -28,6 +28,10 @@ from slime_like.preflight.one_rank import (
 )
 from slime_like.preflight.passes import Passes, run_stage
 from slime_like.preflight.shape import shape_of
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
+
 
 RUNTIME = 2 * 10**9  # of CUDA's context, kernels and libraries on a data-centre GPU: an assumption
 # NCCL's buffers for each group of more than one rank: an assumption (8 channels of 3 protocols, of
@@ -138,7 +142,7 @@ def report_rank(run: RunConfig, rank: int, batches: Batches) -> RankReport:
     )
 
 
-def _layers(chunk: Any) -> Any:
+def _layers(chunk: MegatronModule) -> Any:
     return chunk.decoder.layers
 
 

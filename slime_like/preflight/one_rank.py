@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -19,6 +19,10 @@ from slime_like.megatron.model.gpt import build_chunks, to_model_precision, wrap
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.weights.meta_model import OnMeta
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
 
 @dataclass(frozen=True, slots=True)
 class OneRank:
@@ -26,11 +30,11 @@ class OneRank:
     where it is trained. config: megatron-core's, as planned."""
 
     layout: ParallelLayout
-    config: Any
+    config: TransformerConfig
     gpt: GPTModelConfig
     megatron: MegatronConfigs
-    chunks: list[Any]
-    modules: list[Any]
+    chunks: list[MegatronModule]
+    modules: list[MegatronModule]
     trained: bool
 
     @property
@@ -44,7 +48,7 @@ class OneRank:
             yield from (*module.buffers, *module.expert_parallel_buffers)
 
 
-def planned_config(transformer: Any, *, gpu: bool) -> Any:
+def planned_config(transformer: TransformerConfig, *, gpu: bool) -> Any:
     """The configuration with which plain-torch modules stand for those of the run: kernels that
     are not installed here are left out. They change what is computed at once, not what is held."""
     config = copy.copy(transformer)
@@ -73,7 +77,7 @@ def build_rank(
     config = planned_config(megatron.transformer, gpu=gpu)
     with OnMeta():
         chunks = build_chunks(config, gpt, "local", layout, value_head=value_head)
-        modules: list[Any] = to_model_precision(chunks, config)
+        modules: list[MegatronModule] = to_model_precision(chunks, config)
         if frozen is not None:
             frozen.freeze(chunks, config, layout)
         if trained:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from arguments.run_config import RunConfig
 from slime_like.preflight.advice import with_flags
@@ -64,7 +63,7 @@ class Candidate:
     bubble: float
     found: Preflight
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         return {
             "flags": self.layout.flags,
             "step_s": self.seconds,

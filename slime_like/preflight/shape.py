@@ -4,10 +4,13 @@ which looks at too many layouts to build any."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from arguments.hf.moe import moe_layers
 from arguments.schema import GPTModelConfig
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class Shape:
         return self.other_parameters + chosen - (0 if self.tied else self.vocabulary)
 
 
-def shape_of(config: Any, gpt: GPTModelConfig) -> Shape:
+def shape_of(config: TransformerConfig, gpt: GPTModelConfig) -> Shape:
     """config: megatron-core's TransformerConfig. Without the padding of the vocabulary."""
     hidden, gated = config.hidden_size, 3 if config.gated_linear_unit else 2
     norm = hidden * (2 if config.normalization == "LayerNorm" else 1)
@@ -88,7 +91,7 @@ def shape_of(config: Any, gpt: GPTModelConfig) -> Shape:
     )
 
 
-def _head_widths(config: Any) -> tuple[int, int]:
+def _head_widths(config: TransformerConfig) -> tuple[int, int]:
     """Of grouped-query attention: what the projection in gives, and what the one out takes."""
     width = config.num_attention_heads * config.kv_channels
     groups = config.num_query_groups or config.num_attention_heads
@@ -96,12 +99,12 @@ def _head_widths(config: Any) -> tuple[int, int]:
     return width + gates + 2 * groups * config.kv_channels, width
 
 
-def head_matrices(config: Any) -> int:
+def head_matrices(config: TransformerConfig) -> int:
     """Weights of the projections of grouped-query attention."""
     return int(config.hidden_size * sum(_head_widths(config)))
 
 
-def _heads(config: Any) -> int:
+def _heads(config: TransformerConfig) -> int:
     """Grouped-query attention: projections in and out, their biases, sinks, norms of queries
     and keys."""
     inputs, _ = _head_widths(config)
@@ -115,19 +118,19 @@ def _heads(config: Any) -> int:
     return head_matrices(config) + biases + norms
 
 
-def delta_matrices(config: Any) -> int:
+def delta_matrices(config: TransformerConfig) -> int:
     """Weights of the projections of a gated delta net."""
     heads, size = config.linear_num_value_heads, config.linear_value_head_dim
     return int(config.hidden_size * (delta_channels(config) + 2 * heads * size + 2 * heads))
 
 
-def delta_channels(config: Any) -> int:
+def delta_channels(config: TransformerConfig) -> int:
     """Queries, keys and values of a gated delta net, which its convolution mixes."""
     keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
     return int(keys + config.linear_num_value_heads * config.linear_value_head_dim)
 
 
-def _delta_net(config: Any) -> int:
+def _delta_net(config: TransformerConfig) -> int:
     """A gated delta net (arXiv 2412.06464): projections in and out, the convolution, a rate of decay
     and a bias for each head, the norm of a head."""
     convolution = delta_channels(config) * config.linear_conv_kernel_dim
@@ -135,7 +138,7 @@ def _delta_net(config: Any) -> int:
     return int(delta_matrices(config) + convolution + own)
 
 
-def latent_matrices(config: Any) -> int:
+def latent_matrices(config: TransformerConfig) -> int:
     """Weights of the projections of multi-latent attention."""
     heads, hidden, latent = config.num_attention_heads, config.hidden_size, config.kv_lora_rank
     query_width = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
@@ -146,7 +149,7 @@ def latent_matrices(config: Any) -> int:
     return int(queries + keys + heads * config.v_head_dim * hidden)
 
 
-def _latent(config: Any) -> int:
+def _latent(config: TransformerConfig) -> int:
     """Multi-latent attention (arXiv 2405.04434, section 2.1)."""
     normed = config.kv_lora_rank + (config.q_lora_rank or 0)
     return latent_matrices(config) + (normed if config.qk_layernorm else 0)

@@ -86,7 +86,7 @@ def details_blocks(samples: Samples) -> dict[str, Any]:
     return {f"details-{i}": samples.details[i * size : (i + 1) * size] for i in range(count)}
 
 
-def data_blocks(blocks: Mapping[str, Any]) -> str:
+def data_blocks(blocks: Mapping[str, object]) -> str:
     """As elements that the page's code finds by name."""
     return "\n".join(
         f'<script type="application/json" id="data-{name}">{json_in_html(block)}</script>'

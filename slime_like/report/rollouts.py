@@ -43,7 +43,7 @@ class Samples:
 
     columns: dict[str, list[Any]] = field(default_factory=dict)
     prompts: list[str] = field(default_factory=list)
-    details: list[dict[str, Any]] = field(default_factory=list)
+    details: list[dict[str, object]] = field(default_factory=list)
     vocabularies: list[dict[str, str]] = field(default_factory=list)
     left_out: int = 0
     problems: list[str] = field(default_factory=list)

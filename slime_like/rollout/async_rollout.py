@@ -63,8 +63,10 @@ class AsyncRolloutQueue:
         self._threaded = threaded
         self._json = json or RolloutJson()
         self._done: dict[int, Groups] = {}
-        self._positions: dict[int, Any] = {}  # before each rollout that was sampled and not taken
-        self._saved: dict[int, dict[str, Any]] = {}  # of a checkpoint, in place of these
+        self._positions: dict[
+            int, object
+        ] = {}  # before each rollout that was sampled and not taken
+        self._saved: dict[int, dict[str, object]] = {}  # of a checkpoint, in place of these
         self._next: int | None = None
         self._allowed = -1
         self._error: BaseException | None = None

@@ -19,7 +19,7 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,6 +32,10 @@ from slime_like.rollout.engines.base import (
     SamplingParams,
 )
 from slime_like.types import NOT_SAMPLED, Sample, SampleStatus
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 CUSTOM_GENERATE = "--custom-generate-function-path"
 PACKAGE = Path(slime_like.__file__).parent
@@ -110,7 +114,7 @@ class Model:
     def __init__(
         self,
         engine: GenerationClient,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         sampling: SamplingParams,
         seed_of: SeedOf,
     ) -> None:
@@ -239,7 +243,11 @@ def _raised_here(error: Exception) -> bool:
 
 
 def episode_of(
-    sample: Sample, sampling: SamplingParams, tokenizer: Any, *, evaluation: bool
+    sample: Sample,
+    sampling: SamplingParams,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    evaluation: bool,
 ) -> Episode:
     """The episode of a sample, at its beginning."""
     assert sample.response_length == 0, sample.sample_id
@@ -255,7 +263,7 @@ def episode_of(
     )
 
 
-def sample_of(episode: Episode, sample: Sample, tokenizer: Any) -> Sample:
+def sample_of(episode: Episode, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Sample:
     """The sample as the episode left it. Raises ValueError naming the sample where the function
     spoiled it."""
     lengths = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from arguments.eval_sets import EvalSet
 from arguments.run_config import RunConfig
@@ -17,6 +17,9 @@ from slime_like.rewards.registry import answer_check
 from slime_like.rollout.engines.base import SamplingParams
 from slime_like.rollout.rollouter import Rollouter, eval_sampling
 from slime_like.types import Prompt, SampleGroup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def own_reward(each: EvalSet, reward: RewardConfig) -> RewardConfig:
@@ -81,7 +84,9 @@ class Evaluator:
             grader.close()
 
 
-def load_prompts(run: RunConfig, tokenizer: Any) -> tuple[dict[str, list[Prompt]], list[str]]:
+def load_prompts(
+    run: RunConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[dict[str, list[Prompt]], list[str]]:
     """The prompts of a run's evaluation by the name of their set, and what is to be told about
     them; nothing in a run that never evaluates.
 

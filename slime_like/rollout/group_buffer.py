@@ -136,7 +136,7 @@ class GroupBuffer:
 
 def waiting_to_rows(
     groups: Sequence[PendingGroup], holders: Sequence[Sequence[int]]
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Plain JSON; every number comes back bit by bit. groups: complete. holders: the rank that has
     each of their samples."""
     return [

@@ -59,14 +59,14 @@ class UserSource(Protocol):
     """The user's source of prompts, in place of a `PromptSource`. Every method is a collective.
     data_source: what rollout functions draw from, on rank 0. notes: for the user, a line each."""
 
-    data_source: Any
+    data_source: object
     notes: list[str]
 
     def __len__(self) -> int: ...
 
     def save(self, rollout_id: int) -> None: ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, object]: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 

@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -33,6 +33,10 @@ from slime_like.rollout.engines.checked_json import (
 )
 from slime_like.sample_index import complete
 from slime_like.types import NOT_SAMPLED, Sample, SampleGroup, SampleStatus
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 FORMAT = "slime_like rollout 1"
 _MAX_ID = 2**62
@@ -135,7 +139,10 @@ def remove_token_values(template: str, rollout_id: int) -> None:
 
 
 def save_token_texts(
-    template: str, rollout_id: int, groups: Sequence[SampleGroup], tokenizer: Any
+    template: str,
+    rollout_id: int,
+    groups: Sequence[SampleGroup],
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Path:
     """The text of every token that a recorded rollout has, for readers without the tokenizer. It is
     that behind another token: many tokenizers drop the space of the first one."""

@@ -42,7 +42,7 @@ def advantage_settings(config: RunConfig) -> AdvantageSettings:
 def outcome_fields(config: RunConfig, samples: Sequence[AnySample]) -> dict[str, Any]:
     """Fields of `Outcomes` that take asking the ranks that have the samples; a collective where
     there are any. Raises ValueError, on all ranks, as what is asked does."""
-    algorithm, found = config.algorithm, dict[str, Any]()
+    algorithm, found = config.algorithm, dict[str, object]()
     if (path := algorithm.custom_reward_post_process_path) is not None:
         found["processed"] = processed_rewards(config, path, samples)
     if config.hooks.custom_convert_samples_to_train_data_path is not None:

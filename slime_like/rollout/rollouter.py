@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial as bind
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,10 @@ from slime_like.rollout.sample_plane import (
 )
 from slime_like.sample_index import AnySample, complete, holder_of
 from slime_like.types import GREEDY_REWARD, Prompt, Sample, SampleGroup, SampleStatus
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 FINISHED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 
@@ -91,7 +95,7 @@ class Rollouter:
         self,
         engine: RolloutEngine,
         grader: Grader,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         *,
         seed: int,
         custom_generate: CustomGenerate | None = None,
@@ -339,7 +343,7 @@ _STATUS = {
 
 
 def cut_at_stop(
-    tokenizer: Any, sample: Sample, output: GenerateOutput, stop: Sequence[str]
+    tokenizer: PreTrainedTokenizerBase, sample: Sample, output: GenerateOutput, stop: Sequence[str]
 ) -> GenerateOutput:
     """The output up to where a stop string is complete that began in what the sample had already,
     which the engine cannot see."""

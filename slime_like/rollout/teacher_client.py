@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import torch
@@ -43,6 +43,10 @@ from slime_like.rollout.engines.sglang.protocol import (
 from slime_like.rollout.sample_plane import share_index_again
 from slime_like.types import Sample, SampleGroup, SampleStatus
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
 logger = logging.getLogger(__name__)
 
 PROBE_TOKENS = 96  # of the vocabulary, evenly spread, for the comparison of tokenizers
@@ -65,7 +69,7 @@ class TeacherSettings:
 class ServedTeacher:
     """Every method is a collective. tokenizer: the policy's."""
 
-    def __init__(self, settings: TeacherSettings, tokenizer: Any) -> None:
+    def __init__(self, settings: TeacherSettings, tokenizer: PreTrainedTokenizerBase) -> None:
         self._settings = settings
         self._tokenizer = tokenizer
         self._last = max(tokenizer.get_vocab().values())
@@ -159,7 +163,7 @@ class ServedTeacher:
             return f"the teacher: {failure}"
         return scores
 
-    async def _compare(self, tokenizer: Any) -> None:
+    async def _compare(self, tokenizer: PreTrainedTokenizerBase) -> None:
         texts = [PROBE_TEXT + "".join(tokenizer.all_special_tokens), spread_text(tokenizer)]
         async with async_client(1) as client:
             for url in self._settings.urls:
@@ -224,7 +228,7 @@ def with_answer(sample: Sample, answer: tuple[float, ...] | str) -> Sample:
     return replace(sample, teacher_log_probs=torch.tensor(answer, dtype=torch.float32))
 
 
-def spread_text(tokenizer: Any) -> str:
+def spread_text(tokenizer: PreTrainedTokenizerBase) -> str:
     """Text of tokens from everywhere in the vocabulary."""
     ids = sorted(tokenizer.get_vocab().values())
     return str(tokenizer.decode(ids[:: max(1, len(ids) // PROBE_TOKENS)], skip_special_tokens=True))

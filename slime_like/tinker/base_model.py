@@ -31,7 +31,7 @@ class BaseModel:
 
 def adapter_of(
     lora: schemas.LoraConfig | None, role: str, base: BaseModel
-) -> dict[str, Any] | None:
+) -> dict[str, object] | None:
     """The settings of a model's adapter; None trains all weights, as rank 0 does. A critic has no
     output layer, so `train_unembed`, which the SDK asks for unless it is told otherwise, says
     nothing there and is kept as False. Raises Refused."""

@@ -7,7 +7,6 @@ import hmac
 import secrets
 import time
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from slime_like.tinker.errors import HttpError
@@ -25,7 +24,7 @@ class Downloads:
         self._registry = registry
         self._secret = secrets.token_bytes(32)
 
-    def links(self, checkpoint: Checkpoint, base_url: str) -> dict[str, Any]:
+    def links(self, checkpoint: Checkpoint, base_url: str) -> dict[str, object]:
         """A link for every file, in the form that `get_external_weights_urls` of the SDK reads.
 
         Args:

@@ -175,7 +175,7 @@ class Registry:
     # --- sessions ---------------------------------------------------------------------------------------------------
 
     def new_session(
-        self, owner: str, *, user_metadata: dict[str, Any] | None, display_name: str | None
+        self, owner: str, *, user_metadata: dict[str, object] | None, display_name: str | None
     ) -> Session:
         now = time.time()
         session = Session(
@@ -261,7 +261,7 @@ class Registry:
         return max(mine, key=lambda c: c.created, default=None)
 
 
-def role_of(user_metadata: dict[str, Any] | None, raw: str | None) -> str:
+def role_of(user_metadata: dict[str, object] | None, raw: str | None) -> str:
     """The role of a new model, declared in either way. Raises Refused."""
     told = (user_metadata or {}).get("model_role")
     if told is not None and raw is not None and told != raw:

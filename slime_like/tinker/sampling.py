@@ -13,7 +13,7 @@ from slime_like.tinker.schemas import Sample, SamplingParams
 
 MAX_TOP_K = 1024
 # fields that SDK 0.38 has and that are not offered here, with the value that means "not wanted"
-NOT_OFFERED: dict[str, Any] = {
+NOT_OFFERED: dict[str, object] = {
     "target_prompt_logprobs": None,
     "prompt_alt_tokens_k": 0,
     "prompt_logprobs_last_n": None,

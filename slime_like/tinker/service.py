@@ -60,14 +60,14 @@ class Service:
         owner: str,
         digest: str,
         body: dict[str, Any],
-        **extra: Any,
+        **extra: object,
     ) -> dict[str, Any]:
         request = Request(
             request_id(queue, seq), op, queue, seq, owner, digest, time.time(), body, extra=extra
         )
         return future_of(self.dispatcher.accept(request))
 
-    def _repeated(self, queue: str, seq: int, digest: str) -> dict[str, Any] | None:
+    def _repeated(self, queue: str, seq: int, digest: str) -> dict[str, object] | None:
         before = self.dispatcher.known(queue, seq, digest)
         return None if before is None else future_of(before)
 
@@ -91,7 +91,7 @@ class Service:
         return self._accept("create_model", id, 0, owner, digest, request)
 
     def _new_model(
-        self, id: str, session: str, owner: str, user_metadata: dict[str, Any] | None
+        self, id: str, session: str, owner: str, user_metadata: dict[str, object] | None
     ) -> Model:
         if id in self.registry.models:
             raise HttpError(422, f"model {id} exists")
@@ -324,7 +324,7 @@ class Service:
     def weights_info(self, body: schemas.WeightsInfo, owner: str) -> dict[str, Any]:
         checkpoint = self.checkpoint(body.tinker_path, owner)
         lora = checkpoint.lora
-        info: dict[str, Any] = {"base_model": checkpoint.base_model, "is_lora": lora is not None}
+        info: dict[str, object] = {"base_model": checkpoint.base_model, "is_lora": lora is not None}
         if lora is not None:
             info |= {
                 "lora_rank": lora["rank"],
@@ -338,7 +338,7 @@ class Service:
         except Refused as error:
             raise HttpError(404, str(error)) from error
 
-    def capabilities(self) -> dict[str, Any]:
+    def capabilities(self) -> dict[str, object]:
         return {
             "supported_models": [
                 {

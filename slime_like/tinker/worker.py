@@ -232,7 +232,7 @@ class CommandSource:
         ]
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._last: dict[str, Any] | None = None
+        self._last: dict[str, object] | None = None
         self._starts: list[float] = []
         self.busy = False
 

@@ -133,7 +133,7 @@ class ModelHost:
         lengths: list[int],
         tokens: bytes,
         fields: Mapping[str, bytes],
-    ) -> dict[str, Any] | None:
+    ) -> dict[str, object] | None:
         """Forward, and unless forward_only backward, over samples; returns per-token results and
         metrics on rank 0."""
         network, hosted = self.residents.network(model), self.models[model]
@@ -205,7 +205,7 @@ class ModelHost:
             "metrics": finite,
         }
 
-    def do_step(self, model: str, adam: Mapping[str, float]) -> dict[str, Any]:
+    def do_step(self, model: str, adam: Mapping[str, float]) -> dict[str, object]:
         settings = AdamStep(
             adam["learning_rate"],
             adam["beta1"],

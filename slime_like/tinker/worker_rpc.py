@@ -47,7 +47,7 @@ class WorkerLink:
             on_other_settings: Called when workers with another configuration come.
             on_fault: Called with a sentence when the connection fails for a reason of ours.
         """
-        self.facts: dict[str, Any] = {}
+        self.facts: dict[str, object] = {}
         self._folder = folder
         self._token = secrets.token_hex(32)
         self._fingerprint = fingerprint
@@ -55,9 +55,9 @@ class WorkerLink:
         self._on_other_settings, self._on_fault = on_other_settings, on_fault
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self.connected = False
-        self._waiting: tuple[str, asyncio.Future[dict[str, Any]]] | None = None
+        self._waiting: tuple[str, asyncio.Future[dict[str, object]]] | None = None
         self._server: asyncio.Server | None = None
-        self._late: dict[str, Any] | None = None
+        self._late: dict[str, object] | None = None
         self.said_goodbye = False
 
     async def start(self) -> None:

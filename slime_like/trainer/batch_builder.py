@@ -109,7 +109,7 @@ class BatchMaker:
         estimator = advantage_estimators.get(settings.algorithm.advantage_estimator)
         self._needs_energies = needs_energies(estimator)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """What a resumed run needs, as plain JSON."""
         return {"kl_controller": self.kl_controller.state_dict(), **self.gates.state_dict()}
 

@@ -36,6 +36,8 @@ from slime_like.trainer.saved_settings import changes, settings_of
 from slime_like.weights.safetensors_reader import weights_digest
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from slime_like.megatron.checkpoint.replicate import ReplicaSaver
 
 logger = logging.getLogger(__name__)
@@ -59,7 +61,7 @@ class RunCheckpoints:
         run: RunConfig,
         layout: ParallelLayout,
         backend: MegatronBackend,
-        tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase = None,
     ) -> None:
         self.run = run
         self.tokenizer = None if tokenizer is None else tokenizer_identity(tokenizer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from arguments.run_config import RunConfig
 from slime_like.data.prompt_format import Room
@@ -12,8 +12,13 @@ from slime_like.data.sft import answer_problem
 from slime_like.rewards.registry import answer_check
 from slime_like.rollout.hooks import UserSource, user_source
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-def make_source(run: RunConfig, tokenizer: Any) -> PromptSource | UserSource | None:
+
+def make_source(
+    run: RunConfig, tokenizer: PreTrainedTokenizerBase
+) -> PromptSource | UserSource | None:
     """The prompts of a run that reads any; a collective."""
     if run.debug.debug_train_only:
         return None

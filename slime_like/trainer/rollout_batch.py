@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,10 @@ from slime_like.trainer.guards import check_finite
 from slime_like.trainer.user_hooks import UserHooks
 from slime_like.types import Sample, SampleStatus, TrainSample
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
 Columns = Mapping[str, Sequence[Tensor | None] | None]  # what it is -> [R] by sample
 
 
@@ -41,7 +45,7 @@ class BatchSettings:
 
     algorithm: AlgorithmConfig
     off_policy: OffPolicyConfig
-    transformer: Any
+    transformer: TransformerConfig
     vocab_size: int
     replays_rollout: bool
     served_teacher: bool
@@ -116,7 +120,7 @@ class SampleDelivery:
 
     def __init__(
         self,
-        transformer: Any,
+        transformer: TransformerConfig,
         plan: StepPlan,
         critic_plan: StepPlan | None,
         *,
@@ -221,7 +225,10 @@ def _checked_routes(sample: Sample, layers: int, topk: int, experts: int) -> Ten
 
 
 def step_plan(
-    algorithm: AlgorithmConfig, transformer: Any, vocab_size: int, layout: ParallelLayout
+    algorithm: AlgorithmConfig,
+    transformer: TransformerConfig,
+    vocab_size: int,
+    layout: ParallelLayout,
 ) -> StepPlan:
     """Balanced by the model's own cost, where that was asked for.
 

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -49,6 +49,10 @@ from slime_like.sample_index import AnySample
 from slime_like.trainer.prompt_source import check_source
 from slime_like.types import Prompt, SampleGroup
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
 logger = logging.getLogger(__name__)
 
 
@@ -62,7 +66,7 @@ class RolloutManager:
         source: PromptSource | UserSource | None,
         rollouter: Rollouter | None,
         evaluator: Evaluator | None,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         *,
         num_rollouts: int,
         teacher: ServedTeacher | None = None,
@@ -115,7 +119,7 @@ class RolloutManager:
         if self.ahead is not None:
             self.ahead.drain()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Where a resumed run continues, as plain JSON, with the rollouts that were sampled ahead; a
         collective."""
         if self._source is not None and not isinstance(self._source, PromptSource):
@@ -330,7 +334,7 @@ def function_evaluator(
 def make_rollouter(
     run: RunConfig,
     backend: MegatronBackend,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     output_dir: Path,
 ) -> Rollouter | None:
@@ -360,7 +364,7 @@ def make_rollouter(
     )
 
 
-def make_teacher(run: RunConfig, tokenizer: Any) -> ServedTeacher | None:
+def make_teacher(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ServedTeacher | None:
     """The teacher behind servers, where the run has one; it answers, and has the policy's
     tokenizer. A collective; raises RunError."""
     config = run.distillation

@@ -4,7 +4,7 @@ with."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -21,12 +21,20 @@ from slime_like.rollout.sample_plane import bring_to_rank_zero
 from slime_like.trainer.batch_builder import Batches
 from slime_like.types import SampleGroup
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
 FLAG = "--save-debug-rollout-data"
 OF_TRAINING = ("advantages", "old_log_probs", "ref_log_probs", "values", "importance_weights")
 
 
 def record_rollout(
-    target: str, step: int, groups: Sequence[SampleGroup], rank: int, tokenizer: Any
+    target: str,
+    step: int,
+    groups: Sequence[SampleGroup],
+    rank: int,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Rank 0 writes the samples of all ranks, who call this together. tokenizer: None without one."""
     if rank == 0:  # before the ranks meet, and thus before any writes its own

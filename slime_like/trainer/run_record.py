@@ -93,7 +93,7 @@ def environment() -> dict[str, Any]:
 
 def write_run_record(
     run: RunConfig, output_dir: Path, *, layout: str, patches: str
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Write the file; a resumed run replaces that of the first. Returns the settings by flag.
 
     Args:

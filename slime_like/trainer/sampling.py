@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -30,6 +30,8 @@ from slime_like.trainer.rollout_manager import (
 from slime_like.types import Prompt, SampleGroup
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from slime_like.trainer.weight_check import WeightCheck
 
 ATTEMPTS = 4  # each one less costs a server
@@ -87,7 +89,7 @@ class Sampling:
         self,
         run: RunConfig,
         backend: MegatronBackend,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         progress: Progress,
         *,
         source: PromptSource | UserSource | None,

@@ -70,7 +70,7 @@ class TrainStep:
             "critic": SkippedStepGate(patience, owner="critic's "),
         }
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Steps that were skipped, and the entropy bonus, as plain JSON."""
         state: dict[str, Any] = {"entropy_controller": self.entropy.state_dict()}
         for prefix, network in _GATES.items():

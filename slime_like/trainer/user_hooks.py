@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,10 @@ from slime_like.sample_index import (
     rows_of,
 )
 from slime_like.types import Sample, SampleGroup, TrainBatch, TrainSample
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
+
 
 Columns = Mapping[str, Sequence[Tensor] | None]
 
@@ -58,7 +62,7 @@ class HookAdapter(Protocol):
 
     def megatron_init(self) -> None: ...
 
-    def before_log_prob(self, chunks: Sequence[Any], prefix: str) -> None: ...
+    def before_log_prob(self, chunks: Sequence[MegatronModule], prefix: str) -> None: ...
 
     def before_train_step(self, rollout_id: int, step_id: int, network: TrainedNetwork) -> None: ...
 
@@ -105,7 +109,7 @@ class UserHooks:
         if (adapter := self._named("custom_megatron_init_path")) is not None:
             adapter.megatron_init()
 
-    def before_log_prob(self, chunks: Sequence[Any], prefix: str = "") -> None:
+    def before_log_prob(self, chunks: Sequence[MegatronModule], prefix: str = "") -> None:
         adapter = self._named("custom_megatron_before_log_prob_hook_path")
         if adapter is not None:
             adapter.before_log_prob(chunks, prefix)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from collections.abc import Mapping as MappingOf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,9 @@ from slime_like.weights.parameter_map import (
 from slime_like.weights.quantized import CodedWeight, encode_tensors, stored_plans
 from slime_like.weights.stacked_experts import StackedExpert
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
+
 
 class HfExport:
     """How a network is exported, as often as wanted: what its ranks have to ask each other is asked
@@ -44,7 +47,7 @@ class HfExport:
 
     def __init__(
         self,
-        model_chunks: Sequence[Any],
+        model_chunks: Sequence[MegatronModule],
         *,
         hf: HfModel,
         gpt: GPTModelConfig,
@@ -126,7 +129,7 @@ class HfExport:
 
 
 def export_hf_weights(
-    model_chunks: Sequence[Any],
+    model_chunks: Sequence[MegatronModule],
     *,
     deltas: MappingOf[str, Callable[[], Tensor]] | None = None,
     **settings: Any,

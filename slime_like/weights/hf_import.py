@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping as MappingOf
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -26,9 +26,12 @@ from slime_like.weights.parameter_map import (
 from slime_like.weights.safetensors_reader import DTYPES, MAX_NAMED, WeightFiles, listed
 from slime_like.weights.untrained import repeated_tensors, untrained_prefixes
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
+
 
 def load_hf_weights(
-    model_chunks: Sequence[Any],
+    model_chunks: Sequence[MegatronModule],
     folder: str,
     *,
     hf: HfModel,
@@ -83,7 +86,7 @@ def plan_loading(
     local: MappingOf[str, Tensor],
     files: WeightFiles,
     folder: str,
-    chunk: Any,
+    chunk: MegatronModule,
     *,
     hf: HfModel,
     gpt: GPTModelConfig,
@@ -122,7 +125,7 @@ def plan_loading(
 
 def _fill(shard: Tensor, dim: int, parts: Sequence[Part], files: WeightFiles) -> None:
     position = 0
-    stacked: tuple[Any, Tensor] | None = (
+    stacked: tuple[object, Tensor] | None = (
         None  # an expert that has been read: gate and up are in one
     )
     for part in parts:

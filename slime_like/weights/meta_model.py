@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -27,6 +27,10 @@ from slime_like.megatron.model.gpt import build_chunks, model_shape
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.weights.parameter_map import global_parameters, named_weights
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
+
+
 TIMEOUT_MINUTES = 24 * 60.0  # a rank may write for long while the others have done their part
 NO_ACCELERATOR = Machine(cuda=False, transformer_engine=False, gradient_fusion=False)
 
@@ -41,7 +45,7 @@ class Blueprint:
     gpt: GPTModelConfig
     layout: ParallelLayout
     value_head: bool
-    chunks: list[Any]
+    chunks: list[MegatronModule]
     state: dict[str, Any]
     parameters: dict[str, Tensor]
     _entries: dict[str, Any]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as MappingOf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -27,6 +27,11 @@ from slime_like.weights.mappings import (
     Sizes,
     renamed,
 )
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
 
 # Transformer Engine's layers have the down-projections whole on every tensor-parallel rank
 _WHOLE_DOWN_PROJECTIONS: dict[str, Mapping] = {
@@ -73,7 +78,7 @@ _DELTA_NET = ("in_proj.", "conv_weight", "A_log", "dt_bias", "norm_weight", "out
 
 def family_map(
     architecture: str,
-    config: Any,
+    config: TransformerConfig,
     *,
     tied: bool,
     value_head: bool = False,
@@ -211,7 +216,7 @@ def any_expert(name: str) -> str:
     return _LOCAL_EXPERT.sub(r"\1*\3", name)
 
 
-def model_sizes(config: Any, gpt: GPTModelConfig) -> Sizes:
+def model_sizes(config: TransformerConfig, gpt: GPTModelConfig) -> Sizes:
     """Sizes of the whole model. config: the model's TransformerConfig."""
     assert gpt.vocab_size is not None, (
         "the vocabulary size is known once the command line is parsed"
@@ -231,7 +236,7 @@ def model_sizes(config: Any, gpt: GPTModelConfig) -> Sizes:
     )
 
 
-def _latent_sizes(config: Any) -> dict[str, int]:
+def _latent_sizes(config: TransformerConfig) -> dict[str, int]:
     if not config.multi_latent_attention:
         return {}
     return dict(
@@ -243,7 +248,7 @@ def _latent_sizes(config: Any) -> dict[str, int]:
     )
 
 
-def _delta_sizes(config: Any) -> dict[str, int]:
+def _delta_sizes(config: TransformerConfig) -> dict[str, int]:
     if not config.linear_attention_freq:
         return {}
     return dict(
@@ -263,14 +268,14 @@ def canonical_name(name: str) -> str:
     return _GROUPED_EXPERT.sub(r".experts.local_experts.\3.\1.\2", name)
 
 
-def unwrap(chunk: Any) -> Any:
+def unwrap(chunk: MegatronModule) -> Any:
     """The GPTModel inside data-parallel and precision wrappers."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
 
 
-def named_weights(chunk: Any) -> Iterator[tuple[str, Tensor]]:
+def named_weights(chunk: MegatronModule) -> Iterator[tuple[str, Tensor]]:
     """Parameters, and the routers' biases, which are buffers."""
     yield from chunk.named_parameters()
     yield from (
@@ -280,7 +285,7 @@ def named_weights(chunk: Any) -> Iterator[tuple[str, Tensor]]:
     )
 
 
-def global_parameters(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+def global_parameters(model_chunks: Sequence[MegatronModule]) -> Iterator[tuple[str, Tensor]]:
     """(canonical name with the global layer number and the global expert number, parameter) of
     everything on this rank."""
     for chunk in map(unwrap, model_chunks):

@@ -253,7 +253,7 @@ class _Job:
 
     def _filled(
         self, plan: FilePlan, places: dict[tuple[str, tuple[int, ...]], tuple[str, int]]
-    ) -> Iterator[tuple[Any, Any]]:
+    ) -> Iterator[tuple[object, object]]:
         """The items with their data: objects as they are, tensors read from the model's files one
         parameter at a time."""
         at: str | None = None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from arguments.run_config import RunConfig
 from slime_like.compat.slime.requests import call_slime_function
@@ -27,6 +27,10 @@ from slime_like.rollout.group_buffer import ChooseWaiting, GroupBuffer, PendingG
 from slime_like.rollout.rollouter import Rollouter
 from slime_like.sample_index import AnySample, complete
 from slime_like.types import Sample, SampleGroup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 Function = Callable[..., Any]
 
@@ -112,7 +116,10 @@ class SlimeAdapter:
         either, both or none; each gets what the one before it made."""
 
         async def changed(
-            sample: Sample, tokenizer: Any, rollout_id: int | None, evaluation: bool
+            sample: Sample,
+            tokenizer: PreTrainedTokenizerBase,
+            rollout_id: int | None,
+            evaluation: bool,
         ) -> Sample:
             for name, function in functions:
                 more = _taken(function, {"rollout_id": rollout_id, "evaluation": evaluation})

@@ -15,8 +15,6 @@ All of it is imported from ``slime_like.compat.slime.api``:
 `model_settings` is ours: what a model provider builds its GPTModel with.
 """
 
-from typing import Any
-
 from slime_like.compat.slime.requests import GenerateState, get_model_url, post
 from slime_like.compat.slime.rollout import (
     RolloutFnEvalOutput,
@@ -40,7 +38,7 @@ from slime_like.compat.slime.sources import (
 from slime_like.rollout.filters import DynamicFilterOutput
 
 
-def model_settings() -> dict[str, Any]:
+def model_settings() -> dict[str, object]:
     """For a model provider (--custom-model-provider-path): the arguments that the run would give
     GPTModel for the chunk that is being built, all but pre_process and post_process."""
     from slime_like.megatron.model import provided

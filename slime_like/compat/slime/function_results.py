@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,10 @@ from slime_like.compat.slime.samples import SlimeArgs, SlimeSample, blank, from_
 from slime_like.rollout.evaluate import score, score_rewards
 from slime_like.rollout.metrics import UNKNOWN_VERSIONS
 from slime_like.types import NOT_SAMPLED, Sample, SampleGroup, SampleStatus
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 _TRAINED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 
@@ -25,7 +29,7 @@ class Expected:
 
     name: str
     args: SlimeArgs
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     groups: int
     samples: int
     vocab_size: int | None
@@ -142,7 +146,9 @@ def _unknown_versions(samples: Sequence[Sample]) -> dict[str, float]:
     return {UNKNOWN_VERSIONS: unknown / max(trained, 1)}
 
 
-def read_eval_output(result: Any, name: str, args: SlimeArgs, tokenizer: Any) -> dict[str, float]:
+def read_eval_output(
+    result: Any, name: str, args: SlimeArgs, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, float]:
     """Scores by metric name; from the rewards, and from the samples where there are any. Raises
     ValueError naming the function and the set."""
     data, metrics = _parts(result, "data")
@@ -189,7 +195,7 @@ def _groups_of(
     rewards: Sequence[float | None],
     place: str,
     args: SlimeArgs,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> list[SampleGroup]:
     groups: dict[int, list[Sample]] = {}
     for number, (sample, reward) in enumerate(zip(samples, rewards, strict=True)):

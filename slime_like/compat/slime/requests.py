@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,10 @@ from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, Sam
 from slime_like.rollout.episode import CUSTOM_GENERATE, Model
 from slime_like.types import Sample as OurSample
 from slime_like.types import SampleStatus
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 # Keys of SGLang's sampling parameters that mean something here, and those that change nothing that
 # is returned
@@ -61,7 +65,7 @@ async def post(
     payload: Mapping[str, Any],
     max_retries: int = 60,
     headers: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """SGLang's answer to ``/generate`` with ``input_ids`` or ``text``, and ``sampling_params``.
     Raises ValueError for what the engine does not know."""
     call = _call()
@@ -84,7 +88,9 @@ async def post(
     return answer(output, len(prompt), call.model.tokenizer)
 
 
-def answer(output: GenerateOutput, prompt_tokens: int, tokenizer: Any) -> dict[str, Any]:
+def answer(
+    output: GenerateOutput, prompt_tokens: int, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
     """An output in the form of SGLang's."""
     reason: dict[str, Any] = {"type": output.finish_reason}
     if output.finish_reason == "length":
@@ -107,7 +113,7 @@ def answer(output: GenerateOutput, prompt_tokens: int, tokenizer: Any) -> dict[s
     }
 
 
-def sampling_dict(sampling: SamplingParams) -> dict[str, Any]:
+def sampling_dict(sampling: SamplingParams) -> dict[str, object]:
     values = {name: getattr(sampling, name) for name in _KNOWN}
     return values | {
         "stop": list(sampling.stop) or None,

@@ -13,13 +13,16 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from arguments.run_config import RunConfig
 from slime_like.rollout.engines.base import GenerateOutput
 from slime_like.types import NOT_SAMPLED, REWARD_DETAILS, Prompt, Sample, SampleStatus
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(slots=True)
@@ -170,7 +173,7 @@ def from_slime(
     sample: Sample,
     outputs: Sequence[GenerateOutput],
     args: SlimeArgs,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     flag: str,
     allow_unfinished: bool = False,

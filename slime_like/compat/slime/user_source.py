@@ -49,7 +49,7 @@ class UserSource:
         from_rank_zero(lambda: self._called("save", lambda: self.data_source.save(rollout_id)))
         self._rollout_id = rollout_id
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """What a checkpoint has of it: which save it belongs to."""
         return {"data_source": self._name, "rollout_id": self._rollout_id}
 

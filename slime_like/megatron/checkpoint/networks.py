@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import (
@@ -22,6 +22,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megatron_patches.torch_adam_ckpt import init_adam_state
 from slime_like.megatron.optimizer import plain_optimizers
 from slime_like.megatron.parallel_layout import ParallelLayout, in_own_layout
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
+
 
 # the format that can be loaded into another layout; megatron-core's default breaks without
 # Transformer Engine
@@ -49,7 +53,7 @@ class SavedNetwork:
     """chunks: this rank's megatron-core modules, unwrapped. optimizer: None leaves it out.
     scheduler: None for a network without one."""
 
-    chunks: Sequence[Any]
+    chunks: Sequence[MegatronModule]
     optimizer: MegatronOptimizer | None
     scheduler: OptimizerParamScheduler | None
     layout: ParallelLayout
@@ -169,7 +173,7 @@ def optimizer_step(network: SavedNetwork) -> float:
     return 0.0
 
 
-def set_step(common: Any, step: float, *, distributed: bool = False) -> None:
+def set_step(common: object, step: float, *, distributed: bool = False) -> None:
     """In the part of an optimizer's state that is not tensors, in place: what its load_state_dict
     takes the step of Adam from. A distributed optimizer has it in its groups, a plain one in an
     entry of its own, which is not there before the first step."""

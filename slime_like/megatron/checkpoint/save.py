@@ -277,7 +277,7 @@ def _description(
     layouts: Mapping[str, ParallelLayout],
     *,
     with_rng: bool,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """What a checkpoint says about its networks, plain JSON. A collective."""
     described = {owner: layout.describe() for owner, layout in layouts.items()}
     return {

@@ -176,7 +176,7 @@ def common_file() -> str:
     return str(COMMON_STATE_FNAME)
 
 
-def _common_bytes(common: Mapping[str, Any]) -> bytes:
+def _common_bytes(common: Mapping[str, object]) -> bytes:
     buffer = io.BytesIO()
     torch.save(common, buffer)
     buffer.seek(0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,9 @@ from slime_like.megatron.model.gpt import padded_vocab_size
 from slime_like.megatron.model.value import ValueHead
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.weights.mappings import RowParallel
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class AdapterChunk(MegatronModule):
@@ -62,7 +65,7 @@ class AdapterChunk(MegatronModule):
         for factor in self._factors.values():
             yield factor, self.parameters_by_name[_key(factor.name)]
 
-    def summed(self) -> Iterator[tuple[torch.nn.Parameter, Any]]:
+    def summed(self) -> Iterator[tuple[torch.nn.Parameter, object]]:
         """(parameter, group) of those whose gradient is a sum over the ranks of the group."""
         for factor, parameter in self.factors():
             ranks = _ranks(self.layout, self.config, factor)
@@ -160,7 +163,7 @@ def _of_head(factor: Factor) -> bool:
     return factor.name.startswith("lm_head.")
 
 
-def _ranks(layout: ParallelLayout, config: Any, factor: Factor) -> Ranks:
+def _ranks(layout: ParallelLayout, config: TransformerConfig, factor: Factor) -> Ranks:
     if factor.expert is not None:
         return Ranks(layout.etp_group, layout.etp_size, False, True)
     return Ranks(layout.tp_group, layout.tp_size, bool(config.sequence_parallel), False)

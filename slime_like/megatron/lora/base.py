@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,11 @@ from slime_like.megatron.model.policy import Slot
 from slime_like.megatron.network import Network
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.weights.parameter_map import family_map, global_parameters, model_sizes, unwrap
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
 
 VALUE_HEAD = "value_head"  # the slot of one
 LATENT = (
@@ -39,7 +44,7 @@ class LoraBase(Network):
 
     def __init__(
         self,
-        transformer: Any,
+        transformer: TransformerConfig,
         gpt: GPTModelConfig,
         transformer_impl: str,
         layout: ParallelLayout,
@@ -85,12 +90,12 @@ class LoraBase(Network):
                 for slot in slots.values():
                     slot.active = None
 
-    def _begin_graph(self, module: torch.nn.Module, inputs: Any, output: Tensor) -> None:
+    def _begin_graph(self, module: torch.nn.Module, inputs: object, output: Tensor) -> None:
         if self._carry_gradients and torch.is_grad_enabled() and not output.requires_grad:
             output.requires_grad_()
 
 
-def _slots(chunk: Any, *, has_head: bool) -> dict[str, Slot]:
+def _slots(chunk: MegatronModule, *, has_head: bool) -> dict[str, Slot]:
     """Hooks on all linear layers of a chunk; a slot for each, by the canonical name of its weight."""
     names = {id(parameter): name for name, parameter in global_parameters([chunk])}
     slots = {}

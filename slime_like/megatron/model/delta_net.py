@@ -77,7 +77,7 @@ class GatedDeltaNet(MegatronModule):
         values = self.heads * self.value_dim
         self.channels = 2 * self.key_dim + values  # of a group, that the convolution mixes
         self.widths = (self.channels, values, self.heads, self.heads)
-        linear: dict[str, Any] = dict(
+        linear: dict[str, object] = dict(
             config=config, bias=False, is_expert=False, tp_group=self.tp_group
         )
         self.in_proj = submodules.linear_qkv(
@@ -189,7 +189,7 @@ class GatedDeltaNet(MegatronModule):
         prefix: str = "",
         sharded_offsets: Sequence[tuple[int, int, int]] = (),
         metadata: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """As megatron-core's modules give it."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         own: dict[str, Any] = {}

@@ -260,7 +260,7 @@ def set_latent_epsilon(chunk: GPTModel) -> None:
             module.eps = LATENT_EPSILON
 
 
-def _scaled(module: torch.nn.Module, inputs: Any, embedded: torch.Tensor) -> torch.Tensor:
+def _scaled(module: torch.nn.Module, inputs: object, embedded: torch.Tensor) -> torch.Tensor:
     """In the embedding's dtype, to which transformers rounds the scale too."""
     scale = module.config.embedding_scale  # type: ignore[union-attr]
     return embedded * torch.tensor(scale, dtype=embedded.dtype, device=embedded.device)

@@ -61,7 +61,7 @@ class PostNormLayer(TransformerLayer):
     self_attn_bda: Any
     mlp_bda: Any
 
-    def __init__(self, config: Any, *args: Any, **settings: Any) -> None:
+    def __init__(self, config: TransformerConfig, *args: Any, **settings: Any) -> None:
         super().__init__(config, *args, **settings)
         if config.post_self_attn_layernorm:
             self.post_self_attn_layernorm = _norm(config)
@@ -152,7 +152,7 @@ class KeyNorm(NormOfAllHeads):
         super().__init__(heads, hidden_size, eps, config.params_dtype)
 
 
-def add_norms(layer: ModuleSpec, config: Any) -> None:
+def add_norms(layer: ModuleSpec, config: TransformerConfig) -> None:
     """Put into a layer's spec what `transformer_config_type` has fields for."""
     if config.post_self_attn_layernorm or config.post_mlp_layernorm:
         layer.module = PostNormLayer

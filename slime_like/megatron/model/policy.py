@@ -110,7 +110,7 @@ class HalfPrecisionModule(Float16Module):
     """megatron-core's, without its copy of the last stage's output in float32: that is hidden
     states here, of which few may be needed."""
 
-    def forward(self, *inputs: Any, fp32_output: bool = False, **keywords: Any) -> Tensor:
+    def forward(self, *inputs: object, fp32_output: bool = False, **keywords: object) -> Tensor:
         output: Tensor = super().forward(*inputs, fp32_output=fp32_output, **keywords)
         return output
 

@@ -195,7 +195,7 @@ class PredictionLayers(MegatronModule):
         prefix: str = "",
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """As megatron-core's modules give it."""
         state: dict[str, Any] = {}
         for number, module in enumerate(self.layers):
@@ -220,12 +220,12 @@ def one_layer(config: TransformerConfig) -> TransformerConfig:
     return single
 
 
-def prediction_block(config: TransformerConfig, spec: Any) -> TransformerBlockSubmodules:
+def prediction_block(config: TransformerConfig, spec: object) -> TransformerBlockSubmodules:
     """config: `one_layer`. spec: of its decoder."""
     return _get_block_submodules(config, spec, None, 0)
 
 
-def prediction_of(chunks: Sequence[Any]) -> PredictionLayers | None:
+def prediction_of(chunks: Sequence[MegatronModule]) -> PredictionLayers | None:
     """Of a model's chunks, on the ranks that have it."""
     found = getattr(unwrap_model(chunks[-1]), "mtp", None)
     assert found is None or isinstance(found, PredictionLayers)
@@ -233,7 +233,7 @@ def prediction_of(chunks: Sequence[Any]) -> PredictionLayers | None:
 
 
 @torch.no_grad()
-def bring_embedding(chunks: Sequence[Any], layout: ParallelLayout) -> None:
+def bring_embedding(chunks: Sequence[MegatronModule], layout: ParallelLayout) -> None:
     """Show the prediction layers the embedding as it is now: before a training pass, where weights
     may have changed. With pipeline stages the first one sends it to the last, unless that has its
     twin, the output layer of a tied model."""

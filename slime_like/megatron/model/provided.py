@@ -20,10 +20,10 @@ from slime_like.megatron.model.policy import PolicyModel, as_policy
 from slime_like.megatron.ops.router import PackedRouter
 
 PROVIDER = "--custom-model-provider-path"
-_settings: Mapping[str, Any] | None = None  # of the chunk that is being built
+_settings: Mapping[str, object] | None = None  # of the chunk that is being built
 
 
-def model_settings() -> dict[str, Any]:
+def model_settings() -> dict[str, object]:
     """The arguments that the run would give GPTModel for this chunk, all but pre_process and
     post_process. Raises RuntimeError outside a model provider."""
     if _settings is None:

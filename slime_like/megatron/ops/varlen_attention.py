@@ -30,7 +30,7 @@ MAX_HEAD_DIM = 256
 # consumer chips have too little shared memory for the backward pass of wider heads
 SMALL_CHIPS, MAX_HEAD_DIM_THERE = ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1)), 192
 # torch 2.11 has no such parameter and takes shared keys as they are
-SHARED_KEYS: dict[str, Any] = (
+SHARED_KEYS: dict[str, object] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
 

@@ -94,7 +94,7 @@ class WindowAttention(PackedAttention):
         prefix: str = "",
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """The sinks."""
         if self.softmax_offset is None:
             return {}

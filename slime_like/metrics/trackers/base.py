@@ -54,7 +54,7 @@ class TrackerContext:
         text = json.dumps({**self._ids(), tracker: run_id})
         (self.output_dir / IDS_FILE).write_text(text, encoding="utf-8")
 
-    def _ids(self) -> dict[str, Any]:
+    def _ids(self) -> dict[str, object]:
         try:
             found = json.loads((self.output_dir / IDS_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError):

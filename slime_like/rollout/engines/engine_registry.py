@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from slime_like.registry import Registry
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedTokenizerBase
 
     from arguments.run_config import RunConfig
     from slime_like.rollout.engines.base import RolloutEngine
@@ -22,7 +23,7 @@ class EngineContext:
     the run, for logs."""
 
     config: RunConfig
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     device: torch.device
     output_dir: Path
 

@@ -121,7 +121,7 @@ class ModelFamily:
     text_config: bool = False
     stand_ins: Mapping[str, str] = field(default_factory=dict)
     published: tuple[str, ...] = ()
-    tiny: Mapping[str, Any] = field(default_factory=dict)
+    tiny: Mapping[str, object] = field(default_factory=dict)
     untrained_prefixes: tuple[str, ...] = ()
     layer_types: frozenset[str] = frozenset({"full_attention"})
     same_as: str | None = None

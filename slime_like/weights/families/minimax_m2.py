@@ -32,7 +32,7 @@ PARAMETERS: dict[str, Mapping] = {
 }
 EXPERTS = ExpertKeys(experts=("num_local_experts",), ffn="intermediate_size")
 # Key -> its value in every published file, the only one here.
-FIXED: dict[str, Any] = {
+FIXED: dict[str, object] = {
     "scoring_func": "sigmoid",
     "use_routing_bias": True,
     "use_qk_norm": True,

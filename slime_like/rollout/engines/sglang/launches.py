@@ -51,7 +51,7 @@ def engine_launches(
     ports = {node.rank: iter(node.ports) for node in nodes}
     servers = list[list[Part]]()
     for number, shares in enumerate(placed):
-        several: dict[str, Any] = {}
+        several: dict[str, object] = {}
         if len(shares) > 1:
             if config.update_weight_transport == "cuda_ipc":
                 raise RunError(

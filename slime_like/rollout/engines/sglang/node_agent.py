@@ -40,7 +40,7 @@ class NodeAgent:
         # by number of the server: which attempt it is
         self._running: dict[str, tuple[int, ServerProcess]] = {}
         self._failed: dict[str, dict[str, Any]] = {}
-        self._reported: dict[str, Any] = {}
+        self._reported: dict[str, object] = {}
         self._thread = threading.Thread(target=self._run, name="sglang-servers", daemon=True)
         self._thread.start()
 
@@ -98,7 +98,7 @@ class RemoteNode:
     def __init__(self, store: SignedStore, rank: int, address: str) -> None:
         self.rank, self.address = rank, address
         self._store = store.clone()
-        self._wanted: dict[str, Any] = {}
+        self._wanted: dict[str, object] = {}
         self._attempts = 0
         self._lock = threading.Lock()
 

@@ -21,7 +21,7 @@ END_S = 6.0  # for a keeper to end its server
 LOWEST_PORT = 10000
 OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 # On a machine without a GPU; a --sglang flag of the user's replaces its entry.
-CPU_SETTINGS: Mapping[str, Any] = {
+CPU_SETTINGS: Mapping[str, object] = {
     "device": "cpu",
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
@@ -222,7 +222,7 @@ def server_settings(
     cuda: bool,
     memory_saver: bool,
     given: Mapping[str, Any],
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Of one server. given: the user's --sglang flags, which come last and replace ours."""
     ours: dict[str, Any] = {
         "model_path": model,

@@ -47,7 +47,9 @@ class Refused(ValueError):
         self.status = status
 
 
-def generation_body(request: GenerateRequest, sampling: SamplingParams, rid: str) -> dict[str, Any]:
+def generation_body(
+    request: GenerateRequest, sampling: SamplingParams, rid: str
+) -> dict[str, object]:
     """The JSON of one request. Seeds count only on servers with
     --sglang-enable-deterministic-inference. Raises ValueError for what SGLang cannot do: it knows
     no stop tokens while it ignores the model's."""
@@ -88,7 +90,7 @@ def scoring_body(tokens: Sequence[int], rid: str, start: int = 0) -> dict[str, A
     }
 
 
-def scoring_body_of_text(text: str, rid: str) -> dict[str, Any]:
+def scoring_body_of_text(text: str, rid: str) -> dict[str, object]:
     """As `scoring_body`, of the tokens that the server's own tokenizer makes of a text."""
     return {
         "rid": rid,
@@ -144,7 +146,7 @@ def read_generation(
     return GenerateOutput(request.sample_id, tokens, log_probs, finish, versions)
 
 
-def vocabulary_body(token: int, rid: str) -> dict[str, Any]:
+def vocabulary_body(token: int, rid: str) -> dict[str, object]:
     """Is refused with status 400 by a server whose vocabulary does not have the token;
     `scoring_body` is not, and tells another one's log-prob."""
     return {**scoring_body([0], rid), "token_ids_logprob": [token]}
@@ -186,7 +188,9 @@ def meta_of(answer: Any, rid: str) -> Mapping[str, Any]:
     return answer["meta_info"]
 
 
-def _finish_reason(meta: Mapping[str, Any], rid: str) -> tuple[FinishReason, Mapping[str, Any]]:
+def _finish_reason(
+    meta: Mapping[str, object], rid: str
+) -> tuple[FinishReason, Mapping[str, object]]:
     reason = meta.get("finish_reason")
     kind = reason.get("type") if isinstance(reason, dict) else None
     if not isinstance(reason, dict) or kind not in get_args(FinishReason):
@@ -210,7 +214,7 @@ def _log_probs(entries: Any, tokens: tuple[int, ...], rid: str) -> tuple[float, 
     return tuple(values)
 
 
-def _weight_versions(meta: Mapping[str, Any], length: int, rid: str) -> tuple[int, ...]:
+def _weight_versions(meta: Mapping[str, object], length: int, rid: str) -> tuple[int, ...]:
     """Of every token, from `weight_versions` (spans) or, where the server does not give them, from
     `weight_version` (one for all)."""
     spans = meta.get("weight_versions")

@@ -12,7 +12,6 @@ import base64
 import binascii
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +36,7 @@ class RoutesFormat:
 
 
 def read_routes(
-    meta: Mapping[str, Any],
+    meta: Mapping[str, object],
     request: GenerateRequest,
     output: GenerateOutput,
     expected: RoutesFormat,
