@@ -8,6 +8,7 @@ from slime_like.advantages.registry import (
     TokenEstimator,
     TurnEstimator,
     advantage_estimators,
+    compares_tokens,
     needs_energies,
 )
 from slime_like.config import Problem
@@ -84,13 +85,11 @@ def idle_advantage_settings(s: Settings) -> str | None:
     own = s.algorithm.value_lambd is not None and s.algorithm.lambd_length_alpha is not None
     if "lambd" in s.given and own:
         return "--lambd has no effect with both --value-lambd and --lambd-length-alpha, which are the critic's and the policy's"
-    if s.algorithm.singleton_advantage == "reward" and needs_energies(entry):
+    if s.algorithm.singleton_advantage == "reward" and compares_tokens(entry):
         return f"--singleton-advantage reward has no effect with --advantage-estimator {name}: a group of one has advantage 0"
     if "gamma" in s.given and name == "grpo_branch":
         return "--gamma has no effect with --advantage-estimator grpo_branch: a branch's rewards are summed"
-    scales = isinstance(entry, TurnEstimator) or (
-        isinstance(entry, OutcomeEstimator) and entry.scales_by_std
-    )
+    scales = isinstance(entry, TurnEstimator) or entry.scales_by_std
     if "disable_grpo_std_normalization" in s.given and not scales:
         return f"--disable-grpo-std-normalization has no effect with --advantage-estimator {name}"
     return None

@@ -12,8 +12,8 @@ from arguments.rules.base import Rule, Settings, problem
 from slime_like.advantages.registry import (
     TurnEstimator,
     advantage_estimators,
+    compares_tokens,
     needs_critic,
-    needs_energies,
 )
 from slime_like.config import Problem, flag_name
 from slime_like.environments.base import environment_maker
@@ -144,7 +144,7 @@ def _cut_matters(s: ConfigGroups, loss: PolicyLoss) -> dict[str, tuple[bool, str
     whole = "; the sequences of an episode have one reward, and their tokens none"
     return {
         "advantage_estimator": (
-            needs_critic(estimator) or needs_energies(estimator),
+            needs_critic(estimator) or compares_tokens(estimator),
             f" yet with {s.algorithm.advantage_estimator}{whole}",
         ),
         "policy_loss_type": (

@@ -76,7 +76,7 @@ class AlgorithmConfig:
     )
     gamma: float = arg(
         1.0,
-        "Discount of the rewards of later tokens or answers (reinforce_plus_plus, remax, otb, ppo, grpo_turn).",
+        "Discount of the rewards of later tokens or answers (reinforce_plus_plus, remax, otb, ppo, grpo_token, grpo_turn).",
         legal=UNIT,
         excludes="loss_type=sft_loss",
     )

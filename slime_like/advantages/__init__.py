@@ -8,6 +8,7 @@ from slime_like.advantages import (  # noqa: F401  (each registers its estimator
     gdpo,
     gpg,
     grpo,
+    grpo_token,
     maxrl,
     opo,
     otb,

@@ -179,8 +179,9 @@ def estimate_advantages(
             entry, settings, outcomes, usable, mine, masks, kl, critic_values
         )
         if entry.needs_energies:
-            peers = _peers(usable, outcomes, mine, group)
-            batch = replace(batch, energies=energies, peers=peers)
+            batch = replace(batch, energies=energies)
+        if entry.needs_peers:
+            batch = replace(batch, peers=_peers(usable, outcomes, mine, group))
         values = entry.fn(batch)
         targets = None if entry.returns is None else entry.returns(batch)
     metrics |= found
@@ -346,7 +347,7 @@ def _token_rewards(
             singleton=settings.singleton,
         )
         numbers, metrics = output.values, dict(output.metrics)
-    if entry.needs_energies:  # of the groups that it compares by itself
+    if entry.needs_peers:  # of the groups that it compares by itself
         metrics = dict(over_groups(_itself, rewards, outcomes.group_ids, outcomes.lengths).metrics)
     if entry.needs_greedy and outcomes.greedy_rewards is not None:
         broken = ~torch.isfinite(outcomes.greedy_rewards)
@@ -366,5 +367,6 @@ def _token_rewards(
         value_lambd=settings.value_lambd,
         lambd_length_alpha=settings.lambd_length_alpha,
         token_rewards=given,
+        normalize_std=settings.normalize_std,
     )
     return batch, metrics

@@ -37,7 +37,11 @@ def token_energies(
 
 
 @register_token_estimator(
-    "otb", needs_energies=True, takes_token_rewards=True, aliases=("optimal_token_baseline",)
+    "otb",
+    needs_energies=True,
+    needs_peers=True,
+    takes_token_rewards=True,
+    aliases=("optimal_token_baseline",),
 )
 def otb(batch: TokenRewards) -> list[Tensor]:
     """A collective of the ranks that share the rollout."""

@@ -82,8 +82,8 @@ class TokenRewards:
     advantage estimation; value_lambd: that of the critic's returns, None: lambd;
     lambd_length_alpha: of the policy's as its sample's length has it, None: lambd. token_rewards: [R] by sample, which stand in for its outcome, or None
     where it has none; None altogether where no sample has any. energies: [R] by sample, the squared
-    norm of the gradient of each token's log-prob by the logits, and peers; None where nobody asked
-    for them.
+    norm of the gradient of each token's log-prob by the logits; None where nobody asked for them.
+    peers: None where nobody asked for them. normalize_std: divide by the standard deviation.
     """
 
     outcomes: Sequence[float]
@@ -98,6 +98,7 @@ class TokenRewards:
     token_rewards: Sequence[Tensor | None] | None = None
     energies: Sequence[Tensor] | None = None
     peers: Peers | None = None
+    normalize_std: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +110,10 @@ class TokenEstimator:
     --normalize-advantages is part of the estimator. needs_greedy: whether `greedy_rewards` must be
     there. needs_values: whether `values`
     must be, and with them a critic. returns: what it learns, [R] float64 by sample, where that is
-    not the advantage plus the value; None: it always is. needs_energies: whether `energies` and
-    `peers` must be there, as it compares the tokens of a group. takes_token_rewards: whether `fn` uses
-    rewards of tokens.
+    not the advantage plus the value; None: it always is. needs_energies: whether `energies` must be
+    there. needs_peers: whether `peers` must be, as it compares the tokens of a group.
+    takes_token_rewards: whether `fn` uses rewards of tokens. scales_by_std: whether it reads
+    `normalize_std`.
     """
 
     name: str
@@ -122,7 +124,9 @@ class TokenEstimator:
     needs_values: bool = False
     returns: Callable[[TokenRewards], list[Tensor] | None] | None = None
     needs_energies: bool = False
+    needs_peers: bool = False
     takes_token_rewards: bool = False
+    scales_by_std: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +223,12 @@ def compares_samples(estimator: AdvantageEstimator) -> bool:
     """Whether a sample is measured against the others of its prompt."""
     if isinstance(estimator, OutcomeEstimator | TurnEstimator):
         return True
-    return estimator.outcome is not None or estimator.needs_energies
+    return estimator.outcome is not None or estimator.needs_peers
+
+
+def compares_tokens(estimator: AdvantageEstimator) -> bool:
+    """Whether a token is measured against those of the others of its prompt."""
+    return isinstance(estimator, TokenEstimator) and estimator.needs_peers
 
 
 def needs_energies(estimator: AdvantageEstimator) -> bool:

@@ -3,6 +3,7 @@ one."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ SETTINGS = {
     "grpo": AdvantageSettings("grpo", normalize=True, kl_coef=0.2),
     "rloo": AdvantageSettings("rloo", kl_coef=0.2),
     "otb": AdvantageSettings("otb", gamma=0.9, kl_coef=0.2),
+    "grpo_token": AdvantageSettings("grpo_token", gamma=0.9, kl_coef=0.2),
 }
 
 
@@ -49,10 +51,11 @@ def advantages(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[st
         torch.tensor([int(m.sum()) for m in masks]),
     )
     result: dict[str, Any] = {"mine": mine}
+    by_token = [reward * mask for reward, mask in zip(told.rewards, masks)]
     for name, settings in SETTINGS.items():
         output = estimate_advantages(
             settings,
-            told,
+            replace(told, token_rewards=by_token) if name == "grpo_token" else told,
             mine=mine,
             masks=[masks[i] for i in mine],
             kl=[kl[i] for i in mine],

@@ -99,13 +99,26 @@ def test_parts_of_rewards_reach_all_ranks(
     assert "--gdpo-reward-keys" in error and "under last" in error
 
 
+OF_TOKENS = """
+def judge(args, sample):
+    tokens = sample.tokens[len(sample.tokens) - sample.response_length :]
+    return [float(token % 3 == sample.group_index % 3) for token in tokens]
+"""
+
+
 @pytest.mark.extended
-def test_the_optimal_token_baseline_in_any_layout(
-    server: TrainServer, work: Workspace, tmp_path: Path
+@pytest.mark.parametrize("estimator", ["otb", "grpo_token"])
+def test_tokens_are_compared_in_any_layout(
+    server: TrainServer, work: Workspace, tmp_path: Path, estimator: str
 ) -> None:
-    """Its energies come from the head, its groups are on all ranks: split vocabulary, pipeline,
-    context and data give the run of one rank."""
-    flags: dict[str, Any] = dict(advantage_estimator="otb", num_rollout=2, kl_coef=0.1, kl_loss_type="k2", ref_load=work.model)  # fmt: skip
+    """otb's energies come from the head, and the groups of both are on all ranks: split vocabulary,
+    pipeline, context and data give the run of one rank."""
+    reward = tmp_path / "mine.py"
+    reward.write_text(OF_TOKENS)
+    flags: dict[str, Any] = dict(
+        advantage_estimator=estimator, num_rollout=2, kl_coef=0.1, kl_loss_type="k2", ref_load=work.model, rm_type=None,
+        custom_rm_path=f"{reward}:judge",
+    )  # fmt: skip
     layouts: dict[str, dict[str, Any]] = {
         "one": {},
         "data": {"micro_batch_size": 2},
@@ -124,7 +137,9 @@ def test_the_optimal_token_baseline_in_any_layout(
             assert (
                 abs(row["train/grad_norm"] - one["train/grad_norm"]) < 1e-4 * one["train/grad_norm"]
             )
-    plain = work.flags(tmp_path / "plain", **flags | {"advantage_estimator": "rloo"})
+    plain = work.flags(
+        tmp_path / "plain", **flags | {"advantage_estimator": "rloo", "sum_token_rewards": ""}
+    )
     server.train(plain, tmp_path / "log_plain").ok()
     other, one = rows_of(tmp_path / "plain")[0], rows["one"][0]
     assert abs(other["train/grad_norm"] - one["train/grad_norm"]) > 1e-2 * one["train/grad_norm"]

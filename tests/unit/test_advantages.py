@@ -189,7 +189,7 @@ def test_the_warning_about_groups_of_one_comes_once() -> None:
 def test_an_unknown_estimator_names_the_legal_ones() -> None:
     with pytest.raises(
         ValueError,
-        match=r"unknown advantage estimator 'ppo2'; legal values: gdpo, gpg, grpo, grpo_branch, grpo_turn, maxrl, opo",
+        match=r"unknown advantage estimator 'ppo2'; legal values: gdpo, gpg, grpo, grpo_branch, grpo_token, grpo_turn, maxrl, opo",
     ):
         compute("ppo2", [1.0], [0])
 

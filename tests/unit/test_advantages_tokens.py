@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -81,6 +82,11 @@ def estimate(
 ) -> TokenAdvantages:  # fmt: skip
     values = critic_values(masks) if settings.estimator == "ppo" else None
     told = outcomes(masks, rewards, greedy)
+    if settings.estimator == "grpo_token":
+        each = [
+            math.isfinite(r) * mask * 0.5 * i for i, (r, mask) in enumerate(zip(rewards, masks))
+        ]
+        told = replace(told, token_rewards=each)
     return estimate_advantages(
         settings, told, mine=range(len(masks)), masks=masks, kl=kl, critic_values=values, energies=energies_of(masks),
     )  # fmt: skip
@@ -357,8 +363,8 @@ def test_a_bad_reward_or_kl_leaves_the_others_alone(name: str, normalize: bool, 
 @pytest.mark.parametrize("name", advantage_estimators.names())
 def test_parts_of_a_rollout_give_what_the_whole_gives(name: str) -> None:
     """Ranks hold different samples of the same rollout; without whitening they need nothing of each
-    other but the KL's sums. otb compares tokens across ranks: test_advantages_otb.py."""
-    if name == "otb":
+    other but the KL's sums. Two compare tokens across ranks: tests/dist/test_whitening.py."""
+    if name in ("otb", "grpo_token"):
         return
     masks, _ = samples(2)
     settings, told = AdvantageSettings(name, gamma=0.9), outcomes(masks, greedy=[0.5] * 7)

@@ -37,7 +37,7 @@ def test_every_estimator_by_flag(tmp_path: Path, name: str) -> None:
 def test_the_table_is_complete() -> None:
     assert set(advantage_estimators.names()) == {
         "grpo", "gdpo", "otb", "pass_at_k", "rloo", "maxrl", "opo", "gpg", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo",
-        "grpo_turn", "grpo_branch",
+        "grpo_token", "grpo_turn", "grpo_branch",
     }  # fmt: skip
 
 
