@@ -25,7 +25,7 @@ class Recipe:
 
     name: in the table and in the test's id. task: a key of `tasks.TASKS`. reward: a function of
     rewards.py, or exact_match. num_layers: of the model. flags: of train.py, beside COMMON and
-    what names the files. start_at_most, end_at_least: the band: mean reward of the first rollout,
+    what names the files; {folder} is the run's. start_at_most, end_at_least: the band: mean reward of the first rollout,
     and of the last LAST ones.
     """
 
@@ -41,9 +41,19 @@ class Recipe:
 COPY = "--rollout-max-response-len 5 --micro-batch-size 32 --num-steps-per-rollout 4 --lr 1e-3"
 LARGEST = "--rollout-max-response-len 2 --micro-batch-size 32 --num-steps-per-rollout 4 --lr 1e-3"
 
+# Four steps of 200 tokens' rewards each, as in verl's run. The critic's run is verl's: its rates, its KL in the reward.
+DIGITS = "--rollout-max-response-len 32 --micro-batch-size 200 --num-steps-per-rollout 4 --loss-reduction token_mean --use-rollout-logprobs"
+DIGITS_GRPO = "--advantage-estimator grpo_token --rollout-batch-size 100 --n-samples-per-prompt 8 --lr 2e-4 --entropy-coef 0.02 --num-rollout 100"
+DIGITS_PPO = (
+    "--advantage-estimator ppo --normalize-advantages --rollout-batch-size 800 --n-samples-per-prompt 1 --lr 1e-4 --weight-decay 0.01"
+    " --critic-lr 1e-3 --value-clip 0.5 --kl-coef 0.005 --ref-load {folder}/model --num-rollout 160"
+)
+
 RECIPES = (
     Recipe("copy, GRPO", "copy", "right_prefix", 2, f"{GRPO} {COPY} --num-rollout 100", 0.1, 0.2),
     Recipe("largest, GRPO", "largest", "exact_match", 2, f"{GRPO} {LARGEST} --num-rollout 100", 0.1, 0.5),
+    Recipe("digits, GRPO of token rewards", "digits", "digit_completion", 4, f"{DIGITS} {DIGITS_GRPO}", 0.1, 0.2),
+    Recipe("digits, PPO with a critic", "digits", "digit_completion", 4, f"{DIGITS} {DIGITS_PPO}", 0.1, 0.2),
 )  # fmt: skip
 
 
@@ -72,7 +82,7 @@ def command(recipe: Recipe, seed: int, folder: Path) -> list[str]:
         "--hf-checkpoint", str(folder / "model"), "--prompt-data", str(folder / "train.jsonl"),
         "--input-key", "prompt", "--label-key", "answer", "--rollout-shuffle",
         "--seed", str(seed), "--rollout-seed", str(seed), "--output-dir", str(folder / "run"),
-        *graded, *COMMON.split(), *recipe.flags.split(),
+        *graded, *COMMON.split(), *recipe.flags.format(folder=folder).split(),
     ]  # fmt: skip
 
 
