@@ -85,6 +85,10 @@ class Registry(Generic[T]):
             self._lazy.discard(name)
         return cast(T, self._entries[name])
 
+    def __contains__(self, name: str) -> bool:
+        """Whether it is registered under this very name, which is no alias."""
+        return name in self._entries
+
     def names(self, with_aliases: bool = False) -> list[str]:
         names = sorted(self._entries)
         return names + sorted(self._aliases) if with_aliases else names

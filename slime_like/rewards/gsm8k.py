@@ -6,6 +6,7 @@ Every step is linear in the length of the text, so that this reward needs no dea
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from decimal import Decimal
@@ -38,6 +39,7 @@ def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
     return float(response_number(response) == expected)
 
 
+@functools.lru_cache(maxsize=256)  # the samples of a group share their label
 def label_number(label: str) -> Decimal | None:
     """The number after the last ``####`` of a label, or the only kind of answer it has: its last
     number."""
@@ -61,6 +63,8 @@ def last_boxed(text: str) -> str | None:
 
     Of boxes in boxes the innermost counts. Linear in the length of the text.
     """
+    if _BOXED not in text:
+        return None
     best = (-1, -1)
     opened: list[int] = []  # where the content of each open brace starts; -1: not of a box
     for match in _BRACE.finditer(text):

@@ -42,9 +42,9 @@ class Reward:
     problem(label, metadata) -> why no response to such a row can be scored, or None; cheap, it is
     asked for every row of a file. inline: looks at no text of a model, so it is graded in the
     calling process. All others are graded in confined workers. bounded: takes time linear in the
-    text and does not read the metadata; a worker is given many texts at once. evaluates(response):
-    whether evaluating this text may run code; it is then graded in a process of its own. None:
-    never. prepare: imports what it needs, before the first sample's deadline runs. library: (import
+    text and does not read the metadata; a worker is given many texts at once. evaluates(response,
+    metadata): whether scoring this text may run code; it is then graded in a process of its own.
+    None: never. prepare: imports what it needs, before the first sample's deadline runs. library: (import
     name, distribution) of that, which the extra
     `extra` installs; None: its user does.
     """
@@ -53,7 +53,7 @@ class Reward:
     problem: AnswerCheck = _no_problem
     inline: bool = False
     bounded: bool = False
-    evaluates: Callable[[str], bool] | None = None
+    evaluates: Callable[[str, Mapping[str, Any]], bool] | None = None
     prepare: Callable[[], None] | None = None
     library: tuple[str, str] | None = None
     extra: str | None = "tasks"
@@ -218,7 +218,7 @@ def answer_check(
 
 
 def _known(name: Any, source: str) -> str:
-    if not isinstance(name, str) or name not in rewards.names():
+    if not isinstance(name, str) or name not in rewards:
         raise ValueError(
             f"{source} {name!r}: unknown reward; legal values: {', '.join(rewards.names())}"
         )

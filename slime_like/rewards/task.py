@@ -1,7 +1,8 @@
 """The scorer of a reasoning-gym task (`data/tasks.py`), between 0 and 1.
 
 Several of these scorers evaluate the model's text as Python or sympy (`eval`, `parse_expr`), so an
-answer that could call something is scored in a confined process of its own (`forked.py`).
+answer that could call something is scored in a confined process of its own (`forked.py`), unless
+the scorer cannot evaluate at all (`scorers.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.rewards.forked import may_call
+from slime_like.rewards.scorers import only_compares
 
 _REGISTERED = re.compile(r"(?:register_dataset\(\s*|DATASET_NAME\s*=\s*)[\"']([a-z0-9_]+)[\"']")
 
@@ -45,13 +47,18 @@ def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
     sample has no task."""
     if words := problem(label, metadata):
         raise ValueError(words)
+    return float(_dataset(metadata).score_answer(extract_answer(response), metadata["entry"]))
+
+
+def _dataset(metadata: Mapping[str, Any]) -> Any:
+    """The row's task as reasoning-gym has it, made once."""
     task = metadata["task"]
     key = task["name"] + json.dumps(task["options"], sort_keys=True, default=str)
     if key not in _datasets:
         from reasoning_gym import create_dataset
 
         _datasets[key] = create_dataset(task["name"], **task["options"])
-    return float(_datasets[key].score_answer(extract_answer(response), metadata["entry"]))
+    return _datasets[key]
 
 
 def unknown(spec: str) -> str | None:
@@ -84,9 +91,15 @@ def _written_names() -> frozenset[str]:
     return frozenset(_REGISTERED.findall(text))
 
 
-def evaluates(response: str) -> bool:
-    """Whether a scorer that evaluates this response's answer could run code."""
-    return may_call(extract_answer(response))
+def evaluates(response: str, metadata: Mapping[str, Any]) -> bool:
+    """Whether the row's scorer could run code that this response's answer holds: the answer could
+    call something, and the scorer is not known to compare alone."""
+    if not may_call(extract_answer(response)):
+        return False
+    try:
+        return not only_compares(_dataset(metadata).__class__)
+    except Exception:  # what is wrong with the row, `score` says
+        return True
 
 
 def extract_answer(response: str) -> str:

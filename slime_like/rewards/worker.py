@@ -34,7 +34,7 @@ from slime_like.import_utils import load_module
 from slime_like.rewards import confinement, keeper
 from slime_like.rewards.custom import RewardArgs, RewardSample, is_async, load_function
 from slime_like.rewards.forked import in_child
-from slime_like.rewards.registry import rewards
+from slime_like.rewards.registry import Reward, rewards
 from slime_like.rewards.sandbox import SandboxError
 from slime_like.text import clean
 
@@ -186,7 +186,8 @@ def _write(pipe: BinaryIO, answer: Answer) -> None:
 
 def _grade(job: Job, function: Callable[..., Any] | None, args: RewardArgs) -> Answer:
     if job.rm_type is not None:
-        answers = [_score(job.rm_type, text) for text in job.texts]
+        reward = rewards.get(job.rm_type)
+        answers = [_score(reward, text) for text in job.texts]
         return answers[0] if len(answers) == 1 else {"batch": answers}
     assert function is not None, "a job without an rm_type is for the custom function"
     try:
@@ -200,17 +201,16 @@ def _grade(job: Job, function: Callable[..., Any] | None, args: RewardArgs) -> A
         return raised(error)
 
 
-def _score(name: str, text: Text) -> Answer:
+def _score(reward: Reward, text: Text) -> Answer:
     """One text under a reward of this project. Raises SandboxError."""
-    reward = rewards.get(name)
-    if reward.evaluates is not None and reward.evaluates(text[0]):
-        return in_child(lambda: _call(name, text))
-    return _call(name, text)
+    if reward.evaluates is not None and reward.evaluates(text[0], text[2]):
+        return in_child(lambda: _call(reward, text))
+    return _call(reward, text)
 
 
-def _call(name: str, text: Text) -> Answer:
+def _call(reward: Reward, text: Text) -> Answer:
     try:
-        return to_answer(rewards.get(name).score(*text), None)
+        return to_answer(reward.score(*text), None)
     except SandboxError:
         raise
     except (Exception, SystemExit) as error:
@@ -241,6 +241,8 @@ def to_answer(value: Any, reward_key: str | None) -> Answer:
     or the key ``token_rewards`` of a dict; the response's own reward is then what the dict has under
     `reward_key` (or ``score``), or their sum.
     """
+    if type(value) is float:
+        return {"value": value}
     details: dict[str, float] = {}
     tokens: Any = _row_of_numbers(value)
     if isinstance(value, dict):
