@@ -85,7 +85,7 @@ class Registry(Generic[T]):
             self._lazy.discard(name)
         return cast(T, self._entries[name])
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         """Whether it is registered under this very name, which is no alias."""
         return name in self._entries
 

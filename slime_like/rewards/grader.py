@@ -34,6 +34,7 @@ _MOST_WORKERS = 4  # of the automatic choice
 _BATCH, _BATCH_CHARACTERS = 64, 2**20  # texts that a worker is given at once, of a bounded reward
 _UNGRADED = (SampleStatus.FAILED, SampleStatus.ABORTED, SampleStatus.PARTIAL)
 _FIELDS = [field.name for field in dataclasses.fields(Sample)]
+_PLACES = {name: place for place, name in enumerate(_FIELDS)}
 _values_of = operator.attrgetter(*_FIELDS)
 
 
@@ -155,8 +156,11 @@ class Grader:
         """The reward of one sample; None is the custom function."""
         if self.args.custom_rm_path is not None:
             return None
+        usual = self.args.rm_type
+        if usual in rewards and "rm_type" not in sample.metadata:
+            return usual
         try:
-            return reward_of(self.args.rm_type, sample.metadata, from_metadata=self._from_metadata)
+            return reward_of(usual, sample.metadata, from_metadata=self._from_metadata)
         except ValueError as error:
             raise ValueError(f"sample {sample.sample_id}: {error}") from error
 
@@ -329,8 +333,8 @@ def _default_workers() -> int:
 def _replace(sample: Sample, **changes: object) -> Sample:
     """As `dataclasses.replace`, at half its cost: most of what a short text's reward costs here."""
     values = list(_values_of(sample))
-    for name, value in changes.items():
-        values[_FIELDS.index(name)] = value
+    for name in changes:
+        values[_PLACES[name]] = changes[name]
     return Sample(*values)
 
 

@@ -43,7 +43,7 @@ class Reward:
     asked for every row of a file. inline: looks at no text of a model, so it is graded in the
     calling process. All others are graded in confined workers. bounded: takes time linear in the
     text and does not read the metadata; a worker is given many texts at once. evaluates(response,
-    metadata): whether scoring this text may run code; it is then graded in a process of its own.
+    metadata): whether scoring this text may run code; it is then graded in a fork.
     None: never. prepare: imports what it needs, before the first sample's deadline runs. library: (import
     name, distribution) of that, which the extra
     `extra` installs; None: its user does.

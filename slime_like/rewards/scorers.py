@@ -1,9 +1,9 @@
 """Which of reasoning-gym's scorers can only compare a text, whatever it holds.
 
-Some scorers evaluate the answer as Python or sympy. To score in a process of its own what could
-call something costs a fork of a process with a hundred megabytes, many times what most scorers
-need, so those that cannot evaluate are told apart: every name that a scorer's code mentions, and
-what it calls in turn, must be one of `_HARMLESS`. What is not known is taken to evaluate.
+Some scorers evaluate the answer as Python or sympy, so answers that could call something are scored
+in a fork of a process with a hundred megabytes, many times what most scorers cost. Scorers that
+cannot evaluate need none: every name that their code mentions, and what it calls in turn, must be
+one of `_HARMLESS`. What is not known is taken to evaluate.
 """
 
 from __future__ import annotations
