@@ -99,11 +99,11 @@ class Help(argparse.Action):
 
 
 class Version(argparse.Action):
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, *_: object) -> None:
         raise HelpRequested(f"slime_like {slime_like.__version__}")
 
 
-def custom_words(action: argparse.Action, name: str, value: Any) -> list[str]:
+def custom_words(action: argparse.Action, name: str, value: object) -> list[str]:
     """A value of a run file as the words that set it on a command line."""
     if value is None or (value is False and action.nargs == 0):
         return []

@@ -66,7 +66,7 @@ def _room_for_conversations(configs: Mapping[str, Any], checkpoint: HfModel) -> 
 def make_draft(
     given: ParsedArgs,
     loss: PolicyLoss,
-    policy_loss: Any,
+    policy_loss: object,
     checkpoint: HfModel | None,
     world_size: int,
     program: Program,
@@ -159,7 +159,7 @@ def _compared(
     return [Problem(flag, folder, f"is shaped otherwise than --hf-checkpoint: {words}")]
 
 
-def settings_of(config_type: type, values: Mapping[str, Any]) -> Any:
+def settings_of(config_type: type, values: Mapping[str, object]) -> Any:
     return config_type(
         **{f.name: values[f.name] for f in dataclasses.fields(config_type) if f.name in values}
     )

@@ -111,7 +111,7 @@ def eval_sets_of(config: EvalConfig) -> tuple[tuple[EvalSet, ...], list[Problem]
         return (), [Problem(FLAG, config.eval_config, str(error))]
 
 
-def _sets(content: Any, flags: Mapping[str, Any]) -> tuple[EvalSet, ...]:
+def _sets(content: object, flags: Mapping[str, object]) -> tuple[EvalSet, ...]:
     body = content.get("eval", content) if isinstance(content, dict) else content
     if not isinstance(body, dict) or not body.get("datasets"):
         raise ValueError("must hold 'datasets': a list of sets, each with a name and a path")
@@ -142,7 +142,7 @@ def _sets(content: Any, flags: Mapping[str, Any]) -> tuple[EvalSet, ...]:
     return tuple(sets)
 
 
-def _checked(row: Any, place: str, forbidden: tuple[str, ...] = ()) -> dict[str, Any]:
+def _checked(row: object, place: str, forbidden: tuple[str, ...] = ()) -> dict[str, Any]:
     """The keys of a set, with their values in their types. Raises ValueError naming the key."""
     if not isinstance(row, dict):
         raise ValueError(f"{place} must be a mapping, not {type(row).__name__}")

@@ -77,7 +77,7 @@ class Shape:
     choices: tuple[Any, ...] | None = None
 
 
-def shape_of(annotation: Any) -> Shape | None:
+def shape_of(annotation: object) -> Shape | None:
     """None where the annotation cannot be said in words: callables, dtypes, unions of different
     kinds."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
@@ -149,7 +149,7 @@ def flags_of(
     return flags
 
 
-def default_of(field: dataclasses.Field[Any]) -> Any:
+def default_of(field: dataclasses.Field[object]) -> Any:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return None if field.default is dataclasses.MISSING else field.default

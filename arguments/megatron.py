@@ -295,7 +295,7 @@ def network_of_flags(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Pro
 
 
 def disagreements(
-    explicit: Mapping[str, Any], checkpoint: Mapping[str, Any], given: Mapping[str, Any]
+    explicit: Mapping[str, object], checkpoint: Mapping[str, object], given: Mapping[str, object]
 ) -> list[Problem]:
     """Flags that say something else than --hf-checkpoint's config.json."""
     problems = []
@@ -356,7 +356,7 @@ def disagreements(
 
 
 def merge_network(
-    explicit: Mapping[str, Any], checkpoint: Mapping[str, Any], given: Mapping[str, Any]
+    explicit: Mapping[str, object], checkpoint: Mapping[str, object], given: Mapping[str, object]
 ) -> dict[str, object]:
     """TransformerConfig's fields from the checkpoint and the flags. Dropout is off unless a flag
     says otherwise."""
@@ -366,7 +366,9 @@ def merge_network(
     return network
 
 
-def required_without_checkpoint(network: Mapping[str, Any], gpt: GPTModelConfig) -> Iterable[str]:
+def required_without_checkpoint(
+    network: Mapping[str, object], gpt: GPTModelConfig
+) -> Iterable[str]:
     """Flags that describe the network and are missing when no --hf-checkpoint does."""
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if network.get(name) is None:

@@ -91,7 +91,7 @@ class Build:
 
 
 def build_megatron_configs(
-    values: Mapping[str, Any],
+    values: Mapping[str, object],
     *,
     model: ModelConfig,
     parallel: ParallelConfig,
@@ -160,7 +160,7 @@ def _dtype(build: Build) -> Any:
     return torch.bfloat16 if build.values.get("bf16") else torch.float32
 
 
-def _of(config_type: type, values: Mapping[str, Any]) -> dict[str, Any]:
+def _of(config_type: type, values: Mapping[str, object]) -> dict[str, Any]:
     return {f.name: values[f.name] for f in dataclasses.fields(config_type) if f.name in values}
 
 
@@ -201,7 +201,7 @@ def _transformer(build: Build) -> Any:
     return config_type(**_of(config_type, values))
 
 
-def transformer_config_type(values: Mapping[str, Any]) -> type[TransformerConfig]:
+def transformer_config_type(values: Mapping[str, object]) -> type[TransformerConfig]:
     """Which of its classes has fields for the network that `values` describe."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any
 
 from arguments.actions import HelpRequested
 from arguments.config_groups import ConfigGroups
@@ -296,7 +295,7 @@ def _finish(
     table: FlagTable,
     argv: Sequence[str],
     warnings: list[str],
-    custom: Mapping[str, Any],
+    custom: Mapping[str, object],
 ) -> RunConfig:
     """The settings with all that follows from them filled in, and megatron-core's objects."""
     s = draft.settings

@@ -283,7 +283,9 @@ class LauncherParser(argparse.ArgumentParser):
             return None
         return next((prefix for prefix in PASSED_ON if name.startswith(prefix)), None)
 
-    def store(self, flag: Flag, typed: str, value: Any, on: bool | None, given: ParsedArgs) -> None:
+    def store(
+        self, flag: Flag, typed: str, value: object, on: bool | None, given: ParsedArgs
+    ) -> None:
         """Set a field to a value that is still to be read. on: False where the spelling negates."""
         self._note_deprecation(typed, given)
         try:
@@ -295,7 +297,7 @@ class LauncherParser(argparse.ArgumentParser):
                 result = [*given.values.get(flag.dest, []), *result]
             given.put(flag.dest, (not result) if on is False else result, typed)
 
-    def take_other(self, typed: str, value: Any, given: ParsedArgs) -> None:
+    def take_other(self, typed: str, value: object, given: ParsedArgs) -> None:
         """A flag that is no setting itself. value: True where none was given."""
         name = self._registered(typed)
         if name in IGNORED:
@@ -315,7 +317,7 @@ class LauncherParser(argparse.ArgumentParser):
             return given.refuse(typed, None, words)
         given.refuse(typed, None, f"unknown flag; {self.table.hint(typed)}")
 
-    def _take_preset(self, name: str, typed: str, value: Any, given: ParsedArgs) -> None:
+    def _take_preset(self, name: str, typed: str, value: object, given: ParsedArgs) -> None:
         if value in ("null", None):
             return
         try:
@@ -339,7 +341,7 @@ class LauncherParser(argparse.ArgumentParser):
         if instead is not None:
             given.warnings.append(f"{typed} is deprecated; use {instead}")
 
-    def set_key(self, key: str, value: Any, given: ParsedArgs) -> None:
+    def set_key(self, key: str, value: object, given: ParsedArgs) -> None:
         """A key of a run file, with its value as YAML has it."""
         typed = normalise(key)
         name = self._registered(typed)

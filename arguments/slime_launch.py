@@ -62,7 +62,7 @@ def slime_world_size(values: Mapping[str, Any]) -> int | None:
     return nodes * int(values.get("actor_num_gpus_per_node", SLIME_GPUS_PER_NODE))
 
 
-def _samples(values: Mapping[str, Any]) -> bool:
+def _samples(values: Mapping[str, object]) -> bool:
     return not (
         values.get("loss_type") == "sft_loss"
         or values.get("debug_train_only")

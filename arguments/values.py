@@ -39,7 +39,7 @@ class ParsedArgs:
     custom_words: list[str] = field(default_factory=list)
     custom: dict[str, object] = field(default_factory=dict)  # values of the user's own flags
 
-    def refuse(self, typed: str, value: Any, message: str, dest: str | None = None) -> None:
+    def refuse(self, typed: str, value: object, message: str, dest: str | None = None) -> None:
         """Note a problem; dest: the field that has no usable value because of it."""
         self.problems.append(Problem(typed, value, message))
         if dest is not None:
@@ -54,7 +54,7 @@ class ParsedArgs:
         self.values[dest], self.spelled[dest] = value, typed
         self.unset.discard(dest)
 
-    def undo(self, dest: str, value: Any, typed: str) -> None:
+    def undo(self, dest: str, value: object, typed: str) -> None:
         """A switch that stands for `value` is off: a run file's is taken back."""
         if self.spelled.get(dest) == typed:
             del self.values[dest], self.spelled[dest]
@@ -83,7 +83,7 @@ def same_flag(one: str, other: str) -> bool:
     return stem(one) == stem(other)
 
 
-def convert(flag: Flag, value: Any) -> Any:
+def convert(flag: Flag, value: object) -> Any:
     """A word, or a value of a YAML file, as the flag's type.
 
     Raises:
@@ -101,7 +101,7 @@ def convert(flag: Flag, value: Any) -> Any:
     return _scalar(flag, value)
 
 
-def read_switch(value: Any) -> bool:
+def read_switch(value: object) -> bool:
     """The one rule for all switches: true, yes, on, 1 and false, no, off, 0 in any case.
 
     Raises:
@@ -113,7 +113,7 @@ def read_switch(value: Any) -> bool:
     raise ValueError(SWITCH_VALUES)
 
 
-def _json_object(value: Any) -> dict[str, Any]:
+def _json_object(value: object) -> dict[str, Any]:
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
@@ -123,7 +123,7 @@ def _json_object(value: Any) -> dict[str, Any]:
     return parsed
 
 
-def _scalar(flag: Flag, value: Any) -> Any:
+def _scalar(flag: Flag, value: object) -> Any:
     wanted = {int: "an integer", float: "a number", str: "a word"}[flag.item]
     if isinstance(value, dict | list | bool) or value is None:
         raise ValueError(f"must be {wanted}{legal_words(flag)}")

@@ -30,7 +30,7 @@ TARGETS = {
 }
 
 
-def uneven_gather(part: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:
+def uneven_gather(part: Tensor, group: object, sizes: Sequence[int]) -> Tensor:
     """The parts of all ranks one after the other, [sum(sizes), ...]. part: this rank's,
     [sizes[rank], ...]."""
     longest = max(sizes)

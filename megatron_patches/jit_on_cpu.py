@@ -22,7 +22,7 @@ from megatron_patches.patch import NO_CUDA, Patch, find
 NAME = "jit_on_cpu"
 
 
-def _as_it_is(function: Callable[..., Any] | None = None, **settings: Any) -> Callable[..., Any]:
+def _as_it_is(function: Callable[..., Any] | None = None, **settings: object) -> Callable[..., Any]:
     return function if function is not None else _as_it_is
 
 

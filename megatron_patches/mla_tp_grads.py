@@ -51,7 +51,7 @@ def install() -> None:
     was = cls.__init__
 
     @functools.wraps(was)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init(self: Any, *args: object, **kwargs: object) -> None:
         was(self, *args, **kwargs)
         if isinstance(self.linear_kv_down_proj, column_parallel) and self.tp_group.size() > 1:
             self.linear_kv_down_proj.register_forward_hook(
@@ -62,7 +62,7 @@ def install() -> None:
 
 
 def _whole(
-    config: Any, group: Any, module: Any, inputs: Any, output: tuple[torch.Tensor, Any]
+    config: Any, group: Any, module: object, inputs: object, output: tuple[torch.Tensor, object]
 ) -> tuple[torch.Tensor, Any]:
     """output: [s, b, (kv_lora_rank + qk_pos_emb_head_dim) / tp] -> all columns, [s, b, ...], or [s
     / tp, b, ...] under sequence parallelism."""

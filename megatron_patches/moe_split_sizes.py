@@ -20,7 +20,7 @@ NAME = "moe_split_sizes"
 MODULES = ("transformer.moe.moe_utils", "transformer.moe.token_dispatcher")
 
 
-def _on_cpu_already(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def _on_cpu_already(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 

@@ -51,7 +51,7 @@ def install() -> None:
     was_sharded, was_state, was_set = (find(NAME, f"{CLASS}.{method}") for method in METHODS)
 
     @functools.wraps(was_sharded)
-    def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def sharded_state_dict(self: Any, *args: object, **kwargs: object) -> Any:
         if isinstance(self.optimizer, hybrid):
             init_offloaded_state(self.optimizer)
         return was_sharded(self, *args, **kwargs)

@@ -105,7 +105,7 @@ class PrecisionAwareAdam(torch.optim.AdamW):
                         self.set_scaled_state(parameter, name, value)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
         """One step for every parameter that has a gradient."""
         assert closure is None, "megatron-core gives none"
         for group in self.param_groups:
@@ -186,7 +186,7 @@ def install() -> None:
             optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = kept
 
     @functools.wraps(was_reload)
-    def reload(self: Any, *args: Any, **kwargs: Any) -> None:
+    def reload(self: Any, *args: object, **kwargs: object) -> None:
         was_reload(self, *args, **kwargs)
         if isinstance(self.optimizer, PrecisionAwareAdam):
             self.optimizer.restart_main_parameters()

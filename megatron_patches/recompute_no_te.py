@@ -27,7 +27,7 @@ def install() -> None:
     original = find(NAME, TARGET)
 
     @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init(self: Any, *args: object, **kwargs: object) -> None:
         original(self, *args, **kwargs)
         self.fp8 = False
 

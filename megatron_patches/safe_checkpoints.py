@@ -131,7 +131,7 @@ def _of_plain_keys(kind: Any) -> Callable[..., Any]:
     return make
 
 
-def _check_key(key: Any) -> None:
+def _check_key(key: object) -> None:
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     plain = (str, int, float, bytes, type(None), enum.Enum)
@@ -167,7 +167,7 @@ def read_metadata(path: str | Path) -> Any:
     return metadata
 
 
-def _check_metadata(metadata: Any, folder: Path) -> None:
+def _check_metadata(metadata: object, folder: Path) -> None:
     """Raises whatever: types, numbers and files of all entries, before anything believes them."""
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
@@ -217,7 +217,7 @@ def _check_metadata(metadata: Any, folder: Path) -> None:
                 raise ValueError(f"it does not say where a part of {key!r:.200} lies")
 
 
-def _check_counts(name: str, *numbers: Any) -> None:
+def _check_counts(name: str, *numbers: object) -> None:
     for number in numbers:
         if type(number) is not int or not 0 <= number < 2**63:
             raise ValueError(f"{name!r:.200} has {number!r:.40} for an offset or a size")
@@ -268,7 +268,7 @@ def install() -> None:
             setattr(find(NAME, SERIALIZATION), name, load_common)
 
 
-def open_checkpoint(folder: str | Path, *args: Any, **kwargs: Any) -> Any:
+def open_checkpoint(folder: str | Path, *args: object, **kwargs: object) -> Any:
     """A FileSystemReader of `folder`. Further arguments, of megatron-core, are about caches."""
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -276,7 +276,7 @@ def open_checkpoint(folder: str | Path, *args: Any, **kwargs: Any) -> Any:
     class SafeReader(FileSystemReader):
         _metadata: Metadata | None = None
 
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
             if self._metadata is None:
                 self._metadata = read_metadata(Path(self.path) / ".metadata")
                 self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()

@@ -9,8 +9,6 @@ Versions  megatron-core 0.16.1 to 0.19.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from megatron_patches.patch import NO_CUDA, Patch, missing
@@ -18,7 +16,7 @@ from megatron_patches.patch import NO_CUDA, Patch, missing
 NAME = "tensor_cuda"
 
 
-def _stay(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _stay(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     return self
 
 

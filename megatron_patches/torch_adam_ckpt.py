@@ -59,7 +59,7 @@ def install() -> None:
     was_sharded, was_set, was_load = (find(NAME, f"{CLASS}.{method}") for method in METHODS)
 
     @functools.wraps(was_sharded)
-    def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def sharded_state_dict(self: Any, *args: object, **kwargs: object) -> Any:
         if not self.is_stub_optimizer and isinstance(
             self.optimizer, torch.optim.Adam | torch.optim.AdamW
         ):
@@ -74,7 +74,7 @@ def install() -> None:
         was_set(self, model_param, {**step, **tensors})
 
     @functools.wraps(was_load)
-    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self: Any, state_dict: dict[str, object]) -> None:
         was_load(self, state_dict)
         for state in self.optimizer.state.values():
             if "step" in state:

@@ -88,7 +88,7 @@ CPU = torch.device("cpu")
 class StandIn(types.ModuleType):
     """A module that answers for another one, with some attributes of its own."""
 
-    def __init__(self, real: types.ModuleType, **own: Any) -> None:
+    def __init__(self, real: types.ModuleType, **own: object) -> None:
         super().__init__(f"{real.__name__} (on CPU, by megatron_patches)")
         self.__dict__.update(own, _real=real)
 
@@ -99,26 +99,26 @@ class StandIn(types.ModuleType):
 class Stream:
     """A CUDA stream or event where everything is synchronous: there is nothing to wait for."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
-    def record_event(self, *args: Any) -> Stream:
+    def record_event(self, *args: object) -> Stream:
         return self
 
-    def synchronize(self, *args: Any) -> None:
+    def synchronize(self, *args: object) -> None:
         pass
 
     wait = wait_event = wait_stream = record = synchronize
 
 
-def _cpu_device(device: Any) -> Any:
+def _cpu_device(device: object) -> Any:
     """`device` with CUDA, told by name, by object or by index, turned into the CPU."""
     return CPU if isinstance(device, int) or str(device).startswith("cuda") else device
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(factory)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         kwargs.pop("pin_memory", None)
         if "device" in kwargs:
             kwargs["device"] = _cpu_device(kwargs["device"])
@@ -135,11 +135,11 @@ def _autocast(device_type: str, *args: Any, **kwargs: Any) -> torch.autocast:
     return torch.autocast("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _nothing(*args: object, **kwargs: object) -> None:
     pass
 
 
-def _no_context(*args: Any, **kwargs: Any) -> contextlib.nullcontext[None]:
+def _no_context(*args: object, **kwargs: object) -> contextlib.nullcontext[None]:
     return contextlib.nullcontext()
 
 
@@ -183,7 +183,7 @@ def install() -> None:
     original = find(NAME, INIT_DATA)
 
     @functools.wraps(original)
-    def init_data(self: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
+    def init_data(self: Any, device: object, *args: object, **kwargs: object) -> Any:
         return original(self, _cpu_device(device), *args, **kwargs)
 
     find(NAME, INIT_DATA.rpartition(".")[0]).init_data = init_data

@@ -34,7 +34,7 @@ def _function(target: str) -> types.FunctionType:
     return function
 
 
-def _without_cuda(constant: Any) -> Any:
+def _without_cuda(constant: object) -> Any:
     """A code object's constant, strings rewritten, nested tuples and functions included."""
     if isinstance(constant, str):
         return constant.replace("torch.cuda.", "torch.")

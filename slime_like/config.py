@@ -127,7 +127,7 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-def value_problem(value: Any, choices: Sequence[Any] | None, legal: Range | None) -> str | None:
+def value_problem(value: Any, choices: Sequence[object] | None, legal: Range | None) -> str | None:
     """What is wrong with one value, in words that follow its flag; None where it is right. Both the
     command line and `check_fields` ask here."""
     if choices is not None and value not in choices:
@@ -163,7 +163,9 @@ def _scalar_fields(config_type: type) -> Mapping[str, tuple[type | None, bool]]:
     return found
 
 
-def _field_problem(value: Any, field: dataclasses.Field[Any], kind: type | None) -> str | None:
+def _field_problem(
+    value: object, field: dataclasses.Field[object], kind: type | None
+) -> str | None:
     if kind is not None:
         words, holds = _KINDS[kind]
         if not holds(value):

@@ -145,7 +145,7 @@ class RemoteSample:
     def with_greedy_reward(self, reward: float) -> RemoteSample:
         return self._changed(greedy_reward=reward, parts=self._of("parts") | _HAS_GREEDY)
 
-    def _changed(self, **values: Any) -> RemoteSample:
+    def _changed(self, **values: object) -> RemoteSample:
         rows = self._rows[self._place : self._place + 1].copy()
         for name, value in values.items():
             rows[name] = value

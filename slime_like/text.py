@@ -57,7 +57,7 @@ def _without_values(query: str) -> str:
     return re.sub(r"=[^&]*", "=***", query)
 
 
-def mask_settings(value: Any) -> Any:
+def mask_settings(value: object) -> Any:
     """Plain data (as of JSON) with the user, the password and the values of the query masked in
     every URL of every text."""
     if isinstance(value, str):

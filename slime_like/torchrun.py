@@ -65,7 +65,7 @@ def _give_ranks_time_to_save() -> None:
     """When a node returns, torchrun stops the others' ranks, and kills them after 30 seconds."""
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-    def stop(self: Any, worker_group: Any) -> None:
+    def stop(self: Any, worker_group: object) -> None:
         self._shutdown(timeout=int(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]))
 
     LocalElasticAgent._stop_workers = stop  # type: ignore[method-assign]

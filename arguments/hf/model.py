@@ -161,7 +161,7 @@ def _read_config(folder: str) -> dict[str, Any]:
     return config
 
 
-def _type_problem(folder: str, key: str, value: Any) -> list[Problem]:
+def _type_problem(folder: str, key: str, value: object) -> list[Problem]:
     """Whether a value is of a kind that the rest of this module can look at."""
     legal, holds = KINDS.get(key, ("", None))
     if value is None or holds is None or holds(value):
@@ -275,7 +275,7 @@ def _transformer(reader: _Reader, family: ModelFamily) -> dict[str, Any]:
     }
 
 
-def _latent_rope(transformer: Mapping[str, Any]) -> dict[str, Any]:
+def _latent_rope(transformer: Mapping[str, object]) -> dict[str, Any]:
     """Latent attention has its rotary embedding to itself; the model's is not used."""
     return {
         "rope_theta": transformer["rotary_base"],

@@ -53,7 +53,7 @@ def folder_quantization(folder: str) -> Quantization | None:
         raise ValueError(f"{path}: {error}") from error
 
 
-def read_quantization(given: Mapping[str, Any] | None) -> Quantization | None:
+def read_quantization(given: Mapping[str, object] | None) -> Quantization | None:
     """None where weights are stored as they are. Raises ValueError naming what is not supported,
     and what is."""
     if not given:
@@ -72,7 +72,7 @@ def _unsupported(key: str, value: object) -> ValueError:
     )
 
 
-def _fp8(given: Mapping[str, Any]) -> Quantization:
+def _fp8(given: Mapping[str, object]) -> Quantization:
     if given.get("fmt") not in ("e4m3", "float8_e4m3fn", None):
         raise _unsupported("fmt", given["fmt"])
     block, scale_format = given.get("weight_block_size"), given.get("scale_fmt")
@@ -86,11 +86,11 @@ def _fp8(given: Mapping[str, Any]) -> Quantization:
     )
 
 
-def _mxfp4(given: Mapping[str, Any]) -> Quantization:
+def _mxfp4(given: Mapping[str, object]) -> Quantization:
     return Quantization("mxfp4", (1, 32), ("_scales",), bits=4)
 
 
-def _compressed_tensors(given: Mapping[str, Any]) -> Quantization:
+def _compressed_tensors(given: Mapping[str, object]) -> Quantization:
     scheme = _only_scheme(given)
     kind, bits = scheme.get("type"), scheme.get("num_bits")
     packed = given.get("format") == PACKED_FORMAT
@@ -108,7 +108,7 @@ def _compressed_tensors(given: Mapping[str, Any]) -> Quantization:
     )
 
 
-def _only_scheme(given: Mapping[str, Any]) -> Mapping[str, Any]:
+def _only_scheme(given: Mapping[str, object]) -> Mapping[str, Any]:
     """That of the weights, where all groups of modules have the same one."""
     groups = given.get("config_groups")
     schemes: list[Any] = []

@@ -22,7 +22,7 @@ FEATURES = (
 
 
 def same_network(
-    explicit: Mapping[str, Any], checkpoint: Mapping[str, Any], given: Mapping[str, Any]
+    explicit: Mapping[str, object], checkpoint: Mapping[str, object], given: Mapping[str, object]
 ) -> dict[str, object]:
     """The flags about the network less those that say what config.json says in other words: one
     group of experts is no groups, a balancing loss without weight is none."""
@@ -41,11 +41,11 @@ def same_network(
     return {name: value for name, value in kept.items() if name not in idle}
 
 
-def _as_list(value: Any) -> list[Any]:
+def _as_list(value: object) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _has_dense_layers(checkpoint: Mapping[str, Any]) -> bool:
+def _has_dense_layers(checkpoint: Mapping[str, object]) -> bool:
     return "num_moe_experts" not in checkpoint or checkpoint.get("moe_layer_freq", 1) != 1
 
 

@@ -73,6 +73,6 @@ class LayoutSettings(Protocol):
 Rule = Callable[[Settings], list[Problem]]
 
 
-def problem(field: str, value: Any, message: str) -> list[Problem]:
+def problem(field: str, value: object, message: str) -> list[Problem]:
     """One problem with a flag, as a list."""
     return [Problem(flag_name(field), value, message)]

@@ -7,7 +7,6 @@ import importlib.util
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from arguments.aliases import PASSED_ON
 from arguments.rules.base import Rule, Settings, problem
@@ -185,7 +184,7 @@ def sglang_is_installed(s: Settings) -> list[Problem]:
 
 
 def unknown_settings(
-    prefix: str, given: Mapping[str, Any] | None, known: set[str], ours: tuple[str, ...]
+    prefix: str, given: Mapping[str, object] | None, known: set[str], ours: tuple[str, ...]
 ) -> list[Problem]:
     found = []
     for name, value in (given or {}).items():

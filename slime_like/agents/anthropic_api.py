@@ -23,7 +23,7 @@ _NEUTRAL = {
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def messages_ask(body: Mapping[str, Any], sampling: SamplingParams) -> tuple[Ask, int]:
+def messages_ask(body: Mapping[str, object], sampling: SamplingParams) -> tuple[Ask, int]:
     """A body of messages, and how many results of tools in its last message are errors.
 
     Raises:
@@ -64,7 +64,7 @@ def _function(tool: Mapping[str, object]) -> dict[str, object]:
     return {"type": "function", "function": {n: tool[k] for k, n in names.items() if k in tool}}
 
 
-def _texts(value: Any, where: str) -> str:
+def _texts(value: object, where: str) -> str:
     """Text, or blocks of it."""
     if isinstance(value, str):
         return value
@@ -76,7 +76,7 @@ def _texts(value: Any, where: str) -> str:
     return "".join(block["text"] for block in value)
 
 
-def _read(message: Any, where: str) -> tuple[list[dict[str, Any]], int]:
+def _read(message: object, where: str) -> tuple[list[dict[str, Any]], int]:
     """One of Anthropic's messages in canonical form, and its results of tools that are errors; such
     results come before the text of the same message."""
     if not isinstance(message, dict) or message.get("role") not in ("user", ASSISTANT):
@@ -142,7 +142,7 @@ def messages_json(choice: Choice, model: str) -> dict[str, Any]:
 def messages_stream(answer: Mapping[str, Any]) -> Iterator[str]:
     """The same answer as server-sent events, which begin when the engine has ended it."""
 
-    def event(kind: str, **values: Any) -> str:
+    def event(kind: str, **values: object) -> str:
         return f"event: {kind}\ndata: {json.dumps({'type': kind, **values})}\n\n"
 
     begun = {**answer, "content": [], "stop_reason": None, "stop_sequence": None}

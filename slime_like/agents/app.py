@@ -262,7 +262,7 @@ def name_of(body: Body) -> str:
     return str(body.get("model") or MODEL)[:200]
 
 
-def as_json(value: Mapping[str, Any], status: int = 200) -> Response:
+def as_json(value: Mapping[str, object], status: int = 200) -> Response:
     """ASCII: a text may hold what UTF-8 cannot say."""
     return Response(json.dumps(value), status_code=status, media_type="application/json")
 

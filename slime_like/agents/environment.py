@@ -72,7 +72,7 @@ async def _episode(environment: TextEnvironment, thread: _OwnThread, task: Task)
         messages += [message, {"role": "user", "content": observation}]
 
 
-def _checked(environment: TextEnvironment, step: Any) -> tuple[str, float | None, bool]:
+def _checked(environment: TextEnvironment, step: object) -> tuple[str, float | None, bool]:
     if isinstance(step, tuple) and len(step) == 3 and isinstance(step[0], str):
         observation, reward, done = step
         return observation, None if reward is None else float(reward), bool(done)
@@ -90,7 +90,7 @@ class _OwnThread:
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="environment", daemon=True).start()
 
-    async def call(self, function: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    async def call(self, function: Callable[..., Any], *values: object, **named: object) -> Any:
         """What the function returns, or raises."""
         if inspect.iscoroutinefunction(function):
             return await function(*values, **named)

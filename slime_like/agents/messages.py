@@ -23,7 +23,7 @@ class ContextExceeded(BadRequest):
     """The conversation leaves no room for an answer."""
 
 
-def canonical(message: Any, place: int) -> dict[str, Any]:
+def canonical(message: object, place: int) -> dict[str, Any]:
     """A message of OpenAI's chat completions in the form that is compared.
 
     Args:
@@ -59,7 +59,7 @@ def canonical(message: Any, place: int) -> dict[str, Any]:
     return found
 
 
-def _text(message: Mapping[str, Any], where: str) -> str:
+def _text(message: Mapping[str, object], where: str) -> str:
     """The content, of which parts of text become one."""
     content = message.get("content")
     if content is None:
@@ -84,7 +84,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     return tool_call(str(call.get("id") or ""), function["name"], function.get("arguments"))
 
 
-def tool_call(identity: str, name: str, arguments: Any) -> dict[str, Any]:
+def tool_call(identity: str, name: str, arguments: object) -> dict[str, Any]:
     """A call in canonical form. arguments: an object, or its JSON; other text stays text."""
     if isinstance(arguments, str):
         try:
@@ -96,7 +96,7 @@ def tool_call(identity: str, name: str, arguments: Any) -> dict[str, Any]:
     return {"id": identity, "type": "function", "function": function}
 
 
-def history_keys(messages: Sequence[Message], tools: Any) -> Iterator[bytes]:
+def history_keys(messages: Sequence[Message], tools: object) -> Iterator[bytes]:
     """A digest of the tools and each prefix of the messages, the shortest (none) first."""
     digest = hashlib.blake2b(_json(tools), digest_size=16).digest()
     yield digest
@@ -105,5 +105,5 @@ def history_keys(messages: Sequence[Message], tools: Any) -> Iterator[bytes]:
         yield digest
 
 
-def _json(value: Any) -> bytes:
+def _json(value: object) -> bytes:
     return json.dumps(value, sort_keys=True, ensure_ascii=True, default=str).encode()

@@ -31,7 +31,7 @@ _NEUTRAL: Mapping[str, Sequence[object]] = {
 }
 
 
-def chat_ask(body: Mapping[str, Any], sampling: SamplingParams) -> Ask:
+def chat_ask(body: Mapping[str, object], sampling: SamplingParams) -> Ask:
     """A body of chat completions. sampling: the run's, in place of the client's.
 
     Raises:
@@ -55,7 +55,7 @@ def chat_ask(body: Mapping[str, Any], sampling: SamplingParams) -> Ask:
 
 
 def refuse_others(
-    body: Mapping[str, Any], known: set[str], neutral: Mapping[str, Sequence[Any]]
+    body: Mapping[str, object], known: set[str], neutral: Mapping[str, Sequence[object]]
 ) -> None:
     """Raises BadRequest naming what a body asks for and nobody here does."""
     for name, value in body.items():
@@ -66,7 +66,7 @@ def refuse_others(
         raise BadRequest(f"{name} = {json.dumps(value, default=str)[:100]} is not offered{more}")
 
 
-def overridden(body: Mapping[str, Any], sampling: SamplingParams) -> int:
+def overridden(body: Mapping[str, object], sampling: SamplingParams) -> int:
     """How many of the client's sampling parameters are not the run's, which hold."""
     return sum(
         body.get(name) is not None and body[name] != getattr(sampling, name)
@@ -74,7 +74,7 @@ def overridden(body: Mapping[str, Any], sampling: SamplingParams) -> int:
     )
 
 
-def whole(value: Any, name: str, least: int) -> int:
+def whole(value: object, name: str, least: int) -> int:
     if type(value) is not int or not least <= value < 2**63:
         raise BadRequest(f"{name} is {str(value)[:40]}, must be a whole number from {least}")
     return value
@@ -173,10 +173,10 @@ def chat_stream(answer: Mapping[str, Any], *, with_usage: bool) -> Iterator[str]
         "object": "chat.completion.chunk"
     }
 
-    def event(choices: list[dict[str, Any]], **more: Any) -> str:
+    def event(choices: list[dict[str, object]], **more: object) -> str:
         return f"data: {json.dumps({**shared, 'choices': choices, **more})}\n\n"
 
-    def part(index: int, delta: Mapping[str, Any], finish: str | None = None) -> str:
+    def part(index: int, delta: Mapping[str, object], finish: str | None = None) -> str:
         return event([{"index": index, "delta": delta, "finish_reason": finish}])
 
     for choice in answer["choices"]:

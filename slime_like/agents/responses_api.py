@@ -26,7 +26,7 @@ _NEUTRAL: Mapping[str, Sequence[object]] = {
 }
 
 
-def responses_ask(body: Mapping[str, Any], sampling: SamplingParams) -> Ask:
+def responses_ask(body: Mapping[str, object], sampling: SamplingParams) -> Ask:
     """A body of responses. Raises BadRequest naming the parameter that is wrong or not offered."""
     refuse_others(body, _KNOWN, _NEUTRAL)
     tools = tools_of(body.get("tools"), _function)

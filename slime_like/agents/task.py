@@ -40,7 +40,7 @@ class Task:
         return f"{self.url}/v1"
 
     async def chat(
-        self, messages: Sequence[Mapping[str, Any]], **parameters: Any
+        self, messages: Sequence[Mapping[str, object]], **parameters: object
     ) -> dict[str, Any]:
         """A chat completion as the gateway answers it, without the way over HTTP.
 
@@ -76,7 +76,7 @@ class Task:
         make = _package("anthropic").AsyncAnthropic
         return self._kept(make(base_url=self.url, api_key=self.api_key))
 
-    def _kept(self, client: Any) -> Any:
+    def _kept(self, client: object) -> Any:
         self._clients.append(client)
         return client
 

@@ -124,7 +124,7 @@ class TaskQueue:
         """key: of the episode. Raises BadRequest where it is of no claimed task."""
         self._of(key).beat = self._here().time()
 
-    def finish(self, key: str, reward: Any, error: Any) -> None:
+    def finish(self, key: str, reward: object, error: object) -> None:
         """The end of an episode. reward: see `rollouts.bad_reward`. error: why there is none, or
         None. Raises BadRequest as `heartbeat`."""
         outcome = self._of(key).outcome

@@ -34,7 +34,7 @@ class ChatTemplate:
         self,
         tokenizer: PreTrainedTokenizerBase,
         end_ids: Collection[int],
-        arguments: Mapping[str, Any] | None = None,
+        arguments: Mapping[str, object] | None = None,
     ) -> None:
         """
         Args:
@@ -81,7 +81,7 @@ class ChatTemplate:
         before: Sequence[Message],
         answer: Message,
         after: Sequence[Message],
-        tools: Any,
+        tools: object,
         last: int | None,
     ) -> list[int] | None:
         """The tokens between an answer and the next one.
@@ -131,7 +131,7 @@ class ChatTemplate:
         rest = whole[len(closing) :] if has_calls else whole
         return rest.removeprefix(end)
 
-    def _render(self, messages: Sequence[Message], tools: Any, *, open_turn: bool) -> str:
+    def _render(self, messages: Sequence[Message], tools: object, *, open_turn: bool) -> str:
         found = self.tokenizer.chat_template
         template = found if isinstance(found, str) else ""
         roles = {} if "developer" in str(found) else {"developer": "system"}
@@ -149,7 +149,7 @@ class ChatTemplate:
         return self._applied(own, tools, open_turn=open_turn)
 
     def _applied(
-        self, messages: Sequence[Message], tools: Any, *, open_turn: bool, **more: Any
+        self, messages: Sequence[Message], tools: object, *, open_turn: bool, **more: object
     ) -> str:
         def apply(given: Sequence[Message]) -> str:
             text = self.tokenizer.apply_chat_template(
@@ -184,7 +184,7 @@ def _in_text(message: Message) -> dict[str, Any]:
     return {**message, "tool_calls": calls} if calls else dict(message)
 
 
-def _json(arguments: Any) -> str:
+def _json(arguments: object) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 

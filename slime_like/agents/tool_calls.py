@@ -89,7 +89,7 @@ def _object(text: str) -> dict[str, Any]:
     return value
 
 
-def _typed(name: str, arguments: Mapping[str, str], tools: Any) -> dict[str, Any]:
+def _typed(name: str, arguments: Mapping[str, str], tools: object) -> dict[str, Any]:
     """Arguments that XML holds: text where the tool's schema says so, else JSON where it is some."""
     found: dict[str, Any] = {}
     for key, text in arguments.items():
@@ -101,7 +101,7 @@ def _typed(name: str, arguments: Mapping[str, str], tools: Any) -> dict[str, Any
     return found
 
 
-def _types(tools: Any, name: str, key: str) -> Sequence[str]:
+def _types(tools: object, name: str, key: str) -> Sequence[str]:
     """Of an argument in the schema of a tool; none where it does not say."""
     for tool in tools if isinstance(tools, Sequence) else ():
         function = tool.get("function") or {}
@@ -277,7 +277,9 @@ def format_of(template: str) -> str:
     return NO_TOOLS
 
 
-def parse(text: str, format_name: str, *, open_thought: bool = False, tools: Any = True) -> Parsed:
+def parse(
+    text: str, format_name: str, *, open_thought: bool = False, tools: object = True
+) -> Parsed:
     """What an answer says.
 
     Args:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from slime_like.agents.messages import ASSISTANT, Message, history_keys
 from slime_like.agents.templates import ChatTemplate
@@ -103,7 +103,7 @@ class SessionTree:
     counts: Counter[str] = field(default_factory=Counter)
     _by_history: dict[bytes, Turn] = field(default_factory=dict)
 
-    def next_prompt(self, messages: Sequence[Message], tools: Any) -> NextPrompt:
+    def next_prompt(self, messages: Sequence[Message], tools: object) -> NextPrompt:
         """The prompt of a request; changes nothing.
 
         Args:
@@ -136,7 +136,7 @@ class SessionTree:
         self,
         prompt: NextPrompt,
         messages: Sequence[Message],
-        tools: Any,
+        tools: object,
         answer: Message,
         *,
         tokens: Sequence[int],

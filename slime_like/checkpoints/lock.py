@@ -21,7 +21,6 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from slime_like.errors import RunError
 
@@ -152,7 +151,7 @@ class FolderLock:
             owner = None
         return (owner if isinstance(owner, dict) else {}), text
 
-    def _wait_until_dead(self, owner: dict[str, Any], text: str) -> str:
+    def _wait_until_dead(self, owner: dict[str, object], text: str) -> str:
         """Why the owner is dead, in words. Raises FolderInUse as soon as it shows a sign of life."""
         alive = is_alive(owner)
         if alive is False:
@@ -174,7 +173,7 @@ class FolderLock:
                 raise self._in_use(owner)
         return f"{_words(owner)} has given no sign of life for {age:.0f} s"
 
-    def _in_use(self, owner: dict[str, Any]) -> FolderInUse:
+    def _in_use(self, owner: dict[str, object]) -> FolderInUse:
         return FolderInUse(
             f"{self.flag} {self.folder}: in use by {_words(owner)}; end that run, or name another "
             "folder"
@@ -249,7 +248,7 @@ def this_process() -> dict[str, object]:
     }
 
 
-def is_alive(owner: dict[str, Any]) -> bool | None:
+def is_alive(owner: dict[str, object]) -> bool | None:
     """Whether the process of `this_process` lives; None where that cannot be seen from here."""
     machine, pid = owner.get("machine"), owner.get("pid")
     if machine is None or machine != _machine() or not isinstance(pid, int):
@@ -307,7 +306,7 @@ def _age(path: Path) -> tuple[int, float]:
     return modified, (now - modified) / 1e9
 
 
-def _words(owner: dict[str, Any]) -> str:
+def _words(owner: dict[str, object]) -> str:
     known = [("process", "pid"), ("on", "host"), ("started", "started")]
     words = [f"{word} {owner[key]!s:.80}" for word, key in known if owner.get(key) is not None]
     return " ".join(words).replace("\n", " ") or "an unknown process"

@@ -77,7 +77,7 @@ def read_identity(folder: Path) -> dict[str, dict[str, Any]]:
     return identity
 
 
-def identity_differences(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+def identity_differences(saved: Mapping[str, object], ours: Mapping[str, object]) -> list[str]:
     """Settings that both have and that differ, each with both values, as words."""
     return [
         f"{name} {saved[name]} (here: {ours[name]})"
@@ -101,7 +101,7 @@ def _read(folder: Path) -> dict[str, Any]:
     return content
 
 
-def _record_problem(name: str, record: Any) -> str | None:
+def _record_problem(name: str, record: object) -> str | None:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
         return "outside the checkpoint"

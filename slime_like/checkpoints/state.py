@@ -15,11 +15,11 @@ TRAINER_FILE = "trainer.json"
 _NETWORK = re.compile(r"[a-z_]{1,40}")  # also the name of its folder
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return (
         isinstance(value, int | float)
         and not isinstance(value, bool)
@@ -28,15 +28,15 @@ def _is_number(value: Any) -> bool:
     )
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _is_texts_by_name(value: Any) -> bool:
+def _is_texts_by_name(value: object) -> bool:
     return isinstance(value, dict) and all(map(_is_text, value.values()))
 
 
-def _is_network(value: Any) -> bool:
+def _is_network(value: object) -> bool:
     return (
         isinstance(value, dict)
         and isinstance(value.get("optimizer"), list)
@@ -47,13 +47,13 @@ def _is_network(value: Any) -> bool:
     )
 
 
-def _are_networks(value: Any) -> bool:
+def _are_networks(value: object) -> bool:
     return isinstance(value, dict) and all(
         _NETWORK.fullmatch(name) and _is_network(network) for name, network in value.items()
     )
 
 
-def _are_fingerprints(value: Any) -> bool:
+def _are_fingerprints(value: object) -> bool:
     return isinstance(value, list) and all(
         isinstance(of_rank, dict) and all(map(_is_texts_by_name, of_rank.values()))
         for of_rank in value

@@ -39,7 +39,7 @@ def make_tokenizer() -> Any:
     )
 
 
-def character_tokenizer(tokens: Sequence[str], *, unk_token: str, **settings: Any) -> Any:
+def character_tokenizer(tokens: Sequence[str], *, unk_token: str, **settings: object) -> Any:
     """One token for each character of a text, numbered as `tokens` are. settings: of transformers'
     PreTrainedTokenizerFast."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers

@@ -177,7 +177,7 @@ class PromptFormat:
         *,
         keys: RowKeys,
         answer_check: AnswerCheck | None = None,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, object] | None = None,
         chat: bool = False,
     ) -> None:
         """chat: with the chat template, whatever --apply-chat-template says."""
@@ -272,7 +272,11 @@ class PromptFormat:
         return self._write(messages, open_turn=True, tools=self._tools(row))
 
     def _write(
-        self, messages: Sequence[Mapping[str, Any]], *, open_turn: bool = False, tools: Any = None
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        open_turn: bool = False,
+        tools: object = None,
     ) -> str:
         """open_turn: followed by what opens the assistant's turn."""
         more: dict[str, Any] = {} if tools is None else {"tools": tools}
@@ -301,12 +305,12 @@ class PromptFormat:
         )
 
 
-def _decoded(tools: Any) -> Any:
+def _decoded(tools: object) -> Any:
     """Raises ValueError for a string that is no JSON."""
     return json.loads(tools) if isinstance(tools, str) else tools
 
 
-def _content_problem(message: Mapping[str, Any]) -> str | None:
+def _content_problem(message: Mapping[str, object]) -> str | None:
     """A message holds text, or a list of parts as ``{"type": "text", "text": ...}``. One that calls
     tools may hold nothing."""
     content = message.get("content")

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def answer_problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
+def answer_problem(label: object, metadata: Mapping[str, object]) -> str | None:
     """Why a row cannot be learnt from, or None; the check of `data.prompts` for supervised runs."""
     if isinstance(label, str) and label:
         return None

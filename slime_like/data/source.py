@@ -368,12 +368,12 @@ def batches(count: int, size: int) -> Iterator[range]:
         yield range(start, min(start + size, count))
 
 
-def _json_kind(value: Any) -> str:
+def _json_kind(value: object) -> str:
     kinds = {list: "array", str: "string", bool: "boolean", type(None): "null"}
     return kinds.get(type(value), "number")
 
 
-def _surrogate_in(value: Any, where: str = "") -> str | None:
+def _surrogate_in(value: object, where: str = "") -> str | None:
     """The place of half a surrogate pair in text of a row: no tokenizer takes it, and no file."""
     if isinstance(value, str):
         found = next((i for i, c in enumerate(value) if "\ud800" <= c <= "\udfff"), None)

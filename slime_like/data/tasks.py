@@ -93,7 +93,7 @@ def parse_options(task: str, query: str, config_type: type, place: str) -> dict[
     return options
 
 
-def convert(text: str, annotation: Any) -> Any:
+def convert(text: str, annotation: object) -> Any:
     """The text of an option as a value of its annotated type. Lists and tuples: JSON, or items
     separated by commas."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
@@ -117,7 +117,7 @@ def convert(text: str, annotation: Any) -> Any:
     return _convert_plain(text, annotation)
 
 
-def _convert_plain(text: str, annotation: Any) -> Any:
+def _convert_plain(text: str, annotation: object) -> Any:
     if annotation is bool:
         if text.lower() not in ("true", "false", "1", "0"):
             raise ValueError("legal values: true, false")
@@ -131,7 +131,7 @@ def _convert_plain(text: str, annotation: Any) -> Any:
     raise TypeError("this option cannot be given as text")
 
 
-def _tupled(item: Any, annotation: Any) -> Any:
+def _tupled(item: object, annotation: object) -> Any:
     """A decoded JSON value in the place of an item: inner lists become tuples where the task
     expects tuples."""
     return (
@@ -139,7 +139,7 @@ def _tupled(item: Any, annotation: Any) -> Any:
     )
 
 
-def _words(annotation: Any) -> str:
+def _words(annotation: object) -> str:
     return (
         annotation.__name__
         if isinstance(annotation, type)

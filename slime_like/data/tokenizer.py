@@ -72,6 +72,6 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 CHAT_TEMPLATE = "chat template"  # may change between two runs of the same model, with a warning
 
 
-def _digest(value: Any) -> str:
+def _digest(value: object) -> str:
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:24]

@@ -30,7 +30,7 @@ class TextEnvironment(Protocol):
     """An episode: `reset` once, then `step` until it is over. Either may be async; methods that are
     not run in a thread of the episode. A `close` is called at the end, where there is one."""
 
-    def reset(self, *, seed: int, row: Mapping[str, Any]) -> str | Awaitable[str]:
+    def reset(self, *, seed: int, row: Mapping[str, object]) -> str | Awaitable[str]:
         """The first observation.
 
         Args:
@@ -48,7 +48,7 @@ class TextEnvironment(Protocol):
 class SingleTurn:
     """The row's prompt, one answer, and the run's reward function."""
 
-    def reset(self, *, seed: int, row: Mapping[str, Any]) -> str:
+    def reset(self, *, seed: int, row: Mapping[str, object]) -> str:
         return str(row["prompt"])
 
     def step(self, action: str) -> Step:
@@ -87,7 +87,7 @@ def environment_maker(spec: str) -> Callable[[], TextEnvironment]:
     return functools.partial(_make, made, options)
 
 
-def _make(made: Callable[..., Any], options: Mapping[str, Any]) -> TextEnvironment:
+def _make(made: Callable[..., Any], options: Mapping[str, object]) -> TextEnvironment:
     found = made(**options)
     if hasattr(found, "action_space"):
         from slime_like.environments.gymnasium_text import GymnasiumText

@@ -55,7 +55,7 @@ class GymnasiumText:
     """
 
     def __init__(
-        self, environment: gymnasium.Env[Any, Any], actions: Sequence[str] | None = None
+        self, environment: gymnasium.Env[object, object], actions: Sequence[str] | None = None
     ) -> None:
         """Raises ValueError for a space of actions that no text can name, and another number of
         names than of actions."""
@@ -115,7 +115,7 @@ class GymnasiumText:
         named = re.findall(rf"(?<!\w)(?:{words})(?!\w)", text.lower())
         return self._space.start + self._names.index(named[-1]) if named else _none(text)
 
-    def _text(self, observation: Any) -> str:
+    def _text(self, observation: object) -> str:
         if self._environment.render_mode == "ansi":
             return _COLOURED.sub(r"[\1]", str(self._environment.render()))
         return observation if isinstance(observation, str) else json.dumps(_plain(observation))
@@ -129,7 +129,7 @@ def _array(text: str, *, dtype: Any) -> np.ndarray:
     return np.asarray(json.loads(text), dtype=dtype)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """An observation of any space as JSON has it."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()

@@ -9,19 +9,18 @@ functions below these checks.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from slime_like.lazy import Tensor, torch
 
 
-def require_tensor(name: str, value: Any) -> Tensor:
+def require_tensor(name: str, value: object) -> Tensor:
     """`value` as it is. Raises ValueError when it is None or no tensor."""
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"{name} is {type(value).__name__}; it must be a torch.Tensor")
     return value
 
 
-def require_shape(name: str, value: Any, like: Tensor, like_name: str) -> Tensor:
+def require_shape(name: str, value: object, like: Tensor, like_name: str) -> Tensor:
     """`value` as it is. Raises ValueError when it is no tensor of the shape of `like`."""
     tensor = require_tensor(name, value)
     if tensor.shape != like.shape:
@@ -31,7 +30,7 @@ def require_shape(name: str, value: Any, like: Tensor, like_name: str) -> Tensor
     return tensor
 
 
-def require_mask(name: str, value: Any) -> Tensor:
+def require_mask(name: str, value: object) -> Tensor:
     """`value` as bool. Raises ValueError for an element that is neither 0 nor 1, NaN included."""
     tensor = require_tensor(name, value)
     if tensor.dtype == torch.bool:
@@ -53,7 +52,7 @@ def require_finite(name: str, value: Tensor, where: Tensor) -> None:
 
 
 def require_ids(
-    name: str, value: Any, count: int, *, below: int | None = None, index: bool = False
+    name: str, value: object, count: int, *, below: int | None = None, index: bool = False
 ) -> Tensor:
     """`value` as it is: [count] whole numbers, in [0, below) where that is given.
 
@@ -81,7 +80,7 @@ def require_ids(
     return tensor
 
 
-def require_choice(name: str, value: Any, legal: Collection[str]) -> None:
+def require_choice(name: str, value: object, legal: Collection[str]) -> None:
     """Raises ValueError when `value` is none of `legal`."""
     if value not in legal:
         raise ValueError(f"unknown {name} {value!r}; legal values: {', '.join(legal)}")

@@ -35,7 +35,7 @@ def custom_loss(path: str) -> PolicyLoss:
 def _checked(
     path: str, function: Callable[..., Any]
 ) -> Callable[[LossInputs, Any], PolicyLossOutput]:
-    def fn(inputs: LossInputs, config: Any) -> PolicyLossOutput:
+    def fn(inputs: LossInputs, config: object) -> PolicyLossOutput:
         output = function(inputs, config)
         if not isinstance(output, PolicyLossOutput):
             raise ValueError(

@@ -112,7 +112,7 @@ def _checked(path: str, weights: Tensor, kept: Tensor, sound: Tensor, mask: Tens
     return keep
 
 
-def _typed(metrics: dict[str, Any], mask: Tensor) -> dict[str, Metric]:
+def _typed(metrics: dict[str, object], mask: Tensor) -> dict[str, Metric]:
     """Tensors over tokens are averaged over the active ones, numbers over the ranks."""
     typed = {}
     for name, value in metrics.items():

@@ -252,7 +252,7 @@ def count_sequences(seq_ids: Any, tokens: int) -> int:
 
 def _checked(
     log_probs: Tensor,
-    tensors: Mapping[str, Any],
+    tensors: Mapping[str, object],
     seq_ids: Tensor,
     num_seqs: int,
     importance_level: str,

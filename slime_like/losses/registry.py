@@ -43,11 +43,11 @@ class PolicyLoss:
     alias_defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     by_config: Callable[[Any], Mapping[str, Any]] | None = None
 
-    def with_config(self, config: Any) -> PolicyLoss:
+    def with_config(self, config: object) -> PolicyLoss:
         """This loss as `config` makes it."""
         return self if self.by_config is None else replace(self, **self.by_config(config))
 
-    def settings(self, name: str, config: Any = None) -> Any:
+    def settings(self, name: str, config: object = None) -> Any:
         """The settings of this loss under `name`, its own or an alias.
 
         Args:

@@ -165,7 +165,7 @@ class WeightedTerm:
 
 
 def total_loss(
-    inputs: LossInputs, policy_loss: PolicyLoss, policy_config: Any, terms: LossTerms
+    inputs: LossInputs, policy_loss: PolicyLoss, policy_config: object, terms: LossTerms
 ) -> LossOutput:
     """The partial loss of these tokens, and its metrics.
 
@@ -190,7 +190,7 @@ def total_loss(
 
 
 def token_losses(
-    inputs: LossInputs, policy_loss: PolicyLoss, policy_config: Any, terms: LossTerms
+    inputs: LossInputs, policy_loss: PolicyLoss, policy_config: object, terms: LossTerms
 ) -> tuple[Tensor, dict[str, Metric]]:
     """The terms of `total_loss` token by token, under their weight [T], and the means over tokens;
     for callers that report every token. A token of weight 0 has no loss, whatever its log-prob is.
@@ -210,7 +210,7 @@ def weigh(losses: Tensor, weights: Tensor) -> Tensor:
 
 
 def weighted_terms(
-    inputs: LossInputs, policy_loss: PolicyLoss, policy_config: Any, terms: LossTerms
+    inputs: LossInputs, policy_loss: PolicyLoss, policy_config: object, terms: LossTerms
 ) -> tuple[list[WeightedTerm], dict[str, Metric]]:
     """The terms of the loss that these tokens have tensors for, the policy's first; and the metrics
     that are means over tokens."""

@@ -64,7 +64,7 @@ def build_scheduler(
     )
 
 
-def resume_schedule(scheduler: OptimizerParamScheduler, saved: dict[str, Any]) -> list[str]:
+def resume_schedule(scheduler: OptimizerParamScheduler, saved: dict[str, object]) -> list[str]:
     """Go on at the saved step under this run's settings; returns words about each setting that the
     checkpoint has otherwise."""
     ours = scheduler.state_dict()
@@ -144,7 +144,7 @@ def step_stays_finite(optimizer: MegatronOptimizer, adam: AdamStep) -> bool:
     return all(gather(all(bound <= LARGEST_UPDATE for bound in bounds)))
 
 
-def plain_optimizers(optimizer: Any) -> list[Any]:
+def plain_optimizers(optimizer: object) -> list[Any]:
     """torch's optimizers inside megatron-core's wrappers."""
     if optimizer is None:
         return []

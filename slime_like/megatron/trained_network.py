@@ -129,7 +129,7 @@ class TrainedNetwork(Network):
         return self.trained_modules
 
     def finalize_gradients(
-        self, model: Sequence[Any], num_tokens: Tensor | None = None, **others: Any
+        self, model: Sequence[object], num_tokens: Tensor | None = None, **others: object
     ) -> None:
         """Reduce what this rank has accumulated with what the others have."""
         finalize_model_grads(list(model), num_tokens, **others)

@@ -167,7 +167,7 @@ def _to_json(value: float) -> float | str:
     return value if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def _from_json(name: str, value: Any) -> float:
+def _from_json(name: str, value: object) -> float:
     if isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity"):
         return float(value)
     raise ValueError(f"{name!r} is {value!r}, neither a number nor NaN, Infinity or -Infinity")

@@ -24,7 +24,7 @@ def world_as_rank(
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     make = parallel_state.create_group
 
-    def without_backend(*positional: Any, **named: Any) -> Any:
+    def without_backend(*positional: object, **named: object) -> Any:
         named.pop("backend", None)  # gloo, for checkpoints: its groups would look for peers
         return make(*positional, **named)
 

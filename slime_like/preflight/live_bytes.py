@@ -40,7 +40,7 @@ class LiveBytes(TorchDispatchMode):
         self._topk = topk
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func.namespace == "c10d":
             self._carry(func, args)
@@ -52,7 +52,7 @@ class LiveBytes(TorchDispatchMode):
             named["device"] = args[0].device  # megatron-core asks for the current one
         return self._take(func(*args, **named))
 
-    def _take(self, result: Any) -> Any:
+    def _take(self, result: object) -> Any:
         for tensor in tree_iter(result):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
@@ -91,5 +91,5 @@ def group_key(group: dist.ProcessGroup) -> int:
     return hash(group.group_name)
 
 
-def _bytes(arg: Any) -> int:
+def _bytes(arg: object) -> int:
     return sum(t.nbytes for t in tree_iter(arg) if isinstance(t, Tensor))

@@ -106,7 +106,7 @@ class _Kernels(TorchFunctionMode):
         self.gpu = gpu
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: object, args: Any = (), kwargs: Mapping[str, object] | None = None
     ) -> Any:
         named = dict(kwargs or {})
         if "device" in named and func in _ALLOCATE:
@@ -209,7 +209,7 @@ def group_names(layout: ParallelLayout) -> dict[int, str]:
     }
 
 
-def _backward(tensors: Any, grad_tensors: Any, **_: Any) -> None:
+def _backward(tensors: Any, grad_tensors: Any, **_: object) -> None:
     """torch.autograd.backward, which leaves no modes off for what it calls."""
     outputs = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     gradients = (grad_tensors,) if isinstance(grad_tensors, Tensor) else tuple(grad_tensors)
@@ -266,7 +266,7 @@ def attend_to_rows(layers: list[Any], copies: int) -> None:
     """Attention of this rank's rows to keys and values of which it keeps `copies` times its own:
     1 where they go round (Ring Attention, arXiv 2310.01889), else all that were gathered."""
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
         if copies > 1:
             key, value = (x.repeat(copies, 1, 1) for x in (key, value))
         out: Tensor = _Attention.apply(query, key, value)
@@ -302,7 +302,7 @@ def mix_rows(layers: list[Any], rows: DeltaRows | None) -> None:
         return out
 
     def forward(
-        net: GatedDeltaNet, hidden_states: Tensor, **_: Any
+        net: GatedDeltaNet, hidden_states: Tensor, **_: object
     ) -> tuple[Tensor, Tensor | None]:
         mixed, _bias = net.in_proj(hidden_states)
         x = mixed.squeeze(1).unflatten(1, (net.groups, -1))

@@ -61,7 +61,7 @@ def runs_data(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def json_in_html(data: Any) -> str:
+def json_in_html(data: object) -> str:
     """JSON that may be the text of a <script>: no end tag, comment or separator of lines in it."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

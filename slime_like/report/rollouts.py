@@ -148,7 +148,7 @@ def _add(
     found.details.append(details)
 
 
-def _text(value: Any) -> str | None:
+def _text(value: object) -> str | None:
     if value is None or isinstance(value, str):
         return value
     return json.dumps(value, ensure_ascii=False, default=str)[:LONGEST_TEXT]

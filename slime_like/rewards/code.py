@@ -27,7 +27,7 @@ MOST_SECONDS, MOST_MEMORY_MB = 600.0, 4096  # a worker that grades has no more m
 DEFAULT = sandbox.Limits()
 
 
-def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
+def problem(label: object, metadata: Mapping[str, object]) -> str | None:
     """Why no response to this row can be scored, or None."""
     tests = metadata.get("tests")
     if not isinstance(tests, list) or not tests:
@@ -52,7 +52,7 @@ def prepare() -> None:
     sandbox.warm_up()
 
 
-def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
+def score(response: str, label: object, metadata: Mapping[str, Any]) -> float:
     """Raises ValueError when the tests are missing or wrong, SandboxError where nothing is known
     about the program."""
     if words := problem(label, metadata):

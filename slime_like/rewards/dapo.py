@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from slime_like.rewards.gsm8k import last_boxed
 from slime_like.rewards.label import missing_label
@@ -22,14 +21,14 @@ _WORDS = re.compile(
 )
 
 
-def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
+def problem(label: object, metadata: Mapping[str, object]) -> str | None:
     """Why no response to this row can be scored, or None."""
     if words := missing_label(label, metadata):
         return words
     return None if _whole(str(label)) is not None else f"the label is no number: {str(label)!r:.80}"
 
 
-def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
+def score(response: str, label: object, metadata: Mapping[str, object]) -> float:
     """Raises ValueError when the label is no number. Decimals of a label are cut off, as in slime."""
     if (expected := _whole(str(label))) is None:
         raise ValueError(problem(label, metadata))

@@ -7,13 +7,12 @@ Equality is math-verify's, where slime has two graders of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from slime_like.rewards import math
 from slime_like.rewards.gsm8k import last_boxed
 
 
-def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
+def score(response: str, label: object, metadata: Mapping[str, object]) -> float:
     """Label: text or a number, perhaps in ``\\boxed{}``; an empty one makes every response wrong."""
     answer, truth = _answer(response), str(label)
     if "\\boxed" in truth:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from slime_like.rewards.label import missing_label
 
 
-def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
+def score(response: str, label: object, metadata: Mapping[str, object]) -> float:
     """Compares the two without surrounding white space. Raises ValueError when there is no label."""
     if words := missing_label(label, metadata):
         raise ValueError(words)

@@ -6,14 +6,13 @@ import re
 import string
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
 ALONE = frozenset({"yes", "no", "noanswer"})  # right as a whole, or wrong
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
+def score(response: str, label: object, metadata: Mapping[str, object]) -> float:
     """2 precision recall / (precision + recall) of the words, without case, punctuation and
     articles."""
     words, expected = plain_words(response), plain_words(str(label))

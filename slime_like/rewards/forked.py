@@ -72,7 +72,7 @@ def in_child(score: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return {"died": f"signal {-code}" if code < 0 else f"exit code {code}"}
 
 
-def _is_answer(answer: Any) -> bool:
+def _is_answer(answer: object) -> bool:
     if not isinstance(answer, dict) or len(answer) != 1:
         return False
     value = answer.get("value", answer.get("raised", answer.get("wrong_type")))

@@ -26,13 +26,13 @@ _ALONE = re.compile(r"\b([A-Z])\b")
 _NO_WORD = re.compile(r"[^a-z0-9]+")
 
 
-def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
+def problem(label: object, metadata: Mapping[str, object]) -> str | None:
     """Why no response to this row can be scored, or None."""
     known = ("correct_letter", "correct_answer", "answer_text")
     return None if any(metadata.get(key) for key in known) else missing_label(label, metadata)
 
 
-def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
+def score(response: str, label: object, metadata: Mapping[str, Any]) -> float:
     """Label: a letter, the number of a choice from 0, or its text."""
     choices = _choices(metadata)
     letters = tuple(str(letter).upper() for letter in metadata.get("valid_letters") or ())
@@ -62,7 +62,7 @@ def _choices(metadata: Mapping[str, Any]) -> list[str]:
 
 
 def _right_letter(
-    label: Any, metadata: Mapping[str, Any], choices: Sequence[str], letters: Sequence[str]
+    label: object, metadata: Mapping[str, object], choices: Sequence[str], letters: Sequence[str]
 ) -> str | None:
     given = metadata.get("correct_letter")
     if isinstance(given, str) and given.strip():
@@ -76,5 +76,5 @@ def _right_letter(
     return letters[plain.index(_plain(text))] if text and _plain(text) in plain else None
 
 
-def _plain(text: Any) -> str:
+def _plain(text: object) -> str:
     return "" if text is None else _NO_WORD.sub(" ", str(text).lower()).strip()

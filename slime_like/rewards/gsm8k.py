@@ -10,7 +10,6 @@ import functools
 import re
 from collections.abc import Mapping
 from decimal import Decimal
-from typing import Any
 
 from slime_like.rewards.label import missing_label
 
@@ -24,14 +23,14 @@ _BOXED = "\\boxed{"
 _BRACE = re.compile(r"\\boxed\{|\\[{}]|[{}]")
 
 
-def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
+def problem(label: object, metadata: Mapping[str, object]) -> str | None:
     """Why no response to this row can be scored, or None."""
     if words := missing_label(label, metadata):
         return words
     return _no_number(label) if label_number(str(label)) is None else None
 
 
-def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
+def score(response: str, label: object, metadata: Mapping[str, object]) -> float:
     """Label: the number after ``####``, or a bare number. Raises ValueError when it holds none."""
     expected = label_number(str(label))
     if expected is None:
@@ -75,7 +74,7 @@ def last_boxed(text: str) -> str | None:
     return None if best[0] < 0 else text[slice(*best)]
 
 
-def _no_number(label: Any) -> str:
+def _no_number(label: object) -> str:
     return f"the label holds no number: {str(label)[:80]!r}"
 
 

@@ -37,7 +37,7 @@ def prepare() -> None:
             ) from error
 
 
-def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
+def problem(label: object, metadata: Mapping[str, object]) -> str | None:
     """Why no response to this row can be scored, or None."""
     ids, kwargs = metadata.get("instruction_id_list"), metadata.get("kwargs")
     if not isinstance(ids, list) or not any(_name(value) for value in ids):
@@ -61,7 +61,7 @@ def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
     )
 
 
-def _follows(response: str, name: str, settings: Mapping[str, Any], prompt: str) -> bool:
+def _follows(response: str, name: str, settings: Mapping[str, object], prompt: str) -> bool:
     verifier = _verifiers()[name](name)
     verifier.build_description(**settings)
     if "prompt" in (verifier.get_instruction_args() or ()):
@@ -69,7 +69,7 @@ def _follows(response: str, name: str, settings: Mapping[str, Any], prompt: str)
     return bool(verifier.check_following(response))
 
 
-def _settings(given: Any, count: int) -> list[dict[str, Any]]:
+def _settings(given: object, count: int) -> list[dict[str, Any]]:
     """Of each instruction, without those that are None. As in slime one object is for all of them,
     and the last of a list that is too short for those beyond it."""
     objects: Sequence[Any] = given if isinstance(given, list) else [given]
@@ -78,7 +78,7 @@ def _settings(given: Any, count: int) -> list[dict[str, Any]]:
     return [{k: v for k, v in each.items() if v is not None} for each in found[:count]]
 
 
-def _name(value: Any) -> str:
+def _name(value: object) -> str:
     return "" if value is None else str(value).strip()
 
 

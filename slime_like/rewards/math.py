@@ -23,7 +23,7 @@ def prepare() -> None:
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
-def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
+def problem(label: object, metadata: Mapping[str, object]) -> str | None:
     """Why no response to this row can be scored, or None. Whether the label can be read is seen
     when it is graded: parsing takes long."""
     if words := missing_label(label, metadata):
@@ -31,7 +31,7 @@ def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
     return None if str(label).strip() else "the label (--label-key) is empty"
 
 
-def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
+def score(response: str, label: object, metadata: Mapping[str, object]) -> float:
     """Label: LaTeX or a plain expression, with or without ``$`` or ``\\boxed{}``. Raises ValueError
     when it cannot be read."""
     from math_verify import parse, verify

@@ -23,7 +23,7 @@ MOST_BYTES = 2**20  # of an answer
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 
 
-def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
+def problem(label: object, metadata: Mapping[str, object]) -> str | None:
     return None
 
 
@@ -39,7 +39,7 @@ def _certificates() -> ssl.SSLContext:
     return httpx.create_ssl_context(trust_env=False)
 
 
-def only_remote(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
+def only_remote(response: str, label: object, metadata: Mapping[str, object]) -> float:
     raise AssertionError("remote rewards are asked for in an event loop")
 
 

@@ -26,7 +26,7 @@ def prepare() -> None:
     import reasoning_gym  # noqa: F401
 
 
-def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
+def problem(label: object, metadata: Mapping[str, object]) -> str | None:
     """Why no response to this row can be scored, or None: ``task`` (name, options) and ``entry``
     must be in its metadata."""
     task, entry = metadata.get("task"), metadata.get("entry")
@@ -42,7 +42,7 @@ def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
     )
 
 
-def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
+def score(response: str, label: object, metadata: Mapping[str, Any]) -> float:
     """What the task's verifier says about the answer in the response. Raises ValueError when the
     sample has no task."""
     if words := problem(label, metadata):

@@ -48,7 +48,7 @@ def credit_fields(
     return fields
 
 
-def _answers(given: Any, sample_id: int, *, trained: bool) -> EpisodeAnswers:
+def _answers(given: object, sample_id: int, *, trained: bool) -> EpisodeAnswers:
     if isinstance(given, Mapping):
         spans = [[(int(a), int(b), int(c)) for a, b, c in own] for own in given["spans"]]
         return EpisodeAnswers(given["parents"], given["rewards"], spans)
@@ -60,7 +60,7 @@ def _answers(given: Any, sample_id: int, *, trained: bool) -> EpisodeAnswers:
     return EpisodeAnswers((), (), ((),))
 
 
-def _cost(numbers: Any, turn: float, token: float) -> float:
+def _cost(numbers: object, turn: float, token: float) -> float:
     if not isinstance(numbers, Mapping):
         return 0.0
     return float(turn * numbers["answers"] + token * numbers["written_tokens"])

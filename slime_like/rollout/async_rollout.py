@@ -32,7 +32,7 @@ class RolloutJson:
     def groups_to_rows(self, groups: Sequence[SampleGroup]) -> list[dict[str, Any]]:
         return groups_to_rows(groups)
 
-    def groups_from_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[SampleGroup]:
+    def groups_from_rows(self, rows: Sequence[Mapping[str, object]]) -> list[SampleGroup]:
         return groups_from_rows(rows)
 
     def position_to_row(self, position: Any) -> dict[str, Any]:

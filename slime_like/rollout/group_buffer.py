@@ -114,7 +114,7 @@ class GroupBuffer:
         """These wait for the next `take`."""
         self.waiting += groups
 
-    def load(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def load(self, rows: Sequence[Mapping[str, object]]) -> None:
         """The groups of `waiting_to_rows` wait, and no others. Called on every rank, of which each
         keeps what it had, or its part where there were other ranks."""
         self.waiting = [self._loaded(row, place) for place, row in enumerate(rows)]
@@ -245,7 +245,7 @@ def _sample(group_id: int, text: str, label: Any, row: Mapping[str, Any]) -> Sam
     )
 
 
-def _text(value: Any, where: str) -> str:
+def _text(value: object, where: str) -> str:
     """As a string, because the checkpoint's own JSON refuses NaN."""
     return json.dumps(encode(value, where))
 

@@ -104,7 +104,7 @@ class RankZeroJson(RolloutJson):
         found = whole_groups(groups, self._whole)
         return groups_to_rows(found) if dist.get_rank() == 0 else []
 
-    def groups_from_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[SampleGroup]:
+    def groups_from_rows(self, rows: Sequence[Mapping[str, object]]) -> list[SampleGroup]:
         groups = groups_from_rows(rows)
         return groups if dist.get_rank() == 0 else groups_of_index(index_of_groups(groups))
 

@@ -338,7 +338,7 @@ def _check_sample(sample: Sample, vocab_size: int) -> None:
             raise ValueError(f"{where}: a token was not among those that it was sampled from")
 
 
-def encode(value: Any, where: str) -> Any:
+def encode(value: object, where: str) -> Any:
     """`value` in types that JSON keeps: it would turn a tuple into a list, and a key that is a number
     into text, without a word."""
     if value is None or type(value) in (str, int, float, bool):
@@ -358,7 +358,7 @@ def encode(value: Any, where: str) -> Any:
     )
 
 
-def decode(value: Any) -> Any:
+def decode(value: object) -> Any:
     if isinstance(value, list):
         return [decode(item) for item in value]
     if isinstance(value, dict):

@@ -213,7 +213,7 @@ class ServedTeacher:
                 "teacher of the same tokenizer"
             )
 
-    async def _post(self, client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Any:
+    async def _post(self, client: httpx.AsyncClient, url: str, body: dict[str, object]) -> Any:
         return await post_once(client, f"{url}/generate", body, self._deadlines)
 
     def _new_id(self, what: object) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from slime_like.tinker import schemas
 from slime_like.tinker.errors import Refused
@@ -51,7 +50,7 @@ def adapter_of(
     return settings
 
 
-def check_unembed(lora: dict[str, Any] | None, base: BaseModel) -> None:
+def check_unembed(lora: dict[str, object] | None, base: BaseModel) -> None:
     """Raises Refused for an adapter whose merged weights the sampler cannot take."""
     if lora is not None and lora["train_unembed"] and not base.supports_unembed:
         raise Refused(

@@ -15,7 +15,7 @@ BYTES = "$bytes"  # {"$bytes": i} stands for the i-th byte string
 _SIZE = struct.Struct("<Q")
 
 
-def encode(value: Any) -> bytes:
+def encode(value: object) -> bytes:
     """Raises TypeError for a value that is not plain, ValueError for a dict that looks like a byte
     string."""
     blobs: list[bytes] = []
@@ -46,7 +46,7 @@ def decode(data: bytes) -> Any:
         start += length
     assert start == len(data), "a frame of another length"
 
-    def whole(item: Any) -> Any:
+    def whole(item: object) -> Any:
         if isinstance(item, dict):
             return (
                 blobs[item[BYTES]]

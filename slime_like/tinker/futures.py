@@ -82,7 +82,7 @@ class Request:
         return request
 
 
-def json_result(value: dict[str, Any]) -> tuple[bytes, str]:
+def json_result(value: dict[str, object]) -> tuple[bytes, str]:
     """No successful answer has a field `error`: clients would take it for a failure."""
     assert "error" not in value
     return json.dumps(value, allow_nan=False).encode(), JSON

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-from typing import Any
 
 from arguments.run_config import RunConfig
 from slime_like.distributed.failure_report import leave_address
@@ -21,7 +20,7 @@ def run(config: RunConfig, rank: int) -> int:
     from slime_like.megatron.init import process_groups
     from slime_like.tinker.worker import Terminated, serve
 
-    def stop(*_: Any) -> None:
+    def stop(*_: object) -> None:
         raise Terminated
 
     signal.signal(signal.SIGTERM, stop)

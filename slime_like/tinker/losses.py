@@ -215,7 +215,7 @@ def fits_float32(value: float) -> bool:
     return value == 0 or SMALLEST <= abs(value) <= LARGEST
 
 
-def _typed(loss: str, key: str, value: float | str, hint: Any) -> Any:
+def _typed(loss: str, key: str, value: float | str, hint: object) -> Any:
     """Numbers come as doubles."""
     kinds = typing.get_args(hint) or (hint,)
     if isinstance(value, str):

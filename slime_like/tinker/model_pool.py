@@ -73,7 +73,7 @@ class ModelPool:
         self._clock = 0
 
     def create(
-        self, model: str, role: str, policy: str | None, lora: Mapping[str, Any] | None
+        self, model: str, role: str, policy: str | None, lora: Mapping[str, object] | None
     ) -> None:
         """Raises Refused for an adapter with nothing to train."""
         assert model not in self.models, model

@@ -59,7 +59,7 @@ class Service:
         seq: int,
         owner: str,
         digest: str,
-        body: dict[str, Any],
+        body: dict[str, object],
         **extra: object,
     ) -> dict[str, Any]:
         request = Request(
@@ -228,7 +228,7 @@ class Service:
         op = "save" if body.path is not None else "snapshot"
         return self._of_model(op, body, owner, self._for_policies(body.model_id, request))
 
-    def _for_policies(self, model_id: str, request: dict[str, Any]) -> dict[str, Any]:
+    def _for_policies(self, model_id: str, request: dict[str, object]) -> dict[str, Any]:
         model = self.registry.models.get(model_id)
         if model is not None and model.role == "critic":
             request["refusal"] = (

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any
 
 log = logging.getLogger(__name__)
 
 
 def supervised(
-    name: str, coroutine: Coroutine[Any, Any, object], on_fault: Callable[[str], None]
+    name: str, coroutine: Coroutine[object, object, object], on_fault: Callable[[str], None]
 ) -> asyncio.Task[object]:
     """Start a task that is to run until it is cancelled.
 

@@ -58,7 +58,7 @@ class Worker:
             if source is not None:
                 source.answer({"id": command["id"], **answer})
 
-    def execute(self, command: dict[str, Any]) -> dict[str, Any]:
+    def execute(self, command: dict[str, object]) -> dict[str, Any]:
         """The answer to a command, as the API process reads it. Raises RunError when the ranks do
         not agree on what happened: then some of them are in the middle of a collective, and nobody
         can go on."""
@@ -126,7 +126,7 @@ class Worker:
             "stage": max(o["stage"] for o in found.values()),
         }
 
-    def _exchange(self, local: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    def _exchange(self, local: dict[str, object]) -> dict[int, dict[str, Any]]:
         """What each rank has to say of a command, by rank. Raises RunError."""
         store: Any = dist.distributed_c10d._get_default_store()
         store.set(self._key(self.layout.rank), json.dumps(local))
@@ -178,7 +178,7 @@ def is_of_user(error: BaseException | None) -> bool:
     return isinstance(error, Refused | ValueError | OSError)
 
 
-def cause_of(failed: Mapping[int, Mapping[str, Any]]) -> str:
+def cause_of(failed: Mapping[int, Mapping[str, object]]) -> str:
     """The failure that the others follow from, with its rank."""
     rank, first = min(failed.items(), key=lambda item: (item[1]["lost"], item[0]))
     return f"rank {rank}: {first['error']}"

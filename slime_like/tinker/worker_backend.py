@@ -80,7 +80,7 @@ class ModelHost:
         self.sampler = make_sampler(run, layout)
         self._head = make_head(run, layout, temperature=1.0)
 
-    def execute(self, command: Mapping[str, Any]) -> Any:
+    def execute(self, command: Mapping[str, object]) -> Any:
         """What a command asks for, as plain values; of use on rank 0. Raises Refused, ValueError or
         OSError for what the client can remedy."""
         self.stage = UNCHANGED
@@ -111,7 +111,7 @@ class ModelHost:
     # --- models -----------------------------------------------------------------------------------------------------
 
     def do_create(
-        self, model: str, role: str, policy: str | None, lora: Mapping[str, Any] | None
+        self, model: str, role: str, policy: str | None, lora: Mapping[str, object] | None
     ) -> None:
         self.stage = WEIGHTS
         self.residents.create(model, role, policy, lora)
@@ -128,7 +128,7 @@ class ModelHost:
     def do_pass(
         self,
         model: str,
-        loss: Mapping[str, Any],
+        loss: Mapping[str, object],
         forward_only: bool,
         lengths: list[int],
         tokens: bytes,

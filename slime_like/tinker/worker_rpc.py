@@ -78,7 +78,7 @@ class WorkerLink:
         if self._streams is not None:
             self._streams[1].close()
 
-    async def call(self, id: str, command: dict[str, Any]) -> Any:
+    async def call(self, id: str, command: dict[str, object]) -> Any:
         """What the workers answer to a command.
 
         Raises:

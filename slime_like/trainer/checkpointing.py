@@ -224,7 +224,7 @@ class RunCheckpoints:
         return last or (interval is not None and rollouts % interval == 0)
 
     def after_rollout(
-        self, rollouts: int, state: dict[str, Any], *, last: bool
+        self, rollouts: int, state: dict[str, object], *, last: bool
     ) -> dict[str, float]:
         """Publish what has been written meanwhile; save when due, and always after the last
         rollout, where it is also waited for. Returns metrics. Raises SaveError, unless
@@ -265,7 +265,7 @@ class RunCheckpoints:
             metrics["perf/failed_saves"] = float(self.failed)
         return metrics
 
-    def _replicate(self, rollouts: int, state: dict[str, Any]) -> None:
+    def _replicate(self, rollouts: int, state: dict[str, object]) -> None:
         """Into the memory of the nodes. A run does not end for want of it."""
         if self.replicas is None:
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from arguments.run_config import RunConfig
 from slime_like.data.prompt_format import Room
@@ -53,7 +53,7 @@ def make_source(
     )
 
 
-def check_source(source: PromptSource | UserSource, position: Mapping[str, Any]) -> None:
+def check_source(source: PromptSource | UserSource, position: Mapping[str, object]) -> None:
     """Raises ValueError where a checkpoint has the position of the other kind of source."""
     saved, ours = position.get("data_source"), not isinstance(source, PromptSource)
     if ours == (saved is not None):

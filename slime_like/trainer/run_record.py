@@ -49,13 +49,13 @@ def settings_by_flag(run: RunConfig) -> tuple[dict[str, Any], list[str]]:
     return values, sorted(changed)
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
+def _default(field: dataclasses.Field[object]) -> Any:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return None if field.default is dataclasses.MISSING else field.default
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)  # JSON has none
     if isinstance(value, float | int | str | bool) or value is None:

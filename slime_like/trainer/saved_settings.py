@@ -52,7 +52,7 @@ def settings_of(run: RunConfig) -> dict[str, Any]:
     return json.loads(json.dumps(found, default=str))
 
 
-def changes(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+def changes(saved: Mapping[str, object], ours: Mapping[str, object]) -> list[str]:
     """The settings that both know and that differ, as words: ``--rollout-temperature 1.0 -> 0.8``."""
     return [
         f"{flag} {saved[flag]} -> {value}"

@@ -136,7 +136,7 @@ class OnMeta(TorchFunctionMode):
     """New tensors have shapes and no memory, whatever device was asked for."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func in (torch.empty, torch.zeros, torch.ones, torch.arange, torch.tensor, torch.full):
@@ -144,7 +144,7 @@ class OnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _built(entry: Any) -> Iterator[ShardedTensor]:
+def _built(entry: object) -> Iterator[ShardedTensor]:
     if isinstance(entry, ShardedTensorFactory):
         entry = entry.build()
     if isinstance(entry, ShardedTensor):

@@ -16,7 +16,6 @@ from collections.abc import Mapping as MappingOf
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -288,7 +287,7 @@ def _prepare(partial: Path, shards: list[ShardPlan], identity: str) -> dict[str,
     return kept
 
 
-def model_differences(saved: dict[str, Any], blueprint: Blueprint) -> list[str]:
+def model_differences(saved: dict[str, object], blueprint: Blueprint) -> list[str]:
     """Settings of the checkpoint's model that the template's has otherwise. saved: "model" of the
     trainer's state. A critic has no output weights, and a tied policy is told by its tensors."""
     here = blueprint.shape()

@@ -180,7 +180,7 @@ class SlimeAdapter:
         return UserSource(make, name, self._config)
 
 
-def _taken(function: Function, values: dict[str, Any]) -> dict[str, Any]:
+def _taken(function: Function, values: dict[str, object]) -> dict[str, Any]:
     """The values that the function has parameters for."""
     parameters = inspect.signature(function).parameters
     if any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
@@ -188,7 +188,7 @@ def _taken(function: Function, values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in parameters}
 
 
-def _second_list(result: Any, name: str, count: int) -> list[float]:
+def _second_list(result: object, name: str, count: int) -> list[float]:
     """The rewards that a function of (raw_rewards, rewards) returned; None becomes NaN."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise ValueError(

@@ -37,7 +37,7 @@ class Expected:
 
 
 def read_train_output(
-    result: Any, expected: Expected
+    result: object, expected: Expected
 ) -> tuple[list[list[Sample]], dict[str, float]]:
     """The groups by rising number, and metrics. Raises ValueError naming the function, and the
     group or sample that is wrong."""
@@ -147,7 +147,7 @@ def _unknown_versions(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def read_eval_output(
-    result: Any, name: str, args: SlimeArgs, tokenizer: PreTrainedTokenizerBase
+    result: object, name: str, args: SlimeArgs, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, float]:
     """Scores by metric name; from the rewards, and from the samples where there are any. Raises
     ValueError naming the function and the set."""
@@ -191,7 +191,7 @@ def read_eval_output(
 
 
 def _groups_of(
-    samples: Sequence[Any],
+    samples: Sequence[object],
     rewards: Sequence[float | None],
     place: str,
     args: SlimeArgs,
@@ -212,7 +212,7 @@ def _groups_of(
     return [SampleGroup(group_id, tuple(members)) for group_id, members in sorted(groups.items())]
 
 
-def read_metrics(metrics: Any, name: str, prefix: str) -> dict[str, float]:
+def read_metrics(metrics: object, name: str, prefix: str) -> dict[str, float]:
     """Under `prefix`. Raises ValueError for what is no finite number."""
     if metrics is None:
         return {}
@@ -228,20 +228,20 @@ def read_metrics(metrics: Any, name: str, prefix: str) -> dict[str, float]:
     return found
 
 
-def _number(value: Any, what: str) -> float:
+def _number(value: object, what: str) -> float:
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise ValueError(f"{what} is {type(value).__name__}, must be a number")
     return float(value)
 
 
-def _parts(result: Any, attribute: str) -> tuple[Any, Any]:
+def _parts(result: object, attribute: str) -> tuple[Any, Any]:
     """The content of slime's output, and its metrics; a plain value is the content."""
     if hasattr(result, attribute) and hasattr(result, "metrics"):
         return getattr(result, attribute), result.metrics
     return result, None
 
 
-def _shape(value: Any) -> str:
+def _shape(value: object) -> str:
     """Words about a value of the wrong type."""
     if isinstance(value, list) and value:
         inner = value[0]

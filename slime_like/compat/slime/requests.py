@@ -48,7 +48,7 @@ class GenerateState:
     """tokenizer, and the sampling parameters of training, as SGLang's. semaphore: never waits, as
     the engine bounds its requests itself."""
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: object) -> None:
         call = _call()
         self.args = args
         self.tokenizer = call.model.tokenizer
@@ -56,7 +56,7 @@ class GenerateState:
         self.semaphore = contextlib.nullcontext()
 
 
-def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
+def get_model_url(args: object, model_name: str, endpoint: str = "/generate") -> str:
     return f"http://rollout-engine{endpoint}"
 
 
@@ -65,7 +65,7 @@ async def post(
     payload: Mapping[str, Any],
     max_retries: int = 60,
     headers: Mapping[str, str] | None = None,
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """SGLang's answer to ``/generate`` with ``input_ids`` or ``text``, and ``sampling_params``.
     Raises ValueError for what the engine does not know."""
     call = _call()

@@ -67,7 +67,7 @@ class SlimeSample:
 class SlimeArgs:
     """The settings of the run by the names of their flags, read-only."""
 
-    def __init__(self, values: dict[str, Any]) -> None:
+    def __init__(self, values: dict[str, object]) -> None:
         object.__setattr__(self, "_values", dict(values))
 
     def __getattr__(self, name: str) -> Any:
@@ -76,7 +76,7 @@ class SlimeArgs:
         except KeyError:
             raise AttributeError(f"args has no {name!r}: it is no setting of this run") from None
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"args.{name}: the settings of a run do not change")
 
 
@@ -213,7 +213,9 @@ def from_slime(
     )
 
 
-def _checked_mask(result: Any, place: str, statuses: Collection[SlimeSample.Status]) -> list[int]:
+def _checked_mask(
+    result: object, place: str, statuses: Collection[SlimeSample.Status]
+) -> list[int]:
     """The loss mask of a sample whose parts belong together; else ValueError."""
     if not isinstance(result, SlimeSample):
         raise ValueError(

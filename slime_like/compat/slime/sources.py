@@ -190,7 +190,7 @@ def _to_row(sample: SlimeSample) -> dict[str, Any]:
     return plain
 
 
-def _from_row(plain: Mapping[str, Any]) -> SlimeSample:
+def _from_row(plain: Mapping[str, object]) -> SlimeSample:
     row = decode(plain)
     number = -1 if row["index"] is None else row["index"]
     row["status"] = SlimeSample.Status(row["status"])

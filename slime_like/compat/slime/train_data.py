@@ -29,7 +29,7 @@ _STATUS = {False: SampleStatus.COMPLETED, True: SampleStatus.TRUNCATED}
 
 
 def read_train_data(
-    result: Any, given: Sequence[Sample], name: str, *, vocab_size: int
+    result: object, given: Sequence[Sample], name: str, *, vocab_size: int
 ) -> list[Sample]:
     """The sequences to train on.
 
@@ -70,7 +70,7 @@ def read_train_data(
     return [sample for samples in made.values() for sample in samples]
 
 
-def _lists(result: Any, name: str) -> dict[str, Sequence[Any]]:
+def _lists(result: object, name: str) -> dict[str, Sequence[Any]]:
     """The known keys, each a sequence of one length."""
     if not isinstance(result, Mapping):
         raise ValueError(f"{name}: returned {type(result).__name__}; return a dict of lists")
@@ -90,7 +90,7 @@ def _lists(result: Any, name: str) -> dict[str, Sequence[Any]]:
 
 
 def _episode_ids(
-    data: Mapping[str, Sequence[Any]], given: Sequence[Sample], name: str
+    data: Mapping[str, Sequence[object]], given: Sequence[Sample], name: str
 ) -> list[int]:
     """Of each entry, the sample that it belongs to: rollout_ids, else sample_indices, else its
     place. Each sample has entries, in a row and in the order of the rollout."""
@@ -170,7 +170,7 @@ def _with_its_tensors(
     return before
 
 
-def _tensor(value: Any, dtype: torch.dtype, where: str, key: str) -> Tensor:
+def _tensor(value: object, dtype: torch.dtype, where: str, key: str) -> Tensor:
     """[n] of a list or an array. Raises ValueError for other types of numbers."""
     try:
         found = torch.as_tensor(value)
@@ -183,7 +183,7 @@ def _tensor(value: Any, dtype: torch.dtype, where: str, key: str) -> Tensor:
     return found.to("cpu", dtype, copy=True)
 
 
-def _log_probs(value: Any, mask: Tensor, where: str) -> Tensor:
+def _log_probs(value: object, mask: Tensor, where: str) -> Tensor:
     """[R] float32, finite and at most 0 where the mask is 1."""
     found = _tensor(value, torch.float32, where, "rollout_log_probs")
     if found.numel() != mask.numel():
@@ -199,7 +199,7 @@ def _log_probs(value: Any, mask: Tensor, where: str) -> Tensor:
     return found
 
 
-def _status(row: Mapping[str, Any], before: Sample, where: str) -> SampleStatus:
+def _status(row: Mapping[str, object], before: Sample, where: str) -> SampleStatus:
     value = row.get("truncated")
     if value is None or before.status not in _STATUS.values():
         return before.status
@@ -208,7 +208,7 @@ def _status(row: Mapping[str, Any], before: Sample, where: str) -> SampleStatus:
     return _STATUS[bool(value)]
 
 
-def _number(value: Any, before: Sample, where: str, key: str) -> float:
+def _number(value: object, before: Sample, where: str, key: str) -> float:
     """A reward. NaN where the sample had none itself: it failed."""
     lost = before.reward is None or not math.isfinite(before.reward)
     if isinstance(value, str | bytes) or not (value is None or hasattr(value, "__float__")):
@@ -221,7 +221,7 @@ def _number(value: Any, before: Sample, where: str, key: str) -> float:
     return math.nan if lost else number
 
 
-def _check_log_probs_are_everywhere(data: Mapping[str, Sequence[Any]], name: str) -> None:
+def _check_log_probs_are_everywhere(data: Mapping[str, Sequence[object]], name: str) -> None:
     missing = [value is None for value in data.get("rollout_log_probs", ())]
     if any(missing) and not all(missing):
         raise ValueError(
@@ -231,7 +231,7 @@ def _check_log_probs_are_everywhere(data: Mapping[str, Sequence[Any]], name: str
 
 
 def _check_denominators(
-    data: Mapping[str, Sequence[Any]],
+    data: Mapping[str, Sequence[object]],
     ids: Sequence[int],
     made: Mapping[int, Sequence[Sample]],
     name: str,

@@ -34,7 +34,7 @@ class SlimeHooks:
     def has(self, name: str) -> bool:
         return name in self._functions
 
-    def _call(self, field: str, *arguments: Any) -> tuple[str, Any]:
+    def _call(self, field: str, *arguments: object) -> tuple[str, Any]:
         """The flag with its value, for messages, and what the function returned."""
         name, function = self._functions[field]
         try:
@@ -48,7 +48,7 @@ class SlimeHooks:
         """``function(args)``."""
         self._call("custom_megatron_init_path", self._args)
 
-    def before_log_prob(self, chunks: Sequence[Any], prefix: str) -> None:
+    def before_log_prob(self, chunks: Sequence[object], prefix: str) -> None:
         """``function(args, model, store_prefix)``, with the list of model chunks."""
         field = "custom_megatron_before_log_prob_hook_path"
         self._call(field, self._args, list(chunks), prefix)

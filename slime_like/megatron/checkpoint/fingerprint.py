@@ -91,5 +91,5 @@ def _weights(network: SavedNetwork) -> Iterator[tuple[str, Tensor]]:
         yield from ((name, value) for name, value in named if isinstance(value, Tensor))
 
 
-def _tensors(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(items: Iterable[tuple[str, object]]) -> Iterator[tuple[str, Tensor]]:
     return ((str(name), value) for name, value in sorted(items) if isinstance(value, Tensor))

@@ -67,7 +67,7 @@ def load_checkpoint(
     load_rng: bool,
     verify: bool,
     seed: int,
-    model: Mapping[str, Any],
+    model: Mapping[str, object],
     before_change: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Restore networks, and with load_rng the random states. Returns the trainer's state as it was
@@ -212,7 +212,7 @@ def is_converted(folder: Path) -> bool:
         return False
 
 
-def _check_model(folder: Path, saved: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+def _check_model(folder: Path, saved: Mapping[str, object], model: Mapping[str, object]) -> None:
     if different := identity_differences(saved, model):
         raise ValueError(f"checkpoint {folder} is of another model: {', '.join(different)}")
 
@@ -294,7 +294,7 @@ def _check_fingerprints(
         )
 
 
-def _same_layout(state: Mapping[str, Any], saved: str, layout: ParallelLayout) -> bool:
+def _same_layout(state: Mapping[str, object], saved: str, layout: ParallelLayout) -> bool:
     return saved == layout.describe() and state["world_size"] == layout.world_size
 
 

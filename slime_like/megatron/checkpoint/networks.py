@@ -90,7 +90,7 @@ def sharded_state(network: SavedNetwork, *, is_loading: bool) -> dict[str, Any]:
     return state
 
 
-def leave_out_extra_state(chunk: dict[str, Any]) -> None:
+def leave_out_extra_state(chunk: dict[str, object]) -> None:
     """Linear layers have an extra state, of fp8: nothing in megatron-core's local ones, and in
     Transformer Engine's a tensor of bytes that is unpickled when it is loaded. It is neither
     written nor read. In place."""
@@ -102,7 +102,7 @@ def leave_out_extra_state(chunk: dict[str, Any]) -> None:
         del chunk[name]
 
 
-def adapt_names(wanted: dict[str, Any], available: Collection[str]) -> None:
+def adapt_names(wanted: dict[str, object], available: Collection[str]) -> None:
     """Ask for what a checkpoint of the other layer specification (local, or Transformer Engine's)
     calls otherwise by the name that it has there. In place."""
     for tensor in _leaves(
@@ -111,7 +111,7 @@ def adapt_names(wanted: dict[str, Any], available: Collection[str]) -> None:
         tensor.key = available_name(tensor.key, available)
 
 
-def prefer_main_params(wanted: dict[str, Any], saved: Mapping[str, Any]) -> None:
+def prefer_main_params(wanted: dict[str, object], saved: Mapping[str, object]) -> None:
     """Weights in fp32 that go on from a run in half precision are the optimizer's fp32 numbers
     there, not the rounded ones that the model had. In place. wanted: of `sharded_state`, under the
     names of `adapt_names`. saved: storage metadata by name."""
@@ -193,7 +193,7 @@ def set_step(common: object, step: float, *, distributed: bool = False) -> None:
             set_step(value, step, distributed=distributed)
 
 
-def shape_problems(wanted: dict[str, Any], saved: Mapping[str, Any]) -> list[str]:
+def shape_problems(wanted: dict[str, object], saved: Mapping[str, object]) -> list[str]:
     """How this model's tensors differ from those of a checkpoint: absent, or of another global
     shape. saved: storage metadata by name."""
     problems = []
@@ -208,7 +208,7 @@ def shape_problems(wanted: dict[str, Any], saved: Mapping[str, Any]) -> list[str
     return list(dict.fromkeys(problems))
 
 
-def sharded_tensors(state: dict[str, Any]) -> Iterator[ShardedTensor]:
+def sharded_tensors(state: dict[str, object]) -> Iterator[ShardedTensor]:
     """Every tensor of a state, those that factories make (gate and up projection of a gated MLP)
     included."""
     yield from _leaves(load_preprocess(state)[0], lambda value: isinstance(value, ShardedTensor))

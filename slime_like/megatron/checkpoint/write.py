@@ -84,7 +84,7 @@ class _Planner(TorchDistSaveShardedStrategy):
     def __init__(self) -> None:
         super().__init__(*FORMAT, thread_count=FILES)
 
-    def plan(self, state: dict[str, Any], folder: Path) -> tuple[Any, Metadata | None]:
+    def plan(self, state: dict[str, object], folder: Path) -> tuple[Any, Metadata | None]:
         # since 0.17 another package's planning is the default
         self.async_save(state, folder, **({"async_strategy": "mcore"} if MANY_STRATEGIES else {}))
         return self._planned
@@ -96,7 +96,9 @@ class _Planner(TorchDistSaveShardedStrategy):
         return AsyncRequest(None, (), [])
 
 
-def plan_network(state: dict[str, Any], folder: Path, *, rank: int, detached: bool) -> NetworkPlan:
+def plan_network(
+    state: dict[str, object], folder: Path, *, rank: int, detached: bool
+) -> NetworkPlan:
     """Collective; `folder` exists. state: of `sharded_state`. detached: copy tensors to memory of
     their own, so that training may go on while they are written."""
     sharded, common = save_preprocess(state)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -104,7 +104,10 @@ class AdapterChunk(MegatronModule):
         return ColumnLora([a for a, _ in pairs], [b for _, b in pairs], order, spec.scale, ranks)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: Mapping[str, Any] | None = None
+        self,
+        prefix: str = "",
+        sharded_offsets: object = (),
+        metadata: Mapping[str, object] | None = None,
     ) -> dict[str, ShardedTensor]:
         """As megatron-core's modules give it: where each tensor of this rank lies in the whole one."""
         state = {}

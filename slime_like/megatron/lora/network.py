@@ -101,7 +101,7 @@ class LoraNetwork(TrainedNetwork):
         return export.stream({name: layer.delta for name, layer in layers.items()})
 
     def finalize_gradients(
-        self, model: Sequence[Any], num_tokens: Tensor | None = None, **others: Any
+        self, model: Sequence[object], num_tokens: Tensor | None = None, **others: object
     ) -> None:
         """In place of megatron-core's: reduce over data-parallel ranks, then complete what
         tensor-parallel ranks have a part of."""

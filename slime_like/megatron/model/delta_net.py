@@ -65,7 +65,7 @@ class GatedDeltaNet(MegatronModule):
         submodules: SelfAttentionSubmodules,
         layer_number: int,
         pg_collection: Any = None,
-        **_: Any,
+        **_: object,
     ) -> None:
         super().__init__(config=config)
         assert pg_collection is not None, "a layer hands its process groups to its attention"
@@ -123,8 +123,8 @@ class GatedDeltaNet(MegatronModule):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        packed_seq_params: Any = None,
-        **_: Any,
+        packed_seq_params: object = None,
+        **_: object,
     ) -> tuple[Tensor, Tensor | None]:
         assert isinstance(packed_seq_params, PackedRows) and attention_mask is None, (
             "rows are packed by slime_like.megatron.ops.attention.packed_rows, without a mask"
@@ -188,7 +188,7 @@ class GatedDeltaNet(MegatronModule):
         self,
         prefix: str = "",
         sharded_offsets: Sequence[tuple[int, int, int]] = (),
-        metadata: dict[str, Any] | None = None,
+        metadata: dict[str, object] | None = None,
     ) -> dict[str, object]:
         """As megatron-core's modules give it."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)

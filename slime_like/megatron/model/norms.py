@@ -42,7 +42,7 @@ class ZeroCenteredRMSNorm(torch.nn.Module):
     megatron-core's norms."""
 
     def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
     ) -> None:
         super().__init__()
         self.eps = eps
@@ -61,7 +61,7 @@ class PostNormLayer(TransformerLayer):
     self_attn_bda: Any
     mlp_bda: Any
 
-    def __init__(self, config: TransformerConfig, *args: Any, **settings: Any) -> None:
+    def __init__(self, config: TransformerConfig, *args: object, **settings: object) -> None:
         super().__init__(config, *args, **settings)
         if config.post_self_attn_layernorm:
             self.post_self_attn_layernorm = _norm(config)

@@ -63,7 +63,7 @@ class PolicyModel(GPTModel):
     output_layer: Any
     mtp: Any
 
-    def __init__(self, config: TransformerConfig, **settings: Any) -> None:
+    def __init__(self, config: TransformerConfig, **settings: object) -> None:
         super().__init__(config=config, **settings)
         self.end_at_hidden_states()
 
@@ -73,7 +73,7 @@ class PolicyModel(GPTModel):
         if self.post_process:
             self.output_layer = HeadWeight(self.output_layer)
 
-    def rotary_embedding(self, hidden: Tensor, packed: Any) -> Tensor | None:
+    def rotary_embedding(self, hidden: Tensor, packed: object) -> Tensor | None:
         """Of the positions of packed rows, for layers beyond the model's own."""
         found = self._preprocess(None, None, decoder_input=hidden, packed_seq_params=packed)
         rotary: Tensor | None = found[1]

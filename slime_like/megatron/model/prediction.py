@@ -117,7 +117,7 @@ class PredictionLayer(MegatronModule):
         checkpoints keep as it was."""
         return self.transformer_layer
 
-    def forward(self, hidden: Tensor, embedded: Tensor, **layer: Any) -> Tensor:
+    def forward(self, hidden: Tensor, embedded: Tensor, **layer: object) -> Tensor:
         """[T, 1, H] each, [T / tp, 1, H] under sequence parallelism. layer: further arguments of the
         transformer layer."""
         joined = torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1)
@@ -194,7 +194,7 @@ class PredictionLayers(MegatronModule):
         self,
         prefix: str = "",
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, Any] | None = None,
+        metadata: dict[str, object] | None = None,
     ) -> dict[str, object]:
         """As megatron-core's modules give it."""
         state: dict[str, Any] = {}

@@ -34,7 +34,7 @@ def model_settings() -> dict[str, object]:
 
 
 def provided_chunk(
-    path: str, settings: Mapping[str, Any], *, pre_process: bool, post_process: bool
+    path: str, settings: Mapping[str, object], *, pre_process: bool, post_process: bool
 ) -> PolicyModel:
     """What the function at `path` builds, as a chunk of the policy.
 
@@ -67,7 +67,9 @@ def provided_chunk(
     return as_policy(model)
 
 
-def _problem(model: Any, settings: Mapping[str, Any], call: Mapping[str, Any]) -> str | None:
+def _problem(
+    model: object, settings: Mapping[str, object], call: Mapping[str, object]
+) -> str | None:
     """Why a model cannot be trained here, or None."""
     if not isinstance(model, GPTModel):
         return f"returned {type(model).__name__}; return megatron-core's GPTModel, or a subclass"

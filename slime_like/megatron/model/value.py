@@ -60,14 +60,14 @@ class ValueModel(GPTModel):
     """A chunk of the critic. The last pipeline stage gives values [1, T, 1], on every
     tensor-parallel rank."""
 
-    def __init__(self, config: TransformerConfig, **settings: Any) -> None:
+    def __init__(self, config: TransformerConfig, **settings: object) -> None:
         # the embedding has no twin on the last stage
         settings["share_embeddings_and_output_weights"] = False
         super().__init__(config=config, **settings)
         if self.post_process:
             self.output_layer = ValueHead(config)
 
-    def sharded_state_dict(self, *arguments: Any, **keywords: Any) -> Any:
+    def sharded_state_dict(self, *arguments: object, **keywords: object) -> Any:
         """megatron-core lets the output layer be cut or padded on loading, for vocabularies differ.
         A value head must not be made of one."""
         state = super().sharded_state_dict(*arguments, **keywords)

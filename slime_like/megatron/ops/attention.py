@@ -185,7 +185,7 @@ class PackedAttention(MegatronModule):
         self,
         prefix: str = "",
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, Any] | None = None,
+        metadata: dict[str, object] | None = None,
     ) -> dict[str, Any]:
         """Nothing to save."""
         return {}

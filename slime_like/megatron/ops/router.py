@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
@@ -58,7 +57,7 @@ class _Pass:
 class PackedRouter(TopKRouter):
     """See the module. Without `begin` it routes as TopKRouter does."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self._pass: _Pass | None = None
         self._rows: RoutedRows | None = None  # of the call that is going on
@@ -205,7 +204,7 @@ class PackedRouter(TopKRouter):
             self.local_tokens_per_expert += counted.sum(dim=0)
 
     def choose(
-        self, scores: Tensor, default: Callable[..., tuple[Tensor, Tensor]], *arguments: Any
+        self, scores: Tensor, default: Callable[..., tuple[Tensor, Tensor]], *arguments: object
     ) -> tuple[Tensor, Tensor]:
         """(scores, experts) [t, topk] of the chosen experts. default: megatron-core's choice."""
         current, rows = self._pass, self._rows

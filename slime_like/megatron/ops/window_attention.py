@@ -93,7 +93,7 @@ class WindowAttention(PackedAttention):
         self,
         prefix: str = "",
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, Any] | None = None,
+        metadata: dict[str, object] | None = None,
     ) -> dict[str, object]:
         """The sinks."""
         if self.softmax_offset is None:

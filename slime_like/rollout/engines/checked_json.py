@@ -60,7 +60,7 @@ def _bounded_int(digits: str) -> int:
     return int(digits)
 
 
-def _is_deeper(value: Any, limit: int) -> bool:
+def _is_deeper(value: object, limit: int) -> bool:
     """Whether containers are nested more than `limit` times. Iterative: depth costs no stack."""
     level = [value]
     for _ in range(limit + 1):
@@ -75,7 +75,7 @@ def _is_deeper(value: Any, limit: int) -> bool:
     return True
 
 
-def shown(value: Any, limit: int = _SHOWN) -> str:
+def shown(value: object, limit: int = _SHOWN) -> str:
     """A value for a message: its repr, which is one printable line, at most `limit` characters."""
     return repr(value[:limit] if isinstance(value, str) else value)[:limit]
 
@@ -88,33 +88,33 @@ def printable(text: str, limit: int = _SHOWN) -> str:
     )[:limit]
 
 
-def object_of(value: Any, what: str) -> dict[str, Any]:
+def object_of(value: object, what: str) -> dict[str, Any]:
     """Raises BadAnswer for anything but an object."""
     if not isinstance(value, dict):
         raise BadAnswer(f"{what} is no object: {shown(value)}")
     return value
 
 
-def list_of(value: Any, what: str) -> list[Any]:
+def list_of(value: object, what: str) -> list[Any]:
     """Raises BadAnswer for anything but an array."""
     if not isinstance(value, list):
         raise BadAnswer(f"{what} is no list: {shown(value)}")
     return value
 
 
-def text_of(value: Any, what: str, max_length: int = 1000) -> str:
+def text_of(value: object, what: str, max_length: int = 1000) -> str:
     """Raises BadAnswer for anything but a string of at most `max_length` characters."""
     if not isinstance(value, str) or len(value) > max_length:
         raise BadAnswer(f"{what} is no text of at most {max_length} characters: {shown(value)}")
     return value
 
 
-def is_whole(value: Any, low: int, high: int) -> TypeGuard[int]:
+def is_whole(value: object, low: int, high: int) -> TypeGuard[int]:
     """Whether value is an integer (no bool, no float) from `low` to `high`."""
     return type(value) is int and low <= value <= high
 
 
-def whole_of(value: Any, what: str, low: int, high: int) -> int:
+def whole_of(value: object, what: str, low: int, high: int) -> int:
     """Raises BadAnswer for anything but an integer from `low` to `high`."""
     if not is_whole(value, low, high):
         raise BadAnswer(f"{what} is {shown(value)}, must be a whole number from {low} to {high}")

@@ -7,7 +7,6 @@ what the endpoint answers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 from urllib.parse import urlsplit
 
 from slime_like.rollout.engines.checked_json import (
@@ -23,19 +22,19 @@ _MAX_RANKS = 4096
 _MAX_WORKERS = 10_000
 
 
-def weight_version(answer: Mapping[str, Any]) -> str:
+def weight_version(answer: Mapping[str, object]) -> str:
     """Of /model_info: the version of the server's weights, as it was sent."""
     return text_of(answer.get("weight_version"), "weight_version")
 
 
-def tensor_parallel_size(answer: Mapping[str, Any]) -> int | None:
+def tensor_parallel_size(answer: Mapping[str, object]) -> int | None:
     """Of /server_info: ranks that share each weight; None where the server splits otherwise too."""
     others = [whole_of(answer.get(n, 1), n, 1, _MAX_RANKS) for n in ("pp_size", "dp_size")]
     size = whole_of(answer.get("tp_size", 1), "tp_size", 1, _MAX_RANKS)
     return size if others == [1, 1] else None
 
 
-def checksums(answer: Mapping[str, Any]) -> dict[str, str]:
+def checksums(answer: Mapping[str, object]) -> dict[str, str]:
     """Of /weights_checker: a checksum of every weight, by rank and name."""
     found: dict[str, str] = {}
     for i, rank in enumerate(list_of(answer.get("ranks"), "ranks")):
@@ -44,7 +43,7 @@ def checksums(answer: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def router_workers(answer: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
+def router_workers(answer: Mapping[str, object]) -> list[tuple[str, str, bool]]:
     """Of a router's /workers: address, id, and whether it sends requests there."""
     entries = list_of(answer.get("workers"), "the list of workers")
     if len(entries) > _MAX_WORKERS:
@@ -60,7 +59,7 @@ def router_workers(answer: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
     return workers
 
 
-def server_address(value: Any, what: str) -> str:
+def server_address(value: object, what: str) -> str:
     """http://host:port, without a slash at its end."""
     text = text_of(value, what)
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 from slime_like.errors import RunError
 from slime_like.rollout.engines.checked_json import shown
@@ -17,7 +16,9 @@ from slime_like.rollout.engines.sglang.weight_transfer.servers import CONTROL_S
 logger = logging.getLogger(__name__)
 
 
-def call_servers(fleet: Fleet, workers: Sequence[Worker], path: str, body: dict[str, Any]) -> None:
+def call_servers(
+    fleet: Fleet, workers: Sequence[Worker], path: str, body: dict[str, object]
+) -> None:
     """One that does not answer is evicted."""
     for worker in workers:
         try:

@@ -84,7 +84,7 @@ def async_client(connections: int) -> httpx.AsyncClient:
 async def post_once(
     client: httpx.AsyncClient,
     url: str,
-    body: Any,
+    body: object,
     deadlines: Deadlines,
     max_bytes: int = ANSWER_BYTES,
 ) -> Any:
@@ -94,7 +94,7 @@ async def post_once(
 
 
 def _request(
-    client: httpx.AsyncClient, method: str, url: str, body: Any, deadlines: Deadlines
+    client: httpx.AsyncClient, method: str, url: str, body: object, deadlines: Deadlines
 ) -> httpx.Request:
     """Raises RequestFailed for an address that is none."""
     try:
@@ -234,7 +234,7 @@ class ControlClient:
     def call(
         self,
         url: str,
-        body: Any = None,
+        body: object = None,
         *,
         timeout_s: float,
         method: str = "POST",
@@ -261,7 +261,9 @@ class ControlClient:
             return False
         return True
 
-    def _bytes(self, url: str, body: Any, timeout_s: float, method: str, max_bytes: int) -> bytes:
+    def _bytes(
+        self, url: str, body: object, timeout_s: float, method: str, max_bytes: int
+    ) -> bytes:
         deadlines = Deadlines(min(self._connect_s, timeout_s), timeout_s, timeout_s)
         request = _request(self._client, method, url, body, deadlines)  # large bodies: made here
         exchange = _exchange(self._client, request, deadlines, max_bytes, (200, 202))

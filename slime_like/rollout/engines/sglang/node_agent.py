@@ -122,7 +122,7 @@ class RemoteNode:
             found = json.loads(self._store.read(_state(self.rank)) or "{}")
         return found.get(str(number))
 
-    def _want(self, number: int, launch: dict[str, Any] | None) -> None:
+    def _want(self, number: int, launch: dict[str, object] | None) -> None:
         self._wanted.pop(str(number), None)
         if launch is not None:
             self._wanted[str(number)] = launch

@@ -62,7 +62,7 @@ def _first_outgoing_port() -> int:
     )  # where outgoing connections may have nearly all ports, no choice is better
 
 
-def command_words(settings: Mapping[str, Any]) -> list[str]:
+def command_words(settings: Mapping[str, object]) -> list[str]:
     """{"tp_size": 2, "sleep_on_idle": True} -> --tp-size 2 --sleep-on-idle. None and False are left
     out."""
     words: list[str] = []
@@ -203,11 +203,11 @@ def clean_environment() -> dict[str, str]:
     return {"SGLANG_TIMEOUT_KEEP_ALIVE": "600"} | kept
 
 
-def server_command(python: str, settings: Mapping[str, Any]) -> tuple[str, ...]:
+def server_command(python: str, settings: Mapping[str, object]) -> tuple[str, ...]:
     return (python, "-m", "sglang.launch_server", *command_words(settings))
 
 
-def router_command(python: str, settings: Mapping[str, Any]) -> tuple[str, ...]:
+def router_command(python: str, settings: Mapping[str, object]) -> tuple[str, ...]:
     return (python, "-m", "sglang_router.launch_router", *command_words(settings))
 
 
@@ -221,7 +221,7 @@ def server_settings(
     dtype: str,
     cuda: bool,
     memory_saver: bool,
-    given: Mapping[str, Any],
+    given: Mapping[str, object],
 ) -> dict[str, object]:
     """Of one server. given: the user's --sglang flags, which come last and replace ours."""
     ours: dict[str, Any] = {

@@ -153,7 +153,7 @@ def vocabulary_body(token: int, rid: str) -> dict[str, object]:
 
 
 def read_scores(
-    answer: Any, tokens: Sequence[int], rid: str, start: int = 0, last: int | None = None
+    answer: object, tokens: Sequence[int], rid: str, start: int = 0, last: int | None = None
 ) -> tuple[float, ...]:
     """Log-probs of tokens[start + 1:]. last: a token that may come back as 0, as SGLang names the
     last one of its vocabulary here. Raises BadAnswer."""
@@ -171,7 +171,7 @@ def read_scores(
     return _log_probs(named, scored, rid)
 
 
-def read_input_tokens(answer: Any, rid: str) -> tuple[int, ...]:
+def read_input_tokens(answer: object, rid: str) -> tuple[int, ...]:
     """What the server's tokenizer made of a text. Raises BadAnswer."""
     entries = meta_of(answer, rid).get("input_token_logprobs")
     if not isinstance(entries, list) or not all(
@@ -181,7 +181,7 @@ def read_input_tokens(answer: Any, rid: str) -> tuple[int, ...]:
     return token_ids([entry[1] for entry in entries], f"request {rid}: input tokens", _NO_LIMIT)
 
 
-def meta_of(answer: Any, rid: str) -> Mapping[str, Any]:
+def meta_of(answer: object, rid: str) -> Mapping[str, Any]:
     """Raises BadAnswer."""
     if not isinstance(answer, dict) or not isinstance(answer.get("meta_info"), dict):
         raise BadAnswer(f"request {rid}: no answer of /generate: {shown(answer)}")
@@ -198,7 +198,7 @@ def _finish_reason(
     return cast(FinishReason, kind), reason
 
 
-def _log_probs(entries: Any, tokens: tuple[int, ...], rid: str) -> tuple[float, ...]:
+def _log_probs(entries: object, tokens: tuple[int, ...], rid: str) -> tuple[float, ...]:
     """Of [log_prob, token id, ...] entries, one for each of `tokens` in its order."""
     if not isinstance(entries, list) or len(entries) != len(tokens):
         found = len(entries) if isinstance(entries, list) else "no"
@@ -238,7 +238,7 @@ def _weight_versions(meta: Mapping[str, object], length: int, rid: str) -> tuple
     return tuple(versions)
 
 
-def _version(value: Any, rid: str) -> int:
+def _version(value: object, rid: str) -> int:
     """A version as it was sent: a number, as text or as it is. Raises WrongVersion for other text,
     as of a server that was never given weights, BadAnswer for what is no version."""
     if type(value) is int:

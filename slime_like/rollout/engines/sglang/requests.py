@@ -215,7 +215,7 @@ class ServerRequests:
         client: httpx.AsyncClient,
         url: str,
         worker: Worker | None,
-        body: dict[str, Any],
+        body: dict[str, object],
         max_bytes: int,
         avoid: set[str],
     ) -> Any:

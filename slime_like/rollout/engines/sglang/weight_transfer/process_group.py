@@ -187,7 +187,7 @@ class BroadcastGroup:
             )
         self._check(answers, what, deadline)
 
-    def _look_for_refusals(self, answers: Sequence[Future[Any]], deadline: float) -> None:
+    def _look_for_refusals(self, answers: Sequence[Future[object]], deadline: float) -> None:
         refusal = min(deadline, time.monotonic() + REFUSAL_S)
         while time.monotonic() < refusal and not any(answer.done() for answer in answers):
             time.sleep(POLL_S)
@@ -215,7 +215,7 @@ class BroadcastGroup:
             self._member = None
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _wait(self, done: Callable[[], bool], answers: Sequence[Future[Any]], what: str) -> None:
+    def _wait(self, done: Callable[[], bool], answers: Sequence[Future[object]], what: str) -> None:
         """Until `done`; a server that refuses meanwhile, or the time limit, ends the wait."""
         deadline = time.monotonic() + self._timeout_s
         while not done():
@@ -234,7 +234,12 @@ class BroadcastGroup:
             time.sleep(POLL_S)
 
     def _check(
-        self, answers: Sequence[Future[Any]], what: str, deadline: float, *, only_done: bool = False
+        self,
+        answers: Sequence[Future[object]],
+        what: str,
+        deadline: float,
+        *,
+        only_done: bool = False,
     ) -> None:
         """Raises BroadcastFailed naming every server that refused, or did not answer in time."""
         problems: dict[int, str] = {}

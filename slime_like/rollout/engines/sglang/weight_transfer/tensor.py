@@ -178,7 +178,7 @@ def tensor_update(bucket: Bucket, flat: Tensor, version: int, ranks: int) -> dic
     return body | ({"weight_version": str(version)} if bucket.is_last else {})
 
 
-def _pickled(content: dict[str, Any], pickler: type[pickle.Pickler]) -> str:
+def _pickled(content: dict[str, object], pickler: type[pickle.Pickler]) -> str:
     buffer = io.BytesIO()
     pickler(buffer).dump(content)
     return base64.b64encode(buffer.getvalue()).decode()
