@@ -139,8 +139,11 @@ async def work(environment: Environment, gateway: str, key: str) -> None:
                 found = await client.post("/tasks/claim", json={"wait_s": WAIT_S}, headers=worker)
                 if found.status_code == 401:
                     raise SystemExit(f"{gateway} does not know this worker's key")
-                if found.raise_for_status().status_code == 200:
+                if found.status_code == 200:
                     await _play(environment, client, found.json())
+                elif found.is_error:  # as while it closes: others of this worker still play
+                    print(f"a claim was refused: {found.text:.200}", file=sys.stderr)
+                    await asyncio.sleep(RETRY_S)
             except httpx.TransportError:  # it listens only while episodes run
                 await asyncio.sleep(RETRY_S)
 
