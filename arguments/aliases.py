@@ -145,7 +145,6 @@ _MUON = (
 # field name -> value -> reason
 VALUES_NOT_IMPLEMENTED: Mapping[str, Mapping[str, str]] = {
     "rm_type": {"random": "this reward"},
-    "opd_type": {"self": "a teacher that sees more than the policy"},
     "optimizer": dict.fromkeys(("muon", "dist_muon"), _MUON),
     "moe_router_load_balancing_type": {"sinkhorn": "this balancing"},
     "rollout_engine": {"vllm": "this engine"},

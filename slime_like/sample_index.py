@@ -34,6 +34,7 @@ ROW = np.dtype(
         ("branches", "i4"),  # further sequences of the same episode
         ("versions_length", "i4"),  # entries of `weight_versions`, 0 or the length of the response
         ("set_width", "i4"),  # K of the token sets
+        ("teacher_prompt_length", "i4"),
         ("route_layers", "i2"),
         ("route_topk", "i2"),
         ("status", "u1"),
@@ -129,6 +130,8 @@ class RemoteSample:
         if name == "routes":
             layers, topk = int(self._of("route_layers")), int(self._of("route_topk"))
             return (self.total_length, layers, topk)
+        if name == "teacher_prompt":
+            return (int(self._of("teacher_prompt_length")),)
         return (self.response_length,)
 
     def without(self, name: str) -> RemoteSample:
@@ -231,6 +234,8 @@ def rows_of(samples: Sequence[Sample], holder: int) -> tuple[Rows, Versions]:
         row["versions_length"] = sample.versions_length
         row["branches"] = sample.num_branches
         row["set_width"] = 0 if sample.token_sets is None else sample.token_sets.shape[1]
+        taught = sample.teacher_prompt
+        row["teacher_prompt_length"] = 0 if taught is None else taught.numel()
         row["route_layers"], row["route_topk"] = routes[1:]
         row["status"], row["parts"] = _STATUS.index(sample.status), parts
     return rows, np.array(several, dtype=np.int32).reshape(-1, 2)

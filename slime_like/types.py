@@ -27,12 +27,15 @@ GREEDY_REWARD = "greedy_reward"
 REWARD_DETAILS = "reward_details"
 # metadata key of what --custom-convert-samples-to-train-data-path trains on in place of the reward
 TRAIN_REWARD = "train_reward"
-# of a `Sample`, over its tokens; in the order of the bytes of one number, the largest first
+# metadata key of what a teacher's prompt is made of, see data/prompt_format.py
+TEACHER_CONTEXT = "teacher_context"
+# of a `Sample`, over its tokens or a prompt's; in the order of the bytes of one number, the largest first
 OPTIONAL_TENSORS = (
     "token_rewards",
     "rollout_log_probs",
     "teacher_log_probs",
     "token_sets",
+    "teacher_prompt",
     "routes",
 )
 
@@ -90,6 +93,8 @@ class Sample:
     # [R, K] int32, what the sampler chose from, filled up with -1; None: the whole vocabulary
     token_sets: Tensor | None = None
     teacher_log_probs: Tensor | None = None  # [R] float32, of a served teacher
+    # [P] int32, in place of the prompt where the policy is its own teacher; None: it teaches nothing
+    teacher_prompt: Tensor | None = None
     # [R] float64, what a reward function gave each token; None: `reward` is of the whole response
     token_rewards: Tensor | None = None
     # [L, expert layers, topk] int16, where the sampler sent each token, -1 where it did not compute

@@ -125,6 +125,10 @@ def agents_exclude(s: Settings) -> list[Problem]:
             ": an episode is played in one piece",
         ),
         "opd_teacher_url": (s.distillation.served, " yet; use a teacher on Megatron"),
+        "opd_demonstration_key": (
+            s.distillation.teaches_itself,
+            " and --opd-type self: an episode has several prompts",
+        ),
     } | _cut_matters(s, s.loss)
     found = [
         p

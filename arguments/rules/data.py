@@ -46,7 +46,7 @@ def teacher_is_of_its_type(s: Settings) -> list[Problem]:
     opd = s.distillation
     if not opd.use_opd or opd.opd_type is None:
         return []
-    if opd.opd_type == "megatron":
+    if opd.opd_type in ("megatron", "self"):
         return []
     if opd.opd_teacher_load is not None:
         return problem(
@@ -169,8 +169,56 @@ def teacher_fits_the_layout(s: Settings, teacher: HfModel) -> list[Problem]:
     return found
 
 
+def self_teacher_sees_more(s: Settings) -> list[Problem]:
+    """There is something that the policy does not see, and a place for it."""
+    opd = s.distillation
+    if not opd.teaches_itself:
+        return []
+    alone = s.rollout.n_samples_per_prompt == 1
+    given = s.data.opd_demonstration_key or opd.opd_feedback_key
+    found = []
+    if given is None and (opd.opd_success_reward is None or alone):
+        message = (
+            "self needs what the teacher sees and the policy does not: --opd-demonstration-key, --opd-feedback-key, or "
+            "--opd-success-reward with --n-samples-per-prompt above 1"
+        )
+        found += problem("opd_type", "self", message)
+    for name in ("prompt", "demonstration", "feedback"):
+        field = f"opd_{name}_template"
+        if f"{{{name}}}" not in getattr(opd, field):
+            found += problem(field, getattr(opd, field), f"must have {{{name}}}")
+    return found
+
+
+def self_teacher_fits(s: Settings) -> list[Problem]:
+    opd, found = s.distillation, list[Problem]()
+    if not opd.teaches_itself:
+        return found
+    if s.scheduling.data_source_path is not None:
+        found += problem(
+            "data_source_path",
+            s.scheduling.data_source_path,
+            "does not go with --opd-type self, which makes its prompts of the rows of --prompt-data",
+        )
+    if s.lora.lora_rank and opd.opd_self_teacher == "ema":
+        found += problem(
+            "opd_self_teacher",
+            "ema",
+            "is not there for adapters; with --lora-rank give live or base",
+        )
+    return found
+
+
+def top_tokens_are_tokens(s: Settings) -> list[Problem]:
+    top, tokens = s.distillation.opd_topk, s.gpt.vocab_size
+    if top is None or tokens is None or top <= tokens:
+        return []
+    return problem("opd_topk", top, f"must be at most the {tokens} tokens of the vocabulary")
+
+
 DISTILLATION_RULES: tuple[Rule, ...] = (
     distillation_is_complete, teacher_is_of_its_type, served_teacher_fits, slime_reward_of_distillation, teacher_is_there,
+    self_teacher_sees_more, self_teacher_fits, top_tokens_are_tokens,
 )  # fmt: skip
 
 

@@ -55,6 +55,11 @@ class DataConfig:
     apply_chat_template_kwargs: dict[str, Any] = arg(
         {}, "JSON object of further arguments of the chat template."
     )
+    opd_demonstration_key: str | None = arg(
+        None,
+        "Field with a demonstration of how to answer, text that the teacher alone sees.",
+        needs="opd_type=self",
+    )
     rollout_shuffle: bool = arg(False, "Shuffle the prompts anew in every epoch.")
     rollout_seed: int = arg(42, "Seed of shuffling and of sampling.")
     rollout_max_prompt_len: int | None = arg(

@@ -52,6 +52,7 @@ class AdvantageSettings(CheckedSettings):
     )
     kl_coef: float = arg(0.0, "Of the KL in the reward.", legal=NON_NEGATIVE)
     distillation_coef: float = arg(0.0, "Of the gap to the teacher.", legal=NON_NEGATIVE)
+    distillation_only: bool = arg(False, "Rewards give no advantage.")
     prefix_gamma: float = arg(0.0, "Of the gap's weight by its prefix.", legal=NON_NEGATIVE)
 
 
@@ -191,6 +192,8 @@ def estimate_advantages(
         targets = targets or [a + v.double() for a, v in zip(values, critic_values)]
         known = [bool(sound[i]) for i in mine]
         returns = [_returns(*of_one) for of_one in zip(targets, masks, known)]
+    if settings.distillation_only:
+        values = [torch.zeros_like(value) for value in values]
     if teacher_gap is not None:
         coef, gaps = settings.distillation_coef, list(teacher_gap)
         if settings.prefix_gamma:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from arguments.schema.data import DataConfig
 from slime_like.data.source import TASK_PREFIX, Row
 from slime_like.rewards.registry import AnswerCheck
-from slime_like.types import Prompt
+from slime_like.types import TEACHER_CONTEXT, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,6 +110,7 @@ class RowKeys:
     metadata: str
     tools: str = "tools"
     input_flag: str = "--input-key"
+    demonstration: str | None = None
 
     @classmethod
     def of(
@@ -124,12 +125,14 @@ class RowKeys:
         """Those that the settings name for a file; rows of a reasoning_gym source have keys of
         their own."""
         if spec.startswith(TASK_PREFIX):
-            return cls("question", "answer", "metadata")
+            demonstration = config.opd_demonstration_key
+            return cls("question", "answer", "metadata", demonstration=demonstration)
         return cls(
             input_key or config.input_key,
             label_key or config.label_key,
             metadata_key or config.metadata_key,
             config.tool_key,
+            demonstration=config.opd_demonstration_key,
         )
 
 
@@ -179,9 +182,12 @@ class PromptFormat:
         answer_check: AnswerCheck | None = None,
         metadata: Mapping[str, object] | None = None,
         chat: bool = False,
+        teaches_itself: bool = False,
     ) -> None:
-        """chat: with the chat template, whatever --apply-chat-template says."""
+        """chat: with the chat template, whatever --apply-chat-template says. teaches_itself: a
+        prompt's metadata say what its teacher's is made of."""
         self.keys = keys
+        self._teaches_itself = teaches_itself
         self._metadata = dict(metadata or {})  # laid over that of every row
         self._answer_check = answer_check
         self._tokenizer = tokenizer
@@ -200,13 +206,18 @@ class PromptFormat:
     @property
     def columns(self) -> list[str]:
         keys = (self.keys.input, self.keys.label, self.keys.metadata, self.keys.tools)
-        return [key for key in keys if key is not None]
+        return [key for key in (*keys, self._demonstration_key) if key is not None]
+
+    @property
+    def _demonstration_key(self) -> str | None:
+        return self.keys.demonstration if self._teaches_itself else None
 
     def check(self, row: Row) -> str | None:
         """What is wrong with a row, or None."""
         for flag, key in (
             (self.keys.input_flag, self.keys.input),
             ("--label-key", self.keys.label),
+            ("--opd-demonstration-key", self._demonstration_key),
         ):
             if key is not None and key not in row:
                 return f"missing key {key!r} ({flag}); the keys that are there: {', '.join(sorted(row)) or 'none'}"
@@ -215,7 +226,9 @@ class PromptFormat:
             return f"{self.keys.metadata!r} (--metadata-key) must be an object, not {type(metadata).__name__}"
         if prompt == "":
             return f"{self.keys.input!r} ({self.keys.input_flag}) is empty"
-        problem = self._check_prompt(prompt) or self._check_tools(row)
+        problem = (
+            self._check_prompt(prompt) or self._check_tools(row) or self._check_demonstration(row)
+        )
         if problem is None and self._answer_check is not None:
             problem = self._answer_check(self._label(row), {**(metadata or {}), **self._metadata})
         return problem
@@ -232,6 +245,17 @@ class PromptFormat:
         if not isinstance(found, list):
             return f"{name} must be a list of tools, or its JSON, not {type(found).__name__}"
         return None
+
+    def _check_demonstration(self, row: Row) -> str | None:
+        if not self._teaches_itself:
+            return None
+        prompt = row[self.keys.input]
+        if not isinstance(prompt, str) and not isinstance(prompt[-1].get("content"), str):
+            return f"{self.keys.input!r} ({self.keys.input_flag}): the last message must be text with --opd-type self"
+        key = self._demonstration_key
+        if key is None or isinstance(row[key], str):
+            return None
+        return f"{key!r} (--opd-demonstration-key) must be a string, not {type(row[key]).__name__}"
 
     def _check_prompt(self, messages: Any) -> str | None:
         if isinstance(messages, str):
@@ -267,9 +291,22 @@ class PromptFormat:
         return prompts
 
     def _render(self, row: Row) -> str:
-        prompt = row[self.keys.input]
+        return self._prompt_text(row[self.keys.input], self._tools(row))
+
+    def _prompt_text(self, prompt: Any, tools: Any) -> str:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return self._write(messages, open_turn=True, tools=self._tools(row))
+        return self._write(messages, open_turn=True, tools=tools)
+
+    def teacher_text(self, metadata: Mapping[str, Any], rewrite: Callable[[str], str]) -> str:
+        """A prompt as its teacher sees it, its last message rewritten. metadata: of the prompt, with
+        `TEACHER_CONTEXT`."""
+        prompt = metadata[TEACHER_CONTEXT]["prompt"]
+        if isinstance(prompt, str):
+            prompt = rewrite(prompt)
+        else:
+            last = prompt[-1]
+            prompt = [*prompt[:-1], {**last, "content": rewrite(last["content"])}]
+        return self._prompt_text(prompt, metadata.get("tools")) if self._chat else str(prompt)
 
     def _write(
         self,
@@ -289,7 +326,13 @@ class PromptFormat:
 
     def _metadata_of(self, row: Row) -> dict[str, Any]:
         tools = self._tools(row)
-        more = {} if tools is None else {"tools": tools}  # where slime's functions look for them
+        more: dict[str, Any] = {}
+        if tools is not None:
+            more["tools"] = tools  # where slime's functions look for them
+        if self._teaches_itself:
+            key = self._demonstration_key
+            demonstration = None if key is None else row[key]
+            more[TEACHER_CONTEXT] = {"prompt": row[self.keys.input], "demonstration": demonstration}
         return {**(row.get(self.keys.metadata) or {}), **more, **self._metadata}
 
     def tokenise(self, texts: Sequence[Any]) -> list[tuple[int, ...]]:

@@ -88,7 +88,7 @@ class PromptSource:
 
     answer_check: `data.sft.answer_problem`, or `rewards.registry.answer_check` of the run's reward;
     None accepts every label. conversations: prompts are whole ones, to learn from. pairs: of rows
-    with two answers.
+    with two answers. teaches_itself: of a policy that is its own teacher.
     `len()` is the number of prompts in an epoch, `num_left_out` the number of rows that were too
     long, `notes` what the user should be
     told once (rows left out), a line each. Raises ValueError at construction for everything that is
@@ -104,6 +104,7 @@ class PromptSource:
         room: Room = ANY_LENGTH,
         conversations: bool = False,
         pairs: bool = False,
+        teaches_itself: bool = False,
     ) -> None:
         if config.prompt_data is None:
             raise ValueError(
@@ -116,7 +117,13 @@ class PromptSource:
         elif conversations:
             self._form = ConversationFormat(config, tokenizer, keys=keys)
         else:
-            self._form = PromptFormat(config, tokenizer, keys=keys, answer_check=answer_check)
+            self._form = PromptFormat(
+                config,
+                tokenizer,
+                keys=keys,
+                answer_check=answer_check,
+                teaches_itself=teaches_itself,
+            )
         self._source = open_source(
             config.prompt_data,
             check=self._form.check,

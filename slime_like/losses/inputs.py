@@ -67,6 +67,10 @@ class LossInputs:
     selection_seed: int = 0
     # [T] int64: row of the micro-batch where one process packs it; None: the row itself
     places: Tensor | None = None
+    # [T, K] current policy's, of the tokens that a teacher was asked about, with grad
+    label_log_probs: Tensor | None = None
+    # [T, K] the teacher's probabilities of them, all 0 at a token without a teacher
+    label_weights: Tensor | None = None
     # ranks that hold other rows of the same sequences; None: this one holds all
     cp_group: dist.ProcessGroup | None = None
 

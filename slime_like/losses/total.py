@@ -2,15 +2,16 @@
 
     L = sum_t mask_t (w_t k_t c_t policy_t + u_t (kl_loss_coef kl_t - entropy_coef H_t) - v_t
     positive_nll_coef log_prob_t) - o_t observation_loss_coef log_prob_t
+    + u_t distillation_coef D_t
 
 over all tokens of all micro-batches on all ranks. `u` is the weight of the reduction, `w` equals it
 unless the caller brings advantages that are already normalised; k and c come from the off-policy
 correction, k from OPSM too. v is 1 / (tokens of the step in samples with a positive reward) on
 those tokens: VAPO's imitation of correct samples, arXiv 2504.05118, section 4.3. o is 1 /
 (observation tokens of the step) on these, which an environment wrote between an agent's answers
-and no mask has: ECHO, arXiv 2605.24517. KL and entropy
-have their own weight, so neither accumulation nor pre-scaled advantages can amplify them. This
-function returns the partial sum over the tokens it is given, and nothing is divided.
+and no mask has: ECHO, arXiv 2605.24517. D is the divergence to a teacher (distillation.py).
+KL, entropy and D have their own weight, so neither accumulation nor pre-scaled advantages can
+amplify them. This function returns the partial sum over the tokens it is given, and nothing is divided.
 
 A reduction is a token weight: every active token of a sample gets the same `u`, which holds the
 whole denominator, of the whole optimizer step and from the original mask. So the loss does not
@@ -34,9 +35,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slime_like.config import NON_NEGATIVE, POSITIVE, CheckedSettings, arg
+from slime_like.config import NON_NEGATIVE, POSITIVE, UNIT, CheckedSettings, arg
 from slime_like.lazy import Tensor, torch
 from slime_like.losses.checks import require_choice, require_ids, require_tensor
+from slime_like.losses.distillation import set_divergence
 from slime_like.losses.inputs import LossInputs
 from slime_like.losses.kl import KL_ESTIMATORS, kl_estimate
 from slime_like.losses.opsm import opsm_keep
@@ -141,6 +143,10 @@ class LossTerms(CheckedSettings):
     observation_loss_coef: float = arg(
         0.0, "Weight of the prediction of observations.", legal=NON_NEGATIVE
     )
+    distillation_coef: float = arg(
+        0.0, "Weight of the divergence to a teacher.", legal=NON_NEGATIVE
+    )
+    distillation_alpha: float = arg(1.0, "Which divergence; 1: reverse KL.", legal=UNIT)
     opsm_delta: float | None = arg(None, "Of the mask in opsm.py; None: off.", legal=NON_NEGATIVE)
 
 
@@ -258,6 +264,12 @@ def weighted_terms(
                 -seen.masked(inputs.log_probs),
             )
         )
+    if inputs.label_log_probs is not None and inputs.label_weights is not None:
+        gap = inputs.masked(
+            set_divergence(inputs.label_log_probs, inputs.label_weights, terms.distillation_alpha)
+        )
+        metrics["opd_divergence"] = masked_mean(gap, inputs.loss_mask)
+        found.append(WeightedTerm("distillation_loss", terms.distillation_coef, weights, gap))
     return found, metrics
 
 
@@ -304,6 +316,11 @@ def _check(inputs: LossInputs, policy_loss: PolicyLoss, terms: LossTerms) -> Non
         raise ValueError(
             f"observation_loss_coef {terms.observation_loss_coef:g} needs observation_weights, and "
             "the batch has none"
+        )
+    if terms.distillation_coef and inputs.label_log_probs is None:
+        raise ValueError(
+            f"distillation_coef {terms.distillation_coef:g} needs label_log_probs and "
+            "label_weights, and the batch has none"
         )
     if terms.entropy_coef and inputs.entropy is None:
         raise ValueError(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -23,7 +24,9 @@ from slime_like.megatron.factory import (
     make_policy,
     make_prediction_loss,
     make_reference,
+    make_self_teacher,
     make_teacher,
+    self_teacher,
     start_from_policy,
 )
 from slime_like.megatron.forward_step import TokenComputation
@@ -65,6 +68,8 @@ class LogProbOutput:
     # recorded
     routes: Tensor | None = None
     squared_probs: Tensor | None = None  # [R] float32, sum over the vocabulary, if it was asked for
+    label_log_probs: Tensor | None = None  # [R, K] float32, of the sample's label sets
+    top_tokens: Tensor | None = None  # [R, K], the likeliest, if they were asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +122,10 @@ class MegatronBackend:
         self.policy = make_policy(run, layout, self.hf, total_steps=total_steps)
         self.adapter_shape = self._start_adapter(run.lora.lora_adapter_path)
         self.reference = make_reference(run, self.policy)
+        self.averaged = make_self_teacher(run, self.policy)
         self.teacher = make_teacher(run, layout)
+        if run.distillation.teaches_itself:
+            self.teacher = self_teacher(run, self.policy, self.averaged)
         self.critic: TrainedNetwork | None = None
         if run.trains_critic:
             self.critic = make_critic(run, self.policy, total_steps=total_steps)
@@ -153,28 +161,33 @@ class MegatronBackend:
         network: FrozenModel | None = None,
         *,
         squared_probs: bool = False,
+        top_k: int = 0,
     ) -> list[LogProbOutput]:
         """Log-probs of the response tokens and entropies, at the sampling temperature, for this
         data-parallel rank's samples; of a reward model its scores in their place.
 
         network: whose; None: the policy's, whose tokens go to the experts of the samples' routes,
-        where they have them. squared_probs: of the policy, beside them. All pipeline stages get the
-        result.
+        where they have them. squared_probs, top_k: of the policy, beside them. All pipeline stages
+        get the result.
         """
         size = self._micro_batch_size(self.layout, forward_only=True)
-        head = dataclasses.replace(self.head, squared_probs=squared_probs)
+        head = dataclasses.replace(self.head, squared_probs=squared_probs, top_k=top_k)
         if network is None or network is self.policy:
             record = self.algorithm.use_routing_replay and not self._replays_rollout
             compute: TokenComputation = reward_scores if self.policy.value_head else head
             found = self.policy.forward(samples, compute, size, record_routes=record)
         else:  # another network's routers choose themselves
             head = dataclasses.replace(self.head, vocab_size=network.gpt.vocab_size or 0)
+            squared_probs, top_k = False, 0
             unrouted = [dataclasses.replace(sample, routes=None) for sample in samples]
             found = network.forward(unrouted, head, size)
-        log_probs, entropy, *squares = found.columns
+        log_probs, entropy, *more = found.columns
         nothing: list[Tensor | None] = [None] * len(samples)
-        squared: Sequence[Tensor | None] = squares[0] if squares else nothing
-        rows = zip(log_probs, entropy, found.routes or nothing, squared, strict=True)
+        squared: Sequence[Tensor | None] = more.pop(0) if squared_probs and more else nothing
+        # what else there is are K columns: tokens, or log-probs of label sets
+        tables = [torch.stack(row, dim=1) for row in zip(*more)] if more else nothing
+        of_sets, top = (nothing, tables) if top_k else (tables, nothing)
+        rows = zip(log_probs, entropy, found.routes or nothing, squared, of_sets, top, strict=True)
         return [LogProbOutput(*row) for row in rows]
 
     def with_routes_of_stage(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
@@ -216,6 +229,9 @@ class MegatronBackend:
         """The optimizer step of `forward_backward` or `forward_backward_critic`; skipped on all
         ranks when the gradient norm is not finite."""
         stepped, grad_norm, learning_rate = pending.network.optim_step()
+        if stepped and self.averaged is not None and pending.network is self.policy:
+            self.policy.finish_updates()
+            self.averaged.update(self.policy)
         return StepResult(
             metrics=pending.metrics,
             grad_norm=grad_norm,

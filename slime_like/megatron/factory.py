@@ -24,6 +24,7 @@ from slime_like.logs import warn_rank_0
 from slime_like.losses.custom import custom_loss
 from slime_like.losses.registry import policy_losses
 from slime_like.losses.total import LossTerms
+from slime_like.megatron.averaged import AveragedNetwork
 from slime_like.megatron.checkpoint import SavedNetwork, load_weights
 from slime_like.megatron.frozen_parameters import FrozenParameters
 from slime_like.megatron.init import make_further_layout
@@ -237,6 +238,28 @@ def make_teacher(run: RunConfig, layout: ParallelLayout) -> FrozenModel | None:
     return frozen(teacher, load)
 
 
+def make_self_teacher(run: RunConfig, policy: Network) -> AveragedNetwork | None:
+    """The teacher of self-distillation, where it is a copy of the policy."""
+    config = run.distillation
+    if not config.own_teacher or isinstance(policy, LoraNetwork) or run.debug.debug_rollout_only:
+        return None
+    transformer, gpt, impl = network_settings(run).shape
+    plain = dataclasses.replace(gpt, mtp_num_layers=None)
+    rate = config.opd_ema_rate if config.opd_self_teacher == "ema" else 0.0
+    teacher = AveragedNetwork(Network(transformer, plain, impl, policy.layout), rate)
+    teacher.start(policy)
+    return teacher
+
+
+def self_teacher(run: RunConfig, policy: Network, averaged: AveragedNetwork | None) -> Network:
+    """The network that self-distillation asks, with more in its prompt."""
+    if averaged is not None:
+        return averaged.network
+    if run.distillation.opd_self_teacher == "base" and isinstance(policy, LoraNetwork):
+        return policy.base
+    return policy
+
+
 def load_network(
     network: Network,
     root: str,
@@ -305,6 +328,8 @@ def make_objective(run: RunConfig) -> Objective:
         entropy_coef=algorithm.entropy_coef,
         positive_nll_coef=algorithm.positive_nll_coef,
         observation_loss_coef=algorithm.observation_loss_coef,
+        distillation_coef=run.distillation.opd_kl_coef if run.distillation.opd_topk else 0.0,
+        distillation_alpha=run.distillation.opd_alpha,
         opsm_delta=algorithm.opsm_delta if algorithm.use_opsm else None,
     )
     level = run.off_policy.tis_ratio_type or "token"

@@ -28,6 +28,7 @@ from slime_like.losses.value_loss import (
 from slime_like.megatron.forward_step import TokenOutput
 from slime_like.megatron.model.policy import head_weight
 from slime_like.megatron.ops.fused_linear_logprob import DEFAULT_CHUNK_SIZE, lean_log_probs
+from slime_like.megatron.ops.top_tokens import top_tokens
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.metrics.typed import Metric, masked_mean
 from slime_like.types import MicroBatch
@@ -43,28 +44,43 @@ class LogProbHead:
     sequence_parallel: bool = False
     chunk_size: int = DEFAULT_CHUNK_SIZE
     squared_probs: bool = False  # a third column of forward-only passes: the sum of their squares
+    top_k: int = 0  # further columns: the likeliest tokens
 
     def log_probs_and_entropy(
         self, hidden: Tensor, weight: Tensor, batch: MicroBatch
     ) -> tuple[Tensor, Tensor]:
         """[T] each, zero at inactive rows, which never reach the projection. hidden, weight: of the
         last stage, see `PolicyModel`."""
-        log_probs, entropy, *_ = self._columns(hidden, weight, batch, squared=False)
+        log_probs, entropy, *_ = self._columns(hidden, weight, batch, batch.labels[0])
         return log_probs, entropy
 
+    def log_probs_of_sets(
+        self, hidden: Tensor, weight: Tensor, batch: MicroBatch
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `log_probs_and_entropy`, and the log-probs [T, K] of the batch's label sets."""
+        assert batch.label_sets is not None
+        labels = torch.cat([batch.labels[0].unsqueeze(1), batch.label_sets], dim=1)
+        log_probs, entropy, *_ = self._columns(hidden, weight, batch, labels)
+        return log_probs[:, 0], entropy, log_probs[:, 1:]
+
     def _columns(
-        self, hidden: Tensor, weight: Tensor, batch: MicroBatch, *, squared: bool
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        batch: MicroBatch,
+        labels: Tensor,
+        *,
+        squared: bool = False,
     ) -> tuple[Tensor, ...]:
-        """As `log_probs_and_entropy`; squared: and the sum of squared probabilities."""
-        rows = (
-            batch.loss_mask.nonzero().squeeze(1) if batch.active_rows is None else batch.active_rows
-        )
+        """As `log_probs_and_entropy`, of labels [T] or [T, K]; squared: and the sum of squared
+        probabilities."""
+        rows = active_rows(batch)
         wide = weight.dtype if weight.dtype == torch.float64 else torch.float32
         squares = torch.zeros(rows.numel(), dtype=wide, device=hidden.device) if squared else None
         log_probs, entropy = lean_log_probs(
             hidden[0],
             weight,
-            batch.labels[0],
+            labels,
             rows=rows,
             vocab_size=self.vocab_size,
             temperature=self.temperature,
@@ -76,14 +92,48 @@ class LogProbHead:
         )
         # without an active token too, both depend on hidden states and weight: every rank runs
         # backward
-        empty = torch.zeros(batch.loss_mask.numel(), dtype=log_probs.dtype, device=hidden.device)
         columns = [log_probs, entropy] if squares is None else [log_probs, entropy, squares]
-        return tuple(empty.index_copy(0, rows, column) for column in columns)
+        return tuple(self._on_all_rows(column, rows, batch) for column in columns)
+
+    def _on_all_rows(self, column: Tensor, rows: Tensor, batch: MicroBatch) -> Tensor:
+        """[N] or [N, K] of the active rows -> of all T, 0 elsewhere."""
+        empty = column.new_zeros(batch.loss_mask.numel(), *column.shape[1:])
+        return empty.index_copy(0, rows, column)
 
     def __call__(self, model: torch.nn.Module, batch: MicroBatch, hidden: Tensor) -> TokenOutput:
-        """Columns: log-probs, entropies and perhaps sums of squared probabilities."""
-        squared = self.squared_probs
-        return TokenOutput(self._columns(hidden, head_weight(model), batch, squared=squared))
+        """Columns: log-probs and entropies; perhaps sums of squared probabilities; the log-probs of
+        label sets, where the batch has them; the likeliest tokens, with `top_k`."""
+        weight = head_weight(model)
+        if batch.label_sets is not None:
+            log_probs, entropy, of_sets = self.log_probs_of_sets(hidden, weight, batch)
+            return TokenOutput((log_probs, entropy, *of_sets.unbind(1)))
+        labels, squared = batch.labels[0], self.squared_probs
+        columns = self._columns(hidden, weight, batch, labels, squared=squared)
+        if self.top_k:
+            columns += self._top_tokens(hidden, weight, batch).to(columns[0].dtype).unbind(1)
+        return TokenOutput(columns)
+
+    def _top_tokens(self, hidden: Tensor, weight: Tensor, batch: MicroBatch) -> Tensor:
+        """[T, top_k] int64, 0 at inactive rows."""
+        rows = active_rows(batch)
+        tokens = top_tokens(
+            hidden[0],
+            weight,
+            k=self.top_k,
+            vocab_size=self.vocab_size,
+            rows=rows,
+            tp_group=self.layout.tp_group,
+            sequence_parallel=self.sequence_parallel,
+            chunk_size=self.chunk_size,
+        )
+        return self._on_all_rows(tokens, rows, batch)
+
+
+def active_rows(batch: MicroBatch) -> Tensor:
+    """[N] int64: the rows that the head computes."""
+    if batch.active_rows is None:
+        return batch.loss_mask.nonzero().squeeze(1)
+    return batch.active_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +172,11 @@ class PolicyObjective:
 
     def _of_policy(self, model: torch.nn.Module, batch: MicroBatch, hidden: Tensor) -> TokenOutput:
         head_batch = with_observed_rows(batch)
-        log_probs, entropy = self.head.log_probs_and_entropy(hidden, head_weight(model), head_batch)
+        weight, of_sets = head_weight(model), None
+        if batch.label_sets is None:
+            log_probs, entropy = self.head.log_probs_and_entropy(hidden, weight, head_batch)
+        else:
+            log_probs, entropy, of_sets = self.head.log_probs_of_sets(hidden, weight, head_batch)
         objective = self.objective
         columns: tuple[Tensor, ...] = ()
         if self.old_is_current:
@@ -136,6 +190,7 @@ class PolicyObjective:
         inputs = loss_inputs(
             batch, log_probs, entropy, objective.importance_level, self.head.layout.cp_group
         )
+        inputs = replace(inputs, label_log_probs=of_sets)
         output = total_loss(inputs, objective.policy_loss, objective.policy_config, objective.terms)
         metrics = dict(output.metrics)
         if batch.old_log_probs is not None:
@@ -260,19 +315,13 @@ class PolicySum:
 def soft_targets(
     head: LogProbHead, weight: Tensor, batch: MicroBatch, hidden: Tensor
 ) -> TokenOutput:
-    """Cross-entropy with K weighted labels at each token, -sum_k w_k log p(label_k). The head is
-    passed K times: memory is that of one label."""
-    assert batch.label_sets is not None and batch.label_weights is not None
-    scores = []
-    losses = torch.zeros_like(batch.loss_weights)
-    for labels, label_weights in zip(batch.label_sets.unbind(1), batch.label_weights.unbind(1)):
-        log_probs, entropy = head.log_probs_and_entropy(
-            hidden, weight, replace(batch, labels=labels.unsqueeze(0))
-        )
-        scores.append(log_probs)
-        losses = losses + weigh(-log_probs, torch.where(batch.loss_mask, label_weights, 0.0))
+    """Cross-entropy with K weighted labels at each token, -sum_k w_k log p(label_k)."""
+    assert batch.label_weights is not None
+    _, entropy, of_sets = head.log_probs_of_sets(hidden, weight, batch)
+    label_weights = torch.where(batch.loss_mask.unsqueeze(1), batch.label_weights, 0.0)
+    losses = weigh(-of_sets, label_weights).sum(dim=1)
     metrics = {"entropy": masked_mean(entropy.detach(), batch.loss_mask)}
-    return summed(tuple(scores), losses, metrics)
+    return summed(tuple(of_sets.unbind(1)), losses, metrics)
 
 
 @dataclass(frozen=True, slots=True)

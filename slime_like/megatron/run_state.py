@@ -4,7 +4,7 @@ ranks together."""
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from slime_like.megatron.checkpoint import (
     SaveReport,
     load_checkpoint,
 )
-from slime_like.megatron.factory import load_network, start_from_policy
+from slime_like.megatron.factory import FrozenModel, load_network, start_from_policy
 from slime_like.megatron.model.gpt import model_shape
 from slime_like.megatron.optimizer import limits_kept, resume_schedule
 
@@ -38,13 +38,14 @@ def save_state(
         name: network.saved(with_optimizer=with_optimizer)
         for name, network in backend.trained_networks.items()
     }
-    networks |= _saved_reference(backend)
-    return saver.save(
-        step,
-        networks,
-        {**trainer_state, "model": _model_shape(backend, networks)},
-        with_rng=with_rng,
-    )
+    networks |= _saved_frozen(backend)
+    with _in_full_precision(backend):
+        return saver.save(
+            step,
+            networks,
+            {**trainer_state, "model": _model_shape(backend, networks)},
+            with_rng=with_rng,
+        )
 
 
 def load_state(
@@ -55,12 +56,13 @@ def load_state(
     with_rng: bool,
     verify: bool,
     with_critic: bool = True,
-    with_reference: bool = False,
+    with_frozen: bool = False,
 ) -> tuple[dict[str, Any], list[str]]:
     """Restore a checkpoint; returns the trainer's state and words about each setting of a
     schedule that the checkpoint has otherwise. Without the optimizer its fp32 copies start from
     the loaded weights and the schedule at its first step. with_critic: False leaves the critic
-    as it is. with_reference: takes the reference model of a checkpoint that has one."""
+    as it is. with_frozen: takes the reference model, and the policy's own teacher, of a checkpoint
+    that has them."""
     trained = {
         name: network
         for name, network in backend.trained_networks.items()
@@ -71,9 +73,11 @@ def load_state(
     }
     if not trained:  # --debug-rollout-only
         networks = {"policy": SavedNetwork(backend.policy.chunks, None, None, backend.layout)}
-    if with_reference and from_rank_zero((folder / "reference").is_dir):
-        networks |= _saved_reference(backend)
+    for name, frozen in _saved_frozen(backend).items():
+        if with_frozen and from_rank_zero((folder / name).is_dir):
+            networks[name] = frozen
     with ExitStack() as limits:
+        limits.enter_context(_in_full_precision(backend))
         for saved in networks.values():
             if saved.optimizer is not None:
                 limits.enter_context(limits_kept(saved.optimizer))
@@ -92,7 +96,16 @@ def load_state(
             changed += words if name == "policy" else [f"{name}: {text}" for text in words]
         else:
             network.weights_changed()
+    if "teacher" not in networks:
+        start_self_teacher(backend)
     return state, changed
+
+
+def start_self_teacher(backend: MegatronBackend) -> None:
+    """Begin at the current policy, where the teacher of self-distillation is a copy of it."""
+    if backend.averaged is not None:
+        backend.policy.finish_updates()
+        backend.averaged.start(backend.policy)
 
 
 def start_critic(backend: MegatronBackend, source: str | None, *, verify: bool) -> None:
@@ -113,11 +126,22 @@ def start_critic(backend: MegatronBackend, source: str | None, *, verify: bool) 
         backend.critic.weights_changed()
 
 
-def _saved_reference(backend: MegatronBackend) -> dict[str, SavedNetwork]:
-    """A reference model that is no longer --ref-load's."""
-    if not backend.reference_moves or backend.reference is None:
-        return {}
-    return {"reference": SavedNetwork(backend.reference.chunks, None, None, backend.layout)}
+def _saved_frozen(backend: MegatronBackend) -> dict[str, SavedNetwork]:
+    """What the run changes without training it: a reference model that is no longer --ref-load's,
+    and the policy's own teacher."""
+    found: dict[str, FrozenModel] = {}
+    if backend.reference_moves and backend.reference is not None:
+        found["reference"] = backend.reference
+    if backend.averaged is not None:
+        found["teacher"] = backend.averaged.network
+    return {
+        name: SavedNetwork(network.chunks, None, None, backend.layout)
+        for name, network in found.items()
+    }
+
+
+def _in_full_precision(backend: MegatronBackend) -> AbstractContextManager[None]:
+    return nullcontext() if backend.averaged is None else backend.averaged.in_full_precision()
 
 
 def _model_shape(backend: MegatronBackend, networks: Collection[str]) -> dict[str, Any]:

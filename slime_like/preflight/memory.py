@@ -204,6 +204,10 @@ def _other_models(
         )
         teacher = build_rank(megatron, run.teacher.gpt, layout, gpu=gpu, trained=False)
         found["teacher"] = weight_bytes(teacher)
+    if run.distillation.own_teacher and not run.lora.lora_rank:
+        size = run.megatron.transformer.params_dtype.itemsize
+        averages = size < 4 and run.distillation.opd_self_teacher == "ema"
+        found["teacher"] = weights + (weights // size * 4 if averages else 0)
     generates = run.algorithm.loss_type != "sft_loss" and not run.debug.debug_train_only
     if run.rollout.rollout_engine == "local" and generates:
         size = run.megatron.transformer.params_dtype.itemsize

@@ -25,6 +25,7 @@ _ARRAYS = (
     "token_sets",
     "routes",
     "teacher_log_probs",
+    "teacher_prompt",
     "token_rewards",
 )
 _PLAIN = ("sample_id", "response_length", "response")
@@ -238,6 +239,7 @@ def _sample(group_id: int, text: str, label: Any, row: Mapping[str, Any]) -> Sam
         token_sets=arrays["token_sets"],
         routes=arrays["routes"],
         teacher_log_probs=arrays["teacher_log_probs"],
+        teacher_prompt=arrays["teacher_prompt"],
         token_rewards=arrays["token_rewards"],
         branches=tuple(
             _sample(group_id, text, label, branch) for branch in row.get("branches", ())

@@ -34,7 +34,8 @@ def advantage_settings(config: RunConfig) -> AdvantageSettings:
         value_lambd=algorithm.value_lambd,
         lambd_length_alpha=algorithm.lambd_length_alpha,
         kl_coef=algorithm.kl_coef,
-        distillation_coef=distillation.opd_kl_coef,
+        distillation_coef=0.0 if distillation.opd_topk else distillation.opd_kl_coef,
+        distillation_only=distillation.opd_only,
         prefix_gamma=distillation.opd_prefix_gamma,
     )
 

@@ -47,6 +47,7 @@ _DTYPES = {
     "rollout_log_probs": torch.float32,
     "teacher_log_probs": torch.float32,
     "token_sets": torch.int32,
+    "teacher_prompt": torch.int32,
     "routes": torch.int16,
 }
 
@@ -233,18 +234,18 @@ def with_branches(
         samples: Of a rollout, each complete on the rank that made it.
 
     Raises:
-        ValueError: on all ranks, for a sample with branches and rewards of tokens, or log-probs of a
-            served teacher, which its branches have not.
+        ValueError: on all ranks, for a sample with branches and rewards of tokens, or log-probs or
+            a prompt of a teacher, which its branches have not.
     """
     counts = [s.num_branches for s in samples]
     if not any(counts):
         return list(samples)
     for s, count in zip(samples, counts):
-        for name in ("token_rewards", "teacher_log_probs") if count else ():
+        for name in ("token_rewards", "teacher_log_probs", "teacher_prompt") if count else ():
             if s.has(name):
                 raise ValueError(
                     f"sample {s.sample_id} is an episode of {count + 1} sequences, and has "
-                    f"{name} for the first alone; give the episode one reward, and no served teacher"
+                    f"{name} for the first alone; give the episode one reward, and no served teacher or --opd-type self"
                 )
     rank = _rank_and_world()[0]
     holders = [holder_of(s, rank) for s, count in zip(samples, counts) for _ in range(count + 1)]

@@ -179,7 +179,7 @@ class BatchMaker:
         def complete(i: int, sample: TrainSample) -> TrainSample:
             old = None if scores.old is None else scores.old[i]
             return dataclasses.replace(
-                sample,
+                scores.teacher.lay_on(i, sample),
                 advantages=advantages.values[i],
                 old_log_probs=None if old is None else old.log_probs,
                 routes=sample.routes if old is None or old.routes is None else old.routes,
@@ -220,7 +220,7 @@ class BatchMaker:
             {
                 "log_probs": scores.old_log_probs,
                 "ref_log_probs": scores.ref,
-                "teacher_log_probs": scores.teacher,
+                "teacher_log_probs": scores.teacher.log_probs,
                 "values": scores.values,
                 "rollout_log_probs": [s.rollout_log_probs for s in local] if has_engines else None,  # type: ignore[misc]
                 "kl": self._kl(scores, rollout.masks)
@@ -292,17 +292,18 @@ class BatchMaker:
         old = None
         with self.progress.phase("log_probs"):
             if not self.settings.old_is_current:
-                old = self.log_probs.old(rollout, squared_probs=self._needs_energies)
+                top_k = self.settings.distillation.opd_topk or 0
+                old = self.log_probs.old(rollout, squared_probs=self._needs_energies, top_k=top_k)
                 metrics |= self.log_probs.check(rollout, old, weight_version)
             ref = self.log_probs.reference(rollout.local)
-            teacher = self.log_probs.teacher(rollout)
+            teacher = self.log_probs.teacher(rollout, old)
         values = None
         if critic is not None:
             with self.progress.phase("values"):
                 values = critic.compute_values()
         columns: Columns = {
             "log-prob of the reference": ref,
-            "log-prob of the teacher": teacher,
+            "log-prob of the teacher": teacher.log_probs,
             "value of the critic": values,
         }
         rollout.check_finite(columns, "before the advantages of a rollout")
@@ -322,8 +323,8 @@ class BatchMaker:
         masks = rollout.masks
         kl = self._kl(scores, masks)
         gap = None
-        if scores.teacher is not None:
-            gap = teacher_gaps(scores.old_log_probs, scores.teacher, masks)
+        if scores.teacher.log_probs is not None:
+            gap = teacher_gaps(scores.old_log_probs, scores.teacher.log_probs, masks)
         energies = None
         if self._needs_energies:
             assert scores.old is not None, "see RunConfig.old_is_current"

@@ -30,7 +30,7 @@ from slime_like.megatron.checkpoint import (
 from slime_like.megatron.checkpoint.load import saved_identity
 from slime_like.megatron.factory import needs_reference
 from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.megatron.run_state import load_state, save_state, start_critic
+from slime_like.megatron.run_state import load_state, save_state, start_critic, start_self_teacher
 from slime_like.text import mask_argv
 from slime_like.trainer.saved_settings import changes, settings_of
 from slime_like.weights.safetensors_reader import weights_digest
@@ -123,6 +123,7 @@ class RunCheckpoints:
             return self._resume(root)
         if (Path(root) / "config.json").is_file():
             self.backend.policy.load_hf(root)
+            start_self_teacher(self.backend)
             return Start(None, root)
         if root != config.save:
             raise ValueError(
@@ -156,7 +157,7 @@ class RunCheckpoints:
             with_optimizer=not (config.no_load_optim or weights_only),
             with_rng=not (config.no_load_rng or weights_only),
             verify=not config.no_verify_checkpoint,
-            with_reference=not weights_only,
+            with_frozen=not weights_only,
         )
         if changed:
             warn_rank_0(

@@ -70,7 +70,7 @@ def make_batch_maker(
         run.megatron.transformer,
         run.gpt.vocab_size or 0,
         run.rollout.use_rollout_routing_replay,
-        run.distillation.served,
+        run.distillation,
         advantage_settings(run),
         run.rollout.sample_buffer_size,
         run.old_is_current,

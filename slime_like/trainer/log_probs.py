@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from slime_like.megatron.backend import LogProbOutput, MegatronBackend
@@ -20,6 +19,7 @@ from slime_like.rollout.step_plan import (
 )
 from slime_like.trainer.guards import SamplerGates, require_rollout_log_probs
 from slime_like.trainer.rollout_batch import BatchSettings, Rollout
+from slime_like.trainer.teacher_scores import TeacherScores, teacher_scores
 from slime_like.types import TrainSample
 
 _WHEN = "before the update"
@@ -32,7 +32,7 @@ class Scores:
 
     old: list[LogProbOutput] | None
     ref: list[Tensor] | None
-    teacher: list[Tensor] | None
+    teacher: TeacherScores
     values: list[Tensor] | None
 
     @property
@@ -50,13 +50,13 @@ class LogProbs:
     backend: MegatronBackend
     gates: SamplerGates
 
-    def old(self, rollout: Rollout, *, squared_probs: bool) -> list[LogProbOutput]:
+    def old(self, rollout: Rollout, *, squared_probs: bool, top_k: int = 0) -> list[LogProbOutput]:
         """Of the policy before its update: by a forward pass of their own, or as the engine
-        reported them. squared_probs: see `MegatronBackend.forward`."""
+        reported them. squared_probs, top_k: see `MegatronBackend.forward`."""
         local = rollout.local
         if not self.settings.algorithm.use_rollout_logprobs:
             self.settings.hooks.before_log_prob(self.backend.policy.chunks)
-            return self.backend.forward(local, squared_probs=squared_probs)
+            return self.backend.forward(local, squared_probs=squared_probs, top_k=top_k)
         of_engine = [require_rollout_log_probs(s) for s in local]
         rollout.check_finite({"log-prob of the rollout engine": of_engine}, _WHEN)
         return [LogProbOutput(o, s.loss_weights * 0) for o, s in zip(of_engine, local)]
@@ -69,19 +69,9 @@ class LogProbs:
         self.settings.hooks.before_log_prob(network.chunks, "ref_")
         return [r.log_probs for r in self.backend.forward(local, network)]
 
-    def teacher(self, rollout: Rollout) -> list[Tensor] | None:
-        """[R] by sample of this rank, from the teacher on Megatron or from the served one; None
-        without a teacher."""
-        if self.backend.teacher is not None:
-            self.settings.hooks.before_log_prob(self.backend.teacher.chunks, "teacher_")
-            return [t.log_probs for t in self.backend.forward(rollout.local, self.backend.teacher)]
-        if not self.settings.served_teacher:
-            return None
-        # one that has none is not trained on
-        return [
-            torch.zeros(s.response_length) if s.teacher_log_probs is None else s.teacher_log_probs
-            for s in rollout.drawn
-        ]
+    def teacher(self, rollout: Rollout, old: Sequence[LogProbOutput] | None) -> TeacherScores:
+        """From the teacher on Megatron, or from the served one. old: of the policy."""
+        return teacher_scores(self.settings, self.backend, rollout, old)
 
     def check(
         self, rollout: Rollout, old: Sequence[LogProbOutput], weight_version: int

@@ -50,6 +50,7 @@ def make_source(
         room=room,
         conversations=run.learns_conversations,
         pairs=run.algorithm.pair_loss is not None,
+        teaches_itself=run.distillation.teaches_itself,
     )
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from arguments.hf.moe import moe_layers
-from arguments.schema import AlgorithmConfig
+from arguments.schema import AlgorithmConfig, DistillationConfig
 from slime_like.advantages import (
     AdvantageSettings,
 )
@@ -39,8 +39,7 @@ Columns = Mapping[str, Sequence[Tensor | None] | None]  # what it is -> [R] by s
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
     """transformer: megatron-core's TransformerConfig of the policy. replays_rollout: the sampler's
-    experts are replayed. served_teacher: the samples have a teacher's log-probs. old_is_current: see
-    `TrainBatch`. outcome_fields: what `Outcomes` has of a rollout's samples that is not in their
+    experts are replayed. old_is_current: see `TrainBatch`. outcome_fields: what `Outcomes` has of a rollout's samples that is not in their
     rows; a collective."""
 
     algorithm: AlgorithmConfig
@@ -48,7 +47,7 @@ class BatchSettings:
     transformer: TransformerConfig
     vocab_size: int
     replays_rollout: bool
-    served_teacher: bool
+    distillation: DistillationConfig
     advantages: AdvantageSettings
     sample_buffer_size: int
     old_is_current: bool

@@ -17,6 +17,7 @@ from arguments.rules.scheduling import OWN_ROLLOUT
 from arguments.run_config import RunConfig
 from slime_like.advantages import TokenEstimator, advantage_estimators
 from slime_like.data.pairs import pair_samples
+from slime_like.data.prompt_format import PromptFormat, RowKeys
 from slime_like.data.prompts import PromptSource
 from slime_like.data.sft import sft_samples
 from slime_like.distributed.collectives import together
@@ -44,6 +45,7 @@ from slime_like.rollout.recording import check_values as check_recorded
 from slime_like.rollout.recording import load_rollout
 from slime_like.rollout.rollouter import Rollouter, training_sampling, with_greedy_rewards
 from slime_like.rollout.sample_plane import share_index
+from slime_like.rollout.self_teacher import TeacherPrompts
 from slime_like.rollout.teacher_client import ServedTeacher, TeacherSettings
 from slime_like.sample_index import AnySample
 from slime_like.trainer.prompt_source import check_source
@@ -69,7 +71,7 @@ class RolloutManager:
         tokenizer: PreTrainedTokenizerBase,
         *,
         num_rollouts: int,
-        teacher: ServedTeacher | None = None,
+        teacher: ServedTeacher | TeacherPrompts | None = None,
     ) -> None:
         self.run_config = run
         self.num_rollouts = num_rollouts
@@ -194,7 +196,8 @@ class RolloutManager:
     def _taught(
         self, groups: list[SampleGroup], metrics: dict[str, float], group: dist.ProcessGroup | None
     ) -> tuple[list[SampleGroup], dict[str, float]]:
-        """With a served teacher's log-probs, where there is one, and with metrics of agents."""
+        """With a served teacher's log-probs, or the prompts of a policy that teaches itself, and
+        with metrics of agents."""
         if self._has_agents:
             from slime_like.agents.rollouts import agent_metrics
 
@@ -364,10 +367,16 @@ def make_rollouter(
     )
 
 
-def make_teacher(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ServedTeacher | None:
+def make_teacher(
+    run: RunConfig, tokenizer: PreTrainedTokenizerBase
+) -> ServedTeacher | TeacherPrompts | None:
     """The teacher behind servers, where the run has one; it answers, and has the policy's
-    tokenizer. A collective; raises RunError."""
+    tokenizer. Or what gives the policy its prompts as a teacher. A collective; raises RunError."""
     config = run.distillation
+    if config.teaches_itself:
+        keys = RowKeys.of(run.data.prompt_data or "", run.data)
+        form = PromptFormat(run.data, tokenizer, keys=keys, teaches_itself=True)
+        return TeacherPrompts(config, form, run.gpt.max_position_embeddings)
     if not config.served:
         return None
     assert config.opd_teacher_url is not None

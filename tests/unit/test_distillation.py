@@ -189,6 +189,7 @@ def test_pure_distillation_needs_one_sample_of_a_prompt_and_no_reward(tmp_path: 
 
 
 SERVED = "--use-opd --opd-type sglang --opd-teacher-url http://10.0.0.7:30000 "
+SELF = "--use-opd --opd-type self --opd-demonstration-key label "
 # name of the rule; flags; the flag that is named; words
 REFUSED = [
     ("distillation_is_complete", "--use-opd", "--opd-type", "is missing"),
@@ -249,7 +250,36 @@ REFUSED = [
         "--custom-rm-path",
         "is built in",
     ),
-    ("", "--use-opd --opd-type self", "--opd-type", "sees more"),
+    ("self_teacher_sees_more", "--use-opd --opd-type self", "--opd-type", "--opd-success-reward"),
+    (
+        "self_teacher_sees_more",
+        SELF.replace("--opd-demonstration-key label", "--opd-success-reward 1")
+        + "--n-samples-per-prompt 1",
+        "--opd-type",
+        "--n-samples-per-prompt above 1",
+    ),
+    (
+        "self_teacher_sees_more",
+        SELF + "--opd-prompt-template {demonstration}",
+        "--opd-prompt-template",
+        "must have {prompt}",
+    ),
+    (
+        "self_teacher_fits",
+        SELF + "--lora-rank 4",
+        "--opd-self-teacher",
+        "give live or base",
+    ),
+    ("top_tokens_are_tokens", SELF + "--opd-topk 321", "--opd-topk", "320 tokens"),
+    ("", SELF + "--opd-topk 8 --use-rollout-logprobs", "--opd-topk", "--use-rollout-logprobs"),
+    ("", SELF + "--opd-teacher-load {folder}/hf", "--opd-teacher-load", "--opd-type self"),
+    ("", SELF + "--opd-self-teacher live --opd-ema-rate 0.1", "--opd-ema-rate", "ema"),
+    (
+        "",
+        "--use-opd --opd-type megatron --opd-teacher-load {folder}/hf --opd-success-reward 1",
+        "--opd-success-reward",
+        "--opd-type self",
+    ),
     (
         "",
         "--use-opd --opd-type megatron --opd-teacher-load {folder}/hf --opd-kl-coef 0",
@@ -270,6 +300,11 @@ def test_refused(tmp_path: Path, rule: str, flags: str, flag: str, said: str) ->
         complete(tmp_path, *STEPS, *flags.replace("{folder}", str(tmp_path)).split())
     )
     assert [p.flag for p in found] == [flag] and said in str(found[0])
+
+
+def test_a_teacher_of_itself_needs_rows(tmp_path: Path) -> None:
+    argv = complete(tmp_path, *STEPS, *SELF.split(), "--data-source-path", "a.b")
+    assert any("the rows of --prompt-data" in str(p) for p in problems_of(argv))
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ def made(rng: random.Random, sample_id: int) -> Sample:
         "teacher_log_probs": -torch.rand(length),
         "token_rewards": torch.rand(length, dtype=torch.float64),
         "token_sets": torch.randint(-1, 90, (length, rng.randrange(1, 4)), dtype=torch.int32),
+        "teacher_prompt": torch.randint(0, 151_000, (rng.randrange(1, 9),), dtype=torch.int32),
         "routes": torch.randint(-1, 8, (prompt + length, 3, 2), dtype=torch.int16),
     }
     versions = [rng.choice([NOT_SAMPLED, 3, 4, 9]) for _ in range(length)]
@@ -117,7 +118,8 @@ def test_text_travels_where_it_is_asked_for(samples: list[Sample]) -> None:
     bare = replace(samples[0], text="", response="", label=None, metadata={})
     whole = with_texts(bare, pack_texts(samples[0]))
     names = ("text", "response", "label", "metadata")
-    assert [getattr(whole, n) for n in names] == [getattr(samples[0], n) for n in names]
+    found, given = ([repr(getattr(s, n)) for n in names] for s in (whole, samples[0]))
+    assert found == given  # a NaN is as it was
 
 
 def test_changes_on_all_ranks_alike(samples: list[Sample], known: list[RemoteSample]) -> None:

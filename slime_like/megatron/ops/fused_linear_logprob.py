@@ -134,8 +134,8 @@ def _slices(total: int, size: int) -> Iterator[slice]:
 
 
 def _in_block(local_labels: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Column within the block [N, 1], clamped, and whether the label is there [N, 1]."""
-    column = (local_labels - columns.start).unsqueeze(1)
+    """Column within the block [N, K], clamped, and whether the label is there [N, K]."""
+    column = local_labels - columns.start
     width = columns.stop - columns.start
     return column.clamp(0, width - 1), (column >= 0) & (column < width)
 
@@ -147,18 +147,19 @@ def _softmax_statistics(
     *,
     squares: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(logit of the label, log normaliser, entropy, sum of squared probabilities), [N] each, over the
-    whole vocabulary; the last is 0 unless asked for. No host waits for the device."""
+    """(logits of the labels [N, K], log normaliser, entropy, sum of squared probabilities), [N] each,
+    over the whole vocabulary; the last is 0 unless asked for. No host waits for the device."""
     size = head.hidden.size(0)
     top = head.hidden.new_full((size,), LOWEST, dtype=head.dtype)
-    label_logit, total, weighted, squared = top.new_zeros((4, size))
+    total, weighted, squared = top.new_zeros((3, size))
+    label_logit = top.new_zeros(local_labels.shape)
     workspace = head.workspace()
     for columns in head.column_blocks():
         for rows in head.row_blocks():
             z, p = head.blocks(workspace, rows, columns)
             column, here = _in_block(local_labels[rows], columns)
             head.restrict(z, rows, columns, column, here)
-            label_logit[rows] += torch.where(here, z.gather(1, column), 0.0).squeeze(1)
+            label_logit[rows] += torch.where(here, z.gather(1, column), 0.0)
             new_top = torch.maximum(top[rows], z.amax(dim=1))
             _rescale(total[rows], weighted[rows], squared[rows], top[rows] - new_top)
             top[rows] = new_top
@@ -172,9 +173,10 @@ def _softmax_statistics(
         local_top = top.clone()
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
         _rescale(total, weighted, squared, local_top - top)
-        sums = torch.stack([total, weighted, label_logit, squared])
+        sums = torch.cat([torch.stack([total, weighted, squared]), label_logit.t()])
         dist.all_reduce(sums, group=group)
-        total, weighted, label_logit, squared = sums
+        total, weighted, squared = sums[:3]
+        label_logit = sums[3:].t()
     log_total = total.log()
     return label_logit, top + log_total, log_total - weighted / total, squared / total.square()
 
@@ -216,7 +218,7 @@ class _LeanLogProbs(torch.autograd.Function):
         ctx.settings = temperature, num_columns, chunk_size
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(squared)
-        return label_logit - log_normaliser, entropy, squared
+        return label_logit - log_normaliser.unsqueeze(1), entropy, squared
 
     @staticmethod
     def backward(
@@ -225,13 +227,15 @@ class _LeanLogProbs(torch.autograd.Function):
         hidden, weight, bias, local_labels, log_normaliser, entropy, token_sets = ctx.saved_tensors
         temperature, num_columns, chunk_size = ctx.settings
         head = Projection(hidden, weight, bias, temperature, num_columns, chunk_size, token_sets)
-        # grad z = p (slope (z - log normaliser) + offset), and at the label the gradient of its
-        # log-prob
+        # grad z = p (slope (z - log normaliser) + offset), and at a label that of its log-prob
         of_label = (
-            torch.zeros_like(entropy) if grad_log_probs is None else grad_log_probs / temperature
+            entropy.new_zeros(local_labels.shape)
+            if grad_log_probs is None
+            else grad_log_probs / temperature
         )
         slope = None if grad_entropy is None else -grad_entropy / temperature
-        offset = -of_label if slope is None else slope * entropy - of_label
+        offset = -of_label.sum(dim=1)
+        offset = offset if slope is None else slope * entropy + offset
 
         grads = _Gradients.like(head, ctx.needs_input_grad)
         workspace = head.workspace()
@@ -248,7 +252,7 @@ class _LeanLogProbs(torch.autograd.Function):
                     if slope is None
                     else z.mul_(slope[rows].unsqueeze(1)).add_(row_offset)
                 )
-                p.scatter_add_(1, column, torch.where(here, of_label[rows].unsqueeze(1), 0.0))
+                p.scatter_add_(1, column, torch.where(here, of_label[rows], 0.0))
                 grads.add(p, rows, columns)
         return (*grads.results(), None, None, None, None, None, None, None)
 
@@ -350,11 +354,11 @@ def lean_log_probs(
 
     hidden: [T, H]; under sequence parallelism this rank's [T / tp, H]. weight, bias: [V_padded /
     tp, H] and [V_padded / tp], this rank's columns; a bias may hold -inf, which bans a token.
-    labels: [T] int64 over the whole vocabulary. rows: [N] int64, the rows of the T that are
+    labels: [T] int64 over the whole vocabulary, or [T, K] for log-probs [N, K]. rows: [N] int64, the rows of the T that are
     computed, in this order; None: all. vocab_size: tokens without padding; padded columns get no
     probability and no gradient. chunk_size: rows of a block; -1: all. token_sets: [T, K] tokens
     over the whole vocabulary, filled up with -1: only they, what top-k and top-p left to the
-    sampler, share the probability; the label is never banned. squared_out: [N], filled with the sum
+    sampler, share the probability; one label is never banned. squared_out: [N], filled with the sum
     of the squared probabilities of all tokens, without gradient.
 
     Matrix products are in the weight's dtype, all else in float32. Results are equal on all ranks
@@ -362,18 +366,35 @@ def lean_log_probs(
     already summed over the ranks. All ranks of the group must run backward together, also with no
     rows at all.
     """
+    single = labels.dim() == 1
+    assert single or token_sets is None, "some of K labels may be banned"
+    hidden = rows_to_score(hidden, rows, tp_group, sequence_parallel=sequence_parallel)
+    if rows is not None:
+        labels = labels.index_select(0, rows)
+        token_sets = None if token_sets is None else token_sets.index_select(0, rows)
+    labels = labels.unsqueeze(1) if single else labels
+    settings = (vocab_size, temperature, tp_group, chunk_size, token_sets, squared_out is not None)
+    log_probs, entropy, squared = _LeanLogProbs.apply(hidden, weight, bias, labels, *settings)
+    if squared_out is not None:
+        squared_out.copy_(squared)
+    return log_probs.squeeze(1) if single else log_probs, entropy
+
+
+def rows_to_score(
+    hidden: Tensor,
+    rows: Tensor | None,
+    tp_group: dist.ProcessGroup | None,
+    *,
+    sequence_parallel: bool,
+) -> Tensor:
+    """[N, H] as `lean_log_probs` takes them, equal on all ranks; backward sums over the ranks."""
     parallel = tp_group is not None and tp_group.size() > 1
     if parallel and sequence_parallel:
         hidden = gather_from_sequence_parallel_region(
             hidden, tensor_parallel_output_grad=True, group=tp_group
         )
     if rows is not None:
-        hidden, labels = hidden.index_select(0, rows), labels.index_select(0, rows)
-        token_sets = None if token_sets is None else token_sets.index_select(0, rows)
+        hidden = hidden.index_select(0, rows)
     if parallel and not sequence_parallel:
         hidden = copy_to_tensor_model_parallel_region(hidden, group=tp_group)
-    settings = (vocab_size, temperature, tp_group, chunk_size, token_sets, squared_out is not None)
-    log_probs, entropy, squared = _LeanLogProbs.apply(hidden, weight, bias, labels, *settings)
-    if squared_out is not None:
-        squared_out.copy_(squared)
-    return log_probs, entropy
+    return hidden

@@ -1,0 +1,68 @@
+"""A frozen network that follows another one: the exponential moving average of its weights, which
+self-distillation has as its teacher (SDFT, arXiv 2601.19897; SDPO, arXiv 2601.20802)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from slime_like.megatron.network import Network
+from slime_like.megatron.reshard import copy_same_layout
+
+
+class AveragedNetwork:
+    """`network`, with phi <- phi + rate (theta - phi) after each optimizer step of another network
+    in the same layout. Weights of less than 32 bits are averaged in float32, or a small step would
+    be rounded away. rate 0: the weights of the start."""
+
+    def __init__(self, network: Network, rate: float) -> None:
+        network.freeze()
+        self.network = network
+        self.rate = rate
+        self._wide: dict[Parameter, Tensor] = {}  # where the network's own are narrower
+
+    def start(self, source: Network) -> None:
+        """Take the weights of another network in the same layout, once its updates have finished."""
+        copy_same_layout(source, self.network)
+        self._widen()
+
+    @torch.no_grad()
+    def update(self, source: Network) -> None:
+        """After an optimizer step of `source`, once its updates have finished. Buffers (expert
+        biases) are copied."""
+        if not self.rate:
+            return
+        for theirs, ours in zip(source.chunks, self.network.chunks, strict=True):
+            current = dict(theirs.named_parameters())
+            for name, parameter in ours.named_parameters():
+                average = self._wide.get(parameter, parameter)
+                average.lerp_(current[name].to(average.dtype), self.rate)
+                if average is not parameter:
+                    parameter.copy_(average)
+            buffers = dict(theirs.named_buffers())
+            for name, buffer in ours.named_buffers():
+                buffer.copy_(buffers[name])
+
+    @contextmanager
+    def in_full_precision(self) -> Iterator[None]:
+        """While it is saved or loaded: checkpoints hold the averages themselves."""
+        narrow = {parameter: parameter.data for parameter in self._wide}
+        for parameter, average in self._wide.items():
+            parameter.data = average
+        try:
+            yield
+        finally:
+            for parameter, data in narrow.items():
+                parameter.data = data.copy_(self._wide[parameter])
+
+    def _widen(self) -> None:
+        if not self.rate:
+            return
+        for chunk in self.network.chunks:
+            for parameter in chunk.parameters():
+                if parameter.dtype.itemsize < 4:
+                    self._wide[parameter] = parameter.detach().float()

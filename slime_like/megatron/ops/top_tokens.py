@@ -1,0 +1,66 @@
+"""The likeliest tokens of a distribution, from hidden states: the vocabulary projection without its
+logits, as in fused_linear_logprob.py."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime_like.megatron.ops.fused_linear_logprob import (
+    DEFAULT_CHUNK_SIZE,
+    Projection,
+    columns_of_rank,
+    rows_to_score,
+)
+
+
+@torch.no_grad()
+def top_tokens(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    k: int,
+    vocab_size: int,
+    rows: Tensor | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+) -> Tensor:
+    """[N, k] int64 over the whole vocabulary, the likeliest first, equal on all ranks of `tp_group`.
+
+    k: at most vocab_size. The others: as of `lean_log_probs`; the order of tokens does not depend
+    on a temperature.
+    """
+    hidden = rows_to_score(hidden, rows, tp_group, sequence_parallel=sequence_parallel)
+    start, num_columns = columns_of_rank(weight, vocab_size, tp_group)
+    head = Projection(hidden, weight, None, 1.0, num_columns, chunk_size)
+    # a rank may have fewer columns than k: what stays -inf is chosen on no rank
+    best = hidden.new_full((hidden.size(0), k), float("-inf"), dtype=head.dtype)
+    tokens = torch.zeros(best.shape, dtype=torch.int64, device=hidden.device)
+    workspace = head.workspace()
+    for columns in head.column_blocks():
+        for part in head.row_blocks():
+            logits, _ = head.blocks(workspace, part, columns)
+            values, places = logits.topk(min(k, logits.size(1)), dim=1)
+            best[part], tokens[part] = _best(
+                torch.cat([best[part], values], dim=1),
+                torch.cat([tokens[part], places + columns.start + start], dim=1),
+                k,
+            )
+    if tp_group is not None and tp_group.size() > 1:
+        best, tokens = _best(_gathered(best, tp_group), _gathered(tokens, tp_group), k)
+    return tokens
+
+
+def _best(values: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row, and their tokens. values, tokens: [N, more than k]."""
+    values, places = values.topk(k, dim=1)
+    return values, tokens.gather(1, places)
+
+
+def _gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[N, k] of each rank -> [N, ranks * k]."""
+    parts = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(parts, own.contiguous(), group=group)
+    return torch.cat(parts, dim=1)

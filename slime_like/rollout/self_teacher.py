@@ -1,0 +1,155 @@
+"""The prompts of a policy that is its own teacher: they hold what the policy did not see when it
+answered.
+
+SDFT, "Self-Distillation Enables Continual Learning", arXiv 2601.19897: a demonstration from the
+data. SDPO, "Reinforcement Learning via Self-Distillation", arXiv 2601.20802: a successful response
+to the same prompt, not its own, and feedback of the environment on the response. A sample for which
+there is nothing of the kind has no teacher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from arguments.schema import DistillationConfig
+from slime_like.data.prompt_format import PromptFormat
+from slime_like.distributed.collectives import gather, together
+from slime_like.rollout.sample_plane import share_index_again
+from slime_like.sample_index import AnySample
+from slime_like.types import REWARD_DETAILS, TEACHER_CONTEXT, Sample, SampleGroup, SampleStatus
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherPrompts:
+    """form: of the run's prompts. positions: of the model, that teacher's prompt and response may
+    have; None: any number."""
+
+    config: DistillationConfig
+    form: PromptFormat
+    positions: int | None = None
+
+    def grade(
+        self, groups: Sequence[SampleGroup], group: dist.ProcessGroup | None = None
+    ) -> tuple[list[SampleGroup], dict[str, float]]:
+        """With `teacher_prompt` where there is something to put into it; metrics. A collective.
+        group: of all ranks. Raises ValueError for a template that cannot be filled."""
+        examples = self._examples(groups, group)
+        everyone = [s for each in groups for s in each.samples]
+        shared = share_index_again(
+            together(lambda: self._with_prompts(everyone, examples), group), group
+        )
+        without = sum(not s.has("teacher_prompt") for s in shared)
+        found = iter(shared)
+        return [SampleGroup(g.group_id, tuple(next(found) for _ in g.samples)) for g in groups], {
+            "rollout/opd_untaught": float(without)
+        }
+
+    def _with_prompts(
+        self, samples: Sequence[AnySample], examples: Mapping[int, str]
+    ) -> list[AnySample]:
+        """Those that this rank has with their prompts."""
+        texts: dict[int, str] = {}
+        for place, sample in enumerate(samples):
+            if isinstance(sample, Sample) and TEACHER_CONTEXT in sample.metadata:
+                text = self._text(sample, examples.get(sample.sample_id))
+                texts |= {} if text is None else {place: text}
+        found = list(samples)
+        for place, tokens in zip(texts, self.form.tokenise(list(texts.values())) if texts else ()):
+            sample = found[place]
+            assert isinstance(sample, Sample)
+            if self._fits(len(tokens), sample.response_length):
+                prompt = torch.tensor(tokens, dtype=torch.int32)
+                found[place] = replace(sample, teacher_prompt=prompt)
+        return found
+
+    def _text(self, sample: Sample, example: str | None) -> str | None:
+        """The teacher's prompt, or None where it would know no more than the policy. example: a
+        successful response of another sample."""
+        config = self.config
+        given = sample.metadata[TEACHER_CONTEXT]["demonstration"]
+        demonstration = example if given is None else given
+        feedback = feedback_of(sample, config.opd_feedback_key)
+        if not demonstration and not feedback:
+            return None
+
+        def rewrite(prompt: str) -> str:
+            parts = {"demonstration": "", "feedback": ""}
+            if demonstration:
+                parts["demonstration"] = fill(
+                    config.opd_demonstration_template, demonstration=demonstration
+                )
+            if feedback:
+                parts["feedback"] = fill(config.opd_feedback_template, feedback=feedback)
+            return fill(config.opd_prompt_template, prompt=prompt, **parts)
+
+        return self.form.teacher_text(sample.metadata, rewrite)
+
+    def _fits(self, prompt: int, response: int) -> bool:
+        room = self.positions is None or prompt + response <= self.positions
+        return room and prompt <= self.config.opd_max_prompt_len
+
+    def _examples(
+        self, groups: Sequence[SampleGroup], group: dist.ProcessGroup | None
+    ) -> dict[int, str]:
+        """Sample id -> the response that is its example. All ranks know the rewards, and which
+        responses are asked for: at most two of a group."""
+        if self.config.opd_success_reward is None:
+            return {}
+        chosen = {
+            i: j for each in groups for i, j in _choices(each, self.config.opd_success_reward)
+        }
+        wanted = set(chosen.values())
+        own = {
+            s.sample_id: s.response
+            for each in groups
+            for s in each.samples
+            if isinstance(s, Sample) and s.sample_id in wanted
+        }
+        texts = {i: text for of_rank in gather(own, group) for i, text in of_rank.items()}
+        return {i: texts[j] for i, j in chosen.items()}
+
+
+def _choices(group: SampleGroup, success: float) -> Iterator[tuple[int, int]]:
+    """Sample id, and that of the first other one of its group that succeeded."""
+    good = [s.sample_id for s in group.samples if _succeeded(s, success)][:2]
+    for sample in group.samples:
+        for other in good:
+            if other != sample.sample_id:
+                yield sample.sample_id, other
+                break
+
+
+def _succeeded(sample: AnySample, success: float) -> bool:
+    ended = sample.status in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
+    return ended and sample.reward is not None and sample.reward >= success
+
+
+def feedback_of(sample: Sample, key: str | None) -> str | None:
+    """Of a reward's details, or of the sample's metadata. Raises ValueError where it is no text."""
+    if key is None:
+        return None
+    details = sample.metadata.get(REWARD_DETAILS)
+    found: Any = details.get(key) if isinstance(details, Mapping) else None
+    found = sample.metadata.get(key) if found is None else found
+    if found is None or isinstance(found, str):
+        return found
+    raise ValueError(
+        f"--opd-feedback-key {key}: sample {sample.sample_id} has a {type(found).__name__} there; "
+        "feedback is text"
+    )
+
+
+def fill(template: str, **parts: str) -> str:
+    """With each {name} replaced. Other braces, and those of the parts, stay as they are."""
+    before, *rest = template.split("{")
+    filled = [before]
+    for piece in rest:
+        name, closed, after = piece.partition("}")
+        known = bool(closed) and name in parts
+        filled.append(parts[name] + after if known else "{" + piece)
+    return "".join(filled)
