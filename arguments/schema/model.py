@@ -108,6 +108,11 @@ class GPTModelConfig:
         "slime's switch for training these layers, which --mtp-num-layers does by itself.",
         needs="mtp_num_layers",
     )
+    mtp_soft_targets: bool = arg(
+        False,
+        "These layers learn the policy's own distribution of each token, taken as it is, in place of the token.",
+        needs="mtp_num_layers",
+    )
     mtp_loss_scaling_factor: float = arg(
         0.2,
         "Weight of the mean loss of the layers of multi-token prediction. Nothing of it reaches the policy.",

@@ -315,7 +315,7 @@ def make_prediction_loss(run: RunConfig, head: LogProbHead) -> TokenLoss | None:
         return None
     from slime_like.megatron.prediction_loss import PredictionLoss
 
-    return PredictionLoss(head, run.gpt.mtp_loss_scaling_factor)
+    return PredictionLoss(head, run.gpt.mtp_loss_scaling_factor, run.gpt.mtp_soft_targets)
 
 
 def make_objective(run: RunConfig) -> Objective:

@@ -28,6 +28,7 @@ from slime_like.losses.value_loss import (
 from slime_like.megatron.forward_step import TokenOutput
 from slime_like.megatron.model.policy import head_weight
 from slime_like.megatron.ops.fused_linear_logprob import DEFAULT_CHUNK_SIZE, lean_log_probs
+from slime_like.megatron.ops.soft_cross_entropy import soft_cross_entropy
 from slime_like.megatron.ops.top_tokens import top_tokens
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.metrics.typed import Metric, masked_mean
@@ -94,6 +95,24 @@ class LogProbHead:
         # backward
         columns = [log_probs, entropy] if squares is None else [log_probs, entropy, squares]
         return tuple(self._on_all_rows(column, rows, batch) for column in columns)
+
+    def soft_cross_entropy(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, batch: MicroBatch
+    ) -> Tensor:
+        """[T], 0 at inactive rows: with the distributions of the states `targets` [T, H]."""
+        rows = active_rows(batch)
+        found = soft_cross_entropy(
+            hidden[0],
+            targets.index_select(0, rows),
+            weight,
+            vocab_size=self.vocab_size,
+            rows=rows,
+            temperature=self.temperature,
+            tp_group=self.layout.tp_group,
+            sequence_parallel=self.sequence_parallel,
+            chunk_size=self.chunk_size,
+        )
+        return self._on_all_rows(found, rows, batch)
 
     def _on_all_rows(self, column: Tensor, rows: Tensor, batch: MicroBatch) -> Tensor:
         """[N] or [N, K] of the active rows -> of all T, 0 elsewhere."""

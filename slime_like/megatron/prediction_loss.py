@@ -15,6 +15,7 @@ from slime_like.megatron.model.policy import PolicyModel, head_weight
 from slime_like.megatron.model.prediction import RowsAhead
 from slime_like.megatron.objectives import LogProbHead
 from slime_like.megatron.ops.attention import packed_rows
+from slime_like.megatron.ops.fused_linear_logprob import rows_to_score
 from slime_like.metrics.typed import Metric, masked_mean
 from slime_like.types import MicroBatch
 
@@ -22,10 +23,12 @@ from slime_like.types import MicroBatch
 @dataclass(frozen=True, slots=True)
 class PredictionLoss:
     """factor: of the layers' mean loss. Each is the cross-entropy of the tokens that the policy
-    learns from, with the weights of its reduction, at the temperature of its log-probs."""
+    learns from, with the weights of its reduction, at the temperature of its log-probs; soft: with
+    the policy's own distribution of each of these tokens in the token's place."""
 
     head: LogProbHead
     factor: float
+    soft: bool = False
 
     def __call__(
         self, model: torch.nn.Module, batch: MicroBatch, hidden: Tensor
@@ -40,6 +43,7 @@ class PredictionLoss:
         )
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         sums: list[Metric] = []
+        soft = self._whole(hidden) if self.soft else None
         for number, states in enumerate(predicted):
             ahead = RowsAhead(batch.cu_seqlens, number + 1, layout)
             targets = replace(
@@ -49,7 +53,16 @@ class PredictionLoss:
                 active_rows=None,
                 token_sets=None,
             )
-            log_probs, _ = self.head.log_probs_and_entropy(states, weight, targets)
-            total = total - (ahead(batch.loss_weights) * log_probs).sum()
-            sums.append(masked_mean(-log_probs.detach(), targets.loss_mask))
+            if soft is None:
+                losses = -self.head.log_probs_and_entropy(states, weight, targets)[0]
+            else:
+                losses = self.head.soft_cross_entropy(states, weight, ahead(soft), targets)
+            total = total + (ahead(batch.loss_weights) * losses).sum()
+            sums.append(masked_mean(losses.detach(), targets.loss_mask))
         return self.factor / len(predicted) * total, {"mtp_loss": reduce(Metric.merge, sums)}
+
+    def _whole(self, hidden: Tensor) -> Tensor:
+        """[T, H] without gradient, of this rank's rows and not of its part under sequence
+        parallelism."""
+        layout, parts = self.head.layout, self.head.sequence_parallel
+        return rows_to_score(hidden.detach()[0], None, layout.tp_group, sequence_parallel=parts)

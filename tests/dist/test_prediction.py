@@ -4,6 +4,7 @@ is and whom it reaches, all layouts, and its weights in files."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,68 @@ def test_logits_are_those_of_the_paper(family: str, alone: Any, tmp_path: Path) 
                 torch.testing.assert_close(ours, expected, rtol=0, atol=1e-11)
 
 
+def test_soft_targets_are_the_policys_own_distributions(alone: Any, tmp_path: Path) -> None:
+    """Of two layers, by a loop over tokens in float64; what gives the targets gets no gradient."""
+    from slime_like.megatron.model.prediction import bring_embedding
+    from slime_like.megatron.objectives import LogProbHead
+    from slime_like.megatron.ops.attention import packed_rows
+    from slime_like.megatron.packing import pack
+    from slime_like.megatron.prediction_loss import PredictionLoss
+    from slime_like.types import TrainSample
+
+    folder, family, temperature = tmp_path / "model", "MiMoForCausalLM", 0.7
+    make_model(family, folder)
+    with WithoutFloat32():
+        chunks, hf, gpt = convert_worker.build(
+            str(folder), alone, torch.float64, predicting=CASES[family][1]
+        )
+        convert_worker.load_hf_weights(chunks, str(folder), hf=hf, gpt=gpt, layout=alone)
+        convert_worker.in_float64(chunks)
+        (chunk,), vocab = chunks, hf.gpt["vocab_size"]
+        generator = torch.Generator().manual_seed(3)
+        samples = [
+            TrainSample(
+                tokens=torch.randint(vocab, (n + 2,), generator=generator),
+                response_length=n,
+                loss_mask=torch.rand(n, generator=generator) > 0.2,
+                loss_weights=torch.rand(n, generator=generator),
+            )
+            for n in LENGTHS
+        ]
+        batch = pack(samples, multiple=1, device=torch.device("cpu"))
+        packed = packed_rows(batch.cu_seqlens)
+        hidden = chunk(batch.tokens, batch.position_ids, None, packed_seq_params=packed).detach()
+        hidden.requires_grad_()
+        bring_embedding(chunks, alone)
+        head = LogProbHead(vocab, temperature, alone)
+        loss, metrics = PredictionLoss(head, 0.3, soft=True)(chunk, batch, hidden)
+        states = chunk.mtp(hidden, chunk.rotary_embedding(hidden, packed), packed, batch, alone)
+        weight = convert_worker.head_weight(chunk)[:vocab].detach()
+        own = (hidden[0].detach() @ weight.T / temperature).softmax(-1)
+        total, count, plain = hidden.new_zeros(()), 0, 0.0
+        starts = batch.cu_seqlens.tolist()
+        for k, of_layer in enumerate(states, 1):
+            predicted = (of_layer[0] @ weight.T / temperature).log_softmax(-1)
+            for start, end in itertools.pairwise(starts):
+                for row in range(start, end - k):
+                    if batch.loss_mask[row + k]:
+                        entropy = -(own[row + k] * predicted[row]).sum()
+                        total = total + batch.loss_weights[row + k] * entropy
+                        count, plain = count + 1, plain + float(entropy.detach())
+        wanted = 0.3 / len(states) * total
+        torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=1e-12)
+        assert metrics["mtp_loss"].count == count
+        assert float(metrics["mtp_loss"].value) == pytest.approx(plain, rel=1e-12)
+        parameters = [p for p in chunk.mtp.parameters() if p.requires_grad]
+        ours = torch.autograd.grad(loss, parameters, allow_unused=True)
+        theirs = torch.autograd.grad(wanted, parameters, allow_unused=True)
+        for a, b in zip(ours, theirs, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None and b is not None:
+                torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+        assert not hidden.grad, "nothing reaches the policy"
+
+
 @dataclasses.dataclass
 class Packed:
     tokens: Tensor
@@ -174,6 +237,19 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> FamilyLayouts:
     )
 
 
+@pytest.fixture(scope="module")
+def soft_layouts(tmp_path_factory: pytest.TempPathFactory) -> FamilyLayouts:
+    """With the policy's own distributions as targets."""
+    return FamilyLayouts(
+        tmp_path_factory.mktemp("soft"),
+        make_model,
+        lambda family: f"--mtp-num-layers {CASES[family][1]} --mtp-soft-targets",
+        EXACT,
+        timeout_s=240,
+    )
+
+
+SOFT_CELLS = [("MiMoForCausalLM", flags) for flags in (TP2, CP2, PP2)]
 IN_MAKE_TEST = [("MiMoForCausalLM", CP2)]
 CELLS = {
     2: [
@@ -206,6 +282,11 @@ def test_further_layouts(layouts: FamilyLayouts, tmp_path: Path, ranks: int) -> 
     layouts.check(ranks, CELLS[ranks], tmp_path)
 
 
+@pytest.mark.extended
+def test_soft_targets_in_layouts(soft_layouts: FamilyLayouts, tmp_path: Path) -> None:
+    soft_layouts.check(2, SOFT_CELLS, tmp_path)
+
+
 def test_the_policy_learns_as_without_it(alone: Any, tmp_path: Path) -> None:
     """Bit by bit; the loss is the mean over what the policy learns from, however it is cut, and a
     saved model has all of it."""
@@ -222,6 +303,7 @@ def test_the_policy_learns_as_without_it(alone: Any, tmp_path: Path) -> None:
         "with": "--micro-batch-size 2 --mtp-num-layers 1",
         "cut": "--micro-batch-size 8 --mtp-num-layers 1 --enable-mtp-training",
         "twice": "--micro-batch-size 2 --mtp-num-layers 1 --mtp-loss-scaling-factor 0.4",
+        "soft": "--micro-batch-size 2 --mtp-num-layers 1 --mtp-soft-targets",
     }.items():
         run = settings(str(folder), f"--clip-grad 0 {flags}")
         built = MegatronBackend(run, alone, total_steps=1)
@@ -233,6 +315,8 @@ def test_the_policy_learns_as_without_it(alone: Any, tmp_path: Path) -> None:
     head = {n for n in own if ".layers.4." in n}
     assert own.keys() - base.keys() == head and len(head) > 10
     assert all(torch.equal(own[n], base[n]) for n in base)
+    assert all(torch.equal(found["soft"][1][n], base[n]) for n in base)
+    assert found["soft"][0]["mtp_loss"] != metrics["mtp_loss"]
     biases = "e_score_correction_bias"
     assert all(own[n].any() for n in head if biases not in n and ".experts." not in n)
     assert metrics["loss"] == plain["loss"] and "mtp_loss" not in plain
