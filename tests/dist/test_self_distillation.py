@@ -1,8 +1,10 @@
 """A policy that is its own teacher, on Megatron: one optimizer step against transformers and loops
-in float64, every layout against the same, and the average of its weights."""
+in float64, every layout against the same, and the average of its weights in checkpoints."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +12,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.parity.ranks import run_ranks
-from benchmarks.parity_table import make_model
+from benchmarks.parity_table import make_model, make_sample
+from slime_like.cli.tiny_model import make_model as make_tiny
+from slime_like.cli.tiny_model import make_tokenizer
+from slime_like.metrics.logger import read_metrics
+from slime_like.rollout.recording import save_rollout
+from slime_like.types import SampleGroup
 from tests.dist import self_distillation_worker as worker
+from tests.dist.backend_worker import Trainer, settings
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +125,44 @@ def test_a_step_is_that_of_the_paper(
 
 def sorted_rows(rows: list[list[int]], mask: Tensor) -> list[list[int]]:
     return [sorted(row) for row, active in zip(rows, mask.tolist(), strict=True) if active]
+
+
+def test_a_resumed_run_has_the_same_teacher(alone: Any, tmp_path: Path) -> None:
+    """Of recorded responses, in bf16: what is compared depends on the average of the weights, which
+    a checkpoint has in float32."""
+    model, tokenizer = tmp_path / "model", make_tokenizer()
+    make_tiny(tokenizer, hidden_size=32, num_layers=2, seed=1).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    generator = torch.Generator().manual_seed(7)
+    context = {"teacher_context": {"prompt": "ab", "demonstration": "cd"}}
+    for step in range(4):
+        samples = [
+            replace(
+                make_sample(g, j, torch.tensor([3, 5]), generator),
+                metadata=context if j else {},
+                rollout_log_probs=None,
+            )
+            for g in (2 * step, 2 * step + 1)
+            for j in range(4)
+        ]
+        groups = [
+            SampleGroup(g, tuple(s for s in samples if s.group_id == g))
+            for g in (2 * step, 2 * step + 1)
+        ]
+        save_rollout(str(model / "rollout_{rollout_id}"), step, groups)
+    flags = (
+        f"--use-opd --opd-type self --opd-success-reward 2 --opd-topk 9 --opd-ema-rate 0.3 --bf16 --save {tmp_path / 'ck'} "
+        "--policy-loss-type importance_sampling --micro-batch-size 4 --save-interval 1"
+    )
+    rows = []
+    for name, more in {"whole": "", "rest": f" --load {tmp_path / 'ck'} --ckpt-step 2"}.items():
+        out = tmp_path / name
+        trainer = Trainer(settings(str(model), flags + more), alone, out)
+        trainer.run()
+        trainer.close()
+        rows.append(read_metrics(out / "metrics.jsonl"))
+    names = ("rollout/opd_reverse_kl", "train/opd_divergence", "train/grad_norm", "train/loss")
+    whole, rest = ([[row[name] for name in names] for row in found] for found in rows)
+    assert rest == whole[2:]
+    assert all(row["rollout/opd_untaught"] == 2 for row in rows[0])
+    assert all(row["train/opd_divergence"] > 0 for row in rows[0])
