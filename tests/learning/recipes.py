@@ -25,8 +25,8 @@ class Recipe:
 
     name: in the table and in the test's id. task: a key of `tasks.TASKS`. reward: a function of
     rewards.py, or exact_match. num_layers: of the model. flags: of train.py, beside COMMON and
-    what names the files; {folder} is the run's. start_at_most, end_at_least: the band: mean reward of the first rollout,
-    and of the last LAST ones.
+    what names the files; {folder} is the run's. start_at_most, end_at_least: the band: mean reward
+    of the first rollout, and of the last LAST ones.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Recipe:
 COPY = "--rollout-max-response-len 5 --micro-batch-size 32 --num-steps-per-rollout 4 --lr 1e-3"
 LARGEST = "--rollout-max-response-len 2 --micro-batch-size 32 --num-steps-per-rollout 4 --lr 1e-3"
 
-# Four steps of 200 tokens' rewards each, as in verl's run. The critic's run is verl's: its rates, its KL in the reward.
+# Four optimizer steps of 200 responses, as in verl's run, whose rates and KL in the reward the critic's recipe has too.
 DIGITS = "--rollout-max-response-len 32 --micro-batch-size 200 --num-steps-per-rollout 4 --loss-reduction token_mean --use-rollout-logprobs"
 DIGITS_GRPO = "--advantage-estimator grpo_token --rollout-batch-size 100 --n-samples-per-prompt 8 --lr 2e-4 --entropy-coef 0.02 --num-rollout 100"
 DIGITS_PPO = (
