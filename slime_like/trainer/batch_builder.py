@@ -179,7 +179,7 @@ class BatchMaker:
         def complete(i: int, sample: TrainSample) -> TrainSample:
             old = None if scores.old is None else scores.old[i]
             return dataclasses.replace(
-                scores.teacher.lay_on(i, sample),
+                sample if scores.teacher is None else scores.teacher.lay_on(i, sample),
                 advantages=advantages.values[i],
                 old_log_probs=None if old is None else old.log_probs,
                 routes=sample.routes if old is None or old.routes is None else old.routes,
@@ -220,7 +220,7 @@ class BatchMaker:
             {
                 "log_probs": scores.old_log_probs,
                 "ref_log_probs": scores.ref,
-                "teacher_log_probs": scores.teacher.log_probs,
+                "teacher_log_probs": None if scores.teacher is None else scores.teacher.log_probs,
                 "values": scores.values,
                 "rollout_log_probs": [s.rollout_log_probs for s in local] if has_engines else None,  # type: ignore[misc]
                 "kl": self._kl(scores, rollout.masks)
@@ -303,7 +303,7 @@ class BatchMaker:
                 values = critic.compute_values()
         columns: Columns = {
             "log-prob of the reference": ref,
-            "log-prob of the teacher": teacher.log_probs,
+            "log-prob of the teacher": None if teacher is None else teacher.log_probs,
             "value of the critic": values,
         }
         rollout.check_finite(columns, "before the advantages of a rollout")
@@ -323,7 +323,7 @@ class BatchMaker:
         masks = rollout.masks
         kl = self._kl(scores, masks)
         gap = None
-        if scores.teacher.log_probs is not None:
+        if scores.teacher is not None:
             gap = teacher_gaps(scores.old_log_probs, scores.teacher.log_probs, masks)
         energies = None
         if self._needs_energies:

@@ -32,7 +32,7 @@ class Scores:
 
     old: list[LogProbOutput] | None
     ref: list[Tensor] | None
-    teacher: TeacherScores
+    teacher: TeacherScores | None
     values: list[Tensor] | None
 
     @property
@@ -69,8 +69,13 @@ class LogProbs:
         self.settings.hooks.before_log_prob(network.chunks, "ref_")
         return [r.log_probs for r in self.backend.forward(local, network)]
 
-    def teacher(self, rollout: Rollout, old: Sequence[LogProbOutput] | None) -> TeacherScores:
-        """From the teacher on Megatron, or from the served one. old: of the policy."""
+    def teacher(
+        self, rollout: Rollout, old: Sequence[LogProbOutput] | None
+    ) -> TeacherScores | None:
+        """From the teacher on Megatron, or from the served one; None without either. old: of the
+        policy."""
+        if not self.settings.distillation.use_opd:
+            return None
         return teacher_scores(self.settings, self.backend, rollout, old)
 
     def check(

@@ -17,11 +17,11 @@ from slime_like.types import Sample, TrainSample
 
 @dataclass(frozen=True, slots=True)
 class TeacherScores:
-    """Of this rank's samples; None without a teacher. log_probs: [R] each. tokens, probs: with
+    """Of this rank's samples. log_probs: [R] each. tokens, probs: with
     --opd-topk, [R, K] each: tokens, and the teacher's probabilities of them, all 0 in a sample that
     has no teacher."""
 
-    log_probs: list[Tensor] | None = None
+    log_probs: list[Tensor]
     tokens: list[Tensor] | None = None
     probs: list[Tensor] | None = None
 
@@ -42,7 +42,7 @@ def teacher_scores(
 ) -> TeacherScores:
     """From the teacher on Megatron, or from the served one. old: of the policy. A collective."""
     if backend.teacher is None:
-        return TeacherScores(_served(rollout.drawn) if settings.distillation.served else None)
+        return TeacherScores(_served(rollout.drawn))
     assert old is not None, "see RunConfig.old_is_current"
     settings.hooks.before_log_prob(backend.teacher.chunks, "teacher_")
     top = [o.top_tokens.long() for o in old if o.top_tokens is not None]
