@@ -67,7 +67,8 @@ class DistillationConfig:
         0.05,
         "How far the moving average goes towards the policy in an optimizer step.",
         legal=UNIT_OPEN_LOW,
-        needs="opd_self_teacher=ema",
+        needs="opd_type=self",
+        excludes="opd_self_teacher=live|opd_self_teacher=base",
     )
     opd_success_reward: float | None = arg(
         None,
