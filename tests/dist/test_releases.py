@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.parity_table import (
     LAYOUTS,
@@ -26,6 +27,7 @@ from benchmarks.parity_table import (
     run_layout,
 )
 from megatron_patches.patch import megatron_version
+from scripts.make_tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(900)]
 DISTRIBUTED = next(layout for layout in LAYOUTS if layout.name == "DP2 distributed optimizer")
@@ -46,28 +48,53 @@ def other() -> str:
     return python
 
 
+def whole_and_in_parts(
+    layout: Layout, other: str, folder: Path, flags: list[str]
+) -> tuple[Result, Result]:
+    """A run of one process that is never stopped; and one in `layout`, each of whose steps goes on
+    from the checkpoint of the step before it, the second step under the other release."""
+    make_rollouts(str(folder / "rollout_{rollout_id}"))
+    base = run_layout(LAYOUTS[0], folder, flags)
+    checkpoints = str(folder / "checkpoints")
+    parts = [
+        run_layout(
+            Layout(f"step {step}", layout.ranks, layout.flags),
+            folder,
+            [*flags, "--num-rollout", str(step), "--save", checkpoints, "--load", checkpoints],
+            python,
+        )
+        for step, python in enumerate((sys.executable, other, sys.executable), start=1)
+    ]
+    return base, Result(
+        [loss for part in parts for loss in part.losses],
+        [norm for part in parts for norm in part.grad_norms],
+        parts[-1].weights,
+    )
+
+
 @pytest.mark.parametrize("layout", [LAYOUTS[0], DISTRIBUTED], ids=lambda layout: layout.name)
 def test_a_checkpoint_goes_on_under_another_release_and_back(
     layout: Layout, other: str, tmp_path: Path
 ) -> None:
     make_model(tmp_path / "model", seed=3)
     make_model(tmp_path / "ref", seed=4)
-    make_rollouts(str(tmp_path / "rollout_{rollout_id}"))
-    base = run_layout(LAYOUTS[0], tmp_path, [])
-    folder = str(tmp_path / "checkpoints")
-    parts = [
-        run_layout(
-            Layout(f"step {step}", layout.ranks, layout.flags),
-            tmp_path,
-            ["--num-rollout", str(step), "--save", folder, "--load", folder],
-            python,
-        )
-        for step, python in enumerate((sys.executable, other, sys.executable), start=1)
-    ]
-    whole = Result(
-        [loss for part in parts for loss in part.losses],
-        [norm for part in parts for norm in part.grad_norms],
-        parts[-1].weights,
-    )
-    row = compare(layout.name, base, whole)
+    base, found = whole_and_in_parts(layout, other, tmp_path, [])
+    row = compare(layout.name, base, found)
     assert row.holds, f"{row} exceeds {LIMIT:g}"
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("DeepseekV3ForCausalLM", {"num_nextn_predict_layers": 1}), ("Qwen3NextForCausalLM", {})],
+)
+def test_so_do_experts_and_a_layer_of_multi_token_prediction(
+    family: str, settings: dict[str, int], other: str, tmp_path: Path
+) -> None:
+    """With latent attention, and with gated delta nets, whose tensors have names of their own."""
+    for name, seed in (("model", 3), ("ref", 4)):
+        make_tiny_model(family, tmp_path / name, seed=seed, **settings)
+    flags = ["--mtp-num-layers", "1", "--enable-mtp-training"]
+    base, found = whole_and_in_parts(LAYOUTS[0], other, tmp_path, flags)
+    assert found.losses == pytest.approx(base.losses, rel=LIMIT)
+    assert found.grad_norms == pytest.approx(base.grad_norms, rel=LIMIT)
+    torch.testing.assert_close(found.weights, base.weights, rtol=LIMIT, atol=1e-7)
