@@ -10,7 +10,7 @@ TOOL_FORMATS = (
     "none", "hermes", "qwen3_coder", "glm", "deepseek", "kimi", "harmony", "mistral", "mistral_list", "command", "phi", "granite", "python",
     "llama3",
 )  # fmt: skip
-SGLANG_PARSERS = (  # names of SGLang's --tool-call-parser, of which tests/unit/test_library_parsers.py has texts
+SGLANG_PARSERS = (  # names of SGLang's --tool-call-parser, of which tests/unit/test_answer_parsers.py has texts
     "qwen25", "qwen3_coder", "hermes", "llama3", "mistral", "deepseekv3", "deepseekv31", "kimi_k2", "glm45", "pythonic", "gemma4", "minimax-m2",
     "lfm2",
 )  # fmt: skip

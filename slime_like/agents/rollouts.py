@@ -19,10 +19,10 @@ import torch
 from arguments.rules.agents import worker_keys
 from arguments.run_config import RunConfig
 from slime_like.advantages import TurnEstimator, advantage_estimators
+from slime_like.agents.answer_parsers import TRANSFORMERS, default_format
 from slime_like.agents.command import run_command
 from slime_like.agents.credit import answers_of
 from slime_like.agents.environment import player
-from slime_like.agents.library_parsers import TRANSFORMERS, default_format
 from slime_like.agents.loop_watch import LoopWatch
 from slime_like.agents.server import CONNECTIONS, Gateway
 from slime_like.agents.sessions import WAITING, Session, SessionLimits
@@ -84,7 +84,7 @@ class AgentGenerate(CustomGenerate):
             gateway: That it talks to.
             end_ids: Tokens that end an answer.
             template_arguments: --apply-chat-template-kwargs.
-            tool_format: See `library_parsers.parse_answer`; None: `default_format`.
+            tool_format: See `answer_parsers.parse_answer`; None: `default_format`.
             limits: Of each session.
             timeout_s: Seconds for each episode.
             episodes: That run at a time.

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from slime_like.agents.library_parsers import parse_answer
+from slime_like.agents.answer_parsers import parse_answer
 from slime_like.agents.messages import (
     ASSISTANT,
     BadRequest,
@@ -102,7 +102,7 @@ class Session:
             sample_id: Of the sample; with the run's seed it decides the randomness.
             model: The engine, with the run's sampling parameters.
             template: The model's.
-            tool_format: See `library_parsers.parse_answer`.
+            tool_format: See `answer_parsers.parse_answer`.
         """
         self.sample_id = sample_id
         self.tree = SessionTree(template)

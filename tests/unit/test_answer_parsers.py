@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from arguments.schema.agents import SGLANG_PARSERS
-from slime_like.agents.library_parsers import SGLANG, TRANSFORMERS, default_format, parse_answer
+from slime_like.agents.answer_parsers import SGLANG, TRANSFORMERS, default_format, parse_answer
 from slime_like.agents.tool_calls import Parsed
 from tests.agent_templates import FAMILIES, call_text, make_tokenizer
 
