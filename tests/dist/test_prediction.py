@@ -225,28 +225,21 @@ class Packed:
     cu_seqlens: Tensor
 
 
+def layouts_of(folder: Path, more: str = "") -> FamilyLayouts:
+    """Prediction layers and all. more: flags of every run."""
+    flags = {family: f"--mtp-num-layers {case[1]}{more}" for family, case in CASES.items()}
+    return FamilyLayouts(folder, make_model, flags.__getitem__, EXACT, timeout_s=240)
+
+
 @pytest.fixture(scope="module")
 def layouts(tmp_path_factory: pytest.TempPathFactory) -> FamilyLayouts:
-    """Prediction layers and all."""
-    return FamilyLayouts(
-        tmp_path_factory.mktemp("models"),
-        make_model,
-        lambda family: f"--mtp-num-layers {CASES[family][1]}",
-        EXACT,
-        timeout_s=240,
-    )
+    return layouts_of(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
 def soft_layouts(tmp_path_factory: pytest.TempPathFactory) -> FamilyLayouts:
     """With the policy's own distributions as targets."""
-    return FamilyLayouts(
-        tmp_path_factory.mktemp("soft"),
-        make_model,
-        lambda family: f"--mtp-num-layers {CASES[family][1]} --mtp-soft-targets",
-        EXACT,
-        timeout_s=240,
-    )
+    return layouts_of(tmp_path_factory.mktemp("soft"), " --mtp-soft-targets")
 
 
 SOFT_CELLS = [("MiMoForCausalLM", flags) for flags in (TP2, CP2, PP2)]
