@@ -25,7 +25,7 @@ import yaml
 from arguments.schema.data import EvalConfig
 from slime_like.config import (
     AT_LEAST_ONE,
-    NON_NEGATIVE,
+    GREEDY_OR_TEMPERATURE,
     UNIT_OPEN_LOW,
     Problem,
     Range,
@@ -49,7 +49,7 @@ class EvalSet:
     label_key: str | None = None
     metadata_key: str | None = None
     n_samples_per_eval_prompt: int = arg(1, "", legal=AT_LEAST_ONE)
-    temperature: float | None = arg(None, "", legal=NON_NEGATIVE)
+    temperature: float | None = arg(None, "", legal=GREEDY_OR_TEMPERATURE)
     top_p: float | None = arg(None, "", legal=UNIT_OPEN_LOW)
     top_k: int | None = arg(None, "", legal=ANY_K)
     max_response_len: int | None = arg(None, "", legal=AT_LEAST_ONE)

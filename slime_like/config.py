@@ -68,6 +68,11 @@ AT_LEAST_ONE = Range(">= 1", lambda x: x >= 1)
 ABOVE_ONE = Range("> 1", lambda x: x > 1)
 UNIT = Range("0 <= x <= 1", lambda x: 0 <= x <= 1)
 UNIT_OPEN_LOW = Range("0 < x <= 1", lambda x: 0 < x <= 1)
+LEAST_TEMPERATURE = 1e-6  # logits over less may be infinite in float32
+TEMPERATURE = Range(f">= {LEAST_TEMPERATURE:g}", lambda x: x >= LEAST_TEMPERATURE)
+GREEDY_OR_TEMPERATURE = Range(
+    f"0 (greedy) or >= {LEAST_TEMPERATURE:g}", lambda x: x == 0 or x >= LEAST_TEMPERATURE
+)
 
 
 def arg(
@@ -127,13 +132,31 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
+# float32's smallest number without denormals, which some processors take for 0, and its largest
+SMALLEST_FLOAT32, LARGEST_FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+LARGEST_INTEGER = 2**63 - 1
+
+
+def number_problem(value: float) -> str | None:
+    """What is wrong with a number, whatever it is for: training computes in float32 and counts in 64
+    bits, where 1e39 is infinite and 1e-50 is 0."""
+    if isinstance(value, numbers.Integral):
+        return None if abs(value) <= LARGEST_INTEGER else "must be an integer of 64 bits"
+    if not math.isfinite(value):
+        return "must be a finite number"
+    if value == 0 or SMALLEST_FLOAT32 <= abs(value) <= LARGEST_FLOAT32:
+        return None
+    bounds = f"{SMALLEST_FLOAT32:.1e} to {LARGEST_FLOAT32:.1e}"
+    return f"must be a number that float32 holds: 0, or {bounds} without its sign"
+
+
 def value_problem(value: Any, choices: Sequence[object] | None, legal: Range | None) -> str | None:
     """What is wrong with one value, in words that follow its flag; None where it is right. Both the
     command line and `check_fields` ask here."""
     if choices is not None and value not in choices:
         return f"unknown value; legal values: {', '.join(map(str, choices))}"
-    if isinstance(value, float) and not math.isfinite(value):
-        return "must be a finite number"
+    if isinstance(value, int | float) and (wrong := number_problem(value)) is not None:
+        return wrong
     if legal is not None and not legal.holds(value):
         return f"must be {legal.words}"
     return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, arg
+from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, CheckedSettings, arg
 
 TOOL_FORMATS = (
     "none", "hermes", "qwen3_coder", "glm", "deepseek", "kimi", "harmony", "mistral", "mistral_list", "command", "phi", "granite", "python",
@@ -18,7 +18,7 @@ _AGENT = "agent_function_path|agent_command|agent_environment|agent_worker_keys"
 
 
 @dataclass(frozen=True, slots=True)
-class AgentsConfig:
+class AgentsConfig(CheckedSettings):
     agent_function_path: str | None = arg(
         None,
         "module.function or file.py:function that plays an episode: async function(task), which asks at task.base_url (or with task.chat) and "

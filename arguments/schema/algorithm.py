@@ -5,14 +5,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, UNIT, Range, arg
+from slime_like.config import (
+    AT_LEAST_ONE,
+    NON_NEGATIVE,
+    POSITIVE,
+    UNIT,
+    CheckedSettings,
+    Range,
+    arg,
+)
 from slime_like.losses.registry import PolicyLoss, policy_losses
 
 ALL_OR_SOME = Range("-1 (all) or >= 1", lambda x: x == -1 or x >= 1)
 
 
 @dataclass(frozen=True, slots=True)
-class AlgorithmConfig:
+class AlgorithmConfig(CheckedSettings):
     loss_type: str = arg(
         "policy_loss",
         "policy_loss: reinforcement learning. sft_loss: fine-tuning on given answers. dpo_loss, rm_loss: on pairs of them, a policy or a "
@@ -302,7 +310,7 @@ class AlgorithmConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class GateConfig:
+class GateConfig(CheckedSettings):
     """Numeric gates: what is checked in every run, and what a breach does."""
 
     max_train_rollout_diff: float | None = arg(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_like.config import AT_LEAST_ONE, POSITIVE, arg
+from slime_like.config import AT_LEAST_ONE, POSITIVE, CheckedSettings, arg
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointConfig:
+class CheckpointConfig(CheckedSettings):
     save: str | None = arg(
         None, "Folder for checkpoints (model, optimizer, scheduler, random state, data position)."
     )

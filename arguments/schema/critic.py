@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, arg
+from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, CheckedSettings, arg
 
 
 @dataclass(frozen=True, slots=True)
-class CriticConfig:
+class CriticConfig(CheckedSettings):
     critic_load: str | None = arg(
         None,
         "What the critic starts from: a Hugging Face folder, with a value head or without, or a folder with checkpoints of an earlier run's "

@@ -6,11 +6,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from arguments.schema.rollout import TOP_K
-from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, UNIT_OPEN_LOW, arg
+from slime_like.config import (
+    AT_LEAST_ONE,
+    GREEDY_OR_TEMPERATURE,
+    NON_NEGATIVE,
+    POSITIVE,
+    UNIT_OPEN_LOW,
+    CheckedSettings,
+    arg,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class DataConfig:
+class DataConfig(CheckedSettings):
     prompt_data: str | None = arg(
         None,
         "Prompts: a .jsonl or .parquet file, with an optional row range as in file.jsonl@[0:100], or reasoning_gym:<task>?size=1000&seed=1&<option>=<value>.",
@@ -79,7 +87,7 @@ def learns_conversations(loss_type: str, data: DataConfig) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class EvalConfig:
+class EvalConfig(CheckedSettings):
     eval_interval: int | None = arg(
         None,
         "Evaluate every this many rollouts; also before the first and after the last.",
@@ -105,7 +113,7 @@ class EvalConfig:
     eval_temperature: float | None = arg(
         None,
         "Temperature of evaluation; 0 is greedy; default: --rollout-temperature.",
-        legal=NON_NEGATIVE,
+        legal=GREEDY_OR_TEMPERATURE,
     )
     eval_top_p: float | None = arg(None, "As --rollout-top-p.", legal=UNIT_OPEN_LOW)
     eval_top_k: int | None = arg(None, "As --rollout-top-k.", legal=TOP_K)

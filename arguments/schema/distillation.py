@@ -10,12 +10,13 @@ from slime_like.config import (
     POSITIVE,
     UNIT,
     UNIT_OPEN_LOW,
+    CheckedSettings,
     arg,
 )
 
 
 @dataclass(frozen=True, slots=True)
-class DistillationConfig:
+class DistillationConfig(CheckedSettings):
     use_opd: bool = arg(
         False,
         "On-policy distillation: take opd_kl_coef times the log-probability gap to a teacher off the advantage of every token.",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_like.config import arg
+from slime_like.config import CheckedSettings, arg
 
 _PATH = "module.function or file.py:function"
 _SUPERVISED = "loss_type=sft_loss"
 
 
 @dataclass(frozen=True, slots=True)
-class HooksConfig:
+class HooksConfig(CheckedSettings):
     custom_advantage_function_path: str | None = arg(
         None,
         f"{_PATH} in place of --advantage-estimator: function(args, rollout_data), which sets advantages and returns in the dict, [R] by sample of "

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_like.config import AT_LEAST_ONE, arg
+from slime_like.config import AT_LEAST_ONE, CheckedSettings, arg
 
 
 @dataclass(frozen=True, slots=True)
-class LoggingConfig:
+class LoggingConfig(CheckedSettings):
     output_dir: str | None = arg(
         None,
         "Folder for metrics.jsonl, the plot and, unless set apart, TensorBoard; default outputs/<time>.",
@@ -73,7 +73,7 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class DebugConfig:
+class DebugConfig(CheckedSettings):
     save_debug_rollout_data: str | None = arg(
         None,
         "Write each rollout to this path (JSON and safetensors); {rollout_id} becomes its number, from 1.",

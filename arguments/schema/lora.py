@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_like.config import NON_NEGATIVE, POSITIVE, arg
+from slime_like.config import NON_NEGATIVE, POSITIVE, CheckedSettings, arg
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LATENT_ATTENTION = (
@@ -26,7 +26,7 @@ TARGETS = {
 
 
 @dataclass(frozen=True, slots=True)
-class LoraConfig:
+class LoraConfig(CheckedSettings):
     lora_rank: int = arg(
         0,
         "Rank of the adapters (LoRA, arXiv 2106.09685) that are trained in place of the model's weights; 0: all weights are trained.",

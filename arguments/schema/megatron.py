@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_like.config import arg
+from slime_like.config import CheckedSettings, arg
 
 
 @dataclass(frozen=True, slots=True)
-class MegatronSpellings:
+class MegatronSpellings(CheckedSettings):
     swiglu: bool = arg(False, "Gated linear units with SiLU in the MLP.")
     squared_relu: bool = arg(False, "Squared ReLU in the MLP.")
     quick_geglu: bool = arg(

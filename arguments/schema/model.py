@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_like.config import AT_LEAST_ONE, POSITIVE, UNIT_OPEN_LOW, arg
+from slime_like.config import AT_LEAST_ONE, POSITIVE, UNIT_OPEN_LOW, CheckedSettings, arg
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
+class ModelConfig(CheckedSettings):
     hf_checkpoint: str | None = arg(
         None,
         "Folder of a Hugging Face model: its config.json shapes the model, its safetensors are the initial weights, its tokenizer is used.",

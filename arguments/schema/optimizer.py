@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_like.config import NON_NEGATIVE, POSITIVE, UNIT, arg
+from slime_like.config import NON_NEGATIVE, POSITIVE, UNIT, CheckedSettings, arg
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduleConfig:
+class ScheduleConfig(CheckedSettings):
     lr_decay_style: str = arg(
         "constant",
         "Shape of the learning rate over the run.",

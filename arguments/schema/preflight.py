@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_like.config import AT_LEAST_ONE, POSITIVE, arg
+from slime_like.config import AT_LEAST_ONE, POSITIVE, CheckedSettings, arg
 
 
 @dataclass(frozen=True, slots=True)
-class PreflightConfig:
+class PreflightConfig(CheckedSettings):
     preflight: bool = arg(
         False,
         "Check the command line, report what each rank holds and sends in the job, and end; no GPU and no process group is needed. Exit status: "

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, arg
+from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, CheckedSettings, arg
 
 
 @dataclass(frozen=True, slots=True)
-class ProfilingConfig:
+class ProfilingConfig(CheckedSettings):
     profile: bool = arg(
         False,
         "Trace the rollouts after --profile-step-start with torch.profiler, to profile/ in the output folder; ui.perfetto.dev opens the files.",

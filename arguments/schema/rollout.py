@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_like.config import AT_LEAST_ONE, POSITIVE, UNIT_OPEN_LOW, Range, arg
+from slime_like.config import (
+    AT_LEAST_ONE,
+    POSITIVE,
+    TEMPERATURE,
+    UNIT_OPEN_LOW,
+    CheckedSettings,
+    Range,
+    arg,
+)
 
 TOP_K = Range("-1 (all) or >= 1", lambda k: k == -1 or k >= 1)
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutConfig:
+class RolloutConfig(CheckedSettings):
     num_rollout: int | None = arg(
         None, "Rollouts (generate, then train) in the whole run.", legal=POSITIVE
     )
@@ -30,7 +38,7 @@ class RolloutConfig:
     )
     rollout_max_response_len: int = arg(128, "Longest response, in tokens.", legal=AT_LEAST_ONE)
     rollout_temperature: float = arg(
-        1.0, "Sampling temperature; the trainer's log-probs use the same.", legal=POSITIVE
+        1.0, "Sampling temperature; the trainer's log-probs use the same.", legal=TEMPERATURE
     )
     rollout_top_p: float = arg(
         1.0, "Nucleus sampling: smallest set of tokens with this probability.", legal=UNIT_OPEN_LOW
@@ -68,7 +76,7 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class RewardConfig:
+class RewardConfig(CheckedSettings):
     rm_type: str | None = arg(
         None,
         "The reward.",

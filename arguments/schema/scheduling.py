@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, arg
+from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, CheckedSettings, arg
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulingConfig:
+class SchedulingConfig(CheckedSettings):
     over_sampling_batch_size: int | None = arg(
         None,
         "Prompts that are drawn at a time; above --rollout-batch-size, the first groups to end are kept. Default: --rollout-batch-size.",

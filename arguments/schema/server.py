@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_like.config import AT_LEAST_ONE, POSITIVE, Range, arg
+from slime_like.config import AT_LEAST_ONE, POSITIVE, CheckedSettings, Range, arg
 
 PORT = Range("between 1 and 65535", lambda x: 1 <= x <= 65535)
 
 
 @dataclass(frozen=True, slots=True)
-class ServerConfig:
+class ServerConfig(CheckedSettings):
     host: str = arg(
         "127.0.0.1",
         "Address that the API listens on; any but a loopback address needs --api-key-file.",

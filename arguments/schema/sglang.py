@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from slime_like.config import AT_LEAST_ONE, POSITIVE, arg
+from slime_like.config import AT_LEAST_ONE, POSITIVE, CheckedSettings, arg
 
 
 @dataclass(frozen=True, slots=True)
-class SglangConfig:
+class SglangConfig(CheckedSettings):
     rollout_external_engine_addrs: list[str] | None = arg(
         None,
         "Servers that run already, host:port each. This run hands them its weights, so nobody else may use them.",

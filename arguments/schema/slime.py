@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, arg
+from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, CheckedSettings, arg
 
 _RESTATED = "As --hf-checkpoint's config.json has it: a different value is an error."
 
 
 @dataclass(frozen=True, slots=True)
-class SlimeConfig:
+class SlimeConfig(CheckedSettings):
     actor_num_nodes: int | None = arg(
         None,
         "slime: nodes of the trainer. Times --actor-num-gpus-per-node these are the processes of torchrun, or it is an error; either flag "
@@ -49,7 +49,7 @@ class SlimeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class RestatedConfig:
+class RestatedConfig(CheckedSettings):
     """Of the network, beyond what megatron-core's TransformerConfig and GPTModel have flags for."""
 
     multi_latent_attention: bool = arg(False, _RESTATED)

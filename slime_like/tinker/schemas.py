@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
 
+from slime_like.config import GREEDY_OR_TEMPERATURE
+
 MAX_SEED = 2**63 - 1
 # of settings: squares and reciprocals of what is beyond are not finite in float32
 SMALLEST, LARGEST = 1e-18, 1e18
@@ -189,6 +191,13 @@ class SamplingParams(Body):
     temperature: Finite = Field(default=1.0, ge=0, le=100)
     top_k: int = -1
     top_p: Finite = Field(default=1.0, gt=0, le=1)
+
+    @field_validator("temperature")
+    @classmethod
+    def _temperature(cls, value: float) -> float:
+        if not GREEDY_OR_TEMPERATURE.holds(value):
+            raise ValueError(f"temperature is {GREEDY_OR_TEMPERATURE.words}")
+        return value
 
     @field_validator("top_k")
     @classmethod

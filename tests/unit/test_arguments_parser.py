@@ -12,10 +12,13 @@ import pytest
 
 from arguments import get_parser
 from arguments.actions import HelpRequested
-from arguments.flag_registry import flag_table
+from arguments.flag_registry import GROUPS, flag_table, normalise
 from arguments.parse import parse_args
+from arguments.run_file import read_run_file
 from arguments.values import FALSE, TRUE
 from slime_like.compat.slime.samples import slime_args
+from slime_like.config import CheckedSettings
+from slime_like.losses import policy_losses
 from tests.unit.command_lines import complete, problems_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,6 +104,37 @@ def test_every_switch_reads_its_value_by_one_rule() -> None:
             for words in ([name, word], [f"{name}={word}"]):
                 given = parser.read(words)
                 assert [p.flag for p in given.problems] == [name] and not given.values, words
+
+
+def test_no_flag_takes_a_number_that_float32_or_64_bits_cannot_hold(tmp_path: Path) -> None:
+    """1e39 is infinite there, and a divisor of 1e-50 is 0."""
+    parser, file = get_parser(), tmp_path / "run.yaml"
+    numbers = [f for f in flag_table().flags if f.item in (int, float) and not f.refused]
+    assert len(numbers) > 200
+    for flag in numbers:
+        if flag.kind not in ("value", "list") or flag.choices:
+            continue
+        wrong = ("1e39", "1e-50", "-1e39") if flag.item is float else ("9" * 20,)
+        for word in wrong:
+            given = parser.read([f"{flag.name}={word}"])
+            assert [p.flag for p in given.problems] == [flag.name] and not given.values, flag.name
+            assert "must be" in given.problems[0].message
+            file.write_text(f"{flag.dest}: {word}\n")
+            (of_file,) = (
+                parser.read(["--config", str(file)]).problems
+                or read_run_file(str(file), parser).problems
+            )
+            assert normalise(of_file.flag) == normalise(flag.dest), flag.name
+
+
+def test_every_group_of_settings_refuses_them_whoever_constructs_it() -> None:
+    """But what a checkpoint's config.json says of the network, which is read there."""
+    unchecked = {
+        name for name, (_, kind) in GROUPS.items() if not issubclass(kind, CheckedSettings)
+    }
+    assert unchecked == {"gpt"}
+    for name, loss in policy_losses.items():
+        assert issubclass(loss.config_type, CheckedSettings), name
 
 
 @pytest.mark.parametrize(

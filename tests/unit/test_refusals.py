@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from arguments.schema import AlgorithmConfig, RolloutConfig, ScheduleConfig
 from slime_like.advantages import (
     AdvantageSettings,
     KLController,
@@ -39,6 +40,9 @@ from slime_like.losses import (
 )
 from slime_like.losses.dppo import DPPOConfig
 from slime_like.losses.ppo import PPOConfig
+from slime_like.losses.sapo import SAPOConfig
+from slime_like.rollout.engines.base import SamplingParams
+from slime_like.tinker.schemas import SamplingParams as ClientSampling
 
 NAN, INF = math.nan, math.inf
 ONES = torch.ones(2, 3)
@@ -88,6 +92,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "mask metric": (lambda: correct(sequence_mask_metric="bogus"), "sequence_mask_metric='bogus'.*geometric, product"),
     "negative cap": (lambda: correct(token_tis_ratio_clip_high=-1.0), r"token_tis_ratio_clip_high=-1.0 must be > 0"),
     "nan cap": (lambda: correct(token_tis_ratio_clip_high=NAN), "token_tis_ratio_clip_high=nan must be a finite number"),
+    "more than float32 holds": (lambda: correct(token_tis_ratio_clip_high=1e39), r"token_tis_ratio_clip_high=1e\+39 must be a number that float32 holds"),
+    "0 in float32": (lambda: loss("sapo", config=SAPOConfig(sapo_tau_pos=1e-50)), "sapo_tau_pos=1e-50 must be a number that float32 holds"),
+    "a denormal": (lambda: ValueLossConfig(value_clip=1e-40), "value_clip=1e-40 must be a number that float32 holds"),
+    "a coefficient that is infinite": (lambda: LossTerms(entropy_coef=1e39), "entropy_coef=1e.39 must be a number that float32 holds"),
+    "an integer of 400 digits": (lambda: AdvantageSettings("grpo", kl_coef=10**400), "kl_coef=1000.* must be an integer of 64 bits"),
+    "a group of settings": (lambda: ScheduleConfig(lr_warmup_init=1e39), "ScheduleConfig: lr_warmup_init=1e.39"),
+    "another group": (lambda: AlgorithmConfig(gamma=1.5, kl_coef=1e-60), "gamma=1.5 must be 0 <= x <= 1; kl_coef=1e-60 must be a number"),
+    "a temperature of nearly 0": (lambda: SamplingParams(temperature=1e-30), "temperature is 1e-30, must be finite, and 0 .greedy. or >= 1e-06"),
+    "the flag's temperature": (lambda: RolloutConfig(rollout_temperature=1e-30), "rollout_temperature=1e-30 must be >= 1e-06"),
+    "a client's temperature": (lambda: ClientSampling(temperature=1e-30), "temperature is 0 .greedy. or >= 1e-06"),
     "bool for a number": (lambda: correct(token_tis_ratio_clip_high=True), "must be a number"),
     "word for a number": (lambda: correct(geo_mask_low="0.9"), "geo_mask_low='0.9' must be a number"),
     "none for a number": (lambda: correct(geo_mask_low=None), "geo_mask_low=None needs a value"),

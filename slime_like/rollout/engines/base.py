@@ -21,6 +21,8 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from slime_like.config import GREEDY_OR_TEMPERATURE
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -51,8 +53,8 @@ class SamplingParams:
         rules = (
             (
                 "temperature",
-                math.isfinite(self.temperature) and self.temperature >= 0,
-                "finite and >= 0 (0: greedy)",
+                math.isfinite(self.temperature) and GREEDY_OR_TEMPERATURE.holds(self.temperature),
+                f"finite, and {GREEDY_OR_TEMPERATURE.words}",
             ),
             ("top_p", 0 < self.top_p <= 1, "0 < top_p <= 1 (1: off)"),
             ("top_k", self.top_k == -1 or self.top_k >= 1, "-1 (off) or >= 1"),
