@@ -89,6 +89,9 @@ class PairFormat(PromptFormat):
                 return f"{key!r} must be a list of messages with a role"
             if row[key][0].get("role") == ASSISTANT and self.keys.input not in row:
                 return f"missing key {self.keys.input!r} (--input-key), what {key!r} answers"
+            prompt = row.get(self.keys.input, [])
+            if row[key][0].get("role") == ASSISTANT and not _is_prompt(prompt):
+                return f"{self.keys.input!r} (--input-key) must be a string or a list of messages"
         rows = self._whole_conversations(row)
         return next(filter(None, (f.check(r) for f, r in zip(self._conversations, rows))), None)
 
@@ -133,6 +136,11 @@ class PairFormat(PromptFormat):
             )
         margin = None if self._margin_key is None else float(row[self._margin_key])
         return dataclasses.replace(chosen, rejected=rejected, margin=margin)
+
+
+def _is_prompt(value: object) -> bool:
+    is_list = isinstance(value, list) and all(isinstance(message, dict) for message in value)
+    return isinstance(value, str) or is_list
 
 
 def pair_samples(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from arguments.schema.data import DataConfig
 from slime_like.data.source import TASK_PREFIX, Row
 from slime_like.rewards.registry import AnswerCheck
+from slime_like.text import clean
 from slime_like.types import TEACHER_CONTEXT, Prompt
 
 if TYPE_CHECKING:
@@ -85,8 +86,8 @@ def render_rows(
     if errors:
         error = errors[0]
         if isinstance(error, RowProblem):
-            raise ValueError(f"{where(len(texts))}: {error}") from error
-        words = str(error).split("\n", 1)[0][:300]
+            raise ValueError(f"{where(len(texts))}: {clean(error)}") from error
+        words = clean(str(error).split("\n", 1)[0], 300)
         raise ValueError(
             f"{where(len(texts))}: the chat template raised {type(error).__name__}: {words}; {remedy}"
         ) from error

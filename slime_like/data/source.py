@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from slime_like.text import clean
+
 Row = dict[str, Any]
 RowCheck = Callable[[Row], str | None]  # what is wrong with a row, or None
 
@@ -59,6 +61,7 @@ def open_source(
     empty file or range, and too many bad rows.
     """
     path_text, bounds = _split_range(spec)
+    check = _in_clean_words(check)
     source: RowSource
     if path_text.startswith(TASK_PREFIX):
         from slime_like.data.tasks import TaskSource
@@ -79,6 +82,16 @@ def open_source(
         if len(source) == 0:
             raise ValueError(f"{flag} {path_text}: the file holds no rows")
     return source if bounds is None else SlicedSource(source, spec, bounds, flag)
+
+
+def _in_clean_words(check: RowCheck) -> RowCheck:
+    """The same check; keys, roles and values of a row are quoted in its words as by `text.clean`."""
+
+    def problem(row: Row) -> str | None:
+        words = check(row)
+        return clean(words) if words else None
+
+    return problem
 
 
 def _split_range(spec: str) -> tuple[str, slice | None]:
@@ -226,8 +239,8 @@ class JsonlSource:
             return f"{place}: bad JSON in the line at byte offset {offset}: {error}"
         if not isinstance(row, dict):
             return f"{place}: the row is a JSON {_json_kind(row)}, not an object (byte offset {offset})"
-        problem = _surrogate_in(row) if b"\\ud" in line.lower() else None
-        problem = problem or check(row)
+        half = _surrogate_in(row) if b"\\ud" in line.lower() else None
+        problem = clean(half) if half else check(row)
         return f"{place}: {problem} (byte offset {offset})" if problem else None
 
     def __len__(self) -> int:
@@ -385,7 +398,9 @@ def _surrogate_in(value: object, where: str = "") -> str | None:
     if isinstance(value, list):
         items = ((f"{where}[{i}]", item) for i, item in enumerate(value))
     elif isinstance(value, dict):
-        items = ((f"{where}[{key!r}]" if where else repr(key), v) for key, v in value.items())
+        items = (
+            (f"{where}[{key!r:.60}]" if where else f"{key!r:.60}", v) for key, v in value.items()
+        )
         problem = next(filter(None, (_surrogate_in(key) for key in value)), None)
         if problem:
             return problem

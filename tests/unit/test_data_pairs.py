@@ -135,6 +135,8 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str]] = {
     "an empty answer": ({"input": "a", "chosen": "x", "rejected": ""}, "must both be texts"),
     "two kinds": ({"input": "a", "chosen": "x", "rejected": [NO]}, "must both be texts"),
     "a number": ({"input": "a", "chosen": 1, "rejected": 2}, "must both be texts"),
+    "a prompt that is none": ({"input": None, "chosen": [YES], "rejected": [NO]}, "must be a string or a list"),
+    "messages that are none": ({"input": [None], "chosen": [YES], "rejected": [NO]}, "must be a string or a list"),
     "the same": ({"input": "a", "chosen": "x", "rejected": "x"}, "are the same"),
     "no prompt": ({"chosen": "x", "rejected": "y"}, r"missing key 'input' \(--input-key\)"),
     "no prompt of messages": ({"chosen": [YES], "rejected": [NO]}, r"missing key 'input' \(--input-key\)"),
