@@ -198,7 +198,7 @@ def handoff(sizes: Sizes) -> Figures:
     """A bucket of weights as --update-weight-transport sends it, opened by another process: on a
     GPU a handle of its memory (cuda_ipc)."""
     from slime_like.rollout.engines.sglang.weight_transfer.tensor import tensor_update
-    from slime_like.weights.buckets import in_buckets
+    from slime_like.weights.gather import in_buckets
 
     rows = 4 if sizes.rehearse else 65536
     weight = torch.arange(rows * 64, device=device(), dtype=torch.float32) % 251

@@ -9,7 +9,7 @@ from typing import Any
 
 from slime_like.config import NON_NEGATIVE, POSITIVE, CheckedSettings, arg
 from slime_like.lazy import Tensor, dist, torch
-from slime_like.losses.checks import require_samples
+from slime_like.losses.inputs import require_samples
 from slime_like.losses.kl import kl_estimate
 
 ADAPTIVE_STEP = 0.2

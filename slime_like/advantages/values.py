@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slime_like.lazy import Tensor, dist, torch
-from slime_like.losses.checks import require_samples
+from slime_like.losses.inputs import require_samples
 from slime_like.metrics.typed import Metric, MetricAccumulator, masked_mean, masked_std
 
 SAME = 1e-6  # a standard deviation that is rounding

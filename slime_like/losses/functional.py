@@ -15,8 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime_like.lazy import Tensor, torch
-from slime_like.losses.checks import require_mask, require_shape
-from slime_like.losses.inputs import count_sequences, from_packed, from_padded
+from slime_like.losses.inputs import (
+    count_sequences,
+    from_packed,
+    from_padded,
+    require_mask,
+    require_shape,
+)
 from slime_like.losses.off_policy import off_policy_correction
 from slime_like.losses.off_policy_config import OffPolicyConfig
 from slime_like.losses.registry import policy_losses

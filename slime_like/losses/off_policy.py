@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 from slime_like.config import SettingsError
 from slime_like.lazy import Tensor, dist, torch
-from slime_like.losses.checks import require_ids, require_shape
+from slime_like.losses.inputs import require_ids, require_shape
 from slime_like.losses.mismatch import (
     StepTokens,
     clamped_exp,

@@ -37,9 +37,8 @@ from typing import Any
 
 from slime_like.config import NON_NEGATIVE, POSITIVE, UNIT, CheckedSettings, arg
 from slime_like.lazy import Tensor, torch
-from slime_like.losses.checks import require_choice, require_ids, require_tensor
 from slime_like.losses.distillation import set_divergence
-from slime_like.losses.inputs import LossInputs
+from slime_like.losses.inputs import LossInputs, require_choice, require_ids, require_tensor
 from slime_like.losses.kl import KL_ESTIMATORS, kl_estimate
 from slime_like.losses.opsm import opsm_keep
 from slime_like.losses.registry import PolicyLoss
@@ -220,7 +219,8 @@ def weighted_terms(
 ) -> tuple[list[WeightedTerm], dict[str, Metric]]:
     """The terms of the loss that these tokens have tensors for, the policy's first; and the metrics
     that are means over tokens."""
-    policy_loss = policy_loss.with_config(policy_config)
+    if policy_loss.by_config is not None:
+        policy_loss = policy_loss.with_config(policy_config)
     _check(inputs, policy_loss, terms)
     weights = inputs.masked(inputs.loss_weights)
     orthogonal: dict[str, Metric] = {}

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from slime_like.config import POSITIVE, CheckedSettings, arg
 from slime_like.lazy import Tensor, torch
-from slime_like.losses.checks import require_mask, require_shape
+from slime_like.losses.inputs import require_mask, require_shape
 from slime_like.losses.total import LossOutput
 from slime_like.metrics.typed import Metric, masked_mean
 

@@ -118,6 +118,7 @@ class MegatronBackend:
         self._hf_checkpoint = run.model.hf_checkpoint
         self.seed = run.model.seed
         self._bucket_bytes = run.sglang.update_weight_buffer_size
+        self._sizes: dict[tuple[int, bool], MicroBatchSize] = {}
 
         self.policy = make_policy(run, layout, self.hf, total_steps=total_steps)
         self.adapter_shape = self._start_adapter(run.lora.lora_adapter_path)
@@ -219,9 +220,11 @@ class MegatronBackend:
         found = self._training_pass(
             self.trained, batch.samples, objective, selection, per_token=batch.old_is_current
         )
-        metrics = reduced_metrics(found, self.layout) | routing_metrics(
-            self.policy.chunks, self.transformer, self.layout, found.num_micro_batches
-        )
+        metrics = reduced_metrics(found, self.layout)
+        if self.policy.has_experts:
+            metrics |= routing_metrics(
+                self.policy.chunks, self.transformer, self.layout, found.num_micro_batches
+            )
         log_probs = [LogProbOutput(*row) for row in zip(*found.columns, strict=True)]
         return PendingStep(metrics, self.trained, log_probs)
 
@@ -280,7 +283,12 @@ class MegatronBackend:
         )
 
     def _micro_batch_size(self, layout: ParallelLayout, *, forward_only: bool) -> MicroBatchSize:
-        return micro_batch_size(self.algorithm, layout.cp_size, forward_only=forward_only)
+        kind = (layout.cp_size, forward_only)
+        if kind not in self._sizes:
+            self._sizes[kind] = micro_batch_size(
+                self.algorithm, layout.cp_size, forward_only=forward_only
+            )
+        return self._sizes[kind]
 
     def export_weights(self, *, quantized: bool = False) -> WeightStream:
         """(Hugging Face name, full tensor) pairs of the policy, on every rank or on those that send

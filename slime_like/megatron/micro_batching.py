@@ -158,6 +158,8 @@ def pack_groups(
     megatron-core 0.16 exchanges the shapes of an interleaved schedule in an order that two stages
     confuse (each is the other's neighbour on both sides), so there all micro-batches get one shape.
     """
+    has_experts = transformer.num_moe_experts is not None
+    agree = agreed_lengths(transformer, layout, device) if has_experts else None
     packed = pack_all(
         groups,
         multiple=layout.tp_size if transformer.sequence_parallel else 1,
@@ -165,7 +167,7 @@ def pack_groups(
         device=device,
         cp_size=layout.cp_size,
         cp_rank=layout.cp_rank,
-        agree=agreed_lengths(transformer, layout, device),
+        agree=agree,
         equal_sequences=equal_sequences,
     )
     return with_active_rows(packed)

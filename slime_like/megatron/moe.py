@@ -187,15 +187,15 @@ def routing_metrics(
     layout: ParallelLayout,
     num_microbatches: int,
 ) -> dict[str, float]:
-    """Of the training pass that has ended, equal on all ranks; every rank of the world calls it.
+    """Of the training pass of a model with experts that has ended, equal on all ranks; every rank of
+    the world calls it.
 
     Each auxiliary loss without its coefficient, averaged over expert layers, micro-batches and
     data-parallel ranks. `moe_load_max`: tokens of the busiest expert over the mean, averaged over
     layers. `moe_replay_disagreement`: share of tokens and layers whose own choice of experts would
     have been another than the replayed one.
     """
-    if config.num_moe_experts is None:
-        return {}
+    assert config.num_moe_experts is not None
     routers = routers_of(chunks)
     sparse = moe_layers(config.moe_layer_freq, config.num_layers)
     device = next(chunks[0].parameters()).device

@@ -38,8 +38,7 @@ from slime_like.megatron.packing import join_context_ranks, unpack, with_selecti
 from slime_like.megatron.parallel_layout import ParallelLayout, in_own_layout
 from slime_like.metrics.typed import Metric, MetricAccumulator
 from slime_like.types import MicroBatch, TrainSample
-from slime_like.weights.buckets import DEFAULT_BUCKET_BYTES
-from slime_like.weights.gather import WeightStream
+from slime_like.weights.gather import DEFAULT_BUCKET_BYTES, WeightStream
 from slime_like.weights.hf_export import HfExport
 from slime_like.weights.hf_import import load_hf_weights
 from slime_like.weights.quantized import CodedWeight
@@ -96,6 +95,7 @@ class Network:
         self.config = copy.copy(
             transformer
         )  # training hangs a network's own functions on its config
+        self.has_experts = transformer.num_moe_experts is not None
         self.gpt = gpt
         self.layout = layout
         self.device = device_of_this_process()
@@ -181,7 +181,8 @@ class Network:
         training = [module.training for module in self.modules]
         for module in self.modules:
             module.eval()
-        begin_routing(self.chunks, batches, self.layout, record=record_routes)
+        if self.has_experts:
+            begin_routing(self.chunks, batches, self.layout, record=record_routes)
         with torch.no_grad(), self.in_use():
             outputs = run_schedule(self.modules, batches, compute, self.layout, forward_only=True)
         for module, was_training in zip(self.modules, training):

@@ -180,7 +180,8 @@ class TrainedNetwork(Network):
 
             self.finish_updates()
             bring_embedding(self.chunks, self.layout)
-        begin_routing(self.chunks, batches, self.layout)
+        if self.has_experts:
+            begin_routing(self.chunks, batches, self.layout)
         with self.in_use():
             outputs = run_schedule(self.modules, batches, compute, self.layout, forward_only=False)
         found = self._output(outputs, parts, batches, per_token=per_token)
@@ -189,7 +190,8 @@ class TrainedNetwork(Network):
     def _start_gradients(self) -> None:
         if not self.gradients.are_there:
             self.clear_gradients()
-            self.gradients = Gradients(expert_biases(self.chunks), are_there=True)
+            biases = expert_biases(self.chunks) if self.has_experts else ()
+            self.gradients = Gradients(biases, are_there=True)
 
     def clear_gradients(self) -> None:
         """Forget what has been accumulated."""

@@ -79,6 +79,7 @@ class Grader:
         self.last_failure: str | None = None
         self.last_nonfinite: str | None = None
         self._num_workers = rm_num_workers or _default_workers()
+        self._can_run: set[str | None] = set()  # rewards with their library and confinement
         self._pool: WorkerPool | None = None
         self._remote_pool: WorkerPool | None = None
 
@@ -97,10 +98,11 @@ class Grader:
         for i, sample in enumerate(samples):
             if sample.reward is None and sample.status not in _UNGRADED:
                 types.setdefault(self._type_of(sample), []).append(i)
-        for name in types:
+        for name in types.keys() - self._can_run:
             if name is not None:
                 require_library(name)
                 require_confinement(name)
+            self._can_run.add(name)
         answers = self._answers(samples, types)
         counts["skipped"] = len(samples) - len(answers)
         return [

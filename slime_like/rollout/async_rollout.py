@@ -42,9 +42,8 @@ class RolloutJson:
 
 
 class AsyncRolloutQueue:
-    """make(step): samples a rollout; its collectives, on all ranks in the same order, are of a
-    process group of its own. position(): the position of sampling, never changed. threaded False:
-    `take` samples in the calling thread."""
+    """Samples in a thread of its own, which the first `take` starts. make(step): samples a rollout; its collectives, on all ranks in the same order, are of a
+    process group of its own. position(): the position of sampling, never changed."""
 
     def __init__(
         self,
@@ -52,7 +51,6 @@ class AsyncRolloutQueue:
         position: Callable[[], Any],
         *,
         max_staleness: int,
-        threaded: bool,
         json: RolloutJson | None = None,
     ) -> None:
         self.max_staleness = max_staleness
@@ -60,7 +58,6 @@ class AsyncRolloutQueue:
         self.deliver: Callable[[Sequence[SampleGroup]], None] | None = None
         self._make = make
         self._position = position
-        self._threaded = threaded
         self._json = json or RolloutJson()
         self._done: dict[int, Groups] = {}
         self._positions: dict[
@@ -82,8 +79,6 @@ class AsyncRolloutQueue:
 
     def take(self, step: int) -> Groups:
         """The groups of a rollout, in the order of steps. Raises what sampling raised."""
-        if not self._threaded:
-            return self._make(step)
         with self._changed:
             if self._thread is None:
                 self._next = max([step, *(ahead + 1 for ahead in self._done)])

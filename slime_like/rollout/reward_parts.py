@@ -4,7 +4,8 @@ the user's makes of them, and the parts that they are made of, on all ranks."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from arguments.run_config import RunConfig
@@ -40,23 +41,28 @@ def advantage_settings(config: RunConfig) -> AdvantageSettings:
     )
 
 
-def outcome_fields(config: RunConfig, samples: Sequence[AnySample]) -> dict[str, Any]:
-    """Fields of `Outcomes` that take asking the ranks that have the samples; a collective where
-    there are any. Raises ValueError, on all ranks, as what is asked does."""
-    algorithm, found = config.algorithm, dict[str, object]()
+# samples of a rollout -> fields of `Outcomes`; a collective, which raises ValueError on all ranks
+OutcomeReader = Callable[[Sequence[AnySample]], dict[str, Any]]
+
+
+def outcome_readers(config: RunConfig) -> list[OutcomeReader]:
+    """What this run reads of a rollout's samples by asking the ranks that have them; mostly nothing."""
+    algorithm, found = config.algorithm, list[OutcomeReader]()
     if (path := algorithm.custom_reward_post_process_path) is not None:
-        found["processed"] = processed_rewards(config, path, samples)
+        found.append(lambda samples: {"processed": processed_rewards(config, path, samples)})
     if config.hooks.custom_convert_samples_to_train_data_path is not None:
-        found["processed"] = train_rewards(samples)
+        found.append(lambda samples: {"processed": train_rewards(samples)})
     if (keys := algorithm.gdpo_reward_keys) is not None:
-        weights = algorithm.gdpo_reward_weights or [1.0] * len(keys)
-        found["parts"] = reward_parts(keys, weights, config.reward.reward_key, samples)
+        weights, own = algorithm.gdpo_reward_weights or [1.0] * len(keys), config.reward.reward_key
+        found.append(lambda samples: {"parts": reward_parts(keys, weights, own, samples)})
     by_turn = isinstance(advantage_estimators.get(algorithm.advantage_estimator), TurnEstimator)
     turn, token = config.agents.agent_turn_penalty, config.agents.agent_token_penalty
     if by_turn or turn or token:
         from slime_like.rollout.answer_credit import credit_fields
 
-        found |= credit_fields(samples, by_turn=by_turn, turn_penalty=turn, token_penalty=token)
+        found.append(
+            partial(credit_fields, by_turn=by_turn, turn_penalty=turn, token_penalty=token)
+        )
     return found
 
 

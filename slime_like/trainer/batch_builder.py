@@ -42,12 +42,13 @@ from slime_like.rollout.step_plan import (
 )
 from slime_like.sample_index import AnySample
 from slime_like.trainer.guards import SamplerGates
-from slime_like.trainer.log_probs import LogProbs, Scores
 from slime_like.trainer.rollout_batch import (
     BatchSettings,
     Columns,
+    LogProbs,
     Rollout,
     SampleDelivery,
+    Scores,
     step_plan,
 )
 from slime_like.trainer.user_hooks import RankData, group_rewards
@@ -160,9 +161,9 @@ class BatchMaker:
         if scores.old is not None:
             corrections, more = self.log_probs.correct(rollout, scores.old)
             metrics |= more
-        outcomes = dataclasses.replace(
-            outcomes_of(rollout.samples), **self.settings.outcome_fields(rollout.sampled_episodes)
-        )
+        outcomes = outcomes_of(rollout.samples)
+        for read in self.settings.outcome_readers:
+            outcomes = dataclasses.replace(outcomes, **read(rollout.sampled_episodes))
         advantages = self._advantages(rollout, scores, outcomes)
         metrics |= advantages.metrics
         weights = [c.importance_weights for c in corrections]
@@ -330,8 +331,11 @@ class BatchMaker:
             assert scores.old is not None, "see RunConfig.old_is_current"
             squared = [o.squared_probs for o in scores.old if o.squared_probs is not None]
             energies = token_energies(scores.old_log_probs, squared, masks)
+        settings = self.settings.advantages
+        if settings.kl_coef != self.kl_controller.value:  # that of the start
+            settings = dataclasses.replace(settings, kl_coef=self.kl_controller.value)
         output = estimate_advantages(
-            dataclasses.replace(self.settings.advantages, kl_coef=self.kl_controller.value),
+            settings,
             outcomes,
             mine=rollout.local_episodes,
             sequences=rollout.local_sequences,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sized
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from slime_like.data.tokenizer import load_tokenizer
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.metrics.progress import Progress
-from slime_like.rollout.reward_parts import advantage_settings, outcome_fields
+from slime_like.rollout.reward_parts import advantage_settings, outcome_readers
 from slime_like.trainer.batch_builder import BatchMaker
 from slime_like.trainer.guards import SamplerGates, train_rollout_limit
 from slime_like.trainer.rollout_batch import BatchSettings
@@ -74,7 +73,7 @@ def make_batch_maker(
         advantage_settings(run),
         run.rollout.sample_buffer_size,
         run.old_is_current,
-        outcome_fields=partial(outcome_fields, run),
+        outcome_readers=outcome_readers(run),
         hooks=hooks,
     )
     return BatchMaker(settings, layout, backend, gates, progress)

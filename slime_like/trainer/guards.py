@@ -282,7 +282,8 @@ class SamplerGates:
             average, p99 = (metrics.get(f"{name}_{which}", 0.0) for which in ("mean", "p99"))
             if not self.recorded:
                 ratio_error = metrics.get("rollout/token_ratio_error", 1.0)
-                warn_rank_0(logger, self.fresh.check(average, p99, ratio_error, weight_version))
+                if warning := self.fresh.check(average, p99, ratio_error, weight_version):
+                    warn_rank_0(logger, warning)
         if self.recorded or not all(s.has("rollout_log_probs") for s in samples):
             return metrics
         if not any(v != weight_version for s in samples for v in s.version_counts):

@@ -1,13 +1,13 @@
-"""A rollout on its way to train batches: the settings, who trains on what, and samples to the ranks
-that train on them, of the policy and of the critic."""
+"""A rollout on its way to train batches: the settings, who trains on what, samples to the ranks that
+train on them, of the policy and of the critic, and the log-probs before the update."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,17 +20,28 @@ from slime_like.advantages import (
 )
 from slime_like.distributed.collectives import gather, together
 from slime_like.losses.off_policy_config import OffPolicyConfig
+from slime_like.megatron.backend import LogProbOutput, MegatronBackend
 from slime_like.megatron.micro_batching import work_per_token
 from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.rollout.reward_parts import OutcomeReader
 from slime_like.rollout.sample_plane import deliver_samples, sharing_of
-from slime_like.rollout.step_plan import DataParallelAssignment, StepPlan
+from slime_like.rollout.step_plan import (
+    DataParallelAssignment,
+    SampleCorrection,
+    StepPlan,
+    check_rollout_log_probs,
+    correct_steps,
+    has_rollout_log_probs,
+)
 from slime_like.sample_index import AnySample, RemoteSample, complete, episodes_of
-from slime_like.trainer.guards import check_finite
+from slime_like.trainer.guards import SamplerGates, check_finite, require_rollout_log_probs
 from slime_like.trainer.user_hooks import UserHooks
 from slime_like.types import Sample, SampleStatus, TrainSample
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from slime_like.trainer.teacher_scores import TeacherScores
 
 
 Columns = Mapping[str, Sequence[Tensor | None] | None]  # what it is -> [R] by sample
@@ -39,8 +50,8 @@ Columns = Mapping[str, Sequence[Tensor | None] | None]  # what it is -> [R] by s
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
     """transformer: megatron-core's TransformerConfig of the policy. replays_rollout: the sampler's
-    experts are replayed. old_is_current: see `TrainBatch`. outcome_fields: what `Outcomes` has of a rollout's samples that is not in their
-    rows; a collective."""
+    experts are replayed. old_is_current: see `TrainBatch`. outcome_readers: see
+    `reward_parts.outcome_readers`."""
 
     algorithm: AlgorithmConfig
     off_policy: OffPolicyConfig
@@ -51,7 +62,7 @@ class BatchSettings:
     advantages: AdvantageSettings
     sample_buffer_size: int
     old_is_current: bool
-    outcome_fields: Callable[[Sequence[AnySample]], Mapping[str, Any]]
+    outcome_readers: Sequence[OutcomeReader]
     hooks: UserHooks
 
 
@@ -246,3 +257,107 @@ def step_plan(
         equal_counts=not algorithm.use_dynamic_batch_size,
         together=algorithm.samples_together,
     )
+
+
+_WHEN = "before the update"
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What forward passes gave for this rank's samples, [R] by sample; None without the network, and
+    for old log-probs that the training pass will give."""
+
+    old: list[LogProbOutput] | None
+    ref: list[Tensor] | None
+    teacher: TeacherScores | None
+    values: list[Tensor] | None
+
+    @property
+    def old_log_probs(self) -> list[Tensor]:
+        assert self.old is not None, "see RunConfig.old_is_current"
+        return [o.log_probs for o in self.old]
+
+
+@dataclass(frozen=True, slots=True)
+class LogProbs:
+    """Of this data-parallel rank's samples. Collective over all ranks."""
+
+    settings: BatchSettings
+    layout: ParallelLayout
+    backend: MegatronBackend
+    gates: SamplerGates
+
+    def old(self, rollout: Rollout, *, squared_probs: bool, top_k: int = 0) -> list[LogProbOutput]:
+        """Of the policy before its update: by a forward pass of their own, or as the engine
+        reported them. squared_probs, top_k: see `MegatronBackend.forward`."""
+        local = rollout.local
+        if not self.settings.algorithm.use_rollout_logprobs:
+            self.settings.hooks.before_log_prob(self.backend.policy.chunks)
+            return self.backend.forward(local, squared_probs=squared_probs, top_k=top_k)
+        of_engine = [require_rollout_log_probs(s) for s in local]
+        rollout.check_finite({"log-prob of the rollout engine": of_engine}, _WHEN)
+        return [LogProbOutput(o, s.loss_weights * 0) for o, s in zip(of_engine, local)]
+
+    def reference(self, local: Sequence[TrainSample]) -> list[Tensor] | None:
+        """[R] by sample of this rank; None without a reference model."""
+        network = self.backend.reference
+        if network is None:
+            return None
+        self.settings.hooks.before_log_prob(network.chunks, "ref_")
+        return [r.log_probs for r in self.backend.forward(local, network)]
+
+    def teacher(
+        self, rollout: Rollout, old: Sequence[LogProbOutput] | None
+    ) -> TeacherScores | None:
+        """From the teacher on Megatron, or from the served one; None without either. old: of the
+        policy."""
+        if not self.settings.distillation.use_opd:
+            return None
+        from slime_like.trainer.teacher_scores import teacher_scores
+
+        return teacher_scores(self.settings, self.backend, rollout, old)
+
+    def check(
+        self, rollout: Rollout, old: Sequence[LogProbOutput], weight_version: int
+    ) -> dict[str, float]:
+        """Metrics of the trainer's log-probs against the sampler's, where it reported them.
+        weight_version: of the policy that is about to be trained. Raises GateError."""
+        if self.settings.algorithm.use_rollout_logprobs:
+            return {}
+        log_probs = [o.log_probs for o in old]
+        columns = {"old log-prob": log_probs, "entropy": [o.entropy for o in old]}
+        rollout.check_finite(columns, _WHEN)
+        metrics = {}
+        if self.settings.replays_rollout:
+            metrics["rollout/moe_routing_disagreement"] = self.backend.replay_disagreement()
+        return metrics | self.gates.check_rollout(
+            log_probs,
+            rollout.local,
+            rollout.samples,
+            rollout.shares.local_indices,
+            weight_version,
+            self.layout.dp_group,
+        )
+
+    def correct(
+        self, rollout: Rollout, old: Sequence[LogProbOutput]
+    ) -> tuple[list[SampleCorrection], dict[str, float]]:
+        """The off-policy correction of the samples, and how far trainer and sampler are apart where
+        the sampler reported its log-probs."""
+        config = self.settings.off_policy
+        check_rollout_log_probs(config, rollout.samples)
+        if self.settings.algorithm.use_rollout_logprobs or not has_rollout_log_probs(
+            rollout.samples
+        ):
+            return [SampleCorrection()] * len(rollout.local), {}
+        log_probs: list[Tensor] = [o.log_probs for o in old]
+        corrections, metrics = correct_steps(config, rollout.steps, log_probs, self.layout.dp_group)
+        return corrections, {f"train/{name}": value for name, value in metrics.items()}
+
+    def check_update(
+        self, rollout: Rollout, log_probs: Sequence[LogProbOutput], weight_version: int
+    ) -> dict[str, float]:
+        """`check` and the metrics of `correct`, of log-probs that the training pass gave: its
+        gradients are there, and the weights are still the old ones."""
+        metrics = self.check(rollout, log_probs, weight_version)
+        return metrics | self.correct(rollout, log_probs)[1]

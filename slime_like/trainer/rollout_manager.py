@@ -100,6 +100,8 @@ class RolloutManager:
             metrics = {TRUNCATED_FRACTION: truncated_fraction(made)}
             rows = zip(*[iter(made)] * count, strict=True)
             return [SampleGroup(row[0].group_id, tuple(row)) for row in rows], metrics
+        if not run.scheduling.async_rollout:
+            return self._sampled_groups(step)
         assert self.ahead is not None
         self.ahead.allow(min(step + self.ahead.max_staleness, self.num_rollouts - 1))
         return self.ahead.take(step)
@@ -271,14 +273,14 @@ class RolloutManager:
         json = RankZeroJson(self._rollouter)
         if not config.async_rollout:
             return AsyncRolloutQueue(
-                self._sampled_groups, self._position, max_staleness=0, threaded=False, json=json
+                self._sampled_groups, self._position, max_staleness=0, json=json
             )
         # the training thread uses the others meanwhile
         self._rollouter.group = dist.new_group(backend="gloo")
         bound = staleness_bound(self.run_config)
         assert bound is not None
         return AsyncRolloutQueue(
-            self._sampled_groups, self._position, max_staleness=bound, threaded=True, json=json
+            self._sampled_groups, self._position, max_staleness=bound, json=json
         )
 
     def _position(self) -> SamplingPosition:

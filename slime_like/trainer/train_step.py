@@ -110,7 +110,8 @@ class TrainStep:
                         step, pending.metrics, weight_version=weight_version, on_policy=on_policy
                     )
                 result = self.backend.optim_step(pending)
-                warn_rank_0(logger, gate.check(result.skipped, result.grad_norm))
+                if warning := gate.check(result.skipped, result.grad_norm):
+                    warn_rank_0(logger, warning)
                 results.append(result)
         return averages(results, gate) | checked
 
@@ -133,7 +134,8 @@ class TrainStep:
                         half_precision=self._half_precision,
                     )
                 result = self.backend.optim_step(pending)
-                warn_rank_0(logger, gate.check(result.skipped, result.grad_norm))
+                if warning := gate.check(result.skipped, result.grad_norm):
+                    warn_rank_0(logger, warning)
                 results.append(result)
         return averages(results, gate, prefix="critic_")
 

@@ -30,9 +30,8 @@ from torch import Tensor
 from slime_like.checkpoints.files import read_json, replace_file, sync_path
 from slime_like.distributed.collectives import from_rank_zero, gather, together
 from slime_like.errors import RunError
-from slime_like.weights.buckets import TensorPlan, WeightBuckets, views
 from slime_like.weights.delta import encode
-from slime_like.weights.gather import WeightStream
+from slime_like.weights.gather import TensorPlan, WeightBuckets, WeightStream, views
 from slime_like.weights.hf_save import save_hf, write_hf
 
 FILE_BYTES = 2**29  # of a Hugging Face file, and of what is collected for a file of changes

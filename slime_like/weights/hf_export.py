@@ -13,9 +13,15 @@ from torch import Tensor
 from arguments.hf.model import HfModel
 from arguments.schema import GPTModelConfig
 from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.weights.buckets import DEFAULT_BUCKET_BYTES, TensorPlan
 from slime_like.weights.families import EMBEDDING, LM_HEAD, OUTPUT_LAYER
-from slime_like.weights.gather import Parameter, WeightStream, find_senders, plan_buckets
+from slime_like.weights.gather import (
+    DEFAULT_BUCKET_BYTES,
+    Parameter,
+    TensorPlan,
+    WeightStream,
+    find_senders,
+    plan_buckets,
+)
 from slime_like.weights.mappings import Mapping, Sizes, VocabParallel
 from slime_like.weights.parameter_map import (
     any_expert,
@@ -70,7 +76,9 @@ class HfExport:
         )
         if own_head:
             self._family = {**self._family, OUTPUT_LAYER: VocabParallel(LM_HEAD)}
-        experts, owners = self._sizes.experts // layout.ep_size, _owners(self._local(), layout)
+        # updates write into these parameters; none is replaced by another
+        self._local = self._local_parameters()
+        experts, owners = self._sizes.experts // layout.ep_size, _owners(self._local, layout)
         self._plan = plan_buckets(
             _parameters(self._family, self._sizes, owners, dtype, self._coded, experts),
             find_senders(layout),
@@ -86,7 +94,7 @@ class HfExport:
         repeated. deltas: by a parameter's canonical name, what is added to this rank's shard of it,
         in float32.
         """
-        local, added = self._local(), deltas or {}
+        local, added = self._local, deltas or {}
 
         def one(name: str, dtype: torch.dtype) -> Tensor:
             tensor = local[name].detach()
@@ -119,7 +127,7 @@ class HfExport:
         for name, tensor in encode_tensors(full, self._coded).items():
             outputs[name].copy_(tensor)
 
-    def _local(self) -> dict[str, Tensor]:
+    def _local_parameters(self) -> dict[str, Tensor]:
         """This rank's parameters, by canonical name."""
         local = dict(global_parameters(self._chunks))
         if self._own_head and self._layout.is_last_stage and OUTPUT_LAYER not in local:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from arguments.hf.quantization import SUPPORTED, Quantization
-from slime_like.weights.buckets import TensorPlan
+from slime_like.weights.gather import TensorPlan
 
 ReadRows = Callable[[str, int, int], Tensor]  # a stored tensor's rows [first, last), as stored
 FP8, FP8_MAX = torch.float8_e4m3fn, 448.0

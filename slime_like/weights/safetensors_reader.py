@@ -17,7 +17,7 @@ from torch import Tensor
 
 from arguments.hf.quantization import folder_quantization
 from slime_like.checkpoints.files import open_regular, read_json
-from slime_like.weights.buckets import TensorPlan
+from slime_like.weights.gather import TensorPlan
 from slime_like.weights.quantized import OTHER_SCALES, CodedWeight, coded_weights
 
 SINGLE = "model.safetensors"

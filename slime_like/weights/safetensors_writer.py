@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slime_like.checkpoints.files import FileRecord, hash_file, hashed_file, replace_file
-from slime_like.weights.buckets import TensorPlan
+from slime_like.weights.gather import TensorPlan
 from slime_like.weights.safetensors_reader import DTYPE_NAMES, INDEX, TORCH_DTYPES, file_names
 
 NOTE = ".done.json"

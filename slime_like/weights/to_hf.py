@@ -28,7 +28,7 @@ from slime_like.config import ConfigError, Problem
 from slime_like.distributed.collectives import from_rank_zero, together
 from slime_like.megatron.checkpoint.networks import available_name
 from slime_like.megatron.checkpoint.tensors import CheckpointTensors
-from slime_like.weights.buckets import TensorPlan
+from slime_like.weights.gather import TensorPlan
 from slime_like.weights.hf_export import gather_full_tensors, put_together
 from slime_like.weights.hf_save import check_folders, finish_folder
 from slime_like.weights.mappings import Mapping

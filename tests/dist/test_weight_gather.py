@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from benchmarks.parity.ranks import run_ranks
-from slime_like.weights.buckets import TensorPlan, as_buckets, in_buckets
-from slime_like.weights.gather import Parameter, plan_buckets
+from slime_like.weights.gather import Parameter, TensorPlan, as_buckets, in_buckets, plan_buckets
 from tests.dist.convert_worker import stored_weights
 from tests.dist.test_convert_moe import make_models
 

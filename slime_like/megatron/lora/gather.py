@@ -11,8 +11,14 @@ from torch import Tensor
 
 from slime_like.megatron.lora.adapter import shard_of, shard_shape
 from slime_like.megatron.lora.network import LoraNetwork
-from slime_like.weights.buckets import DEFAULT_BUCKET_BYTES, TensorPlan
-from slime_like.weights.gather import Parameter, WeightStream, find_senders, plan_buckets
+from slime_like.weights.gather import (
+    DEFAULT_BUCKET_BYTES,
+    Parameter,
+    TensorPlan,
+    WeightStream,
+    find_senders,
+    plan_buckets,
+)
 from slime_like.weights.parameter_map import any_expert
 
 

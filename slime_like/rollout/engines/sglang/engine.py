@@ -48,7 +48,7 @@ from slime_like.rollout.engines.sglang.weight_transfer.sending_ranks import Send
 from slime_like.rollout.engines.sglang.weight_transfer.servers import UpdateIncomplete
 from slime_like.rollout.engines.sglang.weight_transfer.several_senders import leave
 from slime_like.rollout.engines.sglang.weight_transfer.updater import WeightUpdater
-from slime_like.weights.buckets import DEFAULT_BUCKET_BYTES
+from slime_like.weights.gather import DEFAULT_BUCKET_BYTES
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from slime_like.rollout.engines.sglang.server_pool import Worker
     from slime_like.rollout.engines.sglang.weight_transfer.sending_ranks import SendingRanks
     from slime_like.rollout.engines.sglang.weight_transfer.servers import Servers
-    from slime_like.weights.buckets import WeightBuckets
+    from slime_like.weights.gather import WeightBuckets
 
 
 @dataclass(frozen=True, slots=True)

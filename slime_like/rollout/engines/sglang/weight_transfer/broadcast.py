@@ -23,8 +23,7 @@ from slime_like.rollout.engines.sglang.weight_transfer.process_group import (
 from slime_like.rollout.engines.sglang.weight_transfer.sending_ranks import SendingRanks
 from slime_like.rollout.engines.sglang.weight_transfer.servers import Servers, UpdateIncomplete
 from slime_like.rollout.engines.sglang.weight_transfer.several_senders import BroadcastOrder, Turns
-from slime_like.weights.buckets import Bucket, WeightBuckets
-from slime_like.weights.gather import WeightStream
+from slime_like.weights.gather import Bucket, WeightBuckets, WeightStream
 
 
 class BroadcastTransport(WeightTransport):

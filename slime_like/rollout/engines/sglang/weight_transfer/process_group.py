@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime_like.rollout.engines.sglang.http import RequestFailed
-from slime_like.weights.buckets import TensorPlan
+from slime_like.weights.gather import TensorPlan
 
 Call = Callable[[str, dict[str, Any]], Any]  # (path, body) -> answer, of one server
 # a server that refuses a bucket says so at once; one that takes it answers only after the broadcast

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from slime_like.distributed.collectives import share
 from slime_like.errors import RunError
-from slime_like.weights.buckets import WeightBuckets, as_buckets
-from slime_like.weights.gather import BucketPlan, WeightStream
+from slime_like.weights.gather import BucketPlan, WeightBuckets, WeightStream, as_buckets
 
 
 class Order(Protocol):

@@ -34,8 +34,7 @@ from slime_like.rollout.engines.sglang.http import ControlClient, RequestFailed
 from slime_like.rollout.engines.sglang.server_pool import Worker
 from slime_like.rollout.engines.sglang.weight_transfer.base import WeightTransport
 from slime_like.rollout.engines.sglang.weight_transfer.sending_ranks import SendingRanks
-from slime_like.weights.buckets import Bucket, WeightBuckets
-from slime_like.weights.gather import WeightStream
+from slime_like.weights.gather import Bucket, WeightBuckets, WeightStream
 
 
 @dataclass(frozen=True, slots=True)
