@@ -8,12 +8,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_like.config import ConfigError
 from slime_like.errors import RunError
 
 if TYPE_CHECKING:
+    from arguments.hf.model import HfModel
     from slime_like.weights.to_hf import NetworkSource
 
 USAGE, DAMAGE = 2, 1
@@ -47,6 +49,21 @@ def rank_and_world() -> tuple[int, int]:
 def check_workers(workers: int) -> None:
     if workers < 1:
         raise UsageError(f"--workers {workers}: must be >= 1")
+
+
+def warn_of_tokenizer(hf: HfModel, folder: str) -> None:
+    """On rank 0, where the weights of a folder can be converted and training could not use its
+    tokenizer. One with code of its own is left to the program that may run it."""
+    from slime_like.data.tokenizer import load_tokenizer
+
+    if rank_and_world()[0] != 0 or next(Path(folder).glob("*.py"), None) is not None:
+        return
+    try:
+        load_tokenizer(folder, vocab_size=hf.gpt.get("vocab_size"), trust_remote_code=False)
+    except ValueError as error:
+        print(
+            f"warning: {error}; the weights are converted without it", file=sys.stderr, flush=True
+        )
 
 
 def exit_status(body: Callable[[], int]) -> int:

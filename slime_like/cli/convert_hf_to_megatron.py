@@ -30,6 +30,7 @@ from slime_like.cli.convert_common import (
     progress,
     rank_and_world,
     verify,
+    warn_of_tokenizer,
 )
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def convert(chosen: argparse.Namespace) -> int:
     if problems := layout_problems(CutNetwork(parallel, hf.transformer, world)):
         raise ConfigError(problems)
     check_workers(chosen.workers)
+    warn_of_tokenizer(hf, chosen.hf_checkpoint)
     dtype = getattr(torch, DTYPES[chosen.dtype] if chosen.dtype else hf.dtype or "float32")
     from slime_like.megatron.init import model_parallel_groups, world_of_processes
     from slime_like.weights.to_megatron import convert_to_megatron

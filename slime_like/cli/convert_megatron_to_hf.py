@@ -30,6 +30,7 @@ from slime_like.cli.convert_common import (
     progress,
     rank_and_world,
     verify,
+    warn_of_tokenizer,
 )
 from slime_like.logs import set_up_logging, warn_rank_0
 
@@ -112,6 +113,7 @@ def convert(chosen: argparse.Namespace) -> int:
     check_workers(chosen.workers)
     hf = read_hf_model(chosen.hf_checkpoint, value_head=value_head)
     folder = checkpoint_folder(chosen.load, step_of(chosen))
+    warn_of_tokenizer(hf, chosen.hf_checkpoint)
     megatron_patches.apply()
     from slime_like.megatron.checkpoint.load import open_checkpoint
     from slime_like.megatron.init import process_groups

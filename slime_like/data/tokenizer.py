@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
 
 
 REMEDY = "copy the tokenizer's files of the model into the folder (tokenizer.json, tokenizer_config.json)"
+# where the vocabulary of a tokenizer is; without one transformers makes a tokenizer of one token
+VOCABULARY_FILES = (
+    "tokenizer.json", "*.model", "*.model.v*", "*.tiktoken", "vocab*", "*.spm", "tekken.json", "bpe.codes", "dict.txt",
+)  # fmt: skip
 
 
 def load_tokenizer(folder: str, *, vocab_size: int | None, trust_remote_code: bool) -> Any:
@@ -31,6 +36,8 @@ def load_tokenizer(folder: str, *, vocab_size: int | None, trust_remote_code: bo
     """
     from transformers import AutoTokenizer
 
+    if not _has_vocabulary(Path(folder), trust_remote_code):
+        raise ValueError(f"--hf-checkpoint {folder}: there is no tokenizer; {REMEDY}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         count = max(tokenizer.get_vocab().values(), default=-1) + 1
@@ -48,6 +55,13 @@ def load_tokenizer(folder: str, *, vocab_size: int | None, trust_remote_code: bo
             f"it is another model's; {REMEDY}"
         )
     return tokenizer
+
+
+def _has_vocabulary(folder: Path, trust_remote_code: bool) -> bool:
+    """Code of the folder's own may have its vocabulary in any file."""
+    if any(next(folder.glob(pattern), None) is not None for pattern in VOCABULARY_FILES):
+        return True
+    return trust_remote_code and next(folder.glob("*.py"), None) is not None
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:

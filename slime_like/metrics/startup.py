@@ -1,9 +1,12 @@
-"""What a run is doing before its first rollout, which is seconds of imports: a line for each part,
-on rank 0."""
+"""What a program is doing before its first rollout or request, which is seconds of imports: a line
+for each part, on rank 0."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+
+Say = Callable[[str], None]
 
 
 class Startup:

@@ -12,16 +12,24 @@ import os
 import sys
 from pathlib import Path
 
-from arguments.parse import SERVER, parse_or_exit
 from slime_like.checkpoints.lock import FolderInUse, FolderLock
 from slime_like.logs import set_up_logging
+from slime_like.metrics.startup import Startup
 
+ANSWERS = {"--help", "-h", "--version"}
 logger = logging.getLogger(__name__)
 
 
 def main() -> int:
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    set_up_logging(rank)
+    asks = bool(ANSWERS & set(sys.argv))
+    if not asks:
+        set_up_logging(rank)
+    startup = Startup(rank)
+    if not asks:
+        startup("reading the command line, importing torch and megatron-core")
+    from arguments.parse import SERVER, parse_or_exit
+
     config = parse_or_exit(sys.argv[1:], world_size, rank, SERVER)
     lock = FolderLock(Path(config.server.server_dir).resolve(), "--server-dir")
     if rank == 0:
@@ -34,7 +42,7 @@ def main() -> int:
     from slime_like.tinker.launch import run
 
     try:
-        return run(config, rank)
+        return run(config, rank, startup)
     finally:
         if rank == 0:
             lock.release()

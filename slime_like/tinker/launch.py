@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 
 from arguments.run_config import RunConfig
 from slime_like.distributed.failure_report import leave_address
 from slime_like.errors import RunError
+from slime_like.metrics.startup import Say
 from slime_like.trainer.launch import FAILED, INTERRUPTED, fail, prepare
 
 logger = logging.getLogger(__name__)
 
 
-def run(config: RunConfig, rank: int) -> int:
-    """Returns the exit status."""
+def run(config: RunConfig, rank: int, startup: Say) -> int:
+    """Returns the exit status. startup: called with what begins, up to the first request."""
     prepare(config, rank, config.warnings)
     # megatron-core reads its globals on import, so this comes after the patches
     from slime_like.megatron.init import process_groups
@@ -24,13 +26,15 @@ def run(config: RunConfig, rank: int) -> int:
         raise Terminated
 
     signal.signal(signal.SIGTERM, stop)
+    if "RANK" in os.environ:
+        startup(f"waiting for the {os.environ.get('WORLD_SIZE')} processes to meet")
     try:
         with process_groups(
             config.parallel, virtual_stages=config.virtual_stages, seed=config.model.seed
         ) as layout:
             leave_address(layout.rank)
             try:
-                serve(config, layout)
+                serve(config, layout, startup)
             except KeyboardInterrupt:
                 return INTERRUPTED
             except Exception as error:

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, Sam
 from slime_like.rollout.engines.local.engine import LocalEngine
 from slime_like.weights.safetensors_reader import WeightFiles
 from slime_like.weights.untrained import untrained_prefixes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MISSING_LOG_PROB = -99999.0  # of the SDK (tinker.types.topk_logprobs)
 
@@ -70,16 +73,17 @@ class SnapshotSampler:
         self,
         model: ModelConfig,
         layout: ParallelLayout,
+        tokenizer: PreTrainedTokenizerBase,
         *,
         max_engines: int,
         local_batch_size: int | None,
         dtype: torch.dtype,
     ) -> None:
-        """model: the base; dtype: of the engines' weights. local_batch_size: of an engine."""
+        """model: the base; tokenizer: its; dtype: of the engines' weights. local_batch_size: of an engine."""
         self.model, self.layout, self.max_engines = model, layout, max_engines
         self._local_batch_size, self._dtype = local_batch_size, dtype
         self._engines: OrderedDict[str, LocalEngine] = OrderedDict()
-        self._tokenizer: Any = None
+        self._tokenizer = tokenizer
         self._updates = 0
 
     def sample(
@@ -151,12 +155,6 @@ class SnapshotSampler:
             oldest.close()
         model = self.model
         assert model.hf_checkpoint is not None
-        if self._tokenizer is None:
-            from transformers import AutoTokenizer
-
-            self._tokenizer = AutoTokenizer.from_pretrained(
-                model.hf_checkpoint, trust_remote_code=model.trust_remote_code
-            )
         return LocalEngine(
             model.hf_checkpoint,
             self._tokenizer,

@@ -24,6 +24,7 @@ from slime_like.distributed.failure_report import explain, looks_lost
 from slime_like.errors import RunError
 from slime_like.megatron.init import device_of_this_process
 from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.metrics.startup import Say
 from slime_like.tinker import codec
 from slime_like.tinker.errors import Failed, Refused
 from slime_like.tinker.fingerprint import fingerprint_of
@@ -359,11 +360,13 @@ def facts_of(host: ModelHost) -> dict[str, Any]:
     return {"layout": host.layout.describe(), "models": sorted(host.models)}
 
 
-def serve(run: RunConfig, layout: ParallelLayout) -> None:
-    """The life of a rank."""
+def serve(run: RunConfig, layout: ParallelLayout, startup: Say = lambda what: None) -> None:
+    """The life of a rank. startup: called with what begins."""
+    startup("importing transformers, loading the tokenizer and the base model")
     host = ModelHost(run, layout)
     worker = Worker(host, layout)
     source = CommandSource(run, lambda: facts_of(host)) if layout.rank == 0 else None
+    startup("starting the API process")
     reason, goodbye = "they were stopped", True
     try:
         worker.serve(source)

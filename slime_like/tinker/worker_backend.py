@@ -17,6 +17,7 @@ from torch import Tensor
 from arguments.hf.model import read_hf_model
 from arguments.run_config import RunConfig
 from slime_like.checkpoints.folders import checkpoint_folder
+from slime_like.data.tokenizer import load_tokenizer
 from slime_like.distributed.collectives import from_rank_zero, gather
 from slime_like.losses import policy_losses
 from slime_like.losses.total import LossTerms
@@ -42,6 +43,8 @@ from slime_like.weights.safetensors_reader import stored_format
 from slime_like.weights.untrained import untrained_weights
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from slime_like.tinker.sglang_sampler import SglangSampler
 
 PASS_TOKENS = 8192  # of a micro-batch, where --max-tokens-per-gpu is not given
@@ -64,6 +67,11 @@ class ModelHost:
         layout: ParallelLayout,
     ) -> None:
         assert run.model.hf_checkpoint is not None
+        tokenizer = load_tokenizer(  # before the model is built
+            run.model.hf_checkpoint,
+            vocab_size=run.gpt.vocab_size,
+            trust_remote_code=run.model.trust_remote_code,
+        )
         self.run, self.layout = run, layout
         self.base = run.model.hf_checkpoint
         self.hf = read_hf_model(self.base)
@@ -77,7 +85,7 @@ class ModelHost:
             max_adapters=run.server.max_resident_adapters,
         )
         self.stage = UNCHANGED
-        self.sampler = make_sampler(run, layout)
+        self.sampler = make_sampler(run, layout, tokenizer)
         self._head = make_head(run, layout, temperature=1.0)
 
     def execute(self, command: Mapping[str, object]) -> Any:
@@ -307,12 +315,15 @@ class ModelHost:
         self.sampler.close()
 
 
-def make_sampler(run: RunConfig, layout: ParallelLayout) -> SnapshotSampler | SglangSampler:
-    """Of --rollout-engine. A collective."""
+def make_sampler(
+    run: RunConfig, layout: ParallelLayout, tokenizer: PreTrainedTokenizerBase
+) -> SnapshotSampler | SglangSampler:
+    """Of --rollout-engine. tokenizer: of the base model. A collective."""
     if run.rollout.rollout_engine == "local":
         return SnapshotSampler(
             run.model,
             layout,
+            tokenizer,
             max_engines=run.server.max_sampler_engines,
             local_batch_size=run.rollout.rollout_local_batch_size,
             dtype=run.megatron.transformer.params_dtype,

@@ -43,6 +43,7 @@ from slime_like.distributed.watchdog import Watchdog, write_stacks_on_request
 from slime_like.errors import RunError
 from slime_like.logs import leave_error, log_into, set_up_logging
 from slime_like.metrics.logger import FILE_NAME as METRICS_FILE
+from slime_like.metrics.startup import Say
 from slime_like.text import mask_argv
 
 if TYPE_CHECKING:
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
 FAILED, INTERRUPTED = 1, CTRL_C_STATUS
 HURRIED_S = 10.0  # for trackers, once a scheduler has asked for the end: it kills soon
 logger = logging.getLogger(__name__)
-Say = Callable[[str], None]
 
 
 def run(config: RunConfig, rank: int, startup: Say = lambda what: None) -> int:

@@ -39,6 +39,10 @@ COPIED = (
     "vocab.txt",
     "merges.txt",
     "*.tiktoken",
+    "*.spm",
+    "spiece.model",
+    "sentencepiece*.model",
+    "tekken.json",
     "chat_template*",
     "generation_config.json",
     "preprocessor_config.json",  # of images and videos
