@@ -3,10 +3,9 @@ each of them missing."""
 
 from __future__ import annotations
 
-import ctypes
+import ast
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,16 +14,18 @@ from typing import Any
 
 import pytest
 
+from benchmarks.escape_table import BEGIN, END, MISSING, WORDS
 from slime_like.rewards import confinement, sandbox
 from slime_like.rewards.grader import Grader
 from slime_like.types import SampleStatus
+from tests.unit.sandbox_surroundings import ATTEMPTS, outcomes, surroundings
 from tests.unit.test_rewards_grader import make
 
 pytestmark = [
     pytest.mark.skipif(sandbox.problem() is not None, reason=str(sandbox.problem())),
     pytest.mark.timeout(300),
 ]
-ATTEMPTS = Path(__file__).with_name("sandbox_attempts.py").read_text()
+ROOT = Path(__file__).resolve().parents[2]
 # what the kernel itself, the file system or the user may refuse outside the sandbox as well
 UNSURE = {
     "setxattr", "anonymous file", "shared memory", "raw socket", "packet socket", "TCP 6", "write to the installation",
@@ -34,21 +35,10 @@ UNSURE = {
 
 
 @pytest.fixture
-def surroundings(tmp_path: Path) -> Iterator[str]:
-    """A process, files, a port and a System V segment to go for, as the first lines of the script."""
-    (tmp_path / "secret").write_text("the secret, of 24 letters")
-    (tmp_path / "spare").write_text("x")
-    (tmp_path / "empty").mkdir()
-    libc = ctypes.CDLL(None, use_errno=True)
-    segment = libc.shmget(0, 4096, 0o1600)
-    victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        yield f"VICTIM, FOLDER, PORT, SHM = {victim.pid}, {str(tmp_path)!r}, {port}, {segment}\n"
-    assert victim.poll() is None, "no attempt ends another process"
-    victim.kill()
-    victim.wait()
-    libc.shmctl(segment, 0, None)
+def around(tmp_path: Path) -> Iterator[str]:
+    """The first lines of the script."""
+    with surroundings(tmp_path) as lines:
+        yield lines
 
 
 def state(folder: Path) -> list[tuple[str, int, int, int]]:
@@ -57,16 +47,10 @@ def state(folder: Path) -> list[tuple[str, int, int, int]]:
     return [(name, s.st_mode, s.st_size, s.st_mtime_ns) for name, s in found]
 
 
-def outcomes(text: str) -> dict[str, str]:
-    found: dict[str, str] = json.loads(text.strip().splitlines()[-1])
-    assert len(found) >= 150
-    return found
-
-
-def test_every_attempt_works_outside(surroundings: str) -> None:
+def test_every_attempt_works_outside(around: str) -> None:
     """Else the list would show nothing."""
     done = subprocess.run(
-        [sys.executable, "-c", "OUTSIDE = True\n" + surroundings + ATTEMPTS],
+        [sys.executable, "-c", "OUTSIDE = True\n" + around + ATTEMPTS],
         capture_output=True,
         text=True,
         check=True,
@@ -81,7 +65,7 @@ def test_every_attempt_works_outside(surroundings: str) -> None:
 
 @pytest.mark.parametrize("without", ["", "namespaces", "landlock", "landlock_scopes"])
 def test_every_attempt_is_refused(
-    surroundings: str, without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    around: str, without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = confinement.missing()
     off = {without, "landlock_scopes"} if without == "landlock" else {without} - {""}
@@ -94,7 +78,7 @@ def test_every_attempt_is_refused(
     zygote = sandbox.Zygote()
     try:
         outcome = zygote.run(
-            "OUTSIDE = False\n" + surroundings + ATTEMPTS,
+            "OUTSIDE = False\n" + around + ATTEMPTS,
             "",
             None,
             sandbox.Limits(wall_s=60, cpu_s=60),
@@ -105,6 +89,35 @@ def test_every_attempt_is_refused(
     left = {name: how for name, how in outcomes(outcome.stdout).items() if how != "refused"}
     assert left == {}
     assert state(tmp_path) == before
+
+
+def names_of_attempts() -> list[str]:
+    """As the script has them, without running it."""
+    tables = {
+        node.targets[0].id: node.value
+        for node in ast.parse(ATTEMPTS).body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    return [ast.literal_eval(key) for name in ("CALLS", "STEPS") for key in tables[name].keys]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_page_lists_every_attempt_with_what_refuses_it(language: str) -> None:
+    page = (ROOT / "docs" / language / "faults.md").read_text(encoding="utf-8")
+    words = WORDS[language][2]
+    missing, alone = page.split(BEGIN)[1].split(END)[0].split("\n\n")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in alone.split("\n")[2:-1]]
+    names = names_of_attempts()
+    assert [name for name, *_ in rows] == names
+    assert all(words["yes"] in cells and set(cells) <= {"", words["yes"]} for _, *cells in rows)
+    none = words["none"].format(total=len(names))
+    lines = missing.split("\n")[2:]
+    assert len(lines) == len(MISSING)
+    for lacking, line in zip(MISSING, lines):
+        starts = "seccomp" not in lacking and not {"namespaces", "landlock"} <= set(lacking)
+        cells = [words["runs"], none] if starts else [words["stops"]]
+        assert f"| {', '.join(lacking) or words['nothing']} | {' | '.join(cells)} |" in line
+        assert str(len(names)) in line
 
 
 @pytest.mark.parametrize("lacking", [["seccomp"], ["landlock", "namespaces"]])
