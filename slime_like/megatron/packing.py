@@ -95,7 +95,8 @@ SETS = {"token_sets": -1, "label_sets": 0, "label_weights": 0}  # [R, K] by samp
 class Rows:
     """Where samples lie in a row of T tokens. lengths: of the sequences, padding at the end as one
     more; starts: of the sequences; seq_ids, positions: [T], the sequence of each token and its
-    place there; real_lengths: [S], tokens of each sequence that are no padding."""
+    place there; real_lengths: [S], tokens of each sequence that are no padding; scored: [N], the
+    `rows_of` all samples, one after another."""
 
     samples: Sequence[TrainSample]
     lengths: Sequence[int]
@@ -104,6 +105,7 @@ class Rows:
     seq_ids: Tensor
     positions: Tensor
     real_lengths: Tensor
+    scored: Tensor
 
     @property
     def total(self) -> int:
@@ -124,12 +126,12 @@ class Rows:
     def per_token(self, name: str) -> Tensor | None:
         """[T]: each sample's response values on its `rows_of`; None when a sample has
         none."""
+        given = [values for s in self.samples if (values := getattr(s, name)) is not None]
+        if len(given) < len(self.samples):
+            return None
         out = torch.zeros(self.total, dtype=PER_TOKEN[name])
-        for start, sample in zip(self.starts, self.samples):
-            values = getattr(sample, name)
-            if values is None:
-                return None
-            out[rows_of(sample, start)] = values.to(out.dtype)
+        if given:
+            out[self.scored] = torch.cat(given).to(out.dtype)
         return out
 
     def sets(self, name: str) -> Tensor | None:
@@ -178,15 +180,25 @@ def lay_out(
     cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     cu_seqlens[1:] = torch.tensor(lengths).cumsum(0)
     seq_ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    starts = cu_seqlens[:-1].tolist()
     return Rows(
         samples,
         lengths,
-        cu_seqlens[:-1].tolist(),
+        starts,
         cu_seqlens,
         seq_ids,
         torch.arange(sum(lengths)) - cu_seqlens[:-1].long()[seq_ids],
         torch.tensor([*(int(s.tokens.numel()) for s in samples), 0]),
+        joined_ranges([rows_of(sample, start) for start, sample in zip(starts, samples)]),
     )
+
+
+def joined_ranges(ranges: Sequence[slice]) -> Tensor:
+    """[N]: the numbers of all ranges, one range after another."""
+    first = torch.tensor([r.start for r in ranges], dtype=torch.int64)
+    counts = torch.tensor([r.stop - r.start for r in ranges], dtype=torch.int64)
+    shifts = first - (counts.cumsum(0) - counts)  # of each range from where it stands among all
+    return torch.arange(int(counts.sum())) + shifts.repeat_interleave(counts)
 
 
 def pack(

@@ -46,12 +46,11 @@ class PackedRows(PackedSeqParams):
     Transformer Engine and the rotary embedding expect too."""
 
     lengths: tuple[int, ...] = ()  # S sequence lengths; they sum to T
-    # [S, max L]: row of each padded position; None: compute each sequence alone
-    gather_index: Tensor | None = None
-    # [T]: padded position of each row, into the flattened [S * max L]
-    scatter_index: Tensor | None = None
+    # [T]: place of each row in the padded batch, flattened to [S * max L]; None: compute each
+    # sequence alone
+    padded_places: Tensor | None = None
     equal: bool = False  # all sequences have one length: the rows are a batch as they are
-    context: ContextRows | None = None  # under context parallelism, in place of the two indices
+    context: ContextRows | None = None  # under context parallelism, in place of padded_places
     delta: DeltaRows | None = None  # derived by the first delta net
 
 
@@ -75,16 +74,43 @@ def packed_rows(cu_seqlens: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Packe
     elif len(lengths) * longest == bounds[-1]:
         rows.equal = True
     elif batched:
-        device = cu_seqlens.device
-        columns = torch.arange(longest, device=device)
-        starts = cu_seqlens[:-1].long().unsqueeze(1)
-        ends = cu_seqlens[1:].long().unsqueeze(1)
-        positions = starts + columns  # (S, max L)
-        real = positions < ends
-        # a padded position reads the sequence's last row; its output is never gathered back
-        rows.gather_index = torch.minimum(positions, ends - 1)
-        rows.scatter_index = real.flatten().nonzero().squeeze(1)
+        real = torch.arange(longest) < torch.tensor(lengths).unsqueeze(1)  # (S, max L)
+        rows.padded_places = real.flatten().nonzero().squeeze(1).to(cu_seqlens.device)
     return rows
+
+
+class _Pad(torch.autograd.Function):
+    """Rows (T, ...) as a batch (S, max L, ...) with zeros as padding. Every row has one place, so
+    that the gradient is a plain copy too: indexing's own adds up duplicates, which costs more than
+    the attention of short sequences."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor, batch: tuple[int, int]) -> Tensor:
+        ctx.save_for_backward(places)
+        padded = rows.new_zeros(math.prod(batch), *rows.shape[1:])
+        return padded.index_copy_(0, places, rows).unflatten(0, batch)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return gradients[0].flatten(0, 1).index_select(0, places), None, None
+
+
+class _Unpad(torch.autograd.Function):
+    """The inverse: what stands on the places of rows, (T, ...)."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.batch = padded.shape[:2]
+        return padded.flatten(0, 1).index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        rows = gradients[0]
+        padded = rows.new_zeros(math.prod(ctx.batch), *rows.shape[1:])
+        return padded.index_copy_(0, places, rows).unflatten(0, ctx.batch), None
 
 
 class PackedAttention(MegatronModule):
@@ -141,7 +167,7 @@ class PackedAttention(MegatronModule):
                 out = self._sdpa(*(x.unflatten(0, batch) for x in (query, key, value))).flatten(
                     0, 1
                 )
-            elif packed_seq_params.gather_index is not None:
+            elif packed_seq_params.padded_places is not None:
                 out = self._padded(query, key, value, packed_seq_params)
             else:
                 parts = [x.split(packed_seq_params.lengths) for x in (query, key, value)]
@@ -151,11 +177,9 @@ class PackedAttention(MegatronModule):
         return out.reshape(out.size(0), -1)
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
-        assert rows.gather_index is not None and rows.scatter_index is not None
-        out = self._sdpa(
-            query[rows.gather_index], key[rows.gather_index], value[rows.gather_index]
-        )  # (S, max L, heads, d)
-        return out.flatten(0, 1)[rows.scatter_index]
+        places, batch = rows.padded_places, (len(rows.lengths), max(rows.lengths))
+        padded = [_Pad.apply(x, places, batch) for x in (query, key, value)]
+        return _Unpad.apply(self._sdpa(*padded), places)
 
     def _sdpa(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
