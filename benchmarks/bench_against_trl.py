@@ -5,7 +5,9 @@ transformers' `generate` and torch.
     python benchmarks/bench_against_trl.py [--trl-python .venv-trl/bin/python] [--rounds 3]
 
 All sample the same prompts with the same tiny Qwen3 (float32), at most as many tokens, grade them
-with the same function, and take one Adam step with the PPO loss on GRPO advantages. Each runs in a
+with the same function, and take one Adam step with the PPO loss on GRPO advantages. Random weights
+end a response after 85 tokens in the mean: with --new-tokens 5 nearly all are 5 long, with
+--new-tokens 256 a few are several times as long as the rest. Each runs in a
 process of its own, the sides in turns; of each run the median step counts (the first ones warm up),
 and of the runs the fastest. Times depend on the machine; their ratios are what is compared.
 """
@@ -42,8 +44,10 @@ def score(args: Any, sample: Any, **others: Any) -> float:
     return reward(sample.response)
 
 
-def make_case(folder: Path, *, prompts: int, samples: int, steps: int) -> dict[str, Any]:
-    """The model and prompts of 6 tokens; at most 5 are sampled."""
+def make_case(
+    folder: Path, *, prompts: int, samples: int, new_tokens: int, steps: int
+) -> dict[str, Any]:
+    """The model and prompts of 6 tokens; at most `new_tokens` are sampled."""
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, hidden_size=128, num_layers=4, seed=0)
     model.save_pretrained(folder / "model")
@@ -56,7 +60,7 @@ def make_case(folder: Path, *, prompts: int, samples: int, steps: int) -> dict[s
         model=str(folder / "model"),
         prompts=[tokenizer(text)["input_ids"] for text in texts],
         samples=samples,
-        new_tokens=5,
+        new_tokens=new_tokens,
         steps=steps,
         lr=1e-4,
         parameters=sum(p.numel() for p in model.parameters()),
@@ -114,6 +118,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=Path)
     parser.add_argument("flags", nargs="*", help="more flags of ours, after --")
@@ -121,14 +126,20 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        case = make_case(folder, prompts=args.prompts, samples=args.samples, steps=args.steps)
+        case = make_case(
+            folder,
+            prompts=args.prompts,
+            samples=args.samples,
+            new_tokens=args.new_tokens,
+            steps=args.steps,
+        )
         fastest = {
             side: min(one_run(side, case, folder, args) for _ in range(args.rounds))
             for side in args.sides
         }
     print(
         f"{case['parameters'] / 1e6:.2f}M parameters, {args.prompts} prompts x {args.samples} samples"
-        f" of 6 + 5 tokens, {args.threads} threads"
+        f" of 6 + {args.new_tokens} tokens, {args.threads} threads"
     )
     first = fastest[args.sides[0]]
     for side, seconds in fastest.items():
