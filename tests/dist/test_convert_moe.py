@@ -120,14 +120,19 @@ MORE_LAYOUTS = [(2, 1, 1, 2, 2), (1, 1, 1, 4, 1), (2, 2, 1, 1, 2)]
 OTHER_LAYOUTS = [(1, 1, 1, 1, 1), (1, 1, 1, 2, 1), (2, 1, 1, 2, 1), (1, 2, 1, 2, 1)]
 
 
-def make_models(folder: Path, names: list[str], **changes: Any) -> dict[str, str]:
-    """Tiny models as transformers saves them, with what they answer to some tokens. changes: to
-    their sizes."""
+def make_models(
+    folder: Path,
+    names: list[str],
+    among: dict[str, tuple[str, dict[str, Any]]] | None = None,
+    **changes: Any,
+) -> dict[str, str]:
+    """Tiny models as transformers saves them, with what they answer to some tokens. among: other
+    families than those of this file; changes: to their sizes."""
     import transformers
 
     made = {}
     for number, name in enumerate(names):
-        family, settings = MODELS[name]
+        family, settings = (among or MODELS)[name]
         torch.manual_seed(number)
         config = getattr(transformers, f"{family}Config")(
             **{**SIZES, **settings, **changes}, attn_implementation="eager"

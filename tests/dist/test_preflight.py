@@ -11,10 +11,13 @@ import pytest
 from benchmarks.parity.ranks import run_ranks
 from benchmarks.parity.steps import megatron_patches
 from tests.dist.preflight_worker import TOKENS
+from tests.dist.test_convert import MODELS as DENSE
+from tests.dist.test_convert_moe import MODELS as EXPERTS
 from tests.dist.test_convert_moe import make_models
 
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2, CP2 = "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
+SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn"
 EP2 = "--expert-model-parallel-size 2"
 SHARDED = "--bf16 --use-distributed-optimizer"
 PRECISE = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
@@ -30,6 +33,10 @@ LAYOUTS = {
     "PP2": ("qwen3-moe", f"{SHARDED} {PP2}"),
     "CP2 EP2": ("qwen3-moe", f"{SHARDED} {CP2} {EP2}"),
     "TP2, latent attention": ("deepseek-v3", f"{SHARDED} {TP2}"),
+    "dense, DP2": ("qwen3-tied", SHARDED),
+    "dense, TP2": ("llama-llama3-untied", f"{SHARDED} {TP2}"),
+    "dense, PP2": ("qwen3-untied", f"{SHARDED} {PP2}"),
+    "dense, TP2, attention recomputed": ("qwen2-untied", f"{SHARDED} {TP2} {SELECTIVE}"),
 }
 # torch's attention on the CPU keeps scores where there is a mask, or values are shorter than keys
 KEEP_SCORES = ("CP2 EP2", "TP2, latent attention")
@@ -38,7 +45,9 @@ EXACT = ("parameters", "weights", "gradients", "main", "moments")
 
 @pytest.mark.slow
 def test_predicted_is_counted(tmp_path: Path) -> None:
-    models = make_models(tmp_path, sorted({model for model, _ in LAYOUTS.values()}))
+    models = make_models(
+        tmp_path, sorted({model for model, _ in LAYOUTS.values()}), among=EXPERTS | DENSE
+    )
     layouts = {name: (models[model], flags) for name, (model, flags) in LAYOUTS.items()}
     counted = run_ranks(
         "tests.dist.preflight_worker:count",
