@@ -13,7 +13,6 @@ from slime_like.advantages.registry import (
     TurnEstimator,
     advantage_estimators,
     compares_tokens,
-    needs_critic,
 )
 from slime_like.config import Problem, flag_name
 from slime_like.environments.base import environment_maker
@@ -148,12 +147,16 @@ def _cut_matters(s: ConfigGroups, loss: PolicyLoss) -> dict[str, tuple[bool, str
     whole = "; the sequences of an episode have one reward, and their tokens none"
     return {
         "advantage_estimator": (
-            needs_critic(estimator) or compares_tokens(estimator),
+            compares_tokens(estimator),
             f" yet with {s.algorithm.advantage_estimator}{whole}",
         ),
         "policy_loss_type": (
             loss.sequence_ratio or loss.name in _OF_SEQUENCES,
             f" with {loss.name}: its loss depends on how an episode is cut into sequences",
+        ),
+        "sapo_ratio_level": (
+            getattr(s.policy_loss, "sapo_ratio_level", None) == "sequence",
+            " with sequence, which depends on how an episode is cut into sequences",
         ),
         "use_opsm": (s.algorithm.use_opsm, ", as it masks whole sequences"),
         "tis_ratio_type": (
@@ -167,6 +170,18 @@ def _cut_matters(s: ConfigGroups, loss: PolicyLoss) -> dict[str, tuple[bool, str
         "rejection_metric": (
             str(s.off_policy.rejection_metric or "").startswith("seq"),
             f" with {s.off_policy.rejection_metric}, which is of whole sequences",
+        ),
+        "outlier_token_is_threshold_low": (
+            s.off_policy.outlier_token_is_threshold_low is not None,
+            ", as it drops whole sequences",
+        ),
+        "outlier_token_is_threshold_high": (
+            s.off_policy.outlier_token_is_threshold_high is not None,
+            ", as it drops whole sequences",
+        ),
+        "opd_prefix_gamma": (
+            s.distillation.opd_prefix_gamma > 0,
+            ", as it weighs a token by what came before it in its sequence",
         ),
         "loss_reduction": (
             s.algorithm.loss_reduction == "token_mean_legacy",

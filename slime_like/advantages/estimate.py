@@ -30,6 +30,7 @@ from slime_like.advantages.registry import (
     takes_token_rewards,
 )
 from slime_like.advantages.turns import credits_of_tokens
+from slime_like.advantages.walk import tree_of
 from slime_like.advantages.whitening import sum_over, whiten
 from slime_like.config import NON_NEGATIVE, POSITIVE, UNIT, CheckedSettings, arg
 from slime_like.lazy import Tensor, dist, torch
@@ -62,7 +63,8 @@ class Outcomes:
     none; group_ids, lengths: [B] int, the prompt and the active tokens; greedy_rewards: [B] float,
     of a greedy response to the prompt, or None. processed: [B] float, what a function of the user's
     made of the rewards, in place of the comparison within groups; not finite where there is
-    nothing. None without one. answers: of each episode, for estimators of turns; None: one each.
+    nothing. None without one. answers: of each episode, for estimators of turns and those that follow
+    tokens, None where one has no record of them; None altogether: one answer each.
     penalties: [B] float, taken off the rewards. token_rewards: by sample, [R] finite rewards of its tokens, which
     train in place of its reward, or None where it has one for all of it, or where another rank has
     them: some_have_token_rewards then. parts: of the rewards, for an estimator that compares each on
@@ -76,7 +78,7 @@ class Outcomes:
     token_rewards: Sequence[Tensor | None] = ()
     some_have_token_rewards: bool = False
     parts: RewardParts | None = None
-    answers: Sequence[EpisodeAnswers] | None = None
+    answers: Sequence[EpisodeAnswers | None] | None = None
     penalties: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -166,7 +168,7 @@ def estimate_advantages(
             entry,
             penalised,
             outcomes.group_ids,
-            outcomes.answers,
+            outcomes.answers,  # each has its record, see `credit_fields`
             compared=outcomes.processed is not None,
             gamma=settings.gamma,
             normalize_std=settings.normalize_std,
@@ -176,11 +178,14 @@ def estimate_advantages(
         )
     else:
         usable = torch.where(torch.isfinite(penalised), rewards, float("nan"))
-        batch, found = _token_rewards(
+        batch, numbers, found = _token_rewards(
             entry, settings, outcomes, usable, mine, masks, kl, critic_values
         )
         if entry.needs_energies:
             batch = replace(batch, energies=energies)
+        if entry.follows_tokens and outcomes.answers is not None:
+            tree = tree_of(outcomes, numbers, mine, sequences, group)
+            batch = replace(batch, tree=tree)
         if entry.needs_peers:
             batch = replace(batch, peers=_peers(usable, outcomes, mine, group))
         values = entry.fn(batch)
@@ -334,9 +339,9 @@ def _token_rewards(
     masks: Sequence[Tensor],
     kl: Sequence[Tensor] | None,
     critic_values: Sequence[Tensor] | None,
-) -> tuple[TokenRewards, Mapping[str, float]]:
-    """What an estimator of tokens gets, and metrics. rewards: [B], NaN where a sample cannot be
-    used."""
+) -> tuple[TokenRewards, Tensor, Mapping[str, float]]:
+    """What an estimator of tokens gets, the outcomes [B] of all samples, and metrics. rewards: [B],
+    NaN where a sample cannot be used."""
     if entry.outcome is None or outcomes.processed is not None:
         finite = finite_rewards(rewards)
         numbers: Tensor = torch.where(finite, rewards, 0.0)
@@ -372,4 +377,4 @@ def _token_rewards(
         token_rewards=given,
         normalize_std=settings.normalize_std,
     )
-    return batch, metrics
+    return batch, numbers, metrics

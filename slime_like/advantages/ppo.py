@@ -4,7 +4,8 @@ arXiv 1506.02438 and 1707.06347.
 A_t = sum_k (gamma lambda)^k delta_(t+k),    delta_t = R_t + gamma V_next - V_t,    R_s = -penalty_s + R at the last active token
 
 Where the reward function gave each token its own, R_s = -penalty_s + r_s.
-Only active tokens count; see `returns.gae`. The critic learns the returns A_t + V_t, taken before
+Only active tokens count; see `returns.gae`, and `tree_returns.py` for agents, where l is the tokens
+of the episode. The critic learns the returns A_t + V_t, taken before
 any whitening.
 
 With a lambda of its own for the critic (decoupled GAE of VC-PPO, arXiv 2503.01491, section 4.2) the
@@ -18,7 +19,7 @@ lambda = 1 - 1 / (alpha l), at least 0
 from __future__ import annotations
 
 from slime_like.advantages.registry import TokenRewards, register_token_estimator
-from slime_like.advantages.returns import gae, token_rewards
+from slime_like.advantages.walk import active_tokens, gae_of
 from slime_like.lazy import Tensor
 
 
@@ -31,13 +32,18 @@ def returns(batch: TokenRewards) -> list[Tensor] | None:
 
 
 @register_token_estimator(
-    "ppo", needs_values=True, returns=returns, takes_token_rewards=True, aliases=("gae",)
+    "ppo",
+    needs_values=True,
+    returns=returns,
+    takes_token_rewards=True,
+    follows_tokens=True,
+    aliases=("gae",),
 )
 def ppo(batch: TokenRewards) -> list[Tensor]:
     alpha = batch.lambd_length_alpha
     if alpha is None:
         return _estimate(batch, [batch.lambd] * len(batch.masks))[0]
-    lengths = [int(mask.sum()) for mask in batch.masks]
+    lengths = active_tokens(batch)
     return _estimate(batch, [max(0.0, 1 - 1 / (alpha * max(n, 1))) for n in lengths])[0]
 
 
@@ -45,5 +51,4 @@ def _estimate(batch: TokenRewards, lambd: list[float]) -> tuple[list[Tensor], li
     """(advantages, returns). lambd: by sample."""
     if batch.values is None:
         raise ValueError("--advantage-estimator ppo needs a critic's value of every token (values)")
-    rewards = token_rewards(batch.outcomes, batch.masks, batch.penalties, batch.token_rewards)
-    return gae(rewards, batch.values, batch.masks, batch.gamma, lambd)
+    return gae_of(batch, batch.values, lambd)

@@ -6,10 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime_like.lazy import Tensor
 from slime_like.registry import Registry
+
+if TYPE_CHECKING:
+    from slime_like.advantages.tree_returns import TokenTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class TokenRewards:
     where it has none; None altogether where no sample has any. energies: [R] by sample, the squared
     norm of the gradient of each token's log-prob by the logits; None where nobody asked for them.
     peers: None where nobody asked for them. normalize_std: divide by the standard deviation.
+    tree: of agents' episodes; None: each sample is one sequence of tokens.
     """
 
     outcomes: Sequence[float]
@@ -99,6 +103,7 @@ class TokenRewards:
     energies: Sequence[Tensor] | None = None
     peers: Peers | None = None
     normalize_std: bool = True
+    tree: TokenTree | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +118,8 @@ class TokenEstimator:
     not the advantage plus the value; None: it always is. needs_energies: whether `energies` must be
     there. needs_peers: whether `peers` must be, as it compares the tokens of a group.
     takes_token_rewards: whether `fn` uses rewards of tokens. scales_by_std: whether it reads
-    `normalize_std`.
+    `normalize_std`. follows_tokens: a token's number has what came after it, so that `fn` walks over
+    `tree` where there is one.
     """
 
     name: str
@@ -127,6 +133,7 @@ class TokenEstimator:
     needs_peers: bool = False
     takes_token_rewards: bool = False
     scales_by_std: bool = False
+    follows_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +236,11 @@ def compares_samples(estimator: AdvantageEstimator) -> bool:
 def compares_tokens(estimator: AdvantageEstimator) -> bool:
     """Whether a token is measured against those of the others of its prompt."""
     return isinstance(estimator, TokenEstimator) and estimator.needs_peers
+
+
+def follows_tokens(estimator: AdvantageEstimator) -> bool:
+    """Whether a token's advantage has what came after it, as in returns with a discount or a KL."""
+    return isinstance(estimator, TokenEstimator) and estimator.follows_tokens
 
 
 def needs_energies(estimator: AdvantageEstimator) -> bool:

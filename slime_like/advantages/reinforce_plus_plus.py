@@ -5,7 +5,8 @@ whole rollout is the baseline.
     reinforce_plus_plus_baseline:   A_t = R - mean of the group - penalty_t
 
 Where the reward function gave each token its own, R_s = -penalty_s + r_s in the first of the two.
-Distances s - t count active tokens. Both are whitened afterwards (`whitening.py`).
+Distances s - t count active tokens; after an answer of an agent that forks comes the mean over what
+continues it (`tree_returns.py`). Both are whitened afterwards (`whitening.py`).
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ from slime_like.advantages.registry import (
     TokenRewards,
     register_token_estimator,
 )
-from slime_like.advantages.returns import discounted_returns, token_rewards
+from slime_like.advantages.walk import returns_of
 from slime_like.lazy import Tensor, torch
 
 
 # reinforce++: SkyRL's name
 @register_token_estimator(
-    "reinforce_plus_plus", whitens=True, takes_token_rewards=True, aliases=("reinforce++",)
+    "reinforce_plus_plus",
+    whitens=True,
+    takes_token_rewards=True,
+    follows_tokens=True,
+    aliases=("reinforce++",),
 )
 def reinforce_plus_plus(batch: TokenRewards) -> list[Tensor]:
-    rewards = token_rewards(batch.outcomes, batch.masks, batch.penalties, batch.token_rewards)
-    return discounted_returns(rewards, batch.masks, batch.gamma)
+    return returns_of(batch)
 
 
 def centred(group: GroupRewards) -> Tensor:

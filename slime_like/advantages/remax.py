@@ -6,19 +6,17 @@ A_t = sum_{s >= t} gamma^(s-t) R_s - R_greedy,    R_s = -penalty_s + R at the la
 from __future__ import annotations
 
 from slime_like.advantages.registry import TokenRewards, register_token_estimator
-from slime_like.advantages.returns import discounted_returns, token_rewards
+from slime_like.advantages.walk import returns_of
 from slime_like.lazy import Tensor, torch
 
 
-@register_token_estimator("remax", needs_greedy=True)
+@register_token_estimator("remax", needs_greedy=True, follows_tokens=True)
 def remax(batch: TokenRewards) -> list[Tensor]:
     if batch.greedy_rewards is None:
         raise ValueError(
             "--advantage-estimator remax needs the reward of a greedy response to each prompt (greedy_rewards)"
         )
-    returns = discounted_returns(
-        token_rewards(batch.outcomes, batch.masks, batch.penalties), batch.masks, batch.gamma
-    )
+    returns = returns_of(batch)
     return [
         torch.where(mask, value - greedy, 0.0)
         for value, mask, greedy in zip(returns, batch.masks, batch.greedy_rewards)

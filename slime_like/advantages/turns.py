@@ -31,6 +31,8 @@ from slime_like.advantages.registry import (
 )
 from slime_like.lazy import Tensor, torch
 
+NO_ANSWERS = EpisodeAnswers((), (), ((),))
+
 
 @register_turn_estimator("grpo_turn")
 def grpo_turn(group: AnswerGroup) -> list[list[float]]:
@@ -117,7 +119,7 @@ def credits_of_tokens(
     entry: TurnEstimator,
     rewards: Tensor,
     group_ids: Tensor,
-    episodes: Sequence[EpisodeAnswers] | None,
+    answers: Sequence[EpisodeAnswers | None] | None,
     *,
     compared: bool,
     gamma: float,
@@ -132,16 +134,18 @@ def credits_of_tokens(
         entry: The estimator.
         rewards: [B] float64 of all episodes, not finite where one cannot be used.
         group_ids: [B].
-        episodes: Their answers; None: of each episode one, which is all of its one sequence.
+        answers: Theirs, None for an episode without any; None: of each one, which is all of its
+            one sequence.
         compared: The rewards are compared already.
         mine, sequences: By sample of this rank, its episode and its place among the sequences of
             that; None: the first.
         masks: [R] bool by sample of this rank.
     """
-    if episodes is None:
+    if answers is None:
         lone = {i: masks[k].numel() for k, i in enumerate(mine)}
         spans = [((((0, lone.get(i, 0), 0)),),) for i in range(rewards.numel())]
-        episodes = [EpisodeAnswers((-1,), (0.0,), of_one) for of_one in spans]
+        answers = [EpisodeAnswers((-1,), (0.0,), of_one) for of_one in spans]
+    episodes = [NO_ANSWERS if own is None else own for own in answers]
     credits: list[list[float]] = [[0.0] * len(episode.rewards) for episode in episodes]
     for group_id in group_ids.unique():
         members = ((group_ids == group_id) & torch.isfinite(rewards)).nonzero().flatten().tolist()

@@ -9,6 +9,7 @@ from typing import Any
 from slime_like.agents.messages import BadRequest
 from slime_like.agents.sessions import Session
 from slime_like.agents.tree import Branch, SessionTree
+from slime_like.rollout.answer_credit import SUMMED
 
 
 def add_reward(session: Session, value: Any, answer: Any = -1) -> None:
@@ -32,9 +33,11 @@ def add_reward(session: Session, value: Any, answer: Any = -1) -> None:
     turns[answer].reward += value
 
 
-def answers_of(tree: SessionTree, branches: Sequence[Branch]) -> dict[str, object]:
-    """The metadata that `rollout/answer_credit.py` reads, as plain JSON."""
+def answers_of(tree: SessionTree, branches: Sequence[Branch], *, summed: bool) -> dict[str, object]:
+    """The metadata that `rollout/answer_credit.py` reads, as plain JSON. summed: the episode's reward
+    has those of its answers."""
     return {
+        SUMMED: summed,
         "parents": [-1 if turn.parent is None else turn.parent.number for turn in tree.turns],
         "rewards": [turn.reward for turn in tree.turns],
         "spans": [[list(span) for span in branch.spans] for branch in branches],

@@ -18,7 +18,7 @@ import torch
 
 from arguments.rules.agents import worker_keys
 from arguments.run_config import RunConfig
-from slime_like.advantages import TurnEstimator, advantage_estimators
+from slime_like.advantages import TurnEstimator, advantage_estimators, follows_tokens
 from slime_like.agents.answer_parsers import TRANSFORMERS, default_format
 from slime_like.agents.command import run_command
 from slime_like.agents.credit import answers_of
@@ -74,6 +74,7 @@ class AgentGenerate(CustomGenerate):
         episodes: int,
         observations: bool = False,
         by_turn: bool = False,
+        by_token: bool = False,
         attempts: int = 1,
         own_timeout: bool = False,
     ) -> None:
@@ -92,6 +93,7 @@ class AgentGenerate(CustomGenerate):
             attempts: Most for an episode, of which all but the last end with a worker that is lost.
             own_timeout: The agent minds `timeout_s` itself.
             by_turn: The advantages are of answers; else their rewards are added to the episode's.
+            by_token: The advantages need to know which answer continues which.
         """
         super().__init__(name, self._unused, timeout_s=timeout_s)
         self._play = play
@@ -103,6 +105,7 @@ class AgentGenerate(CustomGenerate):
         self._episodes = episodes
         self._observations = observations
         self._by_turn = by_turn
+        self._by_token = by_token
         self._attempts = attempts
         self._limit_s = None if own_timeout else timeout_s
         code = getattr(play, "__code__", None)
@@ -138,9 +141,14 @@ class AgentGenerate(CustomGenerate):
         if reason is None:
             reason = bad_reward(reward)
         branches = session.tree.branches(observations=self._observations)
-        if self._by_turn and not evaluation:
-            task.metadata[ANSWERS] = answers_of(session.tree, branches)
-        elif reason is None and any(rewards := [turn.reward for turn in session.tree.turns]):
+        by_turn = self._by_turn and not evaluation
+        if by_turn or (self._by_token and not evaluation):
+            task.metadata[ANSWERS] = answers_of(session.tree, branches, summed=not by_turn)
+        if (
+            not by_turn
+            and reason is None
+            and any(rewards := [turn.reward for turn in session.tree.turns])
+        ):
             reward = sum(rewards) + (reward or 0.0)
         return sample_of(sample, task, session, branches, reward, reason)
 
@@ -321,6 +329,7 @@ def agent_generate(
     if config.agent_tool_format == TRANSFORMERS and default_format(tokenizer) != TRANSFORMERS:
         raise ValueError(f"{TOOL_FORMAT} {TRANSFORMERS}: the tokenizer has no response_template")
     port = config.agent_port + rank if config.agent_port else 0
+    estimator = advantage_estimators.get(run.algorithm.advantage_estimator)
     return AgentGenerate(
         name,
         play,
@@ -345,9 +354,8 @@ def agent_generate(
         observations=run.algorithm.observation_loss_coef > 0,
         attempts=1 if tasks is None else 1 + config.agent_retries,
         own_timeout=tasks is not None,
-        by_turn=isinstance(
-            advantage_estimators.get(run.algorithm.advantage_estimator), TurnEstimator
-        ),
+        by_turn=isinstance(estimator, TurnEstimator),
+        by_token=follows_tokens(estimator),
     )
 
 

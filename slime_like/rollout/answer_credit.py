@@ -3,64 +3,124 @@ episode pays for its length."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from slime_like.advantages import EpisodeAnswers
+from arguments.schema import AlgorithmConfig
+from slime_like.advantages import (
+    EpisodeAnswers,
+    advantage_estimators,
+    follows_tokens,
+    needs_critic,
+)
 from slime_like.distributed.collectives import gather
-from slime_like.sample_index import AnySample
+from slime_like.sample_index import AnySample, episodes_of
 from slime_like.types import Sample
 
 NUMBERS, ANSWERS = "agent", "answers"  # keys of a sample's metadata
+SUMMED = "summed"  # of ANSWERS: the reward of the episode has those of its answers
 
 
 def credit_fields(
-    samples: Sequence[AnySample], *, by_turn: bool, turn_penalty: float, token_penalty: float
+    samples: Sequence[AnySample],
+    *,
+    by_turn: bool,
+    turn_penalty: float,
+    token_penalty: float,
+    by_token: bool = False,
 ) -> dict[str, Any]:
     """Fields of `Outcomes`; a collective.
 
     Args:
         samples: The first sequence of each episode, on the rank that made it.
-        by_turn: With the answers of each.
+        by_turn: With the answers of each, with rewards that are not part of the episode's.
         turn_penalty, token_penalty: What an answer and a token cost.
+        by_token: With the answers of those that have a record, for an estimator that follows tokens
+            and sees the reward of an episode with those of its answers.
 
     Raises:
-        ValueError: on all ranks, for an episode without a record of its answers.
+        ValueError: on all ranks, with `by_turn` for an episode without a record of its answers.
     """
     own = {
-        i: (s.metadata.get(ANSWERS) if by_turn else None, s.metadata.get(NUMBERS))
+        i: (s.metadata.get(ANSWERS) if by_turn or by_token else None, s.metadata.get(NUMBERS))
         for i, s in enumerate(samples)
         if isinstance(s, Sample)
     }
+    own = {i: pair for i, pair in own.items() if pair != (None, None)}
     found = {i: value for rank in gather(own) for i, value in rank.items()}
-    ordered = [found[i] for i in range(len(samples))]
+    ordered = [found.get(i, (None, None)) for i in range(len(samples))]
     fields: dict[str, Any] = {}
+    answers = [_answers(given) for given, _ in ordered]
     if by_turn:
-        fields["answers"] = [
-            _answers(given, sample.sample_id, trained=sample.active_tokens > 0)
-            for (given, _), sample in zip(ordered, samples, strict=True)
-        ]
-    if turn_penalty or token_penalty:
-        costs = [_cost(numbers, turn_penalty, token_penalty) for _, numbers in ordered]
+        _check_records(answers, samples)
+    if by_turn or any(answers):
+        fields["answers"] = answers
+    costs = [_cost(numbers, turn_penalty, token_penalty) for _, numbers in ordered]
+    for i, (given, _) in enumerate(ordered):
+        if isinstance(given, Mapping) and bool(given.get(SUMMED)) == by_turn:  # made for the other
+            costs[i] += sum(given["rewards"]) if by_turn else -sum(given["rewards"])
+    if any(costs):
         fields["penalties"] = torch.tensor(costs, dtype=torch.float64)
     return fields
 
 
-def _answers(given: object, sample_id: int, *, trained: bool) -> EpisodeAnswers:
-    if isinstance(given, Mapping):
-        spans = [[(int(a), int(b), int(c)) for a, b, c in own] for own in given["spans"]]
-        return EpisodeAnswers(given["parents"], given["rewards"], spans)
-    if trained:
-        raise ValueError(
-            f"sample {sample_id} has no record of which tokens are which answer, as an "
-            "--advantage-estimator by turn needs; it was recorded without one, or by no agent"
-        )
-    return EpisodeAnswers((), (), ((),))
+def _answers(given: object) -> EpisodeAnswers | None:
+    if not isinstance(given, Mapping):
+        return None
+    spans = [[(int(a), int(b), int(c)) for a, b, c in own] for own in given["spans"]]
+    return EpisodeAnswers(given["parents"], given["rewards"], spans)
+
+
+def _check_records(answers: Sequence[EpisodeAnswers | None], samples: Sequence[AnySample]) -> None:
+    for own, sample in zip(answers, samples, strict=True):
+        if own is None and sample.active_tokens > 0:
+            raise ValueError(
+                f"sample {sample.sample_id} has no record of which tokens are which answer, as an "
+                "--advantage-estimator by turn needs; it was recorded without one, or by no agent"
+            )
 
 
 def _cost(numbers: object, turn: float, token: float) -> float:
     if not isinstance(numbers, Mapping):
         return 0.0
     return float(turn * numbers["answers"] + token * numbers["written_tokens"])
+
+
+def check_trees(
+    algorithm: AlgorithmConfig,
+    answers: Sequence[EpisodeAnswers | None] | None,
+    samples: Sequence[AnySample],
+) -> None:
+    """That returns do not depend on how episodes of several sequences are cut.
+
+    Args:
+        answers: Of each episode, as `credit_fields` has them.
+        samples: All sequences of a rollout.
+
+    Raises:
+        ValueError: naming the flags, where a token's return has what came after it, and an episode
+            does not say what did.
+    """
+    name = algorithm.advantage_estimator
+    entry = advantage_estimators.get(name)
+    reasons = {
+        "a critic": needs_critic(entry),
+        "--gamma": algorithm.gamma != 1,
+        "--kl-coef": algorithm.kl_coef != 0,
+    }
+    if not follows_tokens(entry) or not any(reasons.values()):
+        return
+    episodes = episodes_of(samples)
+    counts = Counter(episodes.of)
+    for i, place in enumerate(episodes.first):
+        if counts[i] > 1 and (answers is None or answers[i] is None):
+            given = " and ".join(reason for reason, holds in reasons.items() if holds)
+            raise ValueError(
+                f"--advantage-estimator {name} with {given}: sample {samples[place].sample_id} has "
+                f"{counts[i]} sequences and no record of which continues which, which its returns "
+                "depend on; agents keep one, and lists of a generate function do not: return one "
+                "sample, or leave these flags out"
+            )

@@ -14,6 +14,7 @@ from slime_like.advantages import (
     RewardParts,
     TurnEstimator,
     advantage_estimators,
+    follows_tokens,
 )
 from slime_like.distributed.collectives import from_rank_zero, gather
 from slime_like.lazy import Tensor, torch
@@ -55,13 +56,20 @@ def outcome_readers(config: RunConfig) -> list[OutcomeReader]:
     if (keys := algorithm.gdpo_reward_keys) is not None:
         weights, own = algorithm.gdpo_reward_weights or [1.0] * len(keys), config.reward.reward_key
         found.append(lambda samples: {"parts": reward_parts(keys, weights, own, samples)})
-    by_turn = isinstance(advantage_estimators.get(algorithm.advantage_estimator), TurnEstimator)
+    estimator = advantage_estimators.get(algorithm.advantage_estimator)
+    by_turn, by_token = isinstance(estimator, TurnEstimator), follows_tokens(estimator)
     turn, token = config.agents.agent_turn_penalty, config.agents.agent_token_penalty
-    if by_turn or turn or token:
+    if by_turn or by_token or turn or token:
         from slime_like.rollout.answer_credit import credit_fields
 
         found.append(
-            partial(credit_fields, by_turn=by_turn, turn_penalty=turn, token_penalty=token)
+            partial(
+                credit_fields,
+                by_turn=by_turn,
+                turn_penalty=turn,
+                token_penalty=token,
+                by_token=by_token,
+            )
         )
     return found
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from slime_like.rollout.answer_credit import ANSWERS
 from slime_like.rollout.recording import load_rollout, save_rollout
 from slime_like.sample_index import complete
 from slime_like.types import Sample, SampleGroup
@@ -150,17 +151,29 @@ def by_turns(sample: Sample) -> Sample:
                         branches=(),
                     )
                 )
-    return dataclasses.replace(found[0], branches=tuple(found[1:]))
+    metadata = dict(sample.metadata)
+    if answers := metadata.get(ANSWERS):
+        spans = [[[0, n, a]] for own in answers["spans"] for _, n, a in own]
+        metadata[ANSWERS] = {**answers, "spans": spans}
+    return dataclasses.replace(found[0], branches=tuple(found[1:]), metadata=metadata)
+
+
+ESTIMATORS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "reinforce_plus_plus": dict(normalize_advantages="", gamma=0.9),
+    "ppo": dict(gamma=0.95, lambd=0.9, critic_lr=1e-3),
+}
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_the_loss_does_not_depend_on_the_cut(
-    server: TrainServer, work: Workspace, tmp_path: Path
+    server: TrainServer, work: Workspace, tmp_path: Path, estimator: str
 ) -> None:
     """A recorded rollout of agents that fork, as the tree's paths, as single answers, and on two
     ranks: the same loss and weights."""
     (tmp_path / "agent.py").write_text(BRANCHING)
-    shared = SIZES | dict(prompt_data=prompts(tmp_path), apply_chat_template=None, policy_loss_type="ppo")  # fmt: skip
+    shared = SIZES | dict(prompt_data=prompts(tmp_path), apply_chat_template=None, policy_loss_type="ppo", advantage_estimator=estimator, **ESTIMATORS[estimator])  # fmt: skip
     agent = dict(
         agent_function_path=f"{tmp_path}/agent.py:play", custom_rm_path=None, rm_type="zero"
     )
@@ -194,6 +207,9 @@ def test_the_loss_does_not_depend_on_the_cut(
         assert abs(other["train/grad_norm"] - whole["train/grad_norm"]) <= 1e-5
         for key in weights:
             torch.testing.assert_close(other_weights[key], weights[key], atol=3e-5, rtol=0)
+        if estimator == "ppo":
+            assert whole["train/value_loss"] > 0
+            assert abs(other["train/value_loss"] - whole["train/value_loss"]) <= 1e-6
 
 
 PROGRAM = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -10,7 +11,10 @@ import pytest
 from arguments.parse import parse_args
 from arguments.rules.agents import AGENT_RULES
 from arguments.schema.agents import TOOL_FORMATS
+from slime_like.advantages import advantage_estimators
 from slime_like.agents.tool_calls import FORMATS
+from slime_like.config import ConfigError
+from slime_like.losses.registry import policy_losses
 from tests.unit.command_lines import complete, problems_of
 
 BASE = "--agent-function-path asyncio.sleep --use-dynamic-batch-size --max-tokens-per-gpu 512"
@@ -36,11 +40,21 @@ CASES = [
     ("agents_exclude", f"{BASE} --partial-rollout", "--partial-rollout", "in one piece"),
     ("agents_exclude", f"{BASE} --policy-loss-type gspo", "--policy-loss-type", "how an episode is cut"),
     ("agents_exclude", f"{BASE} --policy-loss-type gmpo", "--policy-loss-type", "how an episode is cut"),
+    ("agents_exclude", f"{BASE} --policy-loss-type sapo --sapo-ratio-level sequence", "--sapo-ratio-level", "how an episode is cut"),
+    ("agents_exclude", f"{BASE} --outlier-token-is-threshold-low 1e-4", "--outlier-token-is-threshold-low", "drops whole sequences"),
+    ("agents_exclude", f"{BASE} --outlier-token-is-threshold-high 100", "--outlier-token-is-threshold-high", "drops whole sequences"),
+    ("agents_exclude", f"{BASE} --opd-prefix-gamma 0.5", "--opd-prefix-gamma", "what came before it"),
     ("agents_exclude", f"{BASE} --advantage-estimator otb", "--advantage-estimator", "have one reward"),
     ("agents_exclude", f"{BASE} --renormalize-sampled-log-probs --rollout-top-k 4", "--renormalize-sampled-log-probs", "keeps no token sets"),
     ("", f"{BASE} --custom-generate-function-path asyncio.sleep", "--agent-function-path", "--custom-generate-function-path"),
     ("", "--agent-timeout-s 3", "--agent-timeout-s", "has no effect without"),
 ]  # fmt: skip
+
+NEEDED = {
+    "reinforce_plus_plus": ["--normalize-advantages"],
+    "reinforce_plus_plus_baseline": ["--normalize-advantages"],
+    "dro": ["--dro-beta", "0.1"],
+}
 
 
 @pytest.mark.parametrize(
@@ -72,3 +86,27 @@ def test_sglangs_parsers_need_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_formats_of_the_flag_are_those_that_are_read() -> None:
     assert set(TOOL_FORMATS) == {"none", *FORMATS}
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_documents_name_what_goes_with_agents(tmp_path: Path, language: str) -> None:
+    """Every loss and estimator is in one of the columns of the table, and it is the right one."""
+    lines = (Path(__file__).parents[2] / f"docs/{language}/agents.md").read_text().splitlines()
+    table = next(
+        i for i, line in enumerate(lines) if line.startswith(("| estimators |", "| 估计器 |"))
+    )
+    names = {
+        "advantage_estimator": {name for name, _ in advantage_estimators.items()},
+        "policy_loss_type": {name for name, _ in policy_losses.items()},
+    }
+    for (flag, every), line in zip(names.items(), lines[table:], strict=False):
+        taken, refused = (set(re.findall(r"`([a-z_]+)`", cell)) for cell in line.split("|")[2:4])
+        assert taken | refused == every
+        for name in sorted(taken | refused):
+            words = [*BASE.split(), f"--{flag.replace('_', '-')}", name, *NEEDED.get(name, [])]
+            line = complete(tmp_path, *words)
+            if name in taken:
+                assert parse_args(line, 1), name
+            else:
+                with pytest.raises(ConfigError):
+                    parse_args(line, 1)

@@ -1,0 +1,53 @@
+"""Estimators that follow tokens, where the sequences of an episode are on several data-parallel ranks:
+the numbers of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from benchmarks.parity.ranks import run_ranks
+from slime_like.advantages import AdvantageSettings, estimate_advantages
+from tests.unit.test_tree_returns import forest
+
+TARGET = "tests.dist.test_tree_returns:advantages"
+SETTINGS = {
+    "reinforce_plus_plus": AdvantageSettings(
+        "reinforce_plus_plus", gamma=0.9, kl_coef=1.0, normalize=True
+    ),
+    "ppo": AdvantageSettings(
+        "ppo", gamma=0.9, lambd=0.8, value_lambd=1.0, kl_coef=1.0, normalize=True
+    ),
+}
+
+
+def advantages(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """By estimator, advantages and returns of this rank's sequences, every `world_size`-th."""
+    _, found = forest(4, arguments["cut"], empty=True)
+    mine = [k for k in range(len(found.mine)) if k % world_size == rank]
+    result: dict[str, Any] = {"mine": mine}
+    for name, settings in SETTINGS.items():
+        output = estimate_advantages(
+            settings, found.outcomes, mine=[found.mine[k] for k in mine],
+            sequences=[found.sequences[k] for k in mine], masks=[found.masks[k] for k in mine],
+            kl=[found.penalties[k] for k in mine],
+            critic_values=[found.values[k] for k in mine] if name == "ppo" else None,
+            group=dist.group.WORLD,
+        )  # fmt: skip
+        result[name] = [[v.tolist() for v in own or []] for own in (output.values, output.returns)]
+    return result
+
+
+def test_two_ranks_give_the_numbers_of_one(tmp_path: Path) -> None:
+    for cut in ("turns", "paths"):
+        (alone,) = run_ranks(TARGET, 1, tmp_path / f"{cut}1", {"cut": cut}, 60)
+        both = run_ranks(TARGET, 2, tmp_path / f"{cut}2", {"cut": cut}, 60)
+        for name in SETTINGS:
+            for part in (0, 1):
+                for rank in both:
+                    for k, value in zip(rank["mine"], rank[name][part]):
+                        assert value == pytest.approx(alone[name][part][k], abs=1e-5)
+            assert sum(len(rank[name][0]) for rank in both) == len(alone["mine"])
