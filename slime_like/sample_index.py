@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 from slime_like.lazy import torch
 from slime_like.types import GREEDY_REWARD, OPTIONAL_TENSORS, Sample, SampleStatus
 
+TRUNCATED_FRACTION = "rollout/truncated_frac"
+# share of the trained tokens that no weights of the run are known to have written
+UNKNOWN_VERSIONS = "rollout/unknown_version_frac"
 ROW = np.dtype(
     [
         ("sample_id", "i8"),
@@ -261,3 +264,8 @@ def greedy_metadata(sample: RemoteSample) -> dict[str, Any]:
     """What of a sample's metadata travels with it."""
     greedy = sample.greedy_reward
     return {} if greedy is None else {GREEDY_REWARD: greedy}
+
+
+def truncated_fraction(samples: Sequence[AnySample]) -> float:
+    """Share of samples that reached the limit of length."""
+    return sum(s.status == SampleStatus.TRUNCATED for s in samples) / len(samples)

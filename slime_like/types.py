@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 from slime_like.lazy import Tensor, torch
 
 if TYPE_CHECKING:
+    from slime_like.metrics.typed import Metric
     from slime_like.sample_index import AnySample
+
 
 NOT_SAMPLED = -1  # in place of the weight version of a token that the model did not write
 # metadata key of ReMax's baseline, so that recorded rollouts have it too
@@ -277,3 +279,16 @@ class StepResult:
     grad_norm: float
     learning_rate: float
     skipped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """What the last pipeline stage computes from a model's output on one micro-batch.
+
+    columns: per-token results without grad, [T] each. loss: 0-d, with grad, not scaled; None in a
+    forward-only pass.
+    """
+
+    columns: tuple[Tensor, ...] = ()
+    loss: Tensor | None = None
+    metrics: Mapping[str, Metric] = field(default_factory=dict)

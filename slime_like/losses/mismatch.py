@@ -1,4 +1,5 @@
-"""How far trainer and rollout engine are apart, over the tokens of one optimizer step.
+"""How far trainer and rollout engine are apart, over the tokens of one optimizer step; and of a
+whole rollout, for the gates.
 
 With d = o - m of an active token (trainer before the update, engine) and x = exp(d), over tokens
 unless "sequence" is said:
@@ -16,12 +17,20 @@ Differences near 0 are what is measured, so sums are in float64, and x^2 - 1 is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from slime_like.lazy import Tensor, dist, torch
 from slime_like.losses.inputs import LOG_RATIO_CLAMP
-from slime_like.metrics.typed import Metric, masked_max, masked_mean, masked_min, masked_std
+from slime_like.metrics.typed import (
+    Metric,
+    MetricAccumulator,
+    masked_max,
+    masked_mean,
+    masked_min,
+    masked_std,
+)
 
 # of which an effective sample size is made once sums are over the whole optimizer step
 ESS_PARTS = {"is_ess": "is_ratio", "tis_ess": "tis_weight"}
@@ -112,6 +121,32 @@ def mismatch_metrics(tokens: StepTokens, old: Tensor, rollout: Tensor) -> dict[s
     return metrics | _divergences(tokens, mask) | _perplexities(tokens, mask, old, rollout)
 
 
+def step_mismatch(
+    *,
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    loss_mask: Tensor,
+    seq_ids: Tensor,
+    num_seqs: int,
+) -> tuple[StepTokens, dict[str, Metric]]:
+    """One optimizer step's tokens on this rank, and `mismatch_metrics` of them.
+
+    Args:
+        old_log_probs: [T], by the trainer, before the update; at the sampler's temperature.
+        rollout_log_probs: [T], by the sampler.
+        loss_mask: [T] bool.
+        seq_ids: [T] integers in [0, num_seqs). Sequences must be whole.
+        num_seqs: S.
+    """
+    with torch.no_grad():
+        difference = wide(old_log_probs) - wide(rollout_log_probs)
+        finite = torch.isfinite(difference) | ~loss_mask
+        tokens = StepTokens(
+            torch.where(loss_mask & finite, difference, 0.0), loss_mask, finite, seq_ids, num_seqs
+        )
+        return tokens, mismatch_metrics(tokens, old_log_probs, rollout_log_probs)
+
+
 def _divergences(tokens: StepTokens, mask: Tensor) -> dict[str, Metric]:
     d = tokens.differences.double().clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     whole = tokens.sum(tokens.differences, mask).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
@@ -183,3 +218,39 @@ def gather_values(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     parts = [torch.zeros_like(padded) for _ in range(group.size())]
     dist.all_gather(parts, padded, group=group)
     return torch.cat([part[: int(count)] for part, count in zip(parts, counts)])
+
+
+def train_rollout_difference(
+    old: Sequence[Tensor],
+    rollout: Sequence[Tensor],
+    masks: Sequence[Tensor],
+    group: dist.ProcessGroup | None,
+) -> dict[str, float]:
+    """How far the trainer's log-probs are from the sampler's, over the active tokens of all
+    data-parallel ranks.
+
+    old, rollout: [R] each, by sample; masks: [R] bool. group: data-parallel process group, or None.
+    The probability-ratio error is mean(exp |o - m|), 1 where they agree. p99 is the largest over
+    the ranks' own 99th percentiles.
+    """
+    difference = torch.cat([(o - m).abs() for o, m in zip(old, rollout)])
+    mask = torch.cat(list(masks))
+    active = difference[mask]
+    p99 = (
+        active.kthvalue(math.ceil(0.99 * active.numel())).values
+        if active.numel()
+        else torch.zeros(())
+    )
+    accumulator = MetricAccumulator()
+    accumulator.add(
+        {
+            "rollout/train_rollout_log_prob_diff_mean": masked_mean(difference, mask),
+            "rollout/train_rollout_log_prob_diff_max": masked_max(difference, mask),
+            "rollout/train_rollout_log_prob_diff_p99": masked_max(
+                p99.reshape(1), torch.ones(1, dtype=torch.bool)
+            ),
+            "rollout/token_ratio_error": masked_mean(difference.exp(), mask),
+            "rollout/log_probs_nonfinite": masked_mean((~torch.isfinite(difference)).float(), mask),
+        }
+    )
+    return accumulator.reduce(group)

@@ -39,8 +39,7 @@ from slime_like.losses.mismatch import (
     ess_parts,
     gather_values,
     k3_of_ratio,
-    mismatch_metrics,
-    wide,
+    step_mismatch,
 )
 from slime_like.losses.off_policy_config import OffPolicyConfig
 from slime_like.metrics.typed import Metric, masked_mean
@@ -92,15 +91,16 @@ def off_policy_correction(
     require_shape("rollout_log_probs", rollout_log_probs, loss_mask, "loss_mask")
     require_ids("seq_ids", seq_ids, loss_mask.numel(), below=num_seqs, index=True)
     with torch.no_grad():
-        difference = wide(old_log_probs) - wide(rollout_log_probs)
-        finite = torch.isfinite(difference) | ~loss_mask
-        tokens = StepTokens(
-            torch.where(loss_mask & finite, difference, 0.0), loss_mask, finite, seq_ids, num_seqs
+        tokens, metrics = step_mismatch(
+            old_log_probs=old_log_probs,
+            rollout_log_probs=rollout_log_probs,
+            loss_mask=loss_mask,
+            seq_ids=seq_ids,
+            num_seqs=num_seqs,
         )
-        metrics = mismatch_metrics(tokens, old_log_probs, rollout_log_probs)
         if not config.enabled:
             return Correction(None, None, metrics)
-        keep = ~tokens.any(~finite)[seq_ids]
+        keep = ~tokens.any(~tokens.finite)[seq_ids]
         keep = _outliers(config, tokens, keep, metrics)
         keep = _token_mask(config, tokens, keep, metrics)
         weights = _importance_weights(config, tokens, keep, metrics)
@@ -110,7 +110,7 @@ def off_policy_correction(
             keep = _m2po(config.m2po_threshold, tokens, keep, metrics, group)
         if weights is not None:
             weights = _normalized(config, tokens, keep, weights, metrics, group)
-            weights = torch.where(keep & loss_mask, weights, 1.0).to(difference.dtype)
+            weights = torch.where(keep & loss_mask, weights, 1.0).to(tokens.differences.dtype)
         return Correction(keep, weights, metrics)
 
 

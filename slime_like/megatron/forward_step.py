@@ -1,8 +1,9 @@
 """What Megatron's schedules call, and the call of a schedule: the forward step, the `loss_func`
 closure, and the scale of the loss.
 
-What is computed from a model's output is a `TokenComputation`; those of policy, critic and server
-are in objectives.py.
+What is computed from a model's output is a `TokenComputation`: here are those of policy and critic,
+with losses that are weighted by the reduction of their optimizer step; tinker/objectives.py has
+those of the server. The terms of both are those of losses/total.py.
 
 The scale. Per micro-batch the schedule divides a 3-tuple's loss by its token count and by the
 number of micro-batches, and DistributedDataParallel averages gradients over dp * cp ranks. Our loss
@@ -13,34 +14,31 @@ a plain sum, so all of that is undone once, by `gradient_scale`; `n` is the tens
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from torch import Tensor
 
 from megatron_patches.patch import VERSIONS
+from slime_like.losses.inputs import LossInputs
+from slime_like.losses.kl import kl_estimate
+from slime_like.losses.registry import PolicyLoss
+from slime_like.losses.total import LossTerms, total_loss
+from slime_like.losses.value_loss import (
+    ValueInputs,
+    ValueLossConfig,
+    value_loss,
+)
+from slime_like.megatron.model.policy import LogProbHead, head_weight
 from slime_like.megatron.ops.attention import packed_rows
 from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.metrics.typed import Metric
-from slime_like.types import MicroBatch
-
-
-@dataclass(frozen=True, slots=True)
-class TokenOutput:
-    """What the last pipeline stage computes from a model's output on one micro-batch.
-
-    columns: per-token results without grad, [T] each. loss: 0-d, with grad, not scaled; None in a
-    forward-only pass.
-    """
-
-    columns: tuple[Tensor, ...] = ()
-    loss: Tensor | None = None
-    metrics: Mapping[str, Metric] = field(default_factory=dict)
-
+from slime_like.metrics.typed import Metric, masked_mean
+from slime_like.types import MicroBatch, TokenOutput
 
 # (module, micro-batch, its output) -> TokenOutput. output: what the module returns on the last
 # stage, hidden states [1, T, H] of a policy, values [1, T, 1] of a critic.
@@ -159,3 +157,148 @@ def run_schedule(
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What is optimised: the policy loss with its settings, and the weights of the KL and entropy
+    terms. importance_level: of LossInputs."""
+
+    policy_loss: PolicyLoss
+    policy_config: Any
+    terms: LossTerms
+    importance_level: str = "token"
+
+
+# (module, micro-batch, hidden states) -> a loss and its metrics
+TokenLoss = Callable[[torch.nn.Module, MicroBatch, Tensor], tuple[Tensor, Mapping[str, Metric]]]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyObjective:
+    """An `Objective` over the head's log-probs: the loss of a run's policy. old_is_current: see
+    `TrainBatch`. Columns: then, log-probs and entropies. prediction: a loss that is added
+    (prediction_loss.py)."""
+
+    head: LogProbHead
+    objective: Objective
+    old_is_current: bool = False
+    prediction: TokenLoss | None = None
+
+    def __call__(self, model: torch.nn.Module, batch: MicroBatch, hidden: Tensor) -> TokenOutput:
+        """Metrics are those of unscaled sums."""
+        found = self._of_policy(model, batch, hidden)
+        if self.prediction is None or found.loss is None:
+            return found
+        loss, metrics = self.prediction(model, batch, hidden)
+        return replace(found, loss=found.loss + loss, metrics={**found.metrics, **metrics})
+
+    def _of_policy(self, model: torch.nn.Module, batch: MicroBatch, hidden: Tensor) -> TokenOutput:
+        head_batch = with_observed_rows(batch)
+        weight, of_sets = head_weight(model), None
+        if batch.label_sets is None:
+            log_probs, entropy = self.head.log_probs_and_entropy(hidden, weight, head_batch)
+        else:
+            log_probs, entropy, of_sets = self.head.log_probs_of_sets(hidden, weight, head_batch)
+        objective = self.objective
+        columns: tuple[Tensor, ...] = ()
+        if self.old_is_current:
+            # every ratio is 1, and its gradient that of the log-prob
+            batch = replace(batch, old_log_probs=log_probs.detach())
+            columns = (log_probs.detach(), entropy.detach())
+            if batch.observation_weights is not None:
+                columns = tuple(torch.where(batch.loss_mask, c, 0.0) for c in columns)
+        if objective.terms.entropy_coef == 0:
+            entropy = entropy.detach()  # only reported: no gradient is computed for it
+        inputs = loss_inputs(
+            batch, log_probs, entropy, objective.importance_level, self.head.layout.cp_group
+        )
+        inputs = replace(inputs, label_log_probs=of_sets)
+        output = total_loss(inputs, objective.policy_loss, objective.policy_config, objective.terms)
+        metrics = dict(output.metrics)
+        if batch.old_log_probs is not None:
+            metrics["log_ratio_abs"] = masked_mean(
+                (log_probs - batch.old_log_probs).abs(), batch.loss_mask
+            )
+        if batch.ref_log_probs is not None:
+            metrics["kl_k3"] = masked_mean(
+                kl_estimate("k3", log_probs, batch.ref_log_probs), batch.loss_mask
+            )
+        if batch.keep_mask is not None and batch.old_log_probs is not None:
+            # slime's name, beside those of the correction
+            metrics["ois"] = masked_mean(inputs.log_ratio().exp(), batch.loss_mask)
+        return TokenOutput(columns, output.loss, metrics)
+
+
+def with_observed_rows(batch: MicroBatch) -> MicroBatch:
+    """With the rows of observations among those that the head computes, where they have weights."""
+    if batch.observation_weights is None:
+        return batch
+    wanted = batch.loss_mask | (batch.observation_weights != 0)
+    return replace(batch, active_rows=wanted.nonzero().squeeze(1))
+
+
+def loss_inputs(
+    batch: MicroBatch,
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    importance_level: str,
+    cp_group: dist.ProcessGroup,
+) -> LossInputs:
+    """The view of a micro-batch that losses get. log_probs, entropy: [T]."""
+    shared = {f.name for f in fields(LossInputs)} & {f.name for f in fields(MicroBatch)}
+    constants = {name: getattr(batch, name) for name in shared}
+    return LossInputs(
+        log_probs=log_probs,
+        entropy=entropy,
+        num_seqs=batch.num_seqs,
+        importance_level=importance_level,
+        cp_group=cp_group if cp_group.size() > 1 else None,
+        **constants,
+    )
+
+
+def values_of(batch: MicroBatch, output: Tensor) -> Tensor:
+    """A critic's values [T] float32, 0 at inactive rows. output: [1, T, 1]."""
+    return torch.where(batch.loss_mask, output[0, :, 0].float(), 0.0)
+
+
+def critic_values(model: torch.nn.Module, batch: MicroBatch, output: Tensor) -> TokenOutput:
+    """Column: values."""
+    return TokenOutput((values_of(batch, output),))
+
+
+def reward_scores(model: torch.nn.Module, batch: MicroBatch, output: Tensor) -> TokenOutput:
+    """Columns of a reward model in the place of log-probs and entropies: scores, and zeros."""
+    scores = values_of(batch, output)
+    return TokenOutput((scores, torch.zeros_like(scores)))
+
+
+@dataclass(frozen=True, slots=True)
+class RewardObjective:
+    """The loss of a reward model: an `Objective` over the scores of its head."""
+
+    objective: Objective
+    layout: ParallelLayout
+
+    def __call__(self, model: torch.nn.Module, batch: MicroBatch, output: Tensor) -> TokenOutput:
+        inputs = loss_inputs(batch, output[0, :, 0], None, "token", self.layout.cp_group)
+        objective = self.objective
+        found = total_loss(inputs, objective.policy_loss, objective.policy_config, objective.terms)
+        return TokenOutput(loss=found.loss, metrics=dict(found.metrics))
+
+
+def value_inputs(batch: MicroBatch, values: Tensor) -> ValueInputs:
+    assert batch.values is not None and batch.returns is not None
+    return ValueInputs(values, batch.values, batch.returns, batch.loss_mask, batch.loss_weights)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueObjective:
+    """The loss of a run's critic."""
+
+    config: ValueLossConfig
+
+    def __call__(self, model: torch.nn.Module, batch: MicroBatch, output: Tensor) -> TokenOutput:
+        result = value_loss(value_inputs(batch, output[0, :, 0]), self.config)
+        return TokenOutput(loss=result.loss, metrics=dict(result.metrics))

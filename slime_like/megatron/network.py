@@ -19,7 +19,7 @@ from torch import Tensor
 
 from arguments.hf.model import HfModel, read_hf_model
 from arguments.schema import GPTModelConfig
-from slime_like.megatron.forward_step import TokenComputation, TokenOutput, run_schedule
+from slime_like.megatron.forward_step import TokenComputation, run_schedule
 from slime_like.megatron.init import device_of_this_process
 from slime_like.megatron.micro_batching import (
     MicroBatches,
@@ -37,7 +37,7 @@ from slime_like.megatron.moe import (
 from slime_like.megatron.packing import join_context_ranks, unpack, with_selection_seeds
 from slime_like.megatron.parallel_layout import ParallelLayout, in_own_layout
 from slime_like.metrics.typed import Metric, MetricAccumulator
-from slime_like.types import MicroBatch, TrainSample
+from slime_like.types import MicroBatch, TokenOutput, TrainSample
 from slime_like.weights.gather import DEFAULT_BUCKET_BYTES, WeightStream
 from slime_like.weights.hf_export import HfExport
 from slime_like.weights.hf_import import load_hf_weights

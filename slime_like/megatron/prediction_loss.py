@@ -11,9 +11,8 @@ import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from slime_like.megatron.model.policy import PolicyModel, head_weight
+from slime_like.megatron.model.policy import LogProbHead, PolicyModel, head_weight
 from slime_like.megatron.model.prediction import RowsAhead
-from slime_like.megatron.objectives import LogProbHead
 from slime_like.megatron.ops.attention import packed_rows
 from slime_like.megatron.ops.fused_linear_logprob import rows_to_score
 from slime_like.metrics.typed import Metric, masked_mean

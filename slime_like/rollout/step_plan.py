@@ -30,7 +30,7 @@ from slime_like.distributed.seqlen_balancing import (
 )
 from slime_like.import_utils import load_function
 from slime_like.losses.custom_tis import custom_correction
-from slime_like.losses.mismatch import with_ess
+from slime_like.losses.mismatch import step_mismatch, with_ess
 from slime_like.losses.off_policy import Correction, off_policy_correction
 from slime_like.losses.off_policy_config import OffPolicyConfig
 from slime_like.losses.total import reduction_weights
@@ -307,7 +307,7 @@ class SampleCorrection:
 
 
 def correct_steps(
-    config: OffPolicyConfig,
+    config: OffPolicyConfig | None,
     steps: Sequence[Sequence[TrainSample]],
     old_log_probs: Sequence[Tensor],
     group: dist.ProcessGroup | None,
@@ -315,13 +315,13 @@ def correct_steps(
     """The correction of each of this rank's samples, counted over all steps, and metrics over the
     whole rollout.
 
-    steps: this rank's samples of each optimizer step. old_log_probs: [R] by sample, over all steps.
+    config: None corrects nothing. steps: this rank's samples of each optimizer step. old_log_probs: [R] by sample, over all steps.
     group: data-parallel ranks, each of which calls this with as many steps. Raises ValueError when
     active tokens have no log-probs of the sampler: see `has_rollout_log_probs`.
     """
     function = (
         None
-        if config.custom_tis_function_path is None
+        if config is None or config.custom_tis_function_path is None
         else load_function(config.custom_tis_function_path, "--custom-tis-function-path")
     )
     accumulator = MetricAccumulator()
@@ -338,7 +338,7 @@ def correct_steps(
 
 
 def _correct(
-    config: OffPolicyConfig,
+    config: OffPolicyConfig | None,
     function: Callable[..., Any] | None,
     step: Sequence[TrainSample],
     old: Sequence[Tensor],
@@ -347,7 +347,7 @@ def _correct(
     """One optimizer step."""
     rollout = [_rollout_log_probs(sample, o) for sample, o in zip(step, old)]
     masks = [s.loss_mask for s in step]
-    if function is not None:
+    if config is not None and function is not None:
         totals = [int(s.tokens.numel()) for s in step]
         return custom_correction(
             function,
@@ -358,15 +358,15 @@ def _correct(
             total_lengths=totals,
         )
     lengths = torch.tensor([s.response_length for s in step])
-    return off_policy_correction(
-        config,
+    tensors = dict(
         old_log_probs=torch.cat(list(old)),
         rollout_log_probs=torch.cat(rollout),
         loss_mask=torch.cat(masks),
         seq_ids=torch.repeat_interleave(torch.arange(len(step)), lengths),
-        num_seqs=len(step),
-        group=group,
     )
+    if config is None:
+        return Correction(None, None, step_mismatch(**tensors, num_seqs=len(step))[1])
+    return off_policy_correction(config, **tensors, num_seqs=len(step), group=group)
 
 
 def _rollout_log_probs(sample: TrainSample, old: Tensor) -> Tensor:
@@ -386,9 +386,9 @@ def has_rollout_log_probs(samples: Sequence[AnySample]) -> bool:
     return all(s.has("rollout_log_probs") or not s.active_tokens for s in samples)
 
 
-def check_rollout_log_probs(config: OffPolicyConfig, samples: Sequence[AnySample]) -> None:
+def check_rollout_log_probs(config: OffPolicyConfig | None, samples: Sequence[AnySample]) -> None:
     """Raises ValueError naming a sample without log-probs when a correction is on."""
-    if config.enabled and not has_rollout_log_probs(samples):
+    if config is not None and config.enabled and not has_rollout_log_probs(samples):
         first = next(s for s in samples if not s.has("rollout_log_probs") and s.active_tokens)
         raise ValueError(
             f"sample {first.sample_id} has no log-probs of the sampler (rollout_log_probs), which the off-policy correction needs; "

@@ -24,17 +24,17 @@ from slime_like.losses.total import LossTerms
 from slime_like.losses.value_loss import ValueLossConfig
 from slime_like.megatron.checkpoint import CheckpointSaver, SavePolicy, load_checkpoint
 from slime_like.megatron.factory import make_head, network_settings
-from slime_like.megatron.forward_step import TokenComputation
+from slime_like.megatron.forward_step import Objective, TokenComputation
 from slime_like.megatron.micro_batching import MicroBatchSize, without_tokens
 from slime_like.megatron.model.gpt import model_shape
 from slime_like.megatron.network import PassOutput, SelectionSeed
-from slime_like.megatron.objectives import Objective, PolicySum, ValueSum
 from slime_like.megatron.optimizer import AdamStep
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.megatron.trained_network import TrainedNetwork
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.losses import CRITIC_LOSS
 from slime_like.tinker.model_pool import HostedModel, ModelPool
+from slime_like.tinker.objectives import PolicySum, ValueSum
 from slime_like.tinker.sampler import SnapshotSampler
 from slime_like.types import TrainSample
 from slime_like.weights.hf_save import save_hf

@@ -65,7 +65,7 @@ def make_batch_maker(
 ) -> BatchMaker:
     settings = BatchSettings(
         run.algorithm,
-        run.off_policy,
+        run.off_policy if run.off_policy.enabled else None,
         run.megatron.transformer,
         run.gpt.vocab_size or 0,
         run.rollout.use_rollout_routing_replay,

@@ -17,9 +17,9 @@ from arguments.run_config import RunConfig
 from slime_like.distributed.collectives import any_rank, gather
 from slime_like.errors import RunError
 from slime_like.logs import warn_rank_0
-from slime_like.rollout.metrics import fresh_tokens, stale_tokens, train_rollout_difference
+from slime_like.losses.mismatch import train_rollout_difference
 from slime_like.sample_index import AnySample, complete
-from slime_like.types import TrainSample
+from slime_like.types import NOT_SAMPLED, Sample, TrainSample
 
 logger = logging.getLogger(__name__)
 
@@ -342,3 +342,19 @@ def require_rollout_log_probs(sample: TrainSample) -> Tensor:
             "a sample has no log-probs of the sampler, which --use-rollout-logprobs and the comparison need"
         )
     return sample.rollout_log_probs
+
+
+def fresh_tokens(sample: Sample, weight_version: int) -> Tensor:
+    """[R] bool: tokens that these weights sampled; all of them where it is not known."""
+    if not sample.weight_versions:
+        return torch.ones(sample.response_length, dtype=torch.bool)
+    return torch.tensor(sample.weight_versions) == weight_version
+
+
+def stale_tokens(sample: Sample, weight_version: int) -> Tensor:
+    """[R] bool: tokens that other weights of this run sampled. A user's rollout function may bring
+    tokens of foreign weights, NOT_SAMPLED; they are nobody's to compare."""
+    if not sample.weight_versions:
+        return torch.zeros(sample.response_length, dtype=torch.bool)
+    versions = torch.tensor(sample.weight_versions)
+    return (versions != weight_version) & (versions != NOT_SAMPLED)

@@ -50,11 +50,11 @@ Columns = Mapping[str, Sequence[Tensor | None] | None]  # what it is -> [R] by s
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
     """transformer: megatron-core's TransformerConfig of the policy. replays_rollout: the sampler's
-    experts are replayed. old_is_current: see `TrainBatch`. outcome_readers: see
+    experts are replayed. off_policy: None where nothing is corrected. old_is_current: see `TrainBatch`. outcome_readers: see
     `reward_parts.outcome_readers`."""
 
     algorithm: AlgorithmConfig
-    off_policy: OffPolicyConfig
+    off_policy: OffPolicyConfig | None
     transformer: TransformerConfig
     vocab_size: int
     replays_rollout: bool

@@ -39,7 +39,6 @@ from slime_like.rollout.hooks import (
     sample_hook,
     source_rollout,
 )
-from slime_like.rollout.metrics import TRUNCATED_FRACTION, truncated_fraction
 from slime_like.rollout.rank_zero import RankZeroJson, SamplingPosition, from_one_rank
 from slime_like.rollout.recording import check_values as check_recorded
 from slime_like.rollout.recording import load_rollout
@@ -47,7 +46,7 @@ from slime_like.rollout.rollouter import Rollouter, training_sampling, with_gree
 from slime_like.rollout.sample_plane import share_index
 from slime_like.rollout.self_teacher import TeacherPrompts
 from slime_like.rollout.teacher_client import ServedTeacher, TeacherSettings
-from slime_like.sample_index import AnySample
+from slime_like.sample_index import TRUNCATED_FRACTION, AnySample, truncated_fraction
 from slime_like.trainer.prompt_source import check_source
 from slime_like.types import Prompt, SampleGroup
 

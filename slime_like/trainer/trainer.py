@@ -21,9 +21,9 @@ from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.metrics.logger import MetricsLogger, to_json
 from slime_like.metrics.progress import Progress, speed_and_memory
 from slime_like.rollout.evaluate import Evaluator, load_prompts
-from slime_like.rollout.metrics import UNKNOWN_VERSIONS
 from slime_like.rollout.sample_plane import with_branches
 from slime_like.rollout.step_plan import check_token_sets, flatten, mask_failed
+from slime_like.sample_index import UNKNOWN_VERSIONS
 from slime_like.trainer.checkpointing import RunCheckpoints
 from slime_like.trainer.factory import (
     make_batch_maker,

@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.parity.steps import parallel
 from slime_like.losses import LossTerms, policy_losses
 from slime_like.megatron.backend import MegatronBackend
-from slime_like.megatron.objectives import Objective
+from slime_like.megatron.forward_step import Objective
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.rollout.step_plan import flatten, mask_failed
 from tests.dist.backend_worker import make_trainer

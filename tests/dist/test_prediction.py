@@ -159,8 +159,8 @@ def test_logits_are_those_of_the_paper(family: str, alone: Any, tmp_path: Path) 
 
 def test_soft_targets_are_the_policys_own_distributions(alone: Any, tmp_path: Path) -> None:
     """Of two layers, by a loop over tokens in float64; what gives the targets gets no gradient."""
+    from slime_like.megatron.model.policy import LogProbHead
     from slime_like.megatron.model.prediction import bring_embedding
-    from slime_like.megatron.objectives import LogProbHead
     from slime_like.megatron.ops.attention import packed_rows
     from slime_like.megatron.packing import pack
     from slime_like.megatron.prediction_loss import PredictionLoss

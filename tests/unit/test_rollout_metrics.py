@@ -8,11 +8,11 @@ import math
 import pytest
 import torch
 
-from slime_like.rollout.metrics import (
+from slime_like.losses.mismatch import train_rollout_difference
+from slime_like.trainer.strategy import (
     failed_fraction,
     first_failure,
     rollout_metrics,
-    train_rollout_difference,
 )
 from slime_like.types import Sample, SampleStatus
 

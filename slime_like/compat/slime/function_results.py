@@ -12,7 +12,7 @@ import torch
 
 from slime_like.compat.slime.samples import SlimeArgs, SlimeSample, blank, from_slime
 from slime_like.rollout.evaluate import score, score_rewards
-from slime_like.rollout.metrics import UNKNOWN_VERSIONS
+from slime_like.sample_index import UNKNOWN_VERSIONS
 from slime_like.types import NOT_SAMPLED, Sample, SampleGroup, SampleStatus
 
 if TYPE_CHECKING:

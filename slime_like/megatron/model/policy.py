@@ -1,9 +1,10 @@
-"""The policy's network: GPTModel that ends at its hidden states. Logits are made by nobody; see
-ops/lean_head.py."""
+"""The policy's network: GPTModel that ends at its hidden states, and the head that makes log-probs of
+them. Logits are never materialised; see ops/fused_linear_logprob.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,12 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import Tensor
+
+from slime_like.megatron.ops.fused_linear_logprob import DEFAULT_CHUNK_SIZE, lean_log_probs
+from slime_like.megatron.ops.soft_cross_entropy import soft_cross_entropy
+from slime_like.megatron.ops.top_tokens import top_tokens
+from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.types import MicroBatch, TokenOutput
 
 
 class Slot:
@@ -120,3 +127,123 @@ def head_weight(module: torch.nn.Module) -> Tensor:
     model = unwrap_model(module)
     assert isinstance(model, PolicyModel), type(model)
     return model.head_weight()
+
+
+@dataclass(frozen=True, slots=True)
+class LogProbHead:
+    """How hidden states become log-probs: see `lean_log_probs`."""
+
+    vocab_size: int
+    temperature: float
+    layout: ParallelLayout
+    sequence_parallel: bool = False
+    chunk_size: int = DEFAULT_CHUNK_SIZE
+    squared_probs: bool = False  # a third column of forward-only passes: the sum of their squares
+    top_k: int = 0  # further columns: the likeliest tokens
+
+    def log_probs_and_entropy(
+        self, hidden: Tensor, weight: Tensor, batch: MicroBatch
+    ) -> tuple[Tensor, Tensor]:
+        """[T] each, zero at inactive rows, which never reach the projection. hidden, weight: of the
+        last stage, see `PolicyModel`."""
+        log_probs, entropy, *_ = self._columns(hidden, weight, batch, batch.labels[0])
+        return log_probs, entropy
+
+    def log_probs_of_sets(
+        self, hidden: Tensor, weight: Tensor, batch: MicroBatch
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `log_probs_and_entropy`, and the log-probs [T, K] of the batch's label sets."""
+        assert batch.label_sets is not None
+        labels = torch.cat([batch.labels[0].unsqueeze(1), batch.label_sets], dim=1)
+        log_probs, entropy, *_ = self._columns(hidden, weight, batch, labels)
+        return log_probs[:, 0], entropy, log_probs[:, 1:]
+
+    def _columns(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        batch: MicroBatch,
+        labels: Tensor,
+        *,
+        squared: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """As `log_probs_and_entropy`, of labels [T] or [T, K]; squared: and the sum of squared
+        probabilities."""
+        rows = active_rows(batch)
+        wide = weight.dtype if weight.dtype == torch.float64 else torch.float32
+        squares = torch.zeros(rows.numel(), dtype=wide, device=hidden.device) if squared else None
+        log_probs, entropy = lean_log_probs(
+            hidden[0],
+            weight,
+            labels,
+            rows=rows,
+            vocab_size=self.vocab_size,
+            temperature=self.temperature,
+            tp_group=self.layout.tp_group,
+            sequence_parallel=self.sequence_parallel,
+            chunk_size=self.chunk_size,
+            token_sets=batch.token_sets,
+            squared_out=squares,
+        )
+        # without an active token too, both depend on hidden states and weight: every rank runs
+        # backward
+        columns = [log_probs, entropy] if squares is None else [log_probs, entropy, squares]
+        return tuple(self._on_all_rows(column, rows, batch) for column in columns)
+
+    def soft_cross_entropy(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, batch: MicroBatch
+    ) -> Tensor:
+        """[T], 0 at inactive rows: with the distributions of the states `targets` [T, H]."""
+        rows = active_rows(batch)
+        found = soft_cross_entropy(
+            hidden[0],
+            targets.index_select(0, rows),
+            weight,
+            vocab_size=self.vocab_size,
+            rows=rows,
+            temperature=self.temperature,
+            tp_group=self.layout.tp_group,
+            sequence_parallel=self.sequence_parallel,
+            chunk_size=self.chunk_size,
+        )
+        return self._on_all_rows(found, rows, batch)
+
+    def _on_all_rows(self, column: Tensor, rows: Tensor, batch: MicroBatch) -> Tensor:
+        """[N] or [N, K] of the active rows -> of all T, 0 elsewhere."""
+        empty = column.new_zeros(batch.loss_mask.numel(), *column.shape[1:])
+        return empty.index_copy(0, rows, column)
+
+    def __call__(self, model: torch.nn.Module, batch: MicroBatch, hidden: Tensor) -> TokenOutput:
+        """Columns: log-probs and entropies; perhaps sums of squared probabilities; the log-probs of
+        label sets, where the batch has them; the likeliest tokens, with `top_k`."""
+        weight = head_weight(model)
+        if batch.label_sets is not None:
+            log_probs, entropy, of_sets = self.log_probs_of_sets(hidden, weight, batch)
+            return TokenOutput((log_probs, entropy, *of_sets.unbind(1)))
+        labels, squared = batch.labels[0], self.squared_probs
+        columns = self._columns(hidden, weight, batch, labels, squared=squared)
+        if self.top_k:
+            columns += self._top_tokens(hidden, weight, batch).to(columns[0].dtype).unbind(1)
+        return TokenOutput(columns)
+
+    def _top_tokens(self, hidden: Tensor, weight: Tensor, batch: MicroBatch) -> Tensor:
+        """[T, top_k] int64, 0 at inactive rows."""
+        rows = active_rows(batch)
+        tokens = top_tokens(
+            hidden[0],
+            weight,
+            k=self.top_k,
+            vocab_size=self.vocab_size,
+            rows=rows,
+            tp_group=self.layout.tp_group,
+            sequence_parallel=self.sequence_parallel,
+            chunk_size=self.chunk_size,
+        )
+        return self._on_all_rows(tokens, rows, batch)
+
+
+def active_rows(batch: MicroBatch) -> Tensor:
+    """[N] int64: the rows that the head computes."""
+    if batch.active_rows is None:
+        return batch.loss_mask.nonzero().squeeze(1)
+    return batch.active_rows

@@ -11,12 +11,8 @@ other kernels), which turns a token in about one of 10^7.
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -25,8 +21,11 @@ from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
     PretrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 
 from slime_like.rollout.engines.base import (
@@ -35,119 +34,13 @@ from slime_like.rollout.engines.base import (
     RolloutEngine,
     SamplingParams,
 )
+from slime_like.rollout.engines.local.batcher import Batcher
 from slime_like.rollout.engines.local.decoder import Decoder
-from slime_like.rollout.engines.local.weight_loader import WeightSlots
 
-PAUSED_POLL_S = 0.002
 # Without --rollout-local-batch-size: more responses at once cost a small model little more time
 # than fewer, until their keys and values fill the caches of a processor.
 CACHE_BYTES = 256 * 2**20
 FEWEST, MOST = 64, 512
-
-# (requests, sampling, aborted sample ids) -> after every token, the outputs that ended with it, by
-# index
-Decode = Callable[
-    [Sequence[GenerateRequest], SamplingParams, Collection[int]],
-    Iterator[dict[int, GenerateOutput]],
-]
-
-
-# (requests, sampling) -> how many of them are decoded together
-BatchSize = Callable[[Sequence[GenerateRequest], SamplingParams], int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    request: GenerateRequest
-    sampling: SamplingParams
-    answer: asyncio.Future[GenerateOutput]
-
-
-class Batcher:
-    """Batches of at most `batch_size` requests with equal sampling parameters, one batch at a time.
-    Requests that arrive while a batch is decoded wait for its end."""
-
-    def __init__(self, decode: Decode, batch_size: BatchSize) -> None:
-        self.paused = False
-        self._decode = decode
-        self._batch_size = batch_size
-        self._waiting: deque[_Waiting] = deque()
-        self._running: list[_Waiting] = []
-        self._aborted: set[int] = set()
-        self._pump: asyncio.Task[None] | None = None
-        self._token_lock = threading.Lock()
-
-    def between_tokens(self) -> AbstractContextManager[bool]:
-        """Held while weights are replaced: no token is computed meanwhile."""
-        return self._token_lock
-
-    async def submit(self, request: GenerateRequest, sampling: SamplingParams) -> GenerateOutput:
-        loop = asyncio.get_running_loop()
-        if self._pump is None or self._pump.done() or self._pump.get_loop() is not loop:
-            self._waiting.clear()  # of an event loop that has ended
-            self._pump = loop.create_task(self._serve())
-        item = _Waiting(request, sampling, loop.create_future())
-        self._waiting.append(item)
-        try:
-            return await item.answer
-        except asyncio.CancelledError:
-            self.abort([request.sample_id])
-            raise
-
-    def abort(self, sample_ids: Collection[int] | None) -> None:
-        """Of what is being decoded after the next token; of what waits at once, with nothing."""
-
-        def wanted(item: _Waiting) -> bool:
-            return sample_ids is None or item.request.sample_id in sample_ids
-
-        self._aborted.update(item.request.sample_id for item in self._running if wanted(item))
-        for item in [item for item in self._waiting if wanted(item)]:
-            self._waiting.remove(item)
-            _answer(item, GenerateOutput(item.request.sample_id, (), (), "abort", ()))
-
-    async def _serve(self) -> None:
-        await asyncio.sleep(0)  # all requests of this turn of the loop go together
-        while self._waiting:
-            self._running = self._next_batch()
-            try:
-                await self._serve_batch(self._running)
-            except Exception as error:
-                for item in self._running:
-                    if not item.answer.done():
-                        item.answer.set_exception(error)
-            finally:
-                self._running = []
-                self._aborted.clear()
-
-    async def _serve_batch(self, batch: Sequence[_Waiting]) -> None:
-        tokens = self._decode([item.request for item in batch], batch[0].sampling, self._aborted)
-        while True:
-            while self.paused:
-                await asyncio.sleep(PAUSED_POLL_S)
-            with self._token_lock:
-                ended = next(tokens, None)
-            if ended is None:
-                return
-            for index, output in ended.items():
-                _answer(batch[index], output)
-            await asyncio.sleep(0)
-
-    def _next_batch(self) -> list[_Waiting]:
-        """The oldest request and others with its sampling parameters; equal prompts are neighbours,
-        so that each is computed once."""
-        sampling = self._waiting[0].sampling
-        alike = [item for item in self._waiting if item.sampling == sampling]
-        batch = alike[: self._batch_size([item.request for item in alike], sampling)]
-        for item in batch:
-            self._waiting.remove(item)
-        return sorted(
-            batch, key=lambda item: (len(item.request.prompt_tokens), item.request.prompt_tokens)
-        )
-
-
-def _answer(item: _Waiting, output: GenerateOutput) -> None:
-    if not item.answer.done():
-        item.answer.set_result(output)
 
 
 class LocalEngine(RolloutEngine):
@@ -198,7 +91,8 @@ class LocalEngine(RolloutEngine):
         self._decoder = Decoder(
             self._model, tokenizer, self._device, self._end_ids, lambda: self.weight_version
         )
-        self._batcher = Batcher(self._decoder.decode, self._batch_size)
+        self._token_lock = threading.Lock()  # weights are replaced between two tokens
+        self._batcher = Batcher(self._decoder.decode, self._batch_size, self._token_lock)
         text_config = config.get_text_config()
         self._cache_bytes_per_token = cache_bytes_per_token(text_config, dtype)
         self._vocab_size: int = text_config.vocab_size
@@ -207,7 +101,7 @@ class LocalEngine(RolloutEngine):
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """See `RolloutEngine`. Tied weights may come under any one, or all, of their names. Values
         are cast to the engine's dtype."""
-        with self._batcher.between_tokens():
+        with self._token_lock:
             self._weights_complete = False
             self._slots.load(weights)
             self._weights_complete = True
@@ -216,7 +110,7 @@ class LocalEngine(RolloutEngine):
     def generate(
         self, requests: Sequence[GenerateRequest], sampling: SamplingParams
     ) -> list[GenerateOutput]:
-        with self._batcher.between_tokens():  # weights may be replaced by another thread
+        with self._token_lock:  # weights may be replaced by another thread
             self._check(requests, sampling)
         # Prompts of like length share a chunk (less padding), equal prompts are neighbours
         # (computed once).
@@ -230,7 +124,7 @@ class LocalEngine(RolloutEngine):
             chunk = order[start : start + size]
             tokens = self._decoder.decode([requests[i] for i in chunk], sampling, frozenset())
             while True:
-                with self._batcher.between_tokens():
+                with self._token_lock:
                     done = next(tokens, None)
                 if done is None:
                     break
@@ -373,3 +267,90 @@ def end_token_ids(
             source if isinstance(source, list | tuple) else () if source is None else (source,)
         )
     return frozenset(ids)
+
+
+MAX_NAMES = 8  # listed in an error message
+
+
+class WeightSlots:
+    """Writes (checkpoint name, tensor) pairs into a model's weights, each exactly once.
+
+    transformers keeps some weights otherwise than a checkpoint names them, e.g. all experts of a
+    layer in one tensor; a slot is then a view of the part that the checkpoint name stands for. Tied
+    weights are several names of one slot.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        has_conversions = bool(get_model_conversion_mapping(model, add_legacy=False))
+        self._slots: dict[str, Tensor] = {}
+        for name, weight in model.state_dict().items():
+            self._slots.update(
+                _checkpoint_views(model, name, weight) if has_conversions else {name: weight}
+            )
+        names_at: dict[int, list[str]] = {}
+        for name, slot in self._slots.items():
+            names_at.setdefault(slot.data_ptr(), []).append(name)
+        self._same_slot = {name: frozenset(names) for names in names_at.values() for name in names}
+
+    @torch.no_grad()
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy all pairs into the model, casting to its dtype; one name is enough for tied weights.
+        Raises ValueError that names unknown, repeated, misshapen and missing weights, after reading
+        all pairs: they may come from collectives, which every rank has to finish. The model is then
+        half updated."""
+        seen: set[str] = set()
+        problems: dict[str, list[str]] = {}
+        for name, tensor in weights:
+            if name not in self._slots:  # of a file that has a vision tower too
+                name = name.replace("model.language_model.", "model.", 1)
+            slot = self._slots.get(name)
+            if slot is None:
+                problems.setdefault("unknown", []).append(name)
+            elif name in seen:
+                problems.setdefault("received twice", []).append(name)
+            elif slot.shape != tensor.shape:
+                problems.setdefault("of another shape", []).append(
+                    f"{name} {list(tensor.shape)} (the model's: {list(slot.shape)})"
+                )
+            elif seen.isdisjoint(self._same_slot[name]):
+                slot.copy_(tensor)
+            elif not torch.equal(slot, tensor.to(slot)):
+                problems.setdefault("different from the weight they are tied to", []).append(name)
+            seen.add(name)
+        missing = [name for name in self._slots if seen.isdisjoint(self._same_slot[name])]
+        if missing:
+            problems["missing"] = missing
+        if problems:
+            raise ValueError(
+                "weights sent to the rollout engine are "
+                + "; ".join(f"{kind}: {_list(names)}" for kind, names in problems.items())
+            )
+
+
+def _checkpoint_views(model: PreTrainedModel, name: str, weight: Tensor) -> dict[str, Tensor]:
+    """Views of `weight`, the entry `name` of the model's state, by the checkpoint names of its
+    parts.
+
+    transformers' own rule for saving is applied to the flat index of every element; the indices of
+    each part that comes out tell the offset and strides of the view. Raises ValueError for a model
+    whose rule does more than rearrange one weight.
+    """
+    index = torch.arange(weight.numel()).view(weight.shape)
+    views = {}
+    for part_name, part in revert_weight_conversion(model, {name: index}).items():
+        offset = int(part.flatten()[0])
+        strides = [
+            int(part.select(d, 1).flatten()[0]) - offset if part.size(d) > 1 else 1
+            for d in range(part.dim())
+        ]
+        if not torch.equal(index.as_strided(part.shape, strides, offset), part):
+            raise ValueError(
+                f"the local engine cannot hold {type(model).__name__}: its weight {name!r} is no rearrangement of checkpoint weights"
+            )
+        views[part_name] = weight.as_strided(part.shape, strides, weight.storage_offset() + offset)
+    return views
+
+
+def _list(names: list[str]) -> str:
+    rest = len(names) - MAX_NAMES
+    return ", ".join(names[:MAX_NAMES]) + (f" and {rest} more" if rest > 0 else "")

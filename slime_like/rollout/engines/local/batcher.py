@@ -1,0 +1,120 @@
+"""Single requests, as agents and servers send them, decoded in batches."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from slime_like.rollout.engines.base import (
+    GenerateOutput,
+    GenerateRequest,
+    SamplingParams,
+)
+
+PAUSED_POLL_S = 0.002
+
+
+# (requests, sampling, aborted sample ids) -> after every token, the outputs that ended with it, by
+# index
+Decode = Callable[
+    [Sequence[GenerateRequest], SamplingParams, Collection[int]],
+    Iterator[dict[int, GenerateOutput]],
+]
+
+
+# (requests, sampling) -> how many of them are decoded together
+BatchSize = Callable[[Sequence[GenerateRequest], SamplingParams], int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    request: GenerateRequest
+    sampling: SamplingParams
+    answer: asyncio.Future[GenerateOutput]
+
+
+class Batcher:
+    """Batches of at most `batch_size` requests with equal sampling parameters, one batch at a time.
+    Requests that arrive while a batch is decoded wait for its end."""
+
+    def __init__(self, decode: Decode, batch_size: BatchSize, token_lock: threading.Lock) -> None:
+        """token_lock: held while a token is computed, and while weights are replaced."""
+        self.paused = False
+        self._decode = decode
+        self._batch_size = batch_size
+        self._waiting: deque[_Waiting] = deque()
+        self._running: list[_Waiting] = []
+        self._aborted: set[int] = set()
+        self._pump: asyncio.Task[None] | None = None
+        self._token_lock = token_lock
+
+    async def submit(self, request: GenerateRequest, sampling: SamplingParams) -> GenerateOutput:
+        loop = asyncio.get_running_loop()
+        if self._pump is None or self._pump.done() or self._pump.get_loop() is not loop:
+            self._waiting.clear()  # of an event loop that has ended
+            self._pump = loop.create_task(self._serve())
+        item = _Waiting(request, sampling, loop.create_future())
+        self._waiting.append(item)
+        try:
+            return await item.answer
+        except asyncio.CancelledError:
+            self.abort([request.sample_id])
+            raise
+
+    def abort(self, sample_ids: Collection[int] | None) -> None:
+        """Of what is being decoded after the next token; of what waits at once, with nothing."""
+
+        def wanted(item: _Waiting) -> bool:
+            return sample_ids is None or item.request.sample_id in sample_ids
+
+        self._aborted.update(item.request.sample_id for item in self._running if wanted(item))
+        for item in [item for item in self._waiting if wanted(item)]:
+            self._waiting.remove(item)
+            _answer(item, GenerateOutput(item.request.sample_id, (), (), "abort", ()))
+
+    async def _serve(self) -> None:
+        await asyncio.sleep(0)  # all requests of this turn of the loop go together
+        while self._waiting:
+            self._running = self._next_batch()
+            try:
+                await self._serve_batch(self._running)
+            except Exception as error:
+                for item in self._running:
+                    if not item.answer.done():
+                        item.answer.set_exception(error)
+            finally:
+                self._running = []
+                self._aborted.clear()
+
+    async def _serve_batch(self, batch: Sequence[_Waiting]) -> None:
+        tokens = self._decode([item.request for item in batch], batch[0].sampling, self._aborted)
+        while True:
+            while self.paused:
+                await asyncio.sleep(PAUSED_POLL_S)
+            with self._token_lock:
+                ended = next(tokens, None)
+            if ended is None:
+                return
+            for index, output in ended.items():
+                _answer(batch[index], output)
+            await asyncio.sleep(0)
+
+    def _next_batch(self) -> list[_Waiting]:
+        """The oldest request and others with its sampling parameters; equal prompts are neighbours,
+        so that each is computed once."""
+        sampling = self._waiting[0].sampling
+        alike = [item for item in self._waiting if item.sampling == sampling]
+        batch = alike[: self._batch_size([item.request for item in alike], sampling)]
+        for item in batch:
+            self._waiting.remove(item)
+        return sorted(
+            batch, key=lambda item: (len(item.request.prompt_tokens), item.request.prompt_tokens)
+        )
+
+
+def _answer(item: _Waiting, output: GenerateOutput) -> None:
+    if not item.answer.done():
+        item.answer.set_result(output)
