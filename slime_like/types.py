@@ -257,6 +257,9 @@ class MicroBatch:
     # of losses that choose tokens at random; equal on ranks that hold the same tokens, or sequences
     selection_seed: int = 0
     places: Tensor | None = None  # [T] int64: row where one process packs it; None: the row itself
+    # [T] int64 in [0, num_turns): the answer of each row where loss_mask is True
+    turn_ids: Tensor | None = None
+    num_turns: int = 0
     # [T, expert layers of this pipeline stage, topk] int16, negative where the router chooses
     # itself
     routes: Tensor | None = None

@@ -144,6 +144,8 @@ def agents_exclude(s: Settings) -> list[Problem]:
 def _cut_matters(s: ConfigGroups, loss: PolicyLoss) -> dict[str, tuple[bool, str]]:
     """By flag, whether the run uses what depends on how an episode is cut into sequences, and why."""
     estimator = advantage_estimators.get(s.algorithm.advantage_estimator)
+    by_turn = getattr(s.policy_loss, "gspo_ratio_level", None) == "turn"
+    turns = "; add --gspo-ratio-level turn" if loss.name == "gspo" else ""
     whole = "; the sequences of an episode have one reward, and their tokens none"
     return {
         "advantage_estimator": (
@@ -151,12 +153,12 @@ def _cut_matters(s: ConfigGroups, loss: PolicyLoss) -> dict[str, tuple[bool, str
             f" yet with {s.algorithm.advantage_estimator}{whole}",
         ),
         "policy_loss_type": (
-            loss.sequence_ratio or loss.name in _OF_SEQUENCES,
-            f" with {loss.name}: its loss depends on how an episode is cut into sequences",
+            (loss.sequence_ratio and not by_turn) or loss.name in _OF_SEQUENCES,
+            f" with {loss.name}: its loss depends on how an episode is cut into sequences{turns}",
         ),
         "sapo_ratio_level": (
             getattr(s.policy_loss, "sapo_ratio_level", None) == "sequence",
-            " with sequence, which depends on how an episode is cut into sequences",
+            " with sequence, which depends on how an episode is cut into sequences; turn does not",
         ),
         "use_opsm": (s.algorithm.use_opsm, ", as it masks whole sequences"),
         "tis_ratio_type": (

@@ -8,7 +8,7 @@ Only active tokens count; see `returns.gae`, and `tree_returns.py` for agents, w
 of the episode. The critic learns the returns A_t + V_t, taken before
 any whitening.
 
-With a lambda of its own for the critic (decoupled GAE of VC-PPO, arXiv 2503.01491, section 4.2) the
+With a separate lambda for the critic (decoupled GAE of VC-PPO, arXiv 2503.01491, section 4.2) the
 returns are those of a second estimate: lambda 1 lets the reward at the end of a long response reach
 the values of its first tokens, which a policy's lambda of 0.95 fades out after a hundred. VAPO,
 arXiv 2504.05118, section 4.2, has the policy's grow with the number l of the sample's active tokens:

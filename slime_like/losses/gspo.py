@@ -8,6 +8,10 @@ With D the mean log-ratio of the sequence over its original mask:
 Value and clip are the sequence's, the gradient by a token's log-prob is -A s. Where A is constant
 in a sequence and the reduction is a mean over sequences, this is the gradient of GSPO proper
 (equation 5). A geometric mean stays close to 1, so the range is narrow.
+
+With --gspo-ratio-level turn D is the mean over one answer of an agent, or of whatever the model wrote
+in a row: the ratio of a turn, as in Turn-PPO of arXiv 2511.20718, in the form of GSPO-token. A
+sequence with one answer has the same numbers.
 """
 
 from __future__ import annotations
@@ -23,6 +27,11 @@ from slime_like.losses.registry import register_policy_loss
 @dataclass(frozen=True, slots=True)
 class GSPOConfig(ClipConfig):
     eps_clip: float = arg(3e-4, "The ratio is bounded below by 1 - this.", legal=NON_NEGATIVE)
+    gspo_ratio_level: str = arg(
+        "sequence",
+        "GSPO: ratio of the whole sequence, or of each turn: an answer of an agent.",
+        choices=("sequence", "turn"),
+    )
 
 
 @register_policy_loss(
@@ -34,12 +43,14 @@ class GSPOConfig(ClipConfig):
 )
 def gspo(inputs: LossInputs, config: GSPOConfig) -> PolicyLossOutput:
     """Token losses [T]; the ratio of the metrics is s."""
-    return sequence_surrogate(inputs, config)
+    return sequence_surrogate(inputs, config, config.gspo_ratio_level)
 
 
-def sequence_surrogate(inputs: LossInputs, config: ClipConfig) -> PolicyLossOutput:
-    """PPO's surrogate on the ratio of the whole sequence, token losses [T]."""
-    ratio = inputs.sequence_log_ratio().exp()
+def sequence_surrogate(
+    inputs: LossInputs, config: ClipConfig, level: str = "sequence"
+) -> PolicyLossOutput:
+    """PPO's surrogate on the ratio of the whole sequence, or of the "turn", token losses [T]."""
+    ratio = inputs.sequence_log_ratio(level).exp()
     surrogate = clipped_surrogate(inputs, ratio, config)
     return PolicyLossOutput(
         surrogate.token_losses, {**ratio_metrics(inputs, ratio), **surrogate.metrics}

@@ -9,6 +9,7 @@ from typing import Any
 
 from slime_like.lazy import Tensor, dist, torch
 from slime_like.losses.ranks import sum_over_ranks
+from slime_like.losses.turns import turns_of
 from slime_like.metrics.typed import Metric, masked_max, masked_mean, masked_min, zero
 
 LOG_RATIO_CLAMP = 20.0
@@ -63,6 +64,10 @@ class LossInputs:
     label_log_probs: Tensor | None = None
     # [T, K] the teacher's probabilities of them, all 0 at a token without a teacher
     label_weights: Tensor | None = None
+    # [T] int64 in [0, num_turns): the answer of each active token, see `turns_of`; None: not looked
+    # up yet
+    turn_ids: Tensor | None = None
+    num_turns: int = 0
     # ranks that hold other rows of the same sequences; None: this one holds all
     cp_group: dist.ProcessGroup | None = None
 
@@ -103,11 +108,13 @@ class LossInputs:
             -LOG_RATIO_CLAMP, LOG_RATIO_CLAMP
         )
 
-    def sequence_log_ratio(self) -> Tensor:
+    def sequence_log_ratio(self, level: str = "sequence") -> Tensor:
         """log s_t of GSPO-token (arXiv 2507.18071, equation 14) [T], at most 10: its value is the
-        mean log-ratio of the sequence over the original mask, its gradient the token's own."""
+        mean log-ratio of the sequence over the original mask, its gradient the token's own. level:
+        "sequence", or "turn" for the mean of the answer."""
         log_probs = self.masked(self.log_probs)
-        mean = self.seq_mean(self.log_ratio().detach())
+        mean_of = self.turn_mean if level == "turn" else self.seq_mean
+        mean = mean_of(self.log_ratio().detach())
         return (log_probs - log_probs.detach() + mean).clamp(max=SEQUENCE_LOG_RATIO_CAP)
 
     def seq_sum(self, x: Tensor) -> Tensor:
@@ -118,17 +125,27 @@ class LossInputs:
     def seq_mean(self, x: Tensor) -> Tensor:
         """Mean of x over the active tokens of each sequence, on every row of it: [T] -> [T]; 0 in a
         sequence without any."""
-        own = self._own_sums(x)
-        sums, counts = sum_over_ranks(
-            torch.stack([own, self._own_sums(torch.ones_like(x))]), self.cp_group
-        )
-        return (sums / counts.clamp(min=1)).index_select(0, self.seq_ids)
+        return self._mean_of(x, self.seq_ids, self.num_seqs)
 
-    def _own_sums(self, x: Tensor) -> Tensor:
-        """[T] -> [S], over this rank's rows."""
+    def turn_mean(self, x: Tensor) -> Tensor:
+        """As `seq_mean`, of the active tokens of each answer; anything at inactive rows."""
+        if self.turn_ids is not None:
+            return self._mean_of(x, self.turn_ids, self.num_turns)
+        assert self.cp_group is None, "a rank that holds a part of a row cannot find its answers"
+        return self._mean_of(x, *turns_of(self.loss_mask, self.seq_ids))
+
+    def _mean_of(self, x: Tensor, ids: Tensor, count: int) -> Tensor:
+        own = self._own_sums(x, ids, count)
+        ones = self._own_sums(torch.ones_like(x), ids, count)
+        sums, counts = sum_over_ranks(torch.stack([own, ones]), self.cp_group)
+        return (sums / counts.clamp(min=1)).index_select(0, ids)
+
+    def _own_sums(self, x: Tensor, ids: Tensor | None = None, count: int | None = None) -> Tensor:
+        """[T] -> [S], or [count] by `ids` [T], over this rank's rows."""
         x = self.masked(x)
-        return torch.zeros(self.num_seqs, dtype=x.dtype, device=x.device).index_add(
-            0, self.seq_ids, x
+        size = self.num_seqs if count is None else count
+        return torch.zeros(size, dtype=x.dtype, device=x.device).index_add(
+            0, self.seq_ids if ids is None else ids, x
         )
 
 

@@ -29,8 +29,8 @@ class SAPOConfig(CheckedSettings):
     )
     sapo_ratio_level: str = arg(
         "token",
-        "SAPO: ratio of each token, or GSPO's ratio of the whole sequence.",
-        choices=("token", "sequence"),
+        "SAPO: ratio of each token, or GSPO's ratio of the whole sequence, or of the turn: an answer of an agent.",
+        choices=("token", "sequence", "turn"),
     )
 
 
@@ -43,9 +43,8 @@ class SAPOConfig(CheckedSettings):
 def sapo(inputs: LossInputs, config: SAPOConfig) -> PolicyLossOutput:
     """Token losses [T]."""
     advantages = inputs.required("advantages")
-    log_ratio = (
-        inputs.log_ratio() if config.sapo_ratio_level == "token" else inputs.sequence_log_ratio()
-    )
+    level = config.sapo_ratio_level
+    log_ratio = inputs.log_ratio() if level == "token" else inputs.sequence_log_ratio(level)
     ratio = log_ratio.exp()
     # not where() over two numbers, which rounds them to float32
     tau = torch.full_like(ratio, config.sapo_tau_neg).masked_fill(

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slime_like.losses.turns import turns_of
 from slime_like.megatron.ops.context_parallel import places_over_ranks, rows_of_rank
 from slime_like.types import MicroBatch, TrainSample
 
@@ -225,6 +226,9 @@ def pack(
     tokens, labels = rows.tokens_and_labels()
     real = rows.positions < rows.real_lengths[rows.seq_ids]
     needs_places = cp_size > 1 or equal_sequences
+    of_tokens = {name: rows.per_token(name) for name in PER_TOKEN}
+    assert of_tokens["loss_mask"] is not None
+    turn_ids, num_turns = turns_of(of_tokens["loss_mask"], rows.seq_ids)
     columns: dict[str, Tensor | None] = {
         "tokens": tokens.unsqueeze(0),
         "labels": labels.unsqueeze(0),
@@ -234,15 +238,16 @@ def pack(
         "cu_seqlens": rows.cu_seqlens,
         "is_padding": ~real,
         "places": rows.places() if needs_places else None,
+        "turn_ids": turn_ids,
         "routes": rows.routes(),
-        **{name: rows.per_token(name) for name in PER_TOKEN},
+        **of_tokens,
         **{name: rows.sets(name) for name in SETS},
     }
     moved: dict[str, Any] = {
         name: None if column is None else column.to(device) for name, column in columns.items()
     }
     assert moved["loss_mask"] is not None and moved["loss_weights"] is not None
-    return MicroBatch(**moved, max_seqlen=max(rows.lengths))
+    return MicroBatch(**moved, max_seqlen=max(rows.lengths), num_turns=num_turns)
 
 
 def rows_of_context_rank(batch: MicroBatch, cp_size: int, cp_rank: int) -> MicroBatch:

@@ -16,6 +16,7 @@ from benchmarks.parity.steps import (
     train,
 )  # applies the patches, before megatron-core is imported
 from slime_like.losses import LossInputs, LossOutput, LossTerms, policy_losses, total_loss
+from slime_like.losses.turns import turns_of
 from slime_like.megatron.ops.context_parallel import rows_of_rank
 from slime_like.metrics.typed import MetricAccumulator
 
@@ -103,6 +104,7 @@ def packed_inputs(cp: int, active: str) -> tuple[LossInputs, Tensor]:
         return size * torch.randn(total, generator=g, dtype=torch.float64)
 
     rewards = torch.randn(6, generator=g, dtype=torch.float64)[seq_ids]
+    turn_ids, num_turns = turns_of(mask, seq_ids)
     inputs = LossInputs(
         log_probs=old + noise(0.3),
         loss_mask=mask,
@@ -118,6 +120,8 @@ def packed_inputs(cp: int, active: str) -> tuple[LossInputs, Tensor]:
         rewards=rewards,
         nll_weights=torch.rand(total, generator=g, dtype=torch.float64),
         selection_seed=5,
+        turn_ids=turn_ids,
+        num_turns=num_turns,
     )
     return inputs, cu_seqlens
 
@@ -132,6 +136,8 @@ LOSS_CASES: dict[str, tuple[str, dict[str, Any], LossTerms]] = {
     "dpo": ("dpo", {"keep_mask": None}, LossTerms()),
     "dro": ("dro", {}, LossTerms()),
     "sapo of sequences": ("sapo", {}, LossTerms()),
+    "sapo of turns": ("sapo", {}, LossTerms()),
+    "gspo of turns": ("gspo", {}, LossTerms()),
     "ppo with opsm": ("ppo", {}, LossTerms(opsm_delta=0.01)),
     "ppo with all terms": ("ppo", {}, LossTerms(0.3, "k3", True, 0.1, 0.2)),
 }
@@ -141,6 +147,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "luspo": {"eps_clip": 0.05},
     "gmpo": {"gmpo_eps_low": 0.2, "gmpo_eps_high": 0.2},
     "sapo of sequences": {"sapo_ratio_level": "sequence"},
+    "sapo of turns": {"sapo_ratio_level": "turn"},
+    "gspo of turns": {"eps_clip": 0.05, "gspo_ratio_level": "turn"},
     "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.0},
 }
 

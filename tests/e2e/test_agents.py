@@ -158,22 +158,23 @@ def by_turns(sample: Sample) -> Sample:
     return dataclasses.replace(found[0], branches=tuple(found[1:]), metadata=metadata)
 
 
-ESTIMATORS: dict[str, dict[str, Any]] = {
+METHODS: dict[str, dict[str, Any]] = {
     "grpo": {},
+    "gspo": dict(advantage_estimator="grpo", policy_loss_type="gspo", gspo_ratio_level="turn", loss_reduction="rollout_mean", num_steps_per_rollout=2),
     "reinforce_plus_plus": dict(normalize_advantages="", gamma=0.9),
     "ppo": dict(gamma=0.95, lambd=0.9, critic_lr=1e-3),
-}
+}  # fmt: skip
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("method", METHODS)
 def test_the_loss_does_not_depend_on_the_cut(
-    server: TrainServer, work: Workspace, tmp_path: Path, estimator: str
+    server: TrainServer, work: Workspace, tmp_path: Path, method: str
 ) -> None:
     """A recorded rollout of agents that fork, as the tree's paths, as single answers, and on two
     ranks: the same loss and weights."""
     (tmp_path / "agent.py").write_text(BRANCHING)
-    shared = SIZES | dict(prompt_data=prompts(tmp_path), apply_chat_template=None, policy_loss_type="ppo", advantage_estimator=estimator, **ESTIMATORS[estimator])  # fmt: skip
+    shared = SIZES | dict(prompt_data=prompts(tmp_path), apply_chat_template=None, policy_loss_type="ppo", advantage_estimator=method) | METHODS[method]  # fmt: skip
     agent = dict(
         agent_function_path=f"{tmp_path}/agent.py:play", custom_rm_path=None, rm_type="zero"
     )
@@ -207,7 +208,7 @@ def test_the_loss_does_not_depend_on_the_cut(
         assert abs(other["train/grad_norm"] - whole["train/grad_norm"]) <= 1e-5
         for key in weights:
             torch.testing.assert_close(other_weights[key], weights[key], atol=3e-5, rtol=0)
-        if estimator == "ppo":
+        if method == "ppo":
             assert whole["train/value_loss"] > 0
             assert abs(other["train/value_loss"] - whole["train/value_loss"]) <= 1e-6
 

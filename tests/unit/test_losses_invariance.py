@@ -42,6 +42,8 @@ NEEDED: dict[str, dict[str, Any]] = {"dro": {"dro_beta": 0.3}}
 FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "dual_clip": ("ppo", {"eps_clip_c": 1.2}),
     "sapo_sequence": ("sapo", {"sapo_ratio_level": "sequence"}),
+    "sapo_turn": ("sapo", {"sapo_ratio_level": "turn"}),
+    "gspo_turn": ("gspo", {"eps_clip": 0.3, "gspo_ratio_level": "turn"}),
     "gspo_wide": ("gspo", {"eps_clip": 0.3}),
     "luspo_wide": ("luspo", {"eps_clip": 0.3}),
     "up_plain": ("up", {"eps_clip": 0.05, "eps_clip_c": 50.0}),

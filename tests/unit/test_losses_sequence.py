@@ -19,6 +19,7 @@ from slime_like.losses.gspo import GSPOConfig
 from slime_like.losses.luspo import LUSPOConfig
 from slime_like.losses.opsm import opsm_keep
 from slime_like.losses.ppo import PPOConfig
+from slime_like.losses.sapo import SAPOConfig
 from slime_like.losses.vespo import VESPOConfig
 from tests.unit.loss_cases import clamp20, doubles, gradient, make, value
 
@@ -403,3 +404,42 @@ def test_illegal_settings_are_named(make_config: Callable[[], Any], flag: str, w
         make_config()
     (problem,) = raised.value.problems
     assert problem.flag == flag and words in problem.message
+
+
+# two answers, one, none and one, of four sequences; sequences 1 and 2 adjoin
+TURN_MASK = torch.tensor([c == "1" for c in "0110111111100011"])
+TURN_SEQ_IDS = torch.tensor([int(c) for c in "0000000112233444"])
+TURNS = [[1, 2], [4, 5, 6], [7, 8], [9, 10], [14, 15]]
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("gspo", GSPOConfig(10.0, 10.0, gspo_ratio_level="turn")),
+        ("sapo", SAPOConfig(0.8, 0.8, "turn")),
+    ],
+)
+def test_the_ratio_of_a_turn_is_that_of_its_tokens(name: str, config: object) -> None:
+    """As one number for each answer, whatever sequence it is in; and each answer by itself, cut out,
+    has the same losses and gradients."""
+    generator = torch.Generator().manual_seed(3)
+    log_ratio, advantages = torch.randn(2, 16, generator=generator, dtype=torch.float64)
+    found, grads = [], []
+    for cut in (TURN_SEQ_IDS, None):
+        rows = torch.tensor([t for turn in TURNS for t in turn])
+        ids = torch.tensor([i for i, turn in enumerate(TURNS) for _ in turn])
+        if cut is not None:
+            rows, ids = torch.arange(16), cut
+        leaf, inputs = make(log_ratio[rows], advantages[rows], TURN_MASK[rows], ids)
+        losses = inputs.masked(policy_losses.get(name).fn(inputs, config).token_losses)
+        active = TURN_MASK[rows]
+        found.append(losses[active])
+        grads.append(torch.autograd.grad(losses.sum(), leaf)[0][active])
+    torch.testing.assert_close(found[0], found[1])
+    torch.testing.assert_close(grads[0], grads[1])
+    for i, turn in enumerate(TURNS):
+        s = math.exp(sum(float(log_ratio[t]) for t in turn) / len(turn))
+        for t, loss in zip(turn, found[0].detach()[sum(map(len, TURNS[:i])) :]):
+            a = float(advantages[t])
+            gate = 1 / (1 + math.exp(-0.8 * (s - 1)))
+            assert float(loss) == pytest.approx(-a * s if name == "gspo" else -a * 4 / 0.8 * gate)
