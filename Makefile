@@ -16,7 +16,7 @@ PYTEST := OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest -q -n $(TEST_W
 # Of our own modules too, where an image switches it off: hundreds of processes import them.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install demo test test-extended test-slow test-processors fuzz test-learning test-slurm sglang-env test-sglang cookbook-env test-cookbook newest-env test-newest trl-env bench-trl gpu-check docs-env docs lint format typecheck flags parity parity-full clean
+.PHONY: install demo test test-extended test-slow test-processors fuzz test-learning test-slurm sglang-env test-sglang cookbook-env test-cookbook newest-env test-newest see-env test-see trl-env bench-trl gpu-check docs-env docs lint format typecheck flags parity parity-full clean
 
 install: $(STAMP)
 
@@ -38,14 +38,14 @@ demo: install
 
 # about 5 minutes on 2 idle cores
 test: install
-	$(PYTEST) -m "not slow and not extended and not gpu and not slurm and not sglang and not cookbook and not learning" $(TESTS)
+	$(PYTEST) -m "not slow and not extended and not gpu and not slurm and not sglang and not cookbook and not see and not learning" $(TESTS)
 
 # more layouts, kills and servers of what make test does once
 test-extended: install
-	$(PYTEST) -m "extended and not slow" $(TESTS)
+	$(PYTEST) -m "extended and not slow and not see" $(TESTS)
 
 test-slow: install
-	$(PYTEST) -m "slow and not sglang and not cookbook" $(SLOW)
+	$(PYTEST) -m "slow and not sglang and not cookbook and not see" $(SLOW)
 
 # make test as a processor with fewer instructions than this one does it, and with other numbers of threads.
 test-processors:
@@ -107,6 +107,23 @@ newest-env:
 test-newest: install newest-env
 	$(MAKE) test VENV=$(NEWEST_ENV) PYTHON=$(NEWEST_PYTHON) TESTS="$(NEWEST_TESTS)"
 	OTHER_PYTHON=$(CURDIR)/$(NEWEST_ENV)/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs tests/dist/test_releases.py
+
+# The packages of the trackers, of the site and of a browser's remote control: 1 GB over those of .venv, which it reads too.
+SEE_ENV ?= .venv-see
+
+see-env: $(SEE_ENV)/.installed
+
+$(SEE_ENV)/.installed: pyproject.toml constraints.txt $(STAMP)
+	test -x $(SEE_ENV)/bin/python || $(BIN)/python -m venv $(SEE_ENV)
+	$(BIN)/python -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" \
+	  > $$($(SEE_ENV)/bin/python -c "import site; print(site.getsitepackages()[0])")/packages_of_dev.pth
+	$(SEE_ENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[see]"
+	@touch $@
+
+# The report and the site in a headless Chromium (apt-get install chromium), by axe-core too, and the trackers' files. -rs prints why tests
+# are skipped, where there is no browser.
+test-see: see-env
+	OMP_NUM_THREADS=1 $(SEE_ENV)/bin/python -m pytest -q -rs -m see tests/see
 
 # TRL in an environment of its own, to compare a step with.
 TRL_ENV ?= .venv-trl

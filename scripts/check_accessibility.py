@@ -1,51 +1,70 @@
-"""Check pages with axe-core in a headless Chromium, in light and in dark:
+"""Check pages with axe-core in a headless Chromium, in light, in dark and on a narrow screen:
 
-python scripts/check_accessibility.py node_modules/axe-core/axe.min.js outputs/site/index.html 'report.html#curves'
+.venv-see/bin/python scripts/check_accessibility.py outputs/site/index.html 'report.html#curves'
 
-Needs `pip install playwright`, `npm install axe-core` and a Chromium, Debian's or Playwright's.
+Needs `make see-env` and a Chromium, Debian's or Playwright's. tests/see checks a report and the site.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.resources
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-SETTLED_MS = 1500  # for what a page draws after it was loaded
+SETTLED_MS = 500  # for what a page draws after it was loaded
+SCREENS = (("light", 1200), ("dark", 1200), ("light", 360))  # colour scheme, width in pixels
 
 
-def violations(axe: str, pages: Sequence[str]) -> list[str]:
-    """A line for each rule that a page breaks.
+def axe_source() -> str:
+    """axe-core's JavaScript, as the package axe-playwright-python carries it."""
+    files = importlib.resources.files("axe_playwright_python")
+    return files.joinpath("axe.min.js").read_text(encoding="utf-8")
+
+
+def violations(browser: Any, axe: str, page: str, screens: Sequence[tuple[str, int]]) -> list[str]:
+    """A line for each rule that a page breaks on one of the screens.
 
     Args:
-        axe: the source of axe-core. pages: files, with #place where one has several.
+        browser: Playwright's. axe: the source of axe-core. page: a file, with #place where it has
+            several. screens: see SCREENS.
     """
-    found = []
+    return [line for screen in screens for line in _on_screen(browser, axe, page, screen)]
+
+
+def _on_screen(browser: Any, axe: str, page: str, screen: tuple[str, int]) -> Iterator[str]:
+    scheme, width = screen
+    tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    file, _, place = page.partition("#")
+    tab.goto(f"{Path(file).resolve().as_uri()}#{place}")
+    tab.wait_for_timeout(SETTLED_MS)
+    tab.evaluate(axe)
+    found = tab.evaluate("axe.run()")
+    tab.close()
+    if not found["passes"]:
+        yield f"{scheme} {width} {page}: axe-core found nothing to check"
+    for rule in found["violations"]:
+        node = rule["nodes"][0]
+        why = node["any"][0]["message"] if node["any"] else rule["help"]
+        yield (
+            f"{scheme} {width} {page}: {rule['id']} ({rule['impact']}), {len(rule['nodes'])} times,"
+            f" first at {node['target']}: {why}"
+        )
+
+
+def main(pages: Sequence[str]) -> int:
     with importlib.import_module("playwright.sync_api").sync_playwright() as playwright:
         chromium = shutil.which("chromium") or shutil.which("chromium-browser")
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        for scheme in ("light", "dark"):
-            for name in pages:
-                tab = browser.new_page(viewport={"width": 1200, "height": 900}, color_scheme=scheme)
-                file, _, place = name.partition("#")
-                tab.goto(f"{Path(file).resolve().as_uri()}#{place}")
-                tab.wait_for_timeout(SETTLED_MS)
-                tab.evaluate(axe)
-                for rule in tab.evaluate("axe.run()")["violations"]:
-                    node = rule["nodes"][0]
-                    why = node["any"][0]["message"] if node["any"] else rule["help"]
-                    found.append(
-                        f"{scheme} {name}: {rule['id']} ({rule['impact']}), {len(rule['nodes'])} times,"
-                        f" first at {node['target']}: {why}"
-                    )
-                tab.close()
+        axe = axe_source()
+        lines = [line for page in pages for line in violations(browser, axe, page, SCREENS)]
         browser.close()
-    return found
+    print("\n".join(lines) or "no violations")
+    return int(bool(lines))
 
 
 if __name__ == "__main__":
-    lines = violations(Path(sys.argv[1]).read_text(encoding="utf-8"), sys.argv[2:])
-    print("\n".join(lines) or "no violations")
-    sys.exit(bool(lines))
+    sys.exit(main(sys.argv[1:]))

@@ -205,9 +205,17 @@ def problems(site: Path) -> list[str]:
     return found
 
 
+def search_from_a_folder(site: Path) -> None:
+    """The index of the search once more, as a script: a page that was opened from a folder may read
+    no JSON."""
+    index = (site / "search/search_index.json").read_text("utf-8")
+    (site / "search/search_index.js").write_text(f"var __index = {index}", "utf-8")
+
+
 def on_post_build(config: Any) -> None:
     from mkdocs.exceptions import PluginError
 
+    search_from_a_folder(Path(config.site_dir))
     found = problems(Path(config.site_dir))
     if found:
         raise PluginError("\n".join(["links of the built site:", *found]))

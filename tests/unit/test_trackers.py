@@ -1,5 +1,5 @@
-"""Trackers: the files of W&B (offline), MLflow, Trackio and TensorBoard hold the numbers of
-metrics.jsonl, and one that fails or hangs is reported once and stops nothing."""
+"""Trackers: TensorBoard's files hold the numbers of metrics.jsonl, and a tracker that fails or hangs
+is reported once and stops nothing. Those of other packages are in tests/see."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import importlib
 import json
 import logging
 import math
-import sqlite3
-import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -63,77 +60,19 @@ def jsonl_numbers(folder: Path) -> dict[tuple[str, int], float]:
     }
 
 
-def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    write(tmp_path, "mlflow", tracker_project="p", tracker_run_name="first")
-    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    experiment = client.get_experiment_by_name("p")
-    (run,) = client.search_runs([experiment.experiment_id])
-    assert run.info.run_name == "first" and run.info.status == "FINISHED"
-    assert run.data.params["lr"] == "0.001"
-    histories = [client.get_metric_history(run.info.run_id, name) for name in run.data.metrics]
-    found = {(m.key, m.step): m.value for history in histories for m in history}
-    assert_same(found)
-    assert_same(jsonl_numbers(tmp_path))
+def tensorboard_numbers(folder: Path) -> dict[tuple[str, int], float]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-
-def records_of(path: Path) -> Iterator[bytes]:
-    """The records of a .wandb file: LevelDB's log format after a header of 7 bytes."""
-    data, block, place, held = path.read_bytes(), 32768, 7, b""
-    while place + 7 <= len(data):
-        if block - place % block < 7:  # the rest of a block is empty
-            place += block - place % block
-            continue
-        size, kind = struct.unpack_from("<HB", data, place + 4)
-        held += data[place + 7 : place + 7 + size]
-        place += 7 + size
-        if kind in (1, 4):  # whole, or the last part
-            yield held
-            held = b""
-
-
-def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
-    from wandb.proto import wandb_internal_pb2
-
-    monkeypatch.setattr(sys, "argv", ["train.py", "--wandb-key", "SECRET-key"])
-    write(tmp_path, "wandb", wandb_mode="offline", tracker_project="p", tracker_run_name="first")
-    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    found: dict[tuple[str, int], float] = {}
-    run = None
-    assert b"SECRET" not in path.read_bytes()
-    for data in records_of(path):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.HasField("run"):
-            run = run or record.run
-        if record.HasField("history"):
-            items = {"/".join(i.nested_key) or i.key: i.value_json for i in record.history.item}
-            step = int(items.pop("rollout"))
-            found |= {(n, step): float(json.loads(v)) for n, v in items.items() if n[0] != "_"}
-    assert_same(found)
-    assert run is not None and run.project == "p" and run.display_name.startswith("first_")
-
-
-def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read by its import
-    pytest.importorskip("trackio")
-    write(tmp_path, "trackio", tracker_project="p", tracker_run_name="first")
-    with sqlite3.connect(tmp_path / "trackio" / "p.db") as connection:
-        rows = connection.execute("select step, metrics from metrics").fetchall()
-    found = {(n, step): float(v) for step, text in rows for n, v in json.loads(text).items()}
-    assert_same(found)
+    board = EventAccumulator(str(folder / "tensorboard"))
+    board.Reload()
+    return {(n, e.step): e.value for n in board.Tags()["scalars"] for e in board.Scalars(n)}
 
 
 def test_tensorboard_holds_them_as_float32(tmp_path: Path) -> None:
     import numpy
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     write(tmp_path, "jsonl")
-    board = EventAccumulator(str(tmp_path / "tensorboard"))
-    board.Reload()
-    found = {(n, e.step): e.value for n in board.Tags()["scalars"] for e in board.Scalars(n)}
+    found = tensorboard_numbers(tmp_path)
     wanted = jsonl_numbers(tmp_path)
     assert found.keys() == wanted.keys()
     assert numpy.array_equal(

@@ -1,19 +1,12 @@
-"""The report in a headless Chromium: what a reader sees, by keyboard too, and how soon.
-
-Needs Playwright (`pip install playwright`) and a Chromium, Debian's or Playwright's.
-"""
+"""The report in a headless Chromium: what a reader sees, by keyboard too, and how soon."""
 
 from __future__ import annotations
 
 import base64
 import json
 import random
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from slime_like.metrics.logger import MetricsLogger
 from slime_like.report.page import page, write_page
@@ -21,35 +14,7 @@ from slime_like.report.read import Run, read_run
 from slime_like.report.rollouts import COLUMNS, Samples
 from tests.unit.test_report import HOSTILE, write_run
 
-sync_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 MANY, OPENS_IN_S = 10_000, 15.0  # about 1 s where no other program runs
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        try:
-            found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        except sync_api.Error as error:
-            pytest.skip(f"no Chromium: {str(error).splitlines()[0]}")
-        yield found
-        found.close()
-
-
-@pytest.fixture
-def tab(browser: Any) -> Iterator[Any]:
-    tab = browser.new_page(viewport={"width": 1100, "height": 800})
-    tab.problems = []
-    tab.on("pageerror", lambda error: tab.problems.append(str(error)))
-    tab.on("console", lambda message: message.type == "error" and tab.problems.append(message.text))
-    tab.on(
-        "request",
-        lambda request: request.url.startswith("http") and tab.problems.append(request.url),
-    )
-    yield tab
-    assert tab.problems == []
-    tab.close()
 
 
 def show(tab: Any, path: Path, place: str) -> None:
@@ -143,7 +108,6 @@ def contrast(one: str, other: str) -> float:
     return (max(lights) + 0.05) / (min(lights) + 0.05)
 
 
-@pytest.mark.extended
 def test_many_samples_open_soon(tab: Any, tmp_path: Path) -> None:
     """10,000 samples of about 150 tokens: the page is usable, and so is one of them."""
     rng = random.Random(1)
