@@ -198,7 +198,7 @@ def joined_ranges(ranges: Sequence[slice]) -> Tensor:
     """[N]: the numbers of all ranges, one range after another."""
     first = torch.tensor([r.start for r in ranges], dtype=torch.int64)
     counts = torch.tensor([r.stop - r.start for r in ranges], dtype=torch.int64)
-    shifts = first - (counts.cumsum(0) - counts)  # of each range from where it stands among all
+    shifts = first - (counts.cumsum(0) - counts)  # of each range, from its place among all
     return torch.arange(int(counts.sum())) + shifts.repeat_interleave(counts)
 
 
@@ -279,7 +279,7 @@ def join_context_ranks(values: Tensor, batches: Sequence[MicroBatch], cp_size: i
 def with_selection_seeds(
     batches: Sequence[MicroBatch], seed: int, step: int, dp_rank: int
 ) -> list[MicroBatch]:
-    """Give each micro-batch of an optimizer step a seed of its own, of 32 bits, which is all that
+    """Give each micro-batch of an optimizer step its own seed, of 32 bits, which is all that
     torch's generator on the host reads.
 
     All data-parallel ranks have as many micro-batches, so that their place in the step does not

@@ -29,13 +29,17 @@ class FamilyLayouts:
     _models: dict[str, str] = field(default_factory=dict)
 
     def check(self, ranks: int, cells: Cells, folder: Path) -> None:
-        for family, _ in cells:
-            self._run_on_one_process(family)
-        for found in self._launch(ranks, cells, folder):
+        for found in self.measure(ranks, cells, folder):
             assert len(found) == len(cells)
             for name, apart in found.items():
                 for what, limit in self.limits.items():
                     assert apart[what] < limit, (name, what, apart)
+
+    def measure(self, ranks: int, cells: Cells, folder: Path) -> list[dict[str, dict[str, Any]]]:
+        """By rank and cell, how far its numbers are from those of one process."""
+        for family, _ in cells:
+            self._run_on_one_process(family)
+        return self._launch(ranks, cells, folder)
 
     def _run_on_one_process(self, family: str) -> None:
         """Once; its numbers lie beside the model."""

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -134,18 +135,31 @@ CELLS = {
         ("Qwen3NextForCausalLM", f"{TP2} {CP2} {EP2} {RECOMPUTE['recompute']}"),
     ],
 }
+# what benchmarks/families_table.py runs of every family, by number of processes
+OF_EVERY_DENSE = {2: [TP2, CP2, "--micro-batch-size 1"], 4: [f"{TP2} {PP2}"]}
+OF_EVERY_EXPERTS = {
+    2: [TP2_EP2, f"{CP2} {EP2}", "--micro-batch-size 1"],
+    4: [f"{PP2} {EP2}"],
+}
 IN_MAKE_TEST = [("Qwen3NextForCausalLM", f"{CP2} {EP2}")]
 
 
 @pytest.fixture(scope="module")
 def layouts(tmp_path_factory: pytest.TempPathFactory) -> FamilyLayouts:
+    return family_layouts(tmp_path_factory.mktemp("models"))
+
+
+def family_layouts(folder: Path) -> FamilyLayouts:
+    """Of the tiny models of `CASES`, with four layers."""
+
     def make(family: str, folder: Path) -> None:
         like, changes = CASES[family]
+        if "layer_types" in changes:
+            changes = changes | {"layer_types": [*changes["layer_types"], "full_attention"]}
         make_tiny_model(like, folder, num_hidden_layers=4, **changes)
 
     # the norm megatron-core takes in float32; of it a parameter that is cut is easily left out
     limits = {**EXACT, "grad_norm": 1e-6}
-    folder = tmp_path_factory.mktemp("models")
     return FamilyLayouts(folder, make, lambda family: "", limits, timeout_s=450)
 
 
@@ -231,37 +245,62 @@ def test_against_transformers(name: str, alone: Any, tmp_path: Path) -> None:
 def check_against_transformers(
     like: str, changes: dict[str, Any], alone: Any, tmp_path: Path
 ) -> None:
-    reference = make_tiny_model(like, tmp_path / "model", **changes)
+    for dtype, found in measure(like, changes, alone, tmp_path).items():
+        for differences in (found.of_transformers, found.of_alone):
+            far = {
+                name: d
+                for name, d in differences.items()
+                if d > max(LIMITS[dtype], 3 * found.rounding[name])
+            }
+            assert not far, (dtype, far)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Differences by tensor, relative to its norm. of_transformers: logits and gradients; of_alone:
+    the logits of packed rows from those of each sequence alone; rounding: transformers' float32
+    from its float64, on this processor."""
+
+    of_transformers: dict[str, float]
+    of_alone: dict[str, float]
+    rounding: dict[str, float]
+
+
+def measure(
+    like: str, changes: dict[str, Any], alone: Any, folder: Path
+) -> dict[torch.dtype, Measured]:
+    """A tiny model of a family, written into an empty folder, in float64 and in float32. That the
+    exported weights are the file's, bit by bit, is asserted."""
+    reference = make_tiny_model(like, folder / "model", **changes)
     generator = torch.Generator().manual_seed(3)
     vocab = reference.config.get_text_config().vocab_size
     tokens = [torch.randint(vocab, (n,), generator=generator) for n in LENGTHS]
     shares = [torch.randn(n, vocab, generator=generator, dtype=torch.float64) for n in LENGTHS]
     exact: dict[str, Tensor] = {}
-    for dtype, limit in reversed(LIMITS.items()):
+    measured = {}
+    for dtype in reversed(LIMITS):
         coefficients = [c.to(dtype) for c in shares]
         with WithoutFloat32() if dtype == torch.float64 else nullcontext():
             theirs = type(reference)(reference.config).to(dtype).eval()
             theirs.load_state_dict(reference.state_dict())
-            ours = Ours(tmp_path / "model", alone, dtype)
+            ours = Ours(folder / "model", alone, dtype)
             stored = read(ours.folder, convert_worker.stored_weights(ours.folder))
             exported = ours.exported()
             assert exported.keys() == stored.keys()
             assert all(torch.equal(exported[n], t.to(dtype)) for n, t in stored.items())
-            logits, expected = of_transformers(theirs, tokens, coefficients, tmp_path / "grads")
+            logits, expected = of_transformers(theirs, tokens, coefficients, folder / "grads")
             packed = ours.logits(tokens)
             objective(packed, coefficients).backward()
             singly = torch.cat([ours.logits([row])[0] for row in tokens]).detach()
         whole = torch.cat(packed).detach()
         others = {"logits": torch.cat(logits), **read(ours.folder, expected)}
         exact = exact or others
-        # how far one implementation's float32 is from its float64, on this processor
-        rounding = apart(others, exact)
-        for found, other in (
-            ({"logits": whole, **ours.gradients()}, others),
-            ({"logits": whole}, {"logits": singly}),
-        ):
-            far = {n: d for n, d in apart(found, other).items() if d > max(limit, 3 * rounding[n])}
-            assert not far, (dtype, far)
+        measured[dtype] = Measured(
+            apart({"logits": whole, **ours.gradients()}, others),
+            apart({"logits": whole}, {"logits": singly}),
+            apart(others, exact),
+        )
+    return measured
 
 
 def test_experts_in_one_tensor(alone: Any, tmp_path: Path) -> None:

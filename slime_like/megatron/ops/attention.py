@@ -97,7 +97,7 @@ class _Pad(torch.autograd.Function):
 
 
 class _Unpad(torch.autograd.Function):
-    """The inverse: what stands on the places of rows, (T, ...)."""
+    """The inverse: what is at the places of rows, (T, ...)."""
 
     @staticmethod
     def forward(ctx: Any, padded: Tensor, places: Tensor) -> Tensor:
