@@ -19,6 +19,7 @@ from slime_like.agents.credit import add_reward
 from slime_like.agents.messages import BadRequest, ContextExceeded
 from slime_like.agents.openai_api import chat_ask, chat_json, chat_stream
 from slime_like.agents.responses_api import responses_ask, responses_json
+from slime_like.agents.responses_stream import responses_stream
 from slime_like.agents.sessions import (
     Ask,
     Choice,
@@ -248,7 +249,8 @@ async def _count(request: Request, session: Session, body: Body) -> Response:
 async def _responses(request: Request, session: Session, body: Body) -> Response:
     ask = responses_ask(body, session.sampling)
     (choice,) = await answered(request, session, ask)
-    return as_json(responses_json(choice, name_of(body)))
+    answer = responses_json(choice, name_of(body))
+    return stream(responses_stream(answer)) if body.get("stream") else as_json(answer)
 
 
 async def _rewards(request: Request, session: Session, body: Body) -> Response:

@@ -1,4 +1,4 @@
-"""OpenAI's responses, whole: without a stream and without a state on this side."""
+"""OpenAI's responses, without a state on this side."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from slime_like.rollout.engines.base import SamplingParams
 
 _KNOWN = {
     "model", "input", "instructions", "tools", "max_output_tokens", "temperature", "top_p", "metadata", "user", "store", "truncation",
-    "service_tier", "safety_identifier", "prompt_cache_key",
+    "service_tier", "safety_identifier", "prompt_cache_key", "stream",
 }  # fmt: skip
 _NEUTRAL: Mapping[str, Sequence[object]] = {
-    "stream": (False,),
+    "stream_options": ({}, {"include_obfuscation": False}),
     "tool_choice": ("auto", "none"),
     "parallel_tool_calls": (True,),
     "background": (False,),

@@ -189,8 +189,8 @@ def test_responses_and_streams() -> None:
             items.append({"type": "function_call_output", "call_id": call["call_id"], "output": "sun"})  # fmt: skip
         second = await post(client, "/v1/responses", input=items, tools=tools)
         assert second["output"][0]["content"][0]["text"] == "sunny"
-        refused = await post(client, "/v1/responses", 400, input="x", stream=True)
-        assert "stream = true is not offered" in refused["error"]["message"]
+        refused = await post(client, "/v1/responses", 400, input="x", background=True)
+        assert "background = true is not offered" in refused["error"]["message"]
         body = dict(messages=[user("a")], stream=True, stream_options={"include_usage": True})
         async with client.stream("POST", "/v1/chat/completions", json=body) as stream:
             lines = [line[6:] async for line in stream.aiter_lines() if line]

@@ -61,6 +61,63 @@ def test_the_openai_package() -> None:
     assert sample.metadata["agent"]["foreign_messages"] == 0
 
 
+FUNCTION: Any = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": None}  # fmt: skip
+
+
+def test_the_openai_package_reads_streamed_responses() -> None:
+    """By `create(stream=True)` and by `stream`, which rebuilds the response from its events: thoughts,
+    text and parallel calls; what it rebuilt, sent back, continues the answer's tokens."""
+    openai = pytest.importorskip("openai", reason="pip install openai")
+    engine = Engine("<think>\nhm\n</think>\n\nI ask." + CALL, "sunny", "é" * 9)
+
+    async def play(task: Task) -> float:
+        client = task.openai()
+        items: list[Any] = [{"role": "user", "content": task.prompt}]
+        fixed: dict[str, Any] = dict(model="any", tools=[FUNCTION])
+        kinds: list[str] = []
+        numbers = []
+        async with client.responses.stream(input=items, **fixed) as events:
+            async for event in events:
+                kinds.append(event.type.removeprefix("response."))
+                numbers.append(event.sequence_number)
+            first = await events.get_final_response()
+        assert numbers == list(range(len(kinds)))
+        assert kinds[:2] == ["created", "in_progress"] and kinds[-1] == "completed"
+        assert [o.type for o in first.output] == ["reasoning", "message", "function_call", "function_call"]  # fmt: skip
+        assert kinds.count("output_item.added") == kinds.count("output_item.done") == 4
+        assert kinds.count("reasoning_text.delta") == kinds.count("output_text.delta") == 1
+        assert kinds.count("function_call_arguments.done") == 2
+        assert first.output_text == "I ask." and first.usage.output_tokens == len(engine.written[0])
+        calls = [o for o in first.output if o.type == "function_call"]
+        assert [json.loads(c.arguments)["city"] for c in calls] == ["Paris", "Rome"]
+        items += [o.model_dump(exclude_none=True) for o in first.output]
+        for call in calls:
+            items.append({"type": "function_call_output", "call_id": call.call_id, "output": "sun"})
+        text, last = "", None
+        async for event in await client.responses.create(input=items, stream=True, **fixed):
+            last = event
+            if event.type == "response.output_text.delta":
+                text += event.delta
+        assert text == "sunny" and last.response.output_text == "sunny"
+        async for event in await client.responses.create(
+            input="hello", stream=True, model="any", max_output_tokens=3
+        ):
+            last = event
+        assert last.type == "response.incomplete"
+        assert last.response.incomplete_details.reason == "max_output_tokens"
+        with pytest.raises(openai.BadRequestError, match="background = true is not offered"):
+            await client.responses.create(input="x", stream=True, background=True, model="any")
+        await client.close()
+        return 1.0
+
+    (sample,) = episodes(play, engine, 1)
+    assert sample.metadata.get("failure") is None
+    assert trained(sample) == [t for tokens in engine.written[:2] for t in tokens]
+    (branch,) = sample.branches
+    assert trained(branch) == list(engine.written[2])
+    assert sample.metadata["agent"]["foreign_messages"] == 0
+
+
 def test_the_anthropic_package() -> None:
     pytest.importorskip("anthropic", reason="pip install anthropic")
     engine = Engine("<think>\nhm\n</think>\n\nI ask." + CALL, "sunny", "streamed words")
