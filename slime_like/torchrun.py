@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime_like.distributed.signals import LAUNCHER_STATUS_FILE
+from slime_like.distributed.signals import CTRL_C_STATUS, LAUNCHER_STATUS_FILE, end_with
 
 SHUTDOWN_S = "600"
 NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -34,7 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="slime_like-") as folder:
         left = Path(folder, "status")
         os.environ[LAUNCHER_STATUS_FILE] = str(left)
-        status = _run(argv)
+        try:
+            status = _run(argv)
+        except KeyboardInterrupt:  # before there were ranks to end
+            print("interrupted", file=sys.stderr, flush=True)
+            return CTRL_C_STATUS
         if status and left.exists():
             return int(left.read_text(encoding="ascii"))
         return status
@@ -45,8 +49,10 @@ def _run(argv: Sequence[str] | None) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # it reports in many lines what the ranks have reported
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # it reports in many lines what the ranks have reported; each of its loggers has its own level
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.run").setLevel(logging.ERROR)
     fewest, most = run.parse_min_max_nnodes(run.parse_args(argv).nnodes)
     if fewest < most:
@@ -87,4 +93,4 @@ def _status_of(failures: Mapping[int, Any]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main())

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 # sysexits.h: try again later. Told apart from a finished run (0) and a failed one (1) by whoever
 # starts the next
@@ -113,6 +115,16 @@ def end_at_once(rank: int, *, resumable: bool, numbers: Sequence[signal.Signals]
     for number in numbers:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, end)
+
+
+def end_with(status: int) -> NoReturn:
+    """End this process. After Ctrl-C in the middle of an import Python would end itself by SIGINT,
+    whatever the status."""
+    if status == CTRL_C_STATUS:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def leave_status(status: int, rank: int) -> None:

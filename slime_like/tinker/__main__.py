@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from slime_like.checkpoints.lock import FolderInUse, FolderLock
+from slime_like.distributed.signals import CTRL_C_STATUS, end_with
 from slime_like.logs import set_up_logging
 from slime_like.metrics.startup import Startup
 
@@ -22,6 +23,16 @@ logger = logging.getLogger(__name__)
 
 def main() -> int:
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        return serve(rank, world_size)
+    except KeyboardInterrupt:  # while it starts
+        if rank == 0:
+            print("interrupted", file=sys.stderr, flush=True)
+        return CTRL_C_STATUS
+
+
+def serve(rank: int, world_size: int) -> int:
+    """Returns the exit status. Raises SystemExit for what the command line asks or gets wrong."""
     asks = bool(ANSWERS & set(sys.argv))
     if not asks:
         set_up_logging(rank)
@@ -49,4 +60,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main())

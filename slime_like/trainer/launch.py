@@ -35,6 +35,7 @@ from slime_like.distributed.failure_report import (
 from slime_like.distributed.signals import (
     CTRL_C_STATUS,
     INTERRUPTED_STATUS,
+    LAUNCHER_STATUS_FILE,
     STATUS_FILE,
     end_at_once,
     leave_status,
@@ -297,7 +298,9 @@ def command_to_continue(config: RunConfig, world_size: int) -> str:
     program = ["slime-like", "train"] if by_name else ["train.py"]
     if world_size > 1:
         ranks = os.environ.get("LOCAL_WORLD_SIZE", str(world_size))
-        launcher = ["torchrun", "--nproc-per-node", ranks, *(["--no-python"] if by_name else [])]
+        ours = os.environ.get(LAUNCHER_STATUS_FILE)
+        launcher = ["python", "-m", "slime_like.torchrun"] if ours else ["torchrun"]
+        launcher += ["--nproc-per-node", ranks, *(["--no-python"] if by_name else [])]
     else:
         launcher = [] if by_name else ["python"]
     return shlex.join([*launcher, *program, *argv])

@@ -3,6 +3,7 @@ left for the script that started a run."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from tests.unit.command_lines import HF_CONFIG
 
 ROOT = Path(__file__).resolve().parents[2]
 CATCH = """
@@ -54,6 +57,32 @@ def test_a_signal_that_comes_again_at_once_is_the_same(name: str, words: str, ti
     done = run(CATCH, name, *["60"] * times)
     assert (done.returncode, done.stdout) == (0, f"{words}\n"), done.stderr
     assert done.stderr.count("the run ends after this rollout") == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "imported"),
+    [("slime_like.torchrun", "torch"), ("slime_like.tinker", "megatron_patches")],
+)
+def test_ctrl_c_in_an_import_is_one_word(tmp_path: Path, module: str, imported: str) -> None:
+    """Imports take seconds, and Python ends itself by SIGINT when an import was
+    interrupted."""
+    (tmp_path / f"{imported}.py").write_text(
+        "import os, signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
+    words = ["--hf-checkpoint", tmp_path, "--server-dir", tmp_path / "server"]
+    done = subprocess.run(
+        [sys.executable, "-m", module, *map(str, words)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
