@@ -10,6 +10,7 @@ Why       megatron-core hands this optimizer the model's bf16 parameters themsel
           rounded to bf16. And where weights are written from outside, main parameters kept by the
           optimizer would stay the old ones, and the next step would bring these back.
 How       `PrecisionAwareAdam` has FusedAdam's interface; everything else, checkpoints too, is megatron-core's own code for it.
+          The norm is replaced when the first such optimizer is built.
 When      Neither Transformer Engine nor Apex.
 Versions  megatron-core 0.16.1 to 0.19. (OptimizerConfig's own check for Transformer Engine: see
 arguments/megatron_configs.py.)
@@ -178,6 +179,7 @@ def install() -> None:
     def build(config: Any, *args: Any, **kwargs: Any) -> Any:
         if not config.use_precision_aware_optimizer or config.optimizer_cpu_offload:
             return was_build(config, *args, **kwargs)
+        clip_grads.l2_norm_impl = norm
         kept = optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER
         optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = PrecisionAwareAdam, False
         try:
@@ -203,7 +205,6 @@ def install() -> None:
     optimizer.is_te_min_version = lambda *version, **how: False
     setattr(optimizer, BUILD.rpartition(":")[2], build)
     find(NAME, RELOAD.rpartition(".")[0])._copy_model_params_to_main_params = reload
-    clip_grads.l2_norm_impl = norm
 
 
 def _norm_in_fp32(gradient: Tensor) -> Tensor:

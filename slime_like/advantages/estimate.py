@@ -4,7 +4,7 @@ either kind."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from slime_like.advantages.distillation import prefix_weights
@@ -12,8 +12,8 @@ from slime_like.advantages.kl_reward import sample_kl
 from slime_like.advantages.outcome import (
     SINGLETONS,
     Singleton,
-    compute_advantages,
     finite_rewards,
+    outcome_advantages,
     over_groups,
 )
 from slime_like.advantages.registry import (
@@ -39,7 +39,7 @@ from slime_like.losses.inputs import require_ids, require_samples, require_shape
 
 @dataclass(frozen=True, slots=True)
 class AdvantageSettings(CheckedSettings):
-    """How rewards become advantages."""
+    """How rewards become advantages. entry: what `advantage_estimators` has under the name."""
 
     estimator: str
     normalize_std: bool = arg(True, "Divide by the standard deviation of the group.")
@@ -55,6 +55,11 @@ class AdvantageSettings(CheckedSettings):
     distillation_coef: float = arg(0.0, "Of the gap to the teacher.", legal=NON_NEGATIVE)
     distillation_only: bool = arg(False, "Rewards give no advantage.")
     prefix_gamma: float = arg(0.0, "Of the gap's weight by its prefix.", legal=NON_NEGATIVE)
+    entry: AdvantageEstimator = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "entry", advantage_estimators.get(self.estimator))
+        CheckedSettings.__post_init__(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +155,7 @@ def estimate_advantages(
     """
     require_samples(masks, mine=mine, kl=kl, teacher_gap=teacher_gap, critic_values=critic_values)
     require_samples(masks, energies=energies)
-    entry = advantage_estimators.get(settings.estimator)
+    entry = settings.entry
     if given is None:
         _require_token_rewards_taken(entry, outcomes)
     rewards, penalised, metrics = _penalised(settings, outcomes, kl, mine, group)
@@ -159,7 +164,7 @@ def estimate_advantages(
     if given is not None:
         values, found, targets = [value.double() for value in given[0]], {}, given[1]
     elif isinstance(entry, OutcomeEstimator):
-        values, found = _by_sample(settings, outcomes, penalised, mine, masks)
+        values, found = _by_sample(entry, settings, outcomes, penalised, mine, masks)
     elif outcomes.parts is not None:
         raise ValueError(f"{entry.name} takes one reward a response, and parts were given")
     elif isinstance(entry, TurnEstimator):
@@ -246,6 +251,7 @@ def _per_token(totals: Tensor, outcomes: Outcomes) -> float:
 
 
 def _by_sample(
+    entry: OutcomeEstimator,
     settings: AdvantageSettings,
     outcomes: Outcomes,
     penalised: Tensor,
@@ -259,8 +265,8 @@ def _by_sample(
             torch.where(mask & bool(finite[i]), penalised[i], 0.0) for i, mask in zip(mine, masks)
         ]
         return values, {"reward/nonfinite": float((~finite).sum())}
-    output = compute_advantages(
-        settings.estimator,
+    output = outcome_advantages(
+        entry,
         rewards=penalised,
         group_ids=outcomes.group_ids,
         lengths=outcomes.lengths,

@@ -69,6 +69,28 @@ def compute_advantages(
         raise ValueError(
             f"{estimator} gives each token its own advantage; see slime_like.advantages.estimate_advantages"
         )
+    return outcome_advantages(
+        entry,
+        rewards=rewards,
+        group_ids=group_ids,
+        lengths=lengths,
+        normalize_std=normalize_std,
+        singleton=singleton,
+        parts=parts,
+    )
+
+
+def outcome_advantages(
+    entry: OutcomeEstimator,
+    *,
+    rewards: Tensor,
+    group_ids: Tensor,
+    lengths: Tensor,
+    normalize_std: bool,
+    singleton: Singleton,
+    parts: RewardParts | None,
+) -> AdvantageOutput:
+    """See `compute_advantages`."""
     if entry.combine is not None:
         return _by_part(entry, rewards, group_ids, lengths, parts, normalize_std, singleton)
     if parts is not None:

@@ -21,6 +21,7 @@ from slime_like.lazy import torch
 from slime_like.rewards.custom import RewardArgs, RewardSample
 from slime_like.rewards.pool import WorkerPool
 from slime_like.rewards.registry import (
+    Reward,
     require_confinement,
     require_library,
     reward_of,
@@ -79,7 +80,7 @@ class Grader:
         self.last_failure: str | None = None
         self.last_nonfinite: str | None = None
         self._num_workers = rm_num_workers or _default_workers()
-        self._can_run: set[str | None] = set()  # rewards with their library and confinement
+        self._rewards: dict[str, Reward] = {}  # that have their library and confinement
         self._pool: WorkerPool | None = None
         self._remote_pool: WorkerPool | None = None
 
@@ -98,11 +99,11 @@ class Grader:
         for i, sample in enumerate(samples):
             if sample.reward is None and sample.status not in _UNGRADED:
                 types.setdefault(self._type_of(sample), []).append(i)
-        for name in types.keys() - self._can_run:
-            if name is not None:
+        for name in types:
+            if name is not None and name not in self._rewards:
                 require_library(name)
                 require_confinement(name)
-            self._can_run.add(name)
+                self._rewards[name] = rewards.get(name)
         answers = self._answers(samples, types)
         counts["skipped"] = len(samples) - len(answers)
         return [
@@ -159,7 +160,7 @@ class Grader:
         if self.args.custom_rm_path is not None:
             return None
         usual = self.args.rm_type
-        if usual in rewards and "rm_type" not in sample.metadata:
+        if usual in self._rewards and "rm_type" not in sample.metadata:
             return usual
         try:
             return reward_of(usual, sample.metadata, from_metadata=self._from_metadata)
@@ -178,8 +179,8 @@ class Grader:
                 answers.update(self._remote_answers(samples, indices))
             elif name is None:
                 jobs = [Job(i, None, _for_reward(samples[i])) for i in indices]
-            elif rewards.get(name).inline:
-                value = rewards.get(name).score("", None, {})
+            elif self._rewards[name].inline:
+                value = self._rewards[name].score("", None, {})
                 answers.update((i, {"value": value}) for i in indices)
             else:
                 local[name] = indices
@@ -203,7 +204,7 @@ class Grader:
         pool = self._pool_for(set(local))
         batches = [[job.id] for job in jobs]
         for name, indices in local.items():
-            bounded = rewards.get(name).bounded
+            bounded = self._rewards[name].bounded
             for batch in _batches(samples, indices) if bounded else [[i] for i in indices]:
                 batches.append(batch)
                 jobs.append(Job(0, name, texts=[_text(samples[i], bounded) for i in batch]))

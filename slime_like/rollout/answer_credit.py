@@ -89,6 +89,17 @@ def _cost(numbers: object, turn: float, token: float) -> float:
     return float(turn * numbers["answers"] + token * numbers["written_tokens"])
 
 
+def tree_reasons(algorithm: AlgorithmConfig) -> list[str]:
+    """Flags by which a token's return has what came after it; none where no return has."""
+    entry = advantage_estimators.get(algorithm.advantage_estimator)
+    reasons = {
+        "a critic": needs_critic(entry),
+        "--gamma": algorithm.gamma != 1,
+        "--kl-coef": algorithm.kl_coef != 0,
+    }
+    return [reason for reason, holds in reasons.items() if holds and follows_tokens(entry)]
+
+
 def check_trees(
     algorithm: AlgorithmConfig,
     answers: Sequence[EpisodeAnswers | None] | None,
@@ -104,22 +115,15 @@ def check_trees(
         ValueError: naming the flags, where a token's return has what came after it, and an episode
             does not say what did.
     """
-    name = algorithm.advantage_estimator
-    entry = advantage_estimators.get(name)
-    reasons = {
-        "a critic": needs_critic(entry),
-        "--gamma": algorithm.gamma != 1,
-        "--kl-coef": algorithm.kl_coef != 0,
-    }
-    if not follows_tokens(entry) or not any(reasons.values()):
+    name, reasons = algorithm.advantage_estimator, tree_reasons(algorithm)
+    if not reasons:
         return
     episodes = episodes_of(samples)
     counts = Counter(episodes.of)
     for i, place in enumerate(episodes.first):
         if counts[i] > 1 and (answers is None or answers[i] is None):
-            given = " and ".join(reason for reason, holds in reasons.items() if holds)
             raise ValueError(
-                f"--advantage-estimator {name} with {given}: sample {samples[place].sample_id} has "
+                f"--advantage-estimator {name} with {' and '.join(reasons)}: sample {samples[place].sample_id} has "
                 f"{counts[i]} sequences and no record of which continues which, which its returns "
                 "depend on; agents keep one, and lists of a generate function do not: return one "
                 "sample, or leave these flags out"

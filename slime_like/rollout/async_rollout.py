@@ -42,8 +42,8 @@ class RolloutJson:
 
 
 class AsyncRolloutQueue:
-    """Samples in a thread of its own, which the first `take` starts. make(step): samples a rollout; its collectives, on all ranks in the same order, are of a
-    process group of its own. position(): the position of sampling, never changed."""
+    """Samples in a thread, which the first `take` starts. make(step): samples a rollout; its
+    collectives, on all ranks in the same order, are of a process group of its own. position(): the position of sampling, never changed."""
 
     def __init__(
         self,

@@ -241,7 +241,10 @@ class Rollouter:
                 )
                 for s in part
             ]
-            outputs = self.engine.generate(requests, replace(sampling, max_new_tokens=length))
+            own = sampling
+            if length != sampling.max_new_tokens:
+                own = replace(sampling, max_new_tokens=length)
+            outputs = self.engine.generate(requests, own)
             done |= {
                 s.sample_id: self.append_output(s, output, sampling)
                 for s, output in zip(part, outputs, strict=True)

@@ -31,7 +31,7 @@ from slime_like.logs import warn_rank_0
 from slime_like.megatron.backend import LogProbOutput, MegatronBackend
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.metrics.progress import Progress
-from slime_like.rollout.answer_credit import check_trees
+from slime_like.rollout.answer_credit import check_trees, tree_reasons
 from slime_like.rollout.step_plan import (
     DataParallelAssignment,
     SampleCorrection,
@@ -110,6 +110,7 @@ class BatchMaker:
         self._warned_of_long_sequences = False
         estimator = advantage_estimators.get(settings.algorithm.advantage_estimator)
         self._needs_energies = needs_energies(estimator)
+        self._needs_trees = bool(tree_reasons(settings.algorithm))
 
     def state_dict(self) -> dict[str, object]:
         """What a resumed run needs, as plain JSON."""
@@ -165,7 +166,8 @@ class BatchMaker:
         outcomes = outcomes_of(rollout.samples)
         for read in self.settings.outcome_readers:
             outcomes = dataclasses.replace(outcomes, **read(rollout.sampled_episodes))
-        check_trees(self.algorithm, outcomes.answers, rollout.samples)
+        if self._needs_trees:
+            check_trees(self.algorithm, outcomes.answers, rollout.samples)
         advantages = self._advantages(rollout, scores, outcomes)
         metrics |= advantages.metrics
         weights = [c.importance_weights for c in corrections]

@@ -80,6 +80,7 @@ class RolloutManager:
         self._tokenizer = tokenizer
         self._teacher = teacher
         self._has_agents = run.agents.given
+        self._needs_greedy = needs_greedy(run)
         self._is_sft = run.algorithm.loss_type == "sft_loss"
         self.buffer: GroupBuffer | None = None  # what is sampled next, in a run that samples groups
         self._collector = self._make_collector(evaluator)
@@ -183,8 +184,7 @@ class RolloutManager:
         assert self._rollouter is not None and self._collector is not None
         self._rollouter.rollout_id = step
         collected = self._collector.collect(step)
-        estimator = advantage_estimators.get(self.run_config.algorithm.advantage_estimator)
-        if isinstance(estimator, TokenEstimator) and estimator.needs_greedy:
+        if self._needs_greedy:
             groups = with_greedy_rewards(
                 self._rollouter,
                 collected.prompts,
@@ -303,16 +303,21 @@ def staleness_bound(run: RunConfig) -> int | None:
     return 0 if own and not config.partial_rollout else None
 
 
+def needs_greedy(run: RunConfig) -> bool:
+    """Whether the estimator compares with a greedy response to each prompt."""
+    estimator = advantage_estimators.get(run.algorithm.advantage_estimator)
+    return isinstance(estimator, TokenEstimator) and estimator.needs_greedy
+
+
 def leaves_stragglers(run: RunConfig) -> bool:
     """Whether servers are told to abort what a rollout does not need, in place of growing all
     responses in rounds that ranks take together."""
     config, rollout = run.scheduling, run.rollout
-    estimator = advantage_estimators.get(run.algorithm.advantage_estimator)
     in_rounds = (
         config.rollout_slice_len is not None
         or rollout.renormalize_sampled_log_probs
         or rollout.use_rollout_routing_replay
-        or (isinstance(estimator, TokenEstimator) and estimator.needs_greedy)
+        or needs_greedy(run)
     )
     return not in_rounds and (
         config.partial_rollout

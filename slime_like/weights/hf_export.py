@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from collections.abc import Mapping as MappingOf
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from slime_like.weights.gather import (
     find_senders,
     plan_buckets,
 )
-from slime_like.weights.mappings import Mapping, Sizes, VocabParallel
+from slime_like.weights.mappings import Mapping, OfExpert, Sizes, VocabParallel
 from slime_like.weights.parameter_map import (
     any_expert,
     expert_number,
@@ -76,6 +77,7 @@ class HfExport:
         )
         if own_head:
             self._family = {**self._family, OUTPUT_LAYER: VocabParallel(LM_HEAD)}
+        self._copies: dict[str, list[RowCopy]] = {}  # by parameter; shards keep their shapes
         # updates write into these parameters; none is replaced by another
         self._local = self._local_parameters()
         experts, owners = self._sizes.experts // layout.ep_size, _owners(self._local, layout)
@@ -119,9 +121,11 @@ class HfExport:
         if parameter.stacked:
             each = [[tensor] for of_rank in shards for tensor in of_rank]
             names = [of_expert(parameter.name, e) for e in range(len(each))]
-        if self._coded.keys().isdisjoint(mapping.hf_shapes(self._sizes)):
+        if not self._coded or self._coded.keys().isdisjoint(mapping.hf_shapes(self._sizes)):
             for name, parts in zip(names, each, strict=True):
-                put_together(self._family[name], parts, self._sizes, outputs)
+                if name not in self._copies:
+                    self._copies[name] = copies_of(self._family[name], parts, self._sizes)
+                copy_rows(self._copies[name], parts, outputs)
             return
         full = gather_full_tensors(mapping, shards, self._sizes)
         for name, tensor in encode_tensors(full, self._coded).items():
@@ -214,13 +218,46 @@ def put_together(
     mapping: Mapping, shards: Sequence[Tensor], sizes: Sizes, whole: MappingOf[str, Tensor]
 ) -> None:
     """As `gather_full_tensors`, into tensors that are there."""
+    copy_rows(copies_of(mapping, shards, sizes), shards, whole)
+
+
+@dataclass(frozen=True, slots=True)
+class RowCopy:
+    """Rows of a shard that are rows of a Hugging Face tensor, along dimension `dim`.
+
+    shard: which tensor-parallel rank's. position: of the first row in it. start: in the tensor
+    `hf`, or in a matrix inside of it. length: how many.
+    """
+
+    shard: int
+    position: int
+    hf: str
+    start: int
+    length: int
+    dim: int
+    inside: OfExpert | None
+
+
+def copies_of(mapping: Mapping, shards: Sequence[Tensor], sizes: Sizes) -> list[RowCopy]:
+    """What the shards of all tensor-parallel ranks, of these shapes, consist of."""
+    found = []
     for tp_rank, shard in enumerate(shards):
         position = 0
         for part in mapping.parts(sizes, tp_rank, len(shards), rows=shard.shape[mapping.dim]):
             if part.hf is not None:
-                target = whole[part.hf]
-                if part.inside is not None:
-                    target = part.inside.matrix(target[part.inside.expert])
-                target = target.narrow(mapping.dim, part.start, len(part))
-                target.copy_(shard.narrow(mapping.dim, position, len(part)))
+                place = (tp_rank, position, part.hf, part.start, len(part))
+                found.append(RowCopy(*place, mapping.dim, part.inside))
             position += len(part)
+    return found
+
+
+def copy_rows(
+    copies: Sequence[RowCopy], shards: Sequence[Tensor], whole: MappingOf[str, Tensor]
+) -> None:
+    """Shards of all tensor-parallel ranks into full tensors that are there."""
+    for copy in copies:
+        target = whole[copy.hf]
+        if copy.inside is not None:
+            target = copy.inside.matrix(target[copy.inside.expert])
+        target = target.narrow(copy.dim, copy.start, copy.length)
+        target.copy_(shards[copy.shard].narrow(copy.dim, copy.position, copy.length))
