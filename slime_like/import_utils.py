@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import signal
 import sys
 import threading
@@ -14,8 +16,9 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
+from slime_like.errors import RunError
 from slime_like.registry import registering_for
 from slime_like.text import clean
 
@@ -23,13 +26,20 @@ IMPORT_LIMIT_S = 60.0
 MODULE_LIMIT_S = 600.0  # they may import torch, which must not be interrupted in the middle
 
 
-def load_function(path: str, flag: str, *, limit_s: float = IMPORT_LIMIT_S) -> Callable[..., Any]:
-    """The function that `path` names.
+class ExitCalled(RunError):
+    """Code of the user's called sys.exit, which would end the program, perhaps with status 0."""
+
+
+def load_function(
+    path: str, flag: str, *, limit_s: float = IMPORT_LIMIT_S, may_exit: bool = False
+) -> Callable[..., Any]:
+    """The function that `path` names. Where it calls sys.exit, it raises `ExitCalled`.
 
     Args:
         path: ``module.function`` or ``path/to/file.py:function``. A file may import its neighbours.
         flag: The option that errors name.
         limit_s: Seconds that the import may take, where this is the main thread.
+        may_exit: The caller takes a SystemExit for what it is.
 
     Raises:
         ValueError: The path cannot be imported (also where the module calls sys.exit), or names no
@@ -55,7 +65,41 @@ def load_function(path: str, flag: str, *, limit_s: float = IMPORT_LIMIT_S) -> C
         raise ValueError(
             f"{flag} {path!r}: {name!r} is a {type(function).__name__}, not a function"
         )
-    return function
+    return function if may_exit else _staying(function)
+
+
+def exit_called(error: SystemExit) -> ExitCalled:
+    """The error in place of an exit, with the line that called it."""
+    words = f"sys.exit({'' if error.code is None else clean(repr(error.code), 100)}) was called"
+    return ExitCalled(f"{words}{_place(error)}; code of a run raises an error to end it")
+
+
+def _staying(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, but without exits. Classes, and objects that can be called, stay what they
+    are."""
+    if inspect.iscoroutinefunction(function):
+
+        async def called_later(*positional: Any, **named: Any) -> Any:
+            try:
+                return await function(*positional, **named)
+            except SystemExit as error:
+                _raise(error)
+
+        return functools.wraps(function)(called_later)
+    if not inspect.isfunction(function) or inspect.isasyncgenfunction(function):
+        return function
+
+    def called(*positional: Any, **named: Any) -> Any:
+        try:
+            return function(*positional, **named)
+        except SystemExit as error:
+            _raise(error)
+
+    return functools.wraps(function)(called)
+
+
+def _raise(error: SystemExit) -> NoReturn:
+    raise exit_called(error).with_traceback(error.__traceback__) from error
 
 
 def load_module(path: str, flag: str, *, limit_s: float = MODULE_LIMIT_S) -> None:

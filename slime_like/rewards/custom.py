@@ -43,8 +43,8 @@ class RewardSample:
 
 
 def load_function(path: str, flag: str = "--custom-rm-path") -> Callable[..., Any]:
-    """See `slime_like.import_utils`."""
-    return import_utils.load_function(path, flag)
+    """See `slime_like.import_utils`; workers answer what a reward raises, an exit too."""
+    return import_utils.load_function(path, flag, may_exit=True)
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -209,7 +209,7 @@ class CustomGenerate:
         except TimeoutError:
             limit = f"--custom-generate-timeout-s {self.timeout_s:g}"
             return lost(sample, f"{self.name} took longer than {limit}")
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if isinstance(error, ValueError) and _raised_here(error):
                 raise
             return lost(sample, f"{self.name} raised {type(error).__name__}: {error}"[:500])

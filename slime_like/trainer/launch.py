@@ -43,6 +43,7 @@ from slime_like.distributed.signals import (
 from slime_like.distributed.stacks import StackFile
 from slime_like.distributed.watchdog import Watchdog, write_stacks_on_request
 from slime_like.errors import RunError
+from slime_like.import_utils import exit_called
 from slime_like.logs import leave_error, log_into, set_up_logging
 from slime_like.metrics.logger import FILE_NAME as METRICS_FILE
 from slime_like.metrics.startup import Say
@@ -214,6 +215,8 @@ def train_watched(
         trainer.close(finish_s=HURRIED_S if interrupted else None)
         if layout.rank == 0 and interrupted and config.checkpoint.save:
             logger.info("to continue: %s", command_to_continue(config, layout.world_size))
+    except SystemExit as error:  # in a class of the user's; with its status 0 nobody would know
+        return fail(exit_called(error), layout, output_dir)
     except Exception as error:
         return fail(error, layout, output_dir)
     finally:

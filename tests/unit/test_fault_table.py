@@ -27,7 +27,7 @@ FILES_OF_FAULTS = (
     "unit/test_stopping.py", "unit/test_signed_store.py", "unit/test_folder_lock.py", "unit/test_gates.py",
     "unit/test_written_files.py", "unit/test_rendezvous.py", "unit/test_refusals.py", "unit/test_replicas.py",
     "unit/test_data_templates.py", "unit/test_import_utils.py", "unit/test_server_journal.py", "e2e/test_elastic.py",
-    "e2e/test_resume_identity.py", "e2e/test_wrong_command_lines.py",
+    "e2e/test_resume_identity.py", "e2e/test_wrong_command_lines.py", "e2e/test_user_exits.py",
 )  # fmt: skip
 # But these, which are there to show what is right where nothing is wrong.
 NO_FAULT = {

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from arguments.run_config import RunConfig
 from slime_like.compat.slime.samples import slime_args
 from slime_like.distributed.collectives import from_rank_zero, on_rank_zero
+from slime_like.import_utils import exit_called
 
 METHODS = ("get_samples", "add_samples", "save", "load", "__len__")
 Result = TypeVar("Result")
@@ -62,6 +63,8 @@ class UserSource:
     def _called(self, method: str, call: Callable[[], Result]) -> Result:
         try:
             return call()
+        except SystemExit as error:
+            raise ValueError(f"{self._name}: {method}: {exit_called(error)}") from error
         except Exception as error:
             raise ValueError(
                 f"{self._name}: {method} raised {type(error).__name__}: {error}"
