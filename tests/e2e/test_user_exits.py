@@ -17,9 +17,6 @@ import sys
 def leave(*positional, **named):
     sys.exit(0)
 
-def leave_slime(args, sample, sampling_params):
-    sys.exit(0)
-
 async def leave_later(args, sample, sampling_params):
     sys.exit(0)
 
@@ -79,8 +76,7 @@ RUN_FAILS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 SAMPLES_FAIL: dict[str, tuple[str, dict[str, Any]]] = {
     "custom_rm_path": ("leave", {}),
-    "custom_generate_function_path": ("leave_slime", {}),
-    "custom_generate_function_path, async": ("leave_later", {}),
+    "custom_generate_function_path": ("leave_later", {}),
     "custom_generate_function_path, an episode": ("play", {}),
     "agent_function_path": ("agent", DYNAMIC),
     "agent_environment": ("Room", DYNAMIC),
