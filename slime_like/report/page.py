@@ -15,6 +15,7 @@ from typing import Any
 
 import slime_like
 from slime_like.report.alerts import alerts
+from slime_like.report.gates import gates
 from slime_like.report.read import Run, curves
 from slime_like.report.rollouts import Samples, read_samples
 
@@ -34,6 +35,7 @@ def live_data(runs: Sequence[Run], *, timeline: bool) -> dict[str, Any]:
         "runs": [
             {
                 "alerts": alerts(run),
+                "gates": gates(run),
                 "stacks": run.stacks,
                 "profile": run.profile,
                 **curves(run),

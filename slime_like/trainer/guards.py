@@ -278,6 +278,8 @@ class SamplerGates:
             if not self.recorded:
                 masks = [m & fresh_tokens(d, weight_version) for m, d in zip(masks, drawn)]
             metrics = _difference(old, local, masks, group)
+            if metrics and not self.recorded:
+                metrics["rollout/log_prob_gate_limit"] = self.fresh.limit
             name = "rollout/train_rollout_log_prob_diff"
             average, p99 = (metrics.get(f"{name}_{which}", 0.0) for which in ("mean", "p99"))
             if not self.recorded:

@@ -74,6 +74,11 @@ function labelled(text, control) {
   return el("label", {}, el("span", { text }), control);
 }
 
+/** A box that scrolls sideways on a narrow screen, by keyboard too. */
+function scroller(label, ...children) {
+  return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label }, ...children);
+}
+
 function runPicker(chosen, onchange) {
   const select = el("select", { onchange: () => onchange(Number(select.value)) },
     report.runs.map((run, i) => el("option", { value: i, text: run.name, selected: i === chosen })));

@@ -5,7 +5,7 @@ const KEY_METRICS = [
   "rollout/reward_mean", /^eval\/.*\/mean$/, "rollout/response_length_mean", "rollout/truncated_frac", "train/entropy",
   "train/ppo_kl", "train/kl", "train/grad_norm", "rollout/train_rollout_log_prob_diff_mean", "reward/zero_spread_group_frac", "perf/step_s", "perf/mfu", "perf/actor_train_tflops", "perf/tokens_per_s_per_device",
 ];
-const COUNTERS = /(^health\/|^engine\/|failed|skipped|nonfinite|evict|restart|abort|truncat|dropped|filtered|stale|zero_spread|singleton|clip|retr)/;
+const COUNTERS = /(^health\/|^engine\/|failed|skipped|nonfinite|evict|restart|abort|truncat|dropped|rejected|filtered|stale|zero_spread|singleton|clip|retr)/;
 
 function overviewPage() {
   const parts = report.runs.map((run, i) => {
@@ -126,7 +126,7 @@ function rankTable(run, ranks) {
   const sums = ranks.map((rank) => phases.map((phase) => run.timeline[rank].filter((row) => row[0] === phase).reduce((sum, row) => [sum[0] + row[2], sum[1] + row[3]], [0, 0])));
   const busy = sums.map((row) => row.reduce((sum, cell) => sum + cell[1], 0));
   const usual = busy.slice().sort((a, b) => a - b)[(busy.length - 1) >> 1];
-  return el("div", { class: "scroll" }, el("table", {},
+  return scroller("Seconds of ranks of " + run.name, el("table", {},
     el("caption", { class: "muted", text: "Seconds of each phase, and in brackets those of the processor: a slow rank works while the others wait." }),
     el("thead", {}, el("tr", {}, el("th", { text: "rank", scope: "col" }), phases.map((phase) => el("th", { class: "number", scope: "col", text: phase })), el("th", { class: "number", scope: "col", text: "busy" }))),
     el("tbody", {}, ranks.map((rank, i) => el("tr", {}, el("th", { scope: "row", text: rank }), sums[i].map((cell) => el("td", { class: "number", text: `${number(cell[0])} (${number(cell[1])})` })),
@@ -134,6 +134,17 @@ function rankTable(run, ranks) {
 }
 
 const TOTALS = ["train/skipped_steps", "train/critic_skipped_steps", "engine/evictions", "perf/failed_saves"];
+
+/** What must hold, and whether it did, for one run. */
+function gatesTable(run, i) {
+  const columns = ["state", "limit", "last", "highest", "rollouts in which it did not hold"];
+  const rows = run.gates.map((gate) => el("tr", {}, el("th", { scope: "row" }, gate.metric ? el("a", { href: "#curves/" + encodeURIComponent("^" + gate.metric + "$"), text: gate.name }) : gate.name),
+    el("td", { class: { held: "fine", "not looked at": "muted" }[gate.state] || "bad", text: gate.state }),
+    [gate.limit, gate.last, gate.highest].map((value) => el("td", { class: "number", text: number(value) })),
+    el("td", { class: "number", text: gate.rollouts ? `${gate.breaches} of ${gate.rollouts}` : "-" })));
+  return [el("h2", {}, "Gates", report.runs.length > 1 ? [" of ", el("span", { class: "swatch", style: `background:${runColour(i)}` }), run.name] : []),
+    scroller("Gates of " + run.name, el("table", {}, el("thead", {}, el("tr", {}, el("th", { scope: "col", text: "gate" }), columns.map((text, k) => el("th", { class: k ? "number" : null, scope: "col", text })))), el("tbody", {}, rows)))];
+}
 
 function countersPage() {
   const names = metricNames().filter((name) => COUNTERS.test(name));
@@ -144,7 +155,7 @@ function countersPage() {
     const cells = values.length ? [number(values.at(-1)), number(values.reduce((a, b) => Math.max(a, b))), String(above)] : ["-", "-", "-"];
     return cells.map((text) => el("td", { class: "number", text }));
   })));
-  return [el("h2", { text: "Gates and counters" }), el("div", { class: "scroll" }, el("table", {}, el("thead", {}, head), el("tbody", {}, rows)))];
+  return [...report.runs.flatMap(gatesTable), el("h2", { text: "Counters" }), scroller("Counters", el("table", {}, el("thead", {}, head), el("tbody", {}, rows)))];
 }
 
 let settingsShown = "changed", settingsFilter = "";
@@ -167,7 +178,7 @@ function settingsPage() {
   }
   fill();
   return [el("div", { class: "controls" }, labelled("Filter", filter), labelled("Show", which), el("span", { class: "muted" }, "Marked: ", el("mark", { text: "not the default" }))),
-    flags.length ? el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", { scope: "col", text: "flag" }), report.runs.map((run) => el("th", { scope: "col", text: run.name })))), body))
+    flags.length ? scroller("Settings", el("table", {}, el("thead", {}, el("tr", {}, el("th", { scope: "col", text: "flag" }), report.runs.map((run) => el("th", { scope: "col", text: run.name })))), body))
       : el("p", { class: "muted", text: "The runs have no run.json: they are of an earlier version." })];
 }
 
@@ -178,6 +189,6 @@ function environmentPage() {
     run.argv ? [el("h3", { text: "Command line" }), el("pre", { tabindex: 0, "aria-label": "Command line", text: run.argv.join(" ") })] : null,
     run.warnings && run.warnings.length ? [el("h3", { text: "Warnings at the start" }), el("ul", {}, run.warnings.map((text) => el("li", { text })))] : null,
     run.notes && run.notes.length ? [el("h3", { text: "Notes" }), el("ul", {}, run.notes.map((text) => el("li", { text })))] : null,
-    run.environment ? [el("h3", { text: "Environment" }), el("div", { class: "scroll" }, el("table", {}, el("tbody", {}, Object.entries(run.environment).map(([name, value]) => el("tr", {}, el("th", { scope: "row", text: name }), el("td", { text: value === null ? "-" : String(value) }))))))] : null,
+    run.environment ? [el("h3", { text: "Environment" }), scroller("Environment of " + run.name, el("table", {}, el("tbody", {}, Object.entries(run.environment).map(([name, value]) => el("tr", {}, el("th", { scope: "row", text: name }), el("td", { text: value === null ? "-" : String(value) }))))))] : null,
     run.patches ? [el("h3", { text: "Patches of megatron-core" }), el("pre", { tabindex: 0, "aria-label": "Patches", text: run.patches })] : null));
 }

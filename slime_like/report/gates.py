@@ -1,0 +1,169 @@
+"""The gates of a run, with their limits and counts: what must hold, whether it was looked at, how
+often it did not hold, and whether it ended the run."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from slime_like.report.read import Run
+
+LIMIT = "rollout/log_prob_gate_limit"
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """metrics: the values that it holds down, of which the worst is shown. counter: is above 0 (a
+    total: rises) in a rollout in which the gate did not hold; without one each metric is compared
+    with the limit. limit: a number, a flag of the command line, or a metric. ended: in the message
+    of a run that it ended."""
+
+    name: str
+    metrics: tuple[str, ...]
+    limit: float | str | None = None
+    counter: str = ""
+    total: bool = False
+    ended: str = ""
+
+
+_DIFFERENCE = "rollout/train_rollout_log_prob_diff"
+GATES = (
+    Gate(
+        "trainer and engine give the same log-probs",
+        (f"{_DIFFERENCE}_mean", f"{_DIFFERENCE}_p99"),
+        LIMIT,
+        ended=r"(?<!stale tokens: )trainer and sampler disagree",
+    ),
+    Gate(
+        "stale tokens: trainer and engine are near",
+        ("rollout/stale_log_prob_diff_mean",),
+        1.0,
+        ended="stale tokens: trainer and sampler disagree",
+    ),
+    Gate(
+        "staleness, in weight versions",
+        ("rollout/staleness_max",),
+        "--max-staleness",
+        ended="has tokens of weight version",
+    ),
+    Gate("log-probs of the engine are finite", ("rollout/log_probs_nonfinite",), 0.0),
+    Gate(
+        "gradients are finite, else the step is skipped",
+        ("train/skipped_steps",),
+        counter="train/skipped_steps",
+        total=True,
+        ended=r"(?<!critic's )optimizer step skipped",
+    ),
+    Gate(
+        "the critic's gradients are finite",
+        ("train/critic_skipped_steps",),
+        counter="train/critic_skipped_steps",
+        total=True,
+        ended="critic's optimizer step skipped",
+    ),
+    Gate(
+        "what is trained on is finite",
+        ("train/loss",),
+        ended=r" of sample .* is (nan|-?inf) at token",
+    ),
+    Gate("rewards are finite", ("rollout/reward_nonfinite",), 0.0),
+    Gate(
+        "no sample was rejected: each has a response and a usable reward",
+        ("rollout/failed_frac",),
+        "--max-failed-samples",
+        counter="rollout/failed_frac",
+        ended="failed samples|--max-failed-samples",
+    ),
+    Gate("no answer of a server was rejected", ("engine/rejected",), 0.0),
+    Gate(
+        "the update computes the log-probs of the log-prob pass",
+        (),
+        ended="log-probs of the update differ from the recomputed",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Of a gate in one run. state: "held", "did not hold", "ended the run" or "not looked at".
+    metric: of `highest`. rollouts: in which it was looked at. breaches:
+    of them, those in which it did not hold."""
+
+    name: str
+    state: str
+    metric: str = ""
+    limit: float | None = None
+    last: float | None = None
+    highest: float | None = None
+    rollouts: int = 0
+    breaches: int = 0
+
+
+def gates(run: Run) -> list[dict[str, object]]:
+    """The gates that were looked at or ended the run first, in the order of GATES; with NaN and
+    infinity as null."""
+    states = sorted(
+        map(lambda gate: _state(gate, run), GATES), key=lambda s: s.state == "not looked at"
+    )
+    return [asdict(state) for state in states]
+
+
+def _state(gate: Gate, run: Run) -> State:
+    ended = bool(gate.ended) and any(re.search(gate.ended, line, re.I) for line in _errors(run))
+    looked_at = [(name, run.series(name)) for name in gate.metrics]
+    looked_at = [(name, points) for name, points in looked_at if points]
+    if not looked_at:
+        return State(gate.name, "ended the run" if ended else "not looked at")
+    limit = _limit(gate, run)
+    name, points = max(looked_at, key=lambda each: max(_worst(value) for _, value in each[1]))
+    broken = {step for metric, values in looked_at for step in _broken(gate, metric, values, limit)}
+    state = "ended the run" if ended else "did not hold" if broken else "held"
+    highest = max((_worst(value) for _, value in points))
+    return State(
+        gate.name,
+        state,
+        name,
+        limit,
+        _finite(points[-1][1]),
+        _finite(highest),
+        len({step for _, values in looked_at for step, _ in values}),
+        len(broken),
+    )
+
+
+def _broken(
+    gate: Gate, metric: str, points: list[tuple[int, float]], limit: float | None
+) -> Iterator[int]:
+    before = 0.0
+    for step, value in points:
+        if metric == gate.counter:
+            bad = not value <= (before if gate.total else 0.0)
+            before = value
+        else:
+            bad = not math.isfinite(value) or (limit is not None and value > limit)
+        if bad:
+            yield step
+
+
+def _limit(gate: Gate, run: Run) -> float | None:
+    if isinstance(gate.limit, str) and not gate.limit.startswith("--"):
+        points = run.series(gate.limit)
+        return points[-1][1] if points else None
+    value = gate.limit
+    if isinstance(value, str):
+        value = run.record.get("config", {}).get(value)
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _errors(run: Run) -> list[str]:
+    return [line for line in run.log if line.startswith("error: ")]
+
+
+def _worst(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
