@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 
 from arguments.schema.data import EvalConfig
+from arguments.unique_keys import load_yaml
 from slime_like.config import (
     AT_LEAST_ONE,
     GREEDY_OR_TEMPERATURE,
@@ -100,7 +101,7 @@ def eval_sets_of(config: EvalConfig) -> tuple[tuple[EvalSet, ...], list[Problem]
     if config.eval_config is None:
         return command_line_sets(config), []
     try:
-        content = yaml.safe_load(Path(config.eval_config).read_text(encoding="utf-8"))
+        content = load_yaml(Path(config.eval_config).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         return (), [
             Problem(FLAG, config.eval_config, f"cannot be read: {' '.join(str(error).split())}")

@@ -341,8 +341,8 @@ class LauncherParser(argparse.ArgumentParser):
         if instead is not None:
             given.warnings.append(f"{typed} is deprecated; use {instead}")
 
-    def set_key(self, key: str, value: object, given: ParsedArgs) -> None:
-        """A key of a run file, with its value as YAML has it."""
+    def set_key(self, key: str, value: object, given: ParsedArgs, line: int | None = None) -> None:
+        """A key of a run file, with its value as YAML has it, and the line where it is."""
         typed = normalise(key)
         name = self._registered(typed)
         action = self._option_string_actions.get(name)
@@ -350,8 +350,8 @@ class LauncherParser(argparse.ArgumentParser):
             if value is None:
                 return
             if action.dest in given.spelled:
-                words = f"is set twice in the run file, first as {given.spelled[action.dest]}"
-                return given.refuse(typed, value, f"{words}; keep one of them")
+                return given.refuse(typed, value, given.set_before(action.dest, line))
+            given.lines[action.dest] = line
             return self.store(action.flag, typed, value, action.on, given)
         if action is not None and action in self._custom.values():
             given.custom_words += custom_words(action, name, value)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from arguments.flag_registry import GROUPS, FlagTable, normalise
+from arguments.unique_keys import Key, load_yaml, plain
 from arguments.values import ParsedArgs
 from slime_like.config import ConfigError, Problem
 
@@ -16,25 +17,6 @@ if TYPE_CHECKING:
     from arguments.parser import LauncherParser
 
 SKYRL_SECTIONS = ("trainer", "megatron")
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice, of which YAML's own loaders keep the last silently."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        lines: dict[str, int] = {}
-        for key_node, _ in node.value:
-            line = key_node.start_mark.line + 1
-            if key_node.tag == "tag:yaml.org,2002:merge":
-                continue
-            key = normalise(str(key_node.value))
-            if key in lines:
-                raise yaml.YAMLError(
-                    f"line {line}: the key {key_node.value!r} is given twice, "
-                    f"first in line {lines[key]}; keep one of them"
-                )
-            lines[key] = line
-        return super().construct_mapping(node, deep)
 
 
 def read_run_file(path: str, parser: LauncherParser) -> ParsedArgs:
@@ -50,7 +32,7 @@ def read_run_file(path: str, parser: LauncherParser) -> ParsedArgs:
         ConfigError: for a file that cannot be read as a mapping with unique keys.
     """
     try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+        content = load_yaml(Path(path).read_text(encoding="utf-8"), with_lines=True)
     except FileNotFoundError:
         raise ConfigError([Problem("--config", path, "no such file")]) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -96,7 +78,7 @@ def _read_section(
         if nested and not (parser.is_flag_name(name) and not _is_section_too(name, parser)):
             _read_section(value or {}, "" if is_section else name, parser, given)
         else:
-            parser.set_key(name, value, given)
+            parser.set_key(name, plain(value), given, key.line if isinstance(key, Key) else None)
 
 
 def _is_section_too(name: str, parser: LauncherParser) -> bool:

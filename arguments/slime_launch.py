@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from arguments.unique_keys import load_yaml
 from arguments.values import ParsedArgs
 from slime_like.config import Problem, flag_name
 
@@ -167,7 +168,7 @@ def _dispatcher(given: ParsedArgs) -> None:
 
 def _custom_config(given: ParsedArgs, path: str) -> None:
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        content = load_yaml(Path(path).read_text(encoding="utf-8")) or {}
         if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
             raise ValueError("must hold names and values")
     except (OSError, ValueError, yaml.YAMLError) as error:

@@ -3,7 +3,6 @@ with all problems collected."""
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from arguments.aliases import (
     VALUES_NOT_IMPLEMENTED,
 )
 from arguments.flags import Flag
+from arguments.unique_keys import load_json
 from slime_like.config import Problem, flag_name, value_problem
 
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
@@ -36,6 +36,7 @@ class ParsedArgs:
     spelled: dict[str, str] = field(default_factory=dict)
     undone: dict[str, tuple[str, object]] = field(default_factory=dict)
     unset: set[str] = field(default_factory=set)  # set to null: the default, whatever a file says
+    lines: dict[str, int | None] = field(default_factory=dict)  # of a run file, by field name
     custom_words: list[str] = field(default_factory=list)
     custom: dict[str, object] = field(default_factory=dict)  # values of the user's own flags
 
@@ -44,6 +45,16 @@ class ParsedArgs:
         self.problems.append(Problem(typed, value, message))
         if dest is not None:
             self.bad.add(dest)
+
+    def set_before(self, dest: str, line: int | None) -> str:
+        """What is wrong with a key of a run file, in `line`: an earlier one gave its setting."""
+        here = "" if line is None else f", in line {line}"
+        before = self.lines.get(dest)
+        there = "" if before is None else f" in line {before}"
+        return (
+            f"is set twice in the run file{here}, first as {self.spelled[dest]}{there}; "
+            "keep one of them"
+        )
 
     def put(self, dest: str, value: Any, typed: str) -> None:
         """Set a field. The last of several settings counts, unless two different flags disagree."""
@@ -115,7 +126,7 @@ def read_switch(value: object) -> bool:
 
 def _json_object(value: object) -> dict[str, Any]:
     try:
-        parsed = json.loads(value) if isinstance(value, str) else value
+        parsed = load_json(value) if isinstance(value, str) else value
     except ValueError as error:
         raise ValueError(f"must be a JSON object: {error}") from error
     if not isinstance(parsed, dict):

@@ -53,7 +53,7 @@ def check_workers(workers: int) -> None:
 
 def warn_of_tokenizer(hf: HfModel, folder: str) -> None:
     """On rank 0, where the weights of a folder can be converted and training could not use its
-    tokenizer. One with code of its own is left to the program that may run it."""
+    tokenizer. One that brings code is left to the program that may run it."""
     from slime_like.data.tokenizer import load_tokenizer
 
     if rank_and_world()[0] != 0 or next(Path(folder).glob("*.py"), None) is not None:

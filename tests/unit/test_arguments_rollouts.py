@@ -144,7 +144,7 @@ eval:
         ),
         (
             "datasets: [{name: a, path: x, temperature: -1}]",
-            "set a: temperature is -1, must be >= 0",
+            "set a: temperature is -1, must be 0 (greedy) or >= 1e-06",
         ),
         ("datasets: [{name: a, path: x, top_k: many}]", "set a: top_k is 'many', must be a int"),
         ("datasets: [{name: a, path: x}, {name: a, path: x}]", "names the set 'a' twice"),

@@ -9,9 +9,11 @@ import pytest
 
 from arguments import get_parser
 from arguments.aliases import ALIASES, NO_EFFECT, NOT_IMPLEMENTED, VALUES_NOT_IMPLEMENTED
+from arguments.eval_sets import eval_sets_of
 from arguments.flag_registry import flag_table, normalise
 from arguments.flags import Flag
 from arguments.run_file import read_run_file
+from arguments.schema.data import EvalConfig
 from arguments.values import ParsedArgs
 from slime_like.config import ConfigError
 from slime_like.rewards.registry import rewards
@@ -315,7 +317,18 @@ def test_a_key_that_is_given_twice(tmp_path: Path, text: str, said: str) -> None
 
 def test_a_setting_that_two_sections_give(tmp_path: Path) -> None:
     given = read_yaml(tmp_path, "lr: 1.0\noptimizer: {lr: 2.0}\n")
-    assert [p.flag for p in given.problems] == ["--lr"]
+    (problem,) = given.problems
+    assert problem.flag == "--lr"
+    assert "in line 2, first as --lr in line 1" in problem.message
+
+
+def test_a_key_that_is_given_twice_in_another_file_or_in_json(tmp_path: Path) -> None:
+    file = tmp_path / "eval.yaml"
+    file.write_text("datasets:\n- name: a\n  path: x\n  path: y\n")
+    words = PARSER.read(["--apply-chat-template-kwargs", '{"a": 1, "b": {"c": 1, "c": 2}}'])
+    assert "the key 'c' is given twice" in words.problems[0].message
+    (problem,) = eval_sets_of(EvalConfig(eval_config=str(file)))[1]
+    assert "line 4: the key 'path' is given twice, first in line 3" in problem.message
 
 
 @pytest.mark.parametrize("value", ['"false"', "'off'", "0", "no"])

@@ -1,0 +1,78 @@
+"""YAML and JSON in which no key is given twice; the loaders of both keep the last one silently."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import yaml
+
+
+class Key(str):
+    """A key of a YAML file. line: where it is, from 1."""
+
+    line: int
+
+
+class _Loader(yaml.SafeLoader):
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key_node, _ in node.value:
+            line = key_node.start_mark.line + 1
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = str(key_node.value).replace("-", "_")
+            if key in lines:
+                raise yaml.YAMLError(
+                    f"line {line}: the key {key_node.value!r} is given twice, "
+                    f"first in line {lines[key]}; keep one of them"
+                )
+            lines[key] = line
+        made = super().construct_mapping(node, deep)
+        return {_with_line(key, lines): value for key, value in made.items()}
+
+
+def _with_line(key: Any, lines: dict[str, int]) -> Any:
+    line = lines.get(str(key).replace("-", "_"))
+    if not isinstance(key, str) or line is None:
+        return key
+    made = Key(key)
+    made.line = line
+    return made
+
+
+def load_yaml(text: str, *, with_lines: bool = False) -> Any:
+    """The content. A dash in a key counts as an underscore.
+
+    Args:
+        text: of the file.
+        with_lines: keys that are strings are `Key`s.
+
+    Raises:
+        yaml.YAMLError: naming both lines where a key is given twice.
+    """
+    content = yaml.load(text, _Loader)
+    return content if with_lines else plain(content)
+
+
+def plain(value: Any) -> Any:
+    """`value` with strings in the place of each `Key`."""
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {str(k) if isinstance(k, Key) else k: plain(v) for k, v in value.items()}
+
+
+def load_json(text: str) -> Any:
+    """The content. Raises ValueError naming a key that is given twice."""
+    return json.loads(text, object_pairs_hook=_unique)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} is given twice; keep one of them")
+        found[key] = value
+    return found
