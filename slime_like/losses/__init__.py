@@ -32,9 +32,11 @@ from slime_like.losses.functional import (
     ShapedCorrection,
     compute_off_policy_correction,
     compute_policy_loss,
+    from_packed,
+    from_padded,
     token_weights,
 )
-from slime_like.losses.inputs import LossInputs, PolicyLossOutput, from_packed, from_padded
+from slime_like.losses.inputs import LossInputs, PolicyLossOutput
 from slime_like.losses.kl import KL_ESTIMATORS, kl_estimate
 from slime_like.losses.off_policy import Correction, off_policy_correction
 from slime_like.losses.off_policy_config import OffPolicyConfig

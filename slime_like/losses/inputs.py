@@ -5,21 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from slime_like.lazy import Tensor, dist, torch
 from slime_like.losses.ranks import sum_over_ranks
-from slime_like.losses.turns import turns_of
 from slime_like.metrics.typed import Metric, masked_max, masked_mean, masked_min, zero
 
 LOG_RATIO_CLAMP = 20.0
 SEQUENCE_LOG_RATIO_CAP = 10.0
 IMPORTANCE_LEVELS = ("token", "sequence")
-_OF_KEPT_TOKENS = (
-    "old_log_probs",
-    "rollout_log_probs",
-    "importance_weights",
-)  # may be why a token was rejected
 _REMEDIES = {"rollout_log_probs": "; let the sampler return log-probs"}
 
 
@@ -182,118 +175,6 @@ def sequence_mean_metric(inputs: LossInputs, x: Tensor) -> Metric:
     return Metric("mean", (share * inputs.masked(x.detach()).float()).sum(), share.sum())
 
 
-def from_padded(
-    log_probs: Tensor,
-    loss_mask: Tensor,
-    loss_weights: Tensor,
-    *,
-    importance_level: str = "token",
-    selection_seed: int = 0,
-    **tensors: Tensor | None,
-) -> LossInputs:
-    """LossInputs of padded tensors, one sequence a row.
-
-    Args:
-        log_probs: [B, T], current policy, with grad; B and T may be 0.
-        loss_mask: [B, T] bool, or 0 and 1.
-        loss_weights: [B, T], u.
-        importance_level: "token" or "sequence".
-        selection_seed: of losses that choose tokens at random.
-        tensors: other fields of `LossInputs`, [B, T] each, or None.
-
-    Returns:
-        The packed inputs, T' = B * T tokens.
-
-    Raises:
-        ValueError: for another shape, a mask that is not 0 or 1, and a number that is not finite at
-        an active token
-            (`old_log_probs`, `rollout_log_probs`, `importance_weights`: at one that `keep_mask`
-            keeps).
-    """
-    if require_tensor("log_probs", log_probs).dim() != 2:
-        raise ValueError(
-            f"log_probs has shape {tuple(log_probs.shape)}; it must be [B, T]; packed [T] tensors need seq_ids"
-        )
-    batch, length = log_probs.shape
-    seq_ids = torch.arange(batch, device=log_probs.device).repeat_interleave(length)
-    tensors = {"loss_mask": loss_mask, "loss_weights": loss_weights, **tensors}
-    return _checked(log_probs, tensors, seq_ids, batch, importance_level, selection_seed)
-
-
-def from_packed(
-    log_probs: Tensor,
-    loss_mask: Tensor,
-    loss_weights: Tensor,
-    *,
-    seq_ids: Tensor,
-    importance_level: str = "token",
-    selection_seed: int = 0,
-    **tensors: Tensor | None,
-) -> LossInputs:
-    """LossInputs of packed tensors.
-
-    Args:
-        seq_ids: [T] integers in [0, S), the sequence of each token.
-        log_probs, loss_mask, loss_weights, tensors: as of `from_padded`, [T] each; T may be 0.
-        importance_level, selection_seed: as of `from_padded`.
-
-    Returns:
-        The inputs.
-
-    Raises:
-        ValueError: as `from_padded`, and for sequence ids below 0.
-    """
-    if require_tensor("log_probs", log_probs).dim() != 1:
-        raise ValueError(
-            f"log_probs has shape {tuple(log_probs.shape)}; with seq_ids it must be [T]"
-        )
-    num_seqs = count_sequences(seq_ids, log_probs.numel())
-    tensors = {"loss_mask": loss_mask, "loss_weights": loss_weights, **tensors}
-    return _checked(log_probs, tensors, seq_ids, num_seqs, importance_level, selection_seed)
-
-
-def count_sequences(seq_ids: Any, tokens: int) -> int:
-    """S of seq_ids [tokens], the largest id plus 1. Raises ValueError for another shape, floats and
-    negative ids."""
-    require_ids("seq_ids", seq_ids, tokens, index=True)
-    if tokens == 0:
-        return 0
-    if int(seq_ids.min()) < 0:
-        raise ValueError(f"seq_ids holds {int(seq_ids.min())}; ids must be >= 0")
-    return int(seq_ids.max()) + 1
-
-
-def _checked(
-    log_probs: Tensor,
-    tensors: Mapping[str, object],
-    seq_ids: Tensor,
-    num_seqs: int,
-    importance_level: str,
-    selection_seed: int,
-) -> LossInputs:
-    flat: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        if tensor is None and name not in ("loss_mask", "loss_weights"):
-            flat[name] = None
-            continue
-        shaped = require_shape(name, tensor, log_probs, "log_probs").flatten()
-        flat[name] = require_mask(name, shaped) if name.endswith("mask") else shaped
-    mask = flat["loss_mask"]
-    keep = flat.get("keep_mask")
-    kept = mask if keep is None else mask & keep
-    for name, tensor in {"log_probs": log_probs.detach().flatten(), **flat}.items():
-        if tensor is not None and tensor.is_floating_point():
-            require_finite(name, tensor, kept if name in _OF_KEPT_TOKENS else mask)
-    return LossInputs(
-        log_probs=log_probs.flatten(),
-        seq_ids=seq_ids,
-        num_seqs=num_seqs,
-        importance_level=importance_level,
-        selection_seed=selection_seed,
-        **flat,
-    )
-
-
 # What the public functions of losses and advantages ask of their tensors: one sentence for each way
 # of being wrong. Every function raises ValueError that names the argument, what was given and what
 # is legal. They look at values, which waits for the device: training, which has made its tensors
@@ -396,3 +277,19 @@ def _first(values: Tensor, flags: Tensor) -> tuple[str, float]:
     """Place and value of the first element where `flags` is True."""
     place = flags.nonzero()[0].tolist()
     return (f"[{', '.join(map(str, place))}]" if place else ""), float(values[tuple(place)])
+
+
+def turns_of(mask: Tensor, seq_ids: Tensor) -> tuple[Tensor, int]:
+    """The answers of a model among the rows of whole sequences: active tokens in a row.
+
+    Args:
+        mask: [T] bool, active tokens.
+        seq_ids: [T], ascending.
+
+    Returns:
+        The answer of each row [T] int64, of an inactive one any; and how many there are, at least 1.
+    """
+    begins = mask.clone()
+    begins[1:] &= ~(mask[:-1] & (seq_ids[1:] == seq_ids[:-1]))
+    ids = (begins.cumsum(0) - 1).clamp(min=0)
+    return ids, int(ids[-1]) + 1 if ids.numel() else 1

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slime_like.losses.turns import turns_of
+from slime_like.losses.inputs import turns_of
 from slime_like.megatron.ops.context_parallel import places_over_ranks, rows_of_rank
 from slime_like.types import MicroBatch, TrainSample
 

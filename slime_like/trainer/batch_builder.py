@@ -194,9 +194,10 @@ class BatchMaker:
             )
 
         of_policy = map_steps(rollout.steps, complete)
-        of_policy = self.settings.hooks.finish(
-            of_policy, lambda: self._rank_data(rollout, scores, outcomes, advantages)
-        )
+        if self.settings.hooks is not None:
+            of_policy = self.settings.hooks.finish(
+                of_policy, lambda: self._rank_data(rollout, scores, outcomes, advantages)
+            )
         ids = rollout.local_keys
         if scores.old is not None:
             entropies = [output.entropy for output in scores.old]
@@ -335,7 +336,9 @@ class BatchMaker:
             assert scores.old is not None, "see RunConfig.old_is_current"
             squared = [o.squared_probs for o in scores.old if o.squared_probs is not None]
             energies = token_energies(scores.old_log_probs, squared, masks)
-        settings = self.settings.advantages
+        given, settings = None, self.settings.advantages
+        if (hooks := self.settings.hooks) is not None:
+            given = hooks.advantages(lambda: self._rank_data(rollout, scores, outcomes))
         if settings.kl_coef != self.kl_controller.value:  # that of the start
             settings = dataclasses.replace(settings, kl_coef=self.kl_controller.value)
         output = estimate_advantages(
@@ -348,9 +351,7 @@ class BatchMaker:
             teacher_gap=gap,
             critic_values=scores.values,
             energies=energies,
-            given=self.settings.hooks.advantages(
-                lambda: self._rank_data(rollout, scores, outcomes)
-            ),
+            given=given,
             group=self.layout.dp_group,
         )
         if kl is None:

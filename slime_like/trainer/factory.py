@@ -61,7 +61,7 @@ def make_batch_maker(
     backend: MegatronBackend,
     gates: SamplerGates,
     progress: Progress,
-    hooks: UserHooks,
+    hooks: UserHooks | None,
 ) -> BatchMaker:
     settings = BatchSettings(
         run.algorithm,
@@ -85,7 +85,7 @@ def make_train_step(
     gates: SamplerGates,
     progress: Progress,
     initial_policy: str | None,
-    hooks: UserHooks,
+    hooks: UserHooks | None,
 ) -> TrainStep:
     """initial_policy: the Hugging Face model that the run starts from; None for another."""
     reference = run.model.hf_checkpoint if run.reference_is_base else run.model.ref_load

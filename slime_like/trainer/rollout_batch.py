@@ -63,7 +63,7 @@ class BatchSettings:
     sample_buffer_size: int
     old_is_current: bool
     outcome_readers: Sequence[OutcomeReader]
-    hooks: UserHooks
+    hooks: UserHooks | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +292,8 @@ class LogProbs:
         reported them. squared_probs, top_k: see `MegatronBackend.forward`."""
         local = rollout.local
         if not self.settings.algorithm.use_rollout_logprobs:
-            self.settings.hooks.before_log_prob(self.backend.policy.chunks)
+            if self.settings.hooks is not None:
+                self.settings.hooks.before_log_prob(self.backend.policy.chunks)
             return self.backend.forward(local, squared_probs=squared_probs, top_k=top_k)
         of_engine = [require_rollout_log_probs(s) for s in local]
         rollout.check_finite({"log-prob of the rollout engine": of_engine}, _WHEN)
@@ -303,7 +304,8 @@ class LogProbs:
         network = self.backend.reference
         if network is None:
             return None
-        self.settings.hooks.before_log_prob(network.chunks, "ref_")
+        if self.settings.hooks is not None:
+            self.settings.hooks.before_log_prob(network.chunks, "ref_")
         return [r.log_probs for r in self.backend.forward(local, network)]
 
     def teacher(

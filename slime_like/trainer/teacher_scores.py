@@ -44,7 +44,8 @@ def teacher_scores(
     if backend.teacher is None:
         return TeacherScores(_served(rollout.drawn))
     assert old is not None, "see RunConfig.old_is_current"
-    settings.hooks.before_log_prob(backend.teacher.chunks, "teacher_")
+    if settings.hooks is not None:
+        settings.hooks.before_log_prob(backend.teacher.chunks, "teacher_")
     top = [o.top_tokens.long() for o in old if o.top_tokens is not None]
     local = rollout.local
     if top:

@@ -50,7 +50,7 @@ class TrainStep:
         backend: MegatronBackend,
         progress: Progress,
         gates: SamplerGates,
-        hooks: UserHooks,
+        hooks: UserHooks | None,
         *,
         patience: int,
         kl_vanishes_at: int | None,
@@ -97,7 +97,8 @@ class TrainStep:
             for index, batch in enumerate(batches.policy):
                 if self.entropy.adaptive:
                     self.backend.set_entropy_coef(self.entropy.coef)
-                self.hooks.before_train_step(index, self.backend.trained)
+                if self.hooks is not None:
+                    self.hooks.before_train_step(index, self.backend.trained)
                 pending = self.backend.forward_backward(batch)
                 if batches.check is not None:
                     checked = batches.check(pending.log_probs)

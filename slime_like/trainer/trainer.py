@@ -37,7 +37,7 @@ from slime_like.trainer.prompt_source import make_source
 from slime_like.trainer.sampling import Sampling
 from slime_like.trainer.strategy import make_strategy
 from slime_like.trainer.throughput import throughput_of
-from slime_like.trainer.user_hooks import UserHooks
+from slime_like.trainer.user_hooks import make_user_hooks
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +73,9 @@ class Trainer:
             on_phase=on_phase,
         )
         total_steps = self.num_rollouts * steps_per_rollout(run)
-        self.hooks = UserHooks(run)
-        self.hooks.megatron_init()
+        self.hooks = make_user_hooks(run)
+        if self.hooks is not None:
+            self.hooks.megatron_init()
         self.backend = MegatronBackend(run, layout, total_steps=total_steps)
         self._throughput = throughput_of(run, self.backend)
         self._lengths: list[tuple[int, int]] = []  # of what was trained on last; see there
@@ -101,7 +102,7 @@ class Trainer:
         gates = sampler_gates(run)
         self.batches = make_batch_maker(run, layout, self.backend, gates, self.progress, self.hooks)
         trains = not run.debug.debug_rollout_only
-        if run.scheduling.async_rollout and trains and not self.hooks.converts:
+        if run.scheduling.async_rollout and trains and not (self.hooks and self.hooks.converts):
             self.sampling.deliver_ahead(self.batches.deliver_ahead)
         self.stop = StopConditions(
             every=run.checkpoint.exit_interval,
@@ -252,13 +253,15 @@ class Trainer:
         run = self.run_config
         if self.strategy.samples_responses:
             self.sampling.sync_weights(self.weight_version)
-        self.hooks.begin_rollout(step)
+        if self.hooks is not None:
+            self.hooks.begin_rollout(step)
         begun = time.monotonic()
         groups, collected = self.sampling.groups_of(step)
         samples = [mask_failed(sample) for sample in flatten(groups)]
         check_token_sets(samples, wanted=run.rollout.renormalize_sampled_log_probs)
         metrics = self.strategy.check_samples(step, samples, collected, self.weight_version)
-        if self.hooks.log_rollout(samples, metrics, time.monotonic() - begun):
+        seconds = time.monotonic() - begun
+        if self.hooks is not None and self.hooks.log_rollout(samples, metrics, seconds):
             self._unlogged.add("rollout/")
         if self.strategy.samples_responses:
             metrics |= self.sampling.release_engine()
@@ -269,7 +272,9 @@ class Trainer:
         self.strategy.check_failures(step, samples, metrics)
         if run.debug.debug_rollout_only:
             return metrics
-        trained = self.hooks.converted(with_branches(samples))
+        trained = with_branches(samples)
+        if self.hooks is not None:
+            trained = self.hooks.converted(trained)
         if len(trained) > len(samples):
             from arguments.rules.agents import check_branches
 
@@ -312,7 +317,9 @@ class Trainer:
     def _evaluate(self, step: int) -> dict[str, float]:
         scores = self.sampling.evaluate(step, self.weight_version)
         evaluator = self.sampling.evaluator
-        if isinstance(evaluator, Evaluator) and self.hooks.log_eval(step, evaluator.last, scores):
+        if self.hooks is None or not isinstance(evaluator, Evaluator):
+            return scores
+        if self.hooks.log_eval(step, evaluator.last, scores):
             self._unlogged.add("eval/")
         return scores
 

@@ -84,14 +84,10 @@ class HookAdapter(Protocol):
 
 
 class UserHooks:
-    """The functions of a run; without any of them every method changes nothing."""
+    """The functions of a run that has some; a method without its function changes nothing."""
 
     def __init__(self, config: RunConfig) -> None:
-        hooks = config.hooks
-        given = any(getattr(hooks, f.name) for f in dataclasses.fields(hooks))
-        self._adapter: HookAdapter | None = None
-        if given:
-            self._adapter = hook_adapter(config)
+        self._adapter: HookAdapter = hook_adapter(config)
         self._buffer_size = config.rollout.sample_buffer_size
         self._batch_size = config.algorithm.global_batch_size or 1
         self._per_token = config.algorithm.loss_reduction == "token_mean"
@@ -101,8 +97,7 @@ class UserHooks:
         self._rollout_id = rollout_id
 
     def _named(self, name: str) -> HookAdapter | None:
-        adapter = self._adapter
-        return adapter if adapter is not None and adapter.has(name) else None
+        return self._adapter if self._adapter.has(name) else None
 
     def megatron_init(self) -> None:
         """Before the model is built; on every rank."""
@@ -210,6 +205,12 @@ class UserHooks:
                 step, {name: complete(some) for name, some in whole.items()}, dict(metrics)
             )
         )
+
+
+def make_user_hooks(config: RunConfig) -> UserHooks | None:
+    """None where no flag names a function."""
+    given = any(getattr(config.hooks, f.name) for f in dataclasses.fields(config.hooks))
+    return UserHooks(config) if given else None
 
 
 def group_rewards(
