@@ -64,7 +64,7 @@ GATES = (
         ended="critic's optimizer step skipped",
     ),
     Gate(
-        "what is trained on is finite",
+        "the loss and what it is made of are finite",
         ("train/loss",),
         ended=r" of sample .* is (nan|-?inf) at token",
     ),

@@ -5,6 +5,7 @@ Each gets the rank and the words of the hook."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import pickle
@@ -12,9 +13,9 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from time import sleep
+from time import process_time, sleep
 from typing import Any
 
 
@@ -284,6 +285,24 @@ def sleep_in_phase(rank: int, phase: str, seconds: str, on_rank: str) -> None:
     """A rank that is late, or stuck: its process runs, its main thread does not."""
     if rank == int(on_rank):
         in_phase(phase, 2, lambda: sleep(float(seconds)))
+
+
+def work_in_phase(rank: int, phase: str, seconds: str, on_rank: str) -> None:
+    """One rank computes so much longer in each `phase`, as on a slow processor."""
+    from slime_like.metrics.progress import Progress
+
+    enter = Progress.phase
+
+    @contextlib.contextmanager
+    def slowed(self: Any, name: str) -> Iterator[Any]:
+        with enter(self, name) as found:
+            until = process_time() + float(seconds) * (name == phase)
+            while process_time() < until:
+                sum(range(1000))
+            yield found
+
+    if rank == int(on_rank):
+        Progress.phase = slowed  # type: ignore[assignment]
 
 
 def suspend_all_in_phase(rank: int, phase: str, time: str, seconds: str) -> None:

@@ -82,7 +82,7 @@ ENDINGS = {
     "staleness, in weight versions": lambda: check_staleness([sample(0, 1, "abc", 1.0)], 9, 1, "x"),
     "gradients are finite, else the step is skipped": lambda: SkippedStepGate(1).check(True, math.inf),
     "the critic's gradients are finite": lambda: SkippedStepGate(1, owner="critic's ").check(True, math.nan),
-    "what is trained on is finite": not_finite,
+    "the loss and what it is made of are finite": not_finite,
     "the update computes the log-probs of the log-prob pass": lambda: check_old_log_probs(
         0.1, same_packing=True, half_precision=False
     ),

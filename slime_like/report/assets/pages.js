@@ -139,7 +139,7 @@ const TOTALS = ["train/skipped_steps", "train/critic_skipped_steps", "engine/evi
 function gatesTable(run, i) {
   const columns = ["state", "limit", "last", "highest", "rollouts in which it did not hold"];
   const rows = run.gates.map((gate) => el("tr", {}, el("th", { scope: "row" }, gate.metric ? el("a", { href: "#curves/" + encodeURIComponent("^" + gate.metric + "$"), text: gate.name }) : gate.name),
-    el("td", { class: { held: "fine", "not looked at": "muted" }[gate.state] || "bad", text: gate.state }),
+    el("td", { class: "state " + ({ held: "fine", "not looked at": "muted" }[gate.state] || "bad"), text: gate.state }),
     [gate.limit, gate.last, gate.highest].map((value) => el("td", { class: "number", text: number(value) })),
     el("td", { class: "number", text: gate.rollouts ? `${gate.breaches} of ${gate.rollouts}` : "-" })));
   return [el("h2", {}, "Gates", report.runs.length > 1 ? [" of ", el("span", { class: "swatch", style: `background:${runColour(i)}` }), run.name] : []),
