@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 
-from tests.e2e.programs import ENVIRONMENT, ROOT, clean_environment
+from tests.e2e.helpers import rows_of
+from tests.e2e.programs import ENVIRONMENT, ROOT, clean_environment, free_port
 
 CONF = "is_host={is_host},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
 
@@ -38,3 +41,40 @@ def end_nodes(agents: Iterable[subprocess.Popen[bytes]]) -> None:
                 process.kill()
             agent.kill()
         agent.wait()
+
+
+@contextmanager
+def two_nodes(
+    folder: Path, argv: list[str], **environment: str
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Of one rank each; the first has the store where they meet. They write their logs into the
+    folder."""
+    port, agents = free_port(), list[subprocess.Popen[bytes]]()
+    try:
+        for node in range(2):
+            log = folder / f"node-{node}.log"
+            agents.append(start_node(node, port, ROOT / "train.py", argv, log, **environment))
+        yield agents
+    finally:
+        end_nodes(agents)
+
+
+def logs(folder: Path) -> str:
+    return "".join(path.read_text() for path in sorted(folder.glob("node-?.log")))
+
+
+def rollouts(out: Path) -> int:
+    return len(rows_of(out)) if (out / "metrics.jsonl").exists() else 0
+
+
+def wait_until(holds: Callable[[], object], folder: Path, limit_s: float = 240) -> None:
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline, logs(folder)[-6000:]
+        time.sleep(0.1)
+
+
+def goes_on(out: Path, folder: Path, limit_s: float = 240) -> None:
+    """Two more rollouts are done."""
+    before = rollouts(out)
+    wait_until(lambda: rollouts(out) >= before + 2, folder, limit_s)

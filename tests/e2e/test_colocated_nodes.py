@@ -4,11 +4,7 @@ servers with SGLang's interface for SGLang."""
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -16,8 +12,8 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.e2e.helpers import Workspace, rows_of
-from tests.e2e.nodes import end_nodes, start_node
-from tests.e2e.programs import ROOT, TrainServer, free_port
+from tests.e2e.nodes import goes_on, logs, rollouts, two_nodes, wait_until
+from tests.e2e.programs import ROOT, TrainServer
 from tests.fake_sglang import fake_servers
 
 # what the launcher looks for, and what it starts, in place of SGLang
@@ -57,34 +53,6 @@ def python(tmp_path: Path) -> Path:
     )
     script.chmod(0o755)
     return script
-
-
-@contextmanager
-def two_nodes(folder: Path, argv: list[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Of one rank each; the first has the store where they meet."""
-    port, agents = free_port(), list[subprocess.Popen[bytes]]()
-    try:
-        for node in range(2):
-            log = folder / f"node-{node}.log"
-            agents.append(start_node(node, port, ROOT / "train.py", argv, log))
-        yield agents
-    finally:
-        end_nodes(agents)
-
-
-def logs(folder: Path) -> str:
-    return "".join(path.read_text() for path in sorted(folder.glob("node-?.log")))
-
-
-def rollouts(out: Path) -> int:
-    return len(rows_of(out)) if (out / "metrics.jsonl").exists() else 0
-
-
-def wait_until(holds: Callable[[], object], folder: Path, limit_s: float = 240) -> None:
-    deadline = time.monotonic() + limit_s
-    while not holds():
-        assert time.monotonic() < deadline, logs(folder)[-6000:]
-        time.sleep(0.1)
 
 
 FLAGS = dict(
@@ -151,8 +119,3 @@ def test_a_server_and_then_a_node_are_lost(work: Workspace, tmp_path: Path, pyth
         agents[0].send_signal(signal.SIGTERM)
         agents[0].wait(120)
     assert (out / "engines" / "engine-1.log").read_text().count("listens") == 2
-
-
-def goes_on(out: Path, folder: Path) -> None:
-    before = rollouts(out)
-    wait_until(lambda: rollouts(out) >= before + 2, folder)
