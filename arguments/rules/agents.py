@@ -118,10 +118,25 @@ def agents_exclude(s: Settings) -> list[Problem]:
             s.rollout.use_rollout_routing_replay,
             " yet: the gateway keeps no routes; leave it out",
         ),
-        "partial_rollout": (s.scheduling.partial_rollout, ": an episode is played in one piece"),
+        "partial_rollout": (
+            s.scheduling.partial_rollout and s.rollout.rollout_engine != "local",
+            " yet on servers; use --rollout-engine local",
+        ),
+        "agent_worker_keys": (
+            s.scheduling.partial_rollout and s.agents.agent_worker_keys is not None,
+            " and --partial-rollout: nobody answers workers elsewhere while the run trains",
+        ),
+        "mask_offpolicy_in_partial_rollout": (
+            s.scheduling.mask_offpolicy_in_partial_rollout,
+            " yet: an episode is trained on as a whole",
+        ),
+        "buffer_filter_path": (
+            s.scheduling.partial_rollout and s.scheduling.buffer_filter_path is not None,
+            " and --partial-rollout: what it discards would wait for ever",
+        ),
         "rollout_slice_len": (
-            s.scheduling.rollout_slice_len is not None,
-            ": an episode is played in one piece",
+            s.scheduling.rollout_slice_len is not None and not s.scheduling.partial_rollout,
+            " without --partial-rollout: an episode is played in one piece",
         ),
         "opd_teacher_url": (s.distillation.served, " yet; use a teacher on Megatron"),
         "opd_demonstration_key": (

@@ -31,8 +31,10 @@ def responses_stream(answer: Mapping[str, Any]) -> Iterator[str]:
 def _item(item: Mapping[str, Any], index: int) -> Iterator[tuple[str, dict[str, object]]]:
     """Kinds and fields of an item's events."""
     place = {"item_id": item["id"], "output_index": index}
-    opened = {**item, "status": "in_progress"}
-    opened |= {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+    empty: dict[str, object] = {"content": []}
+    if item["type"] == "function_call":
+        empty = {"arguments": ""}
+    opened = {**item, "status": "in_progress", **empty}
     yield "output_item.added", {"output_index": index, "item": opened}
     if item["type"] == "function_call":
         yield "function_call_arguments.delta", {**place, "delta": item["arguments"]}

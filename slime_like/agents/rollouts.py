@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
+import logging
 import secrets
 import shlex
-import sys
 from asyncio.tasks import _unregister_task
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
-
-import torch
 
 from arguments.rules.agents import worker_keys
 from arguments.run_config import RunConfig
@@ -23,13 +20,15 @@ from slime_like.agents.answer_parsers import TRANSFORMERS, default_format
 from slime_like.agents.command import run_command
 from slime_like.agents.credit import answers_of
 from slime_like.agents.environment import player
+from slime_like.agents.episode_samples import bad_reward, sample_of
+from slime_like.agents.live_episodes import LiveEpisode, LiveEpisodes, begun_again, so_far
 from slime_like.agents.loop_watch import LoopWatch
+from slime_like.agents.pausable_engine import PausableEngine
 from slime_like.agents.server import CONNECTIONS, Gateway
 from slime_like.agents.sessions import WAITING, Session, SessionLimits
 from slime_like.agents.task import CANCEL_S, Task
 from slime_like.agents.tasks import TaskQueue, WorkerLost
 from slime_like.agents.templates import ChatTemplate
-from slime_like.agents.tree import Branch
 from slime_like.distributed.collectives import gather
 from slime_like.environments.base import FLAG as ENVIRONMENT
 from slime_like.environments.base import environment_maker
@@ -37,17 +36,17 @@ from slime_like.import_utils import load_function
 from slime_like.rollout.answer_credit import ANSWERS, NUMBERS
 from slime_like.rollout.episode import CustomGenerate, Model, lost
 from slime_like.sample_index import AnySample
-from slime_like.types import Sample, SampleGroup, SampleStatus
+from slime_like.types import Sample, SampleGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+logger = logging.getLogger(__name__)
 AGENT_FUNCTION, AGENT_COMMAND = "--agent-function-path", "--agent-command"
 AGENT_WORKERS = "--agent-worker-keys"
 TOOL_FORMAT = "--agent-tool-format"
 EVALUATION_SEED, MOST_SEED = 2**30, 2**31
-MESSAGES = "messages"  # key of a sample's metadata: the main conversation
 
 
 class Play(Protocol):
@@ -77,6 +76,7 @@ class AgentGenerate(CustomGenerate):
         by_token: bool = False,
         attempts: int = 1,
         own_timeout: bool = False,
+        pauses: bool = False,
     ) -> None:
         """
         Args:
@@ -92,6 +92,7 @@ class AgentGenerate(CustomGenerate):
             observations: See `SessionTree.branches`.
             attempts: Most for an episode, of which all but the last end with a worker that is lost.
             own_timeout: The agent minds `timeout_s` itself.
+            pauses: Episodes may be paused, and continue in a later rollout.
             by_turn: The advantages are of answers; else their rewards are added to the episode's.
             by_token: The advantages need to know which answer continues which.
         """
@@ -111,33 +112,99 @@ class AgentGenerate(CustomGenerate):
         code = getattr(play, "__code__", None)
         self._watch = None if code is None else LoopWatch(name, code)
         self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._live = LiveEpisodes() if pauses else None
+
+    def run(
+        self, samples: Sequence[Sample], model: Model, *, evaluation: bool, limit: int | None = None
+    ) -> list[Sample]:
+        """See `CustomGenerate`. With --partial-rollout an episode that has written `limit` tokens is
+        paused, and PARTIAL; it continues when its sample is given again. One that another process
+        began is played from its beginning."""
+        live = self._live
+        if live is None:
+            return super().run(samples, model, evaluation=evaluation)
+        if evaluation:
+            return live.meanwhile(lambda: self._respond_to_all(samples, model, evaluation=True))
+        gone = {s.sample_id for s in samples if s.response_length and s.sample_id not in live}
+        if gone:
+            logger.warning(f"{len(gone)} episodes of a resumed run are played from their beginning")
+        given = [begun_again(s) if s.sample_id in gone else s for s in samples]
+        begin = partial(self._begin, model, gone)
+        return live.round(given, begin, limit)
+
+    def _begin(
+        self,
+        model: Model,
+        gone: Collection[int],
+        sample: Sample,
+        limit: float,
+        changed: asyncio.Event,
+    ) -> LiveEpisode:
+        engine = PausableEngine(model.engine, model.tokenizer, self._place(), changed)
+        engine.allow(limit)
+        own = Model(engine, model.tokenizer, model.sampling, model.seed_of)
+        sessions: list[Session] = []
+
+        async def play() -> Sample:
+            await engine.begin()
+            try:
+                async with self._watched(), self._gateway.listening():
+                    counts = {"restarted": int(sample.sample_id in gone)}
+                    return await self._respond_to(sample, own, False, sessions, counts, engine)
+            finally:
+                engine.end()
+
+        return LiveEpisode(
+            engine,
+            asyncio.get_running_loop().create_task(play()),
+            lambda: so_far(sample, sessions[-1] if sessions else None, engine),
+        )
+
+    def close(self) -> None:
+        """End the agents that wait."""
+        if self._live is not None:
+            self._live.close()
 
     async def respond(self, sample: Sample, model: Model, *, evaluation: bool) -> Sample:
         """The sample with the first branch of its session, and the others as its branches."""
+        async with self._place(), self._watched(), self._gateway.listening():
+            return await self._respond_to(sample, model, evaluation, [])
+
+    async def _respond_to(
+        self,
+        sample: Sample,
+        model: Model,
+        evaluation: bool,
+        sessions: list[Session],
+        counts: Mapping[str, int] | None = None,
+        engine: PausableEngine | None = None,
+    ) -> Sample:
+        """sessions: its sessions are added. counts: of each, before it begins. engine: that may be
+        paused."""
         try:
             seed = seed_of(sample, evaluation=evaluation)
         except ValueError as error:
             return lost(sample, str(error))
         template = ChatTemplate(model.tokenizer, self._end_ids, self._template_arguments)
         found = self._tool_format or default_format(model.tokenizer)
-        async with self._place(), self._watched(), self._gateway.listening():
-            for lost_workers in range(self._attempts):
-                session = Session(
-                    sample.sample_id, model, template, tool_format=found, limits=self._limits
-                )
-                key = secrets.token_urlsafe(24)
-                task = Task(
-                    sample.sample_id, sample.text, sample.label, dict(sample.metadata), evaluation,
-                    "", key, seed, session=session,
-                )  # fmt: skip
-                session.counts["workers_lost"] = lost_workers
-                try:
-                    async with self._gateway.episode(key, session):
-                        task.url = self._gateway.url
-                        reward, reason = await self._outcome(task)
-                    break
-                except WorkerLost as error:
-                    reward, reason = None, f"{self.name}: {error}"
+        for lost_workers in range(self._attempts):
+            session = Session(
+                sample.sample_id, model, template, tool_format=found, limits=self._limits
+            )
+            sessions.append(session)
+            key = secrets.token_urlsafe(24)
+            task = Task(
+                sample.sample_id, sample.text, sample.label, dict(sample.metadata), evaluation,
+                "", key, seed, session=session,
+            )  # fmt: skip
+            session.counts.update({"workers_lost": lost_workers, **(counts or {})})
+            try:
+                async with self._gateway.episode(key, session):
+                    task.url = self._gateway.url
+                    reward, reason = await self._outcome(task, engine)
+                break
+            except WorkerLost as error:
+                reward, reason = None, f"{self.name}: {error}"
         if reason is None:
             reason = bad_reward(reward)
         branches = session.tree.branches(observations=self._observations)
@@ -152,16 +219,23 @@ class AgentGenerate(CustomGenerate):
             reward = sum(rewards) + (reward or 0.0)
         return sample_of(sample, task, session, branches, reward, reason)
 
-    async def _outcome(self, task: Task) -> tuple[Any, str | None]:
+    async def _outcome(self, task: Task, engine: PausableEngine | None) -> tuple[Any, str | None]:
         """What the agent returned, or why it returned nothing. In a separate task: what an agent
-        does to that is no harm to the other episodes."""
+        does to that is no harm to the other episodes. engine: pauses do not count as its time."""
         assert task.session is not None
         play = asyncio.create_task(self._contained(task))
         abort = asyncio.create_task(task.session.on_abort.wait())
         try:
-            await asyncio.wait(
-                {play, abort}, timeout=self._limit_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            left = self._limit_s
+            begun = asyncio.get_running_loop().time()
+            while left is None or left > 0:
+                done, _ = await asyncio.wait(
+                    {play, abort}, timeout=left, return_when=asyncio.FIRST_COMPLETED
+                )
+                if done or self._limit_s is None:
+                    break
+                taken = asyncio.get_running_loop().time() - begun
+                left = self._limit_s - taken + (0.0 if engine is None else engine.paused_s)
             if not play.done() and task.session.aborted:
                 return None, "the run asks for no more of this episode"
             if not play.done():
@@ -220,62 +294,6 @@ def seed_of(sample: Sample, *, evaluation: bool) -> int:
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < MOST_SEED:
         raise ValueError(f"'seed' of the row's metadata is {seed!r:.60}, must be 0 to 2**31 - 1")
     return seed
-
-
-def bad_reward(reward: Any) -> str | None:
-    """Why an agent's reward is none, or None."""
-    if reward is None or (isinstance(reward, int | float) and not isinstance(reward, bool)):
-        too_large = isinstance(reward, int) and abs(reward) > sys.float_info.max
-        return "the agent returned a number that no float can hold" if too_large else None
-    return f"the agent returned {type(reward).__name__}; return its reward, a number, or None"
-
-
-def sample_of(
-    sample: Sample,
-    task: Task,
-    session: Session,
-    branches: Sequence[Branch],
-    reward: float | None,
-    reason: str | None,
-) -> Sample:
-    """What an episode becomes. branches: of its tree. reason: why nothing of it is trained on; None
-    where it went well."""
-    numbers = session.numbers() | {"branches": float(len(branches))}
-    masked = sum(b.loss_mask.count(False) for b in branches)
-    written = sum(len(turn.tokens) for turn in session.tree.turns)
-    numbers |= {"masked_tokens": float(masked), "written_tokens": float(written)}
-    numbers["answer_rewards"] = sum(turn.reward for turn in session.tree.turns)
-    numbers["lost"] = float(reason is not None)
-    sample = replace(sample, metadata={**task.metadata, NUMBERS: numbers})
-    if session.aborted:
-        return replace(sample, status=SampleStatus.ABORTED)
-    if reason is None and not branches:
-        reason = "the agent asked for no answer"
-    if reason is not None:
-        return lost(sample, reason)
-    main = session.tree.turns[0]
-    while follows := [turn for turn in session.tree.turns if turn.parent is main]:
-        main = follows[0]
-    conversation = [dict(message) for message in (*main.messages, main.answer)]
-    metadata = {**sample.metadata, MESSAGES: conversation}
-    first, *others = (sequence(sample, branch, session) for branch in branches)
-    number = None if reward is None else float(reward) if math.isfinite(reward) else math.nan
-    return replace(first, metadata=metadata, reward=number, branches=tuple(others))
-
-
-def sequence(sample: Sample, branch: Branch, session: Session) -> Sample:
-    """A branch in the core's type."""
-    response = branch.tokens[branch.prompt_length :]
-    return replace(
-        sample,
-        tokens=torch.tensor(branch.tokens, dtype=torch.int64),
-        response_length=len(response),
-        loss_mask=torch.tensor(branch.loss_mask, dtype=torch.bool),
-        rollout_log_probs=torch.tensor(branch.log_probs, dtype=torch.float32),
-        weight_versions=branch.weight_versions,
-        status=SampleStatus.TRUNCATED if branch.truncated else SampleStatus.COMPLETED,
-        response=session.text_of(response),
-    )
 
 
 def agent_metrics(groups: Sequence[SampleGroup], group: Any = None) -> dict[str, float]:
@@ -352,6 +370,7 @@ def agent_generate(
         timeout_s=config.agent_timeout_s,
         episodes=config.agent_episodes,
         observations=run.algorithm.observation_loss_coef > 0,
+        pauses=run.scheduling.partial_rollout,
         attempts=1 if tasks is None else 1 + config.agent_retries,
         own_timeout=tasks is not None,
         by_turn=isinstance(estimator, TurnEstimator),

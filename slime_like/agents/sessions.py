@@ -174,7 +174,7 @@ class Session:
         that a client sent and the model did not give so), rewritten_turns, tool_errors (calls that
         could not be read), overridden (sampling parameters), refused and engine_failures."""
         names = (
-            "answers", "tool_errors", "overridden", "refused", "engine_failures", "internal_errors", "workers_lost",
+            "answers", "tool_errors", "overridden", "refused", "engine_failures", "internal_errors", "workers_lost", "restarted",
         )  # fmt: skip
         of_tree = ("roots", "forks", "foreign_messages", "rewritten_turns")
         found = {name: float(self.counts[name]) for name in names}

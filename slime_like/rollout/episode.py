@@ -188,14 +188,22 @@ class CustomGenerate:
         self.timeout_s = timeout_s
         self._respond = respond
 
-    def run(self, samples: Sequence[Sample], model: Model, *, evaluation: bool) -> list[Sample]:
-        """The samples with their responses, in the same order. Not from within an event loop."""
+    def run(
+        self, samples: Sequence[Sample], model: Model, *, evaluation: bool, limit: int | None = None
+    ) -> list[Sample]:
+        """The samples with their responses, in the same order. Not from within an event loop.
+        limit: tokens after which a response may be left PARTIAL; here each is made to its end."""
+        return asyncio.run(self._respond_to_all(samples, model, evaluation=evaluation))
 
-        async def respond_to_all() -> list[Sample]:
-            responses = [self.respond(s, model, evaluation=evaluation) for s in samples]
-            return list(await asyncio.gather(*responses))
+    async def _respond_to_all(
+        self, samples: Sequence[Sample], model: Model, *, evaluation: bool
+    ) -> list[Sample]:
+        responses = [self.respond(s, model, evaluation=evaluation) for s in samples]
+        return list(await asyncio.gather(*responses))
 
-        return asyncio.run(respond_to_all())
+    def close(self) -> None:
+        """No more responses are asked for."""
+        return
 
     async def respond(self, sample: Sample, model: Model, *, evaluation: bool) -> Sample:
         """One sample with its response, ABORTED where the function failed.

@@ -223,7 +223,9 @@ class Rollouter:
         if self.custom_generate is not None and samples:
             seed_of = bind(self.seed_of, purpose)
             model = Model(self.engine, self.tokenizer, sampling, seed_of)
-            return self.custom_generate.run(samples, model, evaluation=purpose != "train")
+            return self.custom_generate.run(
+                samples, model, evaluation=purpose != "train", limit=limit
+            )
         room = {
             s.sample_id: min(
                 limit or sampling.max_new_tokens, sampling.max_new_tokens - s.response_length

@@ -178,6 +178,8 @@ class RolloutManager:
         """Sample no more. Closing twice is fine."""
         if self.ahead is not None:
             self.ahead.close()
+        if self._rollouter is not None and self._rollouter.custom_generate is not None:
+            self._rollouter.custom_generate.close()
 
     def _sampled_groups(self, step: int) -> tuple[list[SampleGroup], dict[str, float]]:
         """In the thread that samples."""

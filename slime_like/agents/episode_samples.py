@@ -1,0 +1,76 @@
+"""What an episode of an agent becomes."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from slime_like.agents.sessions import Session
+from slime_like.agents.task import Task
+from slime_like.agents.tree import Branch
+from slime_like.rollout.answer_credit import NUMBERS
+from slime_like.rollout.episode import lost
+from slime_like.types import Sample, SampleStatus
+
+MESSAGES = "messages"  # key of a sample's metadata: the main conversation
+
+
+def bad_reward(reward: Any) -> str | None:
+    """Why an agent's reward is none, or None."""
+    if reward is None or (isinstance(reward, int | float) and not isinstance(reward, bool)):
+        too_large = isinstance(reward, int) and abs(reward) > sys.float_info.max
+        return "the agent returned a number that no float can hold" if too_large else None
+    return f"the agent returned {type(reward).__name__}; return its reward, a number, or None"
+
+
+def sample_of(
+    sample: Sample,
+    task: Task,
+    session: Session,
+    branches: Sequence[Branch],
+    reward: float | None,
+    reason: str | None,
+) -> Sample:
+    """What an episode becomes. branches: of its tree. reason: why nothing of it is trained on; None
+    where it went well."""
+    numbers = session.numbers() | {"branches": float(len(branches))}
+    masked = sum(b.loss_mask.count(False) for b in branches)
+    written = sum(len(turn.tokens) for turn in session.tree.turns)
+    numbers |= {"masked_tokens": float(masked), "written_tokens": float(written)}
+    numbers["answer_rewards"] = sum(turn.reward for turn in session.tree.turns)
+    numbers["lost"] = float(reason is not None)
+    sample = replace(sample, metadata={**task.metadata, NUMBERS: numbers})
+    if session.aborted:
+        return replace(sample, status=SampleStatus.ABORTED)
+    if reason is None and not branches:
+        reason = "the agent asked for no answer"
+    if reason is not None:
+        return lost(sample, reason)
+    main = session.tree.turns[0]
+    while follows := [turn for turn in session.tree.turns if turn.parent is main]:
+        main = follows[0]
+    conversation = [dict(message) for message in (*main.messages, main.answer)]
+    metadata = {**sample.metadata, MESSAGES: conversation}
+    first, *others = (sequence(sample, branch, session) for branch in branches)
+    number = None if reward is None else float(reward) if math.isfinite(reward) else math.nan
+    return replace(first, metadata=metadata, reward=number, branches=tuple(others))
+
+
+def sequence(sample: Sample, branch: Branch, session: Session) -> Sample:
+    """A branch in the core's type."""
+    response = branch.tokens[branch.prompt_length :]
+    return replace(
+        sample,
+        tokens=torch.tensor(branch.tokens, dtype=torch.int64),
+        response_length=len(response),
+        loss_mask=torch.tensor(branch.loss_mask, dtype=torch.bool),
+        rollout_log_probs=torch.tensor(branch.log_probs, dtype=torch.float32),
+        weight_versions=branch.weight_versions,
+        status=SampleStatus.TRUNCATED if branch.truncated else SampleStatus.COMPLETED,
+        response=session.text_of(response),
+    )

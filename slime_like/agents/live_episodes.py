@@ -1,0 +1,181 @@
+"""Episodes that outlive the rollout that began them (--partial-rollout): agents are not stopped, but
+wait for the engine while the run trains.
+
+All live in one event loop, which runs only while the run samples or evaluates; its clock stops
+in between, so that no time limit of an agent's counts the training. A checkpoint has the tokens of
+such an episode, and no agent: a resumed run plays it again from its beginning, and trains on nothing
+of what it had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import math
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from slime_like.agents.episode_samples import sequence
+from slime_like.agents.pausable_engine import PausableEngine
+from slime_like.agents.sessions import Session
+from slime_like.types import Sample, SampleStatus
+
+STARTED = "start_rollout_id"  # of a sample's metadata
+END_S = 10.0  # for agents to end with the run
+
+
+class StoppableLoop(asyncio.SelectorEventLoop):
+    """An event loop with a clock that runs only while it does."""
+
+    def __init__(self) -> None:
+        self._stood_s = 0.0
+        self._stopped_at: float | None = time.monotonic()
+        super().__init__()
+
+    def time(self) -> float:
+        now = time.monotonic() if self._stopped_at is None else self._stopped_at
+        return now - self._stood_s
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """What the work returns."""
+        if self._stopped_at is not None:
+            self._stood_s += time.monotonic() - self._stopped_at
+            self._stopped_at = None
+        try:
+            return self.run_until_complete(work)
+        finally:
+            self._stopped_at = time.monotonic()
+
+
+@dataclass(eq=False, slots=True)
+class LiveEpisode:
+    """engine: its own. so_far: the sample as it is while it waits. task: gives the sample at its end."""
+
+    engine: PausableEngine
+    task: asyncio.Task[Sample]
+    so_far: Callable[[], Sample]
+
+
+# (sample, limit of tokens until it is paused, event that is set then) -> an episode that has begun
+Begin = Callable[[Sample, float, asyncio.Event], LiveEpisode]
+
+
+class LiveEpisodes:
+    """Of one rank. Not thread-safe: rounds and evaluations come one after another."""
+
+    def __init__(self) -> None:
+        self._loop = StoppableLoop()
+        self._live: dict[int, LiveEpisode] = {}
+        self._changed = asyncio.Event()
+        atexit.register(self.close)  # where the run fails, agents have to end too
+
+    def __contains__(self, sample_id: int) -> bool:
+        return sample_id in self._live
+
+    def round(self, samples: Sequence[Sample], begin: Begin, limit: int | None) -> list[Sample]:
+        """Let episodes continue, or begin, until each has ended or is paused.
+
+        Args:
+            samples: Those that continue are PARTIAL.
+            begin: Starts an episode in the event loop.
+            limit: Tokens that each may write before it is paused; None: to its end.
+
+        Returns:
+            The samples in their order; what is paused is PARTIAL, with the tokens that it has.
+        """
+        done: list[Sample] = self._loop.run(self._round(samples, begin, limit or math.inf))
+        return done
+
+    def meanwhile(self, work: Callable[[], Awaitable[list[Sample]]]) -> list[Sample]:
+        """What `work` returns, in the same loop, while episodes that are paused stay so."""
+
+        async def run() -> list[Sample]:
+            return await work()
+
+        done: list[Sample] = self._loop.run(run())
+        return done
+
+    async def _round(self, samples: Sequence[Sample], begin: Begin, limit: float) -> list[Sample]:
+        going_on = []
+        for sample in samples:
+            live = self._live.get(sample.sample_id)
+            if live is not None:
+                going_on.append(asyncio.ensure_future(live.engine.go_on(limit)))
+                continue
+            live = begin(sample, limit, self._changed)
+            live.task.add_done_callback(lambda _: self._changed.set())
+            self._live[sample.sample_id] = live
+        await asyncio.gather(*going_on)
+        episodes = [self._live[sample.sample_id] for sample in samples]
+        while any(not (e.task.done() or e.engine.paused) for e in episodes):
+            await self._changed.wait()
+            self._changed.clear()
+        return [self._result(sample) for sample in samples]
+
+    def _result(self, sample: Sample) -> Sample:
+        live = self._live[sample.sample_id]
+        if live.task.done():
+            del self._live[sample.sample_id]
+            found = live.task.result()
+        else:
+            found = replace(live.so_far(), status=SampleStatus.PARTIAL)
+        if STARTED not in sample.metadata:
+            return found
+        return replace(found, metadata={**found.metadata, STARTED: sample.metadata[STARTED]})
+
+    def close(self) -> None:
+        """End all agents. Closing twice is fine."""
+
+        async def end() -> None:
+            tasks = [live.task for live in self._live.values()]
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks, timeout=END_S)
+
+        if not self._loop.is_closed():
+            self._loop.run(end())
+            self._live.clear()
+            self._loop.close()
+        atexit.unregister(self.close)
+
+
+def so_far(sample: Sample, session: Session | None, engine: PausableEngine) -> Sample:
+    """An episode that waits, with the tokens of its answers and of those that are being written: for
+    what is counted meanwhile, as its end is another sample."""
+    found = (
+        [] if session is None else [sequence(sample, b, session) for b in session.tree.branches()]
+    )
+    for answer in engine.unfinished:
+        output = answer.output
+        tokens = torch.tensor((*answer.request.prompt_tokens, *output.tokens))
+        more = replace(
+            sample,
+            tokens=tokens,
+            response_length=len(output.tokens),
+            loss_mask=torch.ones(len(output.tokens), dtype=torch.bool),
+            rollout_log_probs=torch.tensor(output.log_probs, dtype=torch.float32),
+            weight_versions=output.weight_versions,
+        )
+        found += [more] if output.tokens else []
+    first, *others = found
+    return replace(first, branches=tuple(others))
+
+
+def begun_again(sample: Sample) -> Sample:
+    """An unfinished episode with an agent that is gone, before its first token."""
+    return replace(
+        sample,
+        tokens=sample.tokens[: sample.prompt_length],
+        response_length=0,
+        loss_mask=torch.empty(0, dtype=torch.bool),
+        rollout_log_probs=torch.empty(0, dtype=torch.float32),
+        weight_versions=(),
+        response="",
+        branches=(),
+        metadata={k: v for k, v in sample.metadata.items() if k != STARTED},
+    )

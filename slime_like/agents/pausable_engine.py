@@ -1,0 +1,186 @@
+"""The engine of one episode with --partial-rollout: it writes so many tokens, and then what the agent
+asks for waits until it may continue."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from slime_like.rollout.engines.base import (
+    GenerateOutput,
+    GenerateRequest,
+    GenerationClient,
+    SamplingParams,
+)
+from slime_like.rollout.rollouter import cut_at_stop
+from slime_like.types import Sample, SampleStatus
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(eq=False, slots=True)
+class Unfinished:
+    """An answer that is being written: what the model was given, and what it has."""
+
+    request: GenerateRequest
+    output: GenerateOutput
+
+    @property
+    def so_far(self) -> GenerateRequest:
+        """What asks for the rest; its randomness is another than that of the beginning."""
+        tokens = self.output.tokens
+        if not tokens:
+            return self.request
+        words = f"{self.request.seed}@{len(tokens)}".encode()
+        seed = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") >> 1
+        prompt = (*self.request.prompt_tokens, *tokens)
+        return GenerateRequest(self.request.sample_id, prompt, seed)
+
+
+class PausableEngine:
+    """A `GenerationClient`. paused: all that the agent asks for waits, and no token is being written;
+    the episode then holds no place among those that run. unfinished: the answers being written."""
+
+    def __init__(
+        self,
+        engine: GenerationClient,
+        tokenizer: PreTrainedTokenizerBase,
+        places: asyncio.Semaphore,
+        changed: asyncio.Event,
+    ) -> None:
+        """
+        Args:
+            engine: That writes.
+            tokenizer: Its.
+            places: Of the episodes that run at a time.
+            changed: Set whenever the episode is paused.
+        """
+        self.paused = False
+        self.unfinished: list[Unfinished] = []
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._places = places
+        self._changed = changed
+        self._left: float = math.inf  # tokens until it is paused
+        self._waiting = self._running = 0
+        self._go_on = asyncio.Event()
+        self._holds_place = self._over = False
+        self._since = self._paused_s = 0.0
+
+    @property
+    def paused_s(self) -> float:
+        """Seconds that the episode was paused."""
+        now = asyncio.get_running_loop().time()
+        return self._paused_s + (now - self._since if self.paused else 0.0)
+
+    def allow(self, tokens: float) -> None:
+        """Before the episode begins: what it may write until it is paused."""
+        self._left = tokens
+
+    async def begin(self) -> None:
+        """Wait for a place."""
+        await self._places.acquire()
+        self._holds_place = True
+
+    async def go_on(self, tokens: float) -> None:
+        """After a pause: wait for a place, and write up to `tokens` more."""
+        await self.begin()
+        if self._over:
+            self.end()
+            return
+        self._paused_s = self.paused_s
+        self.paused, self._left = False, tokens
+        self._go_on.set()
+
+    def end(self) -> None:
+        """The episode is over."""
+        self._over = True
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._holds_place:
+            self._holds_place = False
+            self._places.release()
+
+    async def generate_one(
+        self, request: GenerateRequest, sampling: SamplingParams
+    ) -> GenerateOutput:
+        """As the engine's. An answer that is paused in the middle continues under the weights of then,
+        with the version of each token."""
+        answer = Unfinished(request, GenerateOutput(request.sample_id, (), (), "length", ()))
+        self.unfinished.append(answer)
+        try:
+            while True:
+                await self._turn()
+                output = await self._part(answer, sampling)
+                done = len(output.tokens) >= sampling.max_new_tokens
+                if output.finish_reason != "length" or done:
+                    return output
+        finally:
+            self.unfinished.remove(answer)
+
+    async def _turn(self) -> None:
+        while self._left <= 0:
+            self._go_on.clear()
+            self._waiting += 1
+            self._pause_if_idle()
+            try:
+                await self._go_on.wait()
+            finally:
+                self._waiting -= 1
+
+    async def _part(self, answer: Unfinished, sampling: SamplingParams) -> GenerateOutput:
+        before = answer.output
+        room = min(sampling.max_new_tokens - len(before.tokens), self._left)
+        self._running += 1
+        try:
+            part = await self._engine.generate_one(
+                answer.so_far, replace(sampling, max_new_tokens=int(room))
+            )
+        finally:
+            self._running -= 1
+            self._pause_if_idle()
+        self._left -= max(len(part.tokens), 1)
+        if before.tokens and sampling.stop:
+            part = cut_at_stop(self._tokenizer, _sample(answer), part, sampling.stop)
+        answer.output = replace(
+            part,
+            sample_id=answer.request.sample_id,
+            tokens=before.tokens + part.tokens,
+            log_probs=before.log_probs + part.log_probs,
+            weight_versions=before.weight_versions + part.weight_versions,
+        )
+        return answer.output
+
+    def _pause_if_idle(self) -> None:
+        if self._left <= 0 and self._waiting and not self._running and not self.paused:
+            self.paused, self._since = True, asyncio.get_running_loop().time()
+            self._leave()  # others may run meanwhile
+            self._changed.set()
+
+    async def abort(self, sample_ids: Collection[int] | None = None) -> None:
+        await self._engine.abort(sample_ids)
+
+    async def leave_loop(self) -> None:
+        await self._engine.leave_loop()
+
+
+def _sample(answer: Unfinished) -> Sample:
+    """What `cut_at_stop` reads: the answer's tokens after its prompt."""
+    tokens = torch.tensor((*answer.request.prompt_tokens, *answer.output.tokens))
+    count = len(answer.output.tokens)
+    return Sample(
+        group_id=0,
+        sample_id=answer.request.sample_id,
+        tokens=tokens,
+        response_length=count,
+        loss_mask=torch.ones(count, dtype=torch.bool),
+        status=SampleStatus.PARTIAL,
+    )
