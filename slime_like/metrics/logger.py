@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -59,6 +60,7 @@ class MetricsLogger:
         if tensorboard_dir is not None:
             from torch.utils.tensorboard import SummaryWriter  # slow to import
 
+            _tell_errors_of_its_thread_once()
             with writes_to("--tensorboard-dir", tensorboard_dir):
                 self._board = SummaryWriter(str(tensorboard_dir), purge_step=start_step)
         if last is not None and kept is not None and start_step - 1 not in kept:
@@ -121,6 +123,21 @@ class MetricsLogger:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _tell_errors_of_its_thread_once() -> None:
+    """TensorBoard writes in a thread. What fails there, as on a full disk, is raised again by the
+    next call of its writer, and has no need of the traceback that Python prints for threads."""
+    before: Any = threading.excepthook
+    if getattr(before, "passes_tensorboard", False):
+        return
+
+    def hook(arguments: threading.ExceptHookArgs) -> None:
+        if type(arguments.thread).__module__.partition(".")[0] != "tensorboard":
+            before(arguments)
+
+    hook.passes_tensorboard = True  # type: ignore[attr-defined]
+    threading.excepthook = hook
 
 
 def to_json(values: Mapping[str, float]) -> dict[str, float | str]:

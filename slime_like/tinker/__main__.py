@@ -18,7 +18,7 @@ from slime_like.logs import set_up_logging
 from slime_like.metrics.startup import Startup
 
 ANSWERS = {"--help", "-h", "--version"}
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("slime_like.tinker")  # __name__ is __main__, of which nobody hears
 
 
 def main() -> int:

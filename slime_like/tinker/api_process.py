@@ -247,11 +247,30 @@ def take_over(folder: Path) -> FolderLock:
             time.sleep(0.1)
 
 
+class ServerLog(RotatingFileHandler):
+    """Where its disk is full the server continues, and says so once."""
+
+    warned = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.warned:
+            self.warned = True
+            print(
+                f"warning: --server-dir: {self.baseFilename} cannot be written: {error.strerror}; "
+                "requests are served, and not logged until there is room",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
 def write_log(path: Path) -> None:
     """Log each request, session and model to a rotating file; only warnings reach the terminal."""
     for shown in logging.getLogger().handlers:
         shown.setLevel(logging.WARNING)
-    handler = RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=LOG_FILES, encoding="utf-8")
+    handler = ServerLog(path, maxBytes=LOG_BYTES, backupCount=LOG_FILES, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
     log.setLevel(logging.INFO)
@@ -285,7 +304,7 @@ def main() -> int:
     run = parse_or_exit(argv, world_size, 0, SERVER)
     try:
         return asyncio.run(_serve(run))
-    except (Failed, FolderInUse, JournalError) as error:
+    except (Failed, FolderInUse, JournalError, OSError) as error:  # OSError: a full disk
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
 

@@ -24,7 +24,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 
 from slime_like.checkpoints.files import read_json, replace_file, sync_path
@@ -33,6 +32,7 @@ from slime_like.errors import RunError
 from slime_like.weights.delta import encode
 from slime_like.weights.gather import TensorPlan, WeightBuckets, WeightStream, views
 from slime_like.weights.hf_save import save_hf, write_hf
+from slime_like.weights.safetensors_writer import save_tensors
 
 FILE_BYTES = 2**29  # of a Hugging Face file, and of what is collected for a file of changes
 THREADS = 4  # zlib, SHA-256 and torch leave the interpreter's lock
@@ -238,7 +238,7 @@ class _ChangeFiles:
     def flush(self) -> None:
         if self._pending or self.sums:
             path = self._folder / f"{self._rank}-{len(self.written)}.safetensors"
-            save_file(self._pending, path, metadata={SUMS: json.dumps(self.sums)})
+            save_tensors(path, self._pending, {SUMS: json.dumps(self.sums)})
             sync_path(path)
             self.written.append((path.name, path.stat().st_size))
         self._pending, self.sums, self.size = {}, {}, 0

@@ -12,7 +12,6 @@ from itertools import chain
 from pathlib import Path
 
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 
 from slime_like.checkpoints.files import sync_path
@@ -26,6 +25,7 @@ from slime_like.weights.safetensors_writer import (
     ShardPlan,
     is_quantized,
     main_dtype,
+    save_tensors,
     write_index,
 )
 
@@ -129,7 +129,7 @@ def _as_saving_errors() -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError) as caught:
-        kind = ValueError if isinstance(caught, ValueError) else RunError
+        kind = next((kind for kind in (ValueError, OSError) if isinstance(caught, kind)), RunError)
         raise kind(f"saving to Hugging Face format failed: {caught}") from caught
 
 
@@ -238,7 +238,7 @@ def _write_parts(
     def flush() -> None:
         tensors = tuple(TensorPlan.of(name, tensor) for name, tensor in pending.items())
         parts.append(Part(f"{rank}-{len(parts)}.part", tensors))
-        save_file(pending, folder / parts[-1].file_name, metadata={"format": "pt"})
+        save_tensors(folder / parts[-1].file_name, pending, {"format": "pt"})
         pending.clear()
 
     size = 0

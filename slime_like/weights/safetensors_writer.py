@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from slime_like.checkpoints.files import FileRecord, hash_file, hashed_file, replace_file
@@ -18,6 +21,18 @@ from slime_like.weights.gather import TensorPlan
 from slime_like.weights.safetensors_reader import DTYPE_NAMES, INDEX, TORCH_DTYPES, file_names
 
 NOTE = ".done.json"
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """A file of tensors. Raises OSError where the disk does not take it, which the library has an
+    error of its own for."""
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except SafetensorError as error:
+        found = re.search(r"I/O error: (.*) \(os error (\d+)\)", str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[2]), found[1], str(path)) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from slime_like.checkpoints.files import writes_to
 from slime_like.metrics.logger import MetricsLogger, read_metrics
+from slime_like.tinker.api_process import ServerLog
 from slime_like.trainer import saved_settings
 from slime_like.trainer.launch import write_report
 from slime_like.weights.safetensors_reader import INDEX, weight_files
+from slime_like.weights.safetensors_writer import save_tensors
 
 FULL = Path("/dev/full")  # every write to it fails, as on a full disk
 
@@ -38,6 +44,58 @@ def test_a_disk_that_is_full_of_metrics(tmp_path: Path) -> None:
         OSError, match=r"^--output-dir .*metrics.jsonl: cannot be written: No space"
     ):
         logger.log(1, {"a": 1.0})
+    logger.close()
+
+
+def test_a_disk_that_is_full_of_tensors(tmp_path: Path) -> None:
+    """The library of the format has an error of its own, which named neither file nor flag."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+    try:
+        with pytest.raises(OSError) as caught:
+            save_tensors(tmp_path / "a.safetensors", {"x": torch.zeros(4096)}, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert caught.value.errno == errno.EFBIG and "a.safetensors" in str(caught.value)
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="Linux has it")
+def test_a_disk_that_is_full_of_the_servers_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handler = ServerLog(tmp_path / "server.log", maxBytes=10**6, backupCount=1)
+    handler.stream.close()
+    handler.stream = FULL.open("a", encoding="utf-8")
+    for _ in range(3):
+        handler.emit(logging.makeLogRecord({"msg": "a request"}))
+    handler.stream = None  # closing would try again
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "Traceback" not in told
+    assert told.startswith(f"warning: --server-dir: {tmp_path}/server.log cannot be written: No sp")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="Linux has it")
+def test_what_fails_in_tensorboards_thread_is_told_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writer's thread had a traceback printed beside the sentence."""
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    logger = MetricsLogger(tmp_path, tmp_path / "board")
+    assert logger._board is not None
+    writer = logger._board.file_writer.event_writer._async_writer  # type: ignore[attr-defined]
+    writer._writer._writer = FULL.open("wb", buffering=0)
+    words = r"^--tensorboard-dir .*/board: cannot be written: No space"
+
+    def nine_rollouts() -> None:
+        for step in range(9):
+            logger.log(step, {"a": 1.0})
+
+    with pytest.raises(OSError, match=words):
+        nine_rollouts()
+    assert "Traceback" not in capfd.readouterr().err
+    logger._board = None  # it cannot be closed either
     logger.close()
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from arguments.hf.model import read_hf_model
@@ -28,6 +27,7 @@ from slime_like.weights.families import EMBEDDING, LM_HEAD, model_families
 from slime_like.weights.hf_save import put_in_place
 from slime_like.weights.mappings import VocabParallel
 from slime_like.weights.safetensors_reader import WeightFiles, listed
+from slime_like.weights.safetensors_writer import save_tensors
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -72,7 +72,7 @@ def _write(folder: Path, config: dict[str, object], tensors: dict[str, Tensor]) 
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.new")
     temporary.mkdir(parents=True)
     try:
-        save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
+        save_tensors(temporary / WEIGHTS, tensors, {"format": "pt"})
         (temporary / ADAPTER_CONFIG).write_text(
             json.dumps(config, indent=2) + "\n", encoding="utf-8"
         )
