@@ -12,11 +12,11 @@ from slime_like.agents.openai_api import overridden, refuse_others, stops, tools
 from slime_like.agents.sessions import Ask, Choice
 from slime_like.rollout.engines.base import SamplingParams
 
-_KNOWN = {
+KNOWN = {
     "model", "messages", "system", "max_tokens", "stop_sequences", "stream", "temperature", "top_p", "top_k", "metadata", "tools",
     "service_tier",
 }  # fmt: skip
-_NEUTRAL = {
+NEUTRAL = {
     "tool_choice": ({"type": "auto"}, {"type": "none"}),
     "thinking": ({"type": "disabled"},),
 }
@@ -29,7 +29,7 @@ def messages_ask(body: Mapping[str, object], sampling: SamplingParams) -> tuple[
     Raises:
         BadRequest: naming the parameter that is wrong or not offered.
     """
-    refuse_others(body, _KNOWN, _NEUTRAL)
+    refuse_others(body, KNOWN, NEUTRAL)
     tools = tools_of(body.get("tools"), _function)
     if body.get("tool_choice") == {"type": "none"}:
         tools = None

@@ -16,6 +16,7 @@ from fastapi.responses import StreamingResponse
 
 from slime_like.agents.anthropic_api import messages_ask, messages_json, messages_stream
 from slime_like.agents.credit import add_reward
+from slime_like.agents.descriptions import described
 from slime_like.agents.messages import BadRequest, ContextExceeded
 from slime_like.agents.openai_api import chat_ask, chat_json, chat_stream
 from slime_like.agents.responses_api import responses_ask, responses_json
@@ -78,12 +79,14 @@ def make_app(
         ("rewards", _rewards),
     ):
         for prefix in ("/v1/", "/session/{key}/v1/"):
-            app.add_api_route(prefix + path, gate.route(answer), methods=["POST"])
+            app.add_api_route(
+                prefix + path, gate.route(answer), methods=["POST"], **described(path)
+            )
     for prefix in ("/v1/", "/session/{key}/v1/"):
-        app.add_api_route(prefix + "models", gate.models, methods=["GET"])
+        app.add_api_route(prefix + "models", gate.models, methods=["GET"], **described("models"))
     if tasks is not None:
         for path, respond in gate.of_tasks(tasks).items():
-            app.add_api_route(path, respond, methods=["POST"])
+            app.add_api_route(path, respond, methods=["POST"], **described(path))
     return app
 
 

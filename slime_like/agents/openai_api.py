@@ -14,12 +14,12 @@ from slime_like.rollout.engines.base import SamplingParams
 
 MOST_STOPS = 16
 # what changes nothing that is answered here
-_IGNORED = {
+KNOWN = {
     "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "stream", "stream_options",
     "temperature", "top_p", "top_k", "logprobs", "messages", "tools", "n", "stop", "seed", "max_tokens", "max_completion_tokens",
 }  # fmt: skip
 # values of other parameters that ask for nothing
-_NEUTRAL: Mapping[str, Sequence[object]] = {
+NEUTRAL: Mapping[str, Sequence[object]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "logit_bias": ({},),
@@ -37,7 +37,7 @@ def chat_ask(body: Mapping[str, object], sampling: SamplingParams) -> Ask:
     Raises:
         BadRequest: naming the parameter that is wrong or not offered.
     """
-    refuse_others(body, _IGNORED, _NEUTRAL)
+    refuse_others(body, KNOWN, NEUTRAL)
     tools = tools_of(body.get("tools"), lambda tool: tool)
     if body.get("tool_choice") == "none":
         tools = None

@@ -12,11 +12,11 @@ from slime_like.agents.openai_api import arguments_text, overridden, refuse_othe
 from slime_like.agents.sessions import Ask, Choice
 from slime_like.rollout.engines.base import SamplingParams
 
-_KNOWN = {
+KNOWN = {
     "model", "input", "instructions", "tools", "max_output_tokens", "temperature", "top_p", "metadata", "user", "store", "truncation",
     "service_tier", "safety_identifier", "prompt_cache_key", "stream",
 }  # fmt: skip
-_NEUTRAL: Mapping[str, Sequence[object]] = {
+NEUTRAL: Mapping[str, Sequence[object]] = {
     "stream_options": ({}, {"include_obfuscation": False}),
     "tool_choice": ("auto", "none"),
     "parallel_tool_calls": (True,),
@@ -28,7 +28,7 @@ _NEUTRAL: Mapping[str, Sequence[object]] = {
 
 def responses_ask(body: Mapping[str, object], sampling: SamplingParams) -> Ask:
     """A body of responses. Raises BadRequest naming the parameter that is wrong or not offered."""
-    refuse_others(body, _KNOWN, _NEUTRAL)
+    refuse_others(body, KNOWN, NEUTRAL)
     tools = tools_of(body.get("tools"), _function)
     messages: list[dict[str, Any]] = []
     if body.get("instructions"):

@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 
 from arguments.rules.server import is_loopback
 from slime_like.tinker import schemas
+from slime_like.tinker.descriptions import POSTS, takes
 from slime_like.tinker.downloads import Downloads
 from slime_like.tinker.errors import HttpError
 from slime_like.tinker.futures import PROTOBUF
@@ -105,7 +106,13 @@ def _posts(app: FastAPI, service: Service) -> None:
         async def route(request: Request) -> Response:
             return answer(does(await read(request, kind), owner_of(request)))
 
-        app.add_api_route(f"{ROOT}/{path}", route, methods=["POST"])
+        app.add_api_route(
+            f"{ROOT}/{path}",
+            route,
+            methods=["POST"],
+            description=POSTS[path],
+            openapi_extra=takes(kind),
+        )
 
     # packing costs more than it saves where bodies do not leave the machine
     packed = {"proto_compress_fwdbwd": unpacks() and not is_loopback(service.config.host)}
@@ -136,10 +143,12 @@ def _work_routes(app: FastAPI, service: Service) -> None:
 
     @app.post(f"{ROOT}/forward_backward")
     async def forward_backward(request: Request) -> Response:
+        """A future: a forward pass, with its gradients added up or without; the body is the SDK's ForwardBackwardRequest in protobuf, and so is the result."""
         return answer(service.forward_backward(await request.body(), owner_of(request)))
 
-    @app.post(f"{ROOT}/retrieve_future")
+    @app.post(f"{ROOT}/retrieve_future", openapi_extra=takes(schemas.RetrieveFuture))
     async def retrieve_future(request: Request) -> Response:
+        """Wait for a future for a while: its result, `{"type": "try_again"}` while it is not done, or an error with its category."""
         body = await read(request, schemas.RetrieveFuture)
         future = service.dispatcher.find(body.request_id, owner_of(request))
         result = await service.dispatcher.result(future, hold_s=service.config.future_hold_s)
@@ -154,6 +163,7 @@ def _work_routes(app: FastAPI, service: Service) -> None:
 
     @app.post(f"{ROOT}/telemetry")
     async def telemetry(request: Request) -> Response:
+        """Accepted, and thrown away unread."""
         return answer({"status": "accepted"})  # and thrown away, unread
 
 
@@ -162,7 +172,7 @@ def _session_routes(app: FastAPI, service: Service) -> None:
 
     @app.get(f"{ROOT}/healthz")
     async def healthz() -> Response:
-        """200 means that requests are executed."""
+        """200 while requests are executed, else 503 with the reason; needs no key."""
         problem = service.problem()
         if problem is not None:
             return answer({"status": "unhealthy", "detail": problem}, 503)
@@ -170,28 +180,33 @@ def _session_routes(app: FastAPI, service: Service) -> None:
 
     @app.get(f"{ROOT}/get_server_capabilities")
     async def capabilities() -> Response:
+        """The models that are served, and limits."""
         return answer(service.capabilities())
 
     @app.get(f"{ROOT}/sessions")
     async def sessions(request: Request) -> Response:
+        """Sessions of this key that are open."""
         owner = owner_of(request)
         return answer({"sessions": [s.id for s in registry.sessions.values() if s.owner == owner]})
 
     @app.get(f"{ROOT}/sessions/{{session_id}}")
     async def session(request: Request, session_id: str) -> Response:
+        """A session with its models and samplers."""
         found = registry.sessions.get(session_id)
         if found is None or found.owner != owner_of(request):
             raise HttpError(404, f"session {session_id} does not exist")
         return answer(session_record(registry, found))
 
-    @app.post(f"{ROOT}/sessions/{{session_id}}/finish")
+    @app.post(f"{ROOT}/sessions/{{session_id}}/finish", openapi_extra=takes(schemas.FinishSession))
     async def finish(request: Request, session_id: str) -> Response:
+        """End a session with its models and samplers; what is saved stays."""
         await read(request, schemas.FinishSession)
         service.lifetimes.finish_session(session_id, owner_of(request))
         return answer({})
 
     @app.get(f"{ROOT}/samplers/{{sampler_id}}")
     async def sampler(request: Request, sampler_id: str) -> Response:
+        """A sampler and what it samples from."""
         found = service.sampler(sampler_id, owner_of(request))
         return answer(
             {"sampler_id": found.id, "base_model": service.base.name, "model_path": found.source}
@@ -203,6 +218,7 @@ def _list_routes(app: FastAPI, service: Service) -> None:
 
     @app.get(f"{ROOT}/training_runs")
     async def training_runs(request: Request) -> Response:
+        """Models of this key, the newest first; `limit` and `offset` in the query."""
         mine = sorted(
             (m for m in registry.models.values() if m.owner == owner_of(request)),
             key=lambda m: -m.created,
@@ -214,10 +230,12 @@ def _list_routes(app: FastAPI, service: Service) -> None:
 
     @app.get(f"{ROOT}/training_runs/{{run_id}}")
     async def training_run(request: Request, run_id: str) -> Response:
+        """One model."""
         return answer(run_record(registry, registry.model(run_id, owner_of(request))))
 
     @app.get(f"{ROOT}/training_runs/{{run_id}}/checkpoints")
     async def checkpoints_of_run(request: Request, run_id: str) -> Response:
+        """Checkpoints of one model."""
         mine = [
             c
             for c in registry.checkpoints.values()
@@ -227,6 +245,7 @@ def _list_routes(app: FastAPI, service: Service) -> None:
 
     @app.get(f"{ROOT}/checkpoints")
     async def checkpoints(request: Request) -> Response:
+        """Checkpoints of this key, the newest first; `limit` and `offset` in the query."""
         mine = sorted(
             (c for c in registry.checkpoints.values() if c.owner == owner_of(request)),
             key=lambda c: -c.created,
@@ -236,17 +255,23 @@ def _list_routes(app: FastAPI, service: Service) -> None:
 
     @app.delete(f"{ROOT}/training_runs/{{run_id}}/checkpoints/{{checkpoint_id:path}}/publish")
     async def unpublish(run_id: str, checkpoint_id: str) -> Response:
+        """Refused (404): no checkpoint is public."""
         raise HttpError(404, "unpublish is not offered here: no checkpoint is public")
 
     @app.delete(f"{ROOT}/training_runs/{{run_id}}/checkpoints/{{checkpoint_id:path}}")
     async def delete_checkpoint(request: Request, run_id: str, checkpoint_id: str) -> Response:
+        """Delete a checkpoint."""
         service.operations.drop_checkpoint(
             service.checkpoint(f"tinker://{run_id}/{checkpoint_id}", owner_of(request))
         )
         return answer({})
 
-    @app.put(f"{ROOT}/training_runs/{{run_id}}/checkpoints/{{checkpoint_id:path}}/ttl")
+    @app.put(
+        f"{ROOT}/training_runs/{{run_id}}/checkpoints/{{checkpoint_id:path}}/ttl",
+        openapi_extra=takes(schemas.SetTtl),
+    )
     async def set_ttl(request: Request, run_id: str, checkpoint_id: str) -> Response:
+        """A checkpoint goes after so many seconds; `null` keeps it."""
         checkpoint = service.checkpoint(f"tinker://{run_id}/{checkpoint_id}", owner_of(request))
         seconds = (await read(request, schemas.SetTtl)).ttl_seconds
         checkpoint.expires = None if seconds is None else time.time() + seconds
@@ -262,11 +287,13 @@ def _download_routes(app: FastAPI, service: Service) -> None:
         f"{ROOT}/training_runs/{{run_id}}/checkpoints/{{checkpoint_id:path}}/external_weights_urls"
     )
     async def links(request: Request, run_id: str, checkpoint_id: str) -> Response:
+        """Signed links to the files of an exported folder."""
         found = service.checkpoint(f"tinker://{run_id}/{checkpoint_id}", owner_of(request))
         return answer(downloads.links(found, f"{request.base_url}{DOWNLOADS.lstrip('/')}"))
 
     @app.get(f"{DOWNLOADS}{{expires:int}}/{{signature}}/{{path:path}}")
     async def file(expires: int, signature: str, path: str) -> Response:
+        """A file behind a signed link; needs no key."""
         return FileResponse(downloads.file(expires, signature, path))
 
 
@@ -275,6 +302,7 @@ def _metrics_route(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics")
     async def prometheus() -> Response:
+        """Metrics for Prometheus."""
         if metrics is None:
             raise HttpError(404, "metrics need prometheus_client; pip install 'slime_like[server]'")
         return Response(metrics.text(), media_type="text/plain; version=0.0.4")
@@ -289,11 +317,13 @@ def _operator_routes(app: FastAPI, service: Service) -> None:
 
     @app.get(f"{ROOT}/operator/sessions")
     async def sessions(request: Request) -> Response:
+        """For operators: who holds what, of all keys."""
         check(request)
         return answer({"sessions": holdings(service.registry), "problem": service.problem()})
 
     @app.post(f"{ROOT}/operator/sessions/{{session_id}}/finish")
     async def finish(request: Request, session_id: str) -> Response:
+        """For operators: end a session of any key."""
         check(request)
         session = service.registry.sessions.get(session_id)
         if session is None:
