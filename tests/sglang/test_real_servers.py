@@ -51,7 +51,7 @@ def assert_the_servers_have_the_weights(done: Done, out: Path, engines: int) -> 
     assert found[-1]["engine/weight_update_gb_per_s"] > 0
 
 
-@pytest.mark.parametrize("transport", ["broadcast", "disk", "tensor"])
+@pytest.mark.parametrize("transport", ["broadcast", "disk", "tensor", "disk delta"])
 @pytest.mark.parametrize(
     "layout", ["--tensor-model-parallel-size", "--pipeline-model-parallel-size"], ids=["tp2", "pp2"]
 )
@@ -61,9 +61,10 @@ def test_every_way_to_update_weights(
     """Through a router, from trainers that are tensor- and pipeline-parallel. The servers' weights
     are noise before the first update, small buckets make the broadcast several messages, and after
     every update checksums and probes are compared."""
+    transport, *mode = transport.split()
     line = command_line(
         demo, servers.flags, tmp_path / "out", layout, "2", "--update-weight-transport", transport, "--update-weight-buffer-size", "40000",
-        "--check-weight-update-equal",
+        "--check-weight-update-equal", "--update-weight-mode", *(mode or ["full"]),
     )  # fmt: skip
     done = programs.train(line, tmp_path / "run", ranks=2, timeout_s=240)
     assert_the_servers_have_the_weights(done, tmp_path / "out", engines=2)
