@@ -100,7 +100,8 @@ class _Gate:
     def route(self, answer: Answer) -> Respond:
         async def of_session(request: Request) -> Response:
             session = self._session(request)
-            return await answer(request, session, await self._body(request))
+            with session.request():
+                return await answer(request, session, await self._body(request))
 
         return self._guarded(of_session)
 

@@ -15,7 +15,9 @@ from slime_like.agents.sessions import Session
 from slime_like.agents.tasks import TaskQueue
 from slime_like.errors import RunError
 
-CONNECTIONS = 512  # beyond which a client gets 503 at once, besides those that episodes may need
+CONNECTIONS = (
+    512  # beyond which the oldest that asks nothing is closed, besides those that episodes may need
+)
 SILENT_S = 10.0  # that a new connection may take to its first byte
 STOP_S = 5.0
 
@@ -29,13 +31,30 @@ class _Server(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-    """One that sends nothing is closed: it counts as the others do."""
+    """One that sends nothing is closed: it counts as the others do. Where there are too many, the
+    one that has asked nothing for the longest time makes room, so that no client keeps others out
+    with connections that it does not use, or with requests that it does not end."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.idle_since = self.loop.time()
         self.timeout_keep_alive_task = self.loop.call_later(
             SILENT_S, self.timeout_keep_alive_handler
         )
+        if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
+            self._make_room()
+
+    def on_response_complete(self) -> None:
+        self.idle_since = self.loop.time()
+        super().on_response_complete()
+
+    def _make_room(self) -> None:
+        others = [c for c in self.connections if isinstance(c, _Connection) and c is not self]
+        idle = [c for c in others if c.cycle is None or c.cycle.response_complete]
+        if idle:
+            oldest = min(idle, key=lambda c: c.idle_since)
+            self.connections.discard(oldest)
+            oldest.transport.abort()
 
 
 class Gateway:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from slime_like.rollout.episode import Model
 Finish = Literal["stop", "length", "tool_calls"]
 PREFIX = 64  # tokens at the end of a prompt, with all of the opening of an answer
 WAITING = 32  # requests of a session that wait, besides those that are answered
+NOT_ANSWERS = 8  # requests of a session beyond those: rewards, counts of tokens
 COUNTS_PER_TURN = 8  # prompts that a client may have counted for each answer
 
 
@@ -115,7 +117,7 @@ class Session:
         self._format = tool_format
         self._limits = limits or SessionLimits()
         self._slots = asyncio.Semaphore(self._limits.concurrent)
-        self._pending = 0
+        self._pending = self._requests = 0
         self._running: set[asyncio.Task[object]] = set()
         self._asked: Counter[bytes] = Counter()
         self._main: Turn | None = None  # what the main conversation continues
@@ -151,6 +153,18 @@ class Session:
         finally:
             self._pending -= 1
             self._running.discard(task)
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[None]:
+        """One that came over HTTP, before its body is read. Raises TooManyRequests."""
+        if self._requests >= self._limits.concurrent + self._limits.waiting + NOT_ANSWERS:
+            self.counts["refused"] += 1
+            raise TooManyRequests(f"{self._requests} requests of this session are open already")
+        self._requests += 1
+        try:
+            yield
+        finally:
+            self._requests -= 1
 
     def _check_open(self) -> None:
         if self.ended:

@@ -16,18 +16,19 @@ import pytest
 from slime_like.agents.anthropic_api import messages_ask, messages_json
 from slime_like.agents.command import environment, read_reward, run_command
 from slime_like.agents.messages import BadRequest
-from slime_like.agents.rollouts import Task
+from slime_like.agents.rollouts import AgentGenerate, Task
 from slime_like.agents.server import Gateway
 from slime_like.agents.sessions import Ask, Choice, EngineGaveUp, SessionEnded, SessionLimits
 from slime_like.agents.templates import ChatTemplate
 from slime_like.agents.tool_calls import FORMATS, parse
 from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
-from slime_like.types import SampleStatus
+from slime_like.types import Prompt, Sample, SampleStatus
 from tests.unit.test_agent_gateway import (
     END,
     TOKENIZER,
     Engine,
     episodes,
+    model_of,
     post,
     run,
     session_of,
@@ -271,3 +272,45 @@ def test_a_connection_that_sends_nothing_is_closed(monkeypatch: pytest.MonkeyPat
             writer.close()
 
     asyncio.run(work())
+
+
+def test_a_thousand_connections_of_one_agent_keep_nobody_out() -> None:
+    """Silent ones, halves of headers, and halves of bodies with a right key: the others are answered,
+    at the first try, though the gateway takes 64 connections at a time."""
+
+    async def play(task: Task) -> float:
+        port = int(task.url.rsplit(":", 1)[1])
+        kept = []
+        if task.sample_id == 0:
+            head = f"POST /v1/messages HTTP/1.1\r\nhost: x\r\nx-api-key: {task.api_key}\r\n"
+            begins = ("", "POST /v1/mess", head + "content-length: 900\r\n\r\n{")
+            for i in range(1000):
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(begins[i % 3].encode())
+                kept.append(writer)
+        else:
+            await asyncio.sleep(0.3)  # most of the flood is there
+        async with httpx.AsyncClient(
+            base_url=task.url, headers={"x-api-key": task.api_key}
+        ) as client:
+            for i in range(0 if task.sample_id == 0 else 3):
+                await post(client, "/v1/chat/completions", messages=[user(str(i))])
+                await asyncio.sleep(0.3)
+        for writer in kept:
+            writer.close()
+        return 0.5
+
+    agent = AgentGenerate(
+        "test", play, Gateway("127.0.0.1", 0, max_body=10_000, connections=64), end_ids=frozenset({END}),
+        limits=SessionLimits(turns=20), timeout_s=60, episodes=8,
+    )  # fmt: skip
+    samples = agent.run(
+        [Sample.empty(Prompt(0, "q", (1,)), i) for i in range(8)],
+        model_of(Engine()),
+        evaluation=False,
+    )
+    assert "asked for no answer" in samples[0].metadata["failure"]
+    assert [s.metadata.get("failure") for s in samples[1:]] == [None] * 7
+    assert [s.reward for s in samples[1:]] == [0.5] * 7
+    assert all(s.metadata["agent"]["answers"] == 3 for s in samples[1:])
+    assert samples[0].metadata["agent"]["refused"] > 0
