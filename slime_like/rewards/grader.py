@@ -32,7 +32,8 @@ from slime_like.text import clean
 from slime_like.types import REWARD_DETAILS, Sample, SampleStatus
 
 _MOST_WORKERS = 4  # of the automatic choice
-_BATCH, _BATCH_CHARACTERS = 64, 2**20  # texts that a worker is given at once, of a bounded reward
+_BATCH, _BATCH_CHARACTERS = 256, 2**20  # texts that a worker is given at once, of a bounded reward
+_NONE: dict[str, object] = {}  # one for all, which pickle writes once
 _UNGRADED = (SampleStatus.FAILED, SampleStatus.ABORTED, SampleStatus.PARTIAL)
 _FIELDS = [field.name for field in dataclasses.fields(Sample)]
 _PLACES = {name: place for place, name in enumerate(_FIELDS)}
@@ -214,6 +215,9 @@ class Grader:
         for batch, job, answer in zip(batches, jobs, pool.run(jobs)):
             if len(batch) == 1:
                 answers[batch[0]] = answer
+            elif "values" in answer:
+                values = ({"value": value} for value in answer["values"])
+                answers.update(zip(batch, values, strict=True))
             elif "batch" in answer:
                 answers.update(zip(batch, answer["batch"], strict=True))
             else:
@@ -363,7 +367,7 @@ def _batches(samples: Sequence[Sample], indices: Sequence[int]) -> list[list[int
 
 def _text(sample: Sample, bounded: bool) -> Text:
     """What a reward of this project looks at; a bounded one does not look at metadata."""
-    return sample.response, sample.label, {} if bounded else dict(sample.metadata)
+    return sample.response, sample.label, _NONE if bounded else dict(sample.metadata)
 
 
 def _for_reward(sample: Sample) -> RewardSample:

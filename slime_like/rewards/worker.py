@@ -6,7 +6,7 @@ are JSON, because what ran here may have evaluated a model's text. First frame i
 out: ``{"ready": slots}`` or ``{"failed": reason}``. Then jobs and answers:
 ``{"job": id, ...}`` with ``value`` (number or null) and perhaps ``details`` and ``tokens``, or
 ``wrong_type``, ``raised`` or ``timeout``; ``{"job": id, "batch": [...]}`` for a job of several
-texts; ``"last": true`` from a worker that cannot go on.
+texts, or ``"values": [...]`` where all are plain numbers; ``"last": true`` from a worker that cannot go on.
 
 Rewards of this project confine the process before the first job (`confinement.py`). The user's own
 function is trusted and is not confined; what it starts ends with it (`keeper.py`).
@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from slime_like.import_utils import load_module
-from slime_like.rewards import confinement, keeper
+from slime_like.rewards import confinement, keeper, lean_fork
 from slime_like.rewards.custom import RewardArgs, RewardSample, is_async, load_function
 from slime_like.rewards.forked import in_child
 from slime_like.rewards.registry import Reward, rewards
@@ -162,11 +162,14 @@ def _confine(names: tuple[str, ...]) -> None:
         prepare = rewards.get(name).prepare
         if prepare is not None and name != "code":
             prepare()
+    evaluates = any(rewards.get(name).evaluates for name in names)
+    if evaluates:
+        lean_fork.settle()
     resource.setrlimit(resource.RLIMIT_AS, (BUILTIN_MEMORY, BUILTIN_MEMORY))
     if linux:
         confinement.limit(memory=BUILTIN_MEMORY)
         confinement.die_with(parent)
-        confinement.lock(paths, fork=any(rewards.get(name).evaluates for name in names))
+        confinement.lock(paths, fork=evaluates)
 
 
 def _read(pipe: BinaryIO) -> Any:
@@ -188,7 +191,12 @@ def _grade(job: Job, function: Callable[..., Any] | None, args: RewardArgs) -> A
     if job.rm_type is not None:
         reward = rewards.get(job.rm_type)
         answers = [_score(reward, text) for text in job.texts]
-        return answers[0] if len(answers) == 1 else {"batch": answers}
+        if len(answers) == 1:
+            return answers[0]
+        values = [answer.get("value") for answer in answers if len(answer) == 1]
+        if len(values) == len(answers) and None not in values:  # as nearly always: a short message
+            return {"values": values}
+        return {"batch": answers}
     assert function is not None, "a job without an rm_type is for the custom function"
     try:
         value = function(args, job.sample)
