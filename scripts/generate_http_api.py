@@ -126,8 +126,7 @@ def _fields(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _section(route: APIRoute) -> Iterator[str]:
-    (method,) = route.methods or ()
-    yield f"### `{method} {route.path}`"
+    yield f"### `{' '.join(sorted(route.methods or ()))} {route.path}`"
     yield ""
     yield " ".join(route.description.split())
     yield ""
