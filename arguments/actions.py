@@ -83,7 +83,7 @@ class Other(LauncherAction):
     ones."""
 
     def take(self, parser: LauncherParser, typed: str, words: list[str]) -> None:
-        own: Any = True if not words else words[0] if len(words) == 1 else words
+        own: object = True if not words else words[0] if len(words) == 1 else words
         parser.take_other(typed, own, parser.given)
 
 

@@ -154,7 +154,7 @@ def _attempt(build: Build, make: Callable[[Build], Any]) -> Any:
         return None
 
 
-def _dtype(build: Build) -> Any:
+def _dtype(build: Build) -> object:
     import torch
 
     return torch.bfloat16 if build.values.get("bf16") else torch.float32
@@ -164,7 +164,7 @@ def _of(config_type: type, values: Mapping[str, object]) -> dict[str, Any]:
     return {f.name: values[f.name] for f in dataclasses.fields(config_type) if f.name in values}
 
 
-def _transformer(build: Build) -> Any:
+def _transformer(build: Build) -> object:
     from megatron.core.transformer.enums import AttnBackend
 
     parallel, dtype = build.parallel, _dtype(build)
@@ -257,7 +257,7 @@ def _fusions(build: Build) -> dict[str, bool]:
     }
 
 
-def activation_function(name: str) -> Any:
+def activation_function(name: str) -> object:
     """The callable that TransformerConfig wants."""
     import torch.nn.functional as F
     from megatron.core.activations import quick_gelu, squared_relu
@@ -274,7 +274,7 @@ def activation_function(name: str) -> Any:
     }[name]
 
 
-def _optimizer(build: Build) -> Any:
+def _optimizer(build: Build) -> object:
     from megatron.core.optimizer import OptimizerConfig
 
     values = {
@@ -309,7 +309,7 @@ def _main_gradients_in_bf16(build: Build) -> bool:
     return values.get("main_grads_dtype") == "bf16" or values.get("grad_reduce_in_fp32") is False
 
 
-def _dtype_of_word(word: str) -> Any:
+def _dtype_of_word(word: str) -> object:
     """Megatron-LM's words for types of the optimizer's state."""
     import torch
 
@@ -321,7 +321,7 @@ def _dtype_of_word(word: str) -> Any:
     }[word]
 
 
-def _ddp(build: Build) -> Any:
+def _ddp(build: Build) -> object:
     from megatron.core.distributed import DistributedDataParallelConfig
 
     # a non-finite gradient is counted and its step skipped, on all ranks; megatron-core's check

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
 
 from arguments.aliases import ESTIMATORS_THAT_ARE_LOSSES
 from arguments.flag_registry import FlagTable
@@ -29,7 +28,7 @@ def resolve_aliases(given: ParsedArgs) -> None:
     _pair_loss_type(given)
 
 
-def choose_loss(given: ParsedArgs, table: FlagTable) -> tuple[PolicyLoss, Any]:
+def choose_loss(given: ParsedArgs, table: FlagTable) -> tuple[PolicyLoss, object]:
     """The loss as its settings make it, and these settings. Problems are noted."""
     values = given.values
     path = values.get(CUSTOM)
@@ -145,7 +144,7 @@ def _pair_loss_type(given: ParsedArgs) -> None:
 
 def _custom_loss_type(given: ParsedArgs) -> None:
     """slime says --loss-type custom_loss beside the path."""
-    values: Mapping[str, Any] = given.values
+    values: Mapping[str, object] = given.values
     if values.get("loss_type") == "custom_loss":
         given.values["loss_type"] = "policy_loss"
         if CUSTOM not in values:

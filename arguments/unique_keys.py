@@ -32,7 +32,7 @@ class _Loader(yaml.SafeLoader):
         return {_with_line(key, lines): value for key, value in made.items()}
 
 
-def _with_line(key: Any, lines: dict[str, int]) -> Any:
+def _with_line(key: object, lines: dict[str, int]) -> object:
     line = lines.get(str(key).replace("-", "_"))
     if not isinstance(key, str) or line is None:
         return key
@@ -41,7 +41,7 @@ def _with_line(key: Any, lines: dict[str, int]) -> Any:
     return made
 
 
-def load_yaml(text: str, *, with_lines: bool = False) -> Any:
+def load_yaml(text: str, *, with_lines: bool = False) -> object:
     """The content. A dash in a key counts as an underscore.
 
     Args:
@@ -64,13 +64,13 @@ def plain(value: Any) -> Any:
     return {str(k) if isinstance(k, Key) else k: plain(v) for k, v in value.items()}
 
 
-def load_json(text: str) -> Any:
+def load_json(text: str) -> object:
     """The content. Raises ValueError naming a key that is given twice."""
     return json.loads(text, object_pairs_hook=_unique)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found: dict[str, object] = {}
     for key, value in pairs:
         if key in found:
             raise ValueError(f"the key {key!r} is given twice; keep one of them")

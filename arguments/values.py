@@ -124,7 +124,7 @@ def read_switch(value: object) -> bool:
     raise ValueError(SWITCH_VALUES)
 
 
-def _json_object(value: object) -> dict[str, Any]:
+def _json_object(value: object) -> dict[str, object]:
     try:
         parsed = load_json(value) if isinstance(value, str) else value
     except ValueError as error:
@@ -134,7 +134,7 @@ def _json_object(value: object) -> dict[str, Any]:
     return parsed
 
 
-def _scalar(flag: Flag, value: object) -> Any:
+def _scalar(flag: Flag, value: object) -> object:
     wanted = {int: "an integer", float: "a number", str: "a word"}[flag.item]
     if isinstance(value, dict | list | bool) or value is None:
         raise ValueError(f"must be {wanted}{legal_words(flag)}")

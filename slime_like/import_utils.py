@@ -74,12 +74,12 @@ def exit_called(error: SystemExit) -> ExitCalled:
     return ExitCalled(f"{words}{_place(error)}; code of a run raises an error to end it")
 
 
-def _staying(function: Callable[..., Any]) -> Callable[..., Any]:
+def _staying(function: Callable[..., object]) -> Callable[..., object]:
     """The same function, but without exits. Classes, and objects that can be called, stay what they
     are."""
     if inspect.iscoroutinefunction(function):
 
-        async def called_later(*positional: Any, **named: Any) -> Any:
+        async def called_later(*positional: object, **named: object) -> object:
             try:
                 return await function(*positional, **named)
             except SystemExit as error:
@@ -89,7 +89,7 @@ def _staying(function: Callable[..., Any]) -> Callable[..., Any]:
     if not inspect.isfunction(function) or inspect.isasyncgenfunction(function):
         return function
 
-    def called(*positional: Any, **named: Any) -> Any:
+    def called(*positional: object, **named: object) -> object:
         try:
             return function(*positional, **named)
         except SystemExit as error:

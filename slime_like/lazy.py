@@ -29,7 +29,7 @@ else:
         def __init__(self, name: str) -> None:
             self._name = name
 
-        def __getattr__(self, attribute: str) -> Any:
+        def __getattr__(self, attribute: str) -> object:
             module = importlib.import_module(self._name)
             self.__dict__ = module.__dict__
             return getattr(module, attribute)

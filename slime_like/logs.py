@@ -113,7 +113,7 @@ class SurvivingStream:
             stream = io.TextIOWrapper(raw, encoding="utf-8", write_through=True)
         self._stream = stream
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:

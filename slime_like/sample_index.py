@@ -260,7 +260,7 @@ def remote_samples(rows: Rows, versions: Versions) -> list[RemoteSample]:
     ]
 
 
-def greedy_metadata(sample: RemoteSample) -> dict[str, Any]:
+def greedy_metadata(sample: RemoteSample) -> dict[str, object]:
     """What of a sample's metadata travels with it."""
     greedy = sample.greedy_reward
     return {} if greedy is None else {GREEDY_REWARD: greedy}

@@ -41,7 +41,7 @@ def same_network(
     return {name: value for name, value in kept.items() if name not in idle}
 
 
-def _as_list(value: object) -> list[Any]:
+def _as_list(value: object) -> list[object]:
     return value if isinstance(value, list) else [value]
 
 

@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 _LONGEST = 2**24  # bytes of a row that is read here
 _MOST_ROWS = 1000
@@ -67,7 +66,7 @@ def _keys(path: Path, count: int) -> set[str] | None:
     return keys or None
 
 
-def _rows(path: Path) -> Iterator[Any]:
+def _rows(path: Path) -> Iterator[object]:
     """Raises ValueError for a line that is no JSON, or too long."""
     with path.open("rb") as file:
         while line := file.readline(_LONGEST):

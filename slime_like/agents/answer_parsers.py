@@ -60,7 +60,7 @@ def _by_transformers(text: str, tokenizer: Any, prefix: str, tools: Any) -> Pars
     return Parsed(content, reasoning.strip("\n"), calls)
 
 
-def _by_sglang(answer: Parsed, name: str, tokenizer: Any, tools: Sequence[Any]) -> Parsed:
+def _by_sglang(answer: Parsed, name: str, tokenizer: object, tools: Sequence[object]) -> Parsed:
     """answer: without its thought, which SGLang's parsers of calls do not know."""
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser

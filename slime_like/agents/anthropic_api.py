@@ -33,7 +33,7 @@ def messages_ask(body: Mapping[str, object], sampling: SamplingParams) -> tuple[
     tools = tools_of(body.get("tools"), _function)
     if body.get("tool_choice") == {"type": "none"}:
         tools = None
-    messages: list[dict[str, Any]] = []
+    messages: list[dict[str, object]] = []
     if body.get("system"):
         messages.append({"role": "system", "content": _texts(body["system"], "system")})
     given = body.get("messages")
@@ -111,7 +111,7 @@ def _read(message: object, where: str) -> tuple[list[dict[str, Any]], int]:
     return [*results, *([found] if texts or calls or thoughts or not results else [])], errors
 
 
-def messages_json(choice: Choice, model: str) -> dict[str, Any]:
+def messages_json(choice: Choice, model: str) -> dict[str, object]:
     """The answer to a request."""
     message = choice.message
     blocks: list[dict[str, object]] = []

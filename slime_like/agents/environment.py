@@ -107,7 +107,7 @@ class _OwnThread:
         self._jobs.put(job)
         return await asyncio.wrap_future(future)
 
-    async def end(self, close: Callable[[], Any] | None) -> None:
+    async def end(self, close: Callable[[], object] | None) -> None:
         """Have `close` called after all others, and wait for it only where it is async."""
         if close is not None and not inspect.iscoroutinefunction(close):
             self._jobs.put(close)

@@ -84,7 +84,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     return tool_call(str(call.get("id") or ""), function["name"], function.get("arguments"))
 
 
-def tool_call(identity: str, name: str, arguments: object) -> dict[str, Any]:
+def tool_call(identity: str, name: str, arguments: object) -> dict[str, object]:
     """A call in canonical form. arguments: an object, or its JSON; other text stays text."""
     if isinstance(arguments, str):
         try:

@@ -151,7 +151,7 @@ def arguments_text(call: Mapping[str, Any]) -> str:
     return json.dumps(call["function"]["arguments"], ensure_ascii=False)
 
 
-def token_log_probs(choice: Choice, session: Session) -> dict[str, Any]:
+def token_log_probs(choice: Choice, session: Session) -> dict[str, object]:
     """Of every token that was generated, the one that ended the answer too."""
     content = []
     for token, log_prob in zip(choice.tokens, choice.log_probs, strict=True):

@@ -30,7 +30,7 @@ def responses_ask(body: Mapping[str, object], sampling: SamplingParams) -> Ask:
     """A body of responses. Raises BadRequest naming the parameter that is wrong or not offered."""
     refuse_others(body, KNOWN, NEUTRAL)
     tools = tools_of(body.get("tools"), _function)
-    messages: list[dict[str, Any]] = []
+    messages: list[dict[str, object]] = []
     if body.get("instructions"):
         messages.append(canonical({"role": "system", "content": body["instructions"]}, 0))
     given = body.get("input")
@@ -81,7 +81,7 @@ def _add(messages: list[dict[str, Any]], item: Any, place: int) -> None:
         raise BadRequest(f"input[{place}]: items of type {str(kind)[:40]!r} are not offered")
 
 
-def responses_json(choice: Choice, model: str) -> dict[str, Any]:
+def responses_json(choice: Choice, model: str) -> dict[str, object]:
     """The answer to a request."""
     message, output = choice.message, list[dict[str, object]]()
     if thought := message.get("reasoning_content"):

@@ -336,7 +336,7 @@ def cut_at(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
     return text[:place], found
 
 
-def messages_of(body: Mapping[str, Any]) -> list[Message]:
+def messages_of(body: Mapping[str, object]) -> list[Message]:
     """The messages of a body of chat completions. Raises BadRequest."""
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:

@@ -172,7 +172,7 @@ def _compared(match: re.Match[str]) -> str:
     return f"{match[1]} {'!=' if match[2] else '=='} '{_NO_CONTENT}'"
 
 
-def _in_text(message: Message) -> dict[str, Any]:
+def _in_text(message: Message) -> dict[str, object]:
     """With the arguments of its calls as JSON."""
     calls = [
         {
@@ -188,7 +188,7 @@ def _json(arguments: object) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def _stand_ins(answer: Message) -> list[list[dict[str, Any]]]:
+def _stand_ins(answer: Message) -> list[list[dict[str, object]]]:
     """Pairs of messages that differ in their words alone: with the answer's calls, with its first
     call, and as mere text. A template may need the calls to take their results, or take one only."""
     calls = answer.get("tool_calls") or []
@@ -196,7 +196,7 @@ def _stand_ins(answer: Message) -> list[list[dict[str, Any]]]:
     for count in dict.fromkeys((len(calls), min(len(calls), 1), 0)):
         pair = []
         for word in _WORDS:
-            message: dict[str, Any] = {"role": answer["role"], "content": word}
+            message: dict[str, object] = {"role": answer["role"], "content": word}
             if count:
                 message["tool_calls"] = [
                     {**c, "function": {**c["function"], "arguments": {"x": word}}}

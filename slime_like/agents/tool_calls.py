@@ -82,16 +82,16 @@ def _named_json(match: re.Match[str]) -> list[Call]:
     return [(match[1].strip(), _object(match[2]))]
 
 
-def _object(text: str) -> dict[str, Any]:
+def _object(text: str) -> dict[str, object]:
     value = json.loads(text.strip() or "{}")
     if not isinstance(value, dict):
         raise ValueError("arguments must be an object")
     return value
 
 
-def _typed(name: str, arguments: Mapping[str, str], tools: object) -> dict[str, Any]:
+def _typed(name: str, arguments: Mapping[str, str], tools: object) -> dict[str, object]:
     """Arguments that XML holds: text where the tool's schema says so, else JSON where it is some."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for key, text in arguments.items():
         types = _types(tools, name, key)
         found[key] = text

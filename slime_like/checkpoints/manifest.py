@@ -64,7 +64,7 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     return records
 
 
-def read_identity(folder: Path) -> dict[str, dict[str, Any]]:
+def read_identity(folder: Path) -> dict[str, dict[str, object]]:
     """ "model" and "tokenizer" of the run that saved, each by setting; an older checkpoint has
      neither.
 

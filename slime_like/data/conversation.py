@@ -68,6 +68,6 @@ class ConversationFormat(PromptFormat):
         return Prompt(group_id, text[0].text, tokens, metadata=self._metadata_of(row), turns=turns)
 
 
-def _without_nulls(message: dict[str, object]) -> dict[str, Any]:
+def _without_nulls(message: dict[str, object]) -> dict[str, object]:
     """Without keys that are null, as those of Parquet that other messages have."""
     return {key: value for key, value in message.items() if value is not None or key == "content"}

@@ -277,7 +277,7 @@ class PromptFormat:
                 return f"{name}: message {number} ({message['role']}): {problem}"
         return None
 
-    def _label(self, row: Row) -> Any:
+    def _label(self, row: Row) -> object:
         return row[self.keys.label] if self.keys.label is not None else None
 
     def texts(self, rows: Sequence[Row], where: Callable[[int], str]) -> list[Any]:
@@ -321,13 +321,13 @@ class PromptFormat:
         arguments = {"add_generation_prompt": open_turn, **more, **self._chat_arguments}
         return self._tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
 
-    def _tools(self, row: Row) -> Any:
+    def _tools(self, row: Row) -> object:
         """Of a row, for the chat template; None where there are none."""
         return _decoded(row.get(self.keys.tools)) if self._chat else None
 
-    def _metadata_of(self, row: Row) -> dict[str, Any]:
+    def _metadata_of(self, row: Row) -> dict[str, object]:
         tools = self._tools(row)
-        more: dict[str, Any] = {}
+        more: dict[str, object] = {}
         if tools is not None:
             more["tools"] = tools  # where slime's functions look for them
         if self._teaches_itself:
@@ -349,7 +349,7 @@ class PromptFormat:
         )
 
 
-def _decoded(tools: object) -> Any:
+def _decoded(tools: object) -> object:
     """Raises ValueError for a string that is no JSON."""
     return json.loads(tools) if isinstance(tools, str) else tools
 

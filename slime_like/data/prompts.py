@@ -32,7 +32,7 @@ _CHECKED = 5000
 
 def tokens_of(
     source: RowSource, form: PromptFormat, indices: Sequence[int], room: Room = ANY_LENGTH
-) -> tuple[list[Row], list[Any], list[tuple[int, ...]]]:
+) -> tuple[list[Row], list[object], list[tuple[int, ...]]]:
     """Rows, texts and tokens of some prompts. Raises ValueError naming the row that has none, or
     too many."""
     rows = source.rows(indices)

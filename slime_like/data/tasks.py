@@ -117,7 +117,7 @@ def convert(text: str, annotation: object) -> Any:
     return _convert_plain(text, annotation)
 
 
-def _convert_plain(text: str, annotation: object) -> Any:
+def _convert_plain(text: str, annotation: object) -> object:
     if annotation is bool:
         if text.lower() not in ("true", "false", "1", "0"):
             raise ValueError("legal values: true, false")
@@ -131,7 +131,7 @@ def _convert_plain(text: str, annotation: object) -> Any:
     raise TypeError("this option cannot be given as text")
 
 
-def _tupled(item: object, annotation: object) -> Any:
+def _tupled(item: object, annotation: object) -> object:
     """A decoded JSON value in the place of an item: inner lists become tuples where the task
     expects tuples."""
     return (

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,7 +19,7 @@ VOCABULARY_FILES = (
 )  # fmt: skip
 
 
-def load_tokenizer(folder: str, *, vocab_size: int | None, trust_remote_code: bool) -> Any:
+def load_tokenizer(folder: str, *, vocab_size: int | None, trust_remote_code: bool) -> object:
     """The tokenizer in a Hugging Face folder.
 
     Args:

@@ -10,7 +10,6 @@ import secrets
 import socket
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
@@ -161,7 +160,7 @@ def _explained(error: BaseException, world_size: int) -> BaseException:
     )
 
 
-def default_store() -> Any:
+def default_store() -> object:
     """Of the process group of all ranks."""
     from torch.distributed.distributed_c10d import _get_default_store
 

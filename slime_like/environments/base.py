@@ -74,7 +74,7 @@ def environment_maker(spec: str) -> Callable[[], TextEnvironment]:
                 f"needs gymnasium ({error}): pip install 'slime_like[agents]'"
             ) from None
         return gymnasium_maker(name.removeprefix(GYMNASIUM), options)
-    made: Callable[..., Any] = SingleTurn
+    made: Callable[..., object] = SingleTurn
     if name != SINGLE_TURN:
         if "." not in name:
             legal = f"{GYMNASIUM}<id>, {SINGLE_TURN}, module.Class, path/to/file.py:Class"
@@ -99,7 +99,7 @@ def _make(made: Callable[..., Any], options: Mapping[str, object]) -> TextEnviro
     return environment
 
 
-def parse_options(query: str) -> dict[str, Any]:
+def parse_options(query: str) -> dict[str, object]:
     """``a=1&b=text``. Raises ValueError for an option that is given twice, or has no value."""
     options: dict[str, object] = {}
     try:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from slime_like.config import NON_NEGATIVE, CheckedSettings, arg
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput, ratio_metrics
@@ -38,7 +37,7 @@ class CISPOConfig(CheckedSettings):
         return f"{self.cispo_anchor}_log_probs"
 
 
-def _by_config(config: CISPOConfig) -> Mapping[str, Any]:
+def _by_config(config: CISPOConfig) -> Mapping[str, object]:
     correction = "masks" if config.cispo_anchor == "rollout" else "outer"
     return {"needs": frozenset({"advantages", config.anchor}), "correction": correction}
 

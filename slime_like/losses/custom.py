@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 from slime_like.import_utils import load_function
 from slime_like.lazy import torch
@@ -33,8 +32,8 @@ def custom_loss(path: str) -> PolicyLoss:
 
 
 def _checked(
-    path: str, function: Callable[..., Any]
-) -> Callable[[LossInputs, Any], PolicyLossOutput]:
+    path: str, function: Callable[..., object]
+) -> Callable[[LossInputs, object], PolicyLossOutput]:
     def fn(inputs: LossInputs, config: object) -> PolicyLossOutput:
         output = function(inputs, config)
         if not isinstance(output, PolicyLossOutput):

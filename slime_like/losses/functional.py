@@ -115,7 +115,7 @@ class ShapedCorrection:
     metrics: Mapping[str, Metric]
 
     @property
-    def tensors(self) -> dict[str, Any]:
+    def tensors(self) -> dict[str, object]:
         """What `compute_policy_loss` takes of it."""
         return {
             "keep_mask": self.keep_mask,

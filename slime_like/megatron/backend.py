@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -313,7 +313,7 @@ class MegatronBackend:
             weights = (pair for pair in weights if not pair[0].startswith(unread))
         engine.update_weights(weights, version)
 
-    def _start_adapter(self, path: str | None) -> dict[str, Any]:
+    def _start_adapter(self, path: str | None) -> dict[str, object]:
         """What tells this run's adapter, and its base, from others; the factors are those of `path`
         where there is one."""
         if not isinstance(self.policy, LoraNetwork):

@@ -144,7 +144,7 @@ def _in_full_precision(backend: MegatronBackend) -> AbstractContextManager[None]
     return nullcontext() if backend.averaged is None else backend.averaged.in_full_precision()
 
 
-def _model_shape(backend: MegatronBackend, networks: Collection[str]) -> dict[str, Any]:
+def _model_shape(backend: MegatronBackend, networks: Collection[str]) -> dict[str, object]:
     """networks: by name, what the checkpoint holds of this run's."""
     critic = {"critic_lora_rank": backend.critic_rank} if "critic" in networks else {}
     return {**model_shape(backend.transformer, backend.gpt), **backend.adapter_shape, **critic}

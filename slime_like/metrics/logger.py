@@ -72,7 +72,7 @@ class MetricsLogger:
         """Write one line, and have it on disk when this returns (not synced: a power cut may lose
         it)."""
         assert not _RESERVED & values.keys(), f"metrics may not be called {sorted(_RESERVED)}"
-        row: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
+        row: dict[str, object] = {"step": step, "time": round(time.time(), 3)}
         row.update(to_json(values))
         with writes_to("--output-dir", self.path):
             self._file.write(json.dumps(row, allow_nan=False) + "\n")

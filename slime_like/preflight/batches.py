@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,7 +147,7 @@ def _characters(path: str, key: str) -> Iterator[int]:
         return
     with file.open(encoding="utf-8") as lines:
         for _, line in zip(range(PROMPTS_READ), lines):
-            row: Any = json.loads(line)
+            row: object = json.loads(line)
             value = row.get(key) if isinstance(row, dict) else None
             if isinstance(value, str):
                 yield len(value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -24,7 +23,7 @@ def world_as_rank(
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     make = parallel_state.create_group
 
-    def without_backend(*positional: object, **named: object) -> Any:
+    def without_backend(*positional: object, **named: object) -> object:
         named.pop("backend", None)  # gloo, for checkpoints: its groups would look for peers
         return make(*positional, **named)
 

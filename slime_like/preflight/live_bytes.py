@@ -52,7 +52,7 @@ class LiveBytes(TorchDispatchMode):
             named["device"] = args[0].device  # megatron-core asks for the current one
         return self._take(func(*args, **named))
 
-    def _take(self, result: object) -> Any:
+    def _take(self, result: object) -> object:
         for tensor in tree_iter(result):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()

@@ -48,7 +48,7 @@ class OneRank:
             yield from (*module.buffers, *module.expert_parallel_buffers)
 
 
-def planned_config(transformer: TransformerConfig, *, gpu: bool) -> Any:
+def planned_config(transformer: TransformerConfig, *, gpu: bool) -> TransformerConfig:
     """The configuration with which plain-torch modules stand for those of the run: kernels that
     are not installed here are left out. They change what is computed at once, not what is held."""
     config = copy.copy(transformer)

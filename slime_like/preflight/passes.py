@@ -139,7 +139,7 @@ def run_stage(rank: OneRank, tokens: int, *, gpu: bool) -> Passes:
     unit = config.recompute_num_layers or 1
     if config.recompute_granularity != "full" or len(layers) < unit:
         unit = 1
-    kinds: dict[tuple[bool, bool], list[Any]] = {}
+    kinds: dict[tuple[bool, bool], list[object]] = {}
     for layer in layers:
         kind = hasattr(layer.mlp, "router"), isinstance(layer.self_attention, GatedDeltaNet)
         kinds.setdefault(kind, []).append(layer)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from arguments.run_config import RunConfig
 from slime_like.preflight.batches import Batches
@@ -130,7 +129,7 @@ def _ranks(found: Preflight) -> Iterator[str]:
             yield f"  {'in ' + phase + ':':<28} {gb(sum(terms.values())):>12}{note}"
 
 
-def json_of(found: Preflight) -> dict[str, Any]:
+def json_of(found: Preflight) -> dict[str, object]:
     """Plain values; sizes in bytes."""
     return {
         "fits": found.fits,

@@ -87,7 +87,7 @@ def run_names(folders: list[Path]) -> list[str]:
     return [f"{folder.resolve().name} ({i + 1})" for i, folder in enumerate(folders)]
 
 
-def curves(run: Run) -> dict[str, Any]:
+def curves(run: Run) -> dict[str, object]:
     """Metrics in columns: null where one was not logged or is not finite; the rollouts of those
     that are not finite are in `bad`."""
     columns: dict[str, list[float | None]] = {}
@@ -114,7 +114,7 @@ def rounded(value: float) -> float | int:
     return int(short) if short.is_integer() and abs(short) < 2**53 else short
 
 
-def _json_object(path: Path) -> dict[str, Any]:
+def _json_object(path: Path) -> dict[str, object]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"), parse_constant=str)
     except (OSError, ValueError):

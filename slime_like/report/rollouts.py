@@ -154,7 +154,7 @@ def _text(value: object) -> str | None:
     return json.dumps(value, ensure_ascii=False, default=str)[:LONGEST_TEXT]
 
 
-def _details(name: str, length: int, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def _details(name: str, length: int, tensors: Mapping[str, np.ndarray]) -> dict[str, object]:
     """Of the response, by name on the page: ``tokens`` (int32), ``mask`` (bytes, absent where all
     tokens are trained on), ``versions`` (int32), and the fields as bfloat16, or one number where
     all tokens have the same. Packed as base64."""
@@ -163,7 +163,7 @@ def _details(name: str, length: int, tensors: Mapping[str, np.ndarray]) -> dict[
         found = tensors.get(f"{name}.{tensor}")
         return found if found is not None and found.shape[:1] == (length,) else None
 
-    packed: dict[str, Any] = {}
+    packed: dict[str, object] = {}
     tokens = tensors.get(f"{name}.tokens")
     if tokens is not None and length:
         packed["tokens"] = _base64(tokens[-length:].astype("<i4"))
@@ -185,7 +185,7 @@ def _details(name: str, length: int, tensors: Mapping[str, np.ndarray]) -> dict[
     return packed
 
 
-def _constant_or(values: np.ndarray, mask: np.ndarray | None = None) -> Any:
+def _constant_or(values: np.ndarray, mask: np.ndarray | None = None) -> object:
     """mask: the values that count; None for all."""
     seen = values if mask is None or not mask.any() else values[mask.astype(bool)]
     if (seen == seen[0]).all() and math.isfinite(seen[0]):

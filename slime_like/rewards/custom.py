@@ -47,7 +47,7 @@ def load_function(path: str, flag: str = "--custom-rm-path") -> Callable[..., An
     return import_utils.load_function(path, flag, may_exit=True)
 
 
-def is_async(function: Callable[..., Any]) -> bool:
+def is_async(function: Callable[..., object]) -> bool:
     """Whether calls give an awaitable: an ``async def``, or an object with such a ``__call__``."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004

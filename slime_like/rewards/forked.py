@@ -9,7 +9,7 @@ import os
 import re
 import signal
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from slime_like.rewards import confinement
 from slime_like.rewards.sandbox import SandboxError
@@ -39,7 +39,7 @@ def may_call(text: str) -> bool:
     return not (any(p.fullmatch(text) for p in _HARMLESS) or _FORMULA.fullmatch(formula))
 
 
-def in_child(score: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def in_child(score: Callable[[], dict[str, object]]) -> dict[str, object]:
     """The answer of `score`, called in a child that has no rights but to compute and to answer.
 
     Returns:
@@ -81,7 +81,7 @@ def _is_answer(answer: object) -> bool:
     return number if "value" in answer else isinstance(value, str)
 
 
-def _confined(score: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _confined(score: Callable[[], dict[str, object]]) -> dict[str, object]:
     try:
         confinement.lock_child()
     except OSError as error:
@@ -89,7 +89,7 @@ def _confined(score: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return score()
 
 
-def _answer(score: Callable[[], dict[str, Any]], writer: int, parent: int) -> NoReturn:
+def _answer(score: Callable[[], dict[str, object]], writer: int, parent: int) -> NoReturn:
     try:
         gc.disable()  # it ends soon, and a collection would copy what it looks at
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping
-from typing import Any
 
 from slime_like.rewards.gsm8k import last_boxed
 from slime_like.rewards.label import missing_label
@@ -70,7 +69,7 @@ def final_answer(response: str) -> str:
 
 
 @functools.cache
-def _extraction() -> tuple[Any, ...]:
+def _extraction() -> tuple[object, ...]:
     """A boxed answer wins over other expressions, as prompts for mathematics ask for one."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig
 

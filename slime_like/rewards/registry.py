@@ -31,7 +31,7 @@ ScoreFunction = TypeVar("ScoreFunction", bound=Score)
 AnswerCheck = Callable[[Any, Mapping[str, Any]], str | None]
 
 
-def _no_problem(label: Any, metadata: Mapping[str, Any]) -> None:
+def _no_problem(label: object, metadata: Mapping[str, object]) -> None:
     """Every row can be scored."""
 
 
@@ -150,7 +150,7 @@ register_reward(
 
 
 def reward_of(
-    rm_type: str | None, metadata: Mapping[str, Any], *, from_metadata: bool = False
+    rm_type: str | None, metadata: Mapping[str, object], *, from_metadata: bool = False
 ) -> str:
     """The reward of a row.
 
@@ -201,7 +201,7 @@ def answer_check(
     any row."""
     ready: set[str] = set()
 
-    def check(label: Any, metadata: Mapping[str, Any]) -> str | None:
+    def check(label: object, metadata: Mapping[str, object]) -> str | None:
         if custom_rm_path is not None:
             return None
         try:
@@ -217,7 +217,7 @@ def answer_check(
     return check
 
 
-def _known(name: Any, source: str) -> str:
+def _known(name: object, source: str) -> str:
     if not isinstance(name, str) or name not in rewards:
         raise ValueError(
             f"{source} {name!r}: unknown reward; legal values: {', '.join(rewards.names())}"

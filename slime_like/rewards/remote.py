@@ -43,7 +43,7 @@ def only_remote(response: str, label: object, metadata: Mapping[str, object]) ->
     raise AssertionError("remote rewards are asked for in an event loop")
 
 
-async def score(args: RewardArgs, sample: RewardSample) -> Any:
+async def score(args: RewardArgs, sample: RewardSample) -> object:
     """What the server says. Raises RuntimeError with URL and status where that is final, or there
     is no time for another try."""
     import httpx

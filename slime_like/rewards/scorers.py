@@ -34,7 +34,7 @@ def only_compares(dataset: Any) -> bool:
     return _is_harmless(dataset.score_answer, dataset, set())
 
 
-def _is_harmless(function: FunctionType, owner: type, seen: set[Callable[..., Any]]) -> bool:
+def _is_harmless(function: FunctionType, owner: type, seen: set[Callable[..., object]]) -> bool:
     """Whether the code of `function`, a method of `owner` or called by one, and what that calls
     mention nothing but harmless names."""
     seen.add(function)

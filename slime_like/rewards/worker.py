@@ -134,7 +134,7 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
     return requests, replies
 
 
-def _prepare(setup: Setup) -> Callable[..., Any] | None:
+def _prepare(setup: Setup) -> Callable[..., object] | None:
     if setup.args.custom_rm_path is not None:
         return load_function(setup.args.custom_rm_path)
     if setup.rm_types == (REMOTE,):

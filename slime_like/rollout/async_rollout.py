@@ -29,7 +29,7 @@ class RolloutJson:
     """How groups and positions are written to a checkpoint as plain JSON, and read from one. All
     ranks call each method together; what rank 0 returns is written."""
 
-    def groups_to_rows(self, groups: Sequence[SampleGroup]) -> list[dict[str, Any]]:
+    def groups_to_rows(self, groups: Sequence[SampleGroup]) -> list[dict[str, object]]:
         return groups_to_rows(groups)
 
     def groups_from_rows(self, rows: Sequence[Mapping[str, object]]) -> list[SampleGroup]:
@@ -48,7 +48,7 @@ class AsyncRolloutQueue:
     def __init__(
         self,
         make: Callable[[int], Groups],
-        position: Callable[[], Any],
+        position: Callable[[], object],
         *,
         max_staleness: int,
         json: RolloutJson | None = None,
@@ -123,7 +123,7 @@ class AsyncRolloutQueue:
             behind = self._json.position_to_row(self._position())
             return {**ahead[0]["before"], "sampled_ahead": {"rollouts": ahead, "behind": behind}}
 
-    def _row_before(self, step: int) -> dict[str, Any]:
+    def _row_before(self, step: int) -> dict[str, object]:
         """The position before a rollout that was sampled and not taken."""
         saved = self._saved.get(step)
         return self._json.position_to_row(self._positions[step]) if saved is None else saved

@@ -152,7 +152,7 @@ def waiting_to_rows(
     ]
 
 
-def groups_to_rows(groups: Sequence[SampleGroup]) -> list[dict[str, Any]]:
+def groups_to_rows(groups: Sequence[SampleGroup]) -> list[dict[str, object]]:
     """Sampled groups as plain JSON; every number comes back bit by bit (`groups_from_rows`).
     groups: complete."""
     return [
@@ -183,7 +183,7 @@ def groups_from_rows(rows: Sequence[Mapping[str, Any]]) -> list[SampleGroup]:
     ]
 
 
-def _prompt_row(prompt: Prompt) -> dict[str, Any]:
+def _prompt_row(prompt: Prompt) -> dict[str, object]:
     return {
         "group_id": prompt.group_id,
         "text": prompt.text,
@@ -203,7 +203,7 @@ def _prompt(row: Mapping[str, Any]) -> Prompt:
     )
 
 
-def _sample_row(sample: Sample) -> dict[str, Any]:
+def _sample_row(sample: Sample) -> dict[str, object]:
     row = {name: getattr(sample, name) for name in _PLAIN} | {
         name: _pack(getattr(sample, name)) for name in _ARRAYS
     }
@@ -256,7 +256,7 @@ def _value(text: str) -> Any:
     return decode(json.loads(text))
 
 
-def _pack(tensor: Tensor | None) -> dict[str, Any] | None:
+def _pack(tensor: Tensor | None) -> dict[str, object] | None:
     if tensor is None:
         return None
     array = tensor.numpy()

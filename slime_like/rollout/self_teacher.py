@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -134,7 +133,7 @@ def feedback_of(sample: Sample, key: str | None) -> str | None:
     if key is None:
         return None
     details = sample.metadata.get(REWARD_DETAILS)
-    found: Any = details.get(key) if isinstance(details, Mapping) else None
+    found: object = details.get(key) if isinstance(details, Mapping) else None
     found = sample.metadata.get(key) if found is None else found
     if found is None or isinstance(found, str):
         return found

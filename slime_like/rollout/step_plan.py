@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -339,7 +338,7 @@ def correct_steps(
 
 def _correct(
     config: OffPolicyConfig | None,
-    function: Callable[..., Any] | None,
+    function: Callable[..., object] | None,
     step: Sequence[TrainSample],
     old: Sequence[Tensor],
     group: dist.ProcessGroup | None,

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import httpx
 import torch
@@ -213,7 +213,7 @@ class ServedTeacher:
                 "teacher of the same tokenizer"
             )
 
-    async def _post(self, client: httpx.AsyncClient, url: str, body: dict[str, object]) -> Any:
+    async def _post(self, client: httpx.AsyncClient, url: str, body: dict[str, object]) -> object:
         return await post_once(client, f"{url}/generate", body, self._deadlines)
 
     def _new_id(self, what: object) -> str:

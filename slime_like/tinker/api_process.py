@@ -82,7 +82,7 @@ def limits_of(run: RunConfig) -> Limits:
 def make_service(
     run: RunConfig,
     journal: Journal,
-    call: Callable[[str, dict[str, Any]], Awaitable[Any]],
+    call: Callable[[str, dict[str, object]], Awaitable[object]],
     has_workers: Callable[[], bool] = lambda: True,
 ) -> Service:
     """

@@ -52,7 +52,7 @@ class Request:
         self.state, self.finished, self.body = "done", time.time(), {}
         self.done.set()
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, object]:
         """For the journal."""
         names = (
             "id",

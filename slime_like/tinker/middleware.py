@@ -96,7 +96,7 @@ class Gate:
         scope[OWNER] = owner or ""
         given = [{"type": "http.request", "body": body, "more_body": False}]
 
-        async def again() -> MutableMapping[str, Any]:
+        async def again() -> MutableMapping[str, object]:
             return given.pop() if given else await receive()
 
         await self.app(scope, again, send)

@@ -226,7 +226,7 @@ def add_top(
 
 def top_of(
     engine: LocalEngine, tokens: Sequence[int], first: int, k: int, temperature: float
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The k likeliest tokens at positions `first` to N - 1, as plain values. Position 0 has no
     log-probs and gets what the SDK reads as missing: token 0, MISSING_LOG_PROB."""
     ids, scores = engine.top_log_probs(tokens, max(first, 1), k, temperature)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any
 
 import numpy as np
 
@@ -21,7 +20,7 @@ NOT_OFFERED: dict[str, object] = {
 }
 
 
-def sample_body(request: Sample, limits: Limits) -> dict[str, Any]:
+def sample_body(request: Sample, limits: Limits) -> dict[str, object]:
     """As plain values: prompt, number of samples, seed, settings. Raises Refused."""
     for name, unwanted in NOT_OFFERED.items():
         if getattr(request, name) not in (unwanted, None):
@@ -81,7 +80,7 @@ def _top_k(request: Sample, length: int, longest: int, limits: Limits) -> dict[s
     return wanted
 
 
-def _stops(params: SamplingParams, limits: Limits) -> dict[str, Any]:
+def _stops(params: SamplingParams, limits: Limits) -> dict[str, object]:
     """None keeps the model's own end, an empty list takes it away, others are added to it."""
     stop = [params.stop] if isinstance(params.stop, str) else params.stop
     texts = [s for s in stop or [] if isinstance(s, str)]

@@ -37,7 +37,7 @@ def texts(metadata: dict[str, Any] | None) -> dict[str, str] | None:
     return None if metadata is None else {key: str(value) for key, value in metadata.items()}
 
 
-def session_record(registry: Registry, session: Session) -> dict[str, Any]:
+def session_record(registry: Registry, session: Session) -> dict[str, object]:
     return {
         "training_run_ids": [
             model.id for model in registry.models.values() if model.session == session.id
@@ -64,7 +64,7 @@ def checkpoint_record(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def run_record(registry: Registry, model: Model) -> dict[str, Any]:
-    def newest(kind: str) -> dict[str, Any] | None:
+    def newest(kind: str) -> dict[str, object] | None:
         mine = [c for c in registry.checkpoints.values() if c.run == model.id and c.kind == kind]
         return checkpoint_record(max(mine, key=lambda c: c.created)) if mine else None
 
@@ -82,7 +82,7 @@ def run_record(registry: Registry, model: Model) -> dict[str, Any]:
     }
 
 
-def holdings(registry: Registry) -> list[dict[str, Any]]:
+def holdings(registry: Registry) -> list[dict[str, object]]:
     """Open sessions with what they hold, for operators."""
     return [
         {

@@ -46,7 +46,7 @@ class Service:
         for sampler in registry.samplers.values():
             dispatcher.queue(sampler.id, next_seq=None)
 
-    def heartbeat(self, body: schemas.Heartbeat, owner: str) -> dict[str, Any]:
+    def heartbeat(self, body: schemas.Heartbeat, owner: str) -> dict[str, object]:
         self.registry.session(body.session_id, owner)
         return {"type": "session_heartbeat"}
 
@@ -61,7 +61,7 @@ class Service:
         digest: str,
         body: dict[str, object],
         **extra: object,
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         request = Request(
             request_id(queue, seq), op, queue, seq, owner, digest, time.time(), body, extra=extra
         )
@@ -71,13 +71,13 @@ class Service:
         before = self.dispatcher.known(queue, seq, digest)
         return None if before is None else future_of(before)
 
-    def create_model(self, body: schemas.CreateModel, owner: str) -> dict[str, Any]:
+    def create_model(self, body: schemas.CreateModel, owner: str) -> dict[str, object]:
         session = self.registry.session(body.session_id, owner)
         id, digest = f"{session.id}:train:{body.model_seq_id}", digest_of("create_model", body)
         if (before := self._repeated(id, 0, digest)) is not None:
             return before
         model = self._new_model(id, session.id, owner, body.user_metadata)
-        request: dict[str, Any] = {"model": id}
+        request: dict[str, object] = {"model": id}
         try:
             model.role = role_of(body.user_metadata, body.model_role)
             self.base.check_name(body.base_model)
@@ -113,7 +113,7 @@ class Service:
         self.registry.keep(model)
         self.dispatcher.queue(model.id, next_seq=0)
 
-    def load_weights(self, body: schemas.LoadWeights, owner: str) -> dict[str, Any]:
+    def load_weights(self, body: schemas.LoadWeights, owner: str) -> dict[str, object]:
         by_model, by_session = body.model_id is not None, body.session_id is not None
         if (
             by_model == by_session
@@ -161,7 +161,7 @@ class Service:
         self._open(model)
         return self._accept("load_new", id, 0, owner, digest, request)
 
-    def unload_model(self, body: schemas.ModelRequest, owner: str) -> dict[str, Any]:
+    def unload_model(self, body: schemas.ModelRequest, owner: str) -> dict[str, object]:
         """End a model, whose memory is free once the future is done."""
         model = self.registry.model(body.model_id, owner)
         if model.state == "ended":
@@ -183,8 +183,8 @@ class Service:
             body["refusal"] = str(error)
         return self._accept("forward_backward", model.id, request.seq_id, owner, digest, body)
 
-    def optim_step(self, body: schemas.OptimStep, owner: str) -> dict[str, Any]:
-        request: dict[str, Any] = {
+    def optim_step(self, body: schemas.OptimStep, owner: str) -> dict[str, object]:
+        request: dict[str, object] = {
             "adam": (body.adam_params or schemas.AdamParams()).model_dump(exclude={"type"})
         }
         if body.optimizer_params is not None:
@@ -196,12 +196,12 @@ class Service:
             request["refusal"] = "adam_params is missing"
         return self._of_model("optim_step", body, owner, request)
 
-    def save_weights(self, body: schemas.SaveWeights, owner: str) -> dict[str, Any]:
+    def save_weights(self, body: schemas.SaveWeights, owner: str) -> dict[str, object]:
         return self._of_model(
             "save", body, owner, save_request("training", body, overwrite=body.overwrite)
         )
 
-    def save_external(self, body: schemas.SaveWeightsExternal, owner: str) -> dict[str, Any]:
+    def save_external(self, body: schemas.SaveWeightsExternal, owner: str) -> dict[str, object]:
         request = save_request("external", body, overwrite=False)
         if body.age_encryption_recipients:
             request["refusal"] = (
@@ -209,7 +209,9 @@ class Service:
             )
         return self._of_model("save", body, owner, self._for_policies(body.model_id, request))
 
-    def save_for_sampler(self, body: schemas.SaveWeightsForSampler, owner: str) -> dict[str, Any]:
+    def save_for_sampler(
+        self, body: schemas.SaveWeightsForSampler, owner: str
+    ) -> dict[str, object]:
         if (body.path is None) == (body.sampling_session_seq_id is None):
             raise HttpError(
                 422, "give path for a checkpoint, or sampling_session_seq_id for a sampling session"
@@ -228,7 +230,7 @@ class Service:
         op = "save" if body.path is not None else "snapshot"
         return self._of_model(op, body, owner, self._for_policies(body.model_id, request))
 
-    def _for_policies(self, model_id: str, request: dict[str, object]) -> dict[str, Any]:
+    def _for_policies(self, model_id: str, request: dict[str, object]) -> dict[str, object]:
         model = self.registry.models.get(model_id)
         if model is not None and model.role == "critic":
             request["refusal"] = (
@@ -249,7 +251,7 @@ class Service:
 
     def create_sampling_session(
         self, body: schemas.CreateSamplingSession, owner: str
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         session = self.registry.session(body.session_id, owner)
         id = f"{session.id}:sample:{body.sampling_session_seq_id}"
         if (body.base_model is None) == (body.model_path is None) and body.model_path is None:
@@ -273,7 +275,7 @@ class Service:
 
     def join_sampling_session(
         self, body: schemas.JoinSamplingSession, owner: str
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         sampler = self.sampler(body.sampling_session_id, owner)
         sampler.clients += 1
         self.registry.keep(sampler)
@@ -308,7 +310,7 @@ class Service:
 
     # --- what is asked about ----------------------------------------------------------------------------------------
 
-    def get_info(self, body: schemas.ModelRequest, owner: str) -> dict[str, Any]:
+    def get_info(self, body: schemas.ModelRequest, owner: str) -> dict[str, object]:
         model = self.registry.model(body.model_id, owner)
         data = {
             "arch": self.base.arch,
@@ -321,7 +323,7 @@ class Service:
             "type": "get_info",
         }  # fmt: skip
 
-    def weights_info(self, body: schemas.WeightsInfo, owner: str) -> dict[str, Any]:
+    def weights_info(self, body: schemas.WeightsInfo, owner: str) -> dict[str, object]:
         checkpoint = self.checkpoint(body.tinker_path, owner)
         lora = checkpoint.lora
         info: dict[str, object] = {"base_model": checkpoint.base_model, "is_lora": lora is not None}
@@ -366,7 +368,7 @@ def digest_of(op: str, body: Any) -> str:
     return hashlib.sha256(json.dumps([op, body.model_dump()], sort_keys=True).encode()).hexdigest()
 
 
-def future_of(request: Request) -> dict[str, Any]:
+def future_of(request: Request) -> dict[str, object]:
     return {"request_id": request.id, **request.extra}
 
 

@@ -53,7 +53,7 @@ class SessionManager:
             "--max-models-per-key",
         )
 
-    def create_session(self, body: schemas.CreateSession, owner: str) -> dict[str, Any]:
+    def create_session(self, body: schemas.CreateSession, owner: str) -> dict[str, object]:
         self.end_silent_sessions()
         self.make_room(
             self.sessions_quota,

@@ -151,7 +151,7 @@ class SglangSampler:
 
     def _ask(
         self, asked: SampleCommand, counts: Sequence[int], seeds: Sequence[int], scored: bool
-    ) -> list[dict[str, Any]]:
+    ) -> list[dict[str, object]]:
         outputs = self._engine.generate(asked.requests(asked.wanted, seeds), asked.params)
         for output in outputs:
             if output.finish_reason == "abort":

@@ -219,7 +219,7 @@ def broadcast_frame(frame: bytes | None) -> bytes:
 class CommandSource:
     """Rank 0's connection to the API process, which it starts, and starts again when it ends."""
 
-    def __init__(self, run: RunConfig, facts: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, run: RunConfig, facts: Callable[[], dict[str, object]]) -> None:
         self.folder = Path(run.server.server_dir).resolve()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._facts = facts
@@ -355,7 +355,7 @@ class CommandSource:
         return opened
 
 
-def facts_of(host: ModelHost) -> dict[str, Any]:
+def facts_of(host: ModelHost) -> dict[str, object]:
     """What the API process has to know of the workers."""
     return {"layout": host.layout.describe(), "models": sorted(host.models)}
 

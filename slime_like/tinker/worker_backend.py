@@ -300,7 +300,7 @@ class ModelHost:
             )
         return network
 
-    def _shape(self, model: str) -> dict[str, Any]:
+    def _shape(self, model: str) -> dict[str, object]:
         adapter = self.models[model].adapter
         own = {"lora_rank": 0} if adapter is None else adapter.spec.describe()
         return {**model_shape(self.run.megatron.transformer, self.run.gpt), **own}

@@ -34,7 +34,7 @@ class WorkerLink:
         folder: Path,
         *,
         fingerprint: str,
-        on_connect: Callable[[dict[str, Any]], None],
+        on_connect: Callable[[dict[str, object]], None],
         on_loss: Callable[[str], None],
         on_other_settings: Callable[[], None],
         on_fault: Callable[[str], None] = log.error,

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import megatron_patches
 from arguments.run_config import RunConfig
@@ -196,7 +196,7 @@ def train_watched(
         on_phase: Say = activity.enter
         if config.logging.record_timeline:
             on_phase = with_timeline(activity.enter, config, output_dir, layout)
-        traced: Callable[[int], AbstractContextManager[Any]] = nullcontext
+        traced: Callable[[int], AbstractContextManager[object]] = nullcontext
         if config.profiling.profile or config.profiling.record_memory_history:
             from slime_like.trainer.profiling import profiler_of
 

@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import slime_like
 from arguments.config_groups import ConfigGroups
@@ -30,10 +29,10 @@ PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "numpy", "s
 _LEFT_OUT = ("eval_sets", "restated", "preflight", "server", "slime")
 
 
-def settings_by_flag(run: RunConfig) -> tuple[dict[str, Any], list[str]]:
+def settings_by_flag(run: RunConfig) -> tuple[dict[str, object], list[str]]:
     """Every setting as plain JSON without secrets, and the flags with another value than their
     default's. Settings that were completed from others count as changed."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     changed = []
     for field in dataclasses.fields(ConfigGroups):
         group = getattr(run, field.name)
@@ -49,13 +48,13 @@ def settings_by_flag(run: RunConfig) -> tuple[dict[str, Any], list[str]]:
     return values, sorted(changed)
 
 
-def _default(field: dataclasses.Field[object]) -> Any:
+def _default(field: dataclasses.Field[object]) -> object:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return None if field.default is dataclasses.MISSING else field.default
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)  # JSON has none
     if isinstance(value, float | int | str | bool) or value is None:
@@ -67,7 +66,7 @@ def _plain(value: object) -> Any:
     return mask_settings(str(value))
 
 
-def environment() -> dict[str, Any]:
+def environment() -> dict[str, object]:
     """Versions, host and device of this process."""
     import torch
 

@@ -7,7 +7,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from arguments.run_config import RunConfig
@@ -26,7 +25,7 @@ LEFT_OUT = frozenset(
 )
 
 
-def settings_of(run: RunConfig) -> dict[str, Any]:
+def settings_of(run: RunConfig) -> dict[str, object]:
     """The settings that a resumed run should share, as plain JSON.
 
     Args:
@@ -36,7 +35,7 @@ def settings_of(run: RunConfig) -> dict[str, Any]:
         Values by flag. A flag that names a file of a user's function has the digest of the file
         too. Addresses are without credentials.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for group in GROUPS:
         config = getattr(run, group)
         for field in dataclasses.fields(config) if dataclasses.is_dataclass(config) else ():

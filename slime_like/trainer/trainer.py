@@ -52,7 +52,7 @@ class Trainer:
         output_dir: Path,
         *,
         on_phase: Callable[[str], None] = lambda phase: None,
-        traced: Callable[[int], AbstractContextManager[Any]] = nullcontext,
+        traced: Callable[[int], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """traced: around each rollout, given how many are done."""
         self.run_config = run
@@ -323,7 +323,7 @@ class Trainer:
             self._unlogged.add("eval/")
         return scores
 
-    def _state(self, metrics: Mapping[str, float]) -> dict[str, Any]:
+    def _state(self, metrics: Mapping[str, float]) -> dict[str, object]:
         """What a checkpoint holds beside the networks; plain JSON. metrics: of the last rollout,
         whose line is not written yet."""
         health = self.strategy.health

@@ -278,7 +278,7 @@ class _Job:
 class _Filled:
     """Items that are made as they are written."""
 
-    def __init__(self, items: Iterator[tuple[Any, Any]]) -> None:
+    def __init__(self, items: Iterator[tuple[object, object]]) -> None:
         self._items = items
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
@@ -330,7 +330,7 @@ def _identity(blueprint: Blueprint, source: str, file_bytes: int) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _trainer_state(blueprint: Blueprint, source: str, network: str) -> dict[str, Any]:
+def _trainer_state(blueprint: Blueprint, source: str, network: str) -> dict[str, object]:
     layout = blueprint.layout
     return {
         "step": STEP,

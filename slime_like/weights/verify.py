@@ -8,7 +8,6 @@ in a layout of one rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -133,8 +132,8 @@ def transformers_logits(folder: str, tokens: Tensor, *, value_head: bool) -> Ten
         if value_head
         else transformers.AutoModelForCausalLM
     )
-    more: dict[str, Any] = {"num_labels": 1} if value_head else {}
-    settings: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    more: dict[str, object] = {"num_labels": 1} if value_head else {}
+    settings: dict[str, object] = {"dtype": torch.float32, "attn_implementation": "eager"}
     with WeightFiles(folder) as files:
         if files.coded:  # transformers dequantises on some GPUs, and its own way
             config = transformers.AutoConfig.from_pretrained(

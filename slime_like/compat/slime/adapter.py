@@ -180,7 +180,7 @@ class SlimeAdapter:
         return UserSource(make, name, self._config)
 
 
-def _taken(function: Function, values: dict[str, object]) -> dict[str, Any]:
+def _taken(function: Function, values: dict[str, object]) -> dict[str, object]:
     """The values that the function has parameters for."""
     parameters = inspect.signature(function).parameters
     if any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters.values()):

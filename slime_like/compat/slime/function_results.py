@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -234,7 +234,7 @@ def _number(value: object, what: str) -> float:
     return float(value)
 
 
-def _parts(result: object, attribute: str) -> tuple[Any, Any]:
+def _parts(result: object, attribute: str) -> tuple[object, object]:
     """The content of slime's output, and its metrics; a plain value is the content."""
     if hasattr(result, attribute) and hasattr(result, "metrics"):
         return getattr(result, attribute), result.metrics

@@ -263,7 +263,7 @@ def _reward(result: SlimeSample, args: SlimeArgs, place: str) -> float | None:
     return float(value) if math.isfinite(value) else math.nan
 
 
-def _details(result: SlimeSample, args: SlimeArgs) -> dict[str, Any]:
+def _details(result: SlimeSample, args: SlimeArgs) -> dict[str, object]:
     """The other numbers of a reward that is a dict, as a reward function's are kept."""
     value = result.reward if isinstance(result.reward, dict) else {}
     details = {

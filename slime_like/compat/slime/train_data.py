@@ -70,7 +70,7 @@ def read_train_data(
     return [sample for samples in made.values() for sample in samples]
 
 
-def _lists(result: object, name: str) -> dict[str, Sequence[Any]]:
+def _lists(result: object, name: str) -> dict[str, Sequence[object]]:
     """The known keys, each a sequence of one length."""
     if not isinstance(result, Mapping):
         raise ValueError(f"{name}: returned {type(result).__name__}; return a dict of lists")

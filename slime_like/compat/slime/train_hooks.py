@@ -25,7 +25,7 @@ class SlimeHooks:
         self._args = slime_args(config)
         self._vocab_size = config.gpt.vocab_size or 2**31
         self._per_token = config.algorithm.loss_reduction == "token_mean"
-        self._functions: dict[str, tuple[str, Callable[..., Any]]] = {}
+        self._functions: dict[str, tuple[str, Callable[..., object]]] = {}
         for field in dataclasses.fields(config.hooks):
             path, flag = getattr(config.hooks, field.name), flag_name(field.name)
             if isinstance(path, str):

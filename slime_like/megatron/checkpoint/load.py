@@ -189,7 +189,7 @@ def damage(folder: Path, problems: Sequence[str]) -> str:
     return f"checkpoint {folder} is damaged: {describe(sorted(problems))}; {remedy}"
 
 
-def saved_identity(folder: Path) -> dict[str, dict[str, Any]]:
+def saved_identity(folder: Path) -> dict[str, dict[str, object]]:
     """`read_identity`; nothing where there is no manifest, which `open_checkpoint` reports in its own
     words."""
     return read_identity(folder) if (folder / MANIFEST).is_file() else {}

@@ -153,7 +153,7 @@ def available_name(name: str, available: Collection[str]) -> str:
 
 def optimizer_kind(network: SavedNetwork) -> list[str]:
     """What the parts of a state depend on that are not tensors: the classes of the optimizer."""
-    optimizer: Any = network.optimizer
+    optimizer: object = network.optimizer
     parts = [] if optimizer is None else getattr(optimizer, "chained_optimizers", [optimizer])
     offloaded = [
         "" if not isinstance(part.optimizer, HybridDeviceOptimizer) else " on the CPU"

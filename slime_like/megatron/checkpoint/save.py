@@ -256,7 +256,7 @@ class CheckpointSaver:
         """`action` on rank 0. An error removes what was written of this checkpoint, and is raised on
         all ranks."""
 
-        def guarded() -> Any:
+        def guarded() -> object:
             try:
                 return action()
             except OSError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -126,7 +126,7 @@ class _Hook:
         module: torch.nn.Module,
         inputs: tuple[Tensor, ...],
         output: tuple[Tensor, Tensor | None],
-    ) -> Any:
+    ) -> object:
         if self.slot.active is None:
             return None
         return output[0] + self.slot.active(inputs[0]), output[1]

@@ -192,9 +192,9 @@ class GatedDeltaNet(MegatronModule):
     ) -> dict[str, object]:
         """As megatron-core's modules give it."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
-        own: dict[str, Any] = {}
+        own: dict[str, object] = {}
         self._save_to_state_dict(own, "", keep_vars=True)
-        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+        state: dict[str, object] = make_sharded_tensors_for_checkpoint(
             own,
             prefix,
             dict.fromkeys(SHARDED, 0),

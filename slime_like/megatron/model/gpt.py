@@ -188,7 +188,7 @@ def build_chunks(
 ) -> list[GPTModel]:
     """This rank's model chunks, in parameter precision of fp32; see `to_model_precision` and
     `wrap_for_training`. value_head: of a critic."""
-    position: dict[str, Any] = {
+    position: dict[str, object] = {
         "position_embedding_type": gpt.position_embedding_type or "rope",
         "rotary_percent": gpt.rotary_percent or 1.0,
         "rotary_base": gpt.rotary_base or 10000,
@@ -199,7 +199,7 @@ def build_chunks(
     chunks = []
     for stage in range(layout.vp_size):
         vp_stage = stage if layout.vp_size > 1 else None
-        settings: dict[str, Any] = {
+        settings: dict[str, object] = {
             "config": config,
             "transformer_layer_spec": decoder_spec(config, transformer_impl, vp_stage),
             "vocab_size": padded_vocab_size(gpt, layout.tp_size),

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -112,7 +111,7 @@ class PredictionLayer(MegatronModule):
         self.final_layernorm = build_module(block.layer_norm, config=config, **norm)
 
     @property
-    def mtp_model_layer(self) -> Any:
+    def mtp_model_layer(self) -> object:
         """What megatron-core's schedules look for: its name of `transformer_layer` since 0.17, which
         checkpoints keep as it was."""
         return self.transformer_layer
@@ -197,7 +196,7 @@ class PredictionLayers(MegatronModule):
         metadata: dict[str, object] | None = None,
     ) -> dict[str, object]:
         """As megatron-core's modules give it."""
-        state: dict[str, Any] = {}
+        state: dict[str, object] = {}
         for number, module in enumerate(self.layers):
             assert isinstance(module, PredictionLayer)
             name = f"{prefix}layers.{number}."

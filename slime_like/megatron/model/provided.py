@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -49,7 +48,7 @@ def provided_chunk(
     """
     global _settings
     function = load_function(path, PROVIDER)
-    call: dict[str, Any] = {"pre_process": pre_process, "post_process": post_process}
+    call: dict[str, object] = {"pre_process": pre_process, "post_process": post_process}
     if "vp_stage" in inspect.signature(function).parameters:
         call["vp_stage"] = settings["vp_stage"]
     _settings = settings

@@ -5,8 +5,6 @@ A critic that is an adapter has the head alone of this module: `lora/adapter.py`
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
@@ -67,7 +65,7 @@ class ValueModel(GPTModel):
         if self.post_process:
             self.output_layer = ValueHead(config)
 
-    def sharded_state_dict(self, *arguments: object, **keywords: object) -> Any:
+    def sharded_state_dict(self, *arguments: object, **keywords: object) -> object:
         """megatron-core lets the output layer be cut or padded on loading, for vocabularies differ.
         A value head must not be made of one."""
         state = super().sharded_state_dict(*arguments, **keywords)

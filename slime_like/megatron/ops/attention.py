@@ -210,6 +210,6 @@ class PackedAttention(MegatronModule):
         prefix: str = "",
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, object] | None = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Nothing to save."""
         return {}

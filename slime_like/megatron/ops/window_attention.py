@@ -99,7 +99,7 @@ class WindowAttention(PackedAttention):
         if self.softmax_offset is None:
             return {}
         metadata = ensure_metadata_has_dp_cp_group(metadata)
-        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+        state: dict[str, object] = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
             {"softmax_offset": 0},

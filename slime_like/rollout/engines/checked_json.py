@@ -27,7 +27,7 @@ class WrongVersion(BadAnswer):
     """Tokens under weights that were never sent, or that cannot have written them."""
 
 
-def parse_json(data: bytes) -> Any:
+def parse_json(data: bytes) -> object:
     """Decode JSON.
 
     Args:
@@ -88,14 +88,14 @@ def printable(text: str, limit: int = _SHOWN) -> str:
     )[:limit]
 
 
-def object_of(value: object, what: str) -> dict[str, Any]:
+def object_of(value: object, what: str) -> dict[str, object]:
     """Raises BadAnswer for anything but an object."""
     if not isinstance(value, dict):
         raise BadAnswer(f"{what} is no object: {shown(value)}")
     return value
 
 
-def list_of(value: object, what: str) -> list[Any]:
+def list_of(value: object, what: str) -> list[object]:
     """Raises BadAnswer for anything but an array."""
     if not isinstance(value, list):
         raise BadAnswer(f"{what} is no list: {shown(value)}")

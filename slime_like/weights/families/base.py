@@ -55,7 +55,7 @@ class PredictionNames:
     count: Callable[[ConfigReader], int] = _none
 
 
-def _no_settings(reader: ConfigReader) -> dict[str, Any]:
+def _no_settings(reader: ConfigReader) -> dict[str, object]:
     return {}
 
 

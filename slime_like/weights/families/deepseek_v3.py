@@ -76,12 +76,12 @@ def deepseek_settings(reader: ConfigReader) -> dict[str, Any]:
     }
 
 
-def _rotary(reader: ConfigReader) -> dict[str, Any]:
+def _rotary(reader: ConfigReader) -> dict[str, object]:
     config = reader.config
     given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = given.pop("rope_type", given.pop("type", "default"))
     base = given.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         "rope_type": "rope",
         "rotary_base": float(base),
         "rotary_percent": 1.0,

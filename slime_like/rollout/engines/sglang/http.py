@@ -87,7 +87,7 @@ async def post_once(
     body: object,
     deadlines: Deadlines,
     max_bytes: int = ANSWER_BYTES,
-) -> Any:
+) -> object:
     """The JSON of an answer with status 200 and at most `max_bytes`. Raises RequestFailed."""
     request = _request(client, "POST", url, body, deadlines)
     return json_of(await _exchange(client, request, deadlines, max_bytes, (200,)), url)
@@ -192,7 +192,7 @@ def failure_of(error: httpx.HTTPError, url: str, deadlines: Deadlines) -> Reques
     )
 
 
-def json_of(body: bytes, url: str) -> Any:
+def json_of(body: bytes, url: str) -> object:
     """Raises RequestFailed for what is no JSON within the limits of `parse_json`."""
     try:
         return parse_json(body)

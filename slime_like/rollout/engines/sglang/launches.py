@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -65,7 +64,7 @@ def engine_launches(
         parts = list[Part]()
         for node_rank, share in enumerate(shares):
             host, port = share.node.address, next(ports[share.node.rank])
-            settings: dict[str, Any] = several | server_settings(
+            settings: dict[str, object] = several | server_settings(
                 model=run.model.hf_checkpoint, port=port, host=host, gpus=per_engine, base_gpu=share.first_gpu,
                 dtype=str(run.megatron.transformer.params_dtype).removeprefix("torch."), cuda=device.type == "cuda",
                 memory_saver=bool(config.offload_rollout), given=config.sglang_server_flags or {},

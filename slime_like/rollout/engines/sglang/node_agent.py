@@ -39,7 +39,7 @@ class NodeAgent:
         self._stop = threading.Event()
         # by number of the server: which attempt it is
         self._running: dict[str, tuple[int, ServerProcess]] = {}
-        self._failed: dict[str, dict[str, Any]] = {}
+        self._failed: dict[str, dict[str, object]] = {}
         self._reported: dict[str, object] = {}
         self._thread = threading.Thread(target=self._run, name="sglang-servers", daemon=True)
         self._thread.start()
@@ -82,7 +82,7 @@ class NodeAgent:
                 }
 
     def _report(self) -> None:
-        state: dict[str, Any] = dict(self._failed)
+        state: dict[str, object] = dict(self._failed)
         for number, (attempt, process) in self._running.items():
             status = process.exit_status
             output = "" if status is None else process.last_words()

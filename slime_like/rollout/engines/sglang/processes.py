@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 LOOPBACK = "127.0.0.1"
 KEEPER = Path(__file__).with_name("process_supervisor.py")
@@ -224,7 +223,7 @@ def server_settings(
     given: Mapping[str, object],
 ) -> dict[str, object]:
     """Of one server. given: the user's --sglang flags, which come last and replace ours."""
-    ours: dict[str, Any] = {
+    ours: dict[str, object] = {
         "model_path": model,
         "host": host,
         "port": port,

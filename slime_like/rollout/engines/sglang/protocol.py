@@ -78,7 +78,7 @@ def generation_body(
     }
 
 
-def scoring_body(tokens: Sequence[int], rid: str, start: int = 0) -> dict[str, Any]:
+def scoring_body(tokens: Sequence[int], rid: str, start: int = 0) -> dict[str, object]:
     """Asks for the log-probs of `tokens` themselves, behind place `start`, at temperature 1 (SGLang
     knows no other for given tokens)."""
     return {
@@ -181,7 +181,7 @@ def read_input_tokens(answer: object, rid: str) -> tuple[int, ...]:
     return token_ids([entry[1] for entry in entries], f"request {rid}: input tokens", _NO_LIMIT)
 
 
-def meta_of(answer: object, rid: str) -> Mapping[str, Any]:
+def meta_of(answer: object, rid: str) -> Mapping[str, object]:
     """Raises BadAnswer."""
     if not isinstance(answer, dict) or not isinstance(answer.get("meta_info"), dict):
         raise BadAnswer(f"request {rid}: no answer of /generate: {shown(answer)}")

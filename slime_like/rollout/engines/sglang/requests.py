@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import httpx
 
@@ -218,7 +217,7 @@ class ServerRequests:
         body: dict[str, object],
         max_bytes: int,
         avoid: set[str],
-    ) -> Any:
+    ) -> object:
         """Through the router, or to a server. avoid: addresses where this request failed; grows."""
         task = asyncio.current_task()
         assert task is not None

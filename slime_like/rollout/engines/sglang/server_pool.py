@@ -167,7 +167,7 @@ class Fleet:
         self,
         worker: Worker,
         path: str,
-        read: Callable[[dict[str, Any]], T],
+        read: Callable[[dict[str, object]], T],
         *,
         timeout_s: float,
         body: object = None,

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch.distributed as dist
 
@@ -184,7 +183,7 @@ class BroadcastTransport(WeightTransport):
         sends_here: bool = True,
         stopped: Callable[[], None] = lambda: None,
     ) -> BroadcastGroup:
-        def call_of(worker: Worker) -> Callable[[str, dict[str, Any]], Any]:
+        def call_of(worker: Worker) -> Callable[[str, dict[str, object]], object]:
             return lambda path, body: self.servers.call(worker, path, body)
 
         return BroadcastGroup(

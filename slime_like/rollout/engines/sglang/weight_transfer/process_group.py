@@ -165,7 +165,7 @@ class BroadcastGroup:
         sends them. is_last: of the update. stopped: as of the class. Raises BroadcastFailed, within
         the time limit."""
         self._stopped = stopped
-        body: dict[str, Any] = {
+        body: dict[str, object] = {
             "names": [t.name for t in tensors], "dtypes": [str(t.dtype).removeprefix("torch.") for t in tensors],
             "shapes": [list(t.shape) for t in tensors], "group_name": self._name, "load_format": "flattened_bucket", "flush_cache": is_last,
         }  # fmt: skip
