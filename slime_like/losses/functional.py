@@ -146,13 +146,15 @@ def compute_off_policy_correction(
         Keep mask and weights, shaped as loss_mask, and metrics.
 
     Raises:
-        ValueError: for an illegal setting, a missing tensor, a wrong shape, and a mask of other
-            numbers than 0 and 1.
+        ValueError: for an illegal setting, a missing tensor, a wrong shape, a mask of other numbers
+            than 0 and 1, and a log-prob of the trainer's that is not finite at an active token.
     """
     mask, rows, count = _rows(loss_mask, seq_ids)
+    old = require_shape("old_log_probs", old_log_probs, mask, "loss_mask")
+    require_finite("old_log_probs", old, mask)
     correction = off_policy_correction(
         config,
-        old_log_probs=require_shape("old_log_probs", old_log_probs, mask, "loss_mask").flatten(),
+        old_log_probs=old.flatten(),
         rollout_log_probs=require_shape(
             "rollout_log_probs", rollout_log_probs, mask, "loss_mask"
         ).flatten(),

@@ -107,6 +107,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "none for a number": (lambda: correct(geo_mask_low=None), "geo_mask_low=None needs a value"),
     "bounds swapped": (lambda: correct(geo_mask_low=2.0), "geo_mask_low=2.0 must not be above"),
     "one side": (lambda: correct(token_mask_is_threshold_low=0.5), "has two sides"),
+    "NaN of the trainer": (lambda: correct(old=with_value(NAN)), r"old_log_probs\[1, 2\] is nan"),
     "no old": (lambda: correct(old=None), "old_log_probs is NoneType"),
     "no rollout": (lambda: correct(rollout=None), "rollout_log_probs is NoneType"),
     "no mask": (lambda: correct(mask=None), "loss_mask is NoneType"),
