@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
+
+from arguments.hf.config_keys import is_number
+from arguments.hf.settings_file import read_settings
+from slime_like.text import clean
 
 ADAPTER_CONFIG = "adapter_config.json"
 # key -> values under which it has no effect; anything else would change the result, and is refused
@@ -49,20 +52,27 @@ def read_adapter_config(folder: str) -> PeftAdapter:
     """Raises ValueError naming the file and the key."""
     path = Path(folder) / ADAPTER_CONFIG
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        config = read_settings(path)
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} cannot be read: there is no such file") from error
+    if config.get("peft_type") != "LORA":
         raise ValueError(f"{path} is not of a LoRA adapter (peft_type LORA)")
     for key, neutral in NEUTRAL.items():
         if key in config and config[key] not in neutral:
-            raise ValueError(f"{path}: {key} is {config[key]!r}, which is not supported")
+            raise ValueError(f"{path}: {key} is {_shown(config[key])}, which is not supported")
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise ValueError(f"{path}: r is {rank!r}, must be a whole number above 0")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not alpha > 0:
-        raise ValueError(f"{path}: lora_alpha is {alpha!r}, must be a number above 0")
-    return PeftAdapter(rank, float(alpha), config.get("base_model_name_or_path"))
+    if not isinstance(rank, int) or not is_number(rank) or rank < 1:
+        raise ValueError(f"{path}: r is {_shown(rank)}, must be a whole number above 0")
+    if alpha is None or not is_number(alpha) or not alpha > 0:
+        raise ValueError(f"{path}: lora_alpha is {_shown(alpha)}, must be a number above 0")
+    base = config.get("base_model_name_or_path")
+    if not isinstance(base, str | None):
+        raise ValueError(f"{path}: base_model_name_or_path is {_shown(base)}, must be a name")
+    return PeftAdapter(rank, float(alpha), base)
+
+
+def _shown(value: object) -> str:
+    return clean(repr(value), 200)
 
 
 def adapter_config(

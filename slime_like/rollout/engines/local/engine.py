@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -28,6 +27,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 
+from arguments.hf.settings_file import generation_end_ids
 from slime_like.rollout.engines.base import (
     GenerateOutput,
     GenerateRequest,
@@ -251,13 +251,10 @@ def end_token_ids(
     hf_checkpoint: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> frozenset[int]:
     """Token ids that end a response: the union of generation_config.json, config.json and the
-    tokenizer, as SGLang takes it."""
-    try:
-        generation = GenerationConfig.from_pretrained(hf_checkpoint)
-    except OSError:  # no generation_config.json
-        generation = GenerationConfig()
+    tokenizer, as SGLang takes it. Raises ValueError for a generation_config.json that cannot be
+    read."""
     sources = (
-        generation.eos_token_id,
+        generation_end_ids(hf_checkpoint),
         config.get_text_config().eos_token_id,
         tokenizer.eos_token_id if tokenizer is not None else None,
     )
