@@ -1,0 +1,141 @@
+"""Sessions at once: episodes of agents over HTTP, all at the same time, in front of the gateway and the
+local engine. Some of the agents crash, hang or are answered nothing; the others must not notice.
+
+    python benchmarks/bench_agents.py --sessions 1000 --json agents.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import resource
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.bench_common import machine, write_json  # noqa: E402
+from slime_like.agents.rollouts import AgentGenerate  # noqa: E402
+from slime_like.agents.server import CONNECTIONS, Gateway  # noqa: E402
+from slime_like.agents.sessions import SessionLimits  # noqa: E402
+from slime_like.agents.task import Task  # noqa: E402
+from slime_like.cli.tiny_model import make_model, make_tokenizer  # noqa: E402
+from slime_like.rollout.engines.base import SamplingParams  # noqa: E402
+from slime_like.rollout.engines.local.engine import LocalEngine  # noqa: E402
+from slime_like.rollout.episode import Model  # noqa: E402
+from slime_like.types import Prompt, Sample, SampleStatus  # noqa: E402
+
+MIB = 2**20
+DESCRIPTORS = 4  # of a session: a socket on either side, and room
+
+
+@dataclass(frozen=True)
+class Result:
+    """seconds: from the first session to the end of the last that is not broken. answer_s_median, answer_s_max: of a
+    request. memory_mib: by which the process's largest resident size grew. lost: samples, of which
+    broken were meant to be. tokens: that were written, and are kept."""
+
+    sessions: int
+    turns: int
+    seconds: float
+    answer_s_median: float
+    answer_s_max: float
+    memory_mib: float
+    lost: int
+    broken: int
+    tokens: int
+
+
+def broken_way(number: int, every: int) -> int:
+    """What is wrong with a session: 0 nothing, 1 it raises, 2 it hangs, 3 it asks for nothing."""
+    return 0 if number % every else 1 + number // every % 3
+
+
+def measure(sessions: int, turns: int, tokens: int, every: int, timeout_s: float) -> Result:
+    """every: one of so many sessions is broken."""
+    seconds: list[float] = []
+    ends: list[float] = []
+
+    async def play(task: Task) -> float:
+        way = broken_way(task.sample_id, every)
+        if way == 3:
+            return 1.0
+        messages = [{"role": "user", "content": task.prompt}]
+        headers = {"authorization": f"Bearer {task.api_key}"}
+        async with httpx.AsyncClient(
+            base_url=task.url, headers=headers, timeout=timeout_s, verify=False
+        ) as client:  # without TLS, which takes longer to set up than a session
+            for turn in range(turns):
+                begun = time.monotonic()
+                body = {"messages": messages, "max_tokens": tokens}
+                answer = await client.post("/v1/chat/completions", json=body)
+                answer.raise_for_status()
+                seconds.append(time.monotonic() - begun)
+                if way == 1:
+                    raise RuntimeError("an agent that crashes")
+                if way == 2:
+                    await asyncio.sleep(10 * timeout_s)
+                messages += [answer.json()["choices"][0]["message"]]
+                messages += [{"role": "user", "content": f"more {turn}"}]
+        ends.append(time.monotonic())
+        return 1.0
+
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = make_tokenizer()
+        model = make_model(tokenizer, hidden_size=32, num_layers=2, seed=1)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        engine = LocalEngine(folder, tokenizer)
+        engine.update_weights(iter(model.state_dict().items()), 1)
+        limits = SessionLimits(positions=512)
+        connections = CONNECTIONS + sessions * (limits.concurrent + limits.waiting)
+        agent = AgentGenerate(
+            "bench", play, Gateway("127.0.0.1", 0, max_body=MIB, connections=connections), limits=limits,
+            end_ids=frozenset({tokenizer.eos_token_id}), timeout_s=timeout_s, episodes=sessions,
+        )  # fmt: skip
+        prompt = Prompt(0, "spell a word", tuple(tokenizer("spell a word")["input_ids"]))
+        samples = [Sample.empty(prompt, i) for i in range(sessions)]
+        before = psutil.Process().memory_info().rss
+        begun = time.monotonic()
+        sampling = SamplingParams(max_new_tokens=200)
+        policy = Model(engine, tokenizer, sampling, lambda sample, place: sample * 1000 + place)
+        done = agent.run(samples, policy, evaluation=False)
+    broken = {i for i in range(sessions) if broken_way(i, every)}
+    lost = {s.sample_id for s in done if s.status == SampleStatus.ABORTED}
+    assert lost == broken, sorted(lost ^ broken)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    ordered = sorted(seconds)
+    return Result(
+        sessions, turns, max(ends) - begun, ordered[len(ordered) // 2], ordered[-1], (peak - before) / MIB,
+        len(lost), len(broken), sum(s.active_tokens for s in done if s.sample_id not in lost),
+    )  # fmt: skip
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--sessions", type=int, default=1000)
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=8, help="Most of an answer.")
+    parser.add_argument("--broken", type=int, default=100, help="One of so many is broken.")
+    parser.add_argument("--timeout", type=float, default=120.0, help="Seconds for an episode.")
+    parser.add_argument("--json", type=Path, help="File for the numbers.")
+    given = parser.parse_args(words)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max(soft, DESCRIPTORS * given.sessions + 256)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
+    found = measure(given.sessions, given.turns, given.tokens, given.broken, given.timeout)
+    for name, value in asdict(found).items():
+        print(f"{name:16} {value:.2f}" if isinstance(value, float) else f"{name:16} {value}")
+    if given.json is not None:
+        write_json(given.json, {"machine": machine(), "agents": asdict(found)})
+
+
+if __name__ == "__main__":
+    main()
