@@ -158,6 +158,15 @@ def by_turns(sample: Sample) -> Sample:
     return dataclasses.replace(found[0], branches=tuple(found[1:]), metadata=metadata)
 
 
+# folder of the recorded cut, and what is on two ranks
+CUTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("paths", {}),
+    ("turns", {}),
+    ("turns_data", {}),
+    ("turns_tensor", {"tensor_model_parallel_size": 2}),
+    ("turns_context", {"context_parallel_size": 2}),
+    ("turns_pipeline", {"pipeline_model_parallel_size": 2}),
+)
 METHODS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "gspo": dict(advantage_estimator="grpo", policy_loss_type="gspo", gspo_ratio_level="turn", loss_reduction="rollout_mean", num_steps_per_rollout=2),
@@ -172,7 +181,7 @@ def test_the_loss_does_not_depend_on_the_cut(
     server: TrainServer, work: Workspace, tmp_path: Path, method: str
 ) -> None:
     """A recorded rollout of agents that fork, as the tree's paths, as single answers, and on two
-    ranks: the same loss and weights."""
+    data-, tensor-, context- and pipeline-parallel ranks: the same loss and weights."""
     (tmp_path / "agent.py").write_text(BRANCHING)
     shared = SIZES | dict(prompt_data=prompts(tmp_path), apply_chat_template=None, policy_loss_type="ppo", advantage_estimator=method) | METHODS[method]  # fmt: skip
     agent = dict(
@@ -190,16 +199,16 @@ def test_the_loss_does_not_depend_on_the_cut(
     cut = [SampleGroup(g.group_id, tuple(map(by_turns, complete(g.samples)))) for g in groups]
     save_rollout(str(tmp_path / "turns"), 0, cut)
     found = []
-    for name, ranks in (("paths", 1), ("turns", 1), ("turns", 2)):
-        out = tmp_path / f"{name}{ranks}"
+    for name, layout in CUTS:
+        out = tmp_path / f"{name}{'_'.join(layout)}"
         more = dict(
-            load_debug_rollout_data=tmp_path / name,
+            load_debug_rollout_data=tmp_path / name.split("_")[0],
             save_hf=out / "hf",
             custom_rm_path=None,
             rm_type="zero",
         )
-        line = work.flags(out, **(shared | more))  # type: ignore[arg-type]
-        server.train(line, tmp_path / f"{name}{ranks}.log", ranks=ranks).ok()
+        line = work.flags(out, **(shared | more | layout))  # type: ignore[arg-type]
+        server.train(line, tmp_path / "log", ranks=1 if name in ("paths", "turns") else 2).ok()
         found.append((rows_of(out)[-1], weights_of(out / "hf")))
     whole, weights = found[0]
     assert whole["train/grad_norm"] > 0
