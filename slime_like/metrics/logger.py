@@ -13,7 +13,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -84,6 +84,11 @@ class MetricsLogger:
                 self._board.flush()
         if self._trackers is not None:
             self._trackers.log(step, values)
+
+    def log_samples(self, step: int, samples: Iterable[object]) -> None:
+        """Show a few samples of rollout `step` in the trackers, of those that this rank has."""
+        if self._trackers is not None:
+            self._trackers.log_samples(step, samples)
 
     def attach(self, path: Path) -> None:
         """Show a file of the run, as its plot, in the trackers."""

@@ -15,6 +15,7 @@ from typing import Any
 import numpy
 import pytest
 
+from slime_like.metrics.trackers.samples import COLUMNS
 from tests.e2e.helpers import make_workspace
 from tests.e2e.programs import torchrun_once
 from tests.unit.test_trackers import assert_same, jsonl_numbers, tensorboard_numbers, write
@@ -66,7 +67,9 @@ def wandb_run(folder: Path) -> tuple[Any, Numbers]:
             if "rollout" in items:  # not the plot
                 step = int(items.pop("rollout"))
                 own = {
-                    n: v for n, v in items.items() if n[0] != "_" and not n.startswith("report/")
+                    n: v
+                    for n, v in items.items()
+                    if n[0] != "_" and not n.startswith(("report/", "samples/"))
                 }
                 found |= {(n, step): float(json.loads(v)) for n, v in own.items()}
     return run, found
@@ -82,6 +85,24 @@ def trackio_numbers(folder: Path) -> Numbers:
         for name, value in values.items()
         if not isinstance(value, dict)  # the plot
     }
+
+
+def assert_tables(out: Path) -> None:
+    """Each tracker has a table of samples for each of three rollouts."""
+    saved = [
+        json.loads(p.read_text()) for p in sorted(out.glob("mlflow_artifacts/**/samples/*.json"))
+    ]
+    assert [table["columns"] for table in saved] == [list(COLUMNS)] * 3
+    assert [table["data"][0][0] for table in saved] == [1, 2, 3]
+    sent = [
+        json.loads(p.read_text()) for p in out.glob("wandb/offline-run-*/**/samples*.table.json")
+    ]
+    by_rollout = {table["data"][0][0]: table["data"] for table in sent}
+    assert by_rollout == {table["data"][0][0]: table["data"] for table in saved}
+    assert all(row[COLUMNS.index("prompt")] for table in saved for row in table["data"])
+    with sqlite3.connect(out / "trackio" / "p.db") as connection:
+        texts = [text for (text,) in connection.execute("select metrics from metrics")]
+    assert sum("samples" in json.loads(text) for text in texts) == 3
 
 
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +161,7 @@ def test_all_of_one_run_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyP
         for key, value in wanted.items():
             same = found[key] == value or (math.isnan(found[key]) and math.isnan(value))
             assert same, (name, key, found[key], value)
+    assert_tables(out)
     board = tensorboard_numbers(out)
     assert board.keys() == wanted.keys()
     for key, value in wanted.items():

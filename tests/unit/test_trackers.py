@@ -20,9 +20,11 @@ from arguments.schema import LoggingConfig
 from slime_like.metrics.logger import MetricsLogger, read_metrics
 from slime_like.metrics.trackers.background import BackgroundTracker, TrackerSet
 from slime_like.metrics.trackers.base import TrackerContext, trackers
+from slime_like.metrics.trackers.samples import COLUMNS
 from slime_like.text import mask_argv
 from slime_like.trainer.run_record import settings_by_flag
 from tests.unit.command_lines import complete
+from tests.unit.test_report import sample
 
 ROWS = {
     0: {"eval/heldout/mean": 0.25},
@@ -126,6 +128,36 @@ def test_one_of_a_users_gets_everything_in_order(
         logger.attach(tmp_path / "report.png")
     assert own.steps == list(range(50)) and own.finished
     assert own.files == [tmp_path / "report.png"]
+
+
+class SampleRecorder(Recorder):
+    """One that takes tables, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[int, Any] = {}
+
+    def log_samples(self, step: int, rows: Any) -> None:
+        self.tables[step] = rows
+
+
+def test_tables_of_samples_go_to_those_that_take_them(
+    tmp_path: Path, registered: Callable[[str, Any], None]
+) -> None:
+    with_tables, without = SampleRecorder(), Recorder()
+    registered("tables", lambda context: with_tables)
+    registered("none", lambda context: without)
+    samples = [sample(0, number, "x" * 3000, 0.5) for number in range(20)]
+    given = TrackerSet(["tables", "none"], context(tmp_path))
+    with MetricsLogger(tmp_path, trackers=given) as logger:
+        for step in range(1, 31):
+            logger.log_samples(step, [object(), *samples])
+    assert list(with_tables.tables) == [*range(1, 11), 20, 30] and without.finished
+    rows = with_tables.tables[20]
+    assert len(rows) == 16 and set(map(len, rows)) == {len(COLUMNS)}
+    first = dict(zip(COLUMNS, rows[0]))
+    assert (first["rollout"], first["reward"], first["prompt"]) == (20, 0.5, "say it:")
+    assert first["response"] == "x" * 2000 and first["tokens"] == 3000
 
 
 def test_one_that_fails_is_reported_once(

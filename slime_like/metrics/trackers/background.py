@@ -8,10 +8,17 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from slime_like.metrics.trackers.base import BUILT_IN, Tracker, TrackerContext, trackers
+from slime_like.metrics.trackers.base import (
+    BUILT_IN,
+    SampleTracker,
+    Tracker,
+    TrackerContext,
+    trackers,
+)
+from slime_like.metrics.trackers.samples import has_table, sample_rows
 from slime_like.text import clean
 
 QUEUE_SIZE = 1000  # records that wait for a slow tracker; later ones are dropped
@@ -112,6 +119,19 @@ class TrackerSet:
         held = dict(values)
         for tracker in self._trackers:
             tracker.submit(lambda each: each.log(step, held))
+
+    def log_samples(self, step: int, samples: Iterable[object]) -> None:
+        """A table of a few samples of rollout `step`, for the trackers that take one."""
+        if not self._trackers or not has_table(step):
+            return
+        rows = sample_rows(step, samples)
+
+        def log(each: Tracker) -> None:
+            if isinstance(each, SampleTracker):
+                each.log_samples(step, rows)
+
+        for tracker in self._trackers:
+            tracker.submit(log)
 
     def attach(self, path: Path) -> None:
         for tracker in self._trackers:

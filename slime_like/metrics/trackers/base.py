@@ -10,12 +10,13 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from slime_like.registry import Registry
 
 if TYPE_CHECKING:
     from arguments.schema import LoggingConfig
+    from slime_like.metrics.trackers.samples import Rows
 
 BUILT_IN = ("jsonl", "tensorboard")
 IDS_FILE = "trackers.json"  # in the run's folder: by tracker, what a resumed run continues
@@ -75,6 +76,14 @@ class Tracker(Protocol):
 
     def finish(self) -> None:
         """The run is over, and all of it is to be on disk or sent."""
+
+
+@runtime_checkable
+class SampleTracker(Protocol):
+    """A tracker that takes tables of samples, too."""
+
+    def log_samples(self, step: int, rows: Rows) -> None:
+        """A few samples of rollout `step`, by `samples.COLUMNS`."""
 
 
 TrackerFactory = Callable[[TrackerContext], Tracker]

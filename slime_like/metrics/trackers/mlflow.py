@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slime_like.metrics.trackers.base import TrackerContext
+from slime_like.metrics.trackers.samples import COLUMNS, Rows
 
 MOST = 1000  # metrics of a call, and no more than 100 parameters
 MOST_PARAMETERS = 100
@@ -53,6 +54,11 @@ class MlflowTracker:
         metrics = [self._metric(name, float(value), now, step) for name, value in values.items()]
         for i in range(0, len(metrics), MOST):
             self._client.log_batch(self._run_id, metrics=metrics[i : i + MOST])
+
+    def log_samples(self, step: int, rows: Rows) -> None:
+        columns = {name: list(values) for name, values in zip(COLUMNS, zip(*rows))}
+        if columns:
+            self._client.log_table(self._run_id, columns, f"samples/{step:06d}.json")
 
     def attach(self, path: Path) -> None:
         self._client.log_artifact(self._run_id, str(path))

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slime_like.metrics.trackers.base import TrackerContext
+from slime_like.metrics.trackers.samples import COLUMNS, Rows
 
 
 class TrackioTracker:
@@ -29,6 +30,14 @@ class TrackioTracker:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
+
+    def log_samples(self, step: int, rows: Rows) -> None:
+        try:
+            import pandas
+        except ImportError:  # trackio itself works without it
+            return
+        frame = pandas.DataFrame(rows, columns=list(COLUMNS))
+        self._run.log({"samples": self._trackio.Table(dataframe=frame)}, step=step)
 
     def attach(self, path: Path) -> None:
         self._run.log({path.stem: self._trackio.Image(str(path))})

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slime_like.metrics.trackers.base import TrackerContext
+from slime_like.metrics.trackers.samples import COLUMNS, Rows
 
 
 class WandbTracker:
@@ -49,6 +50,10 @@ class WandbTracker:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({**values, "rollout": step})
+
+    def log_samples(self, step: int, rows: Rows) -> None:
+        table = self._wandb.Table(columns=list(COLUMNS), data=rows)
+        self._run.log({"samples": table, "rollout": step})
 
     def attach(self, path: Path) -> None:
         self._run.log({path.stem: self._wandb.Image(str(path))})

@@ -1,0 +1,41 @@
+"""A few samples of a rollout as a table for trackers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from slime_like.types import Sample
+
+COLUMNS = (
+    "rollout",
+    "group",
+    "sample",
+    "prompt",
+    "response",
+    "label",
+    "reward",
+    "tokens",
+    "status",
+)
+MOST_ROWS = 16
+LONGEST = 2000  # characters of a text
+ALL_UNTIL, THEN_EACH = 10, 10  # rollouts with a table
+Rows = list[list[Any]]
+
+
+def has_table(step: int) -> bool:
+    """Every rollout at the beginning, and then each tenth: a table is a file of its own."""
+    return step <= ALL_UNTIL or step % THEN_EACH == 0
+
+
+def sample_rows(step: int, samples: Iterable[object]) -> Rows:
+    """By COLUMNS, the first samples that this rank has the texts of. step: the rollout, from 1."""
+    rows: Rows = []
+    for each in samples:
+        if isinstance(each, Sample) and len(rows) < MOST_ROWS:
+            texts = [str(text)[:LONGEST] for text in (each.text, each.response, each.label)]
+            reward = None if each.reward is None else float(each.reward)
+            numbers = [reward, int(each.response_length), each.status.value]
+            rows.append([step, each.group_id, each.sample_id, *texts, *numbers])
+    return rows
