@@ -108,7 +108,7 @@ def _compressed_tensors(given: Mapping[str, object]) -> Quantization:
     )
 
 
-def _only_scheme(given: Mapping[str, object]) -> Mapping[str, Any]:
+def _only_scheme(given: Mapping[str, object]) -> Mapping[str, object]:
     """That of the weights, where all groups of modules have the same one."""
     groups = given.get("config_groups")
     schemes: list[Any] = []

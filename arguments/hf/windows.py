@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from slime_like.weights.families import ConfigReader, ModelFamily
 
 SLIDING = "sliding_attention"
 
 
-def read_windows(reader: ConfigReader, family: ModelFamily) -> dict[str, Any]:
+def read_windows(reader: ConfigReader, family: ModelFamily) -> dict[str, object]:
     """megatron-core's settings of the windows: its `window_size` counts the tokens before the query,
     config.json's `sliding_window` the query too. Windows that the architecture does not have here
     are refused where some layer would use one; the keys alone are harmless."""

@@ -149,7 +149,7 @@ BY_SAMPLES = ("micro_batch_size", "log_probs_micro_batch_size")
 DEFAULT_TOKENS = 4096
 
 
-def default_micro_batches(values: Mapping[str, Any]) -> dict[str, Any]:
+def default_micro_batches(values: Mapping[str, Any]) -> dict[str, object]:
     """How micro-batches are cut where no flag says it, as settings: by a token budget.
 
     One sample at a time stays where a budget cannot be: --qkv-format bshd, token_mean_legacy, and a

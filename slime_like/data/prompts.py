@@ -177,7 +177,7 @@ class PromptSource:
             "order": order,
         }
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """The position as plain JSON."""
         return {
             "epoch": self.epoch,

@@ -394,7 +394,7 @@ def _surrogate_in(value: object, where: str = "") -> str | None:
         return (
             None if found is None else f"{name} has half of a surrogate pair at character {found}"
         )
-    items: Iterator[tuple[str, Any]] = iter(())
+    items: Iterator[tuple[str, object]] = iter(())
     if isinstance(value, list):
         items = ((f"{where}[{i}]", item) for i, item in enumerate(value))
     elif isinstance(value, dict):

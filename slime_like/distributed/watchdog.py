@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import TracebackType
 
 from slime_like.distributed.activity import Activity, Heartbeat
 from slime_like.distributed.signed_store import SignedStore
@@ -78,12 +77,7 @@ class Watchdog:
             thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._closed.set()
         self._activity.changed.set()
         for thread in self._threads:

@@ -43,7 +43,7 @@ def compute_policy_loss(
     loss_weights: Tensor,
     *,
     seq_ids: Tensor | None = None,
-    config: Any = None,
+    config: object = None,
     terms: LossTerms | None = None,
     **tensors: Any,
 ) -> LossOutput:

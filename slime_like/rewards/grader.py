@@ -15,7 +15,6 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
 
 from slime_like.lazy import torch
 from slime_like.rewards.custom import RewardArgs, RewardSample
@@ -148,12 +147,7 @@ class Grader:
     def __enter__(self) -> Grader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _type_of(self, sample: Sample) -> str | None:

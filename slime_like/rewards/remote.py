@@ -75,7 +75,7 @@ class _Retry(Exception):
     """Later it may go well."""
 
 
-async def _ask(client: Any, url: str, body: dict[str, Any]) -> Any:
+async def _ask(client: Any, url: str, body: dict[str, Any]) -> object:
     import httpx
 
     data = b""

@@ -100,7 +100,7 @@ def _watch(child: int, pipes: Pipes) -> None:
     pipes.report(ENDED, struct.pack("<i", os.waitstatus_to_exitcode(status)))
 
 
-def _prepare(pipes: Pipes, size: int) -> dict[str, Any]:
+def _prepare(pipes: Pipes, size: int) -> dict[str, object]:
     """Read the request and give up the rest of the rights; a failure is reported and ends the
     process."""
     try:

@@ -62,7 +62,7 @@ def _read(size: int) -> bytes:
 
 def _work(
     request: dict[str, Any], archive: bytes, paths: list[str]
-) -> tuple[dict[str, Any], bytes]:
+) -> tuple[dict[str, object], bytes]:
     """What the command came to, and the files after it."""
     limits = request["limits"]
     confinement.die_with(0)  # of the parent outside nothing is seen in here

@@ -11,7 +11,6 @@ import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from types import TracebackType
 
 from slime_like.rewards.grader import Grader
 from slime_like.rollout.engines.base import (
@@ -209,12 +208,7 @@ class StreamGeneration:
     def __enter__(self) -> StreamGeneration:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._runner:
             self._runner.run(self._end())
 

@@ -127,7 +127,7 @@ class Worker:
             "stage": max(o["stage"] for o in found.values()),
         }
 
-    def _exchange(self, local: dict[str, object]) -> dict[int, dict[str, Any]]:
+    def _exchange(self, local: dict[str, object]) -> dict[int, dict[str, object]]:
         """What each rank has to say of a command, by rank. Raises RunError."""
         store: Any = dist.distributed_c10d._get_default_store()
         store.set(self._key(self.layout.rank), json.dumps(local))
@@ -148,7 +148,7 @@ class Worker:
                 )
             time.sleep(0.0005)
 
-    def _reported(self, store: Any) -> dict[int, dict[str, Any]]:
+    def _reported(self, store: Any) -> dict[int, dict[str, object]]:
         return {
             rank: json.loads(store.get(self._key(rank)))
             for rank in range(self.layout.world_size)

@@ -180,7 +180,7 @@ class ModelHost:
             self._head, Objective(chosen, chosen.config_type(**loss["settings"]), terms)
         )
 
-    def _collect(self, mine: list[int], found: PassOutput, count: int) -> dict[str, Any] | None:
+    def _collect(self, mine: list[int], found: PassOutput, count: int) -> dict[str, object] | None:
         """Per-token results of all data-parallel ranks, in the order of the samples, on rank 0."""
         layout = self.layout
         told = None

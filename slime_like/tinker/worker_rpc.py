@@ -78,7 +78,7 @@ class WorkerLink:
         if self._streams is not None:
             self._streams[1].close()
 
-    async def call(self, id: str, command: dict[str, object]) -> Any:
+    async def call(self, id: str, command: dict[str, object]) -> object:
         """What the workers answer to a command.
 
         Raises:
@@ -93,7 +93,7 @@ class WorkerLink:
             message, self._late = self._late, None
             return value_of(message)
         assert self._streams is not None
-        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[dict[str, object]] = asyncio.get_running_loop().create_future()
         self._waiting = (id, answer)
         try:
             writer = self._streams[1]
@@ -163,7 +163,7 @@ class WorkerLink:
         return codec.decode(await reader.readexactly(size))
 
 
-def value_of(message: dict[str, Any]) -> Any:
+def value_of(message: dict[str, Any]) -> object:
     """Of the workers' answer. Raises Refused or Failed."""
     if message["ok"]:
         return message["value"]

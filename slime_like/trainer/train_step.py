@@ -72,7 +72,7 @@ class TrainStep:
 
     def state_dict(self) -> dict[str, object]:
         """Steps that were skipped, and the entropy bonus, as plain JSON."""
-        state: dict[str, Any] = {"entropy_controller": self.entropy.state_dict()}
+        state: dict[str, object] = {"entropy_controller": self.entropy.state_dict()}
         for prefix, network in _GATES.items():
             state[f"{prefix}skipped_steps"] = self.skip_gates[network].total
             state[f"{prefix}skipped_in_a_row"] = self.skip_gates[network].in_a_row

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
-from types import TracebackType
 
 from arguments.run_config import RunConfig
 from slime_like.compat.slime.samples import SlimeArgs
@@ -81,12 +80,7 @@ class RolloutContext:
         _active = self
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         global _active
         _active = None
         self._open = False

@@ -105,7 +105,7 @@ class RolloutDataSource(DataSource):
             raise ValueError(f"{path}: no such file; it has the position of the prompts")
         self.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """As plain JSON."""
         return {
             "sample_group_index": self.sample_group_index,
@@ -157,7 +157,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         """Groups that wait."""
         return len(self.buffer)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         rows = [[_to_row(sample) for sample in group] for group in self.buffer]
         return {**super().state_dict(), "buffer": rows}
 
@@ -181,7 +181,7 @@ def _sample(prompt: Prompt) -> SlimeSample:
     return SlimeSample(prompt=prompt.text, label=prompt.label, metadata=dict(prompt.metadata))
 
 
-def _to_row(sample: SlimeSample) -> dict[str, Any]:
+def _to_row(sample: SlimeSample) -> dict[str, object]:
     """Plain JSON; every number comes back bit by bit."""
     row = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
     row["status"] = sample.status.value

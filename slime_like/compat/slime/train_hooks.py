@@ -134,7 +134,7 @@ class SlimeHooks:
         return bool(self._call(field, rollout_id, self._args, data, metrics)[1])
 
 
-def rollout_data(data: Any) -> dict[str, Any]:
+def rollout_data(data: Any) -> dict[str, object]:
     """What slime has of a rank's samples, by its names: lists with an entry for each sample.
     Tensors are copies, over whole responses on every rank, whatever the layout is."""
     train = data.train

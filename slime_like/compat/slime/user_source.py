@@ -31,7 +31,7 @@ class UserSource:
         self._rollout_id: int | None = None  # of the newest save
         self.data_source: Any = on_rank_zero(lambda: self._made(make, config))
 
-    def _made(self, make: Callable[..., Any], config: RunConfig) -> Any:
+    def _made(self, make: Callable[..., object], config: RunConfig) -> object:
         source = self._called("__init__", lambda: make(slime_args(config)))
         absent = [name for name in METHODS if not callable(getattr(source, name, None))]
         if absent:

@@ -9,7 +9,6 @@ embeddings that are not interleaved. Layers of multi-token prediction are neithe
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from slime_like.weights.families import llama
 from slime_like.weights.families.base import (
@@ -47,7 +46,7 @@ YARN = {
 }  # key -> transformers' default
 
 
-def deepseek_settings(reader: ConfigReader) -> dict[str, Any]:
+def deepseek_settings(reader: ConfigReader) -> dict[str, object]:
     """MLATransformerConfig's fields. What is unsupported is told to the reader."""
     if reader.config.get("rope_interleave") not in (None, True):
         reader.refuse("rope_interleave False is not supported; the only legal value is True")

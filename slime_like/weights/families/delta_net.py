@@ -12,7 +12,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from slime_like.weights.families import llama
 from slime_like.weights.families.base import ATTENTION, HF_ATTENTION, ConfigReader
@@ -49,7 +48,7 @@ def quarter_rotary(reader: ConfigReader) -> float:
     return 0.25
 
 
-def delta_settings(reader: ConfigReader) -> dict[str, Any]:
+def delta_settings(reader: ConfigReader) -> dict[str, object]:
     """TransformerConfig's fields. What is unsupported is told to the reader."""
     sizes = {field: reader.number(key) for key, field in SIZES.items()}
     groups, heads = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]

@@ -8,7 +8,6 @@ softmax), false is `moe_router_pre_softmax`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from slime_like.weights.families.base import MLP, ConfigReader
 from slime_like.weights.mappings import GatedMLP, Mapping, ReplicatedRows, RowParallel
@@ -58,7 +57,7 @@ def expert_parameters(block: str, gate: str, up: str, down: str) -> dict[str, Ma
     }
 
 
-def expert_settings(reader: ConfigReader, keys: ExpertKeys) -> dict[str, Any]:
+def expert_settings(reader: ConfigReader, keys: ExpertKeys) -> dict[str, object]:
     """TransformerConfig's fields about experts. What is unsupported is told to the reader."""
     given = [key for key in keys.experts if reader.config.get(key) is not None]
     experts = reader.number((given or keys.experts)[0])

@@ -3,8 +3,6 @@ shared ones, dense layers first, and layers of multi-token prediction after the 
 
 from __future__ import annotations
 
-from typing import Any
-
 from slime_like.weights.families.base import HF_MLP, MLP, ConfigReader
 from slime_like.weights.families.experts import WITHOUT_EFFECT, expert_parameters
 from slime_like.weights.mappings import GatedMLP, Mapping, Replicated, RowParallel
@@ -42,7 +40,7 @@ EXPERT_PARAMETERS: dict[str, Mapping] = {
 }
 
 
-def sigmoid_experts(reader: ConfigReader) -> dict[str, Any]:
+def sigmoid_experts(reader: ConfigReader) -> dict[str, object]:
     """TransformerConfig's fields about experts. What is unsupported is told to the reader."""
     for key, legal in FIXED.items():
         value = reader.config.get(key)

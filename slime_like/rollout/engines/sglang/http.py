@@ -239,7 +239,7 @@ class ControlClient:
         timeout_s: float,
         method: str = "POST",
         max_bytes: int = ANSWER_BYTES,
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """The object that answers, empty where there is no body or null. timeout_s: for all of it.
         Raises RequestFailed, also for an answer with `"success": false`."""
         answer = self._bytes(url, body, timeout_s, method, max_bytes)

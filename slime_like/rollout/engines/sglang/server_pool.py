@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from slime_like.errors import RunError
 from slime_like.rollout.engines.checked_json import BadAnswer
@@ -152,7 +152,7 @@ class Fleet:
         timeout_s: float,
         method: str = "POST",
         max_bytes: int = ANSWER_BYTES,
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """A control call: the object that answers it, empty where nothing does. Raises
         RequestFailed."""
         return self._control.call(
