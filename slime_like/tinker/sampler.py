@@ -73,7 +73,7 @@ class SnapshotSampler:
         self,
         model: ModelConfig,
         layout: ParallelLayout,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerBase | None,
         *,
         max_engines: int,
         local_batch_size: int | None,

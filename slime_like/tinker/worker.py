@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from arguments.run_config import RunConfig
+from slime_like.data.tokenizer import load_tokenizer
 from slime_like.distributed.failure_report import explain, looks_lost
 from slime_like.errors import RunError
 from slime_like.megatron.init import device_of_this_process
@@ -363,7 +364,13 @@ def facts_of(host: ModelHost) -> dict[str, object]:
 def serve(run: RunConfig, layout: ParallelLayout, startup: Say = lambda what: None) -> None:
     """The life of a rank. startup: called with what begins."""
     startup("importing transformers, loading the tokenizer and the base model")
-    host = ModelHost(run, layout)
+    assert run.model.hf_checkpoint is not None, "checked on the command line"
+    tokenizer = load_tokenizer(  # before the model is built
+        run.model.hf_checkpoint,
+        vocab_size=run.gpt.vocab_size,
+        trust_remote_code=run.model.trust_remote_code,
+    )
+    host = ModelHost(run, layout, tokenizer)
     worker = Worker(host, layout)
     source = CommandSource(run, lambda: facts_of(host)) if layout.rank == 0 else None
     startup("starting the API process")

@@ -17,7 +17,6 @@ from torch import Tensor
 from arguments.hf.model import read_hf_model
 from arguments.run_config import RunConfig
 from slime_like.checkpoints.folders import checkpoint_folder
-from slime_like.data.tokenizer import load_tokenizer
 from slime_like.distributed.collectives import from_rank_zero, gather
 from slime_like.losses import policy_losses
 from slime_like.losses.total import LossTerms
@@ -65,13 +64,10 @@ class ModelHost:
         self,
         run: RunConfig,
         layout: ParallelLayout,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
+        """tokenizer: of the base model, for texts that end a sample; None without them."""
         assert run.model.hf_checkpoint is not None
-        tokenizer = load_tokenizer(  # before the model is built
-            run.model.hf_checkpoint,
-            vocab_size=run.gpt.vocab_size,
-            trust_remote_code=run.model.trust_remote_code,
-        )
         self.run, self.layout = run, layout
         self.base = run.model.hf_checkpoint
         self.hf = read_hf_model(self.base)
@@ -316,7 +312,7 @@ class ModelHost:
 
 
 def make_sampler(
-    run: RunConfig, layout: ParallelLayout, tokenizer: PreTrainedTokenizerBase
+    run: RunConfig, layout: ParallelLayout, tokenizer: PreTrainedTokenizerBase | None
 ) -> SnapshotSampler | SglangSampler:
     """Of --rollout-engine. tokenizer: of the base model. A collective."""
     if run.rollout.rollout_engine == "local":
