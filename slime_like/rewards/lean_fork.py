@@ -9,27 +9,37 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 _MADV_COLLAPSE = 25
 _HUGE = 2**21  # bytes of a huge page, where pages have 4 KiB
 
 
-def settle() -> None:
+def map_of_memory() -> BinaryIO | None:
+    """For `settle`, opened while this process sees /proc; None elsewhere than on Linux."""
+    try:
+        return Path("/proc/self/maps").open("rb")
+    except OSError:
+        return None
+
+
+def settle(memory: BinaryIO | None) -> None:
     """Once all is imported that forks need: no collection of garbage looks at it again, which would
-    touch, and thereby copy, every page; and it lies in huge pages where the kernel makes them."""
+    touch, and thereby copy, every page; and it lies in huge pages where the kernel makes them.
+    memory: `map_of_memory`, which is closed."""
     gc.collect()
     gc.freeze()
-    if sys.platform == "linux":
-        _collapse()
+    if memory is not None:
+        with memory:
+            _collapse(memory.read().decode())
 
 
-def _collapse() -> None:
+def _collapse(memory: str) -> None:
     """Best effort: what cannot be collapsed stays as it is."""
     libc = ctypes.CDLL(None, use_errno=True)
-    for start, end in _own_memory():
+    for start, end in _own_memory(memory):
         first, last = -(-start // _HUGE) * _HUGE, end // _HUGE * _HUGE
         if first < last:
             libc.madvise(
@@ -37,13 +47,9 @@ def _collapse() -> None:
             )
 
 
-def _own_memory() -> Iterator[tuple[int, int]]:
+def _own_memory(memory: str) -> Iterator[tuple[int, int]]:
     """First and last address of what is private, writable and of no file."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in memory.splitlines():
         addresses, rights, _, _, inode, *name = line.split(None, 5)
         ours = not name or name[0] == "[heap]"
         if ours and rights.startswith("rw") and rights.endswith("p") and inode == "0":

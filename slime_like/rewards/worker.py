@@ -156,6 +156,7 @@ def _confine(names: tuple[str, ...]) -> None:
     parent = os.getppid()
     paths = confinement.readable_paths(packages=True)
     linux = sys.platform == "linux"
+    memory = lean_fork.map_of_memory()  # in its namespaces it sees no /proc
     if linux and "namespaces" not in confinement.missing():
         confinement.own_namespaces(paths)
     for name in names:
@@ -164,7 +165,9 @@ def _confine(names: tuple[str, ...]) -> None:
             prepare()
     evaluates = any(rewards.get(name).evaluates for name in names)
     if evaluates:
-        lean_fork.settle()
+        lean_fork.settle(memory)
+    elif memory is not None:
+        memory.close()
     resource.setrlimit(resource.RLIMIT_AS, (BUILTIN_MEMORY, BUILTIN_MEMORY))
     if linux:
         confinement.limit(memory=BUILTIN_MEMORY)

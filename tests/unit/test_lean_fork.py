@@ -10,10 +10,10 @@ import gc, os
 from slime_like.rewards import lean_fork
 kept = [bytes(2000) for _ in range(20000)]  # 40 MB
 before = sum(map(len, kept))
-lean_fork.settle()
+lean_fork.settle(lean_fork.map_of_memory())
 assert gc.get_freeze_count() > 1000
 assert sum(map(len, kept)) == before and all(part == bytes(2000) for part in kept)
-own = list(lean_fork._own_memory())
+own = list(lean_fork._own_memory(open("/proc/self/maps").read()))
 place = id(kept[10000])
 assert any(start <= place < end for start, end in own), "objects lie in what is collapsed"
 child = os.fork()
@@ -32,3 +32,37 @@ def test_settling_changes_no_object_and_uses_huge_pages_where_there_are_some() -
     )
     huge = int(done.stdout)
     assert huge == 0 or huge > 20  # megabytes; a kernel before 6.1 has none
+
+
+WORKER = """
+import torch
+from slime_like.rewards import lean_fork
+from slime_like.rewards.grader import Grader
+from slime_like.types import Sample
+import reasoning_gym, psutil
+options = {"size": 1, "seed": 1}
+entry = reasoning_gym.create_dataset("countdown", **options)[0]
+metadata = {"task": {"name": "countdown", "options": options}, "entry": entry}
+ids, ones = torch.tensor([1]), torch.ones(1, dtype=torch.bool)
+sample = Sample(0, 0, ids, 1, ones, response="1", label="1", metadata=metadata)
+with Grader(rm_type="task", rm_num_workers=1, rm_timeout_s=60) as grader:
+    grader.grade([sample])
+    worker = grader._pool.workers[0].process.pid
+    try:
+        lines = open(f"/proc/{worker}/smaps_rollup").read().splitlines()
+    except PermissionError:  # the worker is not this user's to look at
+        lines = ["AnonHugePages: -1024 kB"]
+lean_fork.settle(lean_fork.map_of_memory())
+own = open("/proc/self/smaps_rollup").read().splitlines()
+found = [int(l.split()[1]) // 1024 for part in (lines, own) for l in part if l.startswith("AnonHuge")]
+print(*found)
+"""
+
+
+def test_a_worker_of_tasks_lies_in_huge_pages_where_there_are_some() -> None:
+    """It is settled within its namespaces, where it sees no /proc."""
+    done = subprocess.run(
+        [sys.executable, "-c", WORKER], capture_output=True, text=True, timeout=200, check=True
+    )
+    worker, here = map(int, done.stdout.split())
+    assert worker == -1 or (worker > 20) == (here > 20)
