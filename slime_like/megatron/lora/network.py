@@ -53,6 +53,7 @@ class LoraNetwork(TrainedNetwork):
             base.layout,
             base.device,
         )
+        self.has_experts = base.config.num_moe_experts is not None
         self.chunks, self.modules = base.chunks, base.modules
         self.targets: list[Target] = targets_of(spec, base.family, base.sizes, tied=base.tied)
         self.adapters = [
