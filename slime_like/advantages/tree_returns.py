@@ -11,7 +11,7 @@ token t with the next ones n(t):
 
 with V = 0 and lambda 1 these are discounted returns. R_t has minus the penalty of the token; at the
 last token of an answer the answer's own reward; and at the last of one that nothing continues what
-the episode got beside the rewards of its answers. A conversation without forks is one sequence as
+the episode got without the rewards of its answers. A conversation without forks is one sequence as
 in `returns.py`. Continuations in which no token is trained have no weight, and are none.
 """
 
