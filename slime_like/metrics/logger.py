@@ -13,7 +13,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,7 +54,7 @@ class MetricsLogger:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             kept = _drop_from(self.path, start_step) if self.path.exists() else None
             self._file = self.path.open("a", encoding="utf-8")
-        self._trackers = trackers
+        self.trackers = trackers
         self._board: SummaryWriter | None = None
         if tensorboard_dir is not None:
             from torch.utils.tensorboard import SummaryWriter  # slow to import
@@ -81,18 +81,13 @@ class MetricsLogger:
                 for name, value in values.items():
                     self._board.add_scalar(name, float(value), step)
                 self._board.flush()
-        if self._trackers is not None:
-            self._trackers.log(step, values)
-
-    def log_samples(self, step: int, samples: Iterable[object]) -> None:
-        """Show a few samples of rollout `step` in the trackers, of those that this rank has."""
-        if self._trackers is not None:
-            self._trackers.log_samples(step, samples)
+        if self.trackers is not None:
+            self.trackers.log(step, values)
 
     def attach(self, path: Path) -> None:
         """Show a file of the run, as its plot, in the trackers."""
-        if self._trackers is not None:
-            self._trackers.attach(path)
+        if self.trackers is not None:
+            self.trackers.attach(path)
 
     def amend(self, step: int, values: Mapping[str, float]) -> None:
         """Add metrics to the line of `step`, the last one; without it this writes one."""
@@ -114,8 +109,8 @@ class MetricsLogger:
             self._file.close()
         if self._board is not None:
             self._board.close()
-        if self._trackers is not None:
-            self._trackers.close(finish_s)
+        if self.trackers is not None:
+            self.trackers.close(finish_s)
 
     def __enter__(self) -> MetricsLogger:
         return self

@@ -269,8 +269,8 @@ class Trainer:
             from slime_like.trainer.rollout_record import record_rollout
 
             record_rollout(target, step, groups, self.layout.rank, self.tokenizer)
-        if self.logger is not None:
-            self.logger.log_samples(step + 1, samples)
+        if self.logger is not None and self.logger.trackers is not None:
+            self.logger.trackers.log_samples(step + 1, samples)
         self.strategy.check_failures(step, samples, metrics)
         if run.debug.debug_rollout_only:
             return metrics

@@ -151,7 +151,7 @@ def test_tables_of_samples_go_to_those_that_take_them(
     given = TrackerSet(["tables", "none"], context(tmp_path))
     with MetricsLogger(tmp_path, trackers=given) as logger:
         for step in range(1, 31):
-            logger.log_samples(step, [object(), *samples])
+            logger.trackers.log_samples(step, [object(), *samples])
     assert list(with_tables.tables) == [*range(1, 11), 20, 30] and without.finished
     rows = with_tables.tables[20]
     assert len(rows) == 16 and set(map(len, rows)) == {len(COLUMNS)}
