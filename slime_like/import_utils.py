@@ -162,7 +162,7 @@ def _place(error: BaseException) -> str:
 
 
 def _load_file(path: Path) -> ModuleType:
-    """A file as a module of its own name, once in a process. Its folder comes last in sys.path, for
+    """A file as a module with its own name, once in a process. Its folder comes last in sys.path, for
     its neighbours."""
     path = path.resolve()
     name = f"custom_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"

@@ -1,4 +1,4 @@
-"""Small files of settings beside a model's weights, which somebody else has written:
+"""Small files of settings in a model's folder, which somebody else has written:
 generation_config.json, adapter_config.json."""
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ does not grow with the size of the rows. After that a row that was accepted can 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -61,7 +62,7 @@ def open_source(
     empty file or range, and too many bad rows.
     """
     path_text, bounds = _split_range(spec)
-    check = _in_clean_words(check)
+    check = functools.partial(_clean_problem, check)
     source: RowSource
     if path_text.startswith(TASK_PREFIX):
         from slime_like.data.tasks import TaskSource
@@ -84,14 +85,9 @@ def open_source(
     return source if bounds is None else SlicedSource(source, spec, bounds, flag)
 
 
-def _in_clean_words(check: RowCheck) -> RowCheck:
-    """The same check; keys, roles and values of a row are quoted in its words as by `text.clean`."""
-
-    def problem(row: Row) -> str | None:
-        words = check(row)
-        return clean(words) if words else None
-
-    return problem
+def _clean_problem(check: RowCheck, row: Row) -> str | None:
+    """Keys, roles and values of a row are quoted as by `text.clean`."""
+    return clean(words) if (words := check(row)) else None
 
 
 def _split_range(spec: str) -> tuple[str, slice | None]:
@@ -148,8 +144,7 @@ class _BadRows:
 
 
 class _Watched:
-    """A file that must stay as it was when it was opened: a run reads its rows from it until its
-    end.
+    """A file that must stay as it was when it was opened: a run reads it until its end.
 
     A look is one `stat`. Where size or time of change are others, the content decides: a file that
     was copied back, or touched, is the same.
@@ -232,10 +227,8 @@ class JsonlSource:
             if not line.endswith(b"\n"):
                 return f"{place}: truncated last line, which starts at byte offset {offset} ({error.msg})"
             return f"{place}: bad JSON at byte offset {offset + len(error.doc[: error.pos].encode())}: {error.msg}"
-        except (
-            ValueError,
-            RecursionError,
-        ) as error:  # an integer of thousands of digits; nesting beyond the stack
+        # an integer of thousands of digits; nesting beyond the stack
+        except (ValueError, RecursionError) as error:
             return f"{place}: bad JSON in the line at byte offset {offset}: {error}"
         if not isinstance(row, dict):
             return f"{place}: the row is a JSON {_json_kind(row)}, not an object (byte offset {offset})"
