@@ -225,7 +225,7 @@ class PolicyObjective:
                 kl_estimate("k3", log_probs, batch.ref_log_probs), batch.loss_mask
             )
         if batch.keep_mask is not None and batch.old_log_probs is not None:
-            # slime's name, beside those of the correction
+            # slime's name, next to those of the correction
             metrics["ois"] = masked_mean(inputs.log_ratio().exp(), batch.loss_mask)
         return TokenOutput(columns, output.loss, metrics)
 
