@@ -25,7 +25,16 @@ PLACES = (
 )
 PAGES = (
     *("index", "en/index", "en/see_a_run", "en/getting_started", "en/metrics", "en/concepts"),
-    *("flags", "python_api", "zh/home", "zh/index", "zh/see_a_run", "zh/moe", "changelog"),
+    *(
+        "flags",
+        "python_api",
+        "http_api",
+        "zh/home",
+        "zh/index",
+        "zh/see_a_run",
+        "zh/moe",
+        "changelog",
+    ),
 )
 
 
