@@ -68,13 +68,11 @@ def files_of_faults() -> list[str]:
 
 @functools.cache
 def rows(language: str) -> dict[str, list[Test]]:
-    """Fault -> its tests, of the tables before the escape list."""
-    page = (DOCS / language / "faults.md").read_text(encoding="utf-8").split("<!-- escapes")[0]
+    """Fault -> its tests, of the tables before those of fuzzing and escapes."""
+    page = (DOCS / language / "faults.md").read_text(encoding="utf-8").split("<!-- seeds")[0]
     found = {}
     for line in page.splitlines():
-        if not line.startswith("| ") or line.startswith(
-            ("| fault |", "| 故障 |", "| seed |", "| 种子 |")
-        ):
+        if not line.startswith("| ") or line.startswith(("| fault |", "| 故障 |")):
             continue
         fault, _, cell = re.split(r"(?<!\\) \| ", line.strip("| "))
         named = [(file, name) for file, names in _CELL.findall(cell) for name in names.split()]
