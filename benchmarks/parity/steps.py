@@ -25,7 +25,7 @@ megatron_patches.apply()
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 
 from arguments.parse import parse_args  # noqa: E402
-from arguments.run_config import RunConfig  # noqa: E402
+from arguments.run_config import CriticModel, RunConfig  # noqa: E402
 from slime_like.megatron.backend import MegatronBackend  # noqa: E402
 from slime_like.megatron.parallel_layout import ParallelLayout, read_layout  # noqa: E402
 from slime_like.types import TrainBatch, TrainSample  # noqa: E402
@@ -185,7 +185,7 @@ def whole_gradients(module: Any) -> None:
             dist.all_gather(shards, shards[dist.get_rank(group)].clone(), group=group)
 
 
-def in_float64(run: RunConfig) -> None:
+def in_float64(run: RunConfig | CriticModel) -> None:
     """Make the networks of this run compute in float64, which no flag asks for: training gains
     nothing by it."""
     transformer = run.megatron.transformer
