@@ -65,7 +65,7 @@ async def post(
     payload: Mapping[str, Any],
     max_retries: int = 60,
     headers: Mapping[str, str] | None = None,
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """SGLang's answer to ``/generate`` with ``input_ids`` or ``text``, and ``sampling_params``.
     Raises ValueError for what the engine does not know."""
     call = _call()
