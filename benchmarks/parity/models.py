@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,13 @@ SIZES: dict[str, Any] = dict(**TINY, vocab_size=61, head_dim=8, initializer_rang
 
 
 def make_model(folder: Path, seed: int) -> None:
-    """A tiny Qwen3 model with random weights; no tokenizer is needed."""
+    """A tiny Qwen3 model with random weights."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
     Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)).save_pretrained(folder)
+    save_tokenizer(folder)
 
 
 def make_moe_model(folder: Path) -> None:
@@ -47,6 +49,16 @@ def make_moe_model(folder: Path) -> None:
             if name.endswith("gate.weight"):
                 parameter.copy_(0.3 * torch.randn_like(parameter))
     model.save_pretrained(folder)
+    save_tokenizer(folder)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Of letters. Nothing is sampled, but a trainer wants one."""
+    from slime_like.cli.tiny_model import character_tokenizer
+
+    tokens = ["<end>", "<unknown>", *string.ascii_letters]
+    tokenizer = character_tokenizer(tokens, unk_token="<unknown>", eos_token="<end>")
+    tokenizer.save_pretrained(folder)
 
 
 MODELS: dict[str, Callable[[Path], None]] = {
