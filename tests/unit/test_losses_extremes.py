@@ -33,8 +33,10 @@ WITH_A_STOPPED_WEIGHT = {
     "topr",
     "vespo",
     "gspo_wide",
+    "gspo_turn",
     "luspo_wide",
     "sapo_sequence",
+    "sapo_turn",
     "up",
     "up_plain",
 }
