@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import os
 import sys
@@ -49,6 +50,14 @@ def rank_and_world() -> tuple[int, int]:
 def check_workers(workers: int) -> None:
     if workers < 1:
         raise UsageError(f"--workers {workers}: must be >= 1")
+
+
+def check_layout(chosen: argparse.Namespace) -> None:
+    """That the sizes of --tensor-model-parallel-size and its siblings are positive."""
+    for name, size in vars(chosen).items():
+        if name.endswith("_parallel_size") and size is not None and size < 1:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag} (given: {size}): must be >= 1")
 
 
 def warn_of_tokenizer(hf: HfModel, folder: str) -> None:

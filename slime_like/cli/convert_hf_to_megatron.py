@@ -24,6 +24,7 @@ from slime_like.cli.convert_common import (
     DTYPES,
     VERIFY,
     WORKERS,
+    check_layout,
     check_workers,
     exit_status,
     on_the_cpu,
@@ -85,6 +86,7 @@ def convert(chosen: argparse.Namespace) -> int:
     rank, world = rank_and_world()
     value_head = chosen.network == "critic"
     hf = read_hf_model(chosen.hf_checkpoint, value_head=value_head)
+    check_layout(chosen)
     parallel = conversion_layout(
         hf,
         tensor=chosen.tensor_model_parallel_size,

@@ -317,10 +317,10 @@ def test_a_failing_disk_leaves_nothing_behind(
     def full(*arguments: Any, **keywords: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(hf_save, "save_file", full)
+    monkeypatch.setattr(hf_save, "save_tensors", full)
     taken = []
     stream = ((name, taken.append(name) or torch.zeros(10)) for name in ("a", "b", "c"))
-    with pytest.raises(RuntimeError, match="No space left on device"):
+    with pytest.raises(OSError, match="No space left on device"):
         hf_save.save_hf(str(tmp_path / "out"), stream, folders["qwen3-tied"], max_shard_bytes=40)  # type: ignore[arg-type]
     assert taken == ["a", "b", "c"], "the stream is taken to its end, the other ranks are in it"
     assert list(tmp_path.iterdir()) == []
