@@ -125,7 +125,8 @@ class LossInputs:
         if self.turn_ids is not None:
             return self._mean_of(x, self.turn_ids, self.num_turns)
         assert self.cp_group is None, "a rank that holds a part of a row cannot find its answers"
-        return self._mean_of(x, *turns_of(self.loss_mask, self.seq_ids))
+        # as many places as rows: to count the answers the host would wait for the device
+        return self._mean_of(x, turns_of(self.loss_mask, self.seq_ids), self.loss_mask.numel())
 
     def _mean_of(self, x: Tensor, ids: Tensor, count: int) -> Tensor:
         own = self._own_sums(x, ids, count)
@@ -279,7 +280,7 @@ def _first(values: Tensor, flags: Tensor) -> tuple[str, float]:
     return (f"[{', '.join(map(str, place))}]" if place else ""), float(values[tuple(place)])
 
 
-def turns_of(mask: Tensor, seq_ids: Tensor) -> tuple[Tensor, int]:
+def turns_of(mask: Tensor, seq_ids: Tensor) -> Tensor:
     """The answers of a model among the rows of whole sequences: active tokens in a row.
 
     Args:
@@ -287,9 +288,8 @@ def turns_of(mask: Tensor, seq_ids: Tensor) -> tuple[Tensor, int]:
         seq_ids: [T], ascending.
 
     Returns:
-        The answer of each row [T] int64, of an inactive one any; and how many there are, at least 1.
+        The answer of each row [T] int64, ascending from 0; of an inactive one any of them.
     """
     begins = mask.clone()
     begins[1:] &= ~(mask[:-1] & (seq_ids[1:] == seq_ids[:-1]))
-    ids = (begins.cumsum(0) - 1).clamp(min=0)
-    return ids, int(ids[-1]) + 1 if ids.numel() else 1
+    return (begins.cumsum(0) - 1).clamp(min=0)

@@ -228,7 +228,7 @@ def pack(
     needs_places = cp_size > 1 or equal_sequences
     of_tokens = {name: rows.per_token(name) for name in PER_TOKEN}
     assert of_tokens["loss_mask"] is not None
-    turn_ids, num_turns = turns_of(of_tokens["loss_mask"], rows.seq_ids)
+    turn_ids = turns_of(of_tokens["loss_mask"], rows.seq_ids)
     columns: dict[str, Tensor | None] = {
         "tokens": tokens.unsqueeze(0),
         "labels": labels.unsqueeze(0),
@@ -247,7 +247,7 @@ def pack(
         name: None if column is None else column.to(device) for name, column in columns.items()
     }
     assert moved["loss_mask"] is not None and moved["loss_weights"] is not None
-    return MicroBatch(**moved, max_seqlen=max(rows.lengths), num_turns=num_turns)
+    return MicroBatch(**moved, max_seqlen=max(rows.lengths), num_turns=int(turn_ids[-1]) + 1)
 
 
 def rows_of_context_rank(batch: MicroBatch, cp_size: int, cp_rank: int) -> MicroBatch:

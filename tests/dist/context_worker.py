@@ -104,7 +104,7 @@ def packed_inputs(cp: int, active: str) -> tuple[LossInputs, Tensor]:
         return size * torch.randn(total, generator=g, dtype=torch.float64)
 
     rewards = torch.randn(6, generator=g, dtype=torch.float64)[seq_ids]
-    turn_ids, num_turns = turns_of(mask, seq_ids)
+    turn_ids = turns_of(mask, seq_ids)
     inputs = LossInputs(
         log_probs=old + noise(0.3),
         loss_mask=mask,
@@ -121,7 +121,7 @@ def packed_inputs(cp: int, active: str) -> tuple[LossInputs, Tensor]:
         nll_weights=torch.rand(total, generator=g, dtype=torch.float64),
         selection_seed=5,
         turn_ids=turn_ids,
-        num_turns=num_turns,
+        num_turns=int(turn_ids[-1]) + 1,
     )
     return inputs, cu_seqlens
 

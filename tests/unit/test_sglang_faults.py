@@ -532,6 +532,7 @@ def test_when_no_server_is_left(model: str) -> None:
 
 def test_an_abort_returns_at_once_and_is_told_to_the_server(model: str) -> None:
     with fake_servers(model, 1) as (server,), engine_of(model, [server]) as engine:
+        server.pace_s = lambda body: 0.3  # else the answer may be there before the abort
         server.faults = [
             changed(
                 lambda a: a["meta_info"].update(

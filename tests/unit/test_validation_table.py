@@ -111,7 +111,7 @@ ROWS: dict[str, list[tuple[str, str, Any, tuple[str, ...]]]] = {
         for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
     ],
     "rollout temperature <= 0": [
-        (f"--rollout-temperature {value:g}", "--rollout-temperature", value, ("must be > 0",)) for value in (0.0, -1.0)
+        (f"--rollout-temperature {value:g}", "--rollout-temperature", value, ("must be >= 1e-06",)) for value in (0.0, -1.0)
     ],
     "correction bounds": [
         ("--tis-ratio-type token --token-tis-ratio-clip-high 0", "--token-tis-ratio-clip-high", 0.0, ("must be > 0",)),
