@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import os
 import sys
@@ -52,8 +51,9 @@ def check_workers(workers: int) -> None:
         raise UsageError(f"--workers {workers}: must be >= 1")
 
 
-def check_layout(chosen: argparse.Namespace) -> None:
-    """That the sizes of --tensor-model-parallel-size and its siblings are positive."""
+def check_layout(chosen: object) -> None:
+    """That the sizes of --tensor-model-parallel-size and its siblings are positive. chosen: the
+    parsed flags."""
     for name, size in vars(chosen).items():
         if name.endswith("_parallel_size") and size is not None and size < 1:
             flag = "--" + name.replace("_", "-")
