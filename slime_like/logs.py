@@ -12,6 +12,7 @@ import io
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -28,7 +29,7 @@ _RANK_0_ONLY = "rank_0_only"  # attribute of a record
 
 class RankHandler(logging.Handler):
     """INFO is plain text on rank 0 and nothing elsewhere; a warning begins with "warning: ", an
-    error with "error: "."""
+    error with "error: ", below its traceback where the record has one."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -37,6 +38,9 @@ class RankHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text = visible(record.getMessage())
         if record.levelno >= logging.ERROR:
+            if record.exc_info and record.exc_info[1] is not None:
+                lines = "".join(traceback.format_exception(record.exc_info[1])).splitlines()
+                print(*map(visible, lines), sep="\n", file=sys.stderr, flush=True)
             print(f"error: {text}", file=sys.stderr, flush=True)
         elif self.rank == 0:
             line = f"warning: {text}" if record.levelno >= logging.WARNING else text

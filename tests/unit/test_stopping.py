@@ -181,13 +181,20 @@ logger.warning("an odd \x1b[31mcolour\x1b[0m \\u202e and \x07")
 warn_rank_0(logger, "all ranks found 100% of it")
 warn_rank_0(logger, None)
 logger.error("gone")
+try:
+    raise KeyError("why")
+except KeyError:
+    logger.exception("failed")
 """
     odd = r"an odd \x1b[31mcolour\x1b[0m \u202e and \x07"
     first = run(program, "0")
     assert first.stdout == (f"progress 3\nwarning: {odd}\nwarning: all ranks found 100% of it\n")
-    assert first.stderr == "error: gone\n"
+    told, _, traced = first.stderr.partition("error: gone\n")
+    assert told == "" and traced.startswith("Traceback (most recent call last):\n")
+    assert traced.endswith("KeyError: 'why'\nerror: failed\n")
     third = run(program, "3")
-    assert third.stdout == "" and third.stderr == f"warning: rank 3: {odd}\nerror: gone\n"
+    assert third.stdout == ""
+    assert third.stderr.startswith(f"warning: rank 3: {odd}\nerror: gone\nTraceback")
 
 
 def test_what_continues_a_run_is_what_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
