@@ -68,7 +68,8 @@ def credit_fields(
 
 
 def _answers(given: object) -> EpisodeAnswers | None:
-    if not isinstance(given, Mapping):
+    """None without a record, and for an episode that was lost before its first answer."""
+    if not isinstance(given, Mapping) or not given["spans"]:
         return None
     spans = [[(int(a), int(b), int(c)) for a, b, c in own] for own in given["spans"]]
     return EpisodeAnswers(given["parents"], given["rewards"], spans)

@@ -170,6 +170,25 @@ def test_an_agent_rewards_its_answers() -> None:
         credit_fields([silent], by_turn=True, turn_penalty=0, token_penalty=0)
 
 
+def test_an_episode_that_was_lost_before_its_first_answer_has_no_advantage() -> None:
+    sample = episode(by_turn=True)
+    record = {"summed": False, "parents": [], "rewards": [], "spans": []}
+    lost = dataclasses.replace(
+        Sample.empty(Prompt(3, "question", ()), 6), metadata={**sample.metadata, ANSWERS: record}
+    )
+    played = [sample, dataclasses.replace(sample, sample_id=7), lost]
+    fields = credit_fields(played, by_turn=True, turn_penalty=0, token_penalty=0)
+    found = Outcomes(
+        rewards=torch.tensor([1.0, 0.0, math.nan]), group_ids=torch.zeros(3), lengths=torch.tensor([1, 1, 0]),
+        answers=fields["answers"],
+    )  # fmt: skip
+    settings = AdvantageSettings(estimator="grpo_turn")
+    output = estimate_advantages(
+        settings, found, mine=[2], sequences=[0], masks=[torch.zeros(0, dtype=torch.bool)]
+    )
+    assert output.values[0].numel() == 0
+
+
 def test_penalties_are_of_the_advantage_alone() -> None:
     found = Outcomes(
         rewards=torch.tensor([1.0, 1.0]), group_ids=torch.tensor([0, 0]), lengths=torch.tensor([1, 1]),

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -553,6 +555,24 @@ def test_weights_replaced_in_a_pause_show_in_the_versions(built: Built) -> None:
     assert set(output.weight_versions) == {3, 4} and list(output.weight_versions) == sorted(
         output.weight_versions
     )
+
+
+def test_a_request_that_comes_while_weights_are_replaced_waits(built: Built) -> None:
+    request, sampling = _requests(1)[0], SamplingParams(max_new_tokens=3)
+    engine = built.another()
+    begun = threading.Event()
+
+    def slow() -> Iterator[tuple[str, Tensor]]:
+        begun.set()
+        time.sleep(0.2)
+        yield from built.weights()
+
+    update = threading.Thread(target=engine.update_weights, args=(slow(), 4))
+    update.start()
+    begun.wait()
+    output = asyncio.run(engine.generate_one(request, sampling))
+    update.join()
+    assert set(output.weight_versions) == {4}
 
 
 def test_engine_without_weights_refuses(built: Built) -> None:

@@ -137,7 +137,8 @@ class LocalEngine(RolloutEngine):
     ) -> GenerateOutput:
         """Decoded together with what else is waiting; the event loop gets its turn after every
         token."""
-        self._check([request], sampling)
+        with self._token_lock:  # as in `generate`
+            self._check([request], sampling)
         return await self._batcher.submit(request, sampling)
 
     async def abort(self, sample_ids: Collection[int] | None = None) -> None:
