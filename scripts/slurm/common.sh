@@ -69,12 +69,12 @@ start_trainer() {
   local srun=$!
   # not to srun itself, which would kill the ranks at once
   trap 'TERMINATED=1; echo "SIGTERM: the ranks save after this rollout"; scancel --signal=TERM "$SLURM_JOB_ID.$(cat "$STATE/step")" || true' TERM
-  STATUS=0
-  wait "$srun" || STATUS=$?
+  wait "$srun" || true
   while kill -0 "$srun" 2>/dev/null; do # a signal ends wait before srun ends
-    STATUS=0
-    wait "$srun" || STATUS=$?
+    wait "$srun" || true
   done
+  STATUS=0 # of srun, which may have ended while the trap ran: bash keeps it
+  wait "$srun" || STATUS=$?
 }
 
 # finish: end the job as the trainer ended, or put it back into the queue.
