@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -79,18 +79,24 @@ def paths_of(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return found
 
 
+def places_in(value: Any, draw: st.DrawFn) -> Iterator[tuple[Any, Any]]:
+    """Up to three places of a JSON value, each a container with a key of it as they are by then."""
+    for _ in range(draw(st.integers(0, 3))):
+        paths = [path for path in paths_of(value) if path]
+        if not paths:
+            break
+        *way, key = draw(st.sampled_from(paths))
+        place = value
+        for step in way:
+            place = place[step]
+        yield place, key
+
+
 @st.composite
 def mutated(draw: st.DrawFn, valid: Any) -> Any:
     """A valid answer with up to three places replaced, removed or repeated."""
     answer = copy.deepcopy(valid)
-    for _ in range(draw(st.integers(0, 3))):
-        paths = [path for path in paths_of(answer) if path]
-        if not paths:
-            break
-        *way, key = draw(st.sampled_from(paths))
-        place = answer
-        for step in way:
-            place = place[step]
+    for place, key in places_in(answer, draw):
         change = draw(st.sampled_from(["replace", "remove", "repeat"]))
         if change == "remove":
             del place[key]

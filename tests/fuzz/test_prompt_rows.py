@@ -21,7 +21,7 @@ from arguments.schema.data import DataConfig
 from slime_like.cli.tiny_model import make_tokenizer
 from slime_like.data.prompts import PromptSource
 from slime_like.rewards.registry import answer_check, rewards
-from tests.fuzz.test_engine_answers import paths_of
+from tests.fuzz.test_engine_answers import places_in
 
 TURNS = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
 USER = {"role": "user", "content": "one more"}
@@ -60,14 +60,7 @@ def folder() -> tuple[Any, Path]:
 def mutated(draw: st.DrawFn, row: Any) -> Any:
     """A good row of which up to three places are replaced, removed or called otherwise."""
     row = copy.deepcopy(row)
-    for _ in range(draw(st.integers(0, 3))):
-        paths = [path for path in paths_of(row) if path]
-        if not paths:
-            break
-        *way, key = draw(st.sampled_from(paths))
-        place = row
-        for step in way:
-            place = place[step]
+    for place, key in places_in(row, draw):
         change = draw(st.sampled_from(["replace", "remove", "call otherwise"]))
         if change == "replace":
             place[key] = draw(JSON)
