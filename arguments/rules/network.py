@@ -21,7 +21,7 @@ from arguments.rules.moe import expert_parallel_sizes
 from arguments.rules.pipeline import pipeline_divides_the_layers
 from arguments.rules.prediction import prediction_layers_are_there
 from arguments.schema import ParallelConfig
-from slime_like.config import Problem, check_fields, flag_name
+from slime_like.config import Problem, flag_name
 from slime_like.import_utils import load_function
 
 
@@ -233,6 +233,5 @@ class CutNetwork:
 
 
 def layout_problems(cut: CutNetwork) -> list[Problem]:
-    """What is wrong with the sizes on their own; else with the network, and with the number of
-    processes."""
-    return check_fields(cut.parallel) or [found for rule in RULES for found in rule(cut)]
+    """What is wrong with the sizes for this network and this number of processes."""
+    return [found for rule in RULES for found in rule(cut)]

@@ -51,15 +51,6 @@ def check_workers(workers: int) -> None:
         raise UsageError(f"--workers {workers}: must be >= 1")
 
 
-def check_layout(chosen: object) -> None:
-    """That the sizes of --tensor-model-parallel-size and its siblings are positive. chosen: the
-    parsed flags."""
-    for name, size in vars(chosen).items():
-        if name.endswith("_parallel_size") and size is not None and size < 1:
-            flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag} (given: {size}): must be >= 1")
-
-
 def warn_of_tokenizer(hf: HfModel, folder: str) -> None:
     """On rank 0, where the weights of a folder can be converted and training could not use its
     tokenizer. One that brings code is left to the program that may run it."""

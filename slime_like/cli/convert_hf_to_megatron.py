@@ -24,7 +24,6 @@ from slime_like.cli.convert_common import (
     DTYPES,
     VERIFY,
     WORKERS,
-    check_layout,
     check_workers,
     exit_status,
     on_the_cpu,
@@ -76,7 +75,7 @@ def convert(chosen: argparse.Namespace) -> int:
     import megatron_patches
     from arguments.hf.model import read_hf_model
     from arguments.rules.network import CutNetwork, layout_problems
-    from slime_like.config import ConfigError
+    from slime_like.config import ConfigError, SettingsError
     from slime_like.trainer.launch import quiet_dependencies
 
     quiet_dependencies()
@@ -86,14 +85,16 @@ def convert(chosen: argparse.Namespace) -> int:
     rank, world = rank_and_world()
     value_head = chosen.network == "critic"
     hf = read_hf_model(chosen.hf_checkpoint, value_head=value_head)
-    check_layout(chosen)
-    parallel = conversion_layout(
-        hf,
-        tensor=chosen.tensor_model_parallel_size,
-        pipeline=chosen.pipeline_model_parallel_size,
-        expert=chosen.expert_model_parallel_size,
-        expert_tensor=chosen.expert_tensor_parallel_size,
-    )
+    try:
+        parallel = conversion_layout(
+            hf,
+            tensor=chosen.tensor_model_parallel_size,
+            pipeline=chosen.pipeline_model_parallel_size,
+            expert=chosen.expert_model_parallel_size,
+            expert_tensor=chosen.expert_tensor_parallel_size,
+        )
+    except SettingsError as error:
+        raise ConfigError(error.problems) from error  # which names flags
     if problems := layout_problems(CutNetwork(parallel, hf.transformer, world)):
         raise ConfigError(problems)
     check_workers(chosen.workers)
