@@ -1,9 +1,12 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Train: python train.py ... is one process, torchrun --nproc-per-node N train.py ... is N. --help
-lists the flags.
+"""Entry point of a training run.
 
-Exit status: 0 done, 1 an error during the run, 2 an error in the command line (every problem is
-listed), 75 saved after SIGTERM or SIGHUP, 130 after Ctrl-C.
+    python train.py ...                             one process
+    torchrun --nproc-per-node N train.py ...        N processes
+    python train.py --help                          all flags
+
+Exit status: 0 success; 1 an error during the run; 2 an invalid command line, with every problem
+listed; 75 checkpoint saved after SIGTERM or SIGHUP (resumable); 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -22,9 +25,9 @@ ANSWERS = {"--help", "-h", "--version"}
 def main() -> int:
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     asks = bool(ANSWERS & set(sys.argv))
-    if not asks:  # whoever reads --help may close the pipe: that is no run to keep alive
+    if not asks:  # --help | head may close the pipe; only a run must survive that
         set_up_logging(rank)
-    end_at_once(rank, resumable=False, numbers=[signal.SIGINT])  # imports take seconds
+    end_at_once(rank, resumable=False, numbers=[signal.SIGINT])  # Ctrl-C during the slow imports
     startup = Startup(rank)
     if not asks:
         startup("reading the command line, importing torch and megatron-core")
@@ -32,10 +35,10 @@ def main() -> int:
 
     try:
         config = parse_or_exit(sys.argv[1:], world_size, rank)
-    except SystemExit as ended:  # so that it is not started again
+    except SystemExit as ended:  # leave the status for a launch script, which must not restart it
         leave_status(int(ended.code or 0), rank)
         raise
-    # the trainer's modules come in only when the command line is right
+    # imported late, so that a wrong command line is reported without waiting for the trainer
     from slime_like.trainer.launch import run
 
     return run(config, rank, startup)

@@ -1,7 +1,7 @@
 """slime_like: reinforcement-learning training backend for large language models on Megatron-core.
 
-The names in `__all__` are the public API: what a program of one's own may rely on. They are
-imported when they are first asked for, so that `import slime_like` loads neither torch nor
+The names in `__all__` are the public API; everything else may change. They are imported on first
+access, so that `import slime_like` loads neither torch nor
 megatron-core. Call `megatron_patches.apply()` before the first use of `MegatronBackend` or
 `process_groups`.
 """

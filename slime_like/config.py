@@ -1,9 +1,8 @@
-"""How a setting is declared, checked and refused: the bottom of the house, imported by every layer.
+"""Declaration and validation of settings. Every layer imports this module; it imports none.
 
 A setting is a field of a frozen dataclass, made with `arg(default, help, ...)`. The parser in
-`arguments/` turns the field into a flag; nothing else in the project knows argparse. A field's
-legal values are data, so that the same words appear in `--help`, in `docs/flags.md` and in the
-error message.
+`arguments/` turns the field into a flag; nothing else in the project uses argparse. Legal values
+are declared as data, so that `--help`, `docs/flags.md` and error messages agree.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from slime_like.text import mask_settings
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with the configuration.
+    """One error in the configuration.
 
     flag: the flag as the user types it, e.g. ``--sapo-tau-pos``. value: what was given.
-    message: what is wrong, with the legal values and the remedy.
+    message: the problem, the legal values and the remedy.
     """
 
     flag: str
@@ -39,7 +38,7 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with a command line or a run file, reported together."""
+    """All errors of a command line or a run file, reported together."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         assert problems, "a ConfigError without problems says nothing"
@@ -51,12 +50,12 @@ class ConfigError(ValueError):
         )
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
-        return type(self), (self.problems,)  # one rank finds it and all raise it
+        return type(self), (self.problems,)  # picklable: rank 0 sends it to the others
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A legal range of a number, with the words that describe it."""
+    """A legal range of a number, with the text that describes it."""
 
     words: str
     holds: Callable[[float], bool]
@@ -68,7 +67,7 @@ AT_LEAST_ONE = Range(">= 1", lambda x: x >= 1)
 ABOVE_ONE = Range("> 1", lambda x: x > 1)
 UNIT = Range("0 <= x <= 1", lambda x: 0 <= x <= 1)
 UNIT_OPEN_LOW = Range("0 < x <= 1", lambda x: 0 < x <= 1)
-LEAST_TEMPERATURE = 1e-6  # logits over less may be infinite in float32
+LEAST_TEMPERATURE = 1e-6  # logits divided by less may overflow float32
 TEMPERATURE = Range(f">= {LEAST_TEMPERATURE:g}", lambda x: x >= LEAST_TEMPERATURE)
 GREEDY_OR_TEMPERATURE = Range(
     f"0 (greedy) or >= {LEAST_TEMPERATURE:g}", lambda x: x == 0 or x >= LEAST_TEMPERATURE
@@ -91,15 +90,20 @@ def arg(
     required_with: str | Sequence[str] = (),
     idle_without: str | Sequence[str] = (),
 ) -> Any:
-    """Declare a setting. `aliases` are further spellings, e.g. ``("--dual-clip",)``; the first flag
-    is the field's name.
+    """Declare a setting: a dataclass field with the metadata of its flag.
 
-    needs: settings without which this one has no effect; only_with: the same, where the remedy is
-    to leave it out; excludes: settings that it does not go with; required_with: settings that
-    cannot do without this one; idle_without: as needs, and only a warning. Each is a condition or
-    several that must all hold: ``"save"``, ``"lr_decay_style=WSD"``, ``"use_kl_loss|kl_coef"``,
-    ``"rollout_top_p<1"``, ``"@critic"``; see `arguments/rules/declared.py`, which makes the
-    messages.
+    The last five arguments declare rules between settings. Each is a condition, or several that
+    must all hold: ``"save"``, ``"lr_decay_style=WSD"``, ``"use_kl_loss|kl_coef"``,
+    ``"rollout_top_p<1"``, ``"@critic"``. `arguments/rules/declared.py` evaluates them and builds
+    the messages.
+
+    Args:
+        aliases: Further spellings, e.g. ``("--dual-clip",)``; the first flag is the field's name.
+        needs: An error without these settings, because this one would have no effect.
+        only_with: As `needs`; the message says to leave this setting out.
+        excludes: Settings that cannot be combined with this one.
+        required_with: Settings that require this one.
+        idle_without: As `needs`, but only a warning.
 
     A field annotated `bool` with default False becomes a switch, with default True a `--no-`
     switch.
@@ -132,14 +136,14 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-# float32's smallest number without denormals, which some processors take for 0, and its largest
+# smallest normal float32 (some processors flush denormals to 0), and the largest float32
 SMALLEST_FLOAT32, LARGEST_FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 LARGEST_INTEGER = 2**63 - 1
 
 
 def number_problem(value: float) -> str | None:
-    """What is wrong with a number, whatever it is for: training computes in float32 and counts in 64
-    bits, where 1e39 is infinite and 1e-50 is 0."""
+    """The problem with a number that float32 (64 bits for integers) cannot hold, or None: 1e39
+    would be infinite, 1e-50 would be 0."""
     if isinstance(value, numbers.Integral):
         return None if abs(value) <= LARGEST_INTEGER else "must be an integer of 64 bits"
     if not math.isfinite(value):
@@ -151,8 +155,8 @@ def number_problem(value: float) -> str | None:
 
 
 def value_problem(value: Any, choices: Sequence[object] | None, legal: Range | None) -> str | None:
-    """What is wrong with one value, in words that follow its flag; None where it is right. Both the
-    command line and `check_fields` ask here."""
+    """The problem with one value, phrased to follow the flag's name; None if it is legal. Shared by
+    the command line and `check_fields`."""
     if choices is not None and value not in choices:
         return f"unknown value; legal values: {', '.join(map(str, choices))}"
     if isinstance(value, int | float) and (wrong := number_problem(value)) is not None:
@@ -197,14 +201,13 @@ def _field_problem(
 
 
 def check_fields(config: Any) -> list[Problem]:
-    """Problems of the fields of `config` on their own: types, legal values, ranges, NaN and
-    infinity.
+    """Check each field of `config` by itself: type, legal values, range, NaN and infinity.
 
     Args:
         config: a dataclass with fields declared by `arg`.
 
     Returns:
-        A `Problem` for each illegal value, in the order of the fields. Rules between fields live in
+        A `Problem` for each illegal value, in field order. Rules between fields are in
         arguments/rules.
     """
     problems = []
@@ -224,8 +227,8 @@ def check_fields(config: Any) -> list[Problem]:
 
 
 class SettingsError(ConfigError):
-    """A settings object that was constructed with illegal values, in the words of a caller of the
-    library."""
+    """A settings object was constructed with illegal values. Names fields as a caller of the
+    library writes them, not flags."""
 
     def __init__(self, problems: Sequence[Problem], owner: str = "settings") -> None:
         super().__init__(problems)
@@ -239,7 +242,7 @@ class SettingsError(ConfigError):
 
 
 class CheckedSettings:
-    """Base of settings dataclasses that cannot hold an illegal value, whoever constructs them.
+    """Base of settings dataclasses that validate themselves on construction.
 
     Construction raises `SettingsError`, a ValueError, with every problem that `check_fields` finds.
     """

@@ -1,8 +1,9 @@
-"""slime-like doctor: what this environment has, what it lacks, and what that is for.
-Status 1 when every run lacks something, or the self-test fails. --json is for reports of bugs.
+"""slime-like doctor: list what this environment has, what is missing, and what needs it.
 
-Packages are asked for their versions, not imported: that would take seconds, and some fail without
-a GPU. Only torch is, for CUDA."""
+Exit status 1 if a required package is missing or the self-test fails. --json is for bug reports.
+Package versions are read from their metadata; only torch is imported, to query CUDA. Importing the
+others takes seconds, and some fail without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +23,10 @@ from importlib import metadata
 
 @dataclass(frozen=True, slots=True)
 class Dependency:
-    """module: what Python imports, or "" for a program. package: of its version, or the program's
-    name."""
+    """A package or program that runs may need.
+
+    module: name to import, "" for a program. package: distribution name, or the program's name.
+    """
 
     module: str
     package: str
@@ -32,7 +35,7 @@ class Dependency:
 
     @property
     def remedy(self) -> str:
-        """A command, or whom to ask."""
+        """How to get it: a pip command, or whom to ask."""
         if not self.module:
             return "of the cluster's administrator"
         if self.required:
@@ -41,7 +44,7 @@ class Dependency:
         return f"pip install 'slime_like[{extra}]'" if extra else f"pip install {self.package}"
 
 
-# of pyproject.toml
+# extras of pyproject.toml
 EXTRAS = {
     "tasks": ("reasoning-gym", "math-verify", "pyarrow", "matplotlib"),
     "sglang": ("httpx", "sglang-router"),
@@ -53,7 +56,7 @@ PORTS = {29500: "torchrun's meeting", 8000: "the server of the Tinker API", 3000
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Something that was tried. words: what it took, or what went wrong."""
+    """Result of one self-test. words: its duration, or the error."""
 
     name: str
     good: bool
@@ -122,7 +125,7 @@ def look(thing: Dependency) -> Status:
         return Status(thing, shutil.which(thing.package))
     try:
         there = importlib.util.find_spec(thing.module) is not None
-    except ImportError:  # of a parent package
+    except ImportError:  # raised when a parent package is missing
         there = False
     if not there:
         return Status(thing, None)
@@ -133,12 +136,12 @@ def look(thing: Dependency) -> Status:
 
 
 def lacking(findings: Iterable[Status]) -> list[str]:
-    """The packages that every run needs and that are not there."""
+    """Names of required packages that are missing."""
     return [f.thing.package for f in findings if f.have is None and f.thing.required]
 
 
 def devices() -> str:
-    """What a rank would run on."""
+    """One line about the device that a rank would use."""
     import torch
 
     if not torch.cuda.is_available():
@@ -153,7 +156,7 @@ def devices() -> str:
 
 
 def sandbox() -> list[str]:
-    """What confines graders of model text and programs here (`slime_like.rewards.confinement`)."""
+    """Lines about the sandbox for graders of model output (`slime_like.rewards.confinement`)."""
     from slime_like.rewards import confinement
 
     missing = confinement.missing()
@@ -185,7 +188,7 @@ def links() -> list[str]:
 
 
 def ports() -> list[str]:
-    """Whether the default ports are free on this host."""
+    """Lines about the default ports: free or in use on this host."""
     lines = []
     for port, use in PORTS.items():
         with socket.socket() as probe:
@@ -194,7 +197,7 @@ def ports() -> list[str]:
                 probe.bind(("", port))
                 state = "free"
             except OSError as error:
-                state = f"not to be had ({error.strerror}); name another one"
+                state = f"unavailable ({error.strerror}); choose another one"
         lines.append(f"port   {port:<20} {state:<24} {use}")
     return lines
 
@@ -202,7 +205,7 @@ def ports() -> list[str]:
 def report(
     things: Iterable[Dependency] = THINGS, device: Callable[[], str] = devices
 ) -> tuple[list[str], int]:
-    """(lines, exit status)."""
+    """Check all dependencies. Returns (lines to print, exit status)."""
     findings = [look(thing) for thing in things]
     missing = lacking(findings)
     lines = [f"Python {sys.version.split()[0]}", *(str(finding) for finding in findings)]

@@ -1,8 +1,8 @@
-"""What stops a run for a reason that its user can see and remove."""
+"""The error for conditions that the user of a run can fix."""
 
 from __future__ import annotations
 
 
 class RunError(RuntimeError):
-    """The run cannot go on. Like a ValueError of a setting or a file, and an OSError, it is printed
-    as one message, without a traceback."""
+    """The run cannot continue. Printed as one message without a traceback, as are ValueError and
+    OSError."""

@@ -1,4 +1,4 @@
-"""Functions and modules of the user's own, named on the command line: ``module.function`` or
+"""Import user functions and modules named on the command line: ``module.function`` or
 ``path/to/file.py:function``."""
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from slime_like.registry import registering_for
 from slime_like.text import clean
 
 IMPORT_LIMIT_S = 60.0
-MODULE_LIMIT_S = 600.0  # they may import torch, which must not be interrupted in the middle
+MODULE_LIMIT_S = 600.0  # generous: interrupting an import of torch half-way breaks it
 
 
 class ExitCalled(RunError):
-    """Code of the user's called sys.exit, which would end the program, perhaps with status 0."""
+    """User code called sys.exit, which would end the run, perhaps with status 0."""
 
 
 def load_function(
     path: str, flag: str, *, limit_s: float = IMPORT_LIMIT_S, may_exit: bool = False
 ) -> Callable[..., Any]:
-    """The function that `path` names. Where it calls sys.exit, it raises `ExitCalled`.
+    """Load the function that `path` names. Calls of sys.exit inside it become `ExitCalled`.
 
     Args:
         path: ``module.function`` or ``path/to/file.py:function``. A file may import its neighbours.
-        flag: The option that errors name.
-        limit_s: Seconds that the import may take, where this is the main thread.
-        may_exit: The caller takes a SystemExit for what it is.
+        flag: The flag to name in errors.
+        limit_s: Time limit of the import in seconds; enforced in the main thread only.
+        may_exit: The caller handles SystemExit itself.
 
     Raises:
-        ValueError: The path cannot be imported (also where the module calls sys.exit), or names no
-        callable.
+        ValueError: The path cannot be imported (including a module that calls sys.exit), or it is
+            not callable.
     """
     file, colon, name = path.rpartition(":")
     if not colon:
@@ -69,14 +69,14 @@ def load_function(
 
 
 def exit_called(error: SystemExit) -> ExitCalled:
-    """The error in place of an exit, with the line that called it."""
+    """The error to raise for a SystemExit, naming the line that called sys.exit."""
     words = f"sys.exit({'' if error.code is None else clean(repr(error.code), 100)}) was called"
-    return ExitCalled(f"{words}{_place(error)}; code of a run raises an error to end it")
+    return ExitCalled(f"{words}{_place(error)}; raise an exception instead to end the run")
 
 
 def _staying(function: Callable[..., object]) -> Callable[..., object]:
-    """The same function, but without exits. Classes, and objects that can be called, stay what they
-    are."""
+    """Wrap a function so that sys.exit raises `ExitCalled`. Classes and other callables are
+    returned unchanged."""
     if inspect.iscoroutinefunction(function):
 
         async def called_later(*positional: object, **named: object) -> object:
@@ -103,15 +103,15 @@ def _raise(error: SystemExit) -> NoReturn:
 
 
 def load_module(path: str, flag: str, *, limit_s: float = MODULE_LIMIT_S) -> None:
-    """Import a module of the user's, for what it registers.
+    """Import a user module for its registrations (losses, rewards, ...).
 
     Args:
         path: ``package.module`` or ``path/to/file.py``. A file may import its neighbours.
-        flag: The option that errors name.
-        limit_s: Seconds that the import may take, where this is the main thread.
+        flag: The flag to name in errors.
+        limit_s: Time limit of the import in seconds; enforced in the main thread only.
 
     Raises:
-        ValueError: It cannot be imported; also where it registers a name that is taken.
+        ValueError: It cannot be imported, or it registers a name that is taken.
     """
     source = str(Path(path).resolve()) if path.endswith(".py") else path
     with registering_for(source):
@@ -132,8 +132,8 @@ def _load(file: str, flag: str, path: str, limit_s: float) -> ModuleType:
 
 @contextlib.contextmanager
 def _deadline(limit_s: float) -> Iterator[None]:
-    """Raises TimeoutError in the block after `limit_s`; a signal, so only in the main thread, and
-    not within native code."""
+    """Raise TimeoutError in the block after `limit_s` seconds. It is a signal: it works in the main
+    thread only, and does not interrupt native code."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -142,7 +142,7 @@ def _deadline(limit_s: float) -> Iterator[None]:
         raise TimeoutError(f"the import takes longer than {limit_s:g} s")
 
     before = signal.signal(signal.SIGALRM, stop)
-    others = signal.setitimer(signal.ITIMER_REAL, limit_s)  # a timer of the caller, or zeros
+    others = signal.setitimer(signal.ITIMER_REAL, limit_s)  # the caller's timer, or zeros
     try:
         yield
     finally:
@@ -151,7 +151,7 @@ def _deadline(limit_s: float) -> Iterator[None]:
 
 
 def _place(error: BaseException) -> str:
-    """The last line of an import that is not Python's own, or nothing."""
+    """`` (file:line)`` of the last traceback frame outside importlib, or ""."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [
         f" ({frame.filename}:{frame.lineno})"
@@ -162,8 +162,8 @@ def _place(error: BaseException) -> str:
 
 
 def _load_file(path: Path) -> ModuleType:
-    """A file as a module with its own name, once in a process. Its folder comes last in sys.path, for
-    its neighbours."""
+    """Import a file as a module, once per process. Its folder is appended to sys.path, so that it
+    can import the files next to it."""
     path = path.resolve()
     name = f"custom_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if name in sys.modules:

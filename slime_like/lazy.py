@@ -1,12 +1,12 @@
-"""`torch`, imported at its first use: for modules that the command line's parser reads.
+"""`torch`, imported on first use: for modules that the command-line parser imports.
 
-Importing torch takes seconds, which --help and a wrong command line must not. Instead of
+Importing torch takes seconds; --help and a wrong command line should not. Instead of
 `import torch`, `import torch.distributed as dist` and `from torch import Tensor`:
 
 >>> from slime_like.lazy import Tensor, dist, torch
 
-`Tensor` is for annotations; elsewhere it is `torch.Tensor`. What needs torch when its module is
-imported (a base class, a decorator, a default value) has to be made at the first call.
+`Tensor` is for annotations; write `torch.Tensor` elsewhere. Code that needs torch at import time (a
+base class, a decorator, a default value) has to defer it to the first call.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 else:
 
     class _Lazy:
-        """Has the module's own dictionary from the first use on, so that a patch of the module is
-        seen here too."""
+        """Proxy that shares the module's own `__dict__` from the first use on, so that it also sees
+        monkey patches of the module."""
 
         __slots__ = ("__dict__", "_name")
 

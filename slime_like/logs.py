@@ -1,7 +1,7 @@
-"""Where a run's messages go: rank 0's to stdout, as a user reads them; warnings of other ranks,
-with their rank, and all errors to stderr.
+"""Logging setup: rank 0 prints to stdout; errors, and warnings of other ranks (with the rank), go
+to stderr.
 
-A reader of stdout that ends (`| head`, a closed terminal, a full disk) does not end the run: see
+A closed stdout (`| head`, a closed terminal, a full disk) does not end the run: see
 `SurvivingStream`.
 """
 
@@ -20,16 +20,16 @@ from typing import Any, TextIO, cast
 from slime_like.text import mask_credentials, printable
 
 OURS = ("slime_like", "arguments", "megatron_patches")
-LOG_FILE = "run.log"  # in the output folder, where neither stdout nor stderr can be written
-ERROR_FILE = "error.txt"  # there: what ended the run
+LOG_FILE = "run.log"  # in the output folder, for messages that no stream accepts
+ERROR_FILE = "error.txt"  # in the output folder: the error that ended the run
 _log_file: Path | None = None
 _display: Callable[[str], None] | None = None
-_RANK_0_ONLY = "rank_0_only"  # attribute of a record
+_RANK_0_ONLY = "rank_0_only"  # attribute of a log record
 
 
 class RankHandler(logging.Handler):
-    """INFO is plain text on rank 0 and nothing elsewhere; a warning begins with "warning: ", an
-    error with "error: ", below its traceback where the record has one."""
+    """Prints INFO as plain text on rank 0 only; prefixes warnings with "warning: " and errors with
+    "error: ", after the traceback if the record has one."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -53,8 +53,8 @@ class RankHandler(logging.Handler):
 
 
 def set_up_logging(rank: int) -> None:
-    """Handlers for the loggers of our packages, and streams that survive their readers. Calling it
-    again replaces the rank."""
+    """Install handlers for our loggers and protect stdout and stderr. A second call replaces the
+    rank."""
     for name in OURS:
         logger = logging.getLogger(name)
         logger.handlers = [RankHandler(rank)]
@@ -67,45 +67,45 @@ def set_up_logging(rank: int) -> None:
 
 
 def warn_rank_0(logger: logging.Logger, text: str | None) -> None:
-    """Warn of what every rank finds alike, once: other ranks show nothing. None is no warning."""
+    """Log a warning that every rank reaches, on rank 0 only. `None` logs nothing."""
     if text is not None:
         logger.warning("%s", text, extra={_RANK_0_ONLY: True}, stacklevel=2)
 
 
 def show_through(display: Callable[[str], None] | None) -> None:
-    """Print rank 0's lines above a live display while it is drawn; None prints to stdout again."""
+    """Route rank 0's lines through a live display; None restores stdout."""
     global _display
     _display = display
 
 
 def log_into(folder: Path) -> None:
-    """From now on messages that no stream takes are kept in `folder`."""
+    """From now on, write messages to `folder` when neither stdout nor stderr accepts them."""
     global _log_file
     _log_file = folder / LOG_FILE
     with contextlib.suppress(OSError):
-        (folder / ERROR_FILE).unlink(missing_ok=True)  # of the run that this one continues
+        (folder / ERROR_FILE).unlink(missing_ok=True)  # left by the run that this one resumes
 
 
 def leave_error(folder: Path, text: str) -> None:
-    """Keep what ended the run in `folder`, for its report."""
+    """Write the error that ended the run to `folder`, for its report."""
     with contextlib.suppress(OSError), (folder / ERROR_FILE).open("a", encoding="utf-8") as file:
         file.write(f"error: {visible(text)}\n")
 
 
 def visible(text: str) -> str:
-    """Control characters but newline and tab, marks of text direction and lone surrogates as
-    escapes: text from outside cannot move the cursor, colour a terminal, hide a line, be impossible
-    to write, or show the credentials of a URL."""
+    """Make untrusted text safe to print: control characters (except newline and tab), bidi marks
+    and lone surrogates become escapes, and credentials in URLs are masked."""
     return printable(mask_credentials(text))
 
 
 class SurvivingStream:
-    """A text stream whose reader may end. From then on its descriptor leads to stderr, or, where
-    that is gone too, to run.log in the output folder, or nowhere; nothing is raised. Says once
-    where its lines are.
+    """A text stream that survives the loss of its reader.
+
+    After a failed write its file descriptor is redirected to stderr, else to run.log in the output
+    folder, else to /dev/null. Nothing is raised; one line says where the output is now.
 
     Args:
-        stream: None where the process was started without it.
+        stream: None if the process was started without it.
         descriptor: 1 or 2.
     """
 
@@ -125,7 +125,7 @@ class SurvivingStream:
             return self._stream.write(text)
         except OSError as error:
             self._lose(error)
-        # a buffer keeps what it could not write; PYTHONUNBUFFERED leaves none
+        # a BufferedIOBase retains what it could not write; with PYTHONUNBUFFERED there is none
         if not isinstance(getattr(self._stream, "buffer", None), io.BufferedIOBase):
             with contextlib.suppress(OSError):
                 self._stream.write(text)
@@ -142,7 +142,7 @@ class SurvivingStream:
             self._lose(error)
 
     def _lose(self, error: OSError) -> None:
-        """What the stream still holds is written to where the descriptor leads then."""
+        """Redirect the descriptor, then flush what the stream still buffers."""
         place = self._redirect()
         reason = error.strerror or str(error)
         text = f"warning: {self._name} is closed ({reason}): the run continues, and writes to {place} from here on\n"
@@ -152,7 +152,7 @@ class SurvivingStream:
             self._stream.flush()
 
     def _redirect(self) -> str:
-        """Make the descriptor writable again. Returns where it leads."""
+        """Make the descriptor writable again. Returns the name of its new target."""
         if self._descriptor == 1 and _is_writable(2):
             os.dup2(2, 1)
             return "stderr"
@@ -169,7 +169,7 @@ class SurvivingStream:
 
 
 def _is_writable(descriptor: int) -> bool:
-    """An empty write to a pipe without a reader succeeds, so this asks the pipe itself."""
+    """Polls the descriptor, because an empty write to a pipe without a reader succeeds."""
     import select
 
     poll = select.poll()

@@ -1,8 +1,8 @@
-"""A name -> object table whose lookup error lists the legal names.
+"""A name -> object registry; looking up an unknown name raises an error that lists the legal ones.
 
-What can be added without a change to the package lies in such tables: policy losses, advantage
-estimators, rewards, model families, rollout engines and weight transports. Each package declares
-its own table, and a `register_*` function that fills it.
+Every extension point is such a registry: policy losses, advantage estimators, rewards, model
+families, rollout engines and weight transports. Each package declares its own, with a `register_*`
+function.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar, cast
 
 T = TypeVar("T")
-_registrations = 0  # of all tables together
-_source: str | None = None  # the module of a user's that is being imported
+_registrations = 0  # count over all registries
+_source: str | None = None  # the user module being imported (--import-modules)
 
 
 class Registry(Generic[T]):
-    """Maps names, and aliases of names, to entries. `kind` is the word used in errors, e.g. "policy
-    loss"."""
+    """Maps names and aliases to entries. `kind` names an entry in errors, e.g. "policy loss"."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -30,10 +29,10 @@ class Registry(Generic[T]):
         self._sources: dict[str, str] = {}
 
     def add(self, name: str, entry: T, aliases: Iterable[str] = (), *, help: str = "") -> None:
-        """Add an entry under `name` and `aliases`. help: of this choice, for --help.
+        """Add an entry under `name` and `aliases`. help: one sentence about it for --help.
 
         Raises:
-            ValueError: when one of the names is taken.
+            ValueError: One of the names is taken.
         """
         aliases = tuple(aliases)
         for each in (name, *aliases):
@@ -47,7 +46,7 @@ class Registry(Generic[T]):
         _count()
 
     def add_lazy(self, name: str, path: str, *, help: str = "") -> None:
-        """Add the entry "module:attribute", which is imported when it is first asked for."""
+        """Add the entry "module:attribute", to be imported on first lookup."""
 
         def load() -> T:
             module, _, attribute = path.partition(":")
@@ -57,10 +56,10 @@ class Registry(Generic[T]):
         self._lazy.add(name)
 
     def remove(self, name: str) -> None:
-        """Take an entry and its aliases away again.
+        """Remove an entry and its aliases.
 
         Raises:
-            ValueError: when there is no such entry.
+            ValueError: There is no such entry.
         """
         name = self.canonical(name)
         for table in (self._entries, self._help, self._sources):
@@ -70,7 +69,7 @@ class Registry(Generic[T]):
         _count()
 
     def canonical(self, name: str) -> str:
-        """The registered name that `name` stands for. Raises ValueError with all legal names."""
+        """Resolve an alias to the registered name. Raises ValueError listing all legal names."""
         name = self._aliases.get(name, name)
         if name not in self._entries:
             raise ValueError(
@@ -86,7 +85,7 @@ class Registry(Generic[T]):
         return cast(T, self._entries[name])
 
     def __contains__(self, name: object) -> bool:
-        """Whether it is registered under this very name, which is no alias."""
+        """Whether `name` is registered, not counting aliases."""
         return name in self._entries
 
     def names(self, with_aliases: bool = False) -> list[str]:
@@ -97,22 +96,22 @@ class Registry(Generic[T]):
         return iter([(name, self.get(name)) for name in self.names()])
 
     def help(self) -> str:
-        """``name: what it is.`` of every entry that says it, for --help."""
+        """``name: description.`` of every entry that has a description, for --help."""
         return " ".join(f"{name}: {self._help[name]}" for name in self.names() if self._help[name])
 
     def source(self, name: str) -> str | None:
-        """The module of --import-modules that added this entry; None for the project's own."""
+        """The --import-modules module that added this entry; None for built-in ones."""
         return self._sources.get(self.canonical(name))
 
 
 def registrations() -> int:
-    """How often a table has changed: what is made of the tables is made anew for another number."""
+    """Number of changes to all registries so far: a cache key for anything built from them."""
     return _registrations
 
 
 @contextlib.contextmanager
 def registering_for(module: str) -> Iterator[None]:
-    """While `module`, one of a user's, is imported: what is registered is its."""
+    """While the user module `module` is being imported, attribute new registrations to it."""
     global _source
     before, _source = _source, module
     try:

@@ -1,4 +1,4 @@
-"""Text from outside (rewards, engines, models), made fit for a log, a recording or a terminal."""
+"""Sanitise untrusted text (from rewards, engines, models) for logs, recordings and terminals."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ _QUERY = re.compile(r"(?<=://)([^\s'\"?#]*\?)([^\s'\"#]+)")
 
 
 def clean(text: object, longest: int = LONGEST) -> str:
-    """One line without control characters, escape sequences, lone surrogates or credentials of
-    URLs.
+    """One line, without control characters, escape sequences, lone surrogates or URL credentials.
 
     Args:
-        text: Anything; its ``str`` is taken.
-        longest: Characters that are kept.
+        text: Any object; converted by ``str``.
+        longest: Maximum number of characters.
     """
     words = printable(" ".join(str(text)[: 4 * longest].split()))
     words = mask_credentials(words)
@@ -30,8 +29,7 @@ def clean(text: object, longest: int = LONGEST) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with its lines, control characters and lone surrogates shown as escapes (``\\x1b``,
-    ``\\ud800``)."""
+    """Escape newlines, control characters and lone surrogates (``\\x1b``, ``\\ud800``)."""
     return _UNFIT.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
@@ -41,7 +39,7 @@ def mask_credentials(text: str) -> str:
 
 
 def mask_url(url: str) -> str:
-    """A URL as configuration is written: without user, password and the values of its query.
+    """A URL without user, password and the values of its query, for logs and config dumps.
 
     >>> mask_url("https://user:secret@host/score?key=1")
     'https://***@host/score?key=***'
@@ -58,8 +56,7 @@ def _without_values(query: str) -> str:
 
 
 def mask_settings(value: object) -> Any:
-    """Plain data (as of JSON) with the user, the password and the values of the query masked in
-    every URL of every text."""
+    """Copy of JSON-like data with `mask_url` applied to every URL in every string."""
     if isinstance(value, str):
         return _QUERY.sub(
             lambda match: match[1] + _without_values(match[2]), mask_credentials(value)
@@ -75,7 +72,7 @@ SECRETS = ("--wandb-key",)  # flags
 
 
 def mask_argv(argv: Sequence[str]) -> list[str]:
-    """A command line as it may be shown or written: without keys, and credentials of URLs.
+    """A command line that is safe to show: API keys and URL credentials are masked.
 
     >>> mask_argv(["--wandb-key", "abc", "--wandb_key=abc"])
     ['--wandb-key', '***', '--wandb_key=***']

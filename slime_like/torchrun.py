@@ -1,14 +1,15 @@
-"""torchrun with the same flags, and an end that reads as that of the program it started:
+"""torchrun with the same flags, but with the exit status and output of the program it started:
 
     python -m slime_like.torchrun --nproc-per-node 2 train.py ...
 
-The status is that of rank 0 (0 done, 75 saved after SIGTERM, 130 Ctrl-C, 1 failed, 2 a wrong
-command line) where it left one; torchrun has 1 for all of them, and a traceback for each. After
-Ctrl-C or SIGTERM its ranks have SHUTDOWN_S to finish their rollout and save, torchrun's have 30.
+The exit status is rank 0's, if it left one (0 success, 75 saved after SIGTERM, 130 Ctrl-C, 1
+failure, 2 wrong command line); plain torchrun exits with 1 for all of these and prints tracebacks.
+After Ctrl-C or SIGTERM ranks have SHUTDOWN_S seconds to finish the rollout and save; plain torchrun
+allows 30.
 
-With --nnodes MIN:MAX nodes may be lost and return. torchrun stops its ranks when a node returns:
-they have SHUTDOWN_S then too. And the ranks meet at a store of their new rank 0 each time, where
-torchrun would have some of them return to the store of an earlier meeting.
+With --nnodes MIN:MAX nodes may leave and rejoin. torchrun stops all ranks when a node rejoins; they
+then have SHUTDOWN_S seconds too. Each rendezvous uses a store on its new rank 0, where plain
+torchrun would send some ranks back to the store of an earlier rendezvous.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ[LAUNCHER_STATUS_FILE] = str(left)
         try:
             status = _run(argv)
-        except KeyboardInterrupt:  # before there were ranks to end
+        except KeyboardInterrupt:  # before any rank was started
             print("interrupted", file=sys.stderr, flush=True)
             return CTRL_C_STATUS
         if status and left.exists():
@@ -49,7 +50,7 @@ def _run(argv: Sequence[str] | None) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # it reports in many lines what the ranks have reported; each of its loggers has its own level
+    # silence torchrun's repetition of the ranks' errors; each of its loggers has its own level
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -68,7 +69,8 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _give_ranks_time_to_save() -> None:
-    """When a node returns, torchrun stops the others' ranks, and kills them after 30 seconds."""
+    """Extend the 30 seconds after which torchrun kills the ranks that it stops for a rejoining
+    node."""
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     def stop(self: Any, worker_group: object) -> None:
@@ -78,7 +80,7 @@ def _give_ranks_time_to_save() -> None:
 
 
 def _status_of(failures: Mapping[int, Any]) -> int:
-    """A status that a rank chose comes before the signals that torchrun ended others by.
+    """The exit status: one that a rank chose takes precedence over signals sent by torchrun.
 
     Args:
         failures: by rank, with ``exitcode`` (below 0: the signal that ended it) and ``pid``.

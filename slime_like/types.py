@@ -1,11 +1,12 @@
-"""Core records. Frozen; shapes in the field comments: T packed tokens, S sequences, L sample
-length, R response length.
+"""Core records: prompts, samples, train batches and micro-batches. All are frozen dataclasses.
 
-One alignment rule: row t of every per-token tensor of a `MicroBatch` speaks about `labels[t]`, the
-token that follows
-`tokens[t]` in the same sequence. The shift happens once, in `megatron_backend/packing.py`. Tensors
-of a `Sample` or a `TrainSample` are over the response only: entry j speaks about the j-th response
-token.
+Dimensions in the field comments: T packed tokens, S sequences, L tokens of a sample (prompt and
+response), R response tokens, K tokens per position.
+
+Alignment: row t of every per-token tensor of a `MicroBatch` belongs to `labels[t]`, the token that
+follows `tokens[t]` in the same sequence; the shift happens once, in `megatron/packing.py`.
+Per-token tensors of a `Sample` or a `TrainSample` cover the response only: entry j belongs to the
+j-th response token.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ if TYPE_CHECKING:
     from slime_like.sample_index import AnySample
 
 
-NOT_SAMPLED = -1  # in place of the weight version of a token that the model did not write
-# metadata key of ReMax's baseline, so that recorded rollouts have it too
+NOT_SAMPLED = -1  # weight version of a token that the policy did not generate (tool output etc.)
+# metadata key of ReMax's greedy baseline; in the metadata, so that recorded rollouts keep it
 GREEDY_REWARD = "greedy_reward"
 REWARD_DETAILS = "reward_details"
-# metadata key of what --custom-convert-samples-to-train-data-path trains on in place of the reward
+# metadata key of the reward that --custom-convert-samples-to-train-data-path put in place
 TRAIN_REWARD = "train_reward"
-# metadata key of what a teacher's prompt is made of, see data/prompt_format.py
+# metadata key of the context from which data/prompt_format.py builds the teacher's prompt
 TEACHER_CONTEXT = "teacher_context"
-# of a `Sample`, over its tokens or a prompt's; in the order of the bytes of one number, the largest first
+# optional tensors of a `Sample`, ordered by element size, the largest first
 OPTIONAL_TENSORS = (
     "token_rewards",
     "rollout_log_probs",
@@ -49,18 +50,18 @@ class SampleStatus(StrEnum):
     TRUNCATED = "truncated"  # the length limit was reached
     ABORTED = "aborted"  # the engine gave up; the sample is not trained on
     FAILED = "failed"  # generation or reward raised; the sample is not trained on
-    PARTIAL = "partial"  # not ended: it goes on, in this rollout or in a later one
+    PARTIAL = "partial"  # unfinished: generation continues in this rollout or a later one
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One row of a data source, ready to be generated from.
+    """One row of a data source, tokenized and ready for generation.
 
     group_id: unique over the run; the samples of one prompt form the group of GRPO.
     text: the prompt as the model sees it (chat template applied). tokens: its ids.
-    turns: what follows it in a conversation to learn from, texts and whether they are learnt.
-    rejected: of a pair of answers, the same prompt with the one that is not preferred. margin: by
-    how much it is worse, where that is known.
+    turns: the rest of a conversation for supervised training: (text, whether it is trained on).
+    rejected: in a preference pair, the same prompt with the rejected answer. margin: reward of the
+    chosen answer minus that of the rejected one, where the data has it.
     """
 
     group_id: int
@@ -75,39 +76,38 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One response to one prompt."""
+    """One response to one prompt, with everything that the rollout engine and the reward added."""
 
     group_id: int
     sample_id: int  # unique over the run
     tokens: Tensor  # [L] int64, prompt then response
     response_length: int  # R <= L
-    loss_mask: Tensor  # [R] bool, True where the model wrote the token and it is trained on
-    # [R] float32, by the sampler, at the sampling temperature
+    loss_mask: Tensor  # [R] bool, True for tokens that the policy generated and trains on
+    # [R] float32, from the rollout engine, at the sampling temperature
     rollout_log_probs: Tensor | None = None
     reward: float | None = None
     status: SampleStatus = SampleStatus.COMPLETED
-    # of the weights that wrote each response token (NOT_SAMPLED: none); () when not generated here
+    # [R] weight version that generated each response token, or NOT_SAMPLED; () for given answers
     weight_versions: tuple[int, ...] = ()
     text: str = ""  # prompt text
     response: str = ""  # response text
     label: Any = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    # [R, K] int32, what the sampler chose from, filled up with -1; None: the whole vocabulary
+    # [R, K] int32, sampling mask: tokens kept by top-k/top-p, padded with -1; None: full vocabulary
     token_sets: Tensor | None = None
-    teacher_log_probs: Tensor | None = None  # [R] float32, of a served teacher
-    # [P] int32, in place of the prompt where the policy is its own teacher; None: it teaches nothing
+    teacher_log_probs: Tensor | None = None  # [R] float32, from a teacher behind a server
+    # [P] int32, the teacher's prompt in self-distillation; None: no teacher for this sample
     teacher_prompt: Tensor | None = None
-    # [R] float64, what a reward function gave each token; None: `reward` is of the whole response
+    # [R] float64, per-token rewards; None: `reward` covers the response as a whole
     token_rewards: Tensor | None = None
-    # [L, expert layers, topk] int16, where the sampler sent each token, -1 where it did not compute
-    # one
+    # [L, MoE layers, topk] int16, experts that the rollout engine routed each token to; -1: unknown
     routes: Tensor | None = None
-    # further sequences of the same episode, with this sample's id; its reward is theirs
+    # further sequences of the same episode; they share this sample's id and reward
     branches: tuple[Sample, ...] = ()
 
     @classmethod
     def empty(cls, prompt: Prompt, sample_id: int) -> Sample:
-        """A sample of this prompt before its first token."""
+        """A partial sample of this prompt, with an empty response."""
         return cls(
             group_id=prompt.group_id,
             sample_id=sample_id,
@@ -139,13 +139,13 @@ class Sample:
 
     @property
     def greedy_reward(self) -> float | None:
-        """Of the greedy response to its prompt, where the run asked for it."""
+        """Reward of the greedy response to the same prompt (ReMax); None where it was not
+        sampled."""
         return self.metadata.get(GREEDY_REWARD)
 
     @property
     def version_counts(self) -> Mapping[int, int]:
-        """Tokens of the response that the model wrote, and of those of the branches, by weight
-        version."""
+        """Number of generated tokens by weight version, over the response and its branches."""
         counts = Counter(self.weight_versions)
         for branch in self.branches:
             counts.update(branch.weight_versions)
@@ -158,17 +158,17 @@ class Sample:
 
     @property
     def versions_length(self) -> int:
-        """Tokens that `weight_versions` speaks of: all of the response, or none."""
+        """Length of `weight_versions`: the response length, or 0."""
         return len(self.weight_versions)
 
     def has(self, name: str) -> bool:
-        """Whether there is this one of `OPTIONAL_TENSORS`."""
+        """Whether the tensor `name`, one of `OPTIONAL_TENSORS`, is set."""
         return getattr(self, name) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class SampleGroup:
-    """All samples of one prompt; those that another rank has as `RemoteSample`."""
+    """All samples of one prompt; samples held by another rank are `RemoteSample`s."""
 
     group_id: int
     samples: tuple[AnySample, ...]
@@ -176,8 +176,8 @@ class SampleGroup:
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
-    """A sample with all that the loss needs. `loss_weights` is `u` of the specification
-    (1/denominator over the whole optimizer step); `policy_weights` is `w`, None where it equals
+    """A sample with every input of the loss. `loss_weights` is `u` in docs/en/losses.md (one over
+    the denominator of the whole optimizer step); `policy_weights` is `w`, None where it equals
     `u`."""
 
     tokens: Tensor  # [L] int64
@@ -189,38 +189,40 @@ class TrainSample:
     rollout_log_probs: Tensor | None = None  # [R] float32
     ref_log_probs: Tensor | None = None  # [R] float32
     policy_weights: Tensor | None = None  # [R] float32
-    keep_mask: Tensor | None = None  # [R] bool, of the off-policy correction
-    importance_weights: Tensor | None = None  # [R] float32, of the off-policy correction
+    keep_mask: Tensor | None = None  # [R] bool, tokens kept by the off-policy correction
+    importance_weights: Tensor | None = None  # [R] float32, from the off-policy correction
     rewards: Tensor | None = None  # [R] float32, the sample's raw reward on every token
     nll_weights: Tensor | None = None  # [R] float32, see `LossInputs`
     observation_weights: Tensor | None = None  # [R] float32, likewise
-    values: Tensor | None = None  # [R] float32, the critic's, before the update
-    # [R] float32, what the critic learns; NaN where there is no target
+    values: Tensor | None = None  # [R] float32, critic values before the update
+    # [R] float32, targets of the critic; NaN where there is no target
     returns: Tensor | None = None
-    # [L, expert layers of this pipeline stage, topk] int16: the experts that are to be chosen
+    # [L, MoE layers of this pipeline stage, topk] int16: experts to replay
     routes: Tensor | None = None
-    # [R, K] int32, as in `Sample`: all log-probs are over these tokens alone
+    # [R, K] int32, as in `Sample`: log-probs are normalised over these tokens only
     token_sets: Tensor | None = None
-    # [R, K] int64: tokens that a row is scored on in place of one; what K is, all samples of a pass
-    # agree on
+    # [R, K] int64: soft targets, K tokens per row instead of one; K is equal for all samples of a
+    # forward pass
     label_sets: Tensor | None = None
-    label_weights: Tensor | None = None  # [R, K] float32, of each of them
-    # [R] int64: what the last R rows are scored on, where that need not be the token that follows;
-    # None: the response itself, whose first token stands after the row that is scored on it
+    label_weights: Tensor | None = None  # [R, K] float32, weight of each soft target
+    # [R] int64: explicit labels of the last R rows, which need not be the next token; None: the
+    # response itself, shifted by one
     labels: Tensor | None = None
 
     @property
     def scored_rows(self) -> slice:
-        """The rows of this sample's own L that its response values speak about."""
+        """The slice of this sample's L rows that its [R] tensors belong to."""
         end = int(self.tokens.numel()) - (0 if self.labels is not None else 1)
         return slice(max(0, end - self.response_length), max(0, end))
 
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """What one data-parallel rank contributes to one optimizer step. old_is_current: the policy is
-    still the old one of its ratios, whose log-probs are those of the training pass itself; the
-    samples have none."""
+    """The samples of one optimizer step on one data-parallel rank.
+
+    old_is_current: the policy has not moved since the rollout, so the log-probs of the training
+    forward pass serve as the old ones, and the samples have no `old_log_probs`.
+    """
 
     samples: tuple[TrainSample, ...]
     old_is_current: bool = False
@@ -228,9 +230,10 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Packed rows. Padding at the end is a sequence of its own with an all-False mask. Under
-    context parallelism each rank has T of the rows of all S sequences (ops/context_parallel.py),
-    whose ends are padded too; cu_seqlens and max_seqlen are those of the whole sequences."""
+    """S sequences packed into T rows (THD layout). Padding at the end is one more sequence with an
+    all-False mask. Under context parallelism each rank holds T rows, its share of every sequence
+    (megatron/ops/context_parallel.py), and every sequence is padded too; cu_seqlens and max_seqlen
+    are those of the full sequences."""
 
     tokens: Tensor  # [1, T] int64
     labels: Tensor  # [1, T] int64
@@ -254,18 +257,18 @@ class MicroBatch:
     returns: Tensor | None = None  # [T] float32
     is_padding: Tensor | None = None  # [T] bool, rows that hold no token of a sample
     active_rows: Tensor | None = None  # [A] int64, where loss_mask is True; None: not looked up yet
-    # of losses that choose tokens at random; equal on ranks that hold the same tokens, or sequences
+    # seed of losses that select tokens at random; equal on all ranks that share these sequences
     selection_seed: int = 0
-    places: Tensor | None = None  # [T] int64: row where one process packs it; None: the row itself
-    # [T] int64 in [0, num_turns): the answer of each row where loss_mask is True
+    places: Tensor | None = None  # [T] int64: index of the row without context parallelism
+    # [T] int64 in [0, num_turns): the assistant turn of each row, where loss_mask is True
     turn_ids: Tensor | None = None
     num_turns: int = 0
-    # [T, expert layers of this pipeline stage, topk] int16, negative where the router chooses
-    # itself
+    # [T, MoE layers of this pipeline stage, topk] int16: experts to replay; negative: use the
+    # router
     routes: Tensor | None = None
-    # [T, K] int32, tokens that log-probs are over, filled up with -1; None: the whole vocabulary
+    # [T, K] int32, sampling mask, padded with -1; None: the full vocabulary
     token_sets: Tensor | None = None
-    label_sets: Tensor | None = None  # [T, K] int64, of soft targets
+    label_sets: Tensor | None = None  # [T, K] int64, soft targets
     label_weights: Tensor | None = None  # [T, K] float32
 
     @property
@@ -275,8 +278,8 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimizer step tells. grad_norm: global L2 norm before clipping. skipped: a
-    non-finite gradient on any rank left weights and optimizer state unchanged."""
+    """Result of one optimizer step. grad_norm: global L2 norm before clipping. skipped: the
+    gradient was not finite on some rank, so weights and optimizer state are unchanged on all."""
 
     metrics: Mapping[str, float]
     grad_norm: float
@@ -286,7 +289,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """What the last pipeline stage computes from a model's output on one micro-batch.
+    """What the last pipeline stage computes from the model output of one micro-batch.
 
     columns: per-token results without grad, [T] each. loss: 0-d, with grad, not scaled; None in a
     forward-only pass.

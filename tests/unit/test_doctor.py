@@ -100,7 +100,7 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         taken.bind(("", 0))
         taken.listen()
         monkeypatch.setattr(doctor, "PORTS", {taken.getsockname()[1]: "x"})
-        assert "not to be had" in ports()[0]
+        assert "unavailable" in ports()[0]
 
 
 def test_what_is_missing_is_told() -> None:
