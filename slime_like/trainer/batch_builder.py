@@ -1,6 +1,5 @@
-"""A rollout becomes what the backend trains on: old and reference log-probs, the off-policy
-correction, advantages and token weights; and, where there is a critic, what that is trained on
-(value_exchange.py)."""
+"""Build train batches from a rollout: old and reference log-probs, off-policy correction,
+advantages and token weights, and the critic's batches if there is one (value_exchange.py)."""
 
 from __future__ import annotations
 
@@ -62,11 +61,14 @@ LogProbCheck = Callable[[Sequence[LogProbOutput]], dict[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """The optimizer steps of a rollout: this rank's samples of each. critic: empty without one; it
-    may share the samples otherwise. check: of the log-probs that the policy's training pass gives,
-    where `TrainBatch.old_is_current`, before its optimizer step; returns metrics. sample_keys,
-    entropies: of the policy's samples in their order, for recordings; entropies, [R] each, are empty
-    where no forward pass came before the training."""
+    """The optimizer steps of a rollout: this rank's samples of each step.
+
+    critic: the critic's batches, empty without a critic; its data-parallel ranks may hold different
+    samples. check: with `TrainBatch.old_is_current`, checks the log-probs of the training forward
+    pass before the optimizer step and returns metrics. sample_keys, entropies: names and entropies
+    ([R] each) of the policy's samples, for recordings; entropies are empty without a separate
+    log-prob pass.
+    """
 
     policy: list[TrainBatch]
     critic: list[TrainBatch]
@@ -76,8 +78,11 @@ class Batches:
 
 
 class BatchMaker:
-    """Makes the train batches of this data-parallel rank. All ranks know of all samples of a rollout
-    and call it together; each gets those that it trains on."""
+    """Makes the train batches of this data-parallel rank.
+
+    Collective: every rank passes the metadata of all samples of a rollout and receives the samples
+    that it trains on.
+    """
 
     def __init__(
         self,
@@ -113,7 +118,7 @@ class BatchMaker:
         self._needs_trees = bool(tree_reasons(settings.algorithm))
 
     def state_dict(self) -> dict[str, object]:
-        """What a resumed run needs, as plain JSON."""
+        """State for resuming, as plain JSON."""
         return {"kl_controller": self.kl_controller.state_dict(), **self.gates.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -121,14 +126,14 @@ class BatchMaker:
         self.gates.load_state_dict(state)
 
     def deliver_ahead(self, samples: Sequence[AnySample], group: dist.ProcessGroup | None) -> None:
-        """In the thread that samples: bring a rollout to the ranks that will train on it, over
-        `group`. One that training sees otherwise, for a sample failed or has branches, waits."""
+        """Send a rollout's samples to the ranks that will train on them, over `group`; called in
+        the sampling thread. A rollout with failed or branched samples is delivered later, because
+        the trainer assigns those differently."""
         if all(mask_failed(s) is s and not s.num_branches for s in samples):
             self._delivery.deliver_ahead(samples, group)
 
     def make_supervised(self, samples: Sequence[AnySample]) -> tuple[Batches, dict[str, float]]:
-        """Samples that are answers to learn: they are trained on as they are, with what a reference
-        model says of them where the loss compares with it."""
+        """Batches for supervised samples, with reference log-probs if the loss needs them."""
         rollout = self._share(samples)
         ref = None
         if self.backend.reference is not None:
@@ -140,7 +145,7 @@ class BatchMaker:
         def complete(i: int, sample: TrainSample) -> TrainSample:
             labels = None
             if self.algorithm.trains_reward_model:
-                # a score is of the row of a token, not of the row before it
+                # a scalar score belongs to the token's own row, not to the row that predicts it
                 labels = sample.tokens[-sample.response_length :]
             ref_log_probs = None if ref is None else ref[i]
             return dataclasses.replace(sample, ref_log_probs=ref_log_probs, labels=labels)
@@ -150,8 +155,8 @@ class BatchMaker:
     def make(
         self, samples: Sequence[AnySample], weight_version: int
     ) -> tuple[Batches, dict[str, float]]:
-        """What a rollout is trained on, and metrics. weight_version: of the policy that is about to
-        be trained."""
+        """Batches and metrics of a rollout. weight_version: version of the policy before the
+        update."""
         rollout = self._share(samples)
         if self.settings.replays_rollout:
             own = [self.backend.with_routes_of_stage(step) for step in rollout.steps]
@@ -216,7 +221,7 @@ class BatchMaker:
         outcomes: Outcomes,
         advantages: TokenAdvantages | None = None,
     ) -> RankData:
-        """What functions of the user's get of this rank's samples."""
+        """The arguments of user hooks: this rank's samples, rewards and token columns."""
         local, places = rollout.local, rollout.local_episodes
         has_engines = all(sample.rollout_log_probs is not None for sample in local)
         return RankData(
@@ -237,14 +242,14 @@ class BatchMaker:
         )
 
     def _kl(self, scores: Scores, masks: Sequence[Tensor]) -> list[Tensor] | None:
-        """Of the KL in the reward, where there is one."""
+        """Per-token KL of the reward, [R] by sample; None without --kl-coef."""
         algorithm = self.algorithm
         if not algorithm.kl_coef or scores.ref is None:
             return None
         return token_kl(algorithm.kl_loss_type or "k1", scores.old_log_probs, scores.ref, masks)
 
     def _share(self, samples: Sequence[AnySample]) -> Rollout:
-        """Who trains on what; each rank gets its samples."""
+        """Assign samples to data-parallel ranks and deliver them."""
         self._warn_of_long_sequences(samples)
         with self.progress.phase("balance") if self.plan.linear_cost is not None else nullcontext():
             shares = self.plan.share(samples)
@@ -271,7 +276,7 @@ class BatchMaker:
         return with_observation_weights(plan, samples, shares, steps)
 
     def _warn_of_long_sequences(self, samples: Sequence[AnySample]) -> None:
-        """Once in a run."""
+        """Warn once per run about sequences over the token budget."""
         algorithm = self.algorithm
         if algorithm.max_tokens_per_gpu is None or self._warned_of_long_sequences:
             return
@@ -284,7 +289,7 @@ class BatchMaker:
             warn_rank_0(
                 logger,
                 f"a sequence of {longest} tokens is longer than --max-tokens-per-gpu times --context-parallel-size, {budget}: such a "
-                "sequence gets a micro-batch of its own",
+                "sequence gets its own micro-batch",
             )
 
     def _scores(
@@ -294,7 +299,7 @@ class BatchMaker:
         critic: ValueExchange | None,
         metrics: dict[str, float],
     ) -> Scores:
-        """The forward passes before the update, and their checks. metrics: added to."""
+        """Run and check the forward passes before the update. metrics: extended in place."""
         old = None
         with self.progress.phase("log_probs"):
             if not self.settings.old_is_current:
@@ -324,8 +329,8 @@ class BatchMaker:
         return ValueExchange(self.backend, rollout.samples, steps, own, rollout.shares)
 
     def _advantages(self, rollout: Rollout, scores: Scores, outcomes: Outcomes) -> TokenAdvantages:
-        """Per-token advantages of this rank's samples. Groups are over all samples; the KL in the
-        reward comes off first, the teacher's part last."""
+        """Per-token advantages of this rank's samples. Group statistics are over all ranks; the
+        reward's KL is subtracted first, the teacher's term is added last."""
         masks = rollout.masks
         kl = self._kl(scores, masks)
         gap = None
@@ -339,7 +344,7 @@ class BatchMaker:
         given, settings = None, self.settings.advantages
         if (hooks := self.settings.hooks) is not None:
             given = hooks.advantages(lambda: self._rank_data(rollout, scores, outcomes))
-        if settings.kl_coef != self.kl_controller.value:  # that of the start
+        if settings.kl_coef != self.kl_controller.value:  # adaptive: the coefficient has moved
             settings = dataclasses.replace(settings, kl_coef=self.kl_controller.value)
         output = estimate_advantages(
             settings,

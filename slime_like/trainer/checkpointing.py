@@ -1,4 +1,4 @@
-"""The checkpoints of a run: what --load means, when one is saved, what happens when it cannot be."""
+"""Checkpoints of a run: resolve --load, save when due, and handle failed saves."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """state: the trainer's, where a run goes on; None in a fresh one. initial_policy: the Hugging
-    Face model that the policy is now, or None. has_critic: the critic is that of the checkpoint."""
+    """Where a run starts. state: trainer state of a resumed run, None for a fresh one.
+    initial_policy: the Hugging Face model that the policy equals now, or None. has_critic: the
+    critic was loaded from the checkpoint."""
 
     state: dict[str, Any] | None
     initial_policy: str | None
@@ -54,7 +55,8 @@ class Start:
 
 
 class RunCheckpoints:
-    """Every method is collective. tokenizer: the run's; None in one that reads recorded tokens."""
+    """Loads and saves the checkpoints of a run. Every method is collective. tokenizer: None if the
+    run reads recorded tokens."""
 
     def __init__(
         self,
@@ -81,7 +83,7 @@ class RunCheckpoints:
             )
             self.saver = CheckpointSaver(self.config.save, policy)
             for note in self.saver.notes:
-                logger.info(f"--save {self.config.save}: {note}, left by a save that was cut short")
+                logger.info(f"--save {self.config.save}: {note}, left by an interrupted save")
         self.replicas: ReplicaSaver | None = None
         if self.config.save is not None and self.config.checkpoint_replicas:
             from slime_like.megatron.checkpoint.replicate import ReplicaSaver
@@ -89,7 +91,7 @@ class RunCheckpoints:
             self.replicas = ReplicaSaver(self.config.save, self.config.checkpoint_replica_dir)
 
     def load(self) -> Start:
-        """What --load and --critic-load mean."""
+        """Load what --load and --critic-load name."""
         config, replicas = self.config, self.replicas
         if replicas is not None and config.load == config.save and config.ckpt_step is None:
             logger.info(replicas.restore())
@@ -101,7 +103,8 @@ class RunCheckpoints:
         if None not in (before, self.reference) and before != self.reference:
             warn_rank_0(
                 logger,
-                "the reference model is not the one that the checkpoint's run had: the KL is to another model from here on",
+                "the reference model differs from that of the checkpoint's run: from here on the "
+                "KL is to another model",
             )
         if self.backend.critic is not None and not start.has_critic:
             start_critic(
@@ -112,9 +115,8 @@ class RunCheckpoints:
         return start
 
     def _load_run(self) -> Start:
-        """A checkpoint goes on where it was taken (--finetune takes its weights only), a Hugging
-        Face model gives the weights of a fresh run. A folder that is also --save and holds no
-        checkpoint yet is that of the first run of several."""
+        """Resume from a checkpoint (--finetune: weights only), or start from a Hugging Face model.
+        If the folder is also --save and has no checkpoint yet, this is the first start of a run."""
         root, config = self.config.load, self.config
         initial = self.run.model.hf_checkpoint if self.run.lora.lora_adapter_path is None else None
         if root is None:
@@ -127,11 +129,12 @@ class RunCheckpoints:
             return Start(None, root)
         if root != config.save:
             raise ValueError(
-                f"--load {root}: holds neither checkpoints nor a Hugging Face model (config.json)"
+                f"--load {root}: contains neither a checkpoint nor a Hugging Face model "
+                "(config.json)"
             )
         if config.exit_on_missing_checkpoint:
             raise ValueError(
-                f"--load {root}: no checkpoint, and --exit-on-missing-checkpoint asks for one"
+                f"--load {root}: no checkpoint, and --exit-on-missing-checkpoint requires one"
             )
         logger.info(f"no checkpoint in {root} yet: starting at rollout 1")
         return Start(None, initial)
@@ -171,12 +174,13 @@ class RunCheckpoints:
             logger.info(words)
         if int(state["step"]) != step:
             raise ValueError(
-                f"checkpoint {checkpoint_folder(root, step)} says that it is of step {state['step']}: it was renamed"
+                f"checkpoint {checkpoint_folder(root, step)} is of step {state['step']} by its own "
+                "record: the folder was renamed"
             )
         return Start(state, None, with_critic)
 
     def _check_tokenizer(self, folder: Path) -> None:
-        """Raise ValueError where the checkpoint's tokens mean something else."""
+        """Raise ValueError if the checkpoint was trained with another vocabulary."""
         ours = {k: v for k, v in (self.tokenizer or {}).items() if k != CHAT_TEMPLATE}
         different = identity_differences(saved_identity(folder).get("tokenizer", {}), ours)
         if different:
@@ -196,13 +200,14 @@ class RunCheckpoints:
             )
 
     def _takes_critic_of(self, folder: Path) -> bool:
-        """A run goes on with the critic that was saved with the policy. --finetune prefers
-        --critic-load."""
+        """Whether to load the critic that was saved with the policy. --critic-load takes precedence
+        with --finetune."""
         wanted, there = self.backend.critic is not None, "critic" in saved_networks(folder)
         if there and not wanted:
             warn_rank_0(
                 logger,
-                f"checkpoint {folder} has a critic, which this run has no use for (--advantage-estimator): it is left",
+                f"checkpoint {folder} has a critic, which this --advantage-estimator does not use: "
+                "it is not loaded",
             )
         if wanted and not there:
             start = "new adapters" if self.run.critic.critic_lora_rank else "the policy's weights"
@@ -215,7 +220,7 @@ class RunCheckpoints:
         )
 
     def wants(self, rollouts: int, *, last: bool) -> bool:
-        """Whether `after_rollout` has something to do."""
+        """Whether `after_rollout` has anything to do."""
         return self.saver is not None and (
             self.saver.pending or self.replicas is not None or self._is_due(rollouts, last=last)
         )
@@ -227,9 +232,15 @@ class RunCheckpoints:
     def after_rollout(
         self, rollouts: int, state: dict[str, object], *, last: bool
     ) -> dict[str, float]:
-        """Publish what has been written meanwhile; save when due, and always after the last
-        rollout, where it is also waited for. Returns metrics. Raises SaveError, unless
-        --on-save-failure continue and there is something to continue with."""
+        """Publish finished asynchronous saves, then save if due. After the last rollout it always
+        saves, and waits for the save.
+
+        Returns:
+            Metrics of the save.
+
+        Raises:
+            SaveError: The save failed, unless --on-save-failure continue applies.
+        """
         assert self.saver is not None
         saver = self.saver
         from_rank_zero(lambda: confirm_held(saver.root))
@@ -267,7 +278,7 @@ class RunCheckpoints:
         return metrics
 
     def _replicate(self, rollouts: int, state: dict[str, object]) -> None:
-        """Into the memory of the nodes. A run does not end for want of it."""
+        """Replicate the state into the memory of other nodes. A failure does not end the run."""
         if self.replicas is None:
             return
         try:
@@ -300,7 +311,7 @@ class RunCheckpoints:
             if last or self.config.on_save_failure == "stop":
                 raise
             self.failed += 1
-            warn_rank_0(logger, f"{error}; going on without it (--on-save-failure continue)")
+            warn_rank_0(logger, f"{error}; continuing without it (--on-save-failure continue)")
             return
         if report is not None:
             assert self.saver is not None
@@ -313,11 +324,11 @@ class RunCheckpoints:
 
 
 def other_world(state: Mapping[str, Any], layout: ParallelLayout) -> str | None:
-    """The line about a resumed run with fewer or more ranks. None where they are as many.
+    """Message about a change of the number of ranks since the checkpoint; None if it is unchanged.
 
     Args:
-        state: the trainer's, of the checkpoint.
-        layout: of this run.
+        state: Trainer state of the checkpoint.
+        layout: Parallel layout of this run.
     """
     before, now = int(state["world_size"]), layout.world_size
     if before == now:
@@ -328,12 +339,12 @@ def other_world(state: Mapping[str, Any], layout: ParallelLayout) -> str | None:
         f"resumed on {now} of {before} ranks"
         if now < before
         else f"resumed on {now} ranks, {before} before"
-    ) + f": data parallel {was} -> {layout.dp_size}; the samples of an optimizer step stay"
+    ) + f": data parallel {was} -> {layout.dp_size}; an optimizer step keeps its samples"
 
 
 def reference_digest(run: RunConfig) -> str | None:
-    """Distinguishes the reference model from others: it never changes, so that checkpoints need not hold
-    its weights. None without one."""
+    """Digest of the reference model, None without one. Its weights never change, so a checkpoint
+    stores only this."""
     root = run.model.hf_checkpoint if run.reference_is_base else run.model.ref_load
     if root is None or not needs_reference(run.algorithm):
         return None
@@ -348,11 +359,12 @@ def reference_digest(run: RunConfig) -> str | None:
 
 
 def words_of(report: SaveReport, root: Path) -> str:
-    """What a save has cost, and what it has replaced."""
+    """Log line about a save: size, time and what it replaced."""
     name = checkpoint_folder(root, report.step).name
     removed = ", ".join(checkpoint_folder(root, step).name for step in report.removed)
     return (
-        f"{name} saved: {report.bytes / 1e9:.3f} GB in {report.seconds:.2f} s, of which training stood still for {report.blocked_s:.2f} s; "
+        f"{name} saved: {report.bytes / 1e9:.3f} GB in {report.seconds:.2f} s, training blocked "
+        f"for {report.blocked_s:.2f} s; "
         + (f"removed {removed}; " if removed else "")
         + f"{report.free_bytes / 1e9:.3f} GB free"
     )

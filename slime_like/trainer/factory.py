@@ -1,4 +1,4 @@
-"""The parts of a trainer, out of the settings of its run."""
+"""Build the parts of a trainer from the configuration of its run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slime_like.trainer.user_hooks import UserHooks
 
 
 def run_tokenizer(run: RunConfig) -> Any:
-    """The tokenizer of --hf-checkpoint; None in a run that reads recorded tokens only. Raises
+    """The tokenizer of --hf-checkpoint; None if the run only reads recorded tokens. Raises
     ValueError."""
     if run.model.hf_checkpoint is None:
         return None
@@ -32,7 +32,7 @@ def run_tokenizer(run: RunConfig) -> Any:
 
 
 def num_rollouts(run: RunConfig, prompts: Sized | None) -> int:
-    """--num-rollout, or what --num-epoch passes over the prompts make."""
+    """Number of rollouts: --num-rollout, or derived from --num-epoch and the number of prompts."""
     if run.rollout.num_rollout is not None:
         return run.rollout.num_rollout
     assert run.rollout.num_epoch is not None
@@ -87,7 +87,8 @@ def make_train_step(
     initial_policy: str | None,
     hooks: UserHooks | None,
 ) -> TrainStep:
-    """initial_policy: the Hugging Face model that the run starts from; None for another."""
+    """Build the optimizer-step driver. initial_policy: the Hugging Face model that the run starts
+    from; None if it starts from something else."""
     reference = run.model.hf_checkpoint if run.reference_is_base else run.model.ref_load
     from_reference = (
         None not in (reference, initial_policy)

@@ -1,5 +1,4 @@
-"""Numeric gates that are on in every run: a breach stops the run instead of training on wrong
-numbers."""
+"""Numeric guards, active in every run: they stop the run instead of training on wrong numbers."""
 
 from __future__ import annotations
 
@@ -23,11 +22,10 @@ from slime_like.types import NOT_SAMPLED, Sample, TrainSample
 
 logger = logging.getLogger(__name__)
 
-# Mean log-prob difference of tokens that older weights sampled, in nats: a policy that has moved
-# this far within the bounds of staleness trains on noise, and one that has not points to a broken
-# engine.
+# Largest mean log-prob difference (nats) of tokens sampled by older weights. A policy that moved
+# this far within the staleness bound trains on noise; one that did not has a broken engine.
 STALE_LIMIT = 1.0
-RATIO_ERROR = 1.05  # of token probabilities, as in NeMo-RL's documents
+RATIO_ERROR = 1.05  # mean of exp |log-prob difference|; NeMo-RL documents the same bound
 _LOSSES = (
     "loss",
     "policy_loss",
@@ -42,13 +40,13 @@ _LOSSES = (
 
 
 class GateError(RunError):
-    """A number that must hold does not."""
+    """A numeric guard failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """The first number of a rank that is NaN or infinite. sample: as users know it. token: of its
-    response."""
+    """The first NaN or infinite number on a rank. sample: name of the sample. token: index within
+    its response."""
 
     what: str
     sample: str
@@ -65,15 +63,15 @@ def first_non_finite(
     masks: Sequence[Tensor],
     samples: Sequence[str],
 ) -> NonFinite | None:
-    """The first number of this rank's samples that is NaN or infinite at an active token.
+    """Find the first NaN or infinite number at an active token of this rank's samples.
 
     Args:
-        columns: what it is -> [R] by sample; None where there is none.
-        masks: [R] bool by sample, active tokens.
-        samples: name of each sample.
+        columns: Description of the number -> [R] per sample; None for absent tensors.
+        masks: [R] bool per sample, active tokens.
+        samples: Name of each sample.
 
     Returns:
-        None where all are finite.
+        None if all are finite.
     """
     for what, values in columns.items():
         rows = [
@@ -92,7 +90,7 @@ def first_non_finite(
 
 
 def _all_finite(rows: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """rows: (mask [R], values [R]) by sample; only where the mask is True does a value count."""
+    """Whether all values under their masks are finite. rows: (mask [R], values [R]) per sample."""
     masks, values = (torch.cat(column) for column in zip(*rows))
     return bool((torch.isfinite(values) | ~masks).all())
 
@@ -104,15 +102,14 @@ def check_finite(
     *,
     when: str,
 ) -> None:
-    """Nothing is trained on numbers that are not finite. Collective over all ranks, which raise
-    alike.
+    """Refuse to train on NaN or infinity. Collective: all ranks raise the same error.
 
     Args:
-        columns, masks, samples: as of `first_non_finite`.
-        when: what the numbers are for, e.g. "before the first optimizer step".
+        columns, masks, samples: See `first_non_finite`.
+        when: Stage of training for the message, e.g. "before the first optimizer step".
 
     Raises:
-        GateError: naming the first one, of the lowest rank that has one.
+        GateError: Names the first non-finite number of the lowest rank that has one.
     """
     found = [f for f in gather(first_non_finite(columns, masks, samples)) if f is not None]
     if found:
@@ -121,8 +118,8 @@ def check_finite(
 
 
 def non_finite_losses(metrics: Mapping[str, float]) -> list[str]:
-    """Those of a step's losses and entropies that are NaN or infinite, as "name value". metrics:
-    equal on all ranks."""
+    """Losses and entropies of a step that are NaN or infinite, as "name value". metrics: equal on
+    all ranks."""
     return [
         f"{name} {metrics[name]:g}"
         for name in _LOSSES
@@ -131,11 +128,11 @@ def non_finite_losses(metrics: Mapping[str, float]) -> list[str]:
 
 
 def check_old_log_probs(log_ratio_abs: float, *, same_packing: bool, half_precision: bool) -> None:
-    """Before the first optimizer step on a rollout, the current policy is the old one: mean |log
-    ratio| must vanish.
+    """Check that mean |log ratio| vanishes before the first optimizer step on a rollout, where the
+    current policy is still the old one.
 
-    The limit is 1e-8 when both passes packed the samples alike, else 1e-5 in fp32 and 1e-3 in half
-    precision. Raises GateError.
+    The limit is 1e-8 if both forward passes packed the samples identically, otherwise 1e-5 in fp32
+    and 1e-3 in half precision. Raises GateError.
     """
     limit = 1e-8 if same_packing else (1e-3 if half_precision else 1e-5)
     if not log_ratio_abs <= limit:
@@ -148,9 +145,11 @@ def check_old_log_probs(log_ratio_abs: float, *, same_packing: bool, half_precis
 def check_old_values(
     diff_abs: float, *, values_abs: float, same_packing: bool, half_precision: bool
 ) -> None:
-    """Before the first optimizer step on a rollout, the critic is that of the rollout: mean |V -
-    V_old| must vanish, with the limits of
-    `check_old_log_probs`, relative to the mean |V_old| where that is above 1. Raises GateError."""
+    """Check that mean |V - V_old| vanishes before the critic's first optimizer step on a rollout.
+
+    The limits are those of `check_old_log_probs`, relative to mean |V_old| if that is above 1.
+    Raises GateError.
+    """
     limit = (1e-8 if same_packing else (1e-3 if half_precision else 1e-5)) * max(1.0, values_abs)
     if not diff_abs <= limit:
         raise GateError(
@@ -160,29 +159,29 @@ def check_old_values(
 
 
 def check_initial_kl(kl: float, *, half_precision: bool) -> None:
-    """In the first step of a fresh run whose reference is the initial policy the KL must vanish
-    (1e-8 fp32, 1e-3 half precision)."""
+    """Check that the KL vanishes (1e-8 in fp32, 1e-3 in half precision) in the first step of a
+    fresh run if the reference model is the initial policy."""
     limit = 1e-3 if half_precision else 1e-8
     if not abs(kl) <= limit:
         raise GateError(
             f"the KL to the reference is {kl:.3g} in the first step (limit {limit:g}), although --ref-load and --hf-checkpoint are the "
-            "same folder: reference and policy were not loaded alike"
+            "same folder: reference and policy were loaded differently"
         )
 
 
 @dataclass(slots=True)
 class TrainRolloutGate:
-    """Absolute log-prob difference between trainer and sampler, its mean and its 99th percentile,
-    once per rollout. Warns on a breach and stops the run after `patience` breaches in a row. A
-    probability-ratio error above `RATIO_ERROR` only warns."""
+    """Guard on the log-prob difference between trainer and rollout engine: mean and 99th percentile
+    of its absolute value, once per rollout. Warns on a breach and stops the run after `patience`
+    consecutive breaches. A probability-ratio error above `RATIO_ERROR` only warns."""
 
     limit: float
     patience: int
     breaches: int = 0
-    of: str = ""  # which tokens, for the message
+    of: str = ""  # prefix of the message: which tokens
 
     def check(self, mean: float, p99: float, ratio_error: float, weight_version: int) -> str | None:
-        """A warning, or None. ratio_error: mean of exp |difference|, 1 where both agree. Raises
+        """Returns a warning or None. ratio_error: mean of exp |difference|, 1 if both agree. Raises
         GateError."""
         if mean <= self.limit and p99 <= self.limit:
             self.breaches = 0
@@ -203,8 +202,8 @@ class TrainRolloutGate:
 
 @dataclass(slots=True)
 class SkippedStepGate:
-    """Optimizer steps skipped because a gradient was not finite; the run stops after `patience` in
-    a row."""
+    """Counts optimizer steps that were skipped for a non-finite gradient; stops the run after
+    `patience` consecutive ones."""
 
     patience: int
     in_a_row: int = 0
@@ -219,19 +218,19 @@ class SkippedStepGate:
         self.in_a_row += 1
         self.total += 1
         what = "NaN" if math.isnan(grad_norm) else "infinite"
-        text = f"{self.owner}optimizer step skipped: the gradient norm is {what} ({self.in_a_row} in a row, {self.total} in all)"
+        text = f"{self.owner}optimizer step skipped: the gradient norm is {what} ({self.in_a_row} in a row, {self.total} in total)"
         if self.in_a_row >= self.patience:
             raise GateError(text + "; see --max-consecutive-skipped-steps")
         return text
 
 
 class SamplerGates:
-    """Gates on the difference between trainer and sampler in a rollout: of tokens that the current
-    weights sampled, and of older ones. Collective over the data-parallel ranks."""
+    """Guards on the log-prob difference between trainer and rollout engine, separately for tokens
+    sampled by the current weights and by older ones. Collective over the data-parallel ranks."""
 
     def __init__(self, limit: float, patience: int, *, recorded: bool) -> None:
-        """limit: see `train_rollout_limit`. recorded: rollouts of another run, perhaps of other
-        weights: the difference is reported and not checked."""
+        """limit: see `train_rollout_limit`. recorded: the rollouts are another run's, possibly from
+        other weights, so the difference is reported but not checked."""
         self.recorded = recorded
         self.fresh = TrainRolloutGate(limit, patience)
         self.stale = TrainRolloutGate(max(STALE_LIMIT, limit), patience, of="stale tokens: ")
@@ -255,21 +254,21 @@ class SamplerGates:
         weight_version: int,
         group: dist.ProcessGroup,
     ) -> dict[str, float]:
-        """The trainer's log-probs of this rank's samples against the sampler's, where it told.
+        """Compare the trainer's log-probs with those that the rollout engine reported.
 
         Args:
-            old: [R] by sample of this rank, of the trainer.
+            old: [R] per sample of this rank, the trainer's log-probs.
             local: This rank's samples.
             samples: All samples of the rollout.
-            local_indices: Which of them are this rank's, which has them.
-            weight_version: Of the policy that is about to be trained.
+            local_indices: Indices of this rank's samples in `samples`.
+            weight_version: Version of the policy before the update.
             group: Data-parallel ranks.
 
         Returns:
-            Metrics.
+            Metrics of the difference.
 
         Raises:
-            GateError: After a breach too many.
+            GateError: `patience` consecutive breaches.
         """
         metrics: dict[str, float] = {}
         drawn = complete(samples[i] for i in local_indices)
@@ -293,16 +292,16 @@ class SamplerGates:
         masks = [s.loss_mask & stale_tokens(d, weight_version) for s, d in zip(local, drawn)]
         if not any_rank([any(bool(mask.any()) for mask in masks)])[0]:
             return metrics
-        # How far the policy may have moved since, at most. Without it an engine could switch the
-        # check off by calling its tokens old.
+        # Stale tokens have a wider limit rather than none: otherwise an engine could disable the
+        # check by reporting an old version.
         found = _difference(old, local, masks, group)
         average = found.get("rollout/train_rollout_log_prob_diff_mean", 0.0)
         warn_rank_0(logger, self.stale.check(average, average, 1.0, weight_version))
         return metrics | {"rollout/stale_log_prob_diff_mean": average}
 
     def check_update(self, gap: float, weight_version: int, *, on_policy: bool) -> None:
-        """In the first forward pass of an update with the sampler's log-probs as the old ones. gap: mean
-        absolute difference. on_policy: all tokens are of the current weights."""
+        """Check the first forward pass of an update that uses the engine's log-probs as the old
+        ones. gap: mean absolute difference. on_policy: the current weights sampled all tokens."""
         if not self.recorded:
             gate = self.fresh if on_policy else self.stale
             warn_rank_0(logger, gate.check(gap, gap, 1.0, weight_version))
@@ -320,7 +319,7 @@ def _difference(
 
 
 def train_rollout_limit(run: RunConfig) -> float:
-    """Largest mean log-prob difference between trainer and sampler that is not a breach."""
+    """Largest legal mean log-prob difference between trainer and rollout engine, in nats."""
     if run.gates.max_train_rollout_diff is not None:
         return run.gates.max_train_rollout_diff
     exact = (
@@ -332,30 +331,31 @@ def train_rollout_limit(run: RunConfig) -> float:
 
 
 def serves_quantized(run: RunConfig) -> bool:
-    """Whether servers have the weights quantised, as --hf-checkpoint has them."""
+    """Whether servers hold quantised weights, in the format of --hf-checkpoint."""
     folder = run.model.hf_checkpoint
     return run.rollout.rollout_engine == "sglang" and bool(folder and folder_quantization(folder))
 
 
 def require_rollout_log_probs(sample: TrainSample) -> Tensor:
-    """Raises ValueError."""
+    """The sample's rollout log-probs. Raises ValueError if it has none."""
     if sample.rollout_log_probs is None:
         raise ValueError(
-            "a sample has no log-probs of the sampler, which --use-rollout-logprobs and the comparison need"
+            "a sample has no log-probs from the rollout engine, which --use-rollout-logprobs and "
+            "the train/rollout comparison need"
         )
     return sample.rollout_log_probs
 
 
 def fresh_tokens(sample: Sample, weight_version: int) -> Tensor:
-    """[R] bool: tokens that these weights sampled; all of them where it is not known."""
+    """[R] bool: tokens sampled by `weight_version`; all True if the versions are unknown."""
     if not sample.weight_versions:
         return torch.ones(sample.response_length, dtype=torch.bool)
     return torch.tensor(sample.weight_versions) == weight_version
 
 
 def stale_tokens(sample: Sample, weight_version: int) -> Tensor:
-    """[R] bool: tokens that other weights of this run sampled. A user's rollout function may bring
-    tokens of foreign weights, NOT_SAMPLED; they are nobody's to compare."""
+    """[R] bool: tokens sampled by other weight versions of this run. NOT_SAMPLED tokens, e.g. from
+    a user's rollout function, are excluded: there is nothing to compare them with."""
     if not sample.weight_versions:
         return torch.zeros(sample.response_length, dtype=torch.bool)
     versions = torch.tensor(sample.weight_versions)

@@ -1,5 +1,5 @@
-"""From a checked configuration to a finished run: patches, process groups, the trainer, and the
-report at the end."""
+"""Run a training job from a validated configuration: apply patches, create process groups, train,
+write the report."""
 
 from __future__ import annotations
 
@@ -53,20 +53,19 @@ if TYPE_CHECKING:
     from slime_like.megatron.parallel_layout import ParallelLayout
 
 FAILED, INTERRUPTED = 1, CTRL_C_STATUS
-HURRIED_S = 10.0  # for trackers, once a scheduler has asked for the end: it kills soon
+HURRIED_S = 10.0  # time for trackers to finish after SIGTERM; schedulers kill soon after it
 logger = logging.getLogger(__name__)
 
 
 def run(config: RunConfig, rank: int, startup: Say = lambda what: None) -> int:
-    """One rank of a run.
+    """Run one rank of a training job.
 
     Args:
-        startup: called with what begins, up to the first rollout.
+        startup: Called with a description of each startup phase, until the first rollout.
 
     Returns:
-        The exit status: 0, 1 for an error, 75 when SIGTERM or SIGHUP ended the run and it may be
-        continued, 130 after Ctrl-C. An error that has a user's remedy is shown once, without a
-        traceback.
+        The exit status: 0 success; 1 an error; 75 ended by SIGTERM or SIGHUP, resumable; 130
+        Ctrl-C. Errors that the user can fix are printed once, without a traceback.
     """
     end_at_once(rank, resumable=config.checkpoint.save is not None)
     status = run_ranks(config, rank, startup)
@@ -75,12 +74,13 @@ def run(config: RunConfig, rank: int, startup: Say = lambda what: None) -> int:
 
 
 def run_ranks(config: RunConfig, rank: int, startup: Say) -> int:
-    """The run without what it leaves for a script that started it."""
+    """As `run`, without the files that it leaves for launch scripts."""
     write_stacks_on_request()
     cautions = list(config.warnings)
     if os.environ.get(STATUS_FILE) and config.checkpoint.load != config.checkpoint.save:
         cautions.append(
-            "this job may be requeued, and would start over: give --load the folder of --save"
+            "this job may be requeued and would then start from scratch: set --load to the folder "
+            "of --save"
         )
     prepare(config, rank, cautions)
     if config.preflight.preflight:
@@ -91,7 +91,7 @@ def run_ranks(config: RunConfig, rank: int, startup: Say) -> int:
     from slime_like.megatron.init import process_groups
 
     if "RANK" in os.environ:
-        startup(f"waiting for the {os.environ.get('WORLD_SIZE')} processes to meet")
+        startup(f"waiting for the rendezvous of {os.environ.get('WORLD_SIZE')} processes")
     try:
         with (
             locked_folders(config, rank),
@@ -100,13 +100,13 @@ def run_ranks(config: RunConfig, rank: int, startup: Say) -> int:
             ) as layout,
         ):
             return train(config, layout, startup)
-    except (RunError, OSError) as error:  # a folder in use; ranks that could not meet
+    except (RunError, OSError) as error:  # a folder in use; a failed rendezvous
         logger.error("%s", error)
         return FAILED
 
 
 def locked_folders(config: RunConfig, rank: int) -> AbstractContextManager[None]:
-    """On rank 0: the folders that two runs at once would destroy, held for this run."""
+    """On rank 0, lock the folders that two concurrent runs would corrupt."""
     folders = [
         (flag, folder)
         for flag, folder in (
@@ -121,7 +121,7 @@ def locked_folders(config: RunConfig, rank: int) -> AbstractContextManager[None]
 
 
 def prepare(config: RunConfig, rank: int, cautions: Sequence[str]) -> None:
-    """What every program does before its ranks meet: patches, and on rank 0 what there is to say."""
+    """Setup of every program before the rendezvous: apply patches; on rank 0 log warnings."""
     set_up_logging(rank)
     die_with_the_launcher()
     quiet_dependencies()
@@ -137,31 +137,31 @@ def prepare(config: RunConfig, rank: int, cautions: Sequence[str]) -> None:
 
 
 def die_with_the_launcher() -> None:
-    """Under torchrun on Linux: a rank whose torchrun is killed ends too, rather than train on
-    beside the run that is started next."""
+    """Under torchrun on Linux, end this rank when its torchrun is killed. Otherwise it would keep
+    training next to the run that is started in its place."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def keep_freed_memory() -> None:
-    """Without a GPU, with glibc: activations that a pass frees stay with the process for the next
-    pass. Left to itself malloc gives them back to the kernel, which clears every page again: a
-    seventh of a short training pass. MALLOC_TRIM_THRESHOLD_ in the environment is obeyed."""
+    """On the CPU with glibc, keep freed activations in the process for the next forward pass. By
+    default malloc returns them to the kernel, which zeroes every page again: a seventh of the time
+    of a short training pass. MALLOC_TRIM_THRESHOLD_ in the environment takes precedence."""
     import torch
 
     if torch.cuda.is_available() or platform.libc_ver()[0] != "glibc":
         return
     if "MALLOC_TRIM_THRESHOLD_" in os.environ or "GLIBC_TUNABLES" in os.environ:
         return
-    trim_threshold, mmap_threshold = -1, -3  # names of <malloc.h>; -1 as a value is: never
+    trim_threshold, mmap_threshold = -1, -3  # M_* of <malloc.h>; a threshold of -1 means never
     libc = ctypes.CDLL(None)
-    libc.mallopt(mmap_threshold, 32 << 20)  # the most that glibc takes
+    libc.mallopt(mmap_threshold, 32 << 20)  # glibc's maximum
     libc.mallopt(trim_threshold, -1)
 
 
 def train(config: RunConfig, layout: ParallelLayout, startup: Say) -> int:
-    """The run, once the ranks have met, watched by the other ranks."""
+    """Train, after the rendezvous, with the ranks monitoring each other."""
     activity = Activity()
     leave_address(layout.rank)
     limit_s = config.parallel.heartbeat_timeout_s
@@ -215,7 +215,9 @@ def train_watched(
         trainer.close(finish_s=HURRIED_S if interrupted else None)
         if layout.rank == 0 and interrupted and config.checkpoint.save:
             logger.info("to continue: %s", command_to_continue(config, layout.world_size))
-    except SystemExit as error:  # in a class of the user's; with its status 0 nobody would know
+    except (
+        SystemExit
+    ) as error:  # from user code; its status may be 0, which would look like success
         return fail(exit_called(error), layout, output_dir)
     except Exception as error:
         return fail(error, layout, output_dir)
@@ -240,7 +242,7 @@ def both(first: Say, second: Say) -> Say:
 
 
 def with_timeline(enter: Say, config: RunConfig, output_dir: Path, layout: ParallelLayout) -> Say:
-    """`enter`, and --record-timeline."""
+    """Wrap `enter` to record the timeline too, with --record-timeline."""
     from slime_like.checkpoints.folders import is_checkpoint_root
     from slime_like.metrics.timeline import PhaseTimeline
 
@@ -251,8 +253,8 @@ def with_timeline(enter: Say, config: RunConfig, output_dir: Path, layout: Paral
 
 
 def record(config: RunConfig, layout: ParallelLayout, output_dir: Path) -> None:
-    """run.json. A run does not end for want of it: what cannot be written is reported by the
-    metrics."""
+    """Write run.json. A failure does not end the run; the metrics logger reports unwritable
+    folders."""
     from slime_like.trainer.run_record import write_run_record
 
     with contextlib.suppress(OSError):
@@ -265,8 +267,8 @@ def record(config: RunConfig, layout: ParallelLayout, output_dir: Path) -> None:
 
 
 def fail(error: Exception, layout: ParallelLayout, output_dir: Path | None = None) -> int:
-    """The exit status of a rank that an error ended. One rank shows it, as what it comes of where
-    other ranks are gone."""
+    """Report an error that ended this rank, and return its exit status. Only one rank prints it,
+    with the root cause if other ranks were lost."""
     shown = message_of(error)
     if shown is not None:
         show(shown)
@@ -277,9 +279,8 @@ def fail(error: Exception, layout: ParallelLayout, output_dir: Path | None = Non
 
 
 def show(error: BaseException) -> None:
-    """One message where the user has a remedy: a setting, a file, a number that must hold. Anything
-    else is ours, with its traceback. SLIME_LIKE_TRACEBACK=1 in the environment shows the traceback
-    of every error."""
+    """Print one message if the user can fix the error (a setting, a file, a guard); print the
+    traceback of any other. SLIME_LIKE_TRACEBACK=1 prints the traceback of every error."""
     if not isinstance(error, ValueError | OSError | RunError) or os.environ.get(
         "SLIME_LIKE_TRACEBACK"
     ):
@@ -287,13 +288,13 @@ def show(error: BaseException) -> None:
     else:
         for note in getattr(
             error, "__notes__", ()
-        ):  # the traceback of an error of ours on another rank
+        ):  # the traceback of an internal error on another rank
             print(note, file=sys.stderr)
     logger.error("%s", error)
 
 
 def command_to_continue(config: RunConfig, world_size: int) -> str:
-    """As a user types it. Of several nodes only the flags of train.py are known here."""
+    """The command that resumes this run. On several nodes, only the flags of train.py."""
     argv = mask_argv(config.argv)
     if config.checkpoint.load != config.checkpoint.save:
         argv += ["--load", str(config.checkpoint.save)]
@@ -310,8 +311,8 @@ def command_to_continue(config: RunConfig, world_size: int) -> str:
 
 
 def shared_output_dir(config: RunConfig) -> Path:
-    """The same folder on every rank: --output-dir, that of the run that is continued, or one that
-    is named by the time."""
+    """The output folder, equal on every rank: --output-dir, that of the resumed run, or a new one
+    with a timestamp."""
     from slime_like.distributed.collectives import from_rank_zero
 
     return Path(
@@ -326,8 +327,9 @@ def shared_output_dir(config: RunConfig) -> Path:
 
 
 def output_dir_of_the_run(config: RunConfig) -> str | None:
-    """Where the run wrote that --save and --load of one folder continue; None for the first start,
-    and where another run begins from a checkpoint (--finetune, --ckpt-step, another --save)."""
+    """The output folder of the run that is resumed (--save and --load are the same folder). None on
+    the first start, and for a new run from a checkpoint (--finetune, --ckpt-step, another
+    --save)."""
     from slime_like.checkpoints.folders import checkpoint_folder, is_checkpoint_root, newest_step
     from slime_like.checkpoints.state import read_trainer_state
 
@@ -343,27 +345,29 @@ def output_dir_of_the_run(config: RunConfig) -> str | None:
     try:
         state = read_trainer_state(checkpoint_folder(flags.load, newest_step(flags.load)[0]))
     except ValueError:
-        return None  # loading says what is wrong with it
+        return None  # loading reports the problem
     folder = state.get("output_dir")
     has_metrics = isinstance(folder, str) and Path(folder, METRICS_FILE).is_file()
     return folder if has_metrics else None
 
 
 def write_report(output_dir: Path, *, plot: bool) -> Path | None:
-    """The table of the run, and its plot, with its path. The run is done: what goes wrong here does
-    not make it a failed one."""
+    """Write the table and plot of the run and return its path. The run has succeeded already, so an
+    error here is only a warning."""
     from slime_like.metrics import report
 
     try:
         return report.write_report(output_dir / METRICS_FILE, plot=plot)
     except Exception as error:
-        logger.warning("no plot and table of %s: %s: %s", output_dir, type(error).__name__, error)
+        logger.warning(
+            "could not write plot and table of %s: %s: %s", output_dir, type(error).__name__, error
+        )
         return None
 
 
 def quiet_dependencies() -> None:
-    """Libraries announce what is missing on a machine without a GPU; `--print-megatron-patches`
-    says it better."""
+    """Silence library messages about missing GPU packages; `--print-megatron-patches` lists
+    them."""
     warnings.filterwarnings("ignore", module=r"megatron\..*|torch\..*|transformers\..*")
     for name in ("megatron", "transformers", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Traces of a few rollouts by torch.profiler, and where the memory of a GPU went."""
+"""torch.profiler traces of a few rollouts, and CUDA memory snapshots."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from slime_like.metrics.timeline import BETWEEN
 
 logger = logging.getLogger(__name__)
 FOLDER = "profile"  # in the output folder
-MEMORY_EVENTS = 1_000_000  # allocations and releases that are kept, the newest
+MEMORY_EVENTS = 1_000_000  # newest allocations and frees that are kept
 
 
 def profiler_of(run: RunConfig, output_dir: Path, rank: int) -> Profiler | None:
-    """Of this rank; None where nothing of it is recorded."""
+    """The profiler of this rank; None if the rank is not profiled."""
     config = run.profiling
     if rank not in config.profile_ranks or not (config.profile or config.record_memory_history):
         return None
@@ -30,11 +30,9 @@ def profiler_of(run: RunConfig, output_dir: Path, rank: int) -> Profiler | None:
 
 
 class Profiler:
-    """Around each rollout of one rank. Training stays as it is: nothing is
-    computed or sent for a trace.
+    """Profiles rollouts of one rank. Adds no computation and no communication.
 
-    The phases of a rollout are named in its trace (``phase train``), and the rollouts (``rollout
-    12``, counted from 1).
+    Traces name the rollouts (``rollout 12``, counted from 1) and their phases (``phase train``).
     """
 
     def __init__(self, config: ProfilingConfig, folder: Path, rank: int) -> None:
@@ -42,8 +40,8 @@ class Profiler:
         self._folder = folder
         self._rank = rank
         self._trace: profile | None = None
-        self._first = self._done = 0  # rollouts before the trace, and now
-        self._phase = ExitStack()  # that is running
+        self._first = self._done = 0  # rollouts done at the start of the trace, and now
+        self._phase = ExitStack()  # of the current phase
         self._records_memory = config.record_memory_history
         if self._records_memory:
             torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
@@ -51,14 +49,14 @@ class Profiler:
             attach(self._out_of_memory)
 
     def enter(self, phase: str) -> None:
-        """As `Progress` calls it: the phase's name, then "after " and the name."""
+        """Callback of `Progress`: the phase's name at its start, "after <name>" at its end."""
         self._phase.close()
         if self._trace is not None and not phase.startswith(BETWEEN):
             self._phase.enter_context(record_function(f"phase {phase}"))
 
     @contextmanager
     def rollout(self, step: int) -> Iterator[None]:
-        """Around a rollout. step: rollouts that are done."""
+        """Wrap one rollout. step: number of finished rollouts."""
         config, self._done = self._config, step
         if config.profile and config.profile_step_start <= step < config.profile_step_end:
             if self._trace is None:
@@ -74,7 +72,7 @@ class Profiler:
             self._write_memory()
 
     def close(self) -> None:
-        """Write what is not written yet, as of a rollout that failed. Closing twice is fine."""
+        """Write pending traces, e.g. of a rollout that failed. Idempotent."""
         self._phase.close()
         if self._trace is not None:
             self._write_trace()
@@ -107,9 +105,9 @@ class Profiler:
         torch.cuda.memory._record_memory_history(enabled=None)
 
     def _out_of_memory(self, device: int, alloc: int, device_alloc: int, device_free: int) -> None:
-        """torch calls it with sizes in bytes, before the error is raised."""
+        """Out-of-memory hook of torch, called before the error is raised. Sizes in bytes."""
         logger.error(
-            "out of memory on device %d: %d bytes were asked for, %d were free",
+            "out of memory on device %d: %d bytes were requested, %d were free",
             device,
             alloc,
             device_free,
@@ -128,7 +126,7 @@ class Profiler:
         )
 
     def _write(self, flag: str, path: Path, write: Callable[[], Any]) -> None:
-        """A run does not end for want of a trace."""
+        """Write a trace; a failure is only a warning."""
         try:
             with writes_to(flag, path):
                 path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Where the prompts of a run come from: --prompt-data, or a data source of the user's."""
+"""Source of a run's prompts: --prompt-data, or a user's data source."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def make_source(
     run: RunConfig, tokenizer: PreTrainedTokenizerBase
 ) -> PromptSource | UserSource | None:
-    """The prompts of a run that reads any; a collective."""
+    """The prompt source, None if the run reads no prompts. Collective."""
     if run.debug.debug_train_only:
         return None
     if run.scheduling.data_source_path is not None:
@@ -35,9 +35,7 @@ def make_source(
             from_metadata=run.reward.rm_type_from_metadata,
         )
     )
-    recorded = (
-        run.debug.load_debug_rollout_data is not None
-    )  # these prompts are counted then, not answered
+    recorded = run.debug.load_debug_rollout_data is not None  # the prompts are only counted then
     sampled = run.algorithm.loss_type != "sft_loss" and not recorded
     room = Room(
         run.gpt.max_position_embeddings if sampled else None,
@@ -55,7 +53,7 @@ def make_source(
 
 
 def check_source(source: PromptSource | UserSource, position: Mapping[str, object]) -> None:
-    """Raises ValueError where a checkpoint has the position of the other kind of source."""
+    """Raise ValueError if the checkpoint's position belongs to another kind of source."""
     saved, ours = position.get("data_source"), not isinstance(source, PromptSource)
     if ours == (saved is not None):
         return

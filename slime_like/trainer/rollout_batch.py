@@ -1,5 +1,5 @@
-"""A rollout on its way to train batches: the settings, who trains on what, samples to the ranks that
-train on them, of the policy and of the critic, and the log-probs before the update."""
+"""Stages between rollout and train batch: assign samples to data-parallel ranks (of policy and
+critic), deliver them, and compute the log-probs before the update."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ if TYPE_CHECKING:
     from slime_like.trainer.teacher_scores import TeacherScores
 
 
-Columns = Mapping[str, Sequence[Tensor | None] | None]  # what it is -> [R] by sample
+Columns = Mapping[str, Sequence[Tensor | None] | None]  # description -> [R] per sample
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
-    """transformer: megatron-core's TransformerConfig of the policy. replays_rollout: the sampler's
-    experts are replayed. off_policy: None where nothing is corrected. old_is_current: see `TrainBatch`. outcome_readers: see
-    `reward_parts.outcome_readers`."""
+    """Settings of batch building. transformer: the policy's megatron-core TransformerConfig.
+    replays_rollout: replay the engine's routed experts. off_policy: None without correction.
+    old_is_current: see `TrainBatch`. outcome_readers: see `reward_parts.outcome_readers`."""
 
     algorithm: AlgorithmConfig
     off_policy: OffPolicyConfig | None
@@ -68,8 +68,8 @@ class BatchSettings:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A rollout that is about to become batches. sampled: all samples, each whole where it was
-    made. samples: the same, each where it is trained on. local: this rank's, over all steps."""
+    """A rollout during batch building. sampled: all samples, held by the rank that generated them.
+    samples: the same, held by the rank that trains on them. local: this rank's, over all steps."""
 
     sampled: Sequence[AnySample]
     samples: Sequence[AnySample]
@@ -82,13 +82,13 @@ class Rollout:
 
     @property
     def drawn(self) -> list[Sample]:
-        """This rank's, as they were sampled."""
+        """The samples that this rank generated."""
         return complete(self.samples[i] for i in self.shares.local_indices)
 
     @property
     def local_keys(self) -> list[str]:
-        """Names of this rank's samples in recordings: the id, and for the branches of an episode,
-        which follow it, the id and a number from 0."""
+        """Names of this rank's samples in recordings: the id; for branches of an episode, the id
+        and an index from 0."""
         seen: Counter[int] = Counter()
         keys = []
         for sample in self.samples:
@@ -98,19 +98,19 @@ class Rollout:
 
     @property
     def local_episodes(self) -> list[int]:
-        """Of this rank's samples: the episode of each, among all of the rollout."""
+        """Index of the episode of each local sample."""
         of = episodes_of(self.samples).of
         return [of[i] for i in self.shares.local_indices]
 
     @property
     def local_sequences(self) -> list[int]:
-        """Of this rank's samples: the place of each among the sequences of its episode."""
+        """Index of each local sample within its episode."""
         episodes = episodes_of(self.samples)
         return [i - episodes.first[episodes.of[i]] for i in self.shares.local_indices]
 
     @property
     def sampled_episodes(self) -> list[AnySample]:
-        """The first sequence of each episode, as it was sampled."""
+        """The first sequence of each episode, held by the rank that generated it."""
         return [self.sampled[i] for i in episodes_of(self.sampled).first]
 
     @property
@@ -124,9 +124,12 @@ class Rollout:
 
 
 class SampleDelivery:
-    """Collective over all ranks. transformer: megatron-core's TransformerConfig of the policy. plan:
-    the policy's. critic_plan: None without one. replays_rollout: the sampler's experts travel too.
-    buffer_size: bytes under way at a time on a rank."""
+    """Moves samples to the ranks that train on them. Collective over all ranks.
+
+    transformer: the policy's megatron-core TransformerConfig. plan: the policy's step plan.
+    critic_plan: None without a critic. replays_rollout: routed experts are sent too. buffer_size:
+    bytes in flight per rank.
+    """
 
     def __init__(
         self,
@@ -140,18 +143,19 @@ class SampleDelivery:
         self._transformer = transformer
         self._policy = plan
         plans = [plan] if critic_plan is None else [plan, critic_plan]
-        self._plans = [(each, gather(each.dp_rank)) for each in plans]  # and of all other ranks
+        self._plans = [
+            (each, gather(each.dp_rank)) for each in plans
+        ]  # with the dp rank of every rank
         self._replays_rollout = replays_rollout
         self._buffer_size = buffer_size
-        # by the first sample's identity: a rollout's samples, and what came of them
+        # keyed by id() of the first sample: a rollout's samples, and the delivered ones
         self._ahead: dict[int, tuple[Sequence[AnySample], list[AnySample]]] = {}
 
     def deliver_ahead(self, samples: Sequence[AnySample], group: dist.ProcessGroup | None) -> None:
-        """Deliver a rollout before it is trained on; `deliver` of the same samples then has nothing
-        to do.
+        """Deliver a rollout early; a later `deliver` of the same samples returns the result.
 
         Args:
-            group: Of all ranks, where the default one is in use meanwhile.
+            group: Process group of all ranks, if the default group is in use by another thread.
         """
         made = self._delivered(samples, self._policy.share(samples), group)
         self._ahead[id(samples[0])] = (samples, made)
@@ -159,14 +163,14 @@ class SampleDelivery:
     def deliver(
         self, samples: Sequence[AnySample], shares: DataParallelAssignment
     ) -> list[AnySample]:
-        """The samples of a rollout, of which this rank has those that it trains on.
+        """Exchange samples so that each rank holds those that it trains on.
 
         Args:
-            samples: All of them.
-            shares: The policy's.
+            samples: All samples of the rollout.
+            shares: The policy's data-parallel assignment.
 
         Raises:
-            ValueError: on all ranks, see `with_routes`.
+            ValueError: On all ranks; see `with_routes`.
         """
         before, made = self._ahead.pop(id(samples[0]), ((), []))
         if len(before) == len(samples) and all(map(is_, before, samples)):
@@ -197,7 +201,7 @@ class SampleDelivery:
 
 
 def without_routes(samples: Sequence[AnySample]) -> list[AnySample]:
-    """Where they are not replayed, so that they do not travel."""
+    """Drop routed experts that are not replayed, so that they are not sent."""
     return [
         s.without("routes") if isinstance(s, RemoteSample) else replace(s, routes=None)
         for s in samples
@@ -207,8 +211,14 @@ def without_routes(samples: Sequence[AnySample]) -> list[AnySample]:
 def with_routes(
     samples: Sequence[AnySample], *, layers: int, topk: int, experts: int
 ) -> list[AnySample]:
-    """The samples, with a route for each that this rank has, -1 in an aborted one without. layers:
-    with experts. Raises ValueError naming a sample whose engine gave none, or of another network."""
+    """Check the routed experts of this rank's samples; aborted samples without any get -1.
+
+    Args:
+        layers: Number of MoE layers.
+
+    Raises:
+        ValueError: Names a sample without routed experts, or with those of another network.
+    """
     return [
         replace(s, routes=_checked_routes(s, layers, topk, experts)) if isinstance(s, Sample) else s
         for s in samples
@@ -221,15 +231,17 @@ def _checked_routes(sample: Sample, layers: int, topk: int, experts: int) -> Ten
         if sample.status == SampleStatus.ABORTED:
             return torch.full(shape, -1, dtype=torch.int16)
         raise ValueError(
-            f"--use-rollout-routing-replay: sample {sample.sample_id} does not tell which experts its tokens went to; it was recorded without "
-            "this flag, or its engine cannot tell"
+            f"--use-rollout-routing-replay: sample {sample.sample_id} has no routed experts: it "
+            "was recorded without this flag, or its engine "
+            "does not report them"
         )
     routes = sample.routes
     if routes.shape != shape or not bool(((routes >= -1) & (routes < experts)).all()):
         raise ValueError(
-            f"--use-rollout-routing-replay: the routes of sample {sample.sample_id} are {tuple(routes.shape)} with numbers from "
+            f"--use-rollout-routing-replay: the routed experts of sample {sample.sample_id} are "
+            f"{tuple(routes.shape)} with numbers from "
             f"{int(routes.min()) if routes.numel() else 0} to {int(routes.max()) if routes.numel() else 0}; expected (tokens, expert layers, "
-            f"experts of a token) = {shape} with numbers from -1 to {experts - 1}"
+            f"experts per token) = {shape} with numbers from -1 to {experts - 1}"
         )
     return routes
 
@@ -240,10 +252,11 @@ def step_plan(
     vocab_size: int,
     layout: ParallelLayout,
 ) -> StepPlan:
-    """Balanced by the model's own cost, where that was asked for.
+    """The step plan: how samples are split into optimizer steps and over data-parallel ranks,
+    balanced by the model's cost if configured.
 
     Args:
-        transformer: megatron-core's TransformerConfig of the policy.
+        transformer: The policy's megatron-core TransformerConfig.
     """
     assert algorithm.global_batch_size is not None, "completed when the command line is parsed"
     cost = None
@@ -264,8 +277,8 @@ _WHEN = "before the update"
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What forward passes gave for this rank's samples, [R] by sample; None without the network, and
-    for old log-probs that the training pass will give."""
+    """Forward-pass results for this rank's samples, [R] per sample. None if there is no such
+    network, or if the training forward pass will provide the old log-probs."""
 
     old: list[LogProbOutput] | None
     ref: list[Tensor] | None
@@ -280,7 +293,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """Of this data-parallel rank's samples. Collective over all ranks."""
+    """Computes log-probs of this data-parallel rank's samples. Collective over all ranks."""
 
     settings: BatchSettings
     layout: ParallelLayout
@@ -288,8 +301,8 @@ class LogProbs:
     gates: SamplerGates
 
     def old(self, rollout: Rollout, *, squared_probs: bool, top_k: int = 0) -> list[LogProbOutput]:
-        """Of the policy before its update: by a forward pass of their own, or as the engine
-        reported them. squared_probs, top_k: see `MegatronBackend.forward`."""
+        """Log-probs of the policy before its update: from a forward pass, or as reported by the
+        engine. squared_probs, top_k: see `MegatronBackend.forward`."""
         local = rollout.local
         if not self.settings.algorithm.use_rollout_logprobs:
             if self.settings.hooks is not None:
@@ -300,7 +313,7 @@ class LogProbs:
         return [LogProbOutput(o, s.loss_weights * 0) for o, s in zip(of_engine, local)]
 
     def reference(self, local: Sequence[TrainSample]) -> list[Tensor] | None:
-        """[R] by sample of this rank; None without a reference model."""
+        """Reference log-probs, [R] per sample of this rank; None without a reference model."""
         network = self.backend.reference
         if network is None:
             return None
@@ -311,8 +324,8 @@ class LogProbs:
     def teacher(
         self, rollout: Rollout, old: Sequence[LogProbOutput] | None
     ) -> TeacherScores | None:
-        """From the teacher on Megatron, or from the served one; None without either. old: of the
-        policy."""
+        """Scores from the Megatron teacher or the served teacher; None without a teacher. old: the
+        policy's log-probs."""
         if not self.settings.distillation.use_opd:
             return None
         from slime_like.trainer.teacher_scores import teacher_scores
@@ -322,8 +335,8 @@ class LogProbs:
     def check(
         self, rollout: Rollout, old: Sequence[LogProbOutput], weight_version: int
     ) -> dict[str, float]:
-        """Metrics of the trainer's log-probs against the sampler's, where it reported them.
-        weight_version: of the policy that is about to be trained. Raises GateError."""
+        """Compare the trainer's log-probs with those that the rollout engine reported; returns
+        metrics. weight_version: version of the policy before the update. Raises GateError."""
         if self.settings.algorithm.use_rollout_logprobs:
             return {}
         log_probs = [o.log_probs for o in old]
@@ -344,8 +357,8 @@ class LogProbs:
     def correct(
         self, rollout: Rollout, old: Sequence[LogProbOutput]
     ) -> tuple[list[SampleCorrection], dict[str, float]]:
-        """The off-policy correction of the samples, and how far trainer and sampler are apart where
-        the sampler reported its log-probs."""
+        """The off-policy correction of each sample, and metrics of the mismatch between trainer and
+        rollout engine, if the engine reported log-probs."""
         config = self.settings.off_policy
         check_rollout_log_probs(config, rollout.samples)
         if self.settings.algorithm.use_rollout_logprobs or not has_rollout_log_probs(
@@ -359,7 +372,7 @@ class LogProbs:
     def check_update(
         self, rollout: Rollout, log_probs: Sequence[LogProbOutput], weight_version: int
     ) -> dict[str, float]:
-        """`check` and the metrics of `correct`, of log-probs that the training pass gave: its
-        gradients are there, and the weights are still the old ones."""
+        """`check`, and the metrics of `correct`, for log-probs from the training forward pass,
+        after backward and before the optimizer step."""
         metrics = self.check(rollout, log_probs, weight_version)
         return metrics | self.correct(rollout, log_probs)[1]

@@ -1,5 +1,4 @@
-"""Where the groups of each rollout come from: they are sampled (perhaps ahead of the training),
-recorded ones are read, or answers are given."""
+"""Source of sample groups: live rollouts (sync or async), recorded rollouts, or supervised data."""
 
 from __future__ import annotations
 
@@ -58,8 +57,8 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutManager:
-    """Collective over all ranks, which know of all samples. source, rollouter, evaluator,
-    teacher: None in a run that needs none."""
+    """Provides the sample groups of each rollout. Collective: every rank gets the metadata of all
+    samples. source, rollouter, evaluator, teacher: None if the run needs none."""
 
     def __init__(
         self,
@@ -75,19 +74,19 @@ class RolloutManager:
         self.run_config = run
         self.num_rollouts = num_rollouts
         self._source = source
-        self._rollout_id = -1  # the last that was taken
+        self._rollout_id = -1  # the latest rollout that was returned
         self._rollouter = rollouter
         self._tokenizer = tokenizer
         self._teacher = teacher
         self._has_agents = run.agents.given
         self._needs_greedy = needs_greedy(run)
         self._is_sft = run.algorithm.loss_type == "sft_loss"
-        self.buffer: GroupBuffer | None = None  # what is sampled next, in a run that samples groups
+        self.buffer: GroupBuffer | None = None  # next prompts to sample
         self._collector = self._make_collector(evaluator)
         self.ahead = self._make_ahead()
 
     def groups_of(self, step: int) -> tuple[list[SampleGroup], dict[str, float]]:
-        """Graded samples of a rollout, and numbers about how they were collected."""
+        """The graded groups of a rollout, and metrics of their collection."""
         run, self._rollout_id = self.run_config, step
         if run.debug.load_debug_rollout_data:
             template = run.debug.load_debug_rollout_data
@@ -107,7 +106,7 @@ class RolloutManager:
         return self.ahead.take(step)
 
     def _answers(self, prompts: Sequence[Prompt]) -> list[AnySample]:
-        """Supervised samples, one or a pair for each prompt, of which each rank makes its part."""
+        """Supervised samples, one or a preference pair per prompt; each rank builds its share."""
         rank, world = dist.get_rank(), dist.get_world_size()
         algorithm = self.run_config.algorithm
         count, make = algorithm.samples_together, sft_samples
@@ -118,14 +117,13 @@ class RolloutManager:
         return share_index(own, [place // count % world for place in range(count * len(prompts))])
 
     def drain(self) -> None:
-        """Wait until nothing is being sampled: the engine and its weights are the caller's alone,
-        until more groups are asked for."""
+        """Wait until no request is in flight. Afterwards the caller has exclusive use of the engine
+        until the next `groups_of`."""
         if self.ahead is not None:
             self.ahead.drain()
 
     def state_dict(self) -> dict[str, object]:
-        """Where a resumed run continues, as plain JSON, with the rollouts that were sampled ahead; a
-        collective."""
+        """State for resuming, as plain JSON, including prefetched rollouts. Collective."""
         if self._source is not None and not isinstance(self._source, PromptSource):
             self.drain()
             self._source.save(self._rollout_id)
@@ -137,13 +135,13 @@ class RolloutManager:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
-        """Continue where `state` was saved. Returns a sentence where rollouts that were sampled
-        ahead are sampled again, because this run may not train on them."""
+        """Resume from `state`. Returns a message if prefetched rollouts must be sampled again
+        because this run may not train on them."""
         ahead = state.get("sampled_ahead")
         problem = None if ahead is None else self._problem_with_ahead(ahead["rollouts"])
         position = state
         if ahead is not None and (problem is None or self.user_source is not None):
-            position = ahead["behind"]  # a user's source was saved there, and nowhere before
+            position = ahead["behind"]  # a user's source saves only this position
         if self._source is not None:
             if position["data"] is None:
                 raise ValueError(
@@ -160,7 +158,7 @@ class RolloutManager:
         return None
 
     def _problem_with_ahead(self, rollouts: Sequence[Mapping[str, Any]]) -> str | None:
-        """Why this run cannot train on the rollouts that a checkpoint's run had sampled ahead."""
+        """Why this run cannot train on the checkpoint's prefetched rollouts; None if it can."""
         count, run = len(rollouts), self.run_config
         again = f"{count} rollouts that the checkpoint's run had sampled ahead are sampled again: "
         if self.user_source is not None:
@@ -175,14 +173,14 @@ class RolloutManager:
         return None
 
     def close(self) -> None:
-        """Sample no more. Closing twice is fine."""
+        """Stop sampling. Idempotent."""
         if self.ahead is not None:
             self.ahead.close()
         if self._rollouter is not None and self._rollouter.custom_generate is not None:
             self._rollouter.custom_generate.close()
 
     def _sampled_groups(self, step: int) -> tuple[list[SampleGroup], dict[str, float]]:
-        """In the thread that samples."""
+        """Sample and grade one rollout; runs in the sampling thread."""
         assert self._rollouter is not None and self._collector is not None
         self._rollouter.rollout_id = step
         collected = self._collector.collect(step)
@@ -199,8 +197,8 @@ class RolloutManager:
     def _taught(
         self, groups: list[SampleGroup], metrics: dict[str, float], group: dist.ProcessGroup | None
     ) -> tuple[list[SampleGroup], dict[str, float]]:
-        """With a served teacher's log-probs, or the prompts of a policy that teaches itself, and
-        with metrics of agents."""
+        """Add log-probs of a served teacher or self-distillation prompts to the groups, and agent
+        metrics to the metrics."""
         if self._has_agents:
             from slime_like.agents.rollouts import agent_metrics
 
@@ -231,8 +229,7 @@ class RolloutManager:
         return groups
 
     def _make_collector(self, evaluator: Evaluator | None) -> Collector | UserRollout | None:
-        """What collects the groups of each rollout: a `Collector`, or a function of the user's in
-        its place. None in a run that samples no groups."""
+        """The `Collector` or the user's rollout function; None if the run samples no groups."""
         config, rollouter = self.run_config, self._rollouter
         if (
             rollouter is None
@@ -267,7 +264,7 @@ class RolloutManager:
         )
 
     def _make_ahead(self) -> AsyncRolloutQueue | None:
-        """What samples rollouts, perhaps ahead of the training."""
+        """The queue that samples rollouts, ahead of training with --async-rollout."""
         config = self.run_config.scheduling
         if self._collector is None or self._rollouter is None:
             return None
@@ -276,7 +273,7 @@ class RolloutManager:
             return AsyncRolloutQueue(
                 self._sampled_groups, self._position, max_staleness=0, json=json
             )
-        # the training thread uses the others meanwhile
+        # its own group: the training thread uses the default group concurrently
         self._rollouter.group = dist.new_group(backend="gloo")
         bound = staleness_bound(self.run_config)
         assert bound is not None
@@ -285,19 +282,19 @@ class RolloutManager:
         )
 
     def _position(self) -> SamplingPosition:
-        """The position of sampling."""
+        """The current sampling position."""
         assert self._source is not None
         waiting = () if self.buffer is None else tuple(self.buffer.waiting)
         return SamplingPosition(self._source.state_dict(), waiting)
 
     @property
     def user_source(self) -> UserSource | None:
-        """--data-source-path's."""
+        """The source of --data-source-path, if any."""
         return None if isinstance(self._source, PromptSource) else self._source
 
 
 def staleness_bound(run: RunConfig) -> int | None:
-    """Weight versions that the tokens of a rollout may be behind the policy; None: any number."""
+    """Maximum staleness of rollout tokens in weight versions; None: unbounded."""
     config = run.scheduling
     if config.async_rollout:
         return 1 if config.max_staleness is None else config.max_staleness
@@ -306,14 +303,14 @@ def staleness_bound(run: RunConfig) -> int | None:
 
 
 def needs_greedy(run: RunConfig) -> bool:
-    """Whether the estimator compares with a greedy response to each prompt."""
+    """Whether the estimator needs a greedy response per prompt (ReMax)."""
     estimator = advantage_estimators.get(run.algorithm.advantage_estimator)
     return isinstance(estimator, TokenEstimator) and estimator.needs_greedy
 
 
 def leaves_stragglers(run: RunConfig) -> bool:
-    """Whether servers are told to abort what a rollout does not need, in place of growing all
-    responses in rounds that ranks take together."""
+    """Whether surplus requests are aborted on the servers. Otherwise ranks generate in synchronous
+    rounds."""
     config, rollout = run.scheduling, run.rollout
     in_rounds = (
         config.rollout_slice_len is not None
@@ -331,8 +328,8 @@ def leaves_stragglers(run: RunConfig) -> bool:
 def function_evaluator(
     run: RunConfig, rollouter: Rollouter | None, evaluator: Evaluator | None, supply: RolloutManager
 ) -> Evaluator | UserRollout | None:
-    """`evaluator`, or in its place the user's function for evaluations, which is that of rollouts
-    where none is named."""
+    """The user's evaluation function, which defaults to the user's rollout function; `evaluator` if
+    there is neither."""
     flag, path = "--eval-function-path", run.scheduling.eval_function_path
     if path is None:
         flag, path = "--rollout-function-path", run.scheduling.rollout_function_path
@@ -349,7 +346,7 @@ def make_rollouter(
     *,
     output_dir: Path,
 ) -> Rollouter | None:
-    """The engine and the grader, unless this run never samples; a collective."""
+    """The rollout engine and the grader; None if the run never samples. Collective."""
     if run.debug.debug_train_only or (
         run.algorithm.loss_type == "sft_loss" and run.eval.eval_interval is None
     ):
@@ -358,7 +355,7 @@ def make_rollouter(
     engine = make_engine(EngineContext(run, tokenizer, backend.device, output_dir))
     if run.reward.custom_rm_path is None and dist.get_rank() == 0:
         for words in confinement.unenforced():
-            logger.warning(f"graders are not confined by {words}")
+            logger.warning(f"graders run without {words}")
     custom = custom_generate(run)
     if run.agents.given:
         from slime_like.agents.rollouts import agent_generate
@@ -378,8 +375,8 @@ def make_rollouter(
 def make_teacher(
     run: RunConfig, tokenizer: PreTrainedTokenizerBase
 ) -> ServedTeacher | TeacherPrompts | None:
-    """The teacher behind servers, where the run has one; it answers, and has the policy's
-    tokenizer. Or what gives the policy its prompts as a teacher. A collective; raises RunError."""
+    """The served teacher (checked to respond and to share the policy's tokenizer), or the prompt
+    builder of self-distillation; None without either. Collective; raises RunError."""
     config = run.distillation
     if config.teaches_itself:
         keys = RowKeys.of(run.data.prompt_data or "", run.data)

@@ -1,5 +1,5 @@
-"""What --save-debug-rollout-data writes of a rollout: the samples, and what each token is trained
-with."""
+"""Recordings of --save-debug-rollout-data: the samples of a rollout, and the training inputs of
+each token."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def record_rollout(
     rank: int,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Rank 0 writes the samples of all ranks, who call this together. tokenizer: None without one."""
-    if rank == 0:  # before the ranks meet, and thus before any writes its own
+    """Write the samples of all ranks on rank 0. Collective. tokenizer: None if the run has none."""
+    if rank == 0:  # before the collective below, so before any rank writes its part
         with writes_to(FLAG, target):
             remove_token_values(target, step)
     whole = whole_groups(groups, bring_to_rank_zero)
@@ -49,8 +49,8 @@ def record_rollout(
 
 
 def record_training(target: str, step: int, batches: Batches, layout: ParallelLayout) -> None:
-    """Each data-parallel rank writes its samples' advantages, log-probs and entropy. Samples that a
-    function of the user's has put in another number have no names, and are left out."""
+    """Write advantages, log-probs and entropy of this data-parallel rank's samples. Nothing is
+    written if a user hook changed the number of samples, because their names are lost."""
     samples = [sample for batch in batches.policy for sample in batch.samples]
     if layout.tp_rank or layout.cp_rank or layout.pp_rank:
         return

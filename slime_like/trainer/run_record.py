@@ -1,4 +1,4 @@
-"""run.json in the run's folder: what ran, for the report and for trackers."""
+"""run.json in the output folder: configuration and environment, for the report and trackers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from slime_like.text import SECRETS, mask_argv, mask_settings
 FILE_NAME = "run.json"
 FORMAT = "slime_like run 1"
 PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "numpy", "sglang")
-# Parts of the configuration that repeat what flags of others say
+# parts of the configuration that only repeat flags of other parts
 _LEFT_OUT = ("eval_sets", "restated", "preflight", "server", "slime")
 
 
 def settings_by_flag(run: RunConfig) -> tuple[dict[str, object], list[str]]:
-    """Every setting as plain JSON without secrets, and the flags with another value than their
-    default's. Settings that were completed from others count as changed."""
+    """All settings as plain JSON without secrets, and the flags that differ from their defaults.
+    Settings derived from others count as changed."""
     values: dict[str, object] = {}
     changed = []
     for field in dataclasses.fields(ConfigGroups):
@@ -56,7 +56,7 @@ def _default(field: dataclasses.Field[object]) -> object:
 
 def _plain(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON has none
+        return str(value)  # not representable in JSON
     if isinstance(value, float | int | str | bool) or value is None:
         return mask_settings(value)
     if isinstance(value, Mapping):
@@ -93,11 +93,11 @@ def environment() -> dict[str, object]:
 def write_run_record(
     run: RunConfig, output_dir: Path, *, layout: str, patches: str
 ) -> dict[str, object]:
-    """Write the file; a resumed run replaces that of the first. Returns the settings by flag.
+    """Write run.json; a resumed run overwrites it. Returns the settings by flag.
 
     Args:
-        layout: of the ranks, as on the screen.
-        patches: the report of `megatron_patches.apply`.
+        layout: Parallel layout, as printed at startup.
+        patches: Report of `megatron_patches.apply`.
     """
     config, changed = settings_by_flag(run)
     record = {
@@ -122,7 +122,7 @@ def write_run_record(
 
 
 def start_trackers(run: RunConfig, output_dir: Path, *, resumed: bool) -> TrackerSet:
-    """Those of --tracker, on rank 0. resumed: the run continues what `output_dir` has."""
+    """Start the trackers of --tracker, on rank 0. resumed: append to the run in `output_dir`."""
     output_dir.mkdir(parents=True, exist_ok=True)
     settings, _ = settings_by_flag(run)
     context = TrackerContext(run.logging, output_dir, settings, resumed)

@@ -1,5 +1,7 @@
-"""The engine side of a run: what samples and grades, what evaluates, and the policy's weights to it,
-again where a server failed in the middle, and checked where servers got them."""
+"""Engine side of a run: sampling, grading, evaluation and weight sync.
+
+Weight sync retries after server failures and verifies the servers' log-probs.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,11 @@ if TYPE_CHECKING:
 
     from slime_like.trainer.weight_check import WeightCheck
 
-ATTEMPTS = 4  # each one less costs a server
+ATTEMPTS = 4  # each failed attempt loses a server
 
 
 class WeightSync:
-    """A collective over all ranks."""
+    """Syncs policy weights to the rollout engine. Collective over all ranks."""
 
     def __init__(
         self,
@@ -49,25 +51,26 @@ class WeightSync:
         check: WeightCheck | None = None,
         check_always: bool = False,
     ) -> None:
-        """check: of what the engine has after its first update, or with check_always after each."""
+        """check: verifies the engine's weights after the first update, or after each with
+        check_always."""
         self._backend = backend
         self._engine = engine
         self._progress = progress
         self._check = check
         self._check_always = check_always
         self._checked_once = False
-        self.metrics: dict[str, float] = {}  # of the latest check
+        self.metrics: dict[str, float] = {}  # metrics of the latest check
 
     def sync(self, version: int) -> None:
-        """Unless the engine has them. Raises RunError when it cannot get them, or has others after
-        it."""
+        """Sync weights of this version, unless the engine has them. Raises RunError if it fails or
+        if the check finds other weights."""
         self._engine.check_health()
         if self._engine.weight_version == version:
             return
         with self._progress.phase("sync"):
             for attempt in range(ATTEMPTS):
                 if attempt:
-                    # waits for a server that is started again, where none is left
+                    # if no server is left, waits for one to restart
                     self._engine.check_health()
                 self._backend.sync_weights(self._engine, version)
                 if self._engine.weight_version == version:
@@ -82,8 +85,8 @@ class WeightSync:
 
 
 class Sampling:
-    """Collective over all ranks. source, eval_prompts: what is read; see `make_source` and
-    `load_prompts`."""
+    """The engine side of a run. Collective over all ranks. source, eval_prompts: see `make_source`
+    and `load_prompts`."""
 
     def __init__(
         self,
@@ -125,25 +128,25 @@ class Sampling:
     def deliver_ahead(
         self, deliver: Callable[[Sequence[AnySample], dist.ProcessGroup | None], None]
     ) -> None:
-        """Have rollouts that are sampled ahead brought to the ranks that will train on them in the
-        thread that samples. deliver: given all samples of one, and a group of all ranks."""
+        """Deliver prefetched rollouts to the ranks that train on them from the sampling thread.
+        deliver: called with all samples of a rollout and a process group of all ranks."""
         rollouter = self._rollouter
         if self.supply.ahead is not None and rollouter is not None:
             self.supply.ahead.deliver = lambda groups: deliver(flatten(groups), rollouter.group)
 
     def sync_weights(self, version: int) -> None:
-        """Give the engine the policy's weights, unless it has them or there is none."""
+        """Sync policy weights to the engine, if there is one and it has another version."""
         if self._weights is not None:
             self._weights.sync(version)
 
     def groups_of(self, step: int) -> tuple[list[SampleGroup], dict[str, float]]:
-        """The groups of a rollout, and numbers about how they were collected."""
+        """The graded groups of a rollout, and metrics of their collection."""
         self._offload()
         with self._progress.phase("generate"):
             return self.supply.groups_of(step)
 
     def release_engine(self) -> dict[str, float]:
-        """The engine's memory is the trainer's until the next rollout; returns its metrics."""
+        """Release the engine's memory to the trainer until the next rollout; returns metrics."""
         if self._rollouter is None:
             return {}
         metrics = self._rollouter.engine.take_metrics()
@@ -153,13 +156,13 @@ class Sampling:
         return metrics
 
     def _offload(self) -> None:
-        """Before servers generate: the trainer's memory is theirs."""
+        """Offload the trainer before servers generate."""
         if self._offloaded is not None:
             with self._progress.phase("offload"):
                 self._offloaded_gb = self._offloaded.release() / 1e9
 
     def _release(self) -> None:
-        """Before the trainer works: the servers' memory is its own."""
+        """Release the servers' memory before the trainer runs."""
         assert self._rollouter is not None
         self._rollouter.engine.release_memory()
         if self._offloaded is not None:
@@ -167,7 +170,7 @@ class Sampling:
                 self._offloaded.restore()
 
     def evaluate(self, step: int, weight_version: int) -> dict[str, float]:
-        """Scores under these weights, after everything that is being sampled."""
+        """Evaluate these weights, after draining in-flight requests; returns scores."""
         assert self.evaluator is not None
         self.supply.drain()
         self.sync_weights(weight_version)
@@ -179,7 +182,7 @@ class Sampling:
         return scores
 
     def close(self) -> None:
-        """End what this process started: graders, engines. Closing twice is fine."""
+        """End the graders and engines that this process started. Idempotent."""
         self.supply.close()
         if self.evaluator is not None:
             self.evaluator.close()
@@ -192,7 +195,7 @@ class Sampling:
 def make_weight_sync(
     run: RunConfig, backend: MegatronBackend, rollouter: Rollouter | None, progress: Progress
 ) -> WeightSync | None:
-    """Of a run with an engine. What servers have is checked."""
+    """The weight sync of a run with an engine, with a check if the engine is made of servers."""
     if rollouter is None:
         return None
     check = None

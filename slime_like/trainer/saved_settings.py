@@ -1,4 +1,4 @@
-"""What a checkpoint knows of its run's configuration, and how a run that resumes differs from it."""
+"""Settings stored in a checkpoint, and how a resuming run differs from them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from urllib.parse import urlsplit
 from arguments.run_config import RunConfig
 from slime_like.config import flag_name
 
-# What is learned, and from what. Learning rates and weight decay are the schedule's to compare;
-# layouts and folders may change.
+# Settings that define what is learned. Learning rate and weight decay are compared with the
+# schedule; layouts and folders may change.
 GROUPS = (
     "data", "rollout", "scheduling", "reward", "algorithm", "distillation", "off_policy", "policy_loss", "value_loss",
     "critic", "gates",
 )  # fmt: skip
-# How long and how fast, or compared elsewhere
+# run length and performance settings, and settings that are compared elsewhere
 LEFT_OUT = frozenset(
     """num_rollout num_epoch prompt_data critic_load rm_num_workers rm_timeout_s micro_batch_size max_tokens_per_gpu
     log_probs_chunk_size""".split()  # noqa: SIM905
@@ -26,14 +26,14 @@ LEFT_OUT = frozenset(
 
 
 def settings_of(run: RunConfig) -> dict[str, object]:
-    """The settings that a resumed run should share, as plain JSON.
+    """Settings that a resumed run should keep, as plain JSON.
 
     Args:
-        run: complete.
+        run: The complete configuration.
 
     Returns:
-        Values by flag. A flag that names a file of a user's function has the digest of the file
-        too. Addresses are without credentials.
+        Values by flag. A flag that names a file with a user function includes the file's digest.
+        Credentials in addresses are masked.
     """
     found: dict[str, object] = {}
     for group in GROUPS:
@@ -52,7 +52,8 @@ def settings_of(run: RunConfig) -> dict[str, object]:
 
 
 def changes(saved: Mapping[str, object], ours: Mapping[str, object]) -> list[str]:
-    """The settings that both know and that differ, as words: ``--rollout-temperature 1.0 -> 0.8``."""
+    """Describe changed settings, among those that both have: ``--rollout-temperature 1.0 ->
+    0.8``."""
     return [
         f"{flag} {saved[flag]} -> {value}"
         for flag, value in ours.items()

@@ -1,5 +1,5 @@
-"""What a run learns from: responses that it samples and grades, or given answers. One object answers
-everything in which the two differ in a step of the trainer, numbers about a rollout among it."""
+"""Training strategies: reinforcement learning from sampled responses, or supervised fine-tuning. A
+strategy holds everything in which a trainer step differs between the two."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 
 class Strategy(Protocol):
-    """health: watches for a run that learns nothing; None where nothing says so. samples_responses:
-    whether each rollout needs the engine, with the current weights."""
+    """One way to train. health: detects runs that do not learn, None if not applicable.
+    samples_responses: whether each rollout needs the engine with the current weights."""
 
     health: HealthMonitor | None
     samples_responses: bool
@@ -38,24 +38,25 @@ class Strategy(Protocol):
         collected: Mapping[str, float],
         weight_version: int,
     ) -> dict[str, float]:
-        """Metrics of a rollout that has just been collected; `collected` says how."""
+        """Check a newly collected rollout; returns metrics. collected: metrics of the
+        collection."""
         ...
 
     def check_failures(
         self, step: int, samples: Sequence[AnySample], metrics: Mapping[str, float]
     ) -> None:
-        """Raises RunError where too many samples are of no use. metrics: of the rollout so far."""
+        """Raise RunError if too many samples failed. metrics: the rollout's metrics so far."""
         ...
 
     def make_batches(
         self, maker: BatchMaker, samples: Sequence[AnySample], weight_version: int
     ) -> tuple[Batches, dict[str, float]]:
-        """What the rollout is trained on, and metrics."""
+        """The train batches of the rollout, and metrics."""
         ...
 
 
 class ReinforcementLearning:
-    """Responses of the policy and their rewards."""
+    """Trains on sampled responses and their rewards."""
 
     samples_responses = True
 
@@ -68,9 +69,9 @@ class ReinforcementLearning:
         max_failed: float,
         reward_trains: bool,
     ) -> None:
-        """recorded: rollouts are those of another run, under its weight versions. staleness: most
-        versions that tokens may be behind, None for any number. source: who is to blame for older
-        ones. max_failed: share of samples that may be of no use."""
+        """recorded: rollouts come from another run and have its weight versions. staleness: maximum
+        staleness in weight versions, None for unbounded. source: named in the error about staler
+        tokens. max_failed: largest fraction of failed samples."""
         self.health: HealthMonitor | None = HealthMonitor(reward_trains=reward_trains)
         self._recorded = recorded
         self._staleness = staleness
@@ -84,8 +85,8 @@ class ReinforcementLearning:
         collected: Mapping[str, float],
         weight_version: int,
     ) -> dict[str, float]:
-        """Staleness holds by itself, unless a function of the user's brings older samples or an
-        engine lies."""
+        """Also checks the staleness bound, which only a user function or a faulty engine can
+        violate."""
         metrics = rollout_metrics(samples, None if self._recorded else weight_version)
         metrics = merged(metrics, collected)
         if not self._recorded:
@@ -102,7 +103,7 @@ class ReinforcementLearning:
         text = f"rollout {step + 1}: {failed:.1%} of the samples have no usable response or reward"
         first = first_failure(samples)
         if failed > self._max_failed:
-            # rank 0 alone has the counts, and any rank may be the one that raises
+            # only rank 0 has the counts, but any rank may raise
             troubles = from_rank_zero(lambda: engine_troubles(metrics))
             raise RunError(
                 f"{text}, more than --max-failed-samples {self._max_failed:g}; the first: "
@@ -117,7 +118,7 @@ class ReinforcementLearning:
 
 
 class SupervisedFineTuning:
-    """The labels of the prompts, as answers to learn."""
+    """Trains on the labels of the prompts as answers."""
 
     health: HealthMonitor | None = None
     samples_responses = False
@@ -133,22 +134,23 @@ class SupervisedFineTuning:
         collected: Mapping[str, float],
         weight_version: int,
     ) -> dict[str, float]:
-        """Warns once in a run of answers that are cut: the model would not learn how they end."""
+        """Warns once per run about truncated answers: the model would not learn to end them."""
         share = collected[TRUNCATED_FRACTION]
         if share and not self._warned:
             self._warned = True
             warn_rank_0(
                 logger,
                 f"{share:.1%} of the answers of this step are longer than "
-                f"--rollout-max-response-len {self._limit} and are cut there, without an end; "
-                f"{TRUNCATED_FRACTION} has the share of every step",
+                f"--rollout-max-response-len {self._limit} and are truncated, without an end "
+                "token; "
+                f"{TRUNCATED_FRACTION} has the fraction of every step",
             )
         return dict(collected)
 
     def check_failures(
         self, step: int, samples: Sequence[AnySample], metrics: Mapping[str, float]
     ) -> None:
-        """An answer cannot fail."""
+        """Nothing to check: given answers cannot fail."""
 
     def make_batches(
         self, maker: BatchMaker, samples: Sequence[AnySample], weight_version: int
@@ -157,7 +159,7 @@ class SupervisedFineTuning:
 
 
 def make_strategy(run: RunConfig) -> Strategy:
-    """Of --loss-type."""
+    """The strategy of --loss-type."""
     if run.algorithm.loss_type == "sft_loss":
         return SupervisedFineTuning(run.rollout.rollout_max_response_len)
     path = run.scheduling.rollout_function_path
@@ -171,7 +173,8 @@ def make_strategy(run: RunConfig) -> Strategy:
 
 
 def merged(ours: dict[str, float], theirs: Mapping[str, float]) -> dict[str, float]:
-    """Raises ValueError for a name that is there twice, as a user's function may choose it."""
+    """Merge two sets of metrics. Raises ValueError for a duplicate name (user functions choose
+    theirs freely)."""
     twice = sorted(ours.keys() & theirs.keys())
     if twice:
         raise ValueError(
@@ -181,19 +184,19 @@ def merged(ours: dict[str, float], theirs: Mapping[str, float]) -> dict[str, flo
 
 
 def is_failed(sample: AnySample) -> bool:
-    """No response, or no finite reward."""
+    """Whether the sample has no response or no finite reward."""
     lost = sample.status in (SampleStatus.ABORTED, SampleStatus.FAILED)
     return lost or sample.reward is None or not math.isfinite(sample.reward)
 
 
 def failed_fraction(samples: Sequence[AnySample]) -> float:
-    """Share of samples without a response or a valid reward."""
+    """Fraction of samples without a response or a finite reward."""
     return sum(map(is_failed, samples)) / len(samples)
 
 
 def first_failure(samples: Sequence[AnySample]) -> str:
-    """A message about the first failed sample, on all ranks from the one that has it; a
-    collective."""
+    """A message about the first failed sample, broadcast from the rank that holds it.
+    Collective."""
     sample = next(s for s in samples if is_failed(s))
     texts = gather(_failure(sample) if isinstance(sample, Sample) else None)
     return next(words for words in texts if words is not None)
@@ -201,14 +204,14 @@ def first_failure(samples: Sequence[AnySample]) -> str:
 
 def _failure(sample: Sample) -> str:
     if sample.status == SampleStatus.ABORTED:
-        return f"sample {sample.sample_id}: the engine gave it up" + (
+        return f"sample {sample.sample_id}: aborted by the engine" + (
             f": {why}" if (why := sample.metadata.get("failure")) else ""
         )
     return f"sample {sample.sample_id}: {sample.metadata.get('failure', f'its reward is {sample.reward}')}"
 
 
 def engine_troubles(metrics: Mapping[str, float]) -> str:
-    """What became of requests to servers, for the end of a message; nothing where all went well."""
+    """Counts of failed requests to servers, to append to a message; "" if there were none."""
     counts = [
         f"{name.removeprefix('engine/')} {value:g}"
         for name, value in metrics.items()
@@ -220,9 +223,9 @@ def engine_troubles(metrics: Mapping[str, float]) -> str:
 def rollout_metrics(
     samples: Sequence[AnySample], weight_version: int | None = None
 ) -> dict[str, float]:
-    """Over all samples of a rollout; rewards that are not finite are left out of mean and
-    deviation, and counted. weight_version: of the policy that is about to be trained, from which
-    staleness counts."""
+    """Metrics over all samples of a rollout. Non-finite rewards are excluded from mean and standard
+    deviation, and counted. weight_version: version of the policy before the update, the reference
+    of staleness."""
     rewards = [s.reward for s in samples if s.reward is not None and math.isfinite(s.reward)]
     lengths = torch.tensor([s.response_length for s in samples], dtype=torch.float64)
     metrics = {
@@ -248,8 +251,8 @@ def rollout_metrics(
 
 
 def staleness_metrics(counts: Mapping[int, int]) -> dict[str, float]:
-    """How many weight versions the tokens that were sampled are behind the policy that trains on
-    them: mean, largest, and the share of each. counts: tokens by versions behind."""
+    """Staleness of the sampled tokens in weight versions: mean, maximum, and the fraction at each
+    value. counts: number of tokens by staleness."""
     total = sum(counts.values())
     metrics = {
         "rollout/staleness_mean": sum(behind * n for behind, n in counts.items()) / total,
@@ -264,9 +267,8 @@ def staleness_metrics(counts: Mapping[int, int]) -> dict[str, float]:
 def check_staleness(
     samples: Sequence[AnySample], weight_version: int, bound: int | None, remedy: str
 ) -> None:
-    """Raises RunError for tokens of a version that no policy has had yet, and for older ones than
-    `bound` versions behind `weight_version`, the policy that is about to be trained; None: no
-    bound."""
+    """Raise RunError for tokens from a future version, or more than `bound` versions behind
+    `weight_version`, the version of the policy before the update. bound: None for unbounded."""
     for sample in samples:
         versions = sample.version_counts
         newest, oldest = (
@@ -277,6 +279,7 @@ def check_staleness(
             wrong = newest if newest > weight_version else oldest
             legal = "no bound" if bound is None else f"at most {bound} versions behind"
             raise RunError(
-                f"sample {sample.sample_id} has tokens of weight version {wrong}, and the policy that is "
+                f"sample {sample.sample_id} has tokens of weight version {wrong}, and the policy "
+                "being "
                 f"trained has version {weight_version} ({legal}): {remedy}"
             )

@@ -1,5 +1,5 @@
-"""What the teacher of on-policy distillation says of the tokens that the policy sampled, and with
---opd-topk of those that the policy finds likeliest in their places."""
+"""Teacher log-probs for on-policy distillation: of the sampled tokens, and with --opd-topk of the
+policy's top-k tokens at each position."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from slime_like.types import Sample, TrainSample
 
 @dataclass(frozen=True, slots=True)
 class TeacherScores:
-    """Of this rank's samples. log_probs: [R] each. tokens, probs: with
-    --opd-topk, [R, K] each: tokens, and the teacher's probabilities of them, all 0 in a sample that
-    has no teacher."""
+    """Teacher scores of this rank's samples. log_probs: [R] each. tokens, probs: with --opd-topk,
+    [R, K] each: token ids and the teacher's probabilities, all 0 for a sample without teacher."""
 
     log_probs: list[Tensor]
     tokens: list[Tensor] | None = None
     probs: list[Tensor] | None = None
 
     def lay_on(self, place: int, sample: TrainSample) -> TrainSample:
-        """The sample at this place, with what its loss needs of them."""
+        """`sample`, the one at index `place`, with the scores that its loss needs."""
         if self.tokens is None or self.probs is None:
             return sample
         return dataclasses.replace(
@@ -40,7 +39,8 @@ def teacher_scores(
     rollout: Rollout,
     old: Sequence[LogProbOutput] | None,
 ) -> TeacherScores:
-    """From the teacher on Megatron, or from the served one. old: of the policy. A collective."""
+    """Scores from the Megatron teacher or the served teacher. old: the policy's log-probs.
+    Collective."""
     if backend.teacher is None:
         return TeacherScores(_served(rollout.drawn))
     assert old is not None, "see RunConfig.old_is_current"
@@ -56,7 +56,7 @@ def teacher_scores(
         taught = [prompt is not None for prompt in prompts]
         local = [_as_taught(s, prompt) for s, prompt in zip(local, prompts, strict=True)]
     found = backend.forward(local, backend.teacher)
-    # without a teacher there is no gap
+    # samples without a teacher use the policy's own log-probs: their gap is 0
     log_probs = [t.log_probs if has else o.log_probs for t, o, has in zip(found, old, taught)]
     if not top:
         return TeacherScores(log_probs)
@@ -69,8 +69,8 @@ def teacher_scores(
 
 
 def _as_taught(sample: TrainSample, prompt: Tensor | None) -> TrainSample:
-    """The sample with the teacher's prompt, and without the routes of the policy's. Without one, its
-    first token takes the place of a prompt: the result is not used."""
+    """The sample with the teacher's prompt and without routed experts. Samples without a teacher's
+    prompt get a one-token prompt; their result is not used."""
     response = (
         sample.tokens[-sample.response_length :] if sample.response_length else sample.tokens[:0]
     )
@@ -79,7 +79,7 @@ def _as_taught(sample: TrainSample, prompt: Tensor | None) -> TrainSample:
 
 
 def _served(samples: Sequence[Sample]) -> list[Tensor]:
-    """[R] each; one that has none is not trained on."""
+    """Log-probs of a served teacher, [R] each. A sample that has none is not trained on."""
     return [
         torch.zeros(s.response_length) if s.teacher_log_probs is None else s.teacher_log_probs
         for s in samples

@@ -1,4 +1,4 @@
-"""How fast a rollout was trained: tokens and floating-point operations a second and device."""
+"""Training throughput: tokens and FLOPs per second and device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from slime_like.preflight.flops import TERA, ForwardFlops, forward_flops, peak_t
 
 
 class Throughput:
-    """Metrics out of the seconds of phases and the lengths of what was trained on.
+    """Computes throughput metrics from phase times and sequence lengths.
 
     Args:
-        run: with --device-peak-tflops, or none.
-        devices: of the trainer; rollout engines on devices of their own are not among them.
-        device: its name; "" for the CPU, which has no known peak.
-        log_prob_passes: forward passes of the policy's shape in the phase log_probs.
+        run: Configuration, possibly with --device-peak-tflops.
+        devices: Number of trainer devices, without devices used only by rollout engines.
+        device: Device name; "" for the CPU, which has no known peak.
+        log_prob_passes: Forward passes of the policy's size in the log_probs phase.
     """
 
     def __init__(self, run: RunConfig, *, devices: int, device: str, log_prob_passes: int) -> None:
@@ -27,19 +27,19 @@ class Throughput:
         self._peak = run.profiling.device_peak_tflops or peak_tflops(device)
         self._devices = devices
         self._passes = log_prob_passes
-        # weights under an adapter get no gradient, which is one of the three products
+        # 3 matmuls per weight: forward, input gradient, weight gradient; with LoRA the base weights
+        # have no weight gradient
         self._of_weights = 2.0 if run.lora.lora_rank else 3.0
         self._of_critic = 2.0 if run.critic.critic_lora_rank else 3.0
 
     def metrics(
         self, lengths: Sequence[tuple[int, int]], seconds: Mapping[str, float]
     ) -> dict[str, float]:
-        """Of one rollout.
+        """Throughput metrics of one rollout.
 
         Args:
-            lengths: (tokens, tokens that have a log-prob) of each sequence that was trained on, over
-                all ranks.
-            seconds: ``perf/<phase>_s`` and ``perf/step_s``, among other metrics.
+            lengths: (tokens, tokens with a log-prob) of each trained sequence, over all ranks.
+            seconds: Metrics that include ``perf/<phase>_s`` and ``perf/step_s``.
         """
         if not lengths:
             return {}
@@ -71,7 +71,7 @@ class Throughput:
 
 
 def throughput_of(run: RunConfig, backend: MegatronBackend) -> Throughput:
-    """A teacher is not counted: it may be of another shape."""
+    """The throughput of a run. A teacher's FLOPs are not counted: its size may differ."""
     on_gpu = backend.device.type == "cuda"
     return Throughput(
         run,

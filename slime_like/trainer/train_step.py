@@ -1,4 +1,4 @@
-"""The optimizer steps of a rollout, of the policy and of the critic, and the gates on them."""
+"""Optimizer steps of a rollout for policy and critic, with their numeric guards."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _LOSS_INPUTS = {
     "rollout_log_probs": "log-prob of the rollout engine",
     "importance_weights": "importance weight",
     "loss_weights": "weight of the reduction",
-}  # field of a TrainSample -> in a message
-_GATES = {"": "policy", "critic_": "critic"}  # prefix of the names in a checkpoint
+}  # field of a TrainSample -> its name in a message
+_GATES = {"": "policy", "critic_": "critic"}  # key prefix in a checkpoint -> network
 
 
 class TrainStep:
-    """Collective over all ranks."""
+    """Runs the optimizer steps of a rollout. Collective over all ranks."""
 
     def __init__(
         self,
@@ -55,9 +55,9 @@ class TrainStep:
         patience: int,
         kl_vanishes_at: int | None,
     ) -> None:
-        """gates: on the difference to the sampler, for updates with its log-probs as the old ones.
-        patience: optimizer steps in a row that may be skipped. kl_vanishes_at: the rollout that
-        starts with the reference model as its policy; None where there is none."""
+        """gates: guards on the difference to the rollout engine, for updates that use its log-probs
+        as the old ones. patience: consecutive optimizer steps that may be skipped. kl_vanishes_at:
+        the rollout at which the policy equals the reference model, or None."""
         self.algorithm = algorithm
         self.backend = backend
         self.progress = progress
@@ -71,7 +71,7 @@ class TrainStep:
         }
 
     def state_dict(self) -> dict[str, object]:
-        """Steps that were skipped, and the entropy bonus, as plain JSON."""
+        """Counts of skipped steps and the entropy coefficient, as plain JSON."""
         state: dict[str, object] = {"entropy_controller": self.entropy.state_dict()}
         for prefix, network in _GATES.items():
             state[f"{prefix}skipped_steps"] = self.skip_gates[network].total
@@ -79,7 +79,7 @@ class TrainStep:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Checkpoints before the adaptive entropy bonus have no state of it."""
+        """Restore `state_dict`. Older checkpoints have no entropy state."""
         self.entropy.load_state_dict(state.get("entropy_controller", {}))
         for prefix, network in _GATES.items():
             self.skip_gates[network].total = int(state[f"{prefix}skipped_steps"])
@@ -88,8 +88,8 @@ class TrainStep:
     def train_policy(
         self, step: int, batches: Batches, *, weight_version: int, on_policy: bool
     ) -> dict[str, float]:
-        """Metrics are averaged over the optimizer steps. on_policy: all tokens are of the current
-        weights, of this version."""
+        """Train the policy on the rollout's batches; returns metrics averaged over the optimizer
+        steps. on_policy: the current weights (`weight_version`) sampled all tokens."""
         gate = self.skip_gates["policy"]
         results = []
         checked: dict[str, float] = {}
@@ -117,8 +117,7 @@ class TrainStep:
         return averages(results, gate) | checked
 
     def train_critic(self, batches: Sequence[TrainBatch], *, values_abs: float) -> dict[str, float]:
-        """As `train_policy`, for the critic. values_abs: mean absolute value of the rollout's
-        values."""
+        """As `train_policy`, for the critic. values_abs: mean |V| of the rollout."""
         gate = self.skip_gates["critic"]
         results = []
         with self.progress.phase("train_critic"):
@@ -143,9 +142,10 @@ class TrainStep:
     def _check_loss(
         self, batch: TrainBatch, pending: PendingStep, index: int, *, critic: bool = False
     ) -> None:
-        """A loss that is not finite changes no weight: a clamp may keep its NaN out of the
-        gradient, and a step without one of its terms would be taken. Collective only where it
-        raises, for all ranks have the same metrics. Raises GateError naming the first culprit."""
+        """Raise GateError before the optimizer step if the loss is not finite, naming the first
+        non-finite input. The gradient may still be finite: a clamp can drop the NaN, and the step
+        would silently miss a term. Communicates only when raising, because all ranks have the same
+        metrics."""
         broken = non_finite_losses(pending.metrics)
         if not broken:
             return
@@ -170,16 +170,16 @@ class TrainStep:
         names = [f"{i + 1} of {len(samples)} of this rank" for i in range(len(samples))]
         check_finite(columns, masks, names, when=when)
         raise GateError(
-            f"{when}, and all that it was computed from is finite: see the loss and its coefficients"
+            f"{when}, although all of its inputs are finite: check the loss and its coefficients"
         )
 
     def _check_first_update(
         self, step: int, metrics: Mapping[str, float], *, weight_version: int, on_policy: bool
     ) -> None:
-        """Gates on the forward pass of a rollout's first optimizer step, before the weights change."""
+        """Guards on the first forward pass of a rollout's update, before the weights change."""
         if self._has_dropout:
             return
-        gap = metrics.get("log_ratio_abs", 0.0)  # there are no old log-probs of given answers
+        gap = metrics.get("log_ratio_abs", 0.0)  # supervised samples have no old log-probs
         if self.algorithm.use_rollout_logprobs:
             self.gates.check_update(gap, weight_version, on_policy=on_policy)
             return
@@ -201,15 +201,15 @@ class TrainStep:
         return bool(transformer.hidden_dropout or transformer.attention_dropout)
 
     def _same_packing(self, layout: ParallelLayout) -> bool:
-        """Whether forward-only passes and updates of a network in this layout pack samples alike."""
+        """Whether forward-only passes and updates pack samples identically in this layout."""
         algorithm = self.algorithm
         same_size = algorithm.log_probs_micro_batch_size in (None, algorithm.micro_batch_size)
         same_size = (
             same_size and not algorithm.use_dynamic_batch_size
-        )  # a pass over a whole rollout is filled otherwise than a step
+        )  # micro-batches of a full rollout differ from those of one step
         return (
             same_size and layout.vp_size == 1
-        )  # interleaved stages pad to the longest of the step, or of the rollout
+        )  # interleaved stages pad to the longest sequence of the step or the rollout
 
 
 def entropy_controller(algorithm: AlgorithmConfig) -> EntropyController:
@@ -227,8 +227,8 @@ def entropy_controller(algorithm: AlgorithmConfig) -> EntropyController:
 def averages(
     results: Sequence[StepResult], gate: SkippedStepGate, prefix: str = ""
 ) -> dict[str, float]:
-    """Metrics of the optimizer steps of one rollout, averaged over them. prefix: of the names that
-    every network has."""
+    """Average the metrics of a rollout's optimizer steps. prefix: for names that policy and critic
+    share."""
     names = sorted({name for r in results for name in r.metrics})
     metrics = {
         n if n.startswith("perf/") else f"train/{n}": mean(

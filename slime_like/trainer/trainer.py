@@ -1,5 +1,5 @@
-"""The loop: prompts, rollouts, log-probs, advantages, optimizer steps, weights to the engine;
-evaluation and checkpoints when due."""
+"""The training loop: rollout, log-probs, advantages, optimizer steps, weight sync; evaluation and
+checkpoints when due."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Owns the run: every part is built here and used by `run`. All ranks execute the same calls."""
+    """Builds and owns every part of a run. All ranks execute the same calls."""
 
     def __init__(
         self,
@@ -54,7 +54,8 @@ class Trainer:
         on_phase: Callable[[str], None] = lambda phase: None,
         traced: Callable[[int], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """traced: around each rollout, given how many are done."""
+        """on_phase: called at the start and end of each phase. traced: context manager around each
+        rollout, called with the number of finished rollouts."""
         self.run_config = run
         self.layout = layout
         self.output_dir = output_dir
@@ -62,7 +63,7 @@ class Trainer:
         self.strategy = make_strategy(run)
         self.tokenizer = tokenizer = run_tokenizer(run)
         source = make_source(run, tokenizer)
-        # wrong ones: before the model is built
+        # before the model is built, so that bad data fails early
         eval_prompts, eval_notes = load_prompts(run, tokenizer)
         self.num_rollouts = num_rollouts(run, source)
         self.progress = Progress(
@@ -78,7 +79,7 @@ class Trainer:
             self.hooks.megatron_init()
         self.backend = MegatronBackend(run, layout, total_steps=total_steps)
         self._throughput = throughput_of(run, self.backend)
-        self._lengths: list[tuple[int, int]] = []  # of what was trained on last; see there
+        self._lengths: list[tuple[int, int]] = []  # of the last trained batch, for `Throughput`
         if self.backend.critic is not None and self.backend.critic.layout is not layout:
             logger.info(f"critic: {self.backend.critic.layout.describe()}")
         self.sampling = Sampling(
@@ -91,12 +92,12 @@ class Trainer:
             num_rollouts=self.num_rollouts,
             output_dir=output_dir,
         )
-        # of the policy; the engine has its own, which lags until the next sync
+        # version of the policy; the engine's lags until the next sync
         self.weight_version = 1
         self.start = 0
-        # prefixes of metrics that a function of the user's has logged
+        # metric prefixes that a user hook logged itself
         self._unlogged: set[str] = set()
-        self._evaluation_due = False  # of rollout `start`, which another run trained
+        self._evaluation_due = False  # of rollout `start`, trained before this process resumed
         for note in [*([] if source is None else source.notes), *eval_notes]:
             warn_rank_0(logger, note)
         gates = sampler_gates(run)
@@ -119,7 +120,7 @@ class Trainer:
         self.logger = self._open_logger({} if start.state is None else start.state)
 
     def _open_logger(self, state: Mapping[str, Any]) -> MetricsLogger | None:
-        """On rank 0. state: of the checkpoint that the run continues."""
+        """The metrics logger, on rank 0 only. state: trainer state of the resumed checkpoint."""
         config = self.run_config.logging
         if self.layout.rank != 0:
             return None
@@ -141,8 +142,8 @@ class Trainer:
         )
 
     def run(self) -> int:
-        """The whole run, from the first rollout or from where it was resumed. Returns the exit
-        status: 0, or that of a `ExitRequest`."""
+        """Run all rollouts, from the first or from where the checkpoint left off. Returns the exit
+        status: 0, or that of an `ExitRequest`."""
         run = self.run_config
         self.stop.catch(signal.SIGINT)
         if run.checkpoint.save is not None:
@@ -157,7 +158,8 @@ class Trainer:
                 self._make_up_evaluation()
             if self.start >= self.num_rollouts:
                 logger.info(
-                    f"nothing to do: the checkpoint has {self.start} rollouts and the run asks for {self.num_rollouts}"
+                    f"nothing to do: the checkpoint has {self.start} of {self.num_rollouts} "
+                    "rollouts"
                 )
                 return 0
             if self.start == 0 and self.sampling.evaluator and not run.eval.skip_eval_before_train:
@@ -177,8 +179,8 @@ class Trainer:
         return 0
 
     def _rollout(self, step: int) -> ExitRequest | None:
-        """One rollout, then what is due after it: evaluation, checkpoint, metrics. Returns why the
-        run stops here, or None."""
+        """Run one rollout, then evaluation, checkpoint and metrics as due. Returns the exit request
+        that stops the run here, or None."""
         run = self.run_config
         metrics = self.step(step)
         metrics |= self._check_health(metrics)
@@ -186,8 +188,8 @@ class Trainer:
         due = self.sampling.evaluator is not None and is_due(
             step, run.eval.eval_interval, self.num_rollouts
         )
-        # who asked may not wait for an evaluation: the checkpoint comes first, and knows what is
-        # missing
+        # the sender of the signal may not wait for an evaluation: save first, and record in the
+        # checkpoint that the evaluation is missing
         later = due and stop is not None and stop.hurried and run.checkpoint.save is not None
         if due and not later:
             metrics |= self._evaluate(step)
@@ -198,7 +200,7 @@ class Trainer:
             with self.progress.phase("save"):
                 state = {**self._state(metrics), "evaluation_due": later}
                 metrics |= self.checkpoints.after_rollout(step + 1, state, last=last)
-        if later and is_final:  # nobody may start this run again
+        if later and is_final:  # no later process would make it up
             metrics |= self._evaluate(step)
         elif later:
             logger.info(f"the evaluation of rollout {step + 1} is left to the run that resumes")
@@ -210,8 +212,8 @@ class Trainer:
         return stop
 
     def _make_up_evaluation(self) -> None:
-        """The evaluation that a run left when it had to stop, under the weights that it had; in the
-        metrics of its last rollout."""
+        """Run the evaluation that a stopped run skipped, with the weights it had; it is logged with
+        the metrics of that run's last rollout."""
         metrics_logger = self.logger
         done = from_rank_zero(
             lambda: (
@@ -228,7 +230,7 @@ class Trainer:
             metrics_logger.amend(self.start, scores)
 
     def _export(self) -> None:
-        """What --lora-save-path and --save-hf ask for at the end."""
+        """Write the exports of --lora-save-path and --save-hf at the end of the run."""
         run = self.run_config
         targets = (
             ("--lora-save-path", run.lora.lora_save_path, "adapter", self.backend.save_adapter),
@@ -241,15 +243,15 @@ class Trainer:
                 logger.info(f"{name}: {folder}")
 
     def close(self, *, finish_s: float | None = None) -> None:
-        """End what this process started: graders, files. finish_s: for the trackers. Closing twice
-        is fine."""
+        """End graders and engines and close files. finish_s: time limit for trackers in seconds.
+        Idempotent."""
         self.sampling.close()
         if self.logger is not None:
             self.logger.close(finish_s)
             self.logger = None
 
     def step(self, step: int) -> dict[str, float]:
-        """One rollout and its optimizer steps."""
+        """One rollout and its optimizer steps; returns metrics."""
         run = self.run_config
         if self.strategy.samples_responses:
             self.sampling.sync_weights(self.weight_version)
@@ -308,7 +310,7 @@ class Trainer:
         return metrics
 
     def _check_health(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Warn of a run that learns nothing; ``health/...`` of this rollout."""
+        """Warn if the run does not learn; returns ``health/...`` metrics of this rollout."""
         if self.strategy.health is None:
             return {}
         counted, fresh = self.strategy.health.check(metrics)
@@ -326,8 +328,8 @@ class Trainer:
         return scores
 
     def _state(self, metrics: Mapping[str, float]) -> dict[str, object]:
-        """What a checkpoint holds beside the networks; plain JSON. metrics: of the last rollout,
-        whose line is not written yet."""
+        """Trainer state of a checkpoint as plain JSON. metrics: of the last rollout, which is not
+        yet in metrics.jsonl."""
         health = self.strategy.health
         return {
             **self.sampling.supply.state_dict(),
@@ -347,7 +349,7 @@ class Trainer:
             self.updates.load_state_dict(state)
             self.batches.load_state_dict(state["batches"])
             health = self.strategy.health
-            if health is not None and state.get("health"):  # checkpoints of before have none
+            if health is not None and state.get("health"):  # older checkpoints have none
                 health.load_state_dict(state["health"])
             warn_rank_0(logger, self.sampling.supply.load_state_dict(state))
         except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
@@ -364,10 +366,10 @@ class Trainer:
 
 
 def mean_scores(scores: Mapping[str, float]) -> str:
-    """The mean of every set, for a line on screen."""
+    """Mean score of every evaluation set, as text for the log."""
     return "  ".join(f"{k} {v:.4f}" for k, v in scores.items() if k.endswith("/mean"))
 
 
 def is_due(step: int, interval: int | None, total: int) -> bool:
-    """Every `interval` rollouts, and after the last."""
+    """Whether an action is due: every `interval` rollouts, and after the last."""
     return step + 1 == total or (interval is not None and (step + 1) % interval == 0)

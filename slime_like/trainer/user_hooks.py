@@ -1,7 +1,6 @@
-"""Functions of the user's that take part in training and logging (arguments/schema/hooks.py).
+"""User functions in training and logging (arguments/schema/hooks.py).
 
-What they are called with is the matter of an adapter, which `rollout/hooks.py` looks up when a flag
-names a function.
+An adapter, which `rollout/hooks.py` looks up if a flag names a function, defines their arguments.
 """
 
 from __future__ import annotations
@@ -43,8 +42,9 @@ Columns = Mapping[str, Sequence[Tensor] | None]
 
 @dataclass(frozen=True, slots=True)
 class RankData:
-    """A rollout's samples of this rank. samples: with their tokens. train: the same, for the loss.
-    rewards: as the group makes them. columns: further numbers of tokens by name, [R] by sample."""
+    """This rank's samples of a rollout. samples: with tokens. train: the same samples as inputs of
+    the loss. rewards: after group normalisation. columns: further per-token tensors by name, [R]
+    per sample."""
 
     samples: Sequence[Sample]
     train: Sequence[TrainSample]
@@ -53,8 +53,8 @@ class RankData:
 
 
 class HookAdapter(Protocol):
-    """Calls the functions; each raises ValueError naming the flag for what a function gets wrong.
-    has: whether a flag names one."""
+    """Calls user functions. Each method raises ValueError, naming the flag, for an invalid result.
+    has: whether a flag names the function."""
 
     def __init__(self, config: RunConfig) -> None: ...
 
@@ -84,7 +84,7 @@ class HookAdapter(Protocol):
 
 
 class UserHooks:
-    """The functions of a run that has some; a method without its function changes nothing."""
+    """The user functions of a run. A method without a function is a no-op."""
 
     def __init__(self, config: RunConfig) -> None:
         self._adapter: HookAdapter = hook_adapter(config)
@@ -100,7 +100,7 @@ class UserHooks:
         return self._adapter if self._adapter.has(name) else None
 
     def megatron_init(self) -> None:
-        """Before the model is built; on every rank."""
+        """Called before the model is built, on every rank."""
         if (adapter := self._named("custom_megatron_init_path")) is not None:
             adapter.megatron_init()
 
@@ -116,12 +116,13 @@ class UserHooks:
 
     @property
     def converts(self) -> bool:
-        """Whether `converted` changes anything."""
+        """Whether a conversion function is set."""
         return self._named("custom_convert_samples_to_train_data_path") is not None
 
     def converted(self, samples: Sequence[AnySample]) -> list[AnySample]:
-        """The sequences to train on, with `TRAIN_REWARD` in their metadata; a collective. samples:
-        of a rollout, each followed by its branches. Rank 0 has what the function made."""
+        """Convert samples to the sequences to train on, with `TRAIN_REWARD` in their metadata.
+        Collective; the function runs on rank 0. samples: of a rollout, each followed by its
+        branches."""
         adapter = self._named("custom_convert_samples_to_train_data_path")
         if adapter is None:
             return list(samples)
@@ -136,15 +137,16 @@ class UserHooks:
         return [*own] if own else [*remote_samples(*index)]
 
     def advantages(self, data: Callable[[], RankData]) -> tuple[list[Tensor], list[Tensor]] | None:
-        """Advantages and returns, [R] by sample, in place of the estimator's; None: ask that."""
+        """Advantages and returns, [R] per sample, from the user's function; None: use the
+        estimator."""
         adapter = self._named("custom_advantage_function_path")
         return None if adapter is None else adapter.advantages(data())
 
     def finish(
         self, batches: Sequence[TrainBatch], data: Callable[[], RankData]
     ) -> list[TrainBatch]:
-        """The optimizer steps of a rollout with other weights of the policy term, advantages and
-        masks. data: of the same samples in the same order."""
+        """Apply user functions that change loss weights, advantages or masks of the batches. data:
+        the same samples in the same order."""
         if (adapter := self._named("custom_pg_loss_reducer_function_path")) is not None:
             batches = [self._weighed(adapter, batch) for batch in batches]
         adapter = self._named("rollout_data_postprocess_path")
@@ -160,8 +162,8 @@ class UserHooks:
         return map_steps([batch.samples for batch in batches], lambda i, sample: changed[i])
 
     def _weighed(self, adapter: HookAdapter, batch: TrainBatch) -> TrainBatch:
-        """An optimizer step with the user's weights, over its samples or, with token_mean, over its
-        tokens: the run's own weight of a token is then one over their number."""
+        """Apply the user's weights to one optimizer step: per sample or, with token_mean, per
+        token, where the default weight is one over the number of tokens."""
         if not any(sample.response_length for sample in batch.samples):
             return batch
         scale = 1 / self._batch_size
@@ -177,7 +179,8 @@ class UserHooks:
     def log_rollout(
         self, samples: Sequence[AnySample], metrics: Mapping[str, float], seconds: float
     ) -> bool:
-        """Whether ``rollout/`` is left out of the metrics; a collective."""
+        """Call the user's rollout logger. Returns whether to omit ``rollout/`` metrics.
+        Collective."""
         adapter = self._named("custom_rollout_log_function_path")
         if adapter is None:
             return False
@@ -190,7 +193,8 @@ class UserHooks:
     def log_eval(
         self, step: int, sets: Mapping[str, Sequence[SampleGroup]], metrics: Mapping[str, float]
     ) -> bool:
-        """Whether ``eval/`` is left out of the metrics; a collective."""
+        """Call the user's evaluation logger. Returns whether to omit ``eval/`` metrics.
+        Collective."""
         adapter = self._named("custom_eval_rollout_log_function_path")
         if adapter is None:
             return False
@@ -208,7 +212,7 @@ class UserHooks:
 
 
 def make_user_hooks(config: RunConfig) -> UserHooks | None:
-    """None where no flag names a function."""
+    """The user hooks of a run; None if no flag names a function."""
     given = any(getattr(config.hooks, f.name) for f in dataclasses.fields(config.hooks))
     return UserHooks(config) if given else None
 
@@ -216,8 +220,8 @@ def make_user_hooks(config: RunConfig) -> UserHooks | None:
 def group_rewards(
     settings: AdvantageSettings, outcomes: Outcomes, places: Sequence[int]
 ) -> list[float]:
-    """Rewards of this rank's samples as slime hands them on: compared within groups where the
-    estimator does that to whole responses. 0 where there is no finite number."""
+    """Rewards of this rank's samples as slime passes them: normalised within groups if the
+    estimator does so for whole responses. 0 if there is no finite number."""
     values = outcomes.rewards if outcomes.processed is None else outcomes.processed
     grouped = isinstance(advantage_estimators.get(settings.estimator), OutcomeEstimator)
     if outcomes.processed is None and grouped:

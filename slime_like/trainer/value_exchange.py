@@ -1,5 +1,5 @@
-"""The critic's part of a rollout: its own data-parallel ranks share the samples, and values and
-returns pass between both ways of sharing."""
+"""Critic side of a rollout. The critic may assign samples to other data-parallel ranks than the
+policy; values and returns are exchanged between the two assignments."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from slime_like.types import TrainBatch, TrainSample
 
 
 class ValueExchange:
-    """One rollout under the critic's layout. All ranks call each method together.
+    """One rollout under the critic's layout. Every method is collective.
 
-    samples: of the rollout. steps: this rank's of each optimizer step, by the
-    critic's `shares`. policy, policy_shares: the layout that everything outside the critic is
-    computed in.
+    samples: of the rollout. steps: this rank's samples of each optimizer step, by the critic's
+    assignment `shares`. policy, policy_shares: the policy's layout and assignment.
     """
 
     def __init__(
@@ -42,14 +41,14 @@ class ValueExchange:
         self._values: list[Tensor] = []
 
     def compute_values(self) -> list[Tensor]:
-        """The critic's value of every response token, [R] float32 by sample of the policy's share."""
+        """Critic values of every response token, [R] float32 per sample of the policy's share."""
         self._values = self._backend.forward_critic(
             [sample for step in self._steps for sample in step]
         )
         return self._moved(self._values, self._shares, self._critic, self._policy_shares)
 
     def batches(self, returns: Sequence[Tensor]) -> list[TrainBatch]:
-        """What the critic is trained on, by the values of `compute_values`. returns: [R] float32 by
+        """The critic's train batches, with the values of `compute_values`. returns: [R] float32 per
         sample of the policy's share."""
         own = self._moved(returns, self._policy_shares, self._policy, self._shares)
         return map_steps(
@@ -79,8 +78,16 @@ def over_all_ranks(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> list[Tensor]:
-    """[R] float32 by sample of the rollout, on every rank. values: of this rank's samples. lengths:
-    R of every sample. group: the data-parallel ranks of `shares`, in its order. Collective."""
+    """Gather per-token values of all samples on every rank. Collective.
+
+    Args:
+        values: [R] float32 per sample of this rank.
+        lengths: R of every sample of the rollout.
+        group: Data-parallel ranks, in the order of `shares`.
+
+    Returns:
+        [R] float32 per sample of the rollout.
+    """
     places = [shares.indices_of(rank) for rank in range(group.size())]
     totals = [sum(lengths[i] for i in of_rank) for of_rank in places]
     mine = torch.zeros(max(totals), dtype=torch.float32, device=device)
@@ -97,5 +104,5 @@ def over_all_ranks(
 
 
 def plan_of_critic(policy: StepPlan, critic: ParallelLayout) -> StepPlan:
-    """The same optimizer steps, shared by the critic's data-parallel ranks."""
+    """The policy's step plan, split over the critic's data-parallel ranks."""
     return dataclasses.replace(policy, dp_size=critic.dp_size, dp_rank=critic.dp_rank)

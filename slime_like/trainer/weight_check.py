@@ -1,5 +1,5 @@
-"""Whether the servers have the weights that the trainer has: both compute the log-probs of freshly
-sampled tokens."""
+"""Verify that servers hold the trainer's weights, by comparing log-probs of freshly sampled
+tokens."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ NUM_PROMPTS, PROMPT_LENGTH, RESPONSE_LENGTH = 4, 24, 16
 
 
 class WeightCheck:
-    """A collective over all ranks, after a weight update."""
+    """Checks servers after a weight update. Collective over all ranks."""
 
     def __init__(
         self, backend: MegatronBackend, engine: RolloutEngine, *, limit: float, seed: int
     ) -> None:
-        """limit: largest mean log-prob difference. seed: of the prompts."""
+        """limit: largest mean log-prob difference, in nats. seed: for the random prompts."""
         assert isinstance(engine, SglangEngine)
         self._backend = backend
         self._engine = engine
@@ -43,20 +43,18 @@ class WeightCheck:
         ]
 
     def run(self, version: int) -> Mapping[str, float]:
-        """The largest mean difference of a server. Raises RunError, on every rank, naming a server
-        whose log-probs are not the trainer's."""
+        """Returns the largest mean difference over servers. Raises RunError on every rank, naming a
+        server with other log-probs than the trainer."""
         worst = 0.0
         answers = from_rank_zero(self._answers)
-        if (
-            not answers
-        ):  # all were lost; those that are started again get the weights before requests
+        if not answers:  # all servers were lost; restarted ones get the weights before any request
             return {}
         for url, outputs in answers:
             samples = [
                 self._sample(request, tokens)
                 for request, (tokens, _) in zip(self._requests, outputs, strict=True)
             ]
-            whole = samples * self._repeats  # micro-batches are full
+            whole = samples * self._repeats  # repeated to fill micro-batches
             own = self._backend.forward(whole)[: len(samples)]
             gaps = [
                 (o.log_probs.cpu() - torch.tensor(theirs)).abs()
@@ -72,7 +70,7 @@ class WeightCheck:
         return {"engine/weight_check_log_prob_diff": worst}
 
     def _answers(self) -> list[tuple[str, list[tuple[tuple[int, ...], tuple[float, ...]]]]]:
-        """On rank 0: tokens and log-probs of every server, by its address. Raises RunError; see
+        """On rank 0, tokens and log-probs of every server, with its address. Raises RunError; see
         `SglangEngine.probe`."""
         answers = self._engine.probe(self._requests, self._sampling)
         return [(url, [(o.tokens, o.log_probs) for o in outputs]) for url, outputs in answers]

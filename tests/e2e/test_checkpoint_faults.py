@@ -341,7 +341,7 @@ def test_going_on_after_a_failed_save(
     root = tmp_path / "checkpoints"
     argv = flags(work, tmp_path, save=root, save_interval=1, on_save_failure="continue")
     done = server.train(argv, tmp_path / "log", hook=f"{FAULTS}:disk_full_in_save 2 0").ok()
-    assert "going on without it (--on-save-failure continue)" in done.out
+    assert "continuing without it (--on-save-failure continue)" in done.out
     assert complete_steps(root) == [1, 3, 4]
     assert [row["perf/failed_saves"] for row in rows_of(tmp_path)] == [0, 1, 1, 1]
     done = server.train(argv, tmp_path / "log2", hook=f"{FAULTS}:disk_full_in_save 4 0")
@@ -526,7 +526,7 @@ def test_retention_and_what_a_save_costs(
     ]
     told = [
         re.fullmatch(
-            r"(iter_\d+) saved: ([\d.]+) GB in .* stood still for [\d.]+ s; (?:removed (.*); )?[\d.]+ GB free",
+            r"(iter_\d+) saved: ([\d.]+) GB in .* blocked for [\d.]+ s; (?:removed (.*); )?[\d.]+ GB free",
             line,
         )
         for line in said

@@ -222,7 +222,7 @@ def test_a_checkpoint_without_a_critic(
         flags(work, tmp_path / "back", num_rollout=3, load=whole / "checkpoints", **plain),
         tmp_path / "log4",
     ).ok()
-    assert "has a critic, which this run has no use for" in done.out
+    assert "has a critic, which this --advantage-estimator does not use" in done.out
 
 
 def test_values_that_are_not_finite_stop_the_run(

@@ -109,7 +109,7 @@ def test_a_quota_of_dropped_samples_stops_the_run(
     )
     assert found and int(found[1]) >= 2 and len(rows_of(tmp_path)) == int(found[1]) - 1, error
     assert (
-        "the engine gave it up: request " in error
+        "aborted by the engine: request " in error
         and f"{servers[1].url}/generate: status 403: not you" in error
     )
     assert re.search(r"requests to the engines: .*status_403 \d+", error) and "dropped" in error

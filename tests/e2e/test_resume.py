@@ -96,7 +96,7 @@ def test_a_finished_run_says_so(
     done = server.train(
         flags(work, tmp_path, num_rollout=4, load=whole / "checkpoints"), tmp_path / "log"
     ).ok()
-    assert "nothing to do: the checkpoint has 4 rollouts and the run asks for 4" in done.out
+    assert "nothing to do: the checkpoint has 4 of 4 rollouts" in done.out
     assert "rollout 4/4" not in done.out
     assert done.err == ""
 
@@ -155,7 +155,7 @@ def test_another_reference_model_is_told(
         )
         done = server.train(argv, tmp_path / f"log2-{number}").ok()
         assert (
-            "warning: the reference model is not the one that the checkpoint's run had" in done.out
+            "warning: the reference model differs from that of the checkpoint's run" in done.out
         ) is told
 
 

@@ -67,6 +67,6 @@ def test_supervised_fine_tuning(server: TrainServer, work: Workspace, tmp_path: 
         assert b["perf/padding_frac"] == 0
         assert b["rollout/truncated_frac"] == a["rollout/truncated_frac"] > 0
     words = (
-        "of the answers of this step are longer than --rollout-max-response-len 3 and are cut there"
+        "of the answers of this step are longer than --rollout-max-response-len 3 and are truncated"
     )
     assert (done.out + done.err).count(words) == 1

@@ -98,7 +98,7 @@ def test_what_was_sampled_ahead_is_handed_out_after_a_resume() -> None:
         ((5, 5, 5), 0, None),
         ((4, -1, 5), 1, None),  # -1: an environment's
         ((1, 2, 5), None, None),
-        ((5, 5, 4), 0, "weight version 4, and the policy that is trained has version 5"),
+        ((5, 5, 4), 0, "weight version 4, and the policy being trained has version 5"),
         ((3, 4, 5), 1, "weight version 3, .*at most 1 versions behind"),
         ((5, 5, 999), None, "weight version 999"),
         ((5, 5, 6), 0, "weight version 6"),

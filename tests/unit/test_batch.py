@@ -215,10 +215,10 @@ def test_every_sample_has_routes_of_this_network() -> None:
     for routes in wrong:
         with pytest.raises(
             ValueError,
-            match=r"--use-rollout-routing-replay: the routes of sample 3 .* expected .* \(5, 3, 2\)",
+            match=r"--use-rollout-routing-replay: the routed experts of sample 3 .* expected .* \(5, 3, 2\)",
         ):
             with_routes([dataclasses.replace(make(3), routes=routes.to(torch.int16))], **sizes)
-    with pytest.raises(ValueError, match="sample 4 does not tell which experts"):
+    with pytest.raises(ValueError, match="sample 4 has no routed experts"):
         with_routes([make(4)], **sizes)
 
 

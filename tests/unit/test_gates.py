@@ -84,7 +84,7 @@ def test_initial_kl(half: bool, limit: float) -> None:
     for value in (0.0, limit, -limit):
         check_initial_kl(value, half_precision=half)
     for value in (1.01 * limit, -1.01 * limit, math.nan):
-        with pytest.raises(GateError, match="were not loaded alike"):
+        with pytest.raises(GateError, match="were loaded differently"):
             check_initial_kl(value, half_precision=half)
 
 
@@ -94,11 +94,11 @@ def test_skipped_steps_in_a_row() -> None:
     )
     gate = SkippedStepGate(patience=2)
     assert gate.check(False, 1.0) is None
-    assert "NaN (1 in a row, 1 in all)" in (gate.check(True, math.nan) or "")
+    assert "NaN (1 in a row, 1 in total)" in (gate.check(True, math.nan) or "")
     assert gate.check(False, 1.0) is None
-    assert "infinite (1 in a row, 2 in all)" in (gate.check(True, math.inf) or "")
+    assert "infinite (1 in a row, 2 in total)" in (gate.check(True, math.inf) or "")
     with pytest.raises(
-        GateError, match=r"2 in a row, 3 in all\); see --max-consecutive-skipped-steps"
+        GateError, match=r"2 in a row, 3 in total\); see --max-consecutive-skipped-steps"
     ):
         gate.check(True, math.nan)
     assert gate.total == 3

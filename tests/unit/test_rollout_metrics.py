@@ -72,7 +72,7 @@ def test_failures() -> None:
     ]
     assert failed_fraction(samples) == pytest.approx(2 / 3)
     assert first_failure(samples) == "sample 1: took too long"
-    assert first_failure(samples[2:]) == "sample 2: the engine gave it up"
+    assert first_failure(samples[2:]) == "sample 2: aborted by the engine"
 
 
 def test_trainer_against_sampler() -> None:

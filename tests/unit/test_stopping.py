@@ -221,7 +221,7 @@ def test_a_report_that_fails_does_not_fail_the_run(
     (tmp_path / "metrics.jsonl").write_text("[]\n{}\n")
     write_report(tmp_path, plot=True)
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
-    assert "no plot and table of" in caplog.text and "metrics.jsonl:1" in caplog.text
+    assert "could not write plot and table of" in caplog.text and "metrics.jsonl:1" in caplog.text
 
 
 @pytest.mark.parametrize(

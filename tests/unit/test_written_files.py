@@ -112,7 +112,7 @@ def test_a_line_is_amended(tmp_path: Path) -> None:
 
 def test_a_report_that_fails_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_report(tmp_path, plot=True)  # there are no metrics
-    assert f"no plot and table of {tmp_path}" in caplog.text
+    assert f"could not write plot and table of {tmp_path}" in caplog.text
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
