@@ -1,5 +1,5 @@
-"""What estimators of advantages read of agents' episodes: the answers with their rewards, and what an
-episode pays for its length."""
+"""Inputs of advantage estimators from agent episodes: assistant turns with their rewards, and
+length penalties."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slime_like.sample_index import AnySample, episodes_of
 from slime_like.types import Sample
 
 NUMBERS, ANSWERS = "agent", "answers"  # keys of a sample's metadata
-SUMMED = "summed"  # of ANSWERS: the reward of the episode has those of its answers
+SUMMED = "summed"  # flag in ANSWERS: the episode's reward includes the rewards of its turns
 
 
 def credit_fields(
@@ -32,17 +32,18 @@ def credit_fields(
     token_penalty: float,
     by_token: bool = False,
 ) -> dict[str, Any]:
-    """Fields of `Outcomes`; a collective.
+    """Agent-specific fields of `Outcomes`. Collective.
 
     Args:
-        samples: The first sequence of each episode, on the rank that made it.
-        by_turn: With the answers of each, with rewards that are not part of the episode's.
-        turn_penalty, token_penalty: What an answer and a token cost.
-        by_token: With the answers of those that have a record, for an estimator that follows tokens
-            and sees the reward of an episode with those of its answers.
+        samples: The first sequence of each episode, on the rank that generated it.
+        by_turn: Include the turns of each episode, for an estimator that credits turns separately
+            from the episode.
+        turn_penalty, token_penalty: Penalty per turn and per token.
+        by_token: Include the turns of episodes that recorded them, for a per-token estimator that
+            sees the episode's reward with the turn rewards included.
 
     Raises:
-        ValueError: on all ranks, with `by_turn` for an episode without a record of its answers.
+        ValueError: On all ranks, with `by_turn`, for an episode that has no record of its turns.
     """
     own = {
         i: (s.metadata.get(ANSWERS) if by_turn or by_token else None, s.metadata.get(NUMBERS))
@@ -60,7 +61,8 @@ def credit_fields(
         fields["answers"] = answers
     costs = [_cost(numbers, turn_penalty, token_penalty) for _, numbers in ordered]
     for i, (given, _) in enumerate(ordered):
-        if isinstance(given, Mapping) and bool(given.get(SUMMED)) == by_turn:  # made for the other
+        # recorded for the other kind of estimator
+        if isinstance(given, Mapping) and bool(given.get(SUMMED)) == by_turn:
             costs[i] += sum(given["rewards"]) if by_turn else -sum(given["rewards"])
     if any(costs):
         fields["penalties"] = torch.tensor(costs, dtype=torch.float64)
@@ -68,7 +70,7 @@ def credit_fields(
 
 
 def _answers(given: object) -> EpisodeAnswers | None:
-    """None without a record, and for an episode that was lost before its first answer."""
+    """The recorded turns; None without a record or if the episode failed before its first turn."""
     if not isinstance(given, Mapping) or not given["spans"]:
         return None
     spans = [[(int(a), int(b), int(c)) for a, b, c in own] for own in given["spans"]]
@@ -79,8 +81,9 @@ def _check_records(answers: Sequence[EpisodeAnswers | None], samples: Sequence[A
     for own, sample in zip(answers, samples, strict=True):
         if own is None and sample.active_tokens > 0:
             raise ValueError(
-                f"sample {sample.sample_id} has no record of which tokens are which answer, as an "
-                "--advantage-estimator by turn needs; it was recorded without one, or by no agent"
+                f"sample {sample.sample_id} has no record of which tokens belong to which turn, "
+                "which a per-turn "
+                "--advantage-estimator needs; it was recorded without one, or not by an agent"
             )
 
 
@@ -91,7 +94,7 @@ def _cost(numbers: object, turn: float, token: float) -> float:
 
 
 def tree_reasons(algorithm: AlgorithmConfig) -> list[str]:
-    """Flags by which a token's return has what came after it; none where no return has."""
+    """Flags that make a token's return depend on later tokens; empty if none does."""
     entry = advantage_estimators.get(algorithm.advantage_estimator)
     reasons = {
         "a critic": needs_critic(entry),
@@ -106,15 +109,15 @@ def check_trees(
     answers: Sequence[EpisodeAnswers | None] | None,
     samples: Sequence[AnySample],
 ) -> None:
-    """That returns do not depend on how episodes of several sequences are cut.
+    """Check that returns do not depend on how an episode was split into sequences.
 
     Args:
-        answers: Of each episode, as `credit_fields` has them.
+        answers: The turns of each episode, from `credit_fields`.
         samples: All sequences of a rollout.
 
     Raises:
-        ValueError: naming the flags, where a token's return has what came after it, and an episode
-            does not say what did.
+        ValueError: Names the flags, if returns depend on later tokens and an episode of several
+            sequences does not record which sequence continues which.
     """
     name, reasons = algorithm.advantage_estimator, tree_reasons(algorithm)
     if not reasons:

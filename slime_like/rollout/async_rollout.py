@@ -1,14 +1,12 @@
-"""Rollouts that are sampled while others are trained on (--async-rollout).
+"""Asynchronous rollouts: sample ahead in a thread while training (--async-rollout).
 
-A thread samples one rollout after another, in their order, as far as it is allowed. Before rollout
-k is trained on, k + max_staleness is allowed: at that moment the engine gets the weights that k is
-trained from. So no token is older than max_staleness versions, and with 0 every rollout is sampled
-by the weights that it is trained from, as without a thread. New weights reach a rollout in the
-middle, between two tokens.
+The thread samples rollouts in order, up to a limit. Just before rollout k is trained on, the engine
+gets the current weights and the limit rises to k + max_staleness. So no token is staler than
+max_staleness weight versions, and with 0 every rollout is sampled on-policy, as without a thread.
+New weights take effect within a rollout, between two tokens.
 
-A checkpoint waits for what is being sampled, and holds the rollouts that were sampled and not
-trained on. A resumed run trains on them, and so goes on exactly as the run that saved went on after
-its save.
+A checkpoint waits for requests in flight and stores the rollouts that were sampled but not trained
+on. A resumed run trains on them, so it continues exactly as the run that saved.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ Groups = tuple[list[SampleGroup], dict[str, float]]
 
 
 class RolloutJson:
-    """How groups and positions are written to a checkpoint as plain JSON, and read from one. All
-    ranks call each method together; what rank 0 returns is written."""
+    """Serialises groups and positions to plain JSON for a checkpoint, and back. Every method is
+    collective; rank 0's result is written."""
 
     def groups_to_rows(self, groups: Sequence[SampleGroup]) -> list[dict[str, object]]:
         return groups_to_rows(groups)
@@ -36,14 +34,17 @@ class RolloutJson:
         return groups_from_rows(rows)
 
     def position_to_row(self, position: Any) -> dict[str, Any]:
-        """A position that is plain JSON already."""
+        """Default: the position is plain JSON already."""
         row: dict[str, Any] = position
         return row
 
 
 class AsyncRolloutQueue:
-    """Samples in a thread, which the first `take` starts. make(step): samples a rollout; its
-    collectives, on all ranks in the same order, are of a process group of its own. position(): the position of sampling, never changed."""
+    """Samples rollouts in a thread, started by the first `take`.
+
+    make(step): samples a rollout; its collectives use a separate process group. position(): the
+    current sampling position, an immutable value.
+    """
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class AsyncRolloutQueue:
         json: RolloutJson | None = None,
     ) -> None:
         self.max_staleness = max_staleness
-        # in the thread, once a rollout is there; a collective of the same process group
+        # called in the thread after each rollout; collective over the same process group
         self.deliver: Callable[[Sequence[SampleGroup]], None] | None = None
         self._make = make
         self._position = position
@@ -62,8 +63,8 @@ class AsyncRolloutQueue:
         self._done: dict[int, Groups] = {}
         self._positions: dict[
             int, object
-        ] = {}  # before each rollout that was sampled and not taken
-        self._saved: dict[int, dict[str, object]] = {}  # of a checkpoint, in place of these
+        ] = {}  # position before each rollout that is not taken yet
+        self._saved: dict[int, dict[str, object]] = {}  # the same, from a checkpoint
         self._next: int | None = None
         self._allowed = -1
         self._error: BaseException | None = None
@@ -72,13 +73,14 @@ class AsyncRolloutQueue:
         self._thread: threading.Thread | None = None
 
     def allow(self, last: int) -> None:
-        """Rollouts up to `last` may be sampled from now on."""
+        """Allow sampling of rollouts up to `last`. Wakes the sampling thread."""
         with self._changed:
             self._allowed = max(self._allowed, last)
             self._changed.notify_all()
 
     def take(self, step: int) -> Groups:
-        """The groups of a rollout, in the order of steps. Raises what sampling raised."""
+        """Wait for the groups of rollout `step`; steps are taken in order. Re-raises errors of the
+        sampling thread."""
         with self._changed:
             if self._thread is None:
                 self._next = max([step, *(ahead + 1 for ahead in self._done)])
@@ -93,8 +95,8 @@ class AsyncRolloutQueue:
             return self._done.pop(step)
 
     def drain(self) -> None:
-        """Wait until all that is allowed is sampled: the engine is then idle on every rank, and
-        stays so until more is allowed."""
+        """Wait until all allowed rollouts are sampled. The engine is then idle on every rank until
+        the next `allow`."""
         if self._thread is None:
             return
         with self._changed:
@@ -103,8 +105,8 @@ class AsyncRolloutQueue:
             )
 
     def state(self) -> dict[str, Any]:
-        """The position before the first rollout that was not taken, as plain JSON. Where rollouts
-        were sampled ahead, `sampled_ahead` has them, with the position behind them."""
+        """Position before the first rollout that is not taken, as plain JSON. `sampled_ahead` holds
+        the rollouts sampled ahead, if any, and the position after them."""
         self.drain()
         with self._changed:
             if self._error is not None:
@@ -124,13 +126,13 @@ class AsyncRolloutQueue:
             return {**ahead[0]["before"], "sampled_ahead": {"rollouts": ahead, "behind": behind}}
 
     def _row_before(self, step: int) -> dict[str, object]:
-        """The position before a rollout that was sampled and not taken."""
+        """Position before a rollout that is sampled but not taken."""
         saved = self._saved.get(step)
         return self._json.position_to_row(self._positions[step]) if saved is None else saved
 
     def load_ahead(self, saved: Mapping[str, Any]) -> None:
-        """Take over the rollouts of `state()["sampled_ahead"]`, before the first is sampled here.
-        The caller has gone to the position behind them."""
+        """Restore the rollouts of `state()["sampled_ahead"]` before sampling starts. The caller has
+        restored the position after them."""
         for row in saved["rollouts"]:
             metrics = {name: float.fromhex(value) for name, value in row["metrics"].items()}
             step = int(row["step"])
@@ -138,7 +140,7 @@ class AsyncRolloutQueue:
             self._saved[step] = row["before"]
 
     def close(self) -> None:
-        """No more rollouts; one that is being sampled is left to end with the process."""
+        """Stop sampling; a rollout in flight is abandoned when the process ends."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,10 +1,10 @@
-"""One rollout's groups: prompts are drawn, sampled and filtered until there are enough; the rest
-waits for the next rollout or is lost.
+"""Collect the groups of one rollout: draw prompts, sample and filter until there are enough.
+Unfinished groups wait for the next rollout or are dropped.
 
-The loop is the same for every engine. How groups grow is a `Generation`: in rounds that all ranks
-take together (`RoundGeneration`), where what is kept depends on lengths and rewards alone, not on
-time, ranks or layout; or request by request on rank 0 (`streaming.py`), where servers abort what a
-rollout does not need.
+The loop is the same for every engine; a `Generation` does the sampling. `RoundGeneration` works in
+synchronous rounds over all ranks: which groups are kept depends only on lengths and rewards, not on
+timing or layout. `streaming.py` sends single requests from rank 0 and aborts surplus ones on the
+servers.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ Groups = Sequence[PendingGroup]
 
 
 class Decide(Protocol):
-    """Calls a user's function where it runs, for all ranks."""
+    """Calls a user function on the rank where it runs, and returns its result on all ranks."""
 
     def __call__(self, function: Callable[[Groups], T], groups: Groups) -> T:
-        """function: gets the groups, with all of their samples."""
+        """function: called with the groups, including the tokens of all their samples."""
         ...
 
 
 def decide_here(function: Callable[[Groups], T], groups: Groups) -> T:
-    """Where one rank collects, and has all samples."""
+    """A `Decide` for collection on a single rank that holds all samples."""
     return function(groups)
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """The groups of a rollout by rising id, their prompts, as far as this rank knows them, and
-    metrics about how they were found."""
+    """A collected rollout: groups by ascending id, their prompts (if known on this rank), and
+    metrics of the collection."""
 
     groups: list[SampleGroup]
     prompts: list[Prompt]
@@ -55,12 +55,13 @@ class Collected:
 
 @dataclass(slots=True)
 class CollectionStats:
-    """Counts, of groups unless the name has another unit.
+    """Counts of groups, unless the name states another unit.
 
-    draws: of prompts. resumed: drawn with tokens of an earlier rollout. surplus: good ones above
-    what is needed. lost: unfinished when there were enough. discarded: by the buffer's filter.
-    late: cut short by --rollout-time-limit-s. dropped: by the dynamic filter, by reason.
-    wasted_tokens: sampled for nothing. masked_tokens: of earlier rollouts, not trained on.
+    draws: draws of prompts. resumed: groups continued from an earlier rollout. surplus: complete
+    groups beyond the target. lost: unfinished when the target was reached. discarded: by the buffer
+    filter. late: truncated by --rollout-time-limit-s. dropped: by the dynamic filter, by reason.
+    wasted_tokens: sampled and thrown away. masked_tokens: sampled in earlier rollouts and not
+    trained on.
     """
 
     draws: int = 0
@@ -75,7 +76,7 @@ class CollectionStats:
     dropped: Counter[str] = field(default_factory=Counter)
 
     def metrics(self, *, kept: int, waiting: int) -> dict[str, float]:
-        """To be logged. waiting: groups for the next rollout."""
+        """Metrics to log. kept: groups of this rollout. waiting: groups left for the next."""
         groups = dict(
             drawn=self.drawn,
             resumed=self.resumed,
@@ -96,7 +97,7 @@ class CollectionStats:
 
 
 class GroupSource(Protocol):
-    """What groups are drawn from and what waits goes back to: a `GroupBuffer`, or a user's."""
+    """Groups are drawn from here, and unfinished ones returned: a `GroupBuffer`, or a user's."""
 
     def take(self, count: int, choose: Choose) -> tuple[list[PendingGroup], list[PendingGroup]]: ...
 
@@ -107,26 +108,26 @@ class GroupSource(Protocol):
 
 
 class Generation(Protocol):
-    """How the groups of one rollout grow."""
+    """Generates the responses of one rollout's groups."""
 
-    late: int  # groups that a time limit cut short
+    late: int  # groups truncated by a time limit
 
     def start(self, groups: Sequence[PendingGroup]) -> None:
-        """Continue these groups, with those that are in progress."""
+        """Start generating these groups, in addition to those in progress."""
         ...
 
     def wait(self) -> list[PendingGroup]:
-        """Groups that have ended since, graded, by rising id; perhaps none yet."""
+        """Newly finished groups, graded, by ascending id; may be empty."""
         ...
 
     def stop(self) -> list[PendingGroup]:
-        """No more tokens; the groups that have not ended, with what they have."""
+        """Stop generating. Returns the unfinished groups with their partial responses."""
         ...
 
 
 class RoundGeneration:
-    """Rounds that all ranks take together: all unfinished responses grow, by a slice or to their
-    end."""
+    """Generates in synchronous rounds over all ranks: each round extends every unfinished response
+    by a slice of tokens, or to its end."""
 
     def __init__(
         self, rollouter: Rollouter, sampling: SamplingParams, slice_len: int | None
@@ -141,7 +142,7 @@ class RoundGeneration:
         self._groups += groups
 
     def wait(self) -> list[PendingGroup]:
-        """One round; a collective."""
+        """Run one round. Collective."""
         unfinished = [s for group in self._groups for s in group.samples if not s.ended]
         if unfinished:
             continued = self._rollouter.continue_generation(
@@ -161,8 +162,8 @@ class RoundGeneration:
 
 
 class Collector:
-    """Collects the rollouts of a run. All ranks call it together and know the same groups;
-    functions of the user's run on rank 0 alone, which is given all samples that they see."""
+    """Collects the rollouts of a run. Collective: all ranks get the same groups. User functions run
+    on rank 0 only, which receives all samples that they are given."""
 
     def __init__(
         self,
@@ -179,9 +180,9 @@ class Collector:
             config: The run's.
             rollouter: Samples and grades.
             buffer: A `GroupBuffer`, unless `collect_from` is all that is called.
-            sampling: Of training.
+            sampling: Sampling parameters of training.
             filters: See `hooks.group_filters`.
-            streams: Ask request by request on rank 0, in place of rounds.
+            streams: Send single requests from rank 0 instead of synchronous rounds.
         """
         self.config = config.scheduling
         self.target = config.rollout.rollout_batch_size
@@ -195,7 +196,7 @@ class Collector:
         self._on_rank_zero = DecideOnRankZero(rollouter)
 
     def collect(self, rollout_id: int) -> Collected:
-        """The groups of a rollout; a collective.
+        """Collect the groups of a rollout. Collective.
 
         Args:
             rollout_id: Counted from 0.
@@ -204,8 +205,8 @@ class Collector:
             --rollout-batch-size groups, known on all ranks.
 
         Raises:
-            RunError: --max-num-gen-batches draws brought too few, or streaming took too long.
-            ValueError: a user's function is wrong.
+            RunError: --max-num-gen-batches draws gave too few groups, or streaming timed out.
+            ValueError: A user function returned something invalid.
         """
         if self.streams:
             return self._collect_on_rank_zero(rollout_id)
@@ -216,12 +217,12 @@ class Collector:
         """The loop of `collect`.
 
         Args:
-            generation: How groups grow.
+            generation: Generates the responses.
             rollout_id: Counted from 0.
-            decide: Calls the functions of filters; where all ranks run this loop, on rank 0.
+            decide: Calls filter functions; on rank 0 if all ranks run this loop.
         """
         stats, kept = CollectionStats(), list[PendingGroup]()
-        in_progress = 0  # groups that were drawn for this rollout and not dropped
+        in_progress = 0  # groups drawn for this rollout and not dropped
         while len(kept) < self.target:
             while in_progress < self.target:
                 if stats.draws == self.config.max_num_gen_batches:
@@ -250,8 +251,8 @@ class Collector:
         )
 
     def _collect_on_rank_zero(self, rollout_id: int) -> Collected:
-        """Rank 0 collects and keeps the samples and what waits; all ranks get the index of the
-        samples, and the position of the prompts."""
+        """Collect on rank 0, which holds the samples and waiting groups. All ranks get the sample
+        index and the prompt position."""
         buffer, rollouter = self.buffer, self.rollouter
         assert isinstance(buffer, GroupBuffer)
         own: Collected | None = None
@@ -274,11 +275,11 @@ class Collector:
         if own is not None:
             return own
         buffer.source.load_state_dict(position)
-        buffer.waiting = []  # rank 0 has them
+        buffer.waiting = []  # held by rank 0
         return Collected(groups_of_index(index), [], metrics)
 
     def _draw(self, rollout_id: int, stats: CollectionStats, decide: Decide) -> list[PendingGroup]:
-        """The next groups to sample: those that wait, then new prompts."""
+        """The next groups to sample: waiting groups first, then new prompts."""
 
         def choose(waiting: Groups, count: int) -> tuple[list[int], list[int]]:
             chooses = self.filters.choose_waiting
@@ -304,7 +305,7 @@ class Collector:
         in_progress: int,
         decide: Decide,
     ) -> list[bool]:
-        """Whether the dynamic filter keeps each of the groups; the dropped ones are counted."""
+        """Apply the dynamic filter: whether each group is kept. Dropped groups are counted."""
         keep_group = self.filters.keep_group
         if keep_group is None:
             return [True] * len(ended)
@@ -323,8 +324,7 @@ class Collector:
         return list(verdicts)
 
     def _set_aside(self, group: PendingGroup, stats: CollectionStats) -> None:
-        """A good group that ended when there were enough: the next rollout takes it, as it would
-        be trained on there completely."""
+        """Keep a surplus group for the next rollout, where all of it would be trained on."""
         if self.config.partial_rollout and not self.config.mask_offpolicy_in_partial_rollout:
             self.buffer.requeue([group])
             return
@@ -334,7 +334,7 @@ class Collector:
     def _leave(
         self, groups: Sequence[PendingGroup], rollout_id: int, stats: CollectionStats
     ) -> None:
-        """What is not finished: kept for the next rollout, or lost."""
+        """Keep unfinished groups for the next rollout, or drop them."""
         if not self.config.partial_rollout:
             stats.lost += len(groups)
             stats.wasted_tokens += sum(g.response_tokens for g in groups)
@@ -348,7 +348,7 @@ class Collector:
         self.buffer.requeue([g.with_samples(map(marked, g.samples)) for g in groups])
 
     def _without_removed(self, groups: list[PendingGroup], decide: Decide) -> list[PendingGroup]:
-        """With an empty mask where --rollout-sample-filter-path removes a sample."""
+        """Mask out the samples that --rollout-sample-filter-path removes."""
         removed_samples = self.filters.removed_samples
         if removed_samples is None:
             return groups
@@ -364,7 +364,7 @@ class Collector:
         ]
 
     def _too_few(self, rollout_id: int, stats: CollectionStats, kept: int) -> str:
-        """The message when --max-num-gen-batches draws did not bring enough groups."""
+        """The error message when --max-num-gen-batches draws gave too few groups."""
         counts = [f"{reason} {count}" for reason, count in stats.dropped.most_common()]
         return (
             f"rollout {rollout_id + 1}: {stats.draws} draws of {self.draw_size} prompts "
@@ -377,7 +377,7 @@ class Collector:
 
 
 def schedules(config: Any) -> bool:
-    """Whether a drawn group may be anything but kept and finished in its rollout."""
+    """Whether the run filters, over-samples or carries over groups."""
     return (
         config.over_sampling_batch_size is not None
         or config.dynamic_sampling_filter_path is not None
@@ -387,7 +387,7 @@ def schedules(config: Any) -> bool:
 
 
 def slice_length(config: RunConfig) -> int | None:
-    """Tokens of a round; None: to the end."""
+    """Tokens per round; None: generate to the end."""
     if config.scheduling.rollout_slice_len is not None or not config.scheduling.partial_rollout:
         return config.scheduling.rollout_slice_len
     return max(1, config.rollout.rollout_max_response_len // 8)

@@ -133,15 +133,15 @@ def put(value: int) -> Callable[[np.ndarray], np.ndarray]:
 WRONG: dict[str, tuple[Callable[[dict], object], str]] = {
     "none": (
         lambda a: a["meta_info"].pop("routed_experts"),
-        "it has to be started with --enable-return-routed-experts",
+        "start it with --enable-return-routed-experts",
     ),
     "null": (
         lambda a: a["meta_info"].update(routed_experts=None),
-        "the server tells no routed experts",
+        "the server reports no routed experts",
     ),
     "a list": (
         lambda a: a["meta_info"].update(routed_experts=[1, 2]),
-        "the server tells no routed experts",
+        "the server reports no routed experts",
     ),
     "no base64": (lambda a: a["meta_info"].update(routed_experts="%%%"), "are no base64"),
     "half a number": (
@@ -199,7 +199,7 @@ def test_an_aborted_request_may_have_none() -> None:
     request, output = GenerateRequest(0, (5, 6), 0), GenerateOutput(0, (7,), (-1.0,), "abort", (1,))
     assert read_routes({}, request, output, FORMAT, "r").tolist() == [[[-1, -1], [-1, -1]]] * 3
     ended = GenerateOutput(0, (7,), (-1.0,), "stop", (1,))
-    with pytest.raises(BadAnswer, match="tells no routed experts"):
+    with pytest.raises(BadAnswer, match="reports no routed experts"):
         read_routes({}, request, ended, FORMAT, "r")
 
 

@@ -1,14 +1,13 @@
-"""What a rollout engine is: prompts in, sampled tokens with their log-probs out, weights in
+"""Interface of a rollout engine: prompts in, sampled tokens with log-probs out, weight updates in
 between.
 
-Requests are served from an event loop (`generate_one`, `abort`), which may run in a thread of its
-own and may be another one in each rollout; everything else is called by the training thread, on all
-ranks alike.
+`generate_one` and `abort` are called from an event loop, which may run in another thread and be a
+new one in each rollout. All other methods are called by the training thread, on all ranks.
 
 Log-prob convention of every engine (SGLang's): the log-prob of the sampled token under the
-temperature-scaled distribution over the whole vocabulary, BEFORE top-k and top-p; greedy sampling
-reports temperature 1. With `SamplingParams.report_token_sets` it is AFTER them, over the tokens
-that they leave, and these are reported too.
+temperature-scaled distribution over the full vocabulary, BEFORE top-k and top-p; greedy sampling
+reports temperature 1. With `SamplingParams.report_token_sets` it is AFTER them, normalised over the
+kept tokens (the sampling mask), which are reported too.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample. Raises ValueError naming every field out of range.
+    """Sampling parameters. Construction raises ValueError naming every field out of range.
 
     temperature: 0 is greedy. top_p: smallest set of tokens with at least this probability, after
-    top_k. top_k: -1 is all. max_new_tokens: longest response, stop token included. stop: strings
-    that end a response once its text contains one. stop_token_ids: tokens that end a response
-    besides the model's own, which do not with ignore_end_tokens; a stop token stays part of the
-    response. report_token_sets: tell which tokens each one was sampled from, with its log-prob over
-    these; not when greedy. report_routes: tell to which experts each token went; ValueError from an
+    top_k. top_k: -1 keeps all. max_new_tokens: longest response, stop token included. stop: strings
+    that end a response once its text contains one. stop_token_ids: tokens that end a response, in
+    addition to the model's end tokens (unless ignore_end_tokens); the stop token is part of the
+    response. report_token_sets: report the sampling mask of each token, and log-probs over it; no
+    effect when greedy. report_routes: report the routed experts of each token; ValueError from an
     engine that cannot.
     """
 
@@ -76,8 +75,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One response to sample. seed alone decides the randomness, whatever else is generated beside
-    it."""
+    """One response to sample. Its randomness depends on `seed` only, not on the batch."""
 
     sample_id: int  # unique over the run
     prompt_tokens: tuple[int, ...]
@@ -89,11 +87,11 @@ class GenerateOutput:
     """One response; all tuples have one entry per response token.
 
     finish_reason: "stop" (a stop token or string, included in tokens), "length" or "abort" (tokens
-    may then be partial). token_sets: the tokens that each one was sampled from, itself among them;
-    None where they were not asked for. routes: the experts of every token, the prompt's too, in
-    every layer that has experts; -1 where the token was not computed, as the last one is not; None
-    likewise. failure: why an aborted response was given up or rejected; None where its caller asked
-    for the abort. weight_versions rise where weights were replaced in the middle.
+    may then be partial). token_sets: sampling mask of each token, which includes the token; None
+    if not requested. routes: routed experts of every prompt and response token in every MoE layer;
+    -1 for tokens that were never fed to the model, such as the last one; None if not requested.
+    failure: why the request was aborted; None if the caller aborted it. weight_versions increase if
+    weights were replaced during generation.
     """
 
     sample_id: int
@@ -102,31 +100,30 @@ class GenerateOutput:
     finish_reason: FinishReason
     weight_versions: tuple[int, ...]
     token_sets: tuple[Tensor, ...] | None = None  # [k] int32 each
-    routes: Tensor | None = None  # [prompt and response tokens, expert layers, topk] int16
+    routes: Tensor | None = None  # [prompt and response tokens, MoE layers, topk] int16
     failure: str | None = None
 
 
 class RolloutEngine(Protocol):
-    """Generates responses under weights that the trainer hands over.
+    """Generates responses with weights that the trainer syncs.
 
-    What has a default is enough for an engine that answers each request before anything else
-    happens in its process. The defaults return explicitly: to mypy an empty body is abstract.
+    The default implementations suffice for a synchronous in-process engine. They return explicitly,
+    because mypy treats an empty body as abstract.
     """
 
     weight_version: int = -1  # of the last complete update; -1 before the first
-    # True: servers that all ranks share, rank 0 asks for all; False: each rank has an engine of its
-    # own, and asks it
+    # True: shared servers, rank 0 sends all requests; False: each rank has its own engine
     serves_all_ranks: bool = False
-    # of a quantised --hf-checkpoint it takes weights in its format; False: unquantised ones
+    # True: with a quantised --hf-checkpoint, weights arrive in its quantised format
     takes_quantized: bool = False
     takes_prediction_layers: bool = False
 
     def generate(
         self, requests: Sequence[GenerateRequest], sampling: SamplingParams
     ) -> list[GenerateOutput]:
-        """Outputs in the order of `requests`; not from within an event loop. Raises RuntimeError
-        while the weights are missing or half updated, ValueError for requests that the engine can
-        never serve."""
+        """Generate all requests; outputs in their order. Not callable inside an event loop. Raises
+        RuntimeError while weights are missing or partially updated, ValueError for requests that
+        the engine can never serve."""
 
         async def all_of_them() -> list[GenerateOutput]:
             try:
@@ -139,58 +136,63 @@ class RolloutEngine(Protocol):
     async def generate_one(
         self, request: GenerateRequest, sampling: SamplingParams
     ) -> GenerateOutput:
-        """One output; any number may be waited for at a time, the engine bounds what runs together.
-        Raises as `generate`. A request that was given up, or rejected for what came back, has
-        finish_reason "abort", and `failure` tells why."""
+        """Generate one response. Any number of calls may be pending; the engine limits concurrency.
+        Raises as `generate`. A failed request, or one with an invalid response, has finish_reason
+        "abort" and a reason in `failure`."""
         ...
 
     async def abort(self, sample_ids: Collection[int] | None = None) -> None:
-        """End pending requests (None: all of them); each returns what it has, with finish_reason
-        "abort" and failure None. Ids that are not pending are passed over."""
+        """Abort pending requests (None: all). Each returns its partial output with finish_reason
+        "abort" and failure None. Ids that are not pending are ignored."""
         return
 
     async def leave_loop(self) -> None:
-        """The event loop that asked ends: close what belongs to it."""
+        """The caller's event loop is about to end: close its connections."""
         return
 
     def pause(self) -> None:
-        """Stop making tokens; pending requests stay, and so do their tokens."""
+        """Stop generating; pending requests keep their tokens."""
         return
 
     def resume(self) -> None:
-        """Go on after `pause`, under the weights of now."""
+        """Continue after `pause`, with the current weights."""
         return
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights by (Hugging Face name, full tensor) pairs. A collective: all ranks
-        hand in the same stream, to its end. Raises ValueError naming unknown, repeated or missing
-        names and wrong shapes; the engine then refuses to generate until an update succeeds.
-        `weight_version` becomes `version` at the end. While paused, pending requests go on under
-        the new weights."""
+        """Replace all weights. Collective: all ranks consume the stream to its end.
+
+        While paused, pending requests continue with the new weights after `resume`.
+
+        Args:
+            weights: (Hugging Face name, full tensor) pairs, the same stream on all ranks.
+            version: `weight_version` after the update.
+
+        Raises:
+            ValueError: Names unknown, repeated or missing weights and wrong shapes. The engine then
+                refuses to generate until an update succeeds.
+        """
         ...
 
     def check_health(self) -> None:
-        """A collective, before a rollout. `weight_version` is -1 after it where the engine needs
-        the weights again. Raises RunError when the engine cannot serve any more."""
+        """Check the engine before a rollout. Collective. Sets `weight_version` to -1 if the engine
+        needs the weights again. Raises RunError if it can no longer serve."""
         return
 
     def release_memory(self) -> None:
-        """Before training: give up what the GPUs of the trainer are needed for. `update_weights`
-        takes it back."""
+        """Release memory on the trainer's GPUs before training; `update_weights` reallocates it."""
         return
 
     def take_metrics(self) -> dict[str, float]:
-        """Numbers about requests and weight updates since the last call; rank 0's are logged."""
+        """Metrics of requests and weight updates since the last call; rank 0's are logged."""
         return {}
 
     def close(self) -> None:
-        """The run ends."""
+        """Shut the engine down at the end of the run."""
         return
 
 
 class GenerationClient(Protocol):
-    """What answers single requests: an engine, or what passes them on to one. The methods are
-    those of `RolloutEngine`."""
+    """Answers single requests: an engine or a proxy of one. Methods as in `RolloutEngine`."""
 
     async def generate_one(
         self, request: GenerateRequest, sampling: SamplingParams
@@ -202,5 +204,5 @@ class GenerationClient(Protocol):
 
 
 def asking_ranks(engine: RolloutEngine, world_size: int) -> int:
-    """How many of the first ranks send requests; the others get the samples from them."""
+    """Number of ranks, from rank 0 on, that send requests; the others get samples from them."""
     return 1 if engine.serves_all_ranks else world_size

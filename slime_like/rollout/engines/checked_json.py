@@ -1,8 +1,7 @@
-"""JSON written by processes that may be broken or hostile: bounded in size, depth and numbers.
+"""Parse and validate untrusted JSON, with bounds on size, depth and numbers.
 
-`parse_json` reads the bytes; the small checks below take values out of the result. Both raise
-BadAnswer with one printable line, whatever they are given. The same checks read the tokens of
-answers and of recorded rollouts.
+`parse_json` decodes the bytes; the checks below extract typed values. For any input, an error is a
+`BadAnswer` with a one-line message. Engine responses and recorded rollouts share these checks.
 """
 
 from __future__ import annotations
@@ -12,32 +11,33 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any, TypeGuard
 
-MAX_DEPTH = 32  # of arrays and objects in each other
-MAX_INT_DIGITS = 20  # with the sign: what 64 bits hold
-LOWEST_LOG_PROB = -1e6  # far below what sampling or scoring meets, and exact enough in float32
-HIGHEST_LOG_PROB = 1e-3  # rounding may lift a log-prob this far above 0
+MAX_DEPTH = 32  # nesting of arrays and objects
+MAX_INT_DIGITS = 20  # of a 64-bit integer, with its sign
+LOWEST_LOG_PROB = -1e6  # far below any log-prob that occurs, and exact in float32
+HIGHEST_LOG_PROB = 1e-3  # rounding may give a log-prob slightly above 0
 _SHOWN = 200  # characters of a bad value in a message
 
 
 class BadAnswer(ValueError):
-    """An answer with status 200 that is not what was asked for. The message is one line."""
+    """A response with status 200 but invalid content. The message is one line."""
 
 
 class WrongVersion(BadAnswer):
-    """Tokens under weights that were never sent, or that cannot have written them."""
+    """Tokens with a weight version that was never sent or cannot have generated them."""
 
 
 def parse_json(data: bytes) -> object:
     """Decode JSON.
 
     Args:
-        data: UTF-8; how many bytes there may be is the reader's business (`http.py`).
+        data: UTF-8; its size is limited by the reader (`http.py`).
 
     Returns:
-        The value. NaN and infinities are let through as floats: the checks of numbers refuse them.
+        The value. NaN and infinity are returned as floats; the checks of numbers reject them.
 
     Raises:
-        BadAnswer: no JSON, an integer of more than MAX_INT_DIGITS, or nesting beyond MAX_DEPTH.
+        BadAnswer: Invalid JSON, an integer of more than MAX_INT_DIGITS digits, or nesting beyond
+            MAX_DEPTH.
     """
     try:
         value = json.loads(data.decode("utf-8"), parse_int=_bounded_int)
@@ -76,13 +76,13 @@ def _is_deeper(value: object, limit: int) -> bool:
 
 
 def shown(value: object, limit: int = _SHOWN) -> str:
-    """A value for a message: its repr, which is one printable line, at most `limit` characters."""
+    """repr of a value for a message: one printable line of at most `limit` characters."""
     return repr(value[:limit] if isinstance(value, str) else value)[:limit]
 
 
 def printable(text: str, limit: int = _SHOWN) -> str:
-    """Text of somebody else's for a message or the log: one line without control characters and
-    lone surrogates, at most `limit` characters."""
+    """Untrusted text for a message or the log: one line of at most `limit` characters, without
+    control characters and lone surrogates."""
     return "".join(
         c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text[:limit]
     )[:limit]
@@ -122,7 +122,7 @@ def whole_of(value: object, what: str, low: int, high: int) -> int:
 
 
 def token_ids(values: Any, what: str, vocab_size: int) -> tuple[int, ...]:
-    """Token ids of a vocabulary. Raises BadAnswer naming the first that is none."""
+    """Validate token ids. Raises BadAnswer naming the first that is not in the vocabulary."""
     for i, value in enumerate(list_of(values, what)):
         if not is_whole(value, 0, vocab_size - 1):
             raise BadAnswer(
@@ -133,7 +133,7 @@ def token_ids(values: Any, what: str, vocab_size: int) -> tuple[int, ...]:
 
 
 def log_prob(value: Any, what: str) -> float:
-    """A finite log-prob that float32 holds. Raises BadAnswer."""
+    """Validate a finite log-prob representable in float32. Raises BadAnswer."""
     legal = type(value) in (int, float) and math.isfinite(value)
     if not legal or not LOWEST_LOG_PROB <= value <= HIGHEST_LOG_PROB:
         raise BadAnswer(
@@ -143,7 +143,7 @@ def log_prob(value: Any, what: str) -> float:
 
 
 def rising_versions(versions: Sequence[int], legal: Collection[int], what: str) -> tuple[int, ...]:
-    """Weight versions of consecutive tokens: each `legal`, none older than the one before.
+    """Validate weight versions of consecutive tokens: each in `legal`, non-decreasing.
 
     Raises WrongVersion.
     """

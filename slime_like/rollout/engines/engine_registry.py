@@ -1,4 +1,4 @@
-"""The engines of --rollout-engine. An entry is a function that makes one."""
+"""Registry of rollout engines (--rollout-engine). An entry is a factory function."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """What an engine is made from. tokenizer: transformers'. device: of this rank. output_dir: of
-    the run, for logs."""
+    """Arguments of an engine factory. tokenizer: a transformers tokenizer. device: this rank's
+    device. output_dir: the run's folder, for logs."""
 
     config: RunConfig
     tokenizer: PreTrainedTokenizerBase
@@ -35,8 +35,8 @@ rollout_engines: Registry[EngineFactory] = Registry("rollout engine (--rollout-e
 
 
 def register_rollout_engine(name: str, *, help: str = "") -> Callable[[Factory], Factory]:
-    """Decorator that makes ``make(context) -> RolloutEngine`` the engine of --rollout-engine
-    `name`. It is called on all ranks alike. Raises ValueError when the name is taken."""
+    """Decorator that registers ``make(context) -> RolloutEngine`` as --rollout-engine `name`. The
+    factory is called on all ranks. Raises ValueError if the name is taken."""
 
     def register(make: Factory) -> Factory:
         rollout_engines.add(name, make, help=help)

@@ -1,4 +1,4 @@
-"""Single requests, as agents and servers send them, decoded in batches."""
+"""Dynamic batching: single requests (of agents and the Tinker server) are decoded in batches."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from slime_like.rollout.engines.base import (
 PAUSED_POLL_S = 0.002
 
 
-# (requests, sampling, aborted sample ids) -> after every token, the outputs that ended with it, by
-# index
+# (requests, sampling, aborted sample ids) -> after every token, newly finished outputs by index
 Decode = Callable[
     [Sequence[GenerateRequest], SamplingParams, Collection[int]],
     Iterator[dict[int, GenerateOutput]],
 ]
 
 
-# (requests, sampling) -> how many of them are decoded together
+# (requests, sampling) -> how many of them to decode together
 BatchSize = Callable[[Sequence[GenerateRequest], SamplingParams], int]
 
 
@@ -37,11 +36,11 @@ class _Waiting:
 
 
 class Batcher:
-    """Batches of at most `batch_size` requests with equal sampling parameters, one batch at a time.
-    Requests that arrive while a batch is decoded wait for its end."""
+    """Decodes one batch at a time, of at most `batch_size` requests with equal sampling parameters.
+    Requests that arrive during a batch wait for it to finish."""
 
     def __init__(self, decode: Decode, batch_size: BatchSize, token_lock: threading.Lock) -> None:
-        """token_lock: held while a token is computed, and while weights are replaced."""
+        """token_lock: held while computing a token and while replacing weights."""
         self.paused = False
         self._decode = decode
         self._batch_size = batch_size
@@ -54,7 +53,7 @@ class Batcher:
     async def submit(self, request: GenerateRequest, sampling: SamplingParams) -> GenerateOutput:
         loop = asyncio.get_running_loop()
         if self._pump is None or self._pump.done() or self._pump.get_loop() is not loop:
-            self._waiting.clear()  # of an event loop that has ended
+            self._waiting.clear()  # left by an event loop that has ended
             self._pump = loop.create_task(self._serve())
         item = _Waiting(request, sampling, loop.create_future())
         self._waiting.append(item)
@@ -65,7 +64,8 @@ class Batcher:
             raise
 
     def abort(self, sample_ids: Collection[int] | None) -> None:
-        """Of what is being decoded after the next token; of what waits at once, with nothing."""
+        """Abort requests: running ones after the next token, waiting ones at once, without
+        output."""
 
         def wanted(item: _Waiting) -> bool:
             return sample_ids is None or item.request.sample_id in sample_ids
@@ -76,7 +76,7 @@ class Batcher:
             _answer(item, GenerateOutput(item.request.sample_id, (), (), "abort", ()))
 
     async def _serve(self) -> None:
-        await asyncio.sleep(0)  # all requests of this turn of the loop go together
+        await asyncio.sleep(0)  # batch all requests of this event-loop iteration
         while self._waiting:
             self._running = self._next_batch()
             try:
@@ -103,8 +103,8 @@ class Batcher:
             await asyncio.sleep(0)
 
     def _next_batch(self) -> list[_Waiting]:
-        """The oldest request and others with its sampling parameters; equal prompts are neighbours,
-        so that each is computed once."""
+        """The oldest request and others with equal sampling parameters. Equal prompts are adjacent,
+        so that each is prefilled once."""
         sampling = self._waiting[0].sampling
         alike = [item for item in self._waiting if item.sampling == sampling]
         batch = alike[: self._batch_size([item.request for item in alike], sampling)]

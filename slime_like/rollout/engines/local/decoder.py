@@ -1,9 +1,9 @@
-"""The decode loop of the local engine: batches of responses, token by token.
+"""The decode loop of the local engine.
 
-The loop is our own because transformers' `generate` computes the prompt once per sample and keeps
-computing finished rows; sharing the prompt among the samples of a group and dropping finished rows
-is worth more than 1.5x on group sampling. One sampling step is a pure function of logits and
-uniforms, so that a response depends on its seed alone.
+It replaces transformers' `generate`, which prefills the prompt once per sample and keeps computing
+finished rows; sharing the prefill within a group and dropping finished rows speeds up group
+sampling by more than 1.5x. A sampling step is a pure function of logits and uniforms, so a response
+depends on its seed only.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from slime_like.rollout.engines.base import (
 
 @dataclass(slots=True)
 class _Row:
-    """A response in the making."""
+    """A response being decoded."""
 
     tokens: list[int] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
-    token_sets: list[Tensor] = field(default_factory=list)  # only where they are reported
+    token_sets: list[Tensor] = field(default_factory=list)  # only if requested
     routes: list[Tensor] = field(
         default_factory=list
-    )  # likewise: of the prompt [P, layers, topk], then of one token after another
+    )  # only if requested: the prompt [P, layers, topk], then each token
     finish_reason: FinishReason = "length"
 
 
@@ -58,11 +58,11 @@ class Decoder:
     ) -> None:
         """
         Args:
-            model: With its KV cache as transformers has it.
+            model: Uses the KV cache of transformers.
             tokenizer: For stop strings.
-            device: Of the model.
+            device: Device of the model.
             end_ids: Tokens that end a response.
-            version: Of the weights, asked for at every token.
+            version: Returns the current weight version; called at every token.
         """
         self.routes = RouteRecorder(model)
         self._model = model
@@ -72,7 +72,7 @@ class Decoder:
         self._version = version
 
     def free(self) -> None:
-        """Let go of the model; nothing is decoded any more."""
+        """Release the model; no decoding afterwards."""
         del self._model, self.routes
 
     @torch.inference_mode()
@@ -82,8 +82,8 @@ class Decoder:
         sampling: SamplingParams,
         aborted: Collection[int],
     ) -> Iterator[dict[int, GenerateOutput]]:
-        """Decode B requests together; after every token the outputs of those that ended with it, by
-        their index. aborted: sample ids, read after every token."""
+        """Decode B requests in one batch. Yields after every token: newly finished outputs by
+        index. aborted: sample ids to abort, read after every token."""
         rows = [_Row() for _ in requests]
         own_ends = frozenset() if sampling.ignore_end_tokens else self._end_ids
         stop_ids = own_ends.union(sampling.stop_token_ids)
@@ -197,9 +197,9 @@ class Decoder:
         stopped = [rows[row].tokens[-1] in stop_ids for row in live]
         if stop:
             assert self._tokenizer is not None
-            # Every token of a byte-level or SentencePiece vocabulary is at least a byte of text, so
-            # that a stop string which the last token completes lies within as many tokens as it has
-            # bytes; a few more keep the cut from touching it.
+            # Every token of a byte-level or SentencePiece vocabulary is at least one byte of text,
+            # so a stop string completed by the last token spans at most as many tokens as it has
+            # bytes; a few more keep the truncated prefix from affecting it.
             reach = max(len(s.encode()) for s in stop) + 4
             tails = self._tokenizer.batch_decode(
                 [rows[row].tokens[-reach:] for row in live], skip_special_tokens=False
@@ -216,8 +216,8 @@ class Decoder:
     def _output(
         self, request: GenerateRequest, row: _Row, log_probs: Tensor, sampling: SamplingParams
     ) -> GenerateOutput:
-        """A response up to its first non-finite log-prob, which only broken weights can cause; such
-        a response is aborted."""
+        """Build the output. A non-finite log-prob, which only broken weights cause, truncates and
+        aborts the response."""
         values = log_probs[: len(row.tokens)]
         finite = int(values.isfinite().cumprod(0).sum())
         broken = finite < len(row.tokens)
@@ -238,16 +238,16 @@ class Decoder:
 
 
 def reports_token_sets(sampling: SamplingParams) -> bool:
-    """Greedy sampling has none."""
+    """Whether to report sampling masks; greedy sampling has none."""
     return sampling.report_token_sets and not sampling.greedy
 
 
 class RouteRecorder:
-    """Sees what the routers of a transformers model choose. layers: expert layers."""
+    """Records router decisions of a transformers model. layers: number of MoE layers."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        # every family hands its experts (hidden states [n, H], experts of each token [n, topk],
-        # their weights)
+        # every family calls its experts module with (hidden states [n, H], expert ids [n, topk],
+        # expert weights)
         experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
         self.layers = len(experts)
         self._records = False
@@ -261,36 +261,37 @@ class RouteRecorder:
 
     @contextmanager
     def recording(self, wanted: bool) -> Iterator[None]:
-        """One forward pass."""
+        """Record during one forward pass."""
         self._records, self._seen = wanted, []
         yield
         self._records = False
 
     def last(self, batch: int) -> Tensor:
-        """Of the last pass, over `batch` rows of one length: [batch, length, layers, topk]."""
+        """Routed experts of the last forward pass over `batch` rows of equal length: [batch,
+        length, layers, topk]."""
         assert len(self._seen) == self.layers, "every expert layer is called once in a pass"
         return torch.stack(self._seen, dim=1).unflatten(0, (batch, -1))
 
     def of_prompts(self, prompts: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """Of a pass over the distinct ones of `prompts`, padded on the left: [P, layers, topk] of
-        each of them."""
+        """Routed experts of each prompt, [P, layers, topk], after a forward pass over the distinct
+        ones of `prompts`, left-padded."""
         distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
         routes = self.last(len(distinct))
         return [routes[distinct[prompt], routes.size(1) - len(prompt) :] for prompt in prompts]
 
 
 def full_routes(parts: Sequence[Tensor], length: int) -> Tensor:
-    """[length, layers, topk] of what is known from the first token on, -1 beyond."""
+    """Concatenate `parts` and pad with -1 to [length, layers, topk]."""
     known = torch.cat(list(parts))[:length]
     return torch.cat([known, known.new_full((length - known.size(0), *known.shape[1:]), -1)])
 
 
 def draw_uniforms(seeds: Sequence[int], count: int) -> Tensor:
-    """[B, count] float64 in [0, 1): row i is a stream keyed by seeds[i] alone, and a longer draw
-    starts with the shorter one.
+    """[B, count] float64 in [0, 1). Row i is a stream keyed by seeds[i] only; a longer draw extends
+    a shorter one.
 
-    Philox (Salmon et al. 2011) is keyed by the whole 64-bit seed; torch's CPU generator would use
-    its lower 32 bits only, so that seeds made as (rollout << 32) + sample would repeat.
+    Philox (Salmon et al. 2011) is keyed by the full 64-bit seed; torch's CPU generator uses only
+    the lower 32 bits, so seeds of the form (rollout << 32) + sample would repeat.
     """
     rows = [np.random.Generator(np.random.Philox(key=seed % 2**64)).random(count) for seed in seeds]
     return torch.from_numpy(np.stack(rows))
@@ -299,7 +300,7 @@ def draw_uniforms(seeds: Sequence[int], count: int) -> Tensor:
 def sample_tokens(
     logits: Tensor, uniforms: Tensor, sampling: SamplingParams
 ) -> tuple[Tensor, Tensor]:
-    """Sample one token a row by inverting the cumulative distribution in float64.
+    """Sample one token per row by inverting the cumulative distribution in float64.
 
     logits [B, V]; uniforms [B] float64 (not read when greedy). Returns tokens [B] int64 and
     log_probs [B] float32, the latter under the temperature-scaled distribution before top-k and
@@ -312,8 +313,8 @@ def sample_tokens(
 def sample_from_sets(
     logits: Tensor, uniforms: Tensor, sampling: SamplingParams
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `sample_tokens`, with log-probs after top-k and top-p, and which tokens these leave: [B,
-    V] bool, the sampled one among them."""
+    """As `sample_tokens`, but with log-probs after top-k and top-p, and the sampling mask [B, V]
+    bool, which includes the sampled token."""
     tokens, kept, _ = _sample(logits, uniforms, sampling)
     return tokens, _log_prob(kept, tokens), kept > float("-inf")
 
@@ -334,9 +335,9 @@ def _sample(
     cumulative = kept.double().softmax(-1).cumsum(-1)
     target = (
         uniforms * cumulative[:, -1]
-    )  # below the total also after rounding, as uniforms end at 1 - 2^-53
-    # The first entry strictly above the target is a token of positive probability; the clamp is for
-    # NaN alone.
+    )  # below the total even after rounding: uniforms are at most 1 - 2^-53
+    # The first entry strictly above the target has positive probability; the clamp only matters for
+    # NaN.
     tokens = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(
         max=scores.size(-1) - 1
     )

@@ -1,12 +1,11 @@
-"""Generation in the training process, on transformers' model and KV cache: the engine for CPUs,
-tests and small models.
+"""The local engine: generation inside the training process with transformers' model and KV cache,
+for CPUs, tests and small models.
 
-There is no paged cache, no continuous batching and no tensor parallelism: use SGLang where these
-matter.
+It has no paged cache, continuous batching or tensor parallelism; use SGLang where these matter.
 
-A response depends on its prompt, its seed, the weights and the sampling parameters. Which other
-requests are decoded beside it changes logits by float32 rounding only (padding and batch size pick
-other kernels), which turns a token in about one of 10^7.
+A response depends on its prompt, seed, weights and sampling parameters. The other requests in its
+batch change logits by float32 rounding only (padding and batch size select other kernels), which
+changes about one token in 10^7.
 """
 
 from __future__ import annotations
@@ -37,21 +36,20 @@ from slime_like.rollout.engines.base import (
 from slime_like.rollout.engines.local.batcher import Batcher
 from slime_like.rollout.engines.local.decoder import Decoder
 
-# Without --rollout-local-batch-size: more responses at once cost a small model little more time
-# than fewer, until their keys and values fill the caches of a processor.
+# KV cache budget that sets the batch size without --rollout-local-batch-size: for a small model,
+# larger batches cost little more time until the KV cache exceeds the processor caches.
 CACHE_BYTES = 256 * 2**20
 FEWEST, MOST = 64, 512
 
 
 class LocalEngine(RolloutEngine):
-    """`RolloutEngine` in process. The network comes from the config in `hf_checkpoint` (a folder), its
-    weights only from `update_weights`.
+    """In-process `RolloutEngine`. The architecture comes from the config in the folder
+    `hf_checkpoint`, weights only from `update_weights`.
 
-    tokenizer: needed for its end-of-sequence id and for stop strings; None where prompts and stops
-    are token ids. tied: whether the output layer is the embedding, where it is not as the config
-    says (adapters on the output layer untie them). local_batch_size: responses decoded together;
-    None: as many as `CACHE_BYTES` of keys and values hold, from `FEWEST` to `MOST`.
-    dtype: of weights and KV cache; sampling is in float32 logits whatever it is.
+    tokenizer: for its end-of-sequence id and stop strings; None if prompts and stops are token ids.
+    tied: overrides the config's tie_word_embeddings (adapters on the output layer untie it).
+    local_batch_size: responses decoded together; None: as many as fit into `CACHE_BYTES` of KV
+    cache, from `FEWEST` to `MOST`. dtype: of weights and KV cache; sampling uses float32 logits.
     """
 
     def __init__(
@@ -70,12 +68,12 @@ class LocalEngine(RolloutEngine):
         config = AutoConfig.from_pretrained(hf_checkpoint, trust_remote_code=trust_remote_code)
         if tied is not None:
             config.tie_word_embeddings = tied
-        if hasattr(config, "quantization_config"):  # of the files; weights come as they are
+        if hasattr(config, "quantization_config"):  # of the files; synced weights have none
             del config.quantization_config
         with (
             no_init_weights(),
             torch.device(device),
-        ):  # no random numbers are drawn: every weight is received later
+        ):  # no random initialisation: every weight is synced later
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, trust_remote_code=trust_remote_code
             )
@@ -91,7 +89,7 @@ class LocalEngine(RolloutEngine):
         self._decoder = Decoder(
             self._model, tokenizer, self._device, self._end_ids, lambda: self.weight_version
         )
-        self._token_lock = threading.Lock()  # weights are replaced between two tokens
+        self._token_lock = threading.Lock()  # weights are only replaced between two tokens
         self._batcher = Batcher(self._decoder.decode, self._batch_size, self._token_lock)
         text_config = config.get_text_config()
         self._cache_bytes_per_token = cache_bytes_per_token(text_config, dtype)
@@ -99,8 +97,8 @@ class LocalEngine(RolloutEngine):
         self._max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """See `RolloutEngine`. Tied weights may come under any one, or all, of their names. Values
-        are cast to the engine's dtype."""
+        """See `RolloutEngine`. Tied weights may be sent under any or all of their names. Values are
+        cast to the engine's dtype."""
         with self._token_lock:
             self._weights_complete = False
             self._slots.load(weights)
@@ -110,10 +108,9 @@ class LocalEngine(RolloutEngine):
     def generate(
         self, requests: Sequence[GenerateRequest], sampling: SamplingParams
     ) -> list[GenerateOutput]:
-        with self._token_lock:  # weights may be replaced by another thread
+        with self._token_lock:  # another thread may replace weights
             self._check(requests, sampling)
-        # Prompts of like length share a chunk (less padding), equal prompts are neighbours
-        # (computed once).
+        # Sort by length for less padding; equal prompts become adjacent and are prefilled once.
         order = sorted(
             range(len(requests)),
             key=lambda i: (len(requests[i].prompt_tokens), requests[i].prompt_tokens),
@@ -135,8 +132,8 @@ class LocalEngine(RolloutEngine):
     async def generate_one(
         self, request: GenerateRequest, sampling: SamplingParams
     ) -> GenerateOutput:
-        """Decoded together with what else is waiting; the event loop gets its turn after every
-        token."""
+        """See `RolloutEngine`. Decoded in a batch with other waiting requests; yields to the event
+        loop after every token."""
         with self._token_lock:  # as in `generate`
             self._check([request], sampling)
         return await self._batcher.submit(request, sampling)
@@ -151,7 +148,7 @@ class LocalEngine(RolloutEngine):
         self._batcher.paused = False
 
     def close(self) -> None:
-        """Free the weights; the engine generates no more."""
+        """Free the weights; no generation afterwards."""
         self._weights_complete = False
         self._decoder.free()
         del self._model, self._slots
@@ -195,15 +192,15 @@ class LocalEngine(RolloutEngine):
 
     @torch.inference_mode()
     def prompt_log_probs(self, prompts: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
-        """Log-probs of each prompt's tokens after its first, at temperature 1; a prompt of n tokens
-        has n - 1. Raises ValueError for tokens outside the vocabulary and prompts that are too
+        """Log-probs of each prompt's tokens except the first, at temperature 1: n - 1 numbers for n
+        tokens. Raises ValueError for tokens outside the vocabulary and prompts that are too
         long."""
         self._check(
             [GenerateRequest(i, prompt, 0) for i, prompt in enumerate(prompts)],
             SamplingParams(max_new_tokens=1),
         )
         scores = []
-        for prompt in prompts:  # one by one: [L, V] logits of each
+        for prompt in prompts:  # one by one, to bound memory: each has [L, V] logits
             logits = (
                 self._model(input_ids=torch.tensor([prompt], device=self._device))
                 .logits[0, :-1]
@@ -219,17 +216,17 @@ class LocalEngine(RolloutEngine):
     def top_log_probs(
         self, tokens: Sequence[int], first: int, k: int, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """The likeliest tokens at the positions of a sequence, before top-k and top-p.
+        """The k most likely tokens at each position of a sequence, before top-k and top-p sampling.
 
         Args:
             tokens: A sequence of N tokens.
-            first: The first position that is wanted, at least 1: token 0 has no log-prob.
-            k: How many, at most the vocabulary.
+            first: First position, at least 1: token 0 has no log-prob.
+            k: At most the vocabulary size.
             temperature: Divides the logits; 0 (greedy) counts as 1.
 
         Returns:
-            Token ids (int64) and log-probs (float32), both [N - first, k], of positions `first` to
-            N - 1, the likeliest first.
+            Token ids (int64) and log-probs (float32), both [N - first, k], for positions `first` to
+            N - 1, in descending order of probability.
         """
         ids = torch.tensor([list(tokens)], device=self._device)
         logits = self._model(input_ids=ids).logits[0, first - 1 : -1].float()
@@ -238,9 +235,9 @@ class LocalEngine(RolloutEngine):
 
 
 def cache_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Of keys and values in all layers of transformers' cache. config: of the text model."""
+    """KV cache bytes per token over all layers. config: of the text model."""
     heads = config.num_attention_heads
-    if getattr(config, "kv_lora_rank", None):  # the latents, from which all heads are computed
+    if getattr(config, "kv_lora_rank", None):  # MLA caches the latents of all heads
         width = config.kv_lora_rank + config.qk_rope_head_dim
     else:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -252,8 +249,7 @@ def end_token_ids(
     hf_checkpoint: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> frozenset[int]:
     """Token ids that end a response: the union of generation_config.json, config.json and the
-    tokenizer, as SGLang takes it. Raises ValueError for a generation_config.json that cannot be
-    read."""
+    tokenizer, as in SGLang. Raises ValueError if generation_config.json cannot be read."""
     sources = (
         generation_end_ids(hf_checkpoint),
         config.get_text_config().eos_token_id,
@@ -273,9 +269,9 @@ MAX_NAMES = 8  # listed in an error message
 class WeightSlots:
     """Writes (checkpoint name, tensor) pairs into a model's weights, each exactly once.
 
-    transformers keeps some weights otherwise than a checkpoint names them, e.g. all experts of a
-    layer in one tensor; a slot is then a view of the part that the checkpoint name stands for. Tied
-    weights are several names of one slot.
+    transformers stores some weights differently from the checkpoint, e.g. all experts of a layer in
+    one tensor; a slot is then a view of the part with that checkpoint name. Tied weights are
+    several names of one slot.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -292,14 +288,17 @@ class WeightSlots:
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy all pairs into the model, casting to its dtype; one name is enough for tied weights.
-        Raises ValueError that names unknown, repeated, misshapen and missing weights, after reading
-        all pairs: they may come from collectives, which every rank has to finish. The model is then
-        half updated."""
+        """Copy all pairs into the model, cast to its dtype; one name is enough for tied weights.
+
+        Raises:
+            ValueError: Names unknown, repeated, misshapen and missing weights. Raised after all
+                pairs are read, because they may come from collectives that every rank has to
+                finish; the model is then partially updated.
+        """
         seen: set[str] = set()
         problems: dict[str, list[str]] = {}
         for name, tensor in weights:
-            if name not in self._slots:  # of a file that has a vision tower too
+            if name not in self._slots:  # from a checkpoint with a vision tower
                 name = name.replace("model.language_model.", "model.", 1)
             slot = self._slots.get(name)
             if slot is None:
@@ -326,12 +325,11 @@ class WeightSlots:
 
 
 def _checkpoint_views(model: PreTrainedModel, name: str, weight: Tensor) -> dict[str, Tensor]:
-    """Views of `weight`, the entry `name` of the model's state, by the checkpoint names of its
-    parts.
+    """Views of `weight`, entry `name` of the model's state dict, keyed by checkpoint name.
 
-    transformers' own rule for saving is applied to the flat index of every element; the indices of
-    each part that comes out tell the offset and strides of the view. Raises ValueError for a model
-    whose rule does more than rearrange one weight.
+    Applies transformers' own save conversion to the flat index of every element; the resulting
+    indices give offset and strides of each view. Raises ValueError for a model with a conversion
+    that does more than rearrange one weight.
     """
     index = torch.arange(weight.numel()).view(weight.shape)
     views = {}

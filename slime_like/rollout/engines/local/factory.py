@@ -1,4 +1,4 @@
-"""The local engine that a run's settings describe."""
+"""Build the local engine from the run's configuration."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from slime_like.rollout.engines.local.engine import LocalEngine
 
 
 def make_local_engine(context: EngineContext) -> LocalEngine:
-    """One on each rank, which holds the whole model."""
+    """The local engine; each rank has one, with the full model."""
     config = context.config
     assert config.model.hf_checkpoint is not None
     return LocalEngine(

@@ -1,7 +1,6 @@
-"""What control calls of servers and routers answer, read with the checks of `checked_json`.
+"""Validate responses of server and router control endpoints, with the checks of `checked_json`.
 
-Each function takes the object that came and raises BadAnswer, in one line, for one that is not
-what the endpoint answers.
+Each function takes the response object and raises a one-line BadAnswer if it is invalid.
 """
 
 from __future__ import annotations
@@ -23,19 +22,20 @@ _MAX_WORKERS = 10_000
 
 
 def weight_version(answer: Mapping[str, object]) -> str:
-    """Of /model_info: the version of the server's weights, as it was sent."""
+    """The weight version in a /model_info response, as it was sent."""
     return text_of(answer.get("weight_version"), "weight_version")
 
 
 def tensor_parallel_size(answer: Mapping[str, object]) -> int | None:
-    """Of /server_info: ranks that share each weight; None where the server splits otherwise too."""
+    """The tensor-parallel size in a /server_info response; None if the server also uses other
+    parallelism."""
     others = [whole_of(answer.get(n, 1), n, 1, _MAX_RANKS) for n in ("pp_size", "dp_size")]
     size = whole_of(answer.get("tp_size", 1), "tp_size", 1, _MAX_RANKS)
     return size if others == [1, 1] else None
 
 
 def checksums(answer: Mapping[str, object]) -> dict[str, str]:
-    """Of /weights_checker: a checksum of every weight, by rank and name."""
+    """The checksum of every weight in a /weights_checker response, by rank and name."""
     found: dict[str, str] = {}
     for i, rank in enumerate(list_of(answer.get("ranks"), "ranks")):
         sums = object_of(object_of(rank, f"rank {i}").get("checksums"), f"checksums of rank {i}")
@@ -44,7 +44,7 @@ def checksums(answer: Mapping[str, object]) -> dict[str, str]:
 
 
 def router_workers(answer: Mapping[str, object]) -> list[tuple[str, str, bool]]:
-    """Of a router's /workers: address, id, and whether it sends requests there."""
+    """(address, id, whether it gets requests) of each worker in a router's /workers response."""
     entries = list_of(answer.get("workers"), "the list of workers")
     if len(entries) > _MAX_WORKERS:
         raise BadAnswer(f"{len(entries)} workers, more than {_MAX_WORKERS}")
@@ -60,12 +60,12 @@ def router_workers(answer: Mapping[str, object]) -> list[tuple[str, str, bool]]:
 
 
 def server_address(value: object, what: str) -> str:
-    """http://host:port, without a slash at its end."""
+    """A validated http://host:port, without trailing slash."""
     text = text_of(value, what)
     try:
         parts = urlsplit(text)
         legal = parts.scheme in ("http", "https") and bool(parts.hostname) and text.isprintable()
-        _ = parts.port  # raises for one that is no port
+        _ = parts.port  # raises for an invalid port
     except ValueError:
         legal = False
     if not legal:

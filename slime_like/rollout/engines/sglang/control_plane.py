@@ -1,5 +1,4 @@
-"""Calls that all servers get, and what they answer about their weights. On rank 0, by the training
-thread."""
+"""Control calls to all servers and checks of their weights. On rank 0, in the training thread."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ logger = logging.getLogger(__name__)
 def call_servers(
     fleet: Fleet, workers: Sequence[Worker], path: str, body: dict[str, object]
 ) -> None:
-    """One that does not answer is evicted."""
+    """POST to all servers; a server that fails is evicted."""
     for worker in workers:
         try:
             fleet.call(worker, path, body, timeout_s=CONTROL_S)
@@ -28,8 +27,8 @@ def call_servers(
 
 
 def check_versions(fleet: Fleet, workers: Sequence[Worker], version: int) -> list[Worker]:
-    """Those that answer. Raises RunError for one that says that it has other weights, and when none
-    is left."""
+    """Check that every server reports `version`; returns the servers that respond. Raises RunError
+    if one reports another version, or if none is left."""
     answering = []
     for worker in workers:
         try:
@@ -48,8 +47,8 @@ def check_versions(fleet: Fleet, workers: Sequence[Worker], version: int) -> lis
 
 
 def check_alike(fleet: Fleet, workers: Sequence[Worker]) -> None:
-    """All servers of one shape have the same weights, by their own checksums; else RunError. A
-    server without the call is left out."""
+    """Check that servers of equal tensor-parallel size report equal weight checksums; otherwise
+    raise RunError. Servers without the endpoint are skipped."""
     found: dict[tuple[str, ...], dict[str, str]] = {}
     for worker in workers:
         try:
@@ -69,16 +68,16 @@ def check_alike(fleet: Fleet, workers: Sequence[Worker]) -> None:
 
 
 class ColocatedMemory:
-    """Of the GPUs that servers share with the trainer, which has it while it trains. fleet: on rank
-    0; None elsewhere."""
+    """GPU memory shared by servers and trainer under --colocate; the trainer has it while it
+    trains. fleet: on rank 0, None elsewhere."""
 
     def __init__(self, fleet: Fleet | None) -> None:
         self._fleet = fleet
-        # servers without memory, and how often each had been out by then
+        # servers that released their memory, with their eviction counts at that time
         self._lent: list[tuple[Worker, int]] | None = None
 
     def release(self) -> None:
-        """The servers give up weights and KV cache."""
+        """Make the servers release weights and KV cache."""
         if self._lent is None:
             self._lent = []
             if self._fleet is not None:
@@ -86,8 +85,9 @@ class ColocatedMemory:
                 self._lent = [(worker, worker.evictions) for worker in self._fleet.alive()]
 
     def resume(self) -> None:
-        """They get it back, without the weights. One that was started again meanwhile has its
-        memory, and would not survive to be told so."""
+        """Make the servers reallocate their memory; weights are synced afterwards. Servers
+        restarted since `release` are skipped: they never released memory, and resuming would crash
+        them."""
         lent, self._lent = self._lent, None
         if lent and self._fleet is not None:
             workers = [

@@ -1,5 +1,5 @@
-"""SGLang servers as a rollout engine: rank 0 talks to them for all ranks; the others take part in
-handing over weights."""
+"""SGLang servers as a rollout engine. Rank 0 sends all requests; all ranks take part in weight
+sync."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ PAUSE = {"mode": "retract"}
 
 
 class SglangEngine(RolloutEngine):
-    """`RolloutEngine` over HTTP. fleet, updater: on rank 0 only, where they are made before this;
-    None elsewhere. routes: of the network that is served; None: it has no experts. agent: on the
-    first rank of another node, of the servers there."""
+    """`RolloutEngine` over HTTP. fleet, updater: on rank 0, None elsewhere. routes: format of
+    routed experts, None for a dense model. agent: on the first rank of every other node, the agent
+    of its servers."""
 
     def __init__(
         self, fleet: Fleet | None, updater: WeightUpdater | None, requests: RequestSettings, hf_checkpoint: str, *,
@@ -104,14 +104,14 @@ class SglangEngine(RolloutEngine):
             await self._requests.leave_loop()
 
     def _on_rank_zero(self) -> ServerRequests:
-        assert self._requests is not None, "rank 0 asks for all"
+        assert self._requests is not None, "only rank 0 sends requests"
         return self._requests
 
     # --- weights
 
     def pause(self) -> None:
-        """Requests stay at the servers, retracted: what they computed with the old weights is
-        computed again after `resume`."""
+        """Pause generation. Requests stay on the servers, retracted: their KV cache is recomputed
+        with the new weights after `resume`."""
         self._paused = True
         self._call_all("/pause_generation", PAUSE)
 
@@ -120,10 +120,10 @@ class SglangEngine(RolloutEngine):
         self._call_all("/continue_generation", {})
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """See `RolloutEngine`. When a server fails in the middle, it is evicted and
-        `weight_version` is -1 afterwards: call again for the others. Raises RunError when none is
-        left, or when what was sent is not what --hf-checkpoint has."""
-        if self._requests is not None:  # first, so that a request waits and does not fail
+        """See `RolloutEngine`. A server that fails during the update is evicted, and
+        `weight_version` is then -1: call again for the others. Raises RunError if none is left, or
+        if names or shapes differ from --hf-checkpoint."""
+        if self._requests is not None:  # set first, so that new requests wait instead of failing
             self._requests.updating, self._requests.bypasses_router = True, False
             self._requests.sent.append(version)
         self.weight_version = -1
@@ -145,7 +145,7 @@ class SglangEngine(RolloutEngine):
         except RunError:
             self._end_update()
             raise
-        if done:  # else there will be another attempt
+        if done:  # otherwise there will be another attempt
             self.weight_version = version
             self._end_update()
 
@@ -166,14 +166,13 @@ class SglangEngine(RolloutEngine):
             sent = self._updater.update(ranks, version)
         except UpdateIncomplete as incomplete:
             logger.warning(f"weights of version {version} did not reach every engine: {incomplete}")
-            # the servers stay paused until the update that follows: nobody may go on with half of
-            # the weights
+            # servers stay paused until the next attempt: none may generate with partial weights
             return False
         compare_with_checkpoint(sent.shapes, self._hf_checkpoint)
         workers = check_versions(self.fleet, sent.workers, version)
         if first or self._check_updates:
             check_alike(self.fleet, workers)
-        if not self._paused:  # by the caller
+        if not self._paused:  # otherwise the caller resumes
             self._call_all("/continue_generation", {})
         self.fleet.version = version
         for worker in workers:
@@ -192,9 +191,9 @@ class SglangEngine(RolloutEngine):
     def probe(
         self, requests: Sequence[GenerateRequest], sampling: SamplingParams
     ) -> list[tuple[str, list[GenerateOutput]]]:
-        """On rank 0: what every server answers, by its address; one that is lost meanwhile is out,
-        and told of. Raises RunError when none of them answers and none is started again, or when an
-        answer is wrong."""
+        """On rank 0, send the same requests to every server; returns outputs with the server's
+        address. A server lost during the probe is evicted with a warning. Raises RunError if none
+        responds and none restarts, or if a response is invalid."""
         assert self.fleet is not None
         workers = self.fleet.ready()
         legal = Legal(self._vocab_size, {self.fleet.version})
@@ -241,8 +240,8 @@ class SglangEngine(RolloutEngine):
         return found
 
     def release_memory(self) -> None:
-        """Before training: the servers give up weights and KV cache on the GPUs that they share
-        with the trainer, until the next update."""
+        """Before training, servers release weights and KV cache on GPUs that they share with the
+        trainer, until the next update."""
         if self._memory is not None:
             self._memory.release()
             self.weight_version = -1
@@ -250,14 +249,14 @@ class SglangEngine(RolloutEngine):
     # --- health
 
     def check_health(self) -> None:
-        """A collective. After it `weight_version` is -1 where a server that answers lacks the
-        current weights. Raises RunError when none answers and none may come back in time."""
+        """Collective. Sets `weight_version` to -1 if a healthy server lacks the current weights.
+        Raises RunError if no server responds and none can recover in time."""
         if from_rank_zero(self._is_stale):
             self.weight_version = -1
 
     def _is_stale(self) -> bool:
-        """On rank 0: whether a server that answers lacks the current weights, once one answers.
-        Raises RunError when none does in time."""
+        """On rank 0, wait for a healthy server; returns whether any lacks the current weights.
+        Raises RunError if none responds in time."""
         if self.fleet is None:
             return False
         deadline = time.monotonic() + self.fleet.health.start_s
@@ -275,8 +274,8 @@ class SglangEngine(RolloutEngine):
         return any(worker.version != self.weight_version for worker in alive)
 
     def take_metrics(self) -> dict[str, float]:
-        """Numbers since the last call, on rank 0: of requests by what became of them, and of the
-        latest weight update."""
+        """On rank 0, request counts by outcome since the last call, and metrics of the latest
+        weight update."""
         metrics = dict(self._metrics)
         if self.fleet is None or self._requests is None:
             return metrics
@@ -289,7 +288,7 @@ class SglangEngine(RolloutEngine):
         return metrics
 
     def close(self) -> None:
-        leave()  # of the groups in which this rank sent weights
+        leave()  # leave the process groups in which this rank sent weights
         if self._updater is not None:
             self._updater.close()
             self._updater = None

@@ -1,5 +1,4 @@
-"""The engine that a run's settings describe: servers found or started, the router, and what they
-are asked with."""
+"""Build the SGLang engine from the run's configuration: find or start servers and the router."""
 
 from __future__ import annotations
 
@@ -47,8 +46,8 @@ logger = logging.getLogger(__name__)
 
 
 def make_sglang_engine(context: EngineContext) -> SglangEngine:
-    """A collective; see `start_servers`. What the servers print is in the run's folder under
-    engines, on their nodes."""
+    """Build the engine. Collective; see `start_servers`. Server logs are in the run's folder under
+    engines, on the server's node."""
     run, device = context.config, context.device
     assert run.model.hf_checkpoint is not None
     model, settings = run.model.hf_checkpoint, update_settings(run.sglang)
@@ -68,9 +67,15 @@ def start_servers(
     device: torch.device,
     logs: Path,
 ) -> tuple[Fleet | None, WeightUpdater | None, NodeAgent | None]:
-    """A collective. Starts what is to be started, on all nodes; all servers answer when it returns,
-    and none got weights yet. The first two are on rank 0, the third on the first rank of each other
-    node. Raises RunError on every rank when a server does not answer."""
+    """Start servers and router on all nodes and wait until they respond. Collective.
+
+    Returns:
+        The fleet and the weight updater on rank 0; the node agent on the first rank of every other
+        node. No server has weights yet.
+
+    Raises:
+        RunError: On every rank, if a server does not respond.
+    """
     config = run.sglang
     nodes, agent = list[Node](), None
     if config.rollout_num_gpus is not None:
@@ -137,7 +142,7 @@ def start_fleet(
 
 
 def routes_format(run: RunConfig) -> RoutesFormat | None:
-    """None where the network has no experts."""
+    """The format of routed experts; None for a dense model."""
     config = run.megatron.transformer
     if not config.num_moe_experts:
         return None
@@ -149,7 +154,7 @@ def routes_format(run: RunConfig) -> RoutesFormat | None:
 
 
 def require_routes(fleet: Fleet) -> None:
-    """Raises RunError naming a server that says that it does not tell its routes."""
+    """Raise RunError naming a server that does not report routed experts."""
     if fleet.router is not None:
         logger.info(
             "requests of rollouts go to the engines directly: sglang_router does not pass on that they ask for routes"

@@ -1,13 +1,12 @@
-"""Requests to servers that may be slow, wrong or dead: deadlines, and what is tried again.
+"""HTTP requests to servers that may be slow, faulty or dead: deadlines and retries.
 
-| what happens | what is done |
+| failure | action |
 |---|---|
-| no connection, connection lost, no byte for too long, total time over | tried again, elsewhere where there is an elsewhere |
-| status 5xx, 429 | tried again after a growing pause |
-| other status | given up: the same request would be refused again |
-| status 200 and no JSON, or too much of it | given up: never passed on |
+| no connection, connection lost, read timeout, total timeout | retry, on another server if there is
+one | | status 5xx, 429 | retry with exponential backoff | | other status | fail: the same request
+would be rejected again | | status 200 with invalid or oversized JSON | fail: never passed on |
 
-No compression is asked for, and none is taken: what arrives is what is counted.
+Compression is neither requested nor accepted, so that size limits hold.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ import httpx
 
 from slime_like.rollout.engines.checked_json import BadAnswer, parse_json, printable, shown
 
-# Seconds that a connection without work is kept. The server closes its side after 5, and a request
-# that meets the closing is lost.
+# Seconds that an idle connection is kept. Servers close it after 5 s, and a request sent at that
+# moment would be lost.
 KEEPALIVE_S = 2.0
-ANSWER_BYTES = 64 * 2**20  # of one answer, where its reader gives no limit of its own
-_REFUSAL_BYTES = 64 * 2**10  # of the body of another status, which is only shown
-_SLACK_S = 5.0  # for the thread of a control client to give an answer up that is late
+ANSWER_BYTES = 64 * 2**20  # default size limit of a response
+_REFUSAL_BYTES = 64 * 2**10  # size limit of an error body, which is only shown
+_SLACK_S = 5.0  # for the control client's thread to cancel a late call
 
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Seconds. connect: to be let in. read: between two pieces of an answer. total: for the whole
-    answer, however slowly it drips."""
+    """Timeouts in seconds. connect: to connect. read: between two chunks of a response. total: for
+    the complete response."""
 
     connect_s: float = 10.0
     read_s: float = 600.0
@@ -50,8 +49,8 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """attempts: all of them, the first included. Pauses grow from first_pause_s by a factor of 2,
-    with half of it drawn at random."""
+    """Retry policy. attempts: total number, including the first. Pauses double from first_pause_s,
+    with 50% jitter."""
 
     attempts: int = 6
     first_pause_s: float = 0.25
@@ -63,8 +62,7 @@ class Retries:
 
 
 class RequestFailed(Exception):
-    """A request that brought nothing usable. kind: a short word for counting. again: whether trying
-    again may help."""
+    """A failed request. kind: a short name for counting. again: whether a retry may succeed."""
 
     def __init__(self, kind: str, message: str, *, again: bool, server_gone: bool = False) -> None:
         super().__init__(message)
@@ -74,7 +72,7 @@ class RequestFailed(Exception):
 
 
 def async_client(connections: int) -> httpx.AsyncClient:
-    """For one event loop. connections: that are kept; more may be open."""
+    """An HTTP client for one event loop. connections: keep-alive connections; more may be open."""
     limits = httpx.Limits(
         max_connections=None, max_keepalive_connections=connections, keepalive_expiry=KEEPALIVE_S
     )
@@ -88,7 +86,8 @@ async def post_once(
     deadlines: Deadlines,
     max_bytes: int = ANSWER_BYTES,
 ) -> object:
-    """The JSON of an answer with status 200 and at most `max_bytes`. Raises RequestFailed."""
+    """POST once; returns the JSON of a 200 response of at most `max_bytes`. Raises
+    RequestFailed."""
     request = _request(client, "POST", url, body, deadlines)
     return json_of(await _exchange(client, request, deadlines, max_bytes, (200,)), url)
 
@@ -96,7 +95,7 @@ async def post_once(
 def _request(
     client: httpx.AsyncClient, method: str, url: str, body: object, deadlines: Deadlines
 ) -> httpx.Request:
-    """Raises RequestFailed for an address that is none."""
+    """Build a request. Raises RequestFailed for an invalid URL."""
     try:
         return client.build_request(
             method,
@@ -116,7 +115,7 @@ async def _exchange(
     max_bytes: int,
     statuses: tuple[int, ...],
 ) -> bytes:
-    """The body of the answer, within the total deadline. Raises RequestFailed."""
+    """The response body, within the total deadline. Raises RequestFailed."""
     url = str(request.url)
     try:
         async with asyncio.timeout(deadlines.total_s):
@@ -136,7 +135,8 @@ async def _exchange(
 async def _body(
     response: httpx.Response, url: str, max_bytes: int, statuses: tuple[int, ...]
 ) -> bytes:
-    """Raises RequestFailed for another status, a compressed body, and more than `max_bytes`."""
+    """Read the body. Raises RequestFailed for an unexpected status, a compressed body, or more than
+    `max_bytes`."""
     legal, encoding = response.status_code in statuses, response.headers.get("Content-Encoding")
     if legal and encoding not in (None, "identity"):
         raise RequestFailed(
@@ -166,7 +166,7 @@ def is_passing(status: int) -> bool:
 
 
 def failure_of(error: httpx.HTTPError, url: str, deadlines: Deadlines) -> RequestFailed:
-    """What httpx met, in our words."""
+    """Translate an httpx error."""
     if isinstance(error, httpx.ConnectTimeout):
         return RequestFailed(
             "connect_timeout",
@@ -193,7 +193,7 @@ def failure_of(error: httpx.HTTPError, url: str, deadlines: Deadlines) -> Reques
 
 
 def json_of(body: bytes, url: str) -> object:
-    """Raises RequestFailed for what is no JSON within the limits of `parse_json`."""
+    """Decode the body. Raises RequestFailed for invalid JSON (see `parse_json` for limits)."""
     try:
         return parse_json(body)
     except BadAnswer as error:
@@ -203,8 +203,8 @@ def json_of(body: bytes, url: str) -> object:
 async def with_retries(
     attempt: Callable[[int], Awaitable[Any]], retries: Retries, counts: Counter[str]
 ) -> Any:
-    """`attempt(number)` until it succeeds. Raises the last RequestFailed. counts: of failures by kind,
-    and of "retries"."""
+    """Call `attempt(number)` until it succeeds. Raises the last RequestFailed. counts: incremented
+    for each failure kind and for "retries"."""
     for number in range(1, retries.attempts + 1):
         try:
             return await attempt(number)
@@ -218,9 +218,8 @@ async def with_retries(
 
 
 class ControlClient:
-    """Calls that steer a server, from any thread. They run in an event loop of their own thread, so
-    that a deadline ends a call wherever it is: connecting, between two bytes of a header, in the
-    body."""
+    """Control calls to servers, from any thread. They run in an event loop in a separate thread, so
+    that a deadline cancels a call at any point: connecting, in the headers or in the body."""
 
     def __init__(self, connect_s: float) -> None:
         self._connect_s = connect_s
@@ -240,8 +239,8 @@ class ControlClient:
         method: str = "POST",
         max_bytes: int = ANSWER_BYTES,
     ) -> dict[str, object]:
-        """The object that answers, empty where there is no body or null. timeout_s: for all of it.
-        Raises RequestFailed, also for an answer with `"success": false`."""
+        """Send a request; returns the response object, {} for an empty body or null. timeout_s:
+        total. Raises RequestFailed, also for a response with `"success": false`."""
         answer = self._bytes(url, body, timeout_s, method, max_bytes)
         value = json_of(answer, url) if answer.strip() else None
         if value is None:
@@ -254,7 +253,7 @@ class ControlClient:
         return value
 
     def is_reached(self, url: str, timeout_s: float) -> bool:
-        """Whether a GET is answered with status 200, whatever its body."""
+        """Whether a GET returns status 200."""
         try:
             self._bytes(url, None, timeout_s, "GET", ANSWER_BYTES)
         except RequestFailed:
@@ -265,7 +264,8 @@ class ControlClient:
         self, url: str, body: object, timeout_s: float, method: str, max_bytes: int
     ) -> bytes:
         deadlines = Deadlines(min(self._connect_s, timeout_s), timeout_s, timeout_s)
-        request = _request(self._client, method, url, body, deadlines)  # large bodies: made here
+        # outside the loop, because serialising a large body would block it
+        request = _request(self._client, method, url, body, deadlines)
         exchange = _exchange(self._client, request, deadlines, max_bytes, (200, 202))
         ended = RequestFailed("closed", f"{url}: the run ends", again=False)
         try:
@@ -275,12 +275,12 @@ class ControlClient:
             raise ended from None
         try:
             return future.result(timeout_s + _SLACK_S)
-        except (TimeoutError, CancelledError):  # the loop was closed in the middle
+        except (TimeoutError, CancelledError):  # the loop was closed during the call
             future.cancel()
             raise ended from None
 
     def close(self) -> None:
-        """Calls that are under way fail. Closing twice is fine."""
+        """Close; calls in flight fail. Idempotent."""
         if self._loop.is_closed():
             return
         with contextlib.suppress(TimeoutError):

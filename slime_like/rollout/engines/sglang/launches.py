@@ -1,4 +1,4 @@
-"""The servers that a run starts: where each runs, with which command line, and their processes."""
+"""Servers started by the run: placement, command lines and processes."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from slime_like.rollout.engines.sglang.processes import (
 )
 from slime_like.rollout.engines.sglang.weight_transfer.process_group import address_towards
 
-ROUTES_SETTING = "enable_return_routed_experts"  # of a server
+ROUTES_SETTING = "enable_return_routed_experts"  # server argument
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Of a server: what runs on one node."""
+    """The part of a server that runs on one node."""
 
     node: Node
     url: str
@@ -40,8 +40,8 @@ class Part:
 def engine_launches(
     run: RunConfig, nodes: Sequence[Node], *, device: torch.device, logs: Path
 ) -> list[list[Part]]:
-    """For each server its parts, of which the first answers. Raises RunError for what the nodes
-    have no room for."""
+    """The parts of each server; the first part serves HTTP. Raises RunError if the nodes have too
+    few GPUs."""
     config = run.sglang
     assert config.rollout_num_gpus is not None and run.model.hf_checkpoint is not None
     per_engine = config.rollout_num_gpus_per_engine
@@ -81,8 +81,8 @@ def engine_launches(
 
 
 def require_reachable(config: SglangConfig, ranks: Collection[int]) -> None:
-    """ranks: the first of each node with servers. Raises RunError where weights go through a folder
-    of one node."""
+    """Raise RunError if weights would go through a folder that only one node sees. ranks: the first
+    rank of each node with servers."""
     if (
         config.update_weight_transport == "disk"
         and config.update_weight_disk_dir is None
@@ -94,7 +94,7 @@ def require_reachable(config: SglangConfig, ranks: Collection[int]) -> None:
 
 
 def start_processes(servers: Sequence[Sequence[Part]]) -> list[tuple[str, EngineProcess]]:
-    """By their addresses; on other nodes by the agents there."""
+    """Start the servers; on other nodes through their agents. Returns (address, process) pairs."""
     remote: dict[int, RemoteNode] = {}
     started = list[tuple[str, EngineProcess]]()
     for number, parts in enumerate(servers):

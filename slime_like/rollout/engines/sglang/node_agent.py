@@ -1,5 +1,5 @@
-"""Servers on nodes that rank 0 is not on. It leaves what it wants there in the run's signed store;
-the first rank of the node starts and ends the servers, and leaves there what became of them."""
+"""Servers on nodes other than rank 0's. Rank 0 writes the desired servers to the run's signed
+store; the first rank of each node starts and stops them and writes their state back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slime_like.rollout.engines.sglang.processes import END_S, EngineProcess, La
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.25
-SLACK_S = 4.0  # for rank 0 to hear that a server has ended
+SLACK_S = 4.0  # for rank 0 to learn that a server has ended
 
 
 def _wanted(rank: int) -> str:
@@ -31,13 +31,13 @@ def _state(rank: int) -> str:
 
 
 class NodeAgent:
-    """On the first rank of a node, in a thread of its own. rank: this one."""
+    """Runs the servers of one node, in a thread on the node's first rank. rank: this rank."""
 
     def __init__(self, store: SignedStore, rank: int) -> None:
         self._store = store.clone()
         self._rank = rank
         self._stop = threading.Event()
-        # by number of the server: which attempt it is
+        # server number -> (attempt, process)
         self._running: dict[str, tuple[int, ServerProcess]] = {}
         self._failed: dict[str, dict[str, object]] = {}
         self._reported: dict[str, object] = {}
@@ -45,7 +45,7 @@ class NodeAgent:
         self._thread.start()
 
     def close(self) -> None:
-        """Returns when its servers have ended."""
+        """Stop; returns when its servers have ended."""
         self._stop.set()
         self._thread.join(END_S + SLACK_S)
 
@@ -61,7 +61,7 @@ class NodeAgent:
             self._report()
 
     def _become(self, wanted: Mapping[str, Any]) -> None:
-        """Run what is wanted, and nothing else."""
+        """Start and stop servers to match the desired state."""
         attempts = {number: launch["attempt"] for number, launch in wanted.items()}
         old = [n for n, (attempt, _) in self._running.items() if attempts.get(n) != attempt]
         if old:
@@ -93,7 +93,7 @@ class NodeAgent:
 
 
 class RemoteNode:
-    """On rank 0: the servers of another node."""
+    """Rank 0's view of the servers on another node."""
 
     def __init__(self, store: SignedStore, rank: int, address: str) -> None:
         self.rank, self.address = rank, address
@@ -103,7 +103,7 @@ class RemoteNode:
         self._lock = threading.Lock()
 
     def start(self, number: int, launch: Launch) -> int:
-        """Which attempt this is."""
+        """Request a server; returns the attempt number."""
         with self._lock:
             self._attempts += 1
             self._want(
@@ -117,7 +117,7 @@ class RemoteNode:
             self._want(number, None)
 
     def state(self, number: int) -> dict[str, Any] | None:
-        """attempt, status (None: it runs) and the end of its output; None: it is not there."""
+        """Attempt, exit status (None: running) and last output of a server; None: not started."""
         with self._lock:
             found = json.loads(self._store.read(_state(self.rank)) or "{}")
         return found.get(str(number))
@@ -130,7 +130,7 @@ class RemoteNode:
 
 
 class RemoteProcess(EngineProcess):
-    """A server on another node. number: of it there."""
+    """A server on another node. number: its number on that node."""
 
     def __init__(self, node: RemoteNode, number: int, launch: Launch) -> None:
         self.sender = node.rank

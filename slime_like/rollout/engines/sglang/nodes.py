@@ -1,4 +1,4 @@
-"""The nodes of a run, and the GPUs on them of each server that the run starts."""
+"""Nodes of a run, and placement of servers on their GPUs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from slime_like.errors import RunError
 from slime_like.rollout.engines.sglang.processes import LOOPBACK, free_ports
 from slime_like.rollout.engines.sglang.weight_transfer.process_group import address_towards
 
-PORTS_OF_A_SERVER = 2  # its own, and that where the nodes of one meet
+PORTS_OF_A_SERVER = 2  # HTTP, and the rendezvous of a multi-node server
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """rank: the first of the trainer's there. processes: how many it has there. gpus: None without
-    CUDA. address: where its servers listen. ports: that were free a moment ago."""
+    """A node of the run. rank: its first trainer rank. processes: number of trainer ranks there.
+    gpus: None without CUDA. address: where its servers listen. ports: recently free ports."""
 
     rank: int
     processes: int
@@ -30,12 +30,13 @@ class Node:
     ports: tuple[int, ...]
 
     def first_gpu(self, *, colocate: bool) -> int:
-        """Of those for servers: the trainer's own, or those behind them."""
+        """First GPU for servers: with colocate the trainer's first, otherwise the one after the
+        trainer's."""
         return 0 if colocate else self.processes
 
     def room(self, wanted: int, *, colocate: bool) -> int:
-        """GPUs for servers. Without CUDA each process of the trainer counts as a GPU that is shared, and
-        there is room for any number of others."""
+        """Number of GPUs for servers. Without CUDA, each trainer process counts as one shared GPU,
+        and the number of other GPUs is unlimited."""
         if colocate:
             return self.processes
         if self.gpus is None:
@@ -45,7 +46,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a server has on one node."""
+    """GPUs of a server on one node."""
 
     node: Node
     first_gpu: int
@@ -53,7 +54,7 @@ class Share:
 
 
 def find_nodes(servers: int, device: torch.device) -> list[Node]:
-    """By their first ranks. servers: that the run starts. A collective."""
+    """All nodes, ordered by first rank. servers: number of servers to start. Collective."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     own = next(ranks for ranks in ranks_by_node() if rank in ranks)
     mine = this_node(own, servers, device) if rank == own[0] else None
@@ -61,9 +62,9 @@ def find_nodes(servers: int, device: torch.device) -> list[Node]:
 
 
 def this_node(ranks: Sequence[int], servers: int, device: torch.device) -> Node:
-    """On its first rank. ranks: all that are there."""
+    """This node; called on its first rank. ranks: all trainer ranks of the node."""
     gpus = torch.cuda.device_count() if device.type == "cuda" else None
-    # rank 0 talks to the servers, and nobody else does
+    # only rank 0 talks to servers, so those on its node can listen on loopback
     address = LOOPBACK if ranks[0] == 0 else address_of_this_host()
     most = servers if gpus is None else min(servers, gpus)
     ports = free_ports(PORTS_OF_A_SERVER * most, address)
@@ -71,18 +72,18 @@ def this_node(ranks: Sequence[int], servers: int, device: torch.device) -> Node:
 
 
 def address_of_this_host() -> str:
-    """As rank 0 sees it; loopback where it runs here too."""
+    """Address of this host as seen by rank 0; loopback on rank 0's host."""
     return address_towards([f"http://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"])
 
 
 def place_servers(
     nodes: Sequence[Node], gpus: int, per_server: int, *, colocate: bool
 ) -> list[tuple[Share, ...]]:
-    """What each server has, on one node or, where one is too small, on whole ones that follow each
-    other. Raises RunError when there are too few GPUs.
+    """Place each server on one node, or on consecutive full nodes if one is too small. Raises
+    RunError if there are too few GPUs.
 
     Args:
-        gpus: of all servers; a multiple of per_server.
+        gpus: GPUs of all servers; a multiple of per_server.
     """
     rooms = [node.room(gpus, colocate=colocate) for node in nodes]
     parts, placed = -(-per_server // max(max(rooms), 1)), list[tuple[Share, ...]]()

@@ -1,10 +1,9 @@
-"""Runs a command, and ends it and all that it started as soon as the process that asked for it is
-gone, however that ended.
+"""Run a command, and kill it with all its descendants when the parent process ends for any reason.
 
     python process_supervisor.py PARENT_PID command word ...
 
-The command gets a session of its own. The keeper's exit status is the command's. Plain Python
-without imports of the project: it starts in milliseconds and holds little memory.
+The command runs in a new session; the supervisor exits with its status. Uses only the standard
+library, so that it starts in milliseconds and needs little memory.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ GRACE_S = 3.0  # between SIGTERM and SIGKILL
 
 
 def die_with_parent() -> None:
-    """In the child, before it becomes the command: killed when the keeper is killed."""
+    """In the child before exec: be killed when the supervisor is killed."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def members(session: int) -> list[int]:
-    """Processes of a session that are not dead yet. What a server starts may have left its process
-    group, and not its session."""
+    """Live processes of a session. Uses the session because descendants of a server may have left
+    its process group."""
     found = []
     for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
         if name.isdigit():

@@ -1,4 +1,4 @@
-"""Servers that this run starts: their command lines, ports and ends."""
+"""Processes of the servers that this run starts: command lines, ports and shutdown."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 KEEPER = Path(__file__).with_name("process_supervisor.py")
-END_S = 6.0  # for a keeper to end its server
+END_S = 6.0  # for a supervisor to end its server
 LOWEST_PORT = 10000
 OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-# On a machine without a GPU; a --sglang flag of the user's replaces its entry.
+# Defaults on a machine without a GPU; the user's --sglang flags override them.
 CPU_SETTINGS: Mapping[str, object] = {
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -27,15 +27,15 @@ CPU_SETTINGS: Mapping[str, object] = {
     "grammar_backend": "none",
     "disable_overlap_schedule": True,
     "sleep_on_idle": True,
-    "max_total_tokens": 20000,  # of the KV cache; SGLang asks for a share of the memory otherwise
+    "max_total_tokens": 20000,  # KV cache size; SGLang's default is a share of all memory
     "max_running_requests": 64,
 }
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports that nobody listens on now, all different. A server listens half a minute after it is
-    started: they are below those that the system gives to outgoing connections, which may come
-    meanwhile. Raises OSError where there are none."""
+    """Distinct free ports. They are below the system's ephemeral port range, because a server binds
+    its port only half a minute after its start, and an outgoing connection could take an ephemeral
+    one until then. Raises OSError if there are too few."""
     candidates = range(LOWEST_PORT, _first_outgoing_port())
     found: list[int] = []
     for port in random.SystemRandom().sample(candidates, k=len(candidates)):
@@ -58,12 +58,12 @@ def _first_outgoing_port() -> int:
         first = 32768
     return (
         first if first > LOWEST_PORT + 1000 else 65536
-    )  # where outgoing connections may have nearly all ports, no choice is better
+    )  # if nearly all ports are ephemeral, no choice is better
 
 
 def command_words(settings: Mapping[str, object]) -> list[str]:
-    """{"tp_size": 2, "sleep_on_idle": True} -> --tp-size 2 --sleep-on-idle. None and False are left
-    out."""
+    """{"tp_size": 2, "sleep_on_idle": True} -> --tp-size 2 --sleep-on-idle. None and False are
+    omitted."""
     words: list[str] = []
     for name, value in settings.items():
         if value is None or value is False:
@@ -78,38 +78,37 @@ def command_words(settings: Mapping[str, object]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How to start one server, again if need be. log: its output is appended there."""
+    """Command to start (and restart) one server. log: file that its output is appended to."""
 
     command: tuple[str, ...]
     log: Path
 
 
 class EngineProcess(ABC):
-    """A server that this run has started. sender: the rank on its node that can share memory with
-    it."""
+    """A server started by this run. sender: the rank on its node that can share memory with it."""
 
     sender: int
 
     @property
     @abstractmethod
     def exit_status(self) -> int | None:
-        """None while it runs."""
+        """The exit status; None while it runs."""
 
     @abstractmethod
     def last_words(self, characters: int = 600) -> str:
-        """The end of its output."""
+        """The last `characters` of its output."""
 
     @abstractmethod
     def end(self) -> None:
-        """Returns when it and what it started are gone."""
+        """Kill it with all descendants; returns when they are gone."""
 
     @abstractmethod
     def again(self) -> EngineProcess:
-        """Start it once more, after its end."""
+        """Restart it after it has ended."""
 
 
 class ServerProcess(EngineProcess):
-    """On this host, under a keeper."""
+    """A server on this host, under a supervisor."""
 
     sender = 0
 
@@ -128,7 +127,7 @@ class ServerProcess(EngineProcess):
 
     @property
     def pid(self) -> int:
-        """Of the keeper, whose child the server is."""
+        """Process id of the supervisor, the parent of the server."""
         return self._keeper.pid
 
     @property
@@ -181,10 +180,10 @@ class SpanningProcess(EngineProcess):
 
 
 def clean_environment() -> dict[str, str]:
-    """Without what torchrun tells a rank: a server has process groups of its own. A variable for
-    the trainer's modules is left out too. A server keeps connections longer than its 5 s, which is
-    shorter than a router does: requests that meet the closing count against the server, and a
-    router sends it nothing more for a minute after 10 of them."""
+    """Environment of a server: without torchrun's and the trainer's own variables, because a server
+    creates its own process groups. Raises the keep-alive timeout, 5 s by default and so shorter
+    than the router's: the router counts requests lost on a closing connection against the server,
+    and sends it nothing for a minute after 10 of them."""
     hidden = (
         "RANK",
         "WORLD_SIZE",
@@ -222,7 +221,7 @@ def server_settings(
     memory_saver: bool,
     given: Mapping[str, object],
 ) -> dict[str, object]:
-    """Of one server. given: the user's --sglang flags, which come last and replace ours."""
+    """Arguments of one server. given: the user's --sglang flags, which override ours."""
     ours: dict[str, object] = {
         "model_path": model,
         "host": host,

@@ -1,5 +1,4 @@
-"""The wire format of SGLang's /generate: requests out, and answers checked token by token before
-they become outputs."""
+"""Wire format of SGLang's /generate: request bodies, and validation of responses token by token."""
 
 from __future__ import annotations
 
@@ -25,22 +24,22 @@ from slime_like.rollout.engines.checked_json import (
 )
 
 _NOTHING_NEW = {"temperature": 1.0, "max_new_tokens": 0}
-_NO_LIMIT = 2**31  # of token ids, where the reader has no vocabulary to compare with
-_ANSWER_BYTES = 2**20  # of an answer without its tokens
-_TOKEN_BYTES = 512  # of a token: its id, log-prob, text and weight version
+_NO_LIMIT = 2**31  # bound of token ids if the vocabulary size is unknown
+_ANSWER_BYTES = 2**20  # size limit of a response without its tokens
+_TOKEN_BYTES = 512  # size limit per token: id, log-prob, text and weight version
 
 
 @dataclass(frozen=True, slots=True)
 class Legal:
-    """What an answer may hold. versions: of the weights that the server may have had."""
+    """Legal content of a response. versions: weight versions that the server may have had."""
 
     vocab_size: int
     versions: Collection[int]
 
 
 class Refused(ValueError):
-    """The server ended the request by itself: out of memory, restarting. `status` is its code, 500
-    where it gives none."""
+    """The server aborted the request itself (out of memory, restart). `status`: its status code,
+    500 if it gave none."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -50,9 +49,8 @@ class Refused(ValueError):
 def generation_body(
     request: GenerateRequest, sampling: SamplingParams, rid: str
 ) -> dict[str, object]:
-    """The JSON of one request. Seeds count only on servers with
-    --sglang-enable-deterministic-inference. Raises ValueError for what SGLang cannot do: it knows
-    no stop tokens while it ignores the model's."""
+    """The body of one request. Seeds only take effect with --sglang-enable-deterministic-inference.
+    Raises ValueError for stop tokens with ignore_end_tokens, which SGLang does not support."""
     if sampling.ignore_end_tokens and sampling.stop_token_ids:
         raise ValueError(
             f"SGLang ignores the stop tokens {list(sampling.stop_token_ids)} together with the model's end tokens; give one of the two"
@@ -79,8 +77,8 @@ def generation_body(
 
 
 def scoring_body(tokens: Sequence[int], rid: str, start: int = 0) -> dict[str, object]:
-    """Asks for the log-probs of `tokens` themselves, behind place `start`, at temperature 1 (SGLang
-    knows no other for given tokens)."""
+    """A request for the log-probs of `tokens` after index `start`, at temperature 1 (the only one
+    that SGLang supports for input tokens)."""
     return {
         "rid": rid,
         "input_ids": list(tokens),
@@ -91,7 +89,7 @@ def scoring_body(tokens: Sequence[int], rid: str, start: int = 0) -> dict[str, o
 
 
 def scoring_body_of_text(text: str, rid: str) -> dict[str, object]:
-    """As `scoring_body`, of the tokens that the server's own tokenizer makes of a text."""
+    """As `scoring_body`, for a text that the server tokenizes."""
     return {
         "rid": rid,
         "text": text,
@@ -102,7 +100,7 @@ def scoring_body_of_text(text: str, rid: str) -> dict[str, object]:
 
 
 def answer_bytes(request: GenerateRequest, sampling: SamplingParams, token_bytes: int = 0) -> int:
-    """The most bytes that an answer to this request has. token_bytes: of its routed experts."""
+    """Size limit of the response in bytes. token_bytes: bytes of routed experts per token."""
     tokens = len(request.prompt_tokens) + sampling.max_new_tokens
     return _ANSWER_BYTES + tokens * (_TOKEN_BYTES + token_bytes)
 
@@ -110,12 +108,12 @@ def answer_bytes(request: GenerateRequest, sampling: SamplingParams, token_bytes
 def read_generation(
     answer: Any, request: GenerateRequest, sampling: SamplingParams, rid: str, legal: Legal
 ) -> GenerateOutput:
-    """The output that an answer holds.
+    """Validate a response and convert it to a `GenerateOutput`.
 
     Raises:
-        BadAnswer: tokens, log-probs, counts and finish reason do not belong together.
-        WrongVersion: the tokens are of weights that are not `legal`.
-        Refused: the server gave up.
+        BadAnswer: Tokens, log-probs, counts and finish reason are inconsistent.
+        WrongVersion: A weight version is not `legal`.
+        Refused: The server aborted the request.
     """
     meta = meta_of(answer, rid)
     finish, reason = _finish_reason(meta, rid)
@@ -147,16 +145,16 @@ def read_generation(
 
 
 def vocabulary_body(token: int, rid: str) -> dict[str, object]:
-    """Is refused with status 400 by a server whose vocabulary does not have the token;
-    `scoring_body` is not, and tells another one's log-prob."""
+    """A request that a server rejects with status 400 if `token` is not in its vocabulary.
+    `scoring_body` would instead return the log-prob of another token."""
     return {**scoring_body([0], rid), "token_ids_logprob": [token]}
 
 
 def read_scores(
     answer: object, tokens: Sequence[int], rid: str, start: int = 0, last: int | None = None
 ) -> tuple[float, ...]:
-    """Log-probs of tokens[start + 1:]. last: a token that may come back as 0, as SGLang names the
-    last one of its vocabulary here. Raises BadAnswer."""
+    """Log-probs of tokens[start + 1:]. last: the last token of the vocabulary, which SGLang may
+    report as 0 here. Raises BadAnswer."""
     scored = tuple(tokens[start + 1 :])
     entries = meta_of(answer, rid).get("input_token_logprobs")
     if not isinstance(entries, list) or len(entries) != len(tokens) - start:
@@ -172,7 +170,7 @@ def read_scores(
 
 
 def read_input_tokens(answer: object, rid: str) -> tuple[int, ...]:
-    """What the server's tokenizer made of a text. Raises BadAnswer."""
+    """The tokens that the server made of a text. Raises BadAnswer."""
     entries = meta_of(answer, rid).get("input_token_logprobs")
     if not isinstance(entries, list) or not all(
         isinstance(entry, list) and len(entry) > 1 for entry in entries
@@ -199,7 +197,7 @@ def _finish_reason(
 
 
 def _log_probs(entries: object, tokens: tuple[int, ...], rid: str) -> tuple[float, ...]:
-    """Of [log_prob, token id, ...] entries, one for each of `tokens` in its order."""
+    """Log-probs from [log_prob, token id, ...] entries, one for each of `tokens`, in order."""
     if not isinstance(entries, list) or len(entries) != len(tokens):
         found = len(entries) if isinstance(entries, list) else "no"
         raise BadAnswer(f"request {rid}: {found} log-probs for {len(tokens)} tokens")
@@ -215,8 +213,8 @@ def _log_probs(entries: object, tokens: tuple[int, ...], rid: str) -> tuple[floa
 
 
 def _weight_versions(meta: Mapping[str, object], length: int, rid: str) -> tuple[int, ...]:
-    """Of every token, from `weight_versions` (spans) or, where the server does not give them, from
-    `weight_version` (one for all)."""
+    """Weight version of every token, from `weight_versions` (spans) or, in its absence,
+    `weight_version` (one for all tokens)."""
     spans = meta.get("weight_versions")
     if spans is None:
         spans = [{"version": meta.get("weight_version"), "start": 0, "end": length}]
@@ -239,8 +237,8 @@ def _weight_versions(meta: Mapping[str, object], length: int, rid: str) -> tuple
 
 
 def _version(value: object, rid: str) -> int:
-    """A version as it was sent: a number, as text or as it is. Raises WrongVersion for other text,
-    as of a server that was never given weights, BadAnswer for what is no version."""
+    """Parse a weight version, an integer or its text. Raises WrongVersion for other text, e.g. from
+    a server that never received weights; BadAnswer for other types."""
     if type(value) is int:
         return value
     if not isinstance(value, str):

@@ -1,5 +1,5 @@
-"""Requests to SGLang servers, from rank 0: spread over the servers, tried again, aborted, and each
-answer checked."""
+"""Generation requests from rank 0 to SGLang servers: load balancing, retries, aborts and validation
+of responses."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from slime_like.rollout.engines.sglang.server_pool import Fleet, Worker
 from slime_like.rollout.engines.sglang.weight_transfer.servers import CONTROL_S
 
 ABORT_DEADLINES = Deadlines(CONTROL_S, CONTROL_S, CONTROL_S)
-LOOK_S = 0.1  # between two looks for a server that may answer
+LOOK_S = 0.1  # polling interval while no server is ready
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSettings:
-    """concurrency: requests on their way together, per server."""
+    """Request settings. concurrency: requests in flight per server."""
 
     deadlines: Deadlines = field(default_factory=Deadlines)
     retries: Retries = field(default_factory=Retries)
@@ -49,11 +49,11 @@ class RequestSettings:
 
 
 class ServerRequests:
-    """The requests of one engine; a `GenerationClient`.
+    """Sends the requests of one engine; a `GenerationClient`.
 
-    sent: versions of weights that were sent, whether or not they reached every server. updating:
-    weights are being replaced, and requests wait. bypasses_router: a server behind it has other
-    weights, until the next update. counts: what became of requests.
+    sent: weight versions that were sent, even if they did not reach every server. updating: weights
+    are being replaced, requests wait. bypasses_router: a server behind the router has other
+    weights, until the next update. counts: requests by outcome.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class ServerRequests:
         Args:
             fleet: The servers.
             settings: Deadlines, retries and concurrency.
-            vocab_size: Tokens of answers are below.
-            routes: Of the network that is served; None: it has no experts.
+            vocab_size: Bound of token ids in responses.
+            routes: Format of routed experts; None for a dense model.
         """
         self.sent: list[int] = []
         self.updating = False
@@ -87,7 +87,7 @@ class ServerRequests:
         self._abort_asked: set[str] = set()
 
     def new_id(self, what: object) -> str:
-        """A request id that no other request has."""
+        """A unique request id."""
         return f"{self._run}-{what}-{next(self._numbers)}"
 
     async def generate_one(
@@ -130,8 +130,8 @@ class ServerRequests:
                 await post_once(
                     client, f"{worker.url}/abort_request", {"rid": rid}, ABORT_DEADLINES
                 )
-            except RequestFailed as failure:  # a server that is gone has aborted it
-                if failure.kind != "no_json":  # SGLang answers with an empty body
+            except RequestFailed as failure:  # a dead server has aborted it already
+                if failure.kind != "no_json":  # SGLang responds with an empty body
                     self.counts[f"abort_{failure.kind}"] += 1
 
         await asyncio.gather(
@@ -147,7 +147,7 @@ class ServerRequests:
     ) -> GenerateOutput:
         avoid: set[str] = set()
         if sampling.report_routes and self._fleet.router is not None:
-            # of a request it passes on the fields that it knows: asking for routes is none of them
+            # the router drops fields that it does not know, such as the request for routed experts
             avoid.add(self._fleet.router.url)
 
         async def attempt(number: int) -> GenerateOutput:
@@ -177,8 +177,8 @@ class ServerRequests:
         rid: str,
         avoid: set[str],
     ) -> GenerateOutput:
-        """One attempt. A server that answers under weights that it cannot have is out until it has
-        got the current ones. Raises RequestFailed, BadAnswer, Refused."""
+        """One attempt. A server that responds with an impossible weight version is evicted until it
+        has the current weights. Raises RequestFailed, BadAnswer, Refused."""
         url, worker = await self._target(avoid)
         oldest, evictions = self._fleet.version, 0 if worker is None else worker.evictions
         body = generation_body(request, sampling, rid)
@@ -197,14 +197,14 @@ class ServerRequests:
             if worker is None:
                 self.bypasses_router = True
             else:
-                # in a thread: it may have to tell the router
+                # in a thread: it may call the router
                 await asyncio.to_thread(self._fleet.distrust, worker, evictions, str(wrong))
             raise WrongVersion(f"{url}: {wrong}") from None
         except BadAnswer as wrong:
             raise BadAnswer(f"{url}: {wrong}") from None
 
     def _token_bytes(self, sampling: SamplingParams) -> int:
-        """Of a token's routed experts in an answer: base64 of int32 in every layer."""
+        """Bytes of one token's routed experts in a response: base64 of int32 for every layer."""
         if not sampling.report_routes or self._routes is None:
             return 0
         return 6 * len(self._routes.sparse) * self._routes.topk
@@ -218,7 +218,8 @@ class ServerRequests:
         max_bytes: int,
         avoid: set[str],
     ) -> object:
-        """Through the router, or to a server. avoid: addresses where this request failed; grows."""
+        """POST through the router or to a server. avoid: addresses where this request failed;
+        extended on failure."""
         task = asyncio.current_task()
         assert task is not None
         if worker is not None:
@@ -245,9 +246,9 @@ class ServerRequests:
                     worker.in_flight.discard(task)
 
     async def _target(self, avoid: set[str]) -> tuple[str, Worker | None]:
-        """Where to ask; the router, or the server with the fewest requests of ours. Waits for one
-        that may answer, as long as one may come back. A request that failed at the router goes to a
-        server itself: the router may be gone, or take servers for dead that are not."""
+        """Where to send a request: the router, or the server with the fewest requests in flight.
+        Waits while a server may still recover. A request that failed at the router is sent to a
+        server directly: the router may be down, or wrongly consider servers dead."""
         deadline = time.monotonic() + self._settings.deadlines.total_s
         while self.updating or not (ready := self._fleet.ready()):
             if not (self.updating or self._fleet.may_recover()) or time.monotonic() > deadline:
@@ -262,7 +263,7 @@ class ServerRequests:
         return worker.url, worker
 
     def _client_here(self) -> httpx.AsyncClient:
-        """The connections of this event loop; those of one that has ended are of no use."""
+        """The HTTP client of the current event loop; a client is bound to its loop."""
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
             limit = self._settings.concurrency * max(1, len(self._fleet.workers))

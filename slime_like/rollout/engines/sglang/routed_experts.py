@@ -1,8 +1,7 @@
-"""Which experts a server sent each token to, as its answers tell it: `meta_info.routed_experts`.
+"""Decode the routed experts in SGLang responses (`meta_info.routed_experts`), for router replay.
 
-The base64 of int32 [tokens - 1, layers, topk], prompt and response together, in the machine's order
-of bytes (little-endian wherever SGLang runs). All layers of the model have a place there, those
-without experts one of zeros. The last token was never computed. Checked in SGLang
+Format: base64 of int32 [tokens - 1, layers, topk] over prompt and response, little-endian. Dense
+layers have an entry of zeros. The last token was never fed to the model. Verified with SGLang
 0.5.23: `state_capturer/routed_experts.py`, `BatchResultProcessor._maybe_collect_routed_experts`.
 """
 
@@ -23,15 +22,15 @@ from slime_like.rollout.engines.checked_json import BadAnswer, shown
 
 @dataclass(frozen=True, slots=True)
 class RoutesFormat:
-    """What a network has. sparse: of every layer, whether it has experts. topk: experts of a token,
-    of `experts` in a layer."""
+    """MoE shape of a model. sparse: for every layer, whether it is an MoE layer. topk: experts per
+    token, out of `experts` per layer."""
 
     sparse: tuple[bool, ...]
     topk: int
     experts: int
 
     def unknown(self, length: int) -> Tensor:
-        """Routes of tokens that nobody computed."""
+        """[length, MoE layers, topk] of -1, for tokens with unknown experts."""
         return torch.full((length, sum(self.sparse), self.topk), -1, dtype=torch.int16)
 
 
@@ -42,16 +41,16 @@ def read_routes(
     expected: RoutesFormat,
     rid: str,
 ) -> Tensor:
-    """[prompt and response tokens, expert layers, topk] int16, -1 for the last token. A request
-    that was aborted where the server keeps nothing of it, in its queue, has -1 everywhere. Raises
-    BadAnswer."""
+    """Routed experts [prompt and response tokens, MoE layers, topk] int16, -1 for the last token;
+    all -1 for a request that was aborted in the server's queue. Raises BadAnswer."""
     length = len(request.prompt_tokens) + len(output.tokens)
     encoded = meta.get("routed_experts")
     if output.finish_reason == "abort" and (encoded is None or not output.tokens):
         return expected.unknown(length)
     if not isinstance(encoded, str):
         raise BadAnswer(
-            f"request {rid}: the server tells no routed experts; it has to be started with --enable-return-routed-experts, for a network with experts"
+            f"request {rid}: the server reports no routed experts; start it with "
+            "--enable-return-routed-experts, and with an MoE model"
         )
     try:
         numbers = np.frombuffer(base64.b64decode(encoded, validate=True), dtype="<i4")
@@ -72,7 +71,7 @@ def read_routes(
     in_order = np.sort(known, axis=-1)
     if (
         in_order[..., 1:] == in_order[..., :-1]
-    ).any():  # as where the server's table was never written
+    ).any():  # e.g. the server's buffer was never written
         raise BadAnswer(f"request {rid}: a token was routed to the same expert twice")
     routes = expected.unknown(length)
     routes[:-1] = torch.from_numpy(known.astype(np.int16))

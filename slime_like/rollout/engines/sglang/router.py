@@ -1,4 +1,4 @@
-"""sglang_router: generation goes through it; it knows the servers that may answer."""
+"""sglang_router: generation requests go through it; it routes to servers that are ready."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ADD_S = 60.0  # the router probes a server before it takes it
 
 
 class Router:
-    """A router that runs already, or one that is started here and ended with the run."""
+    """An external router, or one that is started here and ended with the run."""
 
     def __init__(self, url: str, launch: Launch | None, connect_s: float) -> None:
         self.url = url
@@ -29,7 +29,7 @@ class Router:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it was started here, so that nobody else adds servers to it."""
+        """Whether it was started here, so that only this run adds servers to it."""
         return self._process is not None
 
     def start(self, timeout_s: float) -> None:
@@ -50,7 +50,7 @@ class Router:
             time.sleep(0.1)
 
     def workers(self) -> dict[str, str]:
-        """Addresses of the servers that it sends requests to -> its ids for them. Raises
+        """Server address -> the router's id, for servers that it routes to. Raises
         RequestFailed."""
         return {url: number for url, number, healthy in self._entries() if healthy}
 
@@ -63,7 +63,7 @@ class Router:
             raise RequestFailed("bad_answer", f"{url}: {bad}", again=False) from None
 
     def add(self, worker: str) -> None:
-        """Returns once the router has taken the server. Raises RunError."""
+        """Add a server; returns once the router routes to it. Raises RunError."""
         try:
             if worker in self.workers():
                 return
@@ -73,7 +73,8 @@ class Router:
             raise RunError(f"the router does not take the engine {worker}: {failure}") from None
 
     def remove(self, worker: str) -> None:
-        """A router that cannot be reached, or does not know it, sends it nothing either."""
+        """Remove a server. An unreachable router, or an unknown server, is fine: it gets no
+        requests either way."""
         try:
             numbers = [number for url, number, _ in self._entries() if url == worker]
             for number in numbers:

@@ -1,4 +1,4 @@
-"""Which servers there are, which of them may answer, and what happens when one of them does not."""
+"""The pool of servers: which exist, which may get requests, eviction and recovery."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ from slime_like.rollout.engines.sglang.router import Router
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-MAX_RESTARTS = 3  # of one server in a run
-MAX_WRONG_VERSIONS = 3  # evictions for answers under other weights, after which a server stays out
+MAX_RESTARTS = 3  # restarts of one server per run
+MAX_WRONG_VERSIONS = 3  # evictions for wrong weight versions before a server stays out
 PROCESS_LOOK_S = 0.5
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One server. version: of the weights that it is known to have; None: unknown, it gets no
-    requests. in_flight: requests sent to it directly, by the tasks that wait for them. strikes:
-    probes without an answer, in a row. evictions: how often it was out. wrong_versions: how often
-    that was for an answer under weights that it cannot have. returning: it is out for that, and
-    gets the weights at the next probe."""
+    """One server.
+
+    version: weight version that it is known to have; None: unknown, it gets no requests. in_flight:
+    tasks of requests sent to it directly. strikes: consecutive failed probes. evictions: number of
+    evictions. wrong_versions: evictions for an impossible weight version. returning: evicted for
+    that reason; it gets the weights at the next probe.
+    """
 
     url: str
     process: EngineProcess | None = None
@@ -49,8 +51,8 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class HealthSettings:
-    """interval_s: between two probes of a server; timeout_s: of one probe; start_s: for a server to
-    start; strikes: probes without an answer after which a server is out."""
+    """Health checks. interval_s: between probes of a server. timeout_s: of one probe. start_s: for
+    a server to start. strikes: consecutive failed probes before eviction."""
 
     interval_s: float = 10.0
     timeout_s: float = 10.0
@@ -59,9 +61,11 @@ class HealthSettings:
 
 
 class Fleet:
-    """Servers by address, and ones that were started for it, which it ends; joined_by_router: also
-    those that somebody adds to the router. Every change of a worker's state happens under `lock`: three threads come here,
-    the training thread, the one with the event loop, and the one that watches."""
+    """All servers: external ones by address, and those that this run started and will end.
+
+    joined_by_router: also servers that are added to the router later. Worker state changes under
+    `lock`, because three threads use it: training thread, event loop and health monitor.
+    """
 
     def __init__(
         self, addresses: Sequence[str], started: Sequence[tuple[str, EngineProcess]], router: Router | None, health: HealthSettings,
@@ -71,14 +75,14 @@ class Fleet:
         self.joined_by_router = joined_by_router
         self.health = health
         self.lock = threading.RLock()
-        self.version = -1  # of the weights that requests are answered with
-        # Gives one server the weights of the latest update and tells their version, or None when it
-        # could not; None: only an update of all can
+        self.version = -1  # weight version that requests are served with
+        # Sends one server the latest weights and returns their version, None on failure; None: only
+        # the next update of all servers can
         self.restore: Callable[[Worker], int | None] | None = None
         self.connect_s = connect_s
         self._control = ControlClient(connect_s)
         self._stop = threading.Event()
-        self._wake = threading.Event()  # the next look comes at once
+        self._wake = threading.Event()  # set to probe immediately
         self._router_trouble = ""
         self._watcher: threading.Thread | None = None
         self.workers = [Worker(url) for url in addresses] + [
@@ -86,8 +90,8 @@ class Fleet:
         ]
 
     def start(self) -> None:
-        """Wait until every server answers, then watch them. Raises RunError naming those that do
-        not."""
+        """Wait until every server responds, then start health checks. Raises RunError naming those
+        that do not."""
         deadline = time.monotonic() + self.health.start_s
         waiting = list(self.workers)
         while waiting:
@@ -117,7 +121,7 @@ class Fleet:
             return [worker for worker in self.workers if worker.alive]
 
     def ready(self) -> list[Worker]:
-        """Those that may answer requests now."""
+        """Servers that may get requests now."""
         with self.lock:
             return [
                 worker for worker in self.workers if worker.alive and worker.version == self.version
@@ -128,13 +132,13 @@ class Fleet:
         return sum(worker.evictions for worker in self.workers)
 
     def may_recover(self) -> bool:
-        """Whether a server without the current weights may get them before the next update."""
+        """Whether a server without the current weights can get them before the next update."""
         with self.lock:
             returning = any(worker.returning for worker in self.workers)
         return self.restore is not None and (returning or self.starts_again())
 
     def starts_again(self) -> bool:
-        """Whether a server that is out may be started again."""
+        """Whether an evicted server may be restarted."""
         with self.lock:
             return any(
                 w.process is not None
@@ -153,7 +157,7 @@ class Fleet:
         method: str = "POST",
         max_bytes: int = ANSWER_BYTES,
     ) -> dict[str, object]:
-        """A control call: the object that answers it, empty where nothing does. Raises
+        """A control call; returns the response object, {} for an empty body. Raises
         RequestFailed."""
         return self._control.call(
             worker.url + path,
@@ -172,8 +176,8 @@ class Fleet:
         timeout_s: float,
         body: object = None,
     ) -> T:
-        """What `read` takes from the answer of a GET, or of a POST where there is a body. Raises
-        RequestFailed, also where `read` raises BadAnswer."""
+        """`read` applied to the response of a GET, or of a POST if there is a body. Raises
+        RequestFailed, also if `read` raises BadAnswer."""
         method = "GET" if body is None else "POST"
         answer = self.call(worker, path, body, timeout_s=timeout_s, method=method)
         try:
@@ -182,21 +186,21 @@ class Fleet:
             raise RequestFailed("bad_answer", f"{worker.url}{path}: {bad}", again=False) from None
 
     def answers(self, worker: Worker, timeout_s: float | None = None) -> bool:
-        """Whether the server answers a health probe."""
+        """Whether the server passes a health probe."""
         return self._control.is_reached(
             f"{worker.url}/health", self.health.timeout_s if timeout_s is None else timeout_s
         )
 
     def has_weights(self, worker: Worker, version: int) -> None:
-        """Let it answer requests."""
+        """Mark the server as holding `version`, so that it gets requests."""
         with self.lock:
             worker.version, worker.returning = version, False
         if self.router is not None:
             self.router.add(worker.url)
 
     def evict(self, worker: Worker, why: str) -> None:
-        """No more requests; those that wait for it go elsewhere. One that we started is started
-        again."""
+        """Evict a server: its requests are retried elsewhere. A server that we started is
+        restarted."""
         with self.lock:
             if not worker.alive and worker.version is None:
                 return
@@ -210,9 +214,9 @@ class Fleet:
             self.router.remove(worker.url)
 
     def distrust(self, worker: Worker, evictions: int, why: str) -> None:
-        """Evict a server that answered under weights that it cannot have. It gets the current ones
-        and requests again, the first times. evictions: as they were when it was asked; where there
-        were more since, the answer is of before them."""
+        """Evict a server that responded with an impossible weight version. The first few times it
+        gets the current weights and returns. evictions: its count when the request was sent; if it
+        has grown since, the response predates that eviction and is ignored."""
         with self.lock:
             if worker.evictions != evictions:
                 return
@@ -236,8 +240,8 @@ class Fleet:
         self._control.close()
 
     def _watch(self) -> None:
-        """In a thread of its own: probe every server, again and again, and between the probes see
-        whether those started here still run."""
+        """Health-check thread: probe every server periodically, and check in between that started
+        processes still run."""
         next_probe = 0.0
         while not self._stop.is_set():
             woken = self._wake.wait(min(PROCESS_LOOK_S, self.health.interval_s))
@@ -253,15 +257,15 @@ class Fleet:
                 self._guarded(f"the engine {worker.url}", look)
 
     def _guarded(self, what: str, action: Callable[[], None]) -> None:
-        """The watch goes on whatever one server does."""
+        """Run `action`; an error about one server must not end the health checks."""
         try:
             action()
         except Exception as error:
             logger.warning(f"watching {what}: {type(error).__name__}: {error}")
 
     def take_added(self) -> None:
-        """A server that somebody added to their router gets no requests through it until it has the
-        current weights, or where it is none of this run's."""
+        """Handle servers that were added to the user's router: they get no requests through it
+        until they have the current weights, or never if they do not belong to this run."""
         if self.router is None or self.router.is_ours:
             return
         try:
@@ -270,7 +274,7 @@ class Fleet:
                 for url in self.router.workers()
                 if url not in {worker.url for worker in self.workers}
             ]
-        except RequestFailed as failure:  # a router that is gone adds none
+        except RequestFailed as failure:  # an unreachable router adds no servers
             if failure.kind == "bad_answer" and self._router_trouble != str(failure):
                 self._router_trouble = str(failure)
                 logger.warning(f"the router does not tell its engines: {failure}")
@@ -322,7 +326,8 @@ class Fleet:
         worker.process = worker.process.again()
 
     def _welcome(self, worker: Worker) -> None:
-        """A server that is back, or late: it gets requests once it has the current weights."""
+        """A server responds again or for the first time: send it the current weights, then
+        requests."""
         with self.lock:
             worker.alive = True
         version = None if self.restore is None else self.restore(worker)

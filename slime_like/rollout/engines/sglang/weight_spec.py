@@ -1,5 +1,5 @@
-"""Whether the weights that were sent are, by name and shape, those of the Hugging Face checkpoint
-that the servers were started from."""
+"""Compare names and shapes of synced weights with the checkpoint that the servers were started
+from."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from pathlib import Path
 from slime_like.errors import RunError
 
 SHOWN = 8  # names in an error message
-# What a checkpoint may have and a network does not need: buffers of old writers, heads for
-# predicting several tokens.
+# Checkpoint entries that are not synced: buffers of old writers, multi-token prediction heads.
 OPTIONAL_PARTS = ("rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 
 
 def checkpoint_shapes(folder: str) -> dict[str, tuple[int, ...]]:
-    """Of every weight, from the headers of the safetensors files; empty where there are none."""
+    """Shape of every weight, from safetensors headers; empty if there are no such files."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         with open(path, "rb") as file:
@@ -31,8 +30,8 @@ def checkpoint_shapes(folder: str) -> dict[str, tuple[int, ...]]:
 
 
 def vocabulary_size(folder: str) -> int:
-    """Rows of the embedding, by the folder's config.json: every token that its model can sample is
-    below. The largest int32 where the file does not tell."""
+    """Vocabulary size in the folder's config.json, the bound of sampled token ids; the largest
+    int32 if the file has none."""
     try:
         config = json.loads((Path(folder) / "config.json").read_bytes())
         sizes = [config.get("vocab_size"), (config.get("text_config") or {}).get("vocab_size")]
@@ -42,8 +41,8 @@ def vocabulary_size(folder: str) -> int:
 
 
 def compare_with_checkpoint(sent: Mapping[str, tuple[int, ...]], folder: str) -> None:
-    """Raises RunError naming what is missing, unknown or of another shape. A tied output layer may
-    be in either or in none."""
+    """Raise RunError naming missing and unknown weights and wrong shapes. A tied output layer may
+    be present on either side."""
     there = checkpoint_shapes(folder)
     if not there:
         return
@@ -75,7 +74,7 @@ def compare_with_checkpoint(sent: Mapping[str, tuple[int, ...]], folder: str) ->
 
 
 def _is_extra_layer(name: str, sent: Mapping[str, tuple[int, ...]]) -> bool:
-    """A layer behind the last one that was sent: for predicting several tokens at once."""
+    """Whether `name` is in a layer after the last one that was sent: multi-token prediction."""
     number = _layer(name)
     return number is not None and number > max(
         (n for n in map(_layer, sent) if n is not None), default=-1

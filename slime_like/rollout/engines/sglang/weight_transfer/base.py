@@ -1,7 +1,8 @@
-"""What moves new weights to servers: the transports of --update-weight-transport, one file each.
+"""Interface of weight transports (--update-weight-transport), one file each.
 
-Rank 0 talks to the servers; see sending_ranks.py for the others. `WeightUpdater` (updater.py) has what all transports share: one update
-at a time, who has which version, a server that comes back; a transport only moves tensors.
+Rank 0 talks to the servers; sending_ranks.py describes the role of the other ranks. A transport
+only moves tensors: `WeightUpdater` (updater.py) serialises updates, tracks versions and restores
+servers that return.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class UpdateSettings:
-    """transport: how. buffer_bytes: of one message. timeout_s: for one message, or for a load from
-    disk. disk_dir: shared with the servers; None: a temporary folder of this host. keep_copy: with
-    broadcast, the weights stay in this process's memory for a server that comes late. delta: only
-    what changed; local_dir: of this host's copy then, None: temporary; full_interval: updates from
-    a full one to the next."""
+    """Settings of weight updates.
+
+    transport: its name. buffer_bytes: size of one bucket. timeout_s: for one bucket, or for a load
+    from disk. disk_dir: folder shared with the servers; None: a temporary folder on this host.
+    keep_copy: with broadcast, keep a copy in host memory for servers that join late. delta: send
+    only what changed; local_dir: folder of this host's copy then, None: temporary; full_interval:
+    number of updates from one full update to the next.
+    """
 
     transport: str = "broadcast"
     buffer_bytes: int = 512 * 2**20
@@ -39,10 +43,10 @@ class UpdateSettings:
 
 
 class WeightTransport:
-    """One way to the servers, made once in a run.
+    """Moves weights to servers; one instance per run.
 
-    restores: whether a server that comes late can get the latest weights without the trainer.
-    moved_bytes: of the latest update; None: all weights'.
+    restores: whether a server that joins late can get the latest weights without the trainer.
+    moved_bytes: bytes of the latest update; None: the size of all weights.
     """
 
     restores = False
@@ -52,31 +56,31 @@ class WeightTransport:
         self.servers = servers
 
     def update(self, ranks: SendingRanks, version: int, workers: Sequence[Worker]) -> None:
-        """As `send`, where other ranks send too; those that leave it to rank 0 have
-        `send`."""
+        """As `send`, but other ranks may send too. Transports that only send from rank 0 implement
+        `send` instead."""
         self.send(ranks.whole(), version, workers)
 
     def send(self, weights: WeightBuckets, version: int, workers: Sequence[Worker]) -> None:
-        """Give the servers all weights: (Hugging Face name, full tensor) pairs, or buckets of them,
-        of which the stream makes one at a time. Each server ends with ``weight_version`` `version`.
+        """Send all weights to the servers: (Hugging Face name, full tensor) pairs in buckets,
+        produced one at a time. Afterwards each server reports ``weight_version`` `version`.
 
         Raises:
-            UpdateIncomplete: when the update has to be made again, for those that are left.
-            RunError: when no server is left.
+            UpdateIncomplete: The update has to be repeated for the remaining servers.
+            RunError: No server is left.
         """
         raise NotImplementedError
 
     @property
     def latest(self) -> int | None:
-        """The version that `restore` gives a server; None: only the next update can."""
+        """The version that `restore` sends; None if it cannot and the next update has to."""
         return None
 
     def restore(self, worker: Worker) -> None:
-        """Give one server the latest weights; in the thread that watches the servers."""
+        """Send the latest weights to one server; called in the health-check thread."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """The run ends."""
+        """Release resources at the end of the run."""
 
 
 weight_transports: Registry[type[WeightTransport]] = Registry(
@@ -86,8 +90,8 @@ T = TypeVar("T", bound=type[WeightTransport])
 
 
 def register_weight_transport(name: str, *, help: str = "") -> Callable[[T], T]:
-    """Decorator that makes a class the transport of --update-weight-transport `name`. Raises
-    ValueError when the name is taken."""
+    """Decorator that registers a class as --update-weight-transport `name`. Raises ValueError if
+    the name is taken."""
 
     def register(transport: T) -> T:
         weight_transports.add(name, transport, help=help)

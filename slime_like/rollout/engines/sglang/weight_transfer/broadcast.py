@@ -1,4 +1,4 @@
-"""Weights over process groups of one sender and every rank of every server."""
+"""Broadcast transport: process groups of one sending trainer rank and all ranks of all servers."""
 
 from __future__ import annotations
 
@@ -26,20 +26,19 @@ from slime_like.weights.gather import Bucket, WeightBuckets, WeightStream
 
 
 class BroadcastTransport(WeightTransport):
-    """With a copy of the weights in this process's memory, for a server that comes late, all go
-    through this process. Without one every rank that has weights sends them; see
-    several_senders.py."""
+    """Broadcasts weights. With `keep_copy` everything is sent from rank 0, which keeps a copy for
+    servers that join late; otherwise every rank sends its own weights (several_senders.py)."""
 
     def __init__(self, servers: Servers) -> None:
         super().__init__(servers)
         self.restores = servers.settings.keep_copy
         self._backend = "nccl" if servers.device.type == "cuda" else "gloo"
-        self._groups: dict[int, BroadcastGroup] = {}  # by the rank that sends
-        self._name = ""  # of the groups
+        self._groups: dict[int, BroadcastGroup] = {}  # sending rank -> group
+        self._name = ""  # name of the groups
         self._meeting: Meeting | None = None
-        # of the groups; a server that was started again, or was out, is another one
+        # members of the groups; a restarted or evicted server counts as a new member
         self._members: list[tuple[Worker, EngineProcess | None, int]] = []
-        self._numbers = 0  # of names
+        self._numbers = 0  # counter for unique names
         self._copy: tuple[int, list[Bucket]] | None = None  # version, weights
 
     def update(self, ranks: SendingRanks, version: int, workers: Sequence[Worker]) -> None:
@@ -49,13 +48,13 @@ class BroadcastTransport(WeightTransport):
             self.servers.in_session(workers, lambda ready: self._lead(ranks, version, ready))
 
     def send(self, weights: WeightBuckets, version: int, workers: Sequence[Worker]) -> None:
-        self._copy = None  # never two in memory
+        self._copy = None  # free the old copy first: never two in memory
         copy: list[Bucket] = []
         self.servers.in_session(workers, lambda ready: self._move(weights, copy, version, ready))
         self._copy = (version, copy) if self.restores else None
 
     def _is_out_of_reach(self, workers: Sequence[Worker]) -> bool:
-        """Whether the servers, on rank 0's host alone, are not to be had from other hosts."""
+        """Whether the servers listen only on rank 0's host, unreachable from other hosts."""
         here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         address = address_towards([worker.url for worker in workers])
         return here < dist.get_world_size() and address == LOOPBACK
@@ -71,7 +70,7 @@ class BroadcastTransport(WeightTransport):
                 self._groups[0].send(bucket.tensors, bucket.flat, version, is_last=bucket.is_last)
                 if self.restores:
                     copy.append(dataclasses.replace(bucket, flat=bucket.flat.to("cpu")))
-                del bucket  # before the next one is made
+                del bucket  # free it before the next one is built
 
     def _lead(self, ranks: SendingRanks, version: int, workers: Sequence[Worker]) -> None:
         sizes = self.servers.sizes(workers)
@@ -97,7 +96,7 @@ class BroadcastTransport(WeightTransport):
             turns.end(range(len(weights.plan)))
             raise
         finally:
-            for _ in stream:  # other ranks have a part in it
+            for _ in stream:  # consume: it contains collectives
                 pass
 
     def _take_turns(
@@ -117,7 +116,8 @@ class BroadcastTransport(WeightTransport):
         return None if self._copy is None else self._copy[0]
 
     def restore(self, worker: Worker) -> None:
-        """Over a group of its own: the others go on generating."""
+        """See `WeightTransport`. Uses a separate group, so that the other servers keep
+        generating."""
         assert self._copy is not None, "asked where there is a latest version"
         version, weights = self._copy
         self.servers.begin(worker)
@@ -141,7 +141,7 @@ class BroadcastTransport(WeightTransport):
 
     @contextmanager
     def _giving_up(self, workers: Sequence[Worker]) -> Iterator[None]:
-        """A failure ends all groups, and the update."""
+        """A failure in this block ends all groups and the update."""
         try:
             yield
         except BroadcastFailed as failure:
@@ -154,7 +154,7 @@ class BroadcastTransport(WeightTransport):
         self._groups, self._members = {}, []
 
     def _renew(self, workers: Sequence[Worker], senders: Collection[int]) -> Meeting | None:
-        """Where groups of just these servers and senders meet; None: there are such groups."""
+        """The rendezvous of new groups of these servers and senders; None if they exist already."""
         members = [(worker, worker.process, worker.evictions) for worker in workers]
         if self._groups.keys() == set(senders) and members == self._members:
             return None

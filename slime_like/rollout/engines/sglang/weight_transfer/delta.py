@@ -1,8 +1,8 @@
-"""Weights as what changed since the last time, over a folder (--update-weight-mode delta).
+"""Delta transport: write only changed weights to a shared folder (--update-weight-mode delta).
 
-Each node of servers has a copy of the weights that its servers load as an ordinary Hugging Face
-folder. On this host the transport keeps it; on another one `slime-like pull-weights` does, and says
-in the folder of updates how far it is.
+Each node with servers keeps a full copy that its servers load as an ordinary Hugging Face folder.
+On this host the transport maintains it; on other hosts `slime-like pull-weights` does, and reports
+its progress in the update folder.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from slime_like.weights.delta_updates import (
 )
 
 LOOK_S = 0.1
-NO_COPY = "no_copy"  # kind of a failure
+NO_COPY = "no_copy"  # failure kind
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class DeltaTransport(WeightTransport):
-    """A full update is the first one, every `full_interval`-th, and that behind a failure; those
-    before it are removed once the servers have it."""
+    """Sends deltas. The first update, every `full_interval`-th and the one after a failure are
+    full; earlier updates are removed once the servers have loaded it."""
 
     restores = True
 
@@ -55,7 +55,7 @@ class DeltaTransport(WeightTransport):
         self._run = uuid.uuid4().hex
         self._latest: Update | None = None
         self._full = 0  # number of the newest full update
-        self._broken = True  # what the ranks remember is not what the folder has
+        self._broken = True  # the ranks' state does not match the folder
 
     def update(self, ranks: SendingRanks, version: int, workers: Sequence[Worker]) -> None:
         number = max(updates_in(self._root), default=0) + 1
@@ -87,8 +87,8 @@ class DeltaTransport(WeightTransport):
         return None if self._latest is None else self._latest.version
 
     def restore(self, worker: Worker) -> None:
-        """One on a node with a copy that is not there yet is out until the next probe: no update waits
-        for it."""
+        """See `WeightTransport`. A server on a node that has no copy yet stays out until the next
+        probe; updates do not wait for it."""
         try:
             self._load(worker, 0.0)
         except RequestFailed as failure:
@@ -103,7 +103,8 @@ class DeltaTransport(WeightTransport):
         load_folder(self.servers, worker, folder, self._latest.version)
 
     def _copy_near(self, worker: Worker, update: Update, wait_s: float) -> Path:
-        """The folder on the server's node, once it has the update. Raises RequestFailed."""
+        """The folder on the server's node, after it has applied the update. Raises
+        RequestFailed."""
         deadline = time.monotonic() + wait_s
         while True:
             found = copy_for(self._root, worker.url)

@@ -1,4 +1,4 @@
-"""Weights as a Hugging Face folder that trainer and servers see under one name."""
+"""Disk transport: a Hugging Face folder on a path that trainer and servers share."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from slime_like.rollout.engines.sglang.weight_transfer.servers import Servers
 from slime_like.weights.gather import WeightStream
 from slime_like.weights.hf_save import save_hf, write_hf
 
-FILE_BYTES = 2**29  # a larger model is in several files, which all senders write
+FILE_BYTES = 2**29  # a larger model is split into several files, written by all ranks
 
 
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
-    """Write a Hugging Face folder together; see `save_hf`."""
+    """Order to write a Hugging Face folder on all ranks; see `save_hf`."""
 
     folder: str
     source: str
@@ -43,7 +43,7 @@ class DiskTransport(WeightTransport):
         self._snapshot: tuple[int, Path] | None = None  # version, folder
 
     def update(self, ranks: SendingRanks, version: int, workers: Sequence[Worker]) -> None:
-        """Every rank writes what it has."""
+        """See `WeightTransport`. Every rank writes its weights."""
         folder = self._root / f"version-{version}"
         save = SaveOrder(str(folder), self.servers.hf_checkpoint)
         if ranks.several:
@@ -79,7 +79,7 @@ class DiskTransport(WeightTransport):
 
 
 def load_folder(servers: Servers, worker: Worker, folder: Path, version: int) -> None:
-    """Raises RequestFailed."""
+    """Make a server load the folder. Raises RequestFailed."""
     body: dict[str, object] = {
         "model_path": str(folder.absolute()),
         "weight_version": str(version),

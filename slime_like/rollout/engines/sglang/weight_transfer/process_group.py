@@ -1,5 +1,4 @@
-"""Weights to servers over process groups of one sender and every rank of every server: gloo between
-CPUs, NCCL between GPUs."""
+"""Process groups of one sender and all ranks of all servers: gloo on CPUs, NCCL on GPUs."""
 
 from __future__ import annotations
 
@@ -19,15 +18,14 @@ from torch import Tensor
 from slime_like.rollout.engines.sglang.http import RequestFailed
 from slime_like.weights.gather import TensorPlan
 
-Call = Callable[[str, dict[str, Any]], Any]  # (path, body) -> answer, of one server
-# a server that refuses a bucket says so at once; one that takes it answers only after the broadcast
+Call = Callable[[str, dict[str, Any]], Any]  # (path, body) -> response of one server
+# a server rejects a bucket at once; if it accepts, it responds only after the broadcast
 REFUSAL_S = 0.05
 POLL_S = 0.002
 
 
 class BroadcastFailed(RuntimeError):
-    """Some servers did not take part. servers: their places in the group's list, empty where it is
-    not known."""
+    """Some servers did not take part. servers: their indices in the group, empty if unknown."""
 
     def __init__(self, message: str, servers: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -35,11 +33,11 @@ class BroadcastFailed(RuntimeError):
 
 
 class Meeting:
-    """A store in this process, where the members of groups find each other: on one interface, for a
-    store by host name and port would listen on all of them."""
+    """Rendezvous store of the groups, in this process. It listens on one interface only; a store
+    given by host name and port would listen on all."""
 
     def __init__(self, urls: Sequence[str], timeout_s: float) -> None:
-        """urls: of the servers, which the interface must lead to."""
+        """urls: servers that must be reachable through the interface."""
         self.address = address_towards(urls)
         self._limit = timedelta(seconds=timeout_s)
         with socket.socket() as listener:
@@ -61,13 +59,13 @@ class Meeting:
 
 
 def connect(address: str, port: int, limit: timedelta) -> dist.Store:
-    """A connection of one's own to a `Meeting`, for whoever waits in it."""
+    """A separate connection to a `Meeting`, because waiting blocks a connection."""
     return dist.TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False)
 
 
 class Member:
-    """This process as the sender, rank 0, of a group next to the default one, which dist.new_group
-    cannot make: as SGLang's side does. Waits for the others."""
+    """This process as sender, rank 0, of a group outside the default world, created as SGLang does
+    (dist.new_group cannot). Waits for the other members."""
 
     def __init__(
         self, name: str, store: dist.Store, world: int, backend: str, timeout_s: float
@@ -89,8 +87,8 @@ class Member:
         c10d._world.pg_group_ranks[self._group] = {i: i for i in range(world)}
 
     def broadcast(self, flat: Tensor, wait: Callable[[Callable[[], bool]], None]) -> None:
-        """wait: until what it is given is true; its errors end the broadcast. Raises
-        BroadcastFailed."""
+        """Broadcast a bucket. wait: blocks until the predicate it is given is true; an error from
+        it ends the broadcast. Raises BroadcastFailed."""
         work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
         assert work is not None
         wait(work.is_completed)
@@ -108,12 +106,12 @@ class Member:
 
 
 class BroadcastGroup:
-    """One sender and all ranks of all servers, as rank 0 leads it, which calls the servers. The
-    sender is rank 0 of the group; server i has the ranks behind those of server i - 1.
+    """A group of one sender and all ranks of all servers, driven by trainer rank 0, which calls the
+    servers. The sender is rank 0 of the group; the ranks of server i follow those of server i - 1.
 
-    calls: how to reach each server. sizes: ranks of each server. sends_here: this process is the
-    sender. stopped: raises BroadcastFailed where a sender elsewhere has failed. Raises
-    BroadcastFailed when they cannot meet within `timeout_s`.
+    calls: client of each server. sizes: ranks of each server. sends_here: this process is the
+    sender. stopped: raises BroadcastFailed if a sender elsewhere has failed. Raises BroadcastFailed
+    if the rendezvous takes longer than `timeout_s`.
     """
 
     def __init__(
@@ -161,9 +159,9 @@ class BroadcastGroup:
         self, tensors: Sequence[TensorPlan], flat: Tensor | None, version: int, *, is_last: bool,
         stopped: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """All servers have a bucket's weights when it returns. flat: its bytes, where this process
-        sends them. is_last: of the update. stopped: as of the class. Raises BroadcastFailed, within
-        the time limit."""
+        """Send one bucket; returns when all servers have it. flat: its bytes if this process is the
+        sender. is_last: last bucket of the update. stopped: see the class. Raises BroadcastFailed
+        within the time limit."""
         self._stopped = stopped
         body: dict[str, object] = {
             "names": [t.name for t in tensors], "dtypes": [str(t.dtype).removeprefix("torch.") for t in tensors],
@@ -191,14 +189,14 @@ class BroadcastGroup:
         refusal = min(deadline, time.monotonic() + REFUSAL_S)
         while time.monotonic() < refusal and not any(answer.done() for answer in answers):
             time.sleep(POLL_S)
-        if any(answer.done() for answer in answers):  # too early: nobody can have the weights yet
+        if any(answer.done() for answer in answers):  # a response before the broadcast is a refusal
             self._check(
                 [answer for answer in answers if answer.done()], "a bucket of weights", deadline
             )
             raise BroadcastFailed("a server answered an update before the weights were sent")
 
     def close(self) -> None:
-        """Leave the group, on both sides where the servers answer."""
+        """Leave the group on both sides, as far as the servers respond."""
         left = [
             self._threads.submit(call, "/destroy_weights_update_group", {"group_name": self._name})
             for call in self._calls
@@ -216,7 +214,7 @@ class BroadcastGroup:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _wait(self, done: Callable[[], bool], answers: Sequence[Future[object]], what: str) -> None:
-        """Until `done`; a server that refuses meanwhile, or the time limit, ends the wait."""
+        """Wait until `done()`, a refusal by a server, or the time limit."""
         deadline = time.monotonic() + self._timeout_s
         while not done():
             self._stopped()
@@ -241,7 +239,7 @@ class BroadcastGroup:
         *,
         only_done: bool = False,
     ) -> None:
-        """Raises BroadcastFailed naming every server that refused, or did not answer in time."""
+        """Raise BroadcastFailed naming every server that refused or timed out."""
         problems: dict[int, str] = {}
         for i, answer in enumerate(answers):
             if only_done and not answer.done():
@@ -257,7 +255,7 @@ class BroadcastGroup:
 
 
 def address_towards(urls: Sequence[str]) -> str:
-    """This host's address as the servers see it; loopback when all of them are here."""
+    """This host's address as the servers see it; loopback if all of them are on this host."""
     for url in urls:
         host, port = urlsplit(url).hostname, urlsplit(url).port or 80
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:  # connecting sends nothing

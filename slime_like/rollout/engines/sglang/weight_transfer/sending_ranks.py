@@ -1,7 +1,7 @@
-"""Who sends in a weight update: rank 0 alone, or every rank that has weights to send.
+"""Which ranks send in a weight update: rank 0 alone, or every rank that has weights.
 
-Rank 0 talks to the servers and decides. The others wait for one word of it, which tells them to
-hand their weights over, or what to do with them.
+Rank 0 talks to the servers and decides. The other ranks wait for its order: gather their weights to
+rank 0, or send them themselves.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from slime_like.weights.gather import BucketPlan, WeightBuckets, WeightStream, a
 
 
 class Order(Protocol):
-    """What a rank does with the weights that it sends; it travels from rank 0."""
+    """Tells a rank what to do with its weights; broadcast from rank 0."""
 
     def assist(self, weights: WeightStream) -> None:
-        """On every rank but 0. Takes the stream to its end, whatever happens; rank 0 hears of
-        errors in its own way."""
+        """Called on every rank except 0. Consumes the stream to its end even after an error, which
+        rank 0 learns of by other means."""
         ...
 
 
 class SendingRanks:
-    """One update, on all ranks. On rank 0 one of `whole` and `order` is called, once, and `finish`
-    in the end; on the others `assist`."""
+    """One weight update over all ranks. Rank 0 calls either `whole` or `order` once, then `finish`;
+    the other ranks call `assist`."""
 
     def __init__(self, weights: Iterator[tuple[str, Tensor]], max_bytes: int) -> None:
-        """weights: a `WeightStream`, or what rank 0 has of another stream. max_bytes: of a bucket of
-        such a one."""
+        """weights: a `WeightStream`, or any other iterator, of which only rank 0's is used.
+        max_bytes: bucket size for the latter."""
         self._weights = weights
         self._max_bytes = max_bytes
         self._told = False
@@ -41,23 +41,24 @@ class SendingRanks:
 
     @property
     def several(self) -> bool:
-        """Whether there may be others than rank 0."""
+        """Whether ranks other than 0 can send."""
         return isinstance(self._weights, WeightStream) and dist.get_world_size() > 1
 
     @property
     def plan(self) -> tuple[BucketPlan, ...]:
-        """Who sends what, where there are several."""
+        """Which rank sends which bucket, if several ranks send."""
         assert isinstance(self._weights, WeightStream), "asked where there are several"
         return self._weights.plan
 
     def whole(self) -> WeightBuckets:
-        """All weights, on rank 0."""
+        """All weights, gathered on rank 0."""
         self._tell(None)
         self._whole = self._handed_over()
         return self._whole
 
     def order(self, order: Order) -> WeightStream:
-        """The others do it; rank 0 is to take its part of the stream in the same way."""
+        """Broadcast `order` to the other ranks. Rank 0 has to consume the returned stream in the
+        same way."""
         assert isinstance(self._weights, WeightStream), "asked where there are several"
         self._tell(order)
         return self._weights
@@ -73,14 +74,14 @@ class SendingRanks:
                 order.assist(self._weights)
 
     def finish(self) -> None:
-        """After an error too: nobody waits any more."""
+        """End the update, also after an error, so that no rank keeps waiting."""
         if not self._told:
             self.whole()
         for _ in self._whole or ():
             pass
 
     def report(self) -> tuple[dict[str, tuple[int, ...]], int]:
-        """Shapes by name, and bytes, of what was sent."""
+        """Shape of every sent weight by name, and the total bytes."""
         if isinstance(self._weights, WeightStream):
             tensors = [tensor for planned in self._weights.plan for tensor in planned.tensors]
             return {t.name: t.shape for t in tensors}, sum(t.nbytes for t in tensors)

@@ -1,5 +1,4 @@
-"""The servers as a transport meets them: calls with time limits, and what becomes of those that
-fail."""
+"""Server calls of a weight transport, with time limits and eviction of servers that fail."""
 
 from __future__ import annotations
 
@@ -15,17 +14,16 @@ from slime_like.rollout.engines.sglang.http import RequestFailed
 from slime_like.rollout.engines.sglang.server_pool import Fleet, Worker
 from slime_like.rollout.engines.sglang.weight_transfer.base import UpdateSettings
 
-CONTROL_S = 30.0  # of calls that move no weights
+CONTROL_S = 30.0  # time limit of calls without weights
 
 
 class UpdateIncomplete(RuntimeError):
-    """Not every server got the weights; those that failed are evicted. The update has to be made
-    again, for the others."""
+    """Some servers failed and were evicted; the update has to be repeated for the others."""
 
 
 class Servers:
-    """settings: of the update. hf_checkpoint: the folder that the servers were started with.
-    device: where the trainer's weights are."""
+    """The servers of a weight update. hf_checkpoint: folder that the servers were started with.
+    device: device of the trainer's weights."""
 
     def __init__(
         self, fleet: Fleet, settings: UpdateSettings, hf_checkpoint: str, device: torch.device
@@ -36,15 +34,14 @@ class Servers:
         self.device = device
 
     def call(self, worker: Worker, path: str, body: dict[str, object]) -> object:
-        """POST, with the time limit of a message with weights. Raises RequestFailed."""
+        """POST with the time limit of a weight bucket. Raises RequestFailed."""
         return self.fleet.call(worker, path, body, timeout_s=self.settings.timeout_s)
 
     def on_each(
         self, workers: Sequence[Worker], call: Callable[[Worker], object], what: str
     ) -> list[Worker]:
-        """`call` for all workers at the same time; those for which it succeeded. When it failed for
-        every one, raises UpdateIncomplete if one of
-        them is started again, else RunError."""
+        """Run `call` for all workers concurrently; returns those that succeeded. If all failed,
+        raises UpdateIncomplete if one of them is being restarted, otherwise RunError."""
         if not workers:
             self.none_left(f"{what}: no engine is left")
         failures: list[str] = []
@@ -65,14 +62,14 @@ class Servers:
     def in_session(
         self, workers: Sequence[Worker], move: Callable[[Sequence[Worker]], None]
     ) -> None:
-        """begin_weight_update, what `move` does, end_weight_update, on all servers."""
+        """Run `move` between begin_weight_update and end_weight_update on all servers."""
         ready = self.on_each(workers, self.begin, "beginning a weight update")
         move(ready)
         self.on_each([w for w in ready if w.alive], self.end, "ending a weight update")
 
     def begin(self, worker: Worker) -> None:
-        """A server that was left inside a session, by another run or when it was lost, is freed
-        first."""
+        """Begin an update session. A stale session (of another run, or from before an eviction) is
+        ended first."""
         try:
             self.fleet.call(worker, "/begin_weight_update", {}, timeout_s=CONTROL_S)
         except RequestFailed as failure:
@@ -85,8 +82,8 @@ class Servers:
         self.call(worker, "/end_weight_update", {})
 
     def sizes(self, workers: Sequence[Worker]) -> list[int]:
-        """Tensor-parallel ranks of each. One that does not answer is evicted, and this update given
-        up."""
+        """Tensor-parallel size of each server. One that does not respond is evicted and ends this
+        update."""
         sizes = []
         for worker in workers:
             try:
@@ -97,7 +94,7 @@ class Servers:
         return sizes
 
     def size(self, worker: Worker) -> int:
-        """Raises RequestFailed."""
+        """Tensor-parallel size of a server. Raises RequestFailed."""
         size = self.fleet.ask(worker, "/server_info", tensor_parallel_size, timeout_s=CONTROL_S)
         if size is None:
             raise RunError(
@@ -108,8 +105,8 @@ class Servers:
     def give_up(
         self, why: Exception, failed: Sequence[Worker], workers: Sequence[Worker]
     ) -> NoReturn:
-        """Evict those that failed or do not answer any more, or all of them where that is not
-        known, and raise UpdateIncomplete."""
+        """Evict the servers that failed or no longer respond (all, if that is unknown) and raise
+        UpdateIncomplete."""
         others = [w for w in workers if w not in failed]
         named = [*failed, *(w for w in others if not self._reachable(w))]
         for worker in named or list(workers):

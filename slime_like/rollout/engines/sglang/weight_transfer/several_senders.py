@@ -1,9 +1,9 @@
-"""Weights to servers from every rank that has some: a process group with all servers for each.
+"""Broadcast from every rank that has weights, each over its own process group with all servers.
 
-A server takes one bucket at a time, and two servers that took those of two senders in different
-orders would wait for each other. So rank 0 calls the servers, for one bucket after another in the
-order of the plan, which all ranks know, and tells its sender, in the store where the groups met. A
-sender gathers its next bucket while others send. A failure is known from the same place.
+A server takes one bucket at a time; two servers that took buckets of two senders in different
+orders would deadlock. So rank 0 calls the servers bucket by bucket, in the order of a plan known to
+all ranks, and signals the sender through the rendezvous store. A sender gathers its next bucket
+while others send. Failures are signalled through the same store.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from slime_like.rollout.engines.sglang.weight_transfer.process_group import (
 )
 from slime_like.weights.gather import WeightStream
 
-LOOK_S = 0.05  # between two looks for the word that ends an update
+LOOK_S = 0.05  # polling interval of the failure signal
 GO, STOP = "go", "stop"
-LONGEST = timedelta(days=1)  # rank 0 bounds an update; when it is gone, so is its store
+LONGEST = timedelta(days=1)  # rank 0 enforces the time limit; if rank 0 dies, its store dies too
 
 
 class Turns:
-    """Whose bucket is next in an update, by its number in the plan, and whether the update has
-    failed."""
+    """Turn-taking in an update: which bucket of the plan is next, and whether the update failed."""
 
     def __init__(self, store: dist.Store, update: str) -> None:
         self._store = store
@@ -42,7 +41,8 @@ class Turns:
         self._store.set(f"{self._update}/{number}", GO)
 
     def await_own(self, number: int) -> None:
-        """Raises BroadcastFailed when the update ends before."""
+        """Wait for the turn of bucket `number`. Raises BroadcastFailed if the update ends
+        before."""
         key = f"{self._update}/{number}"
         self._store.wait([key], LONGEST)
         if self._store.get(key).decode() == STOP:
@@ -52,12 +52,12 @@ class Turns:
         self._store.set(f"{self._update}/failed", words)
 
     def end(self, numbers: range) -> None:
-        """Nobody waits for these any more."""
+        """Release the waiters of these buckets."""
         for number in numbers:
             self._store.set(f"{self._update}/{number}", STOP)
 
     def look(self) -> None:
-        """Raises BroadcastFailed when a rank has failed; asks now and then."""
+        """Raise BroadcastFailed if a rank has failed; polls the store at intervals."""
         if time.monotonic() - self._looked >= LOOK_S:
             self._looked = time.monotonic()
             key = f"{self._update}/failed"
@@ -67,9 +67,9 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class BroadcastOrder:
-    """Join a group of one's own, unless one is in it, and broadcast what one sends. groups: the name
-    of all groups of the update. address, port: where their members meet. world: members of each.
-    update: of this attempt."""
+    """Order to join this rank's group (if not joined yet) and broadcast its weights. groups: common
+    name of the update's groups. address, port: rendezvous. world: members per group. update: id of
+    this attempt."""
 
     groups: str
     address: str
@@ -101,7 +101,7 @@ class BroadcastOrder:
             if turns is not None:
                 with contextlib.suppress(RuntimeError):
                     turns.fail(f"rank {rank}: {str(failure).splitlines()[0]}")
-        for _ in stream:  # other ranks have a part in it
+        for _ in stream:  # consume: it contains collectives
             pass
 
     def _join(self) -> Joined:
@@ -122,11 +122,11 @@ class Joined:
     member: Member
 
 
-_joined: list[Joined] = []  # this rank's group of the latest update, which is kept for the next
+_joined: list[Joined] = []  # this rank's group, reused by the next update
 
 
 def leave() -> None:
-    """Nothing is waited for."""
+    """Leave the group without waiting for the other members."""
     while _joined:
         _joined.pop().member.abandon()
 

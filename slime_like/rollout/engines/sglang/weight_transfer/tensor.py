@@ -1,16 +1,15 @@
-"""Weights within requests, in SGLang's own format for them: `update_weights_from_tensor` with the
-load format "flattened_bucket".
+"""Tensor and CUDA IPC transports: weights inside requests to SGLang's `update_weights_from_tensor`
+with load format "flattened_bucket".
 
-The request holds a pickle, which SGLang opens with a list of what may be in it (`SafeUnpickler` in
-0.5.23). Metadata are plain namespaces, which are on that list: the server reads their fields only,
-and the trainer needs no SGLang. What stands for the bytes depends on where they are:
+The request contains a pickle, which SGLang loads with an allow-list (`SafeUnpickler` in 0.5.23).
+Metadata are plain namespaces, which are on that list, so the trainer does not need SGLang. The data
+is one of:
 
-- on a GPU, a handle of its memory, made by torch's reductions (--update-weight-transport cuda_ipc).
-  The server must see that GPU under the same number. Each handle is counted until who opened it has
-  let go of it, so that every rank of a server gets one of its own. Not run in our tests, which have
-  no GPU beside a server;
-- on a CPU, the bytes themselves (--update-weight-transport tensor). Shared memory would need the
-  two processes to share keys, or a helper process that outlives them.
+- on a GPU, a CUDA IPC handle made by torch's reductions (--update-weight-transport cuda_ipc). The
+  server must see that GPU under the same index. Handles are reference-counted, so every rank of a
+  server gets its own. Not covered by our tests, which have no GPU;
+- on a CPU, the bytes themselves (--update-weight-transport tensor). Shared memory would require
+  common keys, or a helper process that outlives both.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ from slime_like.weights.gather import Bucket, WeightBuckets, WeightStream
 
 @dataclass(frozen=True, slots=True)
 class NodeOrder:
-    """The first rank of each node sends to the servers there. targets: by that rank, tensor-parallel
-    ranks of each server by its address. as_handles: of GPU memory, else as bytes."""
+    """Order for the first rank of each node to send to the servers there. targets: sending rank ->
+    {server address: tensor-parallel size}. as_handles: CUDA IPC handles instead of bytes."""
 
     targets: Mapping[int, Mapping[str, int]]
     version: int
@@ -52,20 +51,20 @@ class NodeOrder:
         self.carry_out(weights)
 
     def carry_out(self, weights: WeightStream) -> dict[str, str]:
-        """On every rank. What went wrong, of all ranks, by the address of the server."""
+        """Run on every rank. Returns errors of all ranks, keyed by server address."""
         failed = self.send(weights, self.targets.get(dist.get_rank(), {}))
         return {url: words for part in gather(failed) for url, words in part.items()}
 
     def send(self, weights: WeightBuckets, targets: Mapping[str, int]) -> dict[str, str]:
-        """Take all of the weights; to servers of `targets`. What went wrong, by address: who fails
-        with a bucket gets no other."""
+        """Consume all weights and send them to the servers of `targets`. A server that fails gets
+        no further buckets. Returns errors by address."""
         failed: dict[str, str] = {}
         control = ControlClient(self.connect_s)
         try:
             for bucket in weights.buckets():
                 left = {url: ranks for url, ranks in targets.items() if url not in failed}
                 failed |= self._send(control, bucket, left)
-                del bucket  # before the next one is made
+                del bucket  # free it before the next one is built
         finally:
             control.close()
         return failed
@@ -73,7 +72,8 @@ class NodeOrder:
     def _send(
         self, control: ControlClient, bucket: Bucket, targets: Mapping[str, int]
     ) -> dict[str, str]:
-        """What went wrong, by address: whatever it is, this rank has a part in the other buckets."""
+        """Send one bucket. Returns errors by address instead of raising, because this rank has to
+        take part in the remaining buckets."""
         if not targets:
             return {}
         try:
@@ -93,13 +93,13 @@ class NodeOrder:
         with ThreadPoolExecutor(len(targets)) as threads:
             answers = dict(zip(targets, threads.map(post, targets), strict=True))
         if flat.is_cuda:
-            torch.cuda.ipc_collect()  # the memory of handles that the servers have let go of
+            torch.cuda.ipc_collect()  # free memory of handles that the servers have closed
         return {url: words for url, words in answers.items() if words is not None}
 
 
 class TensorTransport(WeightTransport):
-    """Bucket by bucket; a server that fails with one gets no other. Servers on several nodes get
-    them from a rank of their own node."""
+    """Sends buckets inside requests. A server that fails gets no further buckets; a server on
+    another node gets them from a rank of that node."""
 
     as_handles = False
 
@@ -141,13 +141,13 @@ class CudaIpcTransport(TensorTransport):
 
 
 def sender_of(worker: Worker) -> int:
-    """The rank that sends it weights: one on its node, where the run has started it."""
+    """The rank that sends weights to this server: one on its node if the run started it."""
     return 0 if worker.process is None else worker.process.sender
 
 
 def tensor_update(bucket: Bucket, flat: Tensor, version: int, ranks: int) -> dict[str, Any]:
-    """The body for one bucket, whose bytes are `flat`; on a GPU it must live until the server has
-    answered. ranks: of the server, each of which opens an entry of its own."""
+    """The request body of one bucket. flat: its bytes; on a GPU they must stay alive until the
+    server responds. ranks: server ranks, each of which opens its own entry."""
     metadata: list[SimpleNamespace] = []
     start = 0
     for tensor in bucket.tensors:

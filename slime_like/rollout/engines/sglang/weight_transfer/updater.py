@@ -1,4 +1,4 @@
-"""New weights for all servers: one update at a time, versioned, over one of the transports."""
+"""Push a weight version to all servers over one of the transports, one update at a time."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    """What an update moved. workers: that have it. shapes: of every weight, by name. seconds: of
-    the moving alone."""
+    """Result of an update. workers: servers that have it. shapes: of every weight, by name.
+    seconds: transfer time."""
 
     workers: list[Worker]
     shapes: dict[str, tuple[int, ...]]
@@ -41,9 +41,9 @@ class TransferReport:
 
 
 class WeightUpdater:
-    """On rank 0, which talks to the servers.
+    """Updates servers; on rank 0 only.
 
-    transport: in place of the one that the settings name.
+    transport: overrides the one in the settings.
     """
 
     def __init__(
@@ -56,17 +56,17 @@ class WeightUpdater:
     ) -> None:
         self.servers = Servers(fleet, settings, hf_checkpoint, device)
         self.transport = (transport or transport_of(settings))(self.servers)
-        # servers with the weights of the latest update, and how often each had been out
+        # servers with the latest weights, with their eviction counts at that time
         self._holders: list[tuple[Worker, int]] = []
-        # an update by the training thread, or a server that gets weights by the one that watches
+        # held by an update (training thread) or a restore (health-check thread)
         self._one_at_a_time = threading.Lock()
         if self.transport.restores:
             fleet.restore = self.restore
 
     def update(self, ranks: SendingRanks, version: int) -> TransferReport:
-        """Returns when every server that is still in the fleet has the weights; one that fails is
-        evicted. Raises UpdateIncomplete when the update is to be made again, RunError when none is
-        left."""
+        """Update all servers; returns when every remaining server has the weights. Servers that
+        fail are evicted. Raises UpdateIncomplete if the update has to be repeated, RunError if no
+        server is left."""
         with self._one_at_a_time:
             return self._update(ranks, version)
 
@@ -76,7 +76,7 @@ class WeightUpdater:
         self._holders = []
         start = time.monotonic()
         self.transport.update(ranks, version, workers)
-        # One that was out meanwhile, and is back, has old weights or none.
+        # a server evicted and returned since then has old weights or none
         self._holders = [
             (w, before)
             for w, before in zip(workers, evictions, strict=True)
@@ -89,19 +89,19 @@ class WeightUpdater:
         return TransferReport(holders, shapes, nbytes, time.monotonic() - start)
 
     def restore(self, worker: Worker) -> int | None:
-        """Give a server that is back the weights of the latest update; their version, or None where
-        only the next update can. In the thread that watches."""
+        """Send the latest weights to a server that returned; called in the health-check thread.
+        Returns their version, or None if only the next update can."""
         with self._one_at_a_time:
             version, evictions = self.transport.latest, worker.evictions
             if version is None:
                 return None
-            if (worker, evictions) in self._holders:  # the update came first
+            if (worker, evictions) in self._holders:  # an update has reached it already
                 return version
             fleet = self.servers.fleet
             try:
                 self.transport.restore(worker)
                 has = fleet.ask(worker, "/model_info", weight_version, timeout_s=CONTROL_S)
-                # it may have been lost while it was paused
+                # it may have been evicted while paused
                 fleet.call(worker, "/continue_generation", {}, timeout_s=CONTROL_S)
             except (RequestFailed, UpdateIncomplete, RunError) as failure:
                 logger.warning(
