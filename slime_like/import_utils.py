@@ -30,6 +30,12 @@ class ExitCalled(RunError):
     """User code called sys.exit, which would end the run, perhaps with status 0."""
 
 
+def takes_args(function: Callable[..., Any]) -> bool:
+    """Whether a function that makes responses is in slime's convention: its first parameter is called
+    ``args``."""
+    return next(iter(inspect.signature(function).parameters), None) == "args"
+
+
 def load_function(
     path: str, flag: str, *, limit_s: float = IMPORT_LIMIT_S, may_exit: bool = False
 ) -> Callable[..., Any]:

@@ -110,14 +110,6 @@ def agents_exclude(s: Settings) -> list[Problem]:
     own = "; an agent makes its own messages, which the chat template is applied to: leave it out"
     refused = {
         "apply_chat_template": (s.data.apply_chat_template, own),
-        "renormalize_sampled_log_probs": (
-            s.rollout.renormalize_sampled_log_probs,
-            " yet: the gateway keeps no token sets; leave it out",
-        ),
-        "use_rollout_routing_replay": (
-            s.rollout.use_rollout_routing_replay,
-            " yet: the gateway keeps no routes; leave it out",
-        ),
         "partial_rollout": (
             s.scheduling.partial_rollout and s.rollout.rollout_engine != "local",
             " yet on servers; use --rollout-engine local",

@@ -9,7 +9,7 @@ from arguments.rules.base import Rule, Settings, problem
 from arguments.rules.data import teacher_urls
 from slime_like.advantages.registry import TokenEstimator, advantage_estimators
 from slime_like.config import Problem, flag_name
-from slime_like.import_utils import load_function
+from slime_like.import_utils import load_function, takes_args
 
 BUILT_IN_FILTERS = "slime.rollout.filter_hub.dynamic_sampling_filters."
 PATHS = (
@@ -111,12 +111,14 @@ def custom_generate_is_async(s: Settings) -> list[Problem]:
             None,
             "does not go with --custom-generate-function-path, whose responses are made in one piece; leave one out",
         )
-    if s.rollout.renormalize_sampled_log_probs:
-        words = "does not go with --custom-generate-function-path yet, whose samples tell no token sets; leave one out"
-        found += problem("renormalize_sampled_log_probs", None, words)
-    if s.rollout.use_rollout_routing_replay:
-        words = "does not go with --custom-generate-function-path yet, whose samples tell no routes; leave one out"
-        found += problem("use_rollout_routing_replay", None, words)
+    replayed = {
+        "renormalize_sampled_log_probs": (s.rollout.renormalize_sampled_log_probs, "token sets"),
+        "use_rollout_routing_replay": (s.rollout.use_rollout_routing_replay, "routes"),
+    }
+    for name, (given, what) in replayed.items():
+        if given and takes_args(function):
+            words = f"does not go with --custom-generate-function-path in slime's convention, whose samples tell no {what}; leave one out, or write it as function(model, episode)"
+            found += problem(name, None, words)
     return found
 
 

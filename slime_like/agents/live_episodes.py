@@ -175,6 +175,8 @@ def begun_again(sample: Sample) -> Sample:
         loss_mask=torch.empty(0, dtype=torch.bool),
         rollout_log_probs=torch.empty(0, dtype=torch.float32),
         weight_versions=(),
+        token_sets=None,
+        routes=None,
         response="",
         branches=(),
         metadata={k: v for k, v in sample.metadata.items() if k != STARTED},

@@ -19,6 +19,7 @@ from slime_like.rollout.engines.base import (
     SamplingParams,
 )
 from slime_like.rollout.rollouter import cut_at_stop
+from slime_like.rollout.sampler_choices import joined_routes
 from slime_like.types import Sample, SampleStatus
 
 if TYPE_CHECKING:
@@ -150,12 +151,17 @@ class PausableEngine:
         self._left -= max(len(part.tokens), 1)
         if before.tokens and sampling.stop:
             part = cut_at_stop(self._tokenizer, _sample(answer), part, sampling.stop)
+        length = len(answer.so_far.prompt_tokens) + len(part.tokens)
         answer.output = replace(
             part,
             sample_id=answer.request.sample_id,
             tokens=before.tokens + part.tokens,
             log_probs=before.log_probs + part.log_probs,
             weight_versions=before.weight_versions + part.weight_versions,
+            token_sets=None
+            if part.token_sets is None
+            else (before.token_sets or ()) + part.token_sets,
+            routes=joined_routes(before.routes, part.routes, length),
         )
         return answer.output
 

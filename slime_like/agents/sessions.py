@@ -282,10 +282,7 @@ class Session:
         self.counts["tool_errors"] += parsed.errors
         message = self._message(parsed)
         truncated = output.finish_reason == "length"
-        self.tree.add(
-            prompt, ask.messages, ask.tools, message, tokens=tokens, log_probs=output.log_probs,
-            weight_versions=output.weight_versions, truncated=truncated,
-        )  # fmt: skip
+        self.tree.add(prompt, ask.messages, ask.tools, message, output)
         finish: Finish = "tool_calls" if parsed.calls else "length" if truncated else "stop"
         return Choice(message, finish, len(prompt.tokens), tokens, output.log_probs, found)
 

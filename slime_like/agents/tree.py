@@ -15,8 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 from slime_like.agents.messages import ASSISTANT, Message, history_keys
 from slime_like.agents.templates import ChatTemplate
+from slime_like.rollout.engines.base import GenerateOutput
+from slime_like.rollout.sampler_choices import joined_routes, no_sets, pad_token_sets
 from slime_like.types import NOT_SAMPLED
 
 Cut = Literal["paths", "turns"]
@@ -38,8 +43,9 @@ class NextPrompt:
 @dataclass(eq=False, slots=True)
 class Turn:
     """One answer. prompt: the tokens that the model was given; tokens: those that it wrote, with a
-    log-prob and a weight version each. truncated: it reached a limit. number:
-    its place in the session. reward: what it got by itself. observed: tokens at the end of
+    log-prob and a weight version each. token_sets: as of `GenerateOutput`. routes: of its prompt and
+    tokens from the last token of its parent on, which was not computed before. truncated: it reached
+    a limit. number: its place in the session. reward: what it got by itself. observed: tokens at the end of
     the prompt that came between its parent and itself, unless an answer before it came after the
     same ones. seen: those after which its children came."""
 
@@ -49,6 +55,8 @@ class Turn:
     log_probs: tuple[float, ...]
     weight_versions: tuple[int, ...]
     truncated: bool
+    token_sets: tuple[Tensor, ...] | None
+    routes: Tensor | None
     messages: tuple[Message, ...]
     answer: Message
     number: int
@@ -81,8 +89,9 @@ class Turn:
 @dataclass(frozen=True, slots=True)
 class Branch:
     """A sequence to train on: its first `prompt_length` tokens are read only, the others have an
-    entry each of mask, log-probs and versions. spans: of each answer that it trains, the first token
-    after the prompt, its tokens and its number in the tree."""
+    entry each of mask, log-probs, versions and token_sets. spans: of each answer that it trains, the
+    first token after the prompt, its tokens and its number in the tree. routes: of all tokens, each
+    where it went when it was first computed on this path."""
 
     tokens: tuple[int, ...]
     prompt_length: int
@@ -91,6 +100,8 @@ class Branch:
     weight_versions: tuple[int, ...]
     truncated: bool
     spans: tuple[tuple[int, int, int], ...]
+    token_sets: Tensor | None = None
+    routes: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -138,17 +149,18 @@ class SessionTree:
         messages: Sequence[Message],
         tools: object,
         answer: Message,
-        *,
-        tokens: Sequence[int],
-        log_probs: Sequence[float],
-        weight_versions: Sequence[int],
-        truncated: bool = False,
+        output: GenerateOutput,
     ) -> Turn:
         """An answer that was given. Of equal conversations the newest is the one that continues."""
-        assert len(tokens) == len(log_probs) == len(weight_versions)
+        routes = output.routes
+        if routes is not None and (before := prompt.parent) is not None:
+            known, start = before.routes, len(before.kept) - 1
+            assert known is not None, "all answers of a session tell their routes, or none does"
+            routes = joined_routes(known[-1:], routes[start:], routes.size(0) - start)
         turn = Turn(
-            prompt.parent, prompt.tokens, tuple(tokens), tuple(log_probs),
-            tuple(weight_versions), truncated, tuple(messages), answer, len(self.turns),
+            prompt.parent, prompt.tokens, output.tokens, output.log_probs, output.weight_versions,
+            output.finish_reason == "length", output.token_sets, routes, tuple(messages), answer,
+            len(self.turns),
         )  # fmt: skip
         if (parent := prompt.parent) is None:
             self.counts["roots"] += 1
@@ -194,6 +206,7 @@ def _branch(own: Sequence[Turn], leaf: Turn, observations: bool) -> Branch:
     start = len(own[0].prompt) - (own[0].observed if observations else 0)
     count = len(tokens) - start
     mask, log_probs, versions = [False] * count, [0.0] * count, [NOT_SAMPLED] * count
+    sets = no_sets(count)
     spans = []
     for turn in own:
         first = len(turn.prompt) - start
@@ -202,6 +215,7 @@ def _branch(own: Sequence[Turn], leaf: Turn, observations: bool) -> Branch:
         mask[first:end] = [True] * len(turn.tokens)
         log_probs[first:end] = turn.log_probs
         versions[first:end] = turn.weight_versions
+        sets[first:end] = turn.token_sets or no_sets(len(turn.tokens))
         spans.append((first, len(turn.tokens), turn.number))
     return Branch(
         tokens,
@@ -211,7 +225,16 @@ def _branch(own: Sequence[Turn], leaf: Turn, observations: bool) -> Branch:
         tuple(versions),
         leaf.truncated,
         tuple(spans),
+        None if leaf.token_sets is None else pad_token_sets(sets),
+        _routes(leaf),
     )
+
+
+def _routes(leaf: Turn) -> Tensor | None:
+    """[tokens, layers, topk] up to the end of `leaf`."""
+    found = [turn.routes for turn in leaf.path]
+    parts = [routes[:-1] for routes in found[:-1] if routes is not None]
+    return None if found[-1] is None else torch.cat([*parts, found[-1]])
 
 
 def _foreign(messages: Sequence[Message]) -> int:

@@ -136,14 +136,17 @@ class Rows:
         return out
 
     def sets(self, name: str) -> Tensor | None:
-        """[T, K] for the largest set, as `per_token`."""
-        given = [sets for s in self.samples if (sets := getattr(s, name)) is not None]
-        if len(given) < len(self.samples) or not given:
+        """[T, K] for the largest set; None when no sample has any, as one that trains nothing may
+        not."""
+        every = [getattr(sample, name) for sample in self.samples]
+        given = [sets for sets in every if sets is not None]
+        if not given:
             return None
         size = (self.total, max(sets.size(1) for sets in given))
         out = torch.full(size, SETS[name], dtype=given[0].dtype)
-        for start, sample, sets in zip(self.starts, self.samples, given):
-            out[rows_of(sample, start), : sets.size(1)] = sets
+        for start, sample, sets in zip(self.starts, self.samples, every):
+            if sets is not None:
+                out[rows_of(sample, start), : sets.size(1)] = sets
         return out
 
     def routes(self) -> Tensor | None:

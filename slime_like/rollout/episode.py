@@ -16,12 +16,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import Tensor
 
 import slime_like
 from slime_like.rollout.engines.base import (
@@ -30,6 +31,12 @@ from slime_like.rollout.engines.base import (
     GenerateRequest,
     GenerationClient,
     SamplingParams,
+)
+from slime_like.rollout.sampler_choices import (
+    full_routes,
+    joined_routes,
+    no_sets,
+    pad_token_sets,
 )
 from slime_like.types import NOT_SAMPLED, Sample, SampleStatus
 
@@ -62,7 +69,8 @@ class Episode:
     elsewhere, and add to `metadata`.
 
     limit: tokens that the response may have, of the model and its environment together. tokens,
-    loss_mask, log_probs, weight_versions: one entry for each response token.
+    loss_mask, log_probs, weight_versions: one entry for each response token. token_sets, routes: as
+    of `GenerateOutput`, up to the last token that the model wrote.
     """
 
     sample_id: int
@@ -77,6 +85,8 @@ class Episode:
     loss_mask: list[bool] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
+    token_sets: list[Tensor] | None = None
+    routes: Tensor | None = None
     reward: float | None = None
     last: FinishReason | None = None  # how the last part ended
     failure: str | None = None
@@ -100,10 +110,16 @@ class Episode:
 
     def append(self, output: GenerateOutput) -> None:
         """Add what the model wrote."""
+        if output.token_sets is not None:
+            before = self.token_sets or []
+            between = no_sets(len(self.tokens) - len(before))
+            self.token_sets = [*before, *between, *output.token_sets]
         self.tokens += output.tokens
         self.loss_mask += [True] * len(output.tokens)
         self.log_probs += output.log_probs
         self.weight_versions += output.weight_versions
+        length = len(self.prompt_tokens) + len(self.tokens)
+        self.routes = joined_routes(self.routes, output.routes, length)
         self.last, self.failure = output.finish_reason, output.failure
 
 
@@ -170,6 +186,18 @@ Respond = Callable[[Sample, Model, bool], Awaitable[Sample]]
 SampleHook = Callable[[Sample, Any, int | None, bool], Awaitable[Sample]]
 
 
+class LoopRunner(Protocol):
+    """What of `asyncio.Runner` is used."""
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *error: Any) -> None: ...
+
+    def get_loop(self) -> asyncio.AbstractEventLoop: ...
+
+    def run(self, work: Coroutine[Any, Any, Any], /) -> Any: ...
+
+
 class CustomGenerate:
     """Makes responses with a user's function, all samples of a rank in one event loop.
 
@@ -200,6 +228,15 @@ class CustomGenerate:
     ) -> list[Sample]:
         responses = [self.respond(s, model, evaluation=evaluation) for s in samples]
         return list(await asyncio.gather(*responses))
+
+    def runner(self) -> LoopRunner:
+        """The event loop of a rollout in which `respond` is called for each sample."""
+        return asyncio.Runner()
+
+    def stop(self) -> None:
+        """There are enough responses: the requests of the others are aborted, and come back as they
+        are. Called in that event loop."""
+        return
 
     def close(self) -> None:
         """No more responses are asked for."""
@@ -295,6 +332,14 @@ def sample_of(episode: Episode, sample: Sample, tokenizer: PreTrainedTokenizerBa
             f"sample {sample.sample_id}: the episode's reward is {type(reward).__name__}, must be a number"
         )
     failed = episode.last == "abort"
+    sets, routes = episode.token_sets, episode.routes
+    if sets is not None:
+        sets = [*sets, *no_sets(len(episode.tokens) - len(sets))]
+        if not failed and any(m and not len(ids) for m, ids in zip(episode.loss_mask, sets)):
+            raise ValueError(
+                f"sample {sample.sample_id}: with --renormalize-sampled-log-probs nothing that was written greedily is trained on; set its entries of episode.loss_mask to False"
+            )
+    length = len(episode.prompt_tokens) + len(episode.tokens)
     full = episode.last == "length" or episode.room <= 0
     return replace(
         sample,
@@ -303,6 +348,8 @@ def sample_of(episode: Episode, sample: Sample, tokenizer: PreTrainedTokenizerBa
         loss_mask=torch.tensor(episode.loss_mask, dtype=torch.bool) & (not failed),
         rollout_log_probs=torch.tensor(episode.log_probs, dtype=torch.float32),
         weight_versions=tuple(episode.weight_versions),
+        token_sets=None if sets is None else pad_token_sets(sets),
+        routes=None if routes is None else full_routes([routes], length),
         status=SampleStatus.ABORTED
         if failed
         else SampleStatus.TRUNCATED

@@ -9,7 +9,6 @@ when a flag names a function.
 from __future__ import annotations
 
 import importlib
-import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
@@ -20,7 +19,7 @@ from torch import Tensor
 from arguments.rules.scheduling import OWN_ROLLOUT
 from arguments.run_config import RunConfig
 from slime_like.distributed.collectives import from_rank_zero
-from slime_like.import_utils import load_function
+from slime_like.import_utils import load_function, takes_args
 from slime_like.rollout.collector import Collected
 from slime_like.rollout.episode import (
     CUSTOM_GENERATE,
@@ -182,8 +181,7 @@ def custom_generate(config: RunConfig) -> CustomGenerate | None:
     if path is None:
         return None
     function = load_function(path, CUSTOM_GENERATE)
-    names = list(inspect.signature(function).parameters)
-    if names and names[0] == "args":
+    if takes_args(function):
         respond = function_adapter(config).custom_generate(function)
     else:
         respond = play_episode(function)

@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from arguments.eval_sets import EvalSet
 from arguments.schema import RolloutConfig
@@ -39,6 +37,7 @@ from slime_like.rollout.sample_plane import (
     share_index,
     share_index_again,
 )
+from slime_like.rollout.sampler_choices import joined_routes, pad_token_sets, sets_of
 from slime_like.sample_index import AnySample, complete, holder_of
 from slime_like.types import GREEDY_REWARD, Prompt, Sample, SampleGroup, SampleStatus
 
@@ -274,7 +273,7 @@ class Rollouter:
         log_probs = torch.tensor(output.log_probs, dtype=torch.float32)
         sets = None
         if output.token_sets is not None:
-            sets = pad_token_sets([*rows_of(sample.token_sets), *output.token_sets])
+            sets = pad_token_sets([*sets_of(sample.token_sets), *output.token_sets])
         metadata = sample.metadata
         if output.failure is not None:
             metadata = {**metadata, "failure": output.failure}
@@ -369,29 +368,3 @@ def cut_at_stop(
                 finish_reason="stop",
             )
     return output
-
-
-def joined_routes(before: Tensor | None, now: Tensor | None, length: int) -> Tensor | None:
-    """[length, layers, topk] of a sample that grew: where its tokens went when they were first
-    computed, under the weights of then."""
-    if now is None:  # not asked for, or nothing was added
-        return before if before is not None and before.size(0) == length else None
-    routes = now[:length].clone()
-    if before is not None:
-        known = routes[: before.size(0)]
-        known.copy_(torch.where(before >= 0, before, known))
-    return routes
-
-
-def rows_of(token_sets: Tensor | None) -> list[Tensor]:
-    """The sets of `pad_token_sets`, without what fills them up."""
-    return [] if token_sets is None else [row[row >= 0] for row in token_sets]
-
-
-def pad_token_sets(sets: Sequence[Tensor]) -> Tensor:
-    """[R, K] int32 of R sets of at most K tokens, filled up with -1."""
-    return (
-        pad_sequence(list(sets), batch_first=True, padding_value=-1)
-        if sets
-        else torch.empty((0, 0), dtype=torch.int32)
-    )

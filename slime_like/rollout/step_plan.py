@@ -160,10 +160,10 @@ def mask_failed(sample: AnySample) -> AnySample:
 
 
 def check_token_sets(samples: Sequence[AnySample], *, wanted: bool) -> None:
-    """Raises ValueError unless every sample tells what it was sampled from, or with `wanted` False
-    none does."""
+    """Raises ValueError unless every sample that is trained on tells what it was sampled from, or
+    with `wanted` False none does."""
     for s in samples:
-        if wanted and not s.has("token_sets"):
+        if wanted and s.active_tokens and not s.has("token_sets"):
             raise ValueError(
                 f"--renormalize-sampled-log-probs: sample {s.sample_id} does not tell which tokens it was sampled from; it was recorded without "
                 "this flag, or its engine cannot tell"

@@ -211,7 +211,7 @@ def without_routes(samples: Sequence[AnySample]) -> list[AnySample]:
 def with_routes(
     samples: Sequence[AnySample], *, layers: int, topk: int, experts: int
 ) -> list[AnySample]:
-    """Check the routed experts of this rank's samples; aborted samples without any get -1.
+    """Check the routed experts of this rank's samples; those without any that train nothing get -1.
 
     Args:
         layers: Number of MoE layers.
@@ -228,7 +228,7 @@ def with_routes(
 def _checked_routes(sample: Sample, layers: int, topk: int, experts: int) -> Tensor:
     shape = (sample.total_length, layers, topk)
     if sample.routes is None:
-        if sample.status == SampleStatus.ABORTED:
+        if sample.status == SampleStatus.ABORTED or not sample.active_tokens:
             return torch.full(shape, -1, dtype=torch.int16)
         raise ValueError(
             f"--use-rollout-routing-replay: sample {sample.sample_id} has no routed experts: it "

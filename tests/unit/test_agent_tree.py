@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
+import torch
 
 from slime_like.agents.messages import BadRequest, canonical
 from slime_like.agents.sessions import Ask, Choice, Session, SessionLimits, TooManyRequests
@@ -24,6 +25,7 @@ from slime_like.rollout.engines.base import (
     SamplingParams,
 )
 from slime_like.rollout.episode import Model
+from slime_like.rollout.sampler_choices import sets_of
 from tests.agent_templates import FAMILIES, MARKS, Family, call_text, make_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
@@ -62,7 +64,13 @@ class Writer:
                 break
         log_probs = tuple(-self.random.random() for _ in tokens)
         versions = (1,) * len(tokens)
-        output = GenerateOutput(request.sample_id, tuple(tokens), log_probs, reason, versions)
+        sets = tuple(torch.tensor([t, *self.random.choices(range(9), k=3)]).int() for t in tokens)
+        length = len(request.prompt_tokens) + len(tokens)
+        routes = torch.randint(0, 99, (length, 2, 2), dtype=torch.int16)
+        routes[-1] = -1  # not computed
+        output = GenerateOutput(
+            request.sample_id, tuple(tokens), log_probs, reason, versions, sets, routes
+        )
         self.written.append((request.prompt_tokens, output))
         return output
 
@@ -153,14 +161,33 @@ class Talk:
                     count = len(written[number][1].tokens)
                     assert all(branch.loss_mask[i : i + count])
                     assert set(branch.weight_versions[i : i + count]) == {1}
+                    assert branch.token_sets is not None
+                    sets = sets_of(branch.token_sets[i : i + count])
+                    given = written[number][1].token_sets
+                    assert given is not None and all(map(torch.equal, sets, given))
                     found.append(number)
                     place += count
+                self.check_routes(branch)
             assert sorted(found) == list(range(len(written)))
         paths, turns = (
             observed(tree.branches(cut, observations=True)) for cut in ("paths", "turns")
         )
         assert paths == turns, "each observation once, after the same tokens, whatever the cut"
         assert bool(paths) == any(t.parent is not None for t in tree.turns)
+
+    def check_routes(self, branch: Branch) -> None:
+        """Each token went where the first answer of its path that computed it says; the last one
+        nowhere."""
+        path = self.session.tree.turns[branch.spans[-1][2]].path
+        told = [
+            next(o for p, o in self.writer.written if (p, o.log_probs) == (t.prompt, t.log_probs))
+            for t in path
+        ]
+        assert branch.routes is not None and branch.routes.size(0) == len(branch.tokens)
+        for place, found in enumerate(branch.routes[:-1]):
+            first = next(o.routes for t, o in zip(path, told) if place < len(t.kept) - 1)
+            assert first is not None and torch.equal(found, first[place])
+        assert bool((branch.routes[-1] == -1).all())
 
 
 def observed(branches: Sequence[Branch]) -> Counter[tuple[int, ...]]:

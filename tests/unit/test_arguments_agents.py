@@ -49,7 +49,6 @@ CASES = [
     ("agents_exclude", f"{BASE} --outlier-token-is-threshold-high 100", "--outlier-token-is-threshold-high", "drops whole sequences"),
     ("agents_exclude", f"{BASE} --opd-prefix-gamma 0.5", "--opd-prefix-gamma", "what came before it"),
     ("agents_exclude", f"{BASE} --advantage-estimator otb", "--advantage-estimator", "have one reward"),
-    ("agents_exclude", f"{BASE} --renormalize-sampled-log-probs --rollout-top-k 4", "--renormalize-sampled-log-probs", "keeps no token sets"),
     ("", f"{BASE} --custom-generate-function-path asyncio.sleep", "--agent-function-path", "--custom-generate-function-path"),
     ("", "--agent-timeout-s 3", "--agent-timeout-s", "has no effect without"),
 ]  # fmt: skip

@@ -27,6 +27,8 @@ CASES = [
     ("custom_generate_is_async", "--custom-generate-function-path json.dumps", "--custom-generate-function-path", "must be an async function"),
     ("custom_generate_is_async", "--partial-rollout --custom-generate-function-path examples.calculator.calculator.generate",
      "--partial-rollout", "does not go with --custom-generate-function-path"),
+    ("custom_generate_is_async", "--custom-generate-function-path examples.guessing_game.game.generate --renormalize-sampled-log-probs --rollout-top-k 5",
+     "--renormalize-sampled-log-probs", "in slime's convention"),
     ("rollout_functions", "--rollout-function-path examples.calculator.calculator.generate", "--rollout-function-path", "must be a plain function"),
     ("rollout_functions", "--eval-function-path json.dumps", "--eval-function-path", "add --eval-interval"),
     ("rollout_functions", "--rollout-function-timeout-s 5", "--rollout-function-timeout-s", "without --rollout-function-path"),

@@ -20,7 +20,8 @@ from slime_like.rollout.collector import Collector
 from slime_like.rollout.engines.base import GenerateOutput, SamplingParams
 from slime_like.rollout.group_buffer import GroupBuffer, PendingGroup, waiting_to_rows
 from slime_like.rollout.hooks import group_filters
-from slime_like.rollout.rollouter import Rollouter, cut_at_stop, joined_routes, training_sampling
+from slime_like.rollout.rollouter import Rollouter, cut_at_stop, training_sampling
+from slime_like.rollout.sampler_choices import joined_routes
 from slime_like.types import Prompt, Sample, SampleStatus
 from tests.unit.command_lines import complete
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 
 from arguments.parse import parse_args
 from examples.calculator.calculator import calculate
@@ -23,6 +24,7 @@ from slime_like.rollout.engines.base import (
 )
 from slime_like.rollout.episode import Model
 from slime_like.rollout.hooks import custom_generate
+from slime_like.rollout.sampler_choices import sets_of
 from slime_like.types import Prompt, Sample, SampleStatus
 from tests.unit.command_lines import complete
 
@@ -63,12 +65,17 @@ class Scripted:
         cut = min(whole, sampling.max_new_tokens)
         tokens = tuple(map(ord, text[:cut]))
         log_probs = tuple(-i / 10 for i in range(cut))
+        length, call = len(request.prompt_tokens) + cut, len(self.requests)
+        routes = torch.full((length, 1, 2), call, dtype=torch.int16)
+        routes[-1] = -1  # not computed
         return GenerateOutput(
             request.sample_id,
             tokens,
             log_probs,
             "stop" if cut == whole else "length",
-            (len(self.requests),) * cut,
+            (call,) * cut,
+            None if sampling.greedy else tuple(torch.tensor([t, call]).int() for t in tokens),
+            routes,
         )
 
 
@@ -109,6 +116,40 @@ def mine(sample: Sample) -> str:
         chr(t) if m else "."
         for t, m in zip(response.tolist(), sample.loss_mask.tolist(), strict=True)
     )
+
+
+def test_choices_of_the_sampler_are_kept(tmp_path: Path) -> None:
+    """What each token was sampled from, and where it went when it was first computed; nothing of
+    what the environment wrote last, which the engine has not seen."""
+    (tmp_path / "f.py").write_text(
+        "async def play(model, episode):\n"
+        "    await model.write(episode)\n"
+        "    episode.observe('::')\n"
+        "    await model.write(episode)\n"
+        "    episode.observe('!')\n"
+    )
+    sample = play(tmp_path, f"{tmp_path}/f.py:play", Scripted("ab", "cde"))
+    assert sample.response == "ab::cde!" and sample.token_sets is not None
+    sets = [ids.tolist() for ids in sets_of(sample.token_sets)]
+    assert sets == [[97, 1], [98, 1], [], [], [99, 2], [100, 2], [101, 2], []]
+    assert sample.routes is not None and sample.routes.shape == (10, 1, 2)
+    assert sample.routes[:, 0, 0].tolist() == [1, 1, 1, 2, 2, 2, 2, 2, -1, -1]
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_what_was_written_greedily_has_no_set(tmp_path: Path, trained: bool) -> None:
+    (tmp_path / "f.py").write_text(
+        "async def play(model, episode):\n"
+        "    await model.write(episode)\n"
+        "    await model.write(episode, temperature=0)\n"
+        f"    episode.loss_mask[2:] = [{trained}] * 3\n"
+    )
+    path, engine = f"{tmp_path}/f.py:play", Scripted("ab", "cde")
+    if trained:
+        with pytest.raises(ValueError, match=r"sample 9: .* written greedily"):
+            play(tmp_path, path, engine)
+    else:
+        assert mine(play(tmp_path, path, engine)) == "ab..."
 
 
 def test_the_calculator_answers_and_is_not_trained_on(tmp_path: Path) -> None:

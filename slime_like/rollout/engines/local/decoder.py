@@ -30,6 +30,7 @@ from slime_like.rollout.engines.base import (
     GenerateRequest,
     SamplingParams,
 )
+from slime_like.rollout.sampler_choices import full_routes
 
 
 @dataclass(slots=True)
@@ -278,12 +279,6 @@ class RouteRecorder:
         distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
         routes = self.last(len(distinct))
         return [routes[distinct[prompt], routes.size(1) - len(prompt) :] for prompt in prompts]
-
-
-def full_routes(parts: Sequence[Tensor], length: int) -> Tensor:
-    """Concatenate `parts` and pad with -1 to [length, layers, topk]."""
-    known = torch.cat(list(parts))[:length]
-    return torch.cat([known, known.new_full((length - known.size(0), *known.shape[1:]), -1)])
 
 
 def draw_uniforms(seeds: Sequence[int], count: int) -> Tensor:
