@@ -110,9 +110,9 @@ def agents_exclude(s: Settings) -> list[Problem]:
     own = "; an agent makes its own messages, which the chat template is applied to: leave it out"
     refused = {
         "apply_chat_template": (s.data.apply_chat_template, own),
-        "partial_rollout": (
-            s.scheduling.partial_rollout and s.rollout.rollout_engine != "local",
-            " yet on servers; use --rollout-engine local",
+        "rollout_time_limit_s": (
+            s.scheduling.partial_rollout and s.scheduling.rollout_time_limit_s is not None,
+            " and --partial-rollout: an episode has its reward at its end, and waits for the next rollout until then",
         ),
         "agent_worker_keys": (
             s.scheduling.partial_rollout and s.agents.agent_worker_keys is not None,

@@ -1,10 +1,10 @@
-"""What an episode of an agent becomes."""
+"""What an episode of an agent becomes, and the metrics of a rollout of them."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +13,10 @@ import torch
 from slime_like.agents.sessions import Session
 from slime_like.agents.task import Task
 from slime_like.agents.tree import Branch
+from slime_like.distributed.collectives import gather
 from slime_like.rollout.answer_credit import NUMBERS
 from slime_like.rollout.episode import lost
-from slime_like.types import Sample, SampleStatus
+from slime_like.types import Sample, SampleGroup, SampleStatus
 
 MESSAGES = "messages"  # key of a sample's metadata: the main conversation
 
@@ -76,3 +77,17 @@ def sequence(sample: Sample, branch: Branch, session: Session) -> Sample:
         status=SampleStatus.TRUNCATED if branch.truncated else SampleStatus.COMPLETED,
         response=session.text_of(response),
     )
+
+
+def agent_metrics(groups: Sequence[SampleGroup], group: Any = None) -> dict[str, float]:
+    """Means over the episodes of a rollout; a collective.
+
+    Args:
+        groups: Each sample complete on the rank that made it.
+        group: Of all ranks, where the default one is in use meanwhile.
+    """
+    found = [s.metadata.get(NUMBERS) for g in groups for s in g.samples if isinstance(s, Sample)]
+    own = [numbers for numbers in found if isinstance(numbers, Mapping)]
+    every = [numbers for rank in gather(own, group) for numbers in rank]
+    names = every[0] if every else {}
+    return {f"agent/{name}": sum(n[name] for n in every) / len(every) for name in names}

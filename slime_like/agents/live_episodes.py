@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -22,6 +23,7 @@ import torch
 from slime_like.agents.episode_samples import sequence
 from slime_like.agents.pausable_engine import PausableEngine
 from slime_like.agents.sessions import Session
+from slime_like.rollout.engines.base import GenerationClient
 from slime_like.types import Sample, SampleStatus
 
 STARTED = "start_rollout_id"  # of a sample's metadata
@@ -29,7 +31,7 @@ END_S = 10.0  # for agents to end with the run
 
 
 class StoppableLoop(asyncio.SelectorEventLoop):
-    """An event loop with a clock that runs only while it does."""
+    """An event loop with a clock that runs only while it does. A `LoopRunner` too."""
 
     def __init__(self) -> None:
         self._stood_s = 0.0
@@ -50,6 +52,15 @@ class StoppableLoop(asyncio.SelectorEventLoop):
         finally:
             self._stopped_at = time.monotonic()
 
+    def get_loop(self) -> asyncio.AbstractEventLoop:
+        return self
+
+    def __enter__(self) -> StoppableLoop:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """It outlives whoever runs it."""
+
 
 @dataclass(eq=False, slots=True)
 class LiveEpisode:
@@ -65,30 +76,64 @@ Begin = Callable[[Sample, float, asyncio.Event], LiveEpisode]
 
 
 class LiveEpisodes:
-    """Of one rank. Not thread-safe: rounds and evaluations come one after another."""
+    """Of one rank. loop: in which all of them live. Not thread-safe: rounds, evaluations and rollouts
+    whose episodes are answered one by one come one after another."""
 
     def __init__(self) -> None:
-        self._loop = StoppableLoop()
+        self.loop = StoppableLoop()
         self._live: dict[int, LiveEpisode] = {}
         self._changed = asyncio.Event()
+        self._stop = asyncio.Event()
         atexit.register(self.close)  # where the run fails, agents have to end too
 
     def __contains__(self, sample_id: int) -> bool:
         return sample_id in self._live
 
-    def round(self, samples: Sequence[Sample], begin: Begin, limit: int | None) -> list[Sample]:
+    def round(
+        self,
+        samples: Sequence[Sample],
+        begin: Begin,
+        engine: GenerationClient,
+        limit: int | None,
+    ) -> list[Sample]:
         """Let episodes continue, or begin, until each has ended or is paused.
 
         Args:
             samples: Those that continue are PARTIAL.
             begin: Starts an episode in the event loop.
+            engine: For those that continue.
             limit: Tokens that each may write before it is paused; None: to its end.
 
         Returns:
             The samples in their order; what is paused is PARTIAL, with the tokens that it has.
         """
-        done: list[Sample] = self._loop.run(self._round(samples, begin, limit or math.inf))
+        work = self._round(samples, begin, engine, limit or math.inf)
+        done: list[Sample] = self.loop.run(work)
         return done
+
+    async def respond(self, sample: Sample, begin: Begin, engine: GenerationClient) -> Sample:
+        """One episode to its end, or to where `stop` finds it: PARTIAL then, with the tokens that it
+        has. Args as of `round`."""
+        stop, going_on = self._stop, None
+        if (live := self._live.get(sample.sample_id)) is not None:
+            going_on = asyncio.create_task(live.engine.go_on(math.inf, engine))
+        else:
+            live = self._started(sample, begin, math.inf, asyncio.Event())
+        changed = live.engine.changed
+        while not live.task.done() and not (stop.is_set() and live.engine.rests):
+            await changed.wait()
+            changed.clear()
+        if going_on is not None:
+            going_on.cancel()  # where it still waits for a place
+        return self._result(sample)
+
+    def stop(self) -> None:
+        """No more tokens for the episodes of `respond`. An agent that asks for none meanwhile, as it
+        waits for a tool, stays where it is; the others wait for what they ask for."""
+        for live in self._live.values():
+            live.engine.stop()
+        self._stop.set()
+        self._stop = asyncio.Event()
 
     def meanwhile(self, work: Callable[[], Awaitable[list[Sample]]]) -> list[Sample]:
         """What `work` returns, in the same loop, while episodes that are paused stay so."""
@@ -96,19 +141,27 @@ class LiveEpisodes:
         async def run() -> list[Sample]:
             return await work()
 
-        done: list[Sample] = self._loop.run(run())
+        done: list[Sample] = self.loop.run(run())
         return done
 
-    async def _round(self, samples: Sequence[Sample], begin: Begin, limit: float) -> list[Sample]:
+    def _started(
+        self, sample: Sample, begin: Begin, limit: float, changed: asyncio.Event
+    ) -> LiveEpisode:
+        live = begin(sample, limit, changed)
+        live.task.add_done_callback(lambda _: changed.set())
+        self._live[sample.sample_id] = live
+        return live
+
+    async def _round(
+        self, samples: Sequence[Sample], begin: Begin, engine: GenerationClient, limit: float
+    ) -> list[Sample]:
         going_on = []
         for sample in samples:
             live = self._live.get(sample.sample_id)
             if live is not None:
-                going_on.append(asyncio.ensure_future(live.engine.go_on(limit)))
-                continue
-            live = begin(sample, limit, self._changed)
-            live.task.add_done_callback(lambda _: self._changed.set())
-            self._live[sample.sample_id] = live
+                going_on.append(asyncio.ensure_future(live.engine.go_on(limit, engine)))
+            else:
+                self._started(sample, begin, limit, self._changed)
         await asyncio.gather(*going_on)
         episodes = [self._live[sample.sample_id] for sample in samples]
         while any(not (e.task.done() or e.engine.paused) for e in episodes):
@@ -137,10 +190,13 @@ class LiveEpisodes:
             if tasks:
                 await asyncio.wait(tasks, timeout=END_S)
 
-        if not self._loop.is_closed():
-            self._loop.run(end())
+        if self.loop.is_running():  # in a thread that the run gave up
+            with contextlib.suppress(TimeoutError):
+                asyncio.run_coroutine_threadsafe(end(), self.loop).result(END_S)
+        elif not self.loop.is_closed():
+            self.loop.run(end())
             self._live.clear()
-            self._loop.close()
+            self.loop.close()
         atexit.unregister(self.close)
 
 
@@ -162,6 +218,8 @@ def so_far(sample: Sample, session: Session | None, engine: PausableEngine) -> S
             weight_versions=output.weight_versions,
         )
         found += [more] if output.tokens else []
+    if not found:
+        return sample
     first, *others = found
     return replace(first, branches=tuple(others))
 

@@ -26,6 +26,7 @@ class LoopWatch:
     seconds: float = BLOCKED_S
     _users: int = 0
     _beat: float = 0.0
+    _thread: int = 0  # that the event loop runs in, which may change
     _stop: threading.Event = field(default_factory=threading.Event)
 
     @contextlib.contextmanager
@@ -35,8 +36,7 @@ class LoopWatch:
         if self._users == 1:
             self._stop = threading.Event()
             self._beats(asyncio.get_running_loop(), self._stop)
-            watch = (threading.get_ident(), self._stop)
-            threading.Thread(target=self._watch, args=watch, daemon=True).start()
+            threading.Thread(target=self._watch, args=(self._stop,), daemon=True).start()
         try:
             yield
         finally:
@@ -45,15 +45,15 @@ class LoopWatch:
                 self._stop.set()
 
     def _beats(self, loop: asyncio.AbstractEventLoop, stop: threading.Event) -> None:
-        self._beat = time.monotonic()
+        self._beat, self._thread = time.monotonic(), threading.get_ident()
         if not stop.is_set():
             loop.call_later(self.seconds / 10, self._beats, loop, stop)
 
-    def _watch(self, thread: int, stop: threading.Event) -> None:
+    def _watch(self, stop: threading.Event) -> None:
         while not stop.wait(self.seconds / 10):
             if time.monotonic() - self._beat < self.seconds:
                 continue
-            place = self._place(sys._current_frames().get(thread))
+            place = self._place(sys._current_frames().get(self._thread))
             if place is not None:
                 logger.error(
                     f"{self.name} blocks the event loop for more than {self.seconds:g} s at {place}: "

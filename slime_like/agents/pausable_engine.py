@@ -1,5 +1,5 @@
-"""The engine of one episode with --partial-rollout: it writes so many tokens, and then what the agent
-asks for waits until it may continue."""
+"""The engine of one episode with --partial-rollout: it writes so many tokens, or until it is stopped,
+and then what the agent asks for waits until it may continue."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ class Unfinished:
 
 class PausableEngine:
     """A `GenerationClient`. paused: all that the agent asks for waits, and no token is being written;
-    the episode then holds no place among those that run. unfinished: the answers being written."""
+    the episode then holds no place among those that run. unfinished: the answers being written.
+    changed: set whenever no more tokens come before `go_on`."""
 
     def __init__(
         self,
@@ -61,18 +62,18 @@ class PausableEngine:
             engine: That writes.
             tokenizer: Its.
             places: Of the episodes that run at a time.
-            changed: Set whenever the episode is paused.
+            changed: See the class; episodes may share it.
         """
         self.paused = False
+        self.changed = changed
         self.unfinished: list[Unfinished] = []
         self._engine = engine
         self._tokenizer = tokenizer
         self._places = places
-        self._changed = changed
         self._left: float = math.inf  # tokens until it is paused
-        self._waiting = self._running = 0
+        self._waiting = self._running = self._stops = 0
         self._go_on = asyncio.Event()
-        self._holds_place = self._over = False
+        self._begun = self._holds_place = self._over = False
         self._since = self._paused_s = 0.0
 
     @property
@@ -81,6 +82,11 @@ class PausableEngine:
         now = asyncio.get_running_loop().time()
         return self._paused_s + (now - self._since if self.paused else 0.0)
 
+    @property
+    def rests(self) -> bool:
+        """No token is being written, nor will be before `go_on`; the agent may do what it likes."""
+        return self._left <= 0 and not self._running
+
     def allow(self, tokens: float) -> None:
         """Before the episode begins: what it may write until it is paused."""
         self._left = tokens
@@ -88,17 +94,28 @@ class PausableEngine:
     async def begin(self) -> None:
         """Wait for a place."""
         await self._places.acquire()
-        self._holds_place = True
+        self._begun = self._holds_place = True
 
-    async def go_on(self, tokens: float) -> None:
-        """After a pause: wait for a place, and write up to `tokens` more."""
-        await self.begin()
+    def stop(self) -> None:
+        """What is asked for from now on waits, and so do requests that come back aborted."""
+        self._left = 0
+        self._stops += 1
+        self._pause_if_idle()
+
+    async def go_on(self, tokens: float, engine: GenerationClient) -> None:
+        """After a pause: wait for a place, and write up to `tokens` more with `engine`, unless it is
+        stopped meanwhile."""
+        stops = self._stops
+        if self._begun and not self._holds_place:
+            await self.begin()
         if self._over:
             self.end()
-            return
-        self._paused_s = self.paused_s
-        self.paused, self._left = False, tokens
-        self._go_on.set()
+        elif stops != self._stops:
+            self._leave()
+        else:
+            self._paused_s = self.paused_s
+            self.paused, self._left, self._engine = False, tokens, engine
+            self._go_on.set()
 
     def end(self) -> None:
         """The episode is over."""
@@ -121,9 +138,14 @@ class PausableEngine:
             while True:
                 await self._turn()
                 output = await self._part(answer, sampling)
-                done = len(output.tokens) >= sampling.max_new_tokens
-                if output.finish_reason != "length" or done:
-                    return output
+                stopped = (
+                    output.finish_reason == "abort" and output.failure is None and self._left <= 0
+                )
+                if stopped or output.finish_reason == "length":
+                    if len(output.tokens) < sampling.max_new_tokens:
+                        continue
+                    return replace(output, finish_reason="length")
+                return output
         finally:
             self.unfinished.remove(answer)
 
@@ -166,10 +188,12 @@ class PausableEngine:
         return answer.output
 
     def _pause_if_idle(self) -> None:
-        if self._left <= 0 and self._waiting and not self._running and not self.paused:
+        if not self.rests:
+            return
+        if self._waiting and not self.paused:
             self.paused, self._since = True, asyncio.get_running_loop().time()
             self._leave()  # others may run meanwhile
-            self._changed.set()
+        self.changed.set()
 
     async def abort(self, sample_ids: Collection[int] | None = None) -> None:
         await self._engine.abort(sample_ids)

@@ -21,7 +21,7 @@ from slime_like.agents.command import run_command
 from slime_like.agents.credit import answers_of
 from slime_like.agents.environment import player
 from slime_like.agents.episode_samples import bad_reward, sample_of
-from slime_like.agents.live_episodes import LiveEpisode, LiveEpisodes, begun_again, so_far
+from slime_like.agents.live_episodes import Begin, LiveEpisode, LiveEpisodes, begun_again, so_far
 from slime_like.agents.loop_watch import LoopWatch
 from slime_like.agents.pausable_engine import PausableEngine
 from slime_like.agents.server import CONNECTIONS, Gateway
@@ -29,14 +29,12 @@ from slime_like.agents.sessions import WAITING, Session, SessionLimits
 from slime_like.agents.task import CANCEL_S, Task
 from slime_like.agents.tasks import TaskQueue, WorkerLost
 from slime_like.agents.templates import ChatTemplate
-from slime_like.distributed.collectives import gather
 from slime_like.environments.base import FLAG as ENVIRONMENT
 from slime_like.environments.base import environment_maker
 from slime_like.import_utils import load_function
-from slime_like.rollout.answer_credit import ANSWERS, NUMBERS
-from slime_like.rollout.episode import CustomGenerate, Model, lost
-from slime_like.sample_index import AnySample
-from slime_like.types import Sample, SampleGroup
+from slime_like.rollout.answer_credit import ANSWERS
+from slime_like.rollout.episode import CustomGenerate, LoopRunner, Model, lost
+from slime_like.types import Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -113,6 +111,7 @@ class AgentGenerate(CustomGenerate):
         self._watch = None if code is None else LoopWatch(name, code)
         self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._live = LiveEpisodes() if pauses else None
+        self._told_restart = False
 
     def run(
         self, samples: Sequence[Sample], model: Model, *, evaluation: bool, limit: int | None = None
@@ -125,12 +124,27 @@ class AgentGenerate(CustomGenerate):
             return super().run(samples, model, evaluation=evaluation)
         if evaluation:
             return live.meanwhile(lambda: self._respond_to_all(samples, model, evaluation=True))
-        gone = {s.sample_id for s in samples if s.response_length and s.sample_id not in live}
-        if gone:
-            logger.warning(f"{len(gone)} episodes of a resumed run are played from their beginning")
+        given, begin = self._beginning(samples, model)
+        return live.round(given, begin, model.engine, limit)
+
+    def runner(self) -> LoopRunner:
+        """See `CustomGenerate`."""
+        return super().runner() if self._live is None else self._live.loop
+
+    def stop(self) -> None:
+        """See `CustomGenerate`."""
+        if self._live is not None:
+            self._live.stop()
+
+    def _beginning(self, samples: Sequence[Sample], model: Model) -> tuple[list[Sample], Begin]:
+        """What `LiveEpisodes` is given: an episode that another process began begins again."""
+        assert self._live is not None
+        gone = {s.sample_id for s in samples if s.response_length and s.sample_id not in self._live}
+        if gone and not self._told_restart:
+            self._told_restart = True
+            logger.warning("episodes of a resumed run are played from their beginning")
         given = [begun_again(s) if s.sample_id in gone else s for s in samples]
-        begin = partial(self._begin, model, gone)
-        return live.round(given, begin, limit)
+        return given, partial(self._begin, model, gone)
 
     def _begin(
         self,
@@ -166,7 +180,12 @@ class AgentGenerate(CustomGenerate):
             self._live.close()
 
     async def respond(self, sample: Sample, model: Model, *, evaluation: bool) -> Sample:
-        """The sample with the first branch of its session, and the others as its branches."""
+        """The sample with the first branch of its session, and the others as its branches; PARTIAL
+        where `stop` found it unfinished."""
+        live = self._live
+        if live is not None and not evaluation:
+            (given,), begin = self._beginning([sample], model)
+            return await live.respond(given, begin, model.engine)
         async with self._place(), self._watched(), self._gateway.listening():
             return await self._respond_to(sample, model, evaluation, [])
 
@@ -294,25 +313,6 @@ def seed_of(sample: Sample, *, evaluation: bool) -> int:
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < MOST_SEED:
         raise ValueError(f"'seed' of the row's metadata is {seed!r:.60}, must be 0 to 2**31 - 1")
     return seed
-
-
-def agent_metrics(groups: Sequence[SampleGroup], group: Any = None) -> dict[str, float]:
-    """Means over the episodes of a rollout; a collective.
-
-    Args:
-        groups: Each sample complete on the rank that made it.
-        group: Of all ranks, where the default one is in use meanwhile.
-    """
-    found = [s.metadata.get(NUMBERS) for g in groups for s in g.samples if isinstance(s, Sample)]
-    own = [numbers for numbers in found if isinstance(numbers, Mapping)]
-    every = [numbers for rank in gather(own, group) for numbers in rank]
-    names = every[0] if every else {}
-    return {f"agent/{name}": sum(n[name] for n in every) / len(every) for name in names}
-
-
-def has_agents(samples: Sequence[AnySample]) -> bool:
-    """Whether this rank has an episode of an agent among them."""
-    return any(isinstance(s, Sample) and NUMBERS in s.metadata for s in samples)
 
 
 def agent_generate(

@@ -19,7 +19,7 @@ from slime_like.rollout.engines.base import (
     GenerationClient,
     SamplingParams,
 )
-from slime_like.rollout.episode import Model
+from slime_like.rollout.episode import LoopRunner, Model
 from slime_like.rollout.group_buffer import PendingGroup
 from slime_like.rollout.rollouter import FINISHED, Rollouter
 from slime_like.sample_index import complete
@@ -156,6 +156,9 @@ class Responder:
     async def abort(self, sample_ids: Collection[int] | None = None) -> None:
         """End requests (None: all, and no more begin); each returns what it has."""
         self.stopped = self.stopped or sample_ids is None
+        custom = self.rollouter.custom_generate
+        if sample_ids is None and custom is not None:
+            custom.stop()
         await self._client.abort(sample_ids)
 
     async def leave_loop(self) -> None:
@@ -203,7 +206,8 @@ class StreamGeneration:
         self._time_limit_s = math.inf if time_limit_s is None else time_limit_s
         self._deadline = math.inf
         self._pending: set[asyncio.Task[PendingGroup]] = set()
-        self._runner = asyncio.Runner()
+        custom = responder.rollouter.custom_generate
+        self._runner: LoopRunner = asyncio.Runner() if custom is None else custom.runner()
 
     def __enter__(self) -> StreamGeneration:
         return self

@@ -200,7 +200,7 @@ class RolloutManager:
         """Add log-probs of a served teacher or self-distillation prompts to the groups, and agent
         metrics to the metrics."""
         if self._has_agents:
-            from slime_like.agents.rollouts import agent_metrics
+            from slime_like.agents.episode_samples import agent_metrics
 
             metrics = metrics | agent_metrics(groups, group)
         if self._teacher is None or self.run_config.debug.debug_rollout_only:

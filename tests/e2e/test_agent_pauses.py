@@ -15,6 +15,8 @@ from slime_like.types import Sample
 from tests.e2e.helpers import Workspace, rows_of
 from tests.e2e.programs import TrainServer
 from tests.e2e.test_agents import SIZES, prompts
+from tests.e2e.test_stragglers import served
+from tests.fake_sglang import FakeServer
 
 # ends after one to seven turns, the same for all samples of a prompt; its log has each beginning
 AGENT = """
@@ -121,3 +123,40 @@ def test_programs_wait_for_the_next_rollout(
     samples = recorded(tmp_path, 4)
     assert any(len(set(versions(s))) > 1 for s in samples)
     assert len({s.sample_id for s in samples}) == len(samples)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("ranks", "slices"), [(1, None), (2, None), (2, 8)])
+def test_agents_wait_while_servers_have_new_weights(
+    server: TrainServer, work: Workspace, tmp_path: Path, ranks: int, slices: int | None
+) -> None:
+    """What a rollout does not need is aborted on the server, in the middle of an answer, and goes on
+    in the next one; with --rollout-slice-len, in rounds of all ranks."""
+    log = tmp_path / "log_of_agents"
+    (tmp_path / "agent.py").write_text(AGENT.format(log=str(log)))
+    flags = flags_of(
+        tmp_path, agent_function_path=f"{tmp_path}/agent.py:play", rollout_slice_len=slices, tis_ratio_type="token",
+        rollout_local_batch_size=None, eval_interval=2, skip_eval_before_train="", eval_prompt_data=f"few {tmp_path}/texts.jsonl@[0:2]",
+    )  # fmt: skip
+    with FakeServer(str(work.model)) as fake:
+        fake.pace_s = lambda body: 0.02
+        line = served(work, fake, tmp_path / "out", **flags)
+        server.train(line, tmp_path / "log", ranks=ranks).ok()
+        assert bool(fake.count("/abort_request")) == (slices is None)
+    rows = [row for row in rows_of(tmp_path / "out") if "rollout/reward_mean" in row]
+    assert len(rows) == 4 and sum(row["rollout/groups_resumed"] for row in rows) > 0
+    assert all(row["agent/lost"] == row["agent/restarted"] == 0 for row in rows)
+    assert all(row["rollout/failed_frac"] == 0 for row in rows) and "eval/few/mean" in rows[3]
+    samples = recorded(tmp_path, 4)
+    assert len({s.sample_id for s in samples}) == len(samples) == 16
+    played = [line.split()[0] for line in log.read_text().splitlines()]
+    begun = Counter(played)
+    for sample_id in ("0", "1"):  # evaluations have the same numbers
+        begun[sample_id] -= 2
+    assert set(begun.values()) == {1} and begun.keys() >= {str(s.sample_id) for s in samples}
+    mixed = [s for s in samples if len(set(versions(s))) > 1]
+    assert mixed and all(versions(s) == sorted(versions(s)) for s in samples)
+    for sample in samples:
+        numbers = sample.metadata["agent"]
+        assert numbers["written_tokens"] == len(versions(sample)) and numbers["branches"] == 1
+    assert all(row["rollout/staleness_max"] <= step for step, row in enumerate(rows))

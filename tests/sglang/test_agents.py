@@ -3,18 +3,23 @@ what is trained on, token by token."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from slime_like.rollout.recording import load_rollout
 from slime_like.sample_index import complete
 from tests.e2e.programs import TrainServer
 from tests.e2e.test_agent_packages import AGENT, check_histories
-from tests.e2e.test_agents import prompts
-from tests.sglang.conftest import PYTHON, Servers
+from tests.e2e.test_agents import BRANCHING, prompts
+from tests.sglang.conftest import PYTHON, Servers, slowed
+from tests.sglang.test_ahead import assert_versions_tell_the_weights
 from tests.sglang.test_real_servers import EXACT, rows
+from tests.sglang.test_stragglers import STEP_S
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -47,3 +52,93 @@ def test_unmodified_packages_train_with_servers(
             trained = {v for v, m in zip(sample.weight_versions, sample.loss_mask.tolist()) if m}
             assert trained == {step + 1}
     assert len(found) == 3 and found[0]["train/grad_norm"] > 0
+
+
+def agent_line(
+    demo: Path, folder: Path, servers: Servers, agent: str, *more: object, length: int
+) -> list[str]:
+    (folder / "agent.py").write_text(agent)
+    return [
+        "--hf-checkpoint", str(demo / "model"), "--prompt-data", str(prompts(folder)), "--input-key", "text", "--label-key", "answer",
+        "--agent-function-path", f"{folder}/agent.py:play", "--rm-type", "zero", "--rollout-max-response-len", str(length),
+        "--use-dynamic-batch-size", "--max-tokens-per-gpu", "1024", "--lr", "1e-2", "--output-dir", str(folder / "out"), "--no-tensorboard",
+        "--no-progress", "--no-plot", "--save-debug-rollout-data", str(folder / "r_{rollout_id}"), "--rollout-engine", "sglang",
+        "--sglang-python", PYTHON, *servers.flags, *map(str, more),
+    ]  # fmt: skip
+
+
+def test_routes_of_servers_are_replayed_over_the_tree(
+    expert_demo: Path, expert_servers: Servers, programs: TrainServer, tmp_path: Path
+) -> None:
+    """Two turns that fork, whose beginnings a server has in its cache: the trainer's routers choose
+    what the servers' chose at every place, in two ranks that share the experts."""
+    line = agent_line(
+        expert_demo, tmp_path, expert_servers, BRANCHING, "--num-rollout", 3, "--rollout-batch-size", 4, "--n-samples-per-prompt", 3,
+        "--num-steps-per-rollout", 2, "--use-rollout-routing-replay", "--moe-router-dtype", "fp32", "--expert-model-parallel-size", 2,
+        length=64,
+    )  # fmt: skip
+    programs.train(line, tmp_path / "run", ranks=2, timeout_s=300).ok()
+    found: list[dict[str, Any]] = rows(tmp_path / "out")
+    assert len(found) == 3
+    for step, row in enumerate(found):
+        assert row["agent/lost"] == 0 and row["agent/forks"] > 0
+        assert row["rollout/moe_routing_disagreement"] == 0
+        assert 0 < row["rollout/train_rollout_log_prob_diff_max"] < EXACT
+        groups = load_rollout(str(tmp_path / "r_{rollout_id}"), step)
+        for sample in (s for g in groups for s in complete(g.samples)):
+            for sequence in (sample, *sample.branches):
+                assert sequence.routes is not None
+                assert int(sequence.routes[:-1].min()) >= 0 > int(sequence.routes[-1].max())
+    assert any(row["train/moe_replay_disagreement"] > 0 for row in found)
+
+
+LONG = """
+async def play(task):
+    messages = [{"role": "user", "content": task.prompt}]
+    for turn in range(1 + task.seed % 4):
+        answer = (await task.chat(messages, max_tokens=24))["choices"][0]["message"]
+        messages += [answer, {"role": "user", "content": "again"}]
+    return len(answer["content"]) / 9
+"""
+
+
+def test_agents_wait_while_real_servers_get_new_weights(
+    demo: Path, servers: Servers, programs: TrainServer, tmp_path: Path
+) -> None:
+    """Of eight groups of episodes the first three that end are taken; the servers abort what the
+    others are answered, in the middle, and go on under the next weights. Every token's log-prob is
+    that of the weights that its version names."""
+    kept, left = tmp_path / "weights", tmp_path / "left"
+    line = agent_line(
+        demo, tmp_path, servers, LONG, "--num-rollout", 3, "--rollout-batch-size", 3, "--n-samples-per-prompt", 2, "--num-steps-per-rollout", 1,
+        "--over-sampling-batch-size", 8, "--partial-rollout", "--tis-ratio-type", "token", "--update-weight-transport", "disk",
+        "--update-weight-disk-dir", kept, "--update-weight-disk-keep-files", length=150,
+    )  # fmt: skip
+    hook = f"tests.sglang.spoil:count_what_is_left {left} {' '.join(servers.urls)}"
+    with slowed(servers, STEP_S):
+        programs.train(line, tmp_path / "run", ranks=2, timeout_s=300, hook=hook).ok()
+    assert [json.loads(line) for line in left.read_text().splitlines()] == [[0, 0]] * 3
+    found = rows(tmp_path / "out")
+    assert all(row["agent/lost"] == row["agent/restarted"] == 0 for row in found)
+    assert sum(row["rollout/groups_resumed"] for row in found) > 0
+    samples = [
+        s
+        for step in range(3)
+        for g in load_rollout(str(tmp_path / "r_{rollout_id}"), step)
+        for s in complete(g.samples)
+    ]
+    assert len({s.sample_id for s in samples}) == len(samples) == 18
+    networks: dict[int, torch.nn.Module] = {
+        version: AutoModelForCausalLM.from_pretrained(
+            kept / f"version-{version}", dtype=torch.float32
+        )
+        for version in (1, 2, 3)
+    }
+    mixed = 0
+    for sample in samples:
+        written = sample.loss_mask
+        versions = torch.tensor(sample.weight_versions)[written]
+        assert versions.tolist() == sorted(versions.tolist())
+        mixed += len(set(versions.tolist())) > 1
+        assert_versions_tell_the_weights(sample, networks)
+    assert mixed, "nobody went on with newer weights"

@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from slime_like.agents.command import MARK, run_command
-from slime_like.agents.rollouts import AgentGenerate, Task, agent_metrics
+from slime_like.agents.episode_samples import agent_metrics
+from slime_like.agents.rollouts import AgentGenerate, Task
 from slime_like.agents.server import Gateway
 from slime_like.agents.sessions import Session, SessionLimits
 from slime_like.agents.templates import ChatTemplate

@@ -37,7 +37,7 @@ CASES = [
     ("", "--observation-loss-coef 0.1", "--observation-loss-coef", "has no effect without"),
     ("agents_exclude", "--agent-command x --micro-batch-size 4", "--use-dynamic-batch-size", "any number of sequences"),
     ("agents_exclude", f"{BASE} --apply-chat-template", "--apply-chat-template", "makes its own messages"),
-    ("agents_exclude", f"{BASE} --partial-rollout --rollout-engine sglang", "--partial-rollout", "use --rollout-engine local"),
+    ("agents_exclude", f"{BASE} --partial-rollout --rollout-engine sglang --rollout-time-limit-s 9", "--rollout-time-limit-s", "its reward at its end"),
     ("agents_exclude", f"{BASE} --partial-rollout --mask-offpolicy-in-partial-rollout", "--mask-offpolicy-in-partial-rollout", "as a whole"),
     ("agents_exclude", f"{BASE} --partial-rollout --buffer-filter-path json.loads", "--buffer-filter-path", "for ever"),
     ("agents_exclude", "--agent-worker-keys none --agent-port 4000 --use-dynamic-batch-size --max-tokens-per-gpu 512 --partial-rollout", "--agent-worker-keys", "nobody answers workers"),

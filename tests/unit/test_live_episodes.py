@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -251,7 +252,12 @@ def test_an_episode_of_another_process_begins_again(
     (sample,), _ = played(agent, again, [partial], None)
     assert {v for _, v, _ in trained(sample)} == {7}
     assert sample.metadata["agent"]["restarted"] == 1
-    assert "1 episodes of a resumed run are played from their beginning" in caplog.text
+    assert "episodes of a resumed run are played from their beginning" in caplog.text
+    server = Server()
+    server.version = 8
+    (sample,) = stream(makes(play), server, [partial], lambda: False)
+    assert {v for _, v, _ in trained(sample)} == {8}
+    assert sample.metadata["agent"]["restarted"] == 1
 
 
 def test_an_agent_that_gives_up_while_it_waits_is_no_harm(makes: Any) -> None:
@@ -323,3 +329,138 @@ def test_a_stop_string_over_the_seam_of_two_parts_ends_the_answer(makes: Any) ->
         text = TOKENIZER.decode([t for t, _, _ in trained(sample)])
         assert text.startswith("w1x0 w1x1 w1x2") and "w1x4" not in text
         assert complete([sample]) == [sample]
+
+
+class Server(Writer):
+    """Writes a token at a time, until it is told to abort: a request then brings what it has."""
+
+    def __init__(self, words: int = 12) -> None:
+        super().__init__(words)
+        self.aborts = 0
+
+    async def generate_one(
+        self, request: GenerateRequest, sampling: SamplingParams
+    ) -> GenerateOutput:
+        aborts, found = self.aborts, GenerateOutput(request.sample_id, (), (), "length", ())
+        while len(found.tokens) < sampling.max_new_tokens and found.finish_reason == "length":
+            if aborts != self.aborts:
+                return replace(found, finish_reason="abort")
+            prompt = (*request.prompt_tokens, *found.tokens)
+            part = await super().generate_one(
+                replace(request, prompt_tokens=prompt), replace(sampling, max_new_tokens=1)
+            )
+            found = replace(
+                part,
+                tokens=found.tokens + part.tokens,
+                log_probs=found.log_probs + part.log_probs,
+                weight_versions=found.weight_versions + part.weight_versions,
+            )
+        return found
+
+    async def abort(self, sample_ids: Collection[int] | None = None) -> None:
+        self.aborts += 1
+
+
+def stream(
+    agent: AgentGenerate, server: Server, samples: list[Sample], until: Callable[[], bool]
+) -> list[Sample]:
+    """A rollout that answers one by one, and has enough as soon as `until` says so."""
+
+    async def work() -> list[Sample]:
+        model = model_of(server)
+        asked = [
+            asyncio.ensure_future(agent.respond(s, model, evaluation=False))
+            for s in samples
+            if not s.ended
+        ]
+        while not until() and not all(each.done() for each in asked):
+            await asyncio.sleep(0.001)
+        agent.stop()
+        await server.abort()
+        done = {s.sample_id: s for s in await asyncio.gather(*asked)}
+        return [done.get(s.sample_id, s) for s in samples]
+
+    with agent.runner() as runner:
+        found: list[Sample] = runner.run(work())
+        return found
+
+
+def test_servers_that_abort_lose_nothing(makes: Any) -> None:
+    """A request that is aborted in the middle goes on under the weights of the next rollout; the agent
+    runs once, and each token that was written is trained on once with its own version."""
+    server, begun = Server(), []
+
+    async def play(task: Task) -> float:
+        begun.append(task.sample_id)
+        messages: list[Any] = [say(f"a {task.sample_id}")]
+        for _ in range(2):
+            answer = (await task.chat(messages))["choices"][0]["message"]
+            messages += [answer, say("more")]
+        await asyncio.gather(*(task.chat([*messages[:2], say(f"fork {i}")]) for i in range(2)))
+        return 0.5
+
+    agent, samples, rollouts = makes(play, episodes=2), blank(3), 0
+    while not all(s.ended for s in samples):
+        before = len(server.log)
+        samples = stream(agent, server, samples, lambda b=before: len(server.log) > b + 20)  # type: ignore[misc]
+        written = [(t, v) for s in samples for t, v, _ in trained(s) if s.response_length]
+        assert sorted(written) == sorted(server.log), "of those that wait too"
+        server.version += 1
+        rollouts += 1
+    assert rollouts > 4 and sorted(begun) == [5, 6, 7]
+    for sample in samples:
+        assert sample.status == SampleStatus.COMPLETED and sample.reward == 0.5
+        assert sample.metadata["agent"]["answers"] == 4
+        assert all(p == pytest.approx(-0.1 * v) for _, v, p in trained(sample))
+    assert any(len({v for _, v, _ in trained(s)}) > 1 for s in samples)
+
+
+def test_an_agent_at_work_is_not_waited_for(makes: Any) -> None:
+    """A tool that takes long: the rollout ends, and the agent goes on where it was; one that waits
+    for its turn has no token yet."""
+    tool, at_work = asyncio.Event(), []
+
+    async def play(task: Task) -> float:
+        await task.chat([say("a")])
+        if task.sample_id == 5:
+            at_work.append(len(server.log))
+            await tool.wait()
+        await task.chat([say("b")])
+        return float(task.sample_id)
+
+    server = Server(words=3)
+    agent = makes(play, episodes=1)
+    samples = stream(agent, server, blank(2), lambda: bool(at_work))
+    assert [s.status for s in samples] == [SampleStatus.PARTIAL] * 2
+    assert [s.response_length for s in samples] == [*at_work, 0]
+    tool.set()  # the agent goes on during the evaluation, and waits for the engine
+    server.version = 2
+    other = Sample.empty(Prompt(4, "test", (1, 2)), 9)
+    (score,) = agent.run([other], model_of(server), evaluation=True, limit=None)
+    assert score.reward == 9.0 and score.num_branches == 1
+    server.version = 3
+    samples = stream(agent, server, samples, lambda: False)
+    assert [s.reward for s in samples] == [5.0, 6.0]
+    assert [{v for _, v, _ in trained(s)} for s in samples] == [{1, 3}, {3}]
+    assert len(trained(samples[0])) == 2 * at_work[0]
+
+
+def test_an_answer_that_was_complete_when_it_was_aborted_is_full(makes: Any) -> None:
+    class Late(Server):
+        async def generate_one(
+            self, request: GenerateRequest, sampling: SamplingParams
+        ) -> GenerateOutput:
+            found = await Writer.generate_one(self, request, sampling)
+            while not self.aborts:
+                await asyncio.sleep(0.001)
+            return replace(found, finish_reason="abort")
+
+    async def play(task: Task) -> float:
+        answer = await task.chat([say("a")], max_tokens=5)
+        assert answer["choices"][0]["finish_reason"] == "length"
+        return 1.0
+
+    server, agent = Late(), makes(play)
+    samples = stream(agent, server, blank(1), lambda: bool(server.log))
+    (sample,) = stream(agent, server, samples, lambda: False)
+    assert sample.reward == 1.0 and len(trained(sample)) == 5 and server.calls == 1
