@@ -21,19 +21,22 @@ _AGENT = "agent_function_path|agent_command|agent_environment|agent_worker_keys"
 class AgentsConfig(CheckedSettings):
     agent_function_path: str | None = arg(
         None,
-        "module.function or file.py:function that plays an episode: async function(task), which asks at task.base_url (or with task.chat) and "
-        "returns its reward, or None for the run's reward function.",
+        "module.function or file.py:function that runs an episode: async function(task). It calls "
+        "the model at task.base_url (or with task.chat) and returns its reward, or None to use the "
+        "run's reward function.",
         excludes=("agent_command", "custom_generate_function_path", "rollout_function_path"),
     )
     agent_command: str | None = arg(
         None,
-        "Program that plays an episode, a process for each, in its own folder with task.json; OPENAI_BASE_URL, ANTHROPIC_BASE_URL and the "
-        "keys are in its environment. Its reward is the number in the file reward, or the run's reward function's.",
+        "Program that runs an episode, one process per episode, in its own folder with task.json; "
+        "OPENAI_BASE_URL, ANTHROPIC_BASE_URL and the keys are in its environment. The reward is "
+        "the number in the file reward, otherwise that of the run's reward function.",
         excludes=("custom_generate_function_path", "rollout_function_path"),
     )
     agent_environment: str | None = arg(
         None,
-        "Text environment that the model plays: gymnasium:<id>?<option>=<value>, module.Class or file.py:Class with reset and step, single_turn.",
+        "Text environment that the model interacts with: gymnasium:<id>?<option>=<value>, "
+        "module.Class or file.py:Class with reset and step, single_turn.",
         metavar="ENVIRONMENT",
         excludes=(
             "agent_function_path",
@@ -44,7 +47,8 @@ class AgentsConfig(CheckedSettings):
     )
     agent_worker_keys: str | None = arg(
         None,
-        "File with a key in each line: agents elsewhere play, which ask the gateway for tasks with one of them (POST /tasks/claim).",
+        "File with one key per line, for remote agent workers: they claim tasks from the gateway "
+        "(POST /tasks/claim) with one of these keys.",
         excludes=(
             "agent_function_path",
             "agent_command",
@@ -55,70 +59,72 @@ class AgentsConfig(CheckedSettings):
     )
     agent_heartbeat_s: float = arg(
         60.0,
-        "Seconds without a heartbeat after which a worker's task is given to another.",
+        "Seconds without a heartbeat after which a worker's task is reassigned.",
         legal=POSITIVE,
         needs="agent_worker_keys",
     )
     agent_retries: int = arg(
         2,
-        "Further workers that a task is given to when one is lost; then its sample is.",
+        "How often a task is reassigned after a worker is lost, before its sample is dropped.",
         legal=NON_NEGATIVE,
         needs="agent_worker_keys",
     )
     agent_timeout_s: float = arg(
         600.0,
-        "Seconds after which an episode is ended, with all processes of its agent; its sample is lost.",
+        "Time limit of an episode in seconds. After it all processes of the agent are killed and "
+        "its sample is dropped.",
         legal=POSITIVE,
         needs=_AGENT,
     )
-    agent_episodes: int = arg(
-        64, "Episodes that run at a time on a rank.", legal=AT_LEAST_ONE, needs=_AGENT
-    )
+    agent_episodes: int = arg(64, "Concurrent episodes per rank.", legal=AT_LEAST_ONE, needs=_AGENT)
     agent_max_turns: int = arg(
-        256, "Answers that an episode may ask for.", legal=AT_LEAST_ONE, needs=_AGENT
+        256, "Maximum number of completions per episode.", legal=AT_LEAST_ONE, needs=_AGENT
     )
     agent_max_answer_tokens: int | None = arg(
         None,
-        "Most tokens of an answer, whatever a client asks for; default: as --rollout-max-response-len leaves room.",
+        "Maximum tokens of one completion, an upper bound on what clients request; default: what "
+        "--rollout-max-response-len leaves.",
         legal=POSITIVE,
         needs=_AGENT,
     )
     agent_concurrency: int = arg(
         8,
-        "Requests of an episode that are answered at a time; 32 more may wait.",
+        "Concurrent requests per episode; 32 more may queue.",
         legal=AT_LEAST_ONE,
         needs=_AGENT,
     )
     agent_max_body_mb: float = arg(
-        8.0, "Largest body of a request, in MiB.", legal=POSITIVE, needs=_AGENT
+        8.0, "Maximum size of a request body, in MiB.", legal=POSITIVE, needs=_AGENT
     )
     agent_host: str = arg(
         "127.0.0.1",
-        "Address that the gateway listens on while episodes run; another one than loopback lets other machines ask, who need a key.",
+        "Address that the gateway listens on while episodes run. Any address other than loopback "
+        "accepts requests from other machines, which need a key.",
         needs=_AGENT,
     )
     agent_port: int = arg(
         0,
-        "Port of the gateway on rank 0; rank r has port + r. 0: a free one.",
+        "Port of the gateway on rank 0; rank r uses port + r. 0: any free port.",
         legal=NON_NEGATIVE,
         needs=_AGENT,
     )
     agent_tool_format: str | None = arg(
         None,
-        "How the model writes calls of tools, or which library reads them; default: the tokenizer's response template, else as its chat template shows.",
+        "Parser of the model's tool calls; default: the tokenizer's response template, otherwise "
+        "detected from its chat template.",
         choices=(*TOOL_FORMATS, "transformers", *(f"sglang:{name}" for name in SGLANG_PARSERS)),
         needs=_AGENT,
     )
 
     agent_turn_penalty: float = arg(
         0.0,
-        "Taken off an episode's reward for each answer, in training alone.",
+        "Penalty subtracted from an episode's reward per completion, in training only.",
         legal=NON_NEGATIVE,
         needs=_AGENT,
     )
     agent_token_penalty: float = arg(
         0.0,
-        "Taken off an episode's reward for each token that the model wrote, in training alone.",
+        "Penalty subtracted from an episode's reward per generated token, in training only.",
         legal=NON_NEGATIVE,
         needs=_AGENT,
     )

@@ -1,5 +1,5 @@
-"""Advantages, the terms of the loss, and how a rollout is cut into optimizer steps. The flags of
-each policy loss are declared in the loss's own file."""
+"""Advantages, loss terms, and how a rollout is split into optimizer steps. The flags of each policy
+loss are declared in the file of that loss."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ ALL_OR_SOME = Range("-1 (all) or >= 1", lambda x: x == -1 or x >= 1)
 class AlgorithmConfig(CheckedSettings):
     loss_type: str = arg(
         "policy_loss",
-        "policy_loss: reinforcement learning. sft_loss: fine-tuning on given answers. dpo_loss, rm_loss: on pairs of them, a policy or a "
-        "reward model. custom_loss: policy_loss with a function.",
+        "policy_loss: reinforcement learning. sft_loss: supervised fine-tuning. dpo_loss, rm_loss: "
+        "train a policy or a reward model on preference "
+        "pairs. custom_loss: policy_loss with --custom-loss-function-path.",
         choices=("policy_loss", "sft_loss", "dpo_loss", "rm_loss", "custom_loss"),
     )
     policy_loss_type: str = arg("ppo", "The policy loss.")
@@ -38,7 +39,8 @@ class AlgorithmConfig(CheckedSettings):
     )
     loss_norm_length: int | None = arg(
         None,
-        "Tokens by which --loss-reduction seq_mean_token_sum_norm divides each sequence's sum.",
+        "Constant that --loss-reduction seq_mean_token_sum_norm divides each sequence's sum by, in "
+        "tokens.",
         legal=AT_LEAST_ONE,
         only_with="loss_reduction=seq_mean_token_sum_norm",
         required_with="loss_reduction=seq_mean_token_sum_norm",
@@ -53,26 +55,29 @@ class AlgorithmConfig(CheckedSettings):
     )
     gdpo_reward_keys: list[str] | None = arg(
         None,
-        "GDPO: keys of the dict that the reward function returns, each a reward that is compared within groups on its own.",
+        "GDPO: keys of the reward function's dict; each is a reward that is normalised within "
+        "groups separately.",
         nargs="+",
         only_with="advantage_estimator=gdpo",
         excludes=("custom_reward_post_process_path", "kl_coef", "loss_type=sft_loss"),
     )
     gdpo_reward_weights: list[float] | None = arg(
         None,
-        "GDPO: weight of each of --gdpo-reward-keys in their sum; default: 1.",
+        "GDPO: weight of each of --gdpo-reward-keys in the sum; default: 1.",
         nargs="+",
         needs="gdpo_reward_keys",
         excludes="loss_type=sft_loss",
     )
     custom_reward_post_process_path: str | None = arg(
         None,
-        "module.function or file.py:function that makes the estimator's numbers of the rewards of a rollout, in place of the comparison within "
-        "groups: function(args, samples) -> (raw_rewards, rewards), on rank 0. With grpo and its like they are the advantages.",
+        "module.function or file.py:function that post-processes the rewards of a rollout, in "
+        "place of normalisation within groups: "
+        "function(args, samples) -> (raw_rewards, rewards), on rank 0. With grpo and similar "
+        "estimators the rewards are the advantages.",
     )
     singleton_advantage: str = arg(
         "zero",
-        "Advantage in a group of one: zero, or the reward itself.",
+        "Advantage in a group of one sample: zero, or the reward itself.",
         choices=("zero", "reward"),
         excludes="loss_type=sft_loss",
     )
@@ -84,20 +89,23 @@ class AlgorithmConfig(CheckedSettings):
     )
     gamma: float = arg(
         1.0,
-        "Discount of the rewards of later tokens or answers (reinforce_plus_plus, remax, otb, ppo, grpo_token, grpo_turn).",
+        "Discount factor of rewards of later tokens or turns (reinforce_plus_plus, remax, otb, "
+        "ppo, grpo_token, grpo_turn).",
         legal=UNIT,
         excludes="loss_type=sft_loss",
     )
     lambd: float = arg(
         1.0,
-        "Lambda of generalised advantage estimation (ppo): 1 trusts rewards alone, 0 the critic's next value.",
+        "Lambda of generalised advantage estimation (ppo): 1 uses rewards only, 0 one-step "
+        "bootstrapping from the critic.",
         legal=UNIT,
         excludes="loss_type=sft_loss",
         only_with="@critic",
     )
     value_lambd: float | None = arg(
         None,
-        "Decoupled GAE (VC-PPO): lambda of the returns that the critic learns; 1 keeps the reward of a long response whole. Default: --lambd.",
+        "Decoupled GAE (VC-PPO): lambda of the critic's returns; with 1 the reward of a long "
+        "response does not decay. Default: --lambd.",
         legal=UNIT,
         excludes="loss_type=sft_loss",
         only_with="@critic",
@@ -129,26 +137,27 @@ class AlgorithmConfig(CheckedSettings):
     )
     use_unbiased_kl: bool = arg(
         False,
-        "Weight the KL of the loss by the ratio of current to old policy, so that its gradient is right.",
+        "Weight the KL in the loss by the importance ratio of current to old policy, which makes "
+        "its gradient unbiased.",
         excludes="loss_type=sft_loss",
         needs="use_kl_loss",
     )
     kl_coef: float = arg(
         0.0,
-        "Weight of the KL taken off the reward.",
+        "Weight of the KL penalty subtracted from the reward.",
         legal=NON_NEGATIVE,
         excludes="loss_type=sft_loss",
     )
     kl_ctrl_type: str = arg(
         "fixed",
-        "How --kl-coef changes: not at all, or towards --kl-target as the KL is above or below it.",
+        "Controller of --kl-coef: constant, or adapted to keep the KL at --kl-target.",
         choices=("fixed", "adaptive"),
         excludes="loss_type=sft_loss",
         needs="kl_coef",
     )
     kl_target: float = arg(
         0.1,
-        "KL for each token that --kl-ctrl-type adaptive aims at.",
+        "KL per token that --kl-ctrl-type adaptive aims at.",
         legal=POSITIVE,
         aliases=("--kl-ctrl-kl-target",),
         excludes="loss_type=sft_loss",
@@ -156,7 +165,7 @@ class AlgorithmConfig(CheckedSettings):
     )
     kl_horizon: float = arg(
         10000.0,
-        "Samples over which --kl-ctrl-type adaptive changes the coefficient.",
+        "Horizon of --kl-ctrl-type adaptive, in samples.",
         legal=POSITIVE,
         aliases=("--kl-ctrl-horizon",),
         excludes="loss_type=sft_loss",
@@ -167,83 +176,90 @@ class AlgorithmConfig(CheckedSettings):
     )
     entropy_ctrl_type: str = arg(
         "fixed",
-        "How the entropy bonus changes: not at all, or as --entropy-target needs, starting from --entropy-coef.",
+        "Controller of the entropy bonus: constant, or adapted to keep --entropy-target, starting "
+        "from --entropy-coef.",
         choices=("fixed", "adaptive"),
         excludes="loss_type=sft_loss",
     )
     entropy_target: float = arg(
         0.2,
-        "Entropy by token, in nats, that --entropy-ctrl-type adaptive keeps: no bonus above it.",
+        "Entropy per token, in nats, that --entropy-ctrl-type adaptive aims at; above it there is "
+        "no bonus.",
         legal=POSITIVE,
         excludes="loss_type=sft_loss",
         idle_without="entropy_ctrl_type=adaptive",
     )
     entropy_coef_delta: float = arg(
         1e-4,
-        "Change of the coefficient at each optimizer step with --entropy-ctrl-type adaptive.",
+        "Change of the coefficient per optimizer step with --entropy-ctrl-type adaptive.",
         legal=POSITIVE,
         excludes="loss_type=sft_loss",
         idle_without="entropy_ctrl_type=adaptive",
     )
     entropy_coef_min: float = arg(
         0.0,
-        "Least adaptive coefficient.",
+        "Lower bound of the adaptive coefficient.",
         legal=NON_NEGATIVE,
         excludes="loss_type=sft_loss",
         idle_without="entropy_ctrl_type=adaptive",
     )
     entropy_coef_max: float = arg(
         0.005,
-        "Largest adaptive coefficient.",
+        "Upper bound of the adaptive coefficient.",
         legal=POSITIVE,
         excludes="loss_type=sft_loss",
         idle_without="entropy_ctrl_type=adaptive",
     )
     use_opsm: bool = arg(
         False,
-        "Off-policy sequence mask: no policy loss for negative advantages in sequences that the policy has moved away from.",
+        "Off-policy sequence masking (OPSM): drop sequences with negative advantages from which "
+        "the policy has moved too far.",
     )
     opsm_delta: float = arg(
         1e-4,
-        "Mean of old minus current log-prob in a sequence above which --use-opsm masks.",
+        "Mean of (old - current) log-prob over a sequence above which --use-opsm masks it.",
         legal=NON_NEGATIVE,
         needs="use_opsm",
     )
     positive_nll_coef: float = arg(
         0.0,
-        "VAPO: weight of the mean negative log-prob of samples with a reward above 0, added to the loss.",
+        "VAPO: weight of the mean NLL of samples with a positive reward, added to the loss.",
         legal=NON_NEGATIVE,
         excludes="loss_type=sft_loss",
     )
     observation_loss_coef: float = arg(
         0.0,
-        "ECHO: weight of the mean negative log-prob of observations, the tokens between an agent's answers, added to the loss.",
+        "ECHO: weight of the mean NLL of observation tokens (those between an agent's turns), "
+        "added to the loss.",
         legal=NON_NEGATIVE,
         excludes=("loss_type=sft_loss", "renormalize_sampled_log_probs"),
         needs="agent_function_path|agent_command|agent_environment|agent_worker_keys|custom_generate_function_path|rollout_function_path|load_debug_rollout_data",
     )
     use_rollout_logprobs: bool = arg(
         False,
-        "Take the sampler's log-probs as the old ones, without recomputing them.",
+        "Use the rollout engine's log-probs as the old log-probs instead of recomputing them with "
+        "the trainer.",
         excludes="loss_type=sft_loss",
     )
     use_routing_replay: bool = arg(
         False,
-        "Mixtures of experts: in the update, send each token to the experts that the pass of the old log-probs chose for it.",
+        "MoE router replay (R2): in the update, route each token to the experts that the "
+        "old-log-prob forward pass chose.",
         needs="@experts",
     )
     num_steps_per_rollout: int | None = arg(
         None,
-        "Optimizer steps into which each rollout is cut; default: from --global-batch-size, else 1.",
+        "Optimizer steps per rollout; default: from --global-batch-size, else 1.",
         legal=AT_LEAST_ONE,
     )
     global_batch_size: int | None = arg(
-        None, "Samples in each optimizer step, over all ranks.", legal=AT_LEAST_ONE
+        None, "Samples per optimizer step, over all ranks.", legal=AT_LEAST_ONE
     )
     micro_batch_size: int = arg(
         1,
-        "Samples in each forward pass of a data-parallel rank. Without it and without --use-dynamic-batch-size micro-batches have up to 4096 "
-        "tokens; with --pipeline-model-parallel-size, --qkv-format bshd or token_mean_legacy one sample.",
+        "Samples per micro-batch of a data-parallel rank. Default without "
+        "--use-dynamic-batch-size: micro-batches of up to 4096 tokens; one "
+        "sample with --pipeline-model-parallel-size, --qkv-format bshd or token_mean_legacy.",
         legal=AT_LEAST_ONE,
     )
     log_probs_micro_batch_size: int | None = arg(
@@ -253,11 +269,13 @@ class AlgorithmConfig(CheckedSettings):
     )
     use_dynamic_batch_size: bool = arg(
         False,
-        "Fill micro-batches up to --max-tokens-per-gpu tokens, in place of --micro-batch-size samples.",
+        "Fill micro-batches up to --max-tokens-per-gpu tokens instead of --micro-batch-size "
+        "samples.",
     )
     max_tokens_per_gpu: int | None = arg(
         None,
-        "Tokens of a micro-batch with --use-dynamic-batch-size, times --context-parallel-size; a longer sequence gets a micro-batch of its own.",
+        "With --use-dynamic-batch-size: tokens per micro-batch and GPU, so times "
+        "--context-parallel-size in all; a longer sequence gets its own micro-batch.",
         legal=AT_LEAST_ONE,
         needs="use_dynamic_batch_size",
     )
@@ -269,25 +287,28 @@ class AlgorithmConfig(CheckedSettings):
     )
     balance_data: bool | None = arg(
         None,
-        "Give data-parallel ranks the samples of an optimizer step by their work, in place of equal runs of them; default: with "
+        "Balance the samples of an optimizer step over data-parallel ranks by their compute cost "
+        "instead of their number; default: on with "
         "--use-dynamic-batch-size.",
     )
     qkv_format: str = arg(
         "thd",
-        "thd: the sequences of a micro-batch end to end, without padding. bshd: each padded to the longest, for comparison.",
+        "thd: pack the sequences of a micro-batch without padding. bshd: pad each to the longest, "
+        "for comparison.",
         choices=("thd", "bshd"),
         excludes="use_dynamic_batch_size",
     )
     log_probs_chunk_size: int = arg(
         1024,
-        "Rows that the vocabulary projection takes at a time, for log-probs and for the loss; -1: all. Its columns are cut so that a block fits "
-        "the cache, and no result changes beyond rounding.",
+        "Rows per chunk of the output layer, for log-probs and loss; -1: all at once. The "
+        "vocabulary is chunked to fit the cache. Results change "
+        "by rounding only.",
         legal=ALL_OR_SOME,
     )
 
     @property
     def pair_loss(self) -> PolicyLoss | None:
-        """The loss of preferences that the run learns by, if it does."""
+        """The preference loss of the run, if it has one."""
         if self.loss_type != "sft_loss" or self.custom_loss_function_path is not None:
             return None
         loss = policy_losses.get(self.policy_loss_type)
@@ -295,40 +316,42 @@ class AlgorithmConfig(CheckedSettings):
 
     @property
     def samples_together(self) -> int:
-        """Neighbours that stay in one micro-batch: both answers of a pair."""
+        """Number of adjacent samples that stay in one micro-batch: 2 for preference pairs."""
         return 1 if self.pair_loss is None else 2
 
     @property
     def trains_reward_model(self) -> bool:
-        """Whether the network has a scalar head, which scores answers, in place of the vocabulary."""
+        """Whether the model has a scalar value head instead of the output layer."""
         return self.pair_loss is not None and self.pair_loss.scores
 
     @property
     def compares_with_reference(self) -> bool:
-        """Whether the loss of preferences needs a reference model."""
+        """Whether the preference loss needs a reference model."""
         return self.pair_loss is not None and "ref_log_probs" in self.pair_loss.needs
 
 
 @dataclass(frozen=True, slots=True)
 class GateConfig(CheckedSettings):
-    """Numeric gates: what is checked in every run, and what a breach does."""
+    """Numeric guards, checked in every run, and their limits."""
 
     max_train_rollout_diff: float | None = arg(
         None,
-        "Absolute log-prob difference between trainer and sampler above which a rollout is a breach: its mean over the tokens or its 99th "
-        "percentile; default 1e-3 in float32 on CPU, else 0.1.",
+        "Limit of the absolute log-prob difference between trainer and rollout engine, for its "
+        "mean over tokens and its 99th percentile; default "
+        "1e-3 in float32 on CPU, else 0.1. A rollout above it is a breach.",
         legal=NON_NEGATIVE,
     )
     train_rollout_diff_patience: int = arg(
-        3, "Breaches in a row before the run stops.", legal=AT_LEAST_ONE
+        3, "Consecutive breaches before the run stops.", legal=AT_LEAST_ONE
     )
     max_consecutive_skipped_steps: int = arg(
         3,
-        "Optimizer steps skipped in a row, for non-finite gradients, before the run stops.",
+        "Consecutive optimizer steps skipped for non-finite gradients before the run stops.",
         legal=AT_LEAST_ONE,
     )
     max_failed_samples: float = arg(
         0.1,
-        "Share of a rollout's samples without a usable response or reward above which the run stops.",
+        "Fraction of failed samples (no usable response or reward) in a rollout above which the "
+        "run stops.",
         legal=UNIT,
     )

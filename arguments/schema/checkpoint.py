@@ -14,50 +14,50 @@ class CheckpointConfig(CheckedSettings):
     )
     save_interval: int | None = arg(
         None,
-        "Save every this many rollouts; with --save the last one is always saved.",
+        "Save every N rollouts; with --save the last rollout is always saved.",
         legal=POSITIVE,
         needs="save",
     )
     save_retain_last: int | None = arg(
-        None, "Keep this many of the newest checkpoints and remove older ones; default all.",
+        None, "Keep the N newest checkpoints and remove older ones; default: all.",
         legal=AT_LEAST_ONE, aliases=("--save-retain-count", "--max-checkpoint-count", "--max-actor-ckpt-to-keep"), needs="save",
     )  # fmt: skip
     save_retain_interval: int | None = arg(
-        None, "Keep the checkpoints of every this many rollouts, and the newest (see --save-retain-last); remove the others.",
+        None, "Keep the checkpoint of every N-th rollout, and the newest ones (see --save-retain-last); remove the others.",
         legal=AT_LEAST_ONE, needs="save",
     )  # fmt: skip
     async_save: bool = arg(
         False,
-        "Write checkpoints behind the training, which stops only while their content is copied.",
+        "Write checkpoints in the background; training only blocks while the state is copied.",
         needs="save",
     )
     checkpoint_replicas: int = arg(
-        0, "After rollouts that are not saved, keep a checkpoint in the memory of the nodes, with this many copies of each node's part "
-        "on the next node. A restart takes the newest whole one.",
+        0, "After rollouts without a save, keep a checkpoint in host memory, with N replicas of each node's part on the following nodes. "
+        "A restart resumes from the newest complete one.",
         choices=(0, 1), needs="save",
     )  # fmt: skip
     checkpoint_replica_dir: str | None = arg(
-        None, "Folder of each node for --checkpoint-replicas; default one in /dev/shm.", needs="checkpoint_replicas"
+        None, "Folder on each node for --checkpoint-replicas; default: one in /dev/shm.", needs="checkpoint_replicas"
     )  # fmt: skip
     on_save_failure: str = arg(
-        "stop", "When a checkpoint cannot be written, as on a full disk: stop the run, or warn and continue to the next save.",
+        "stop", "If a checkpoint cannot be written, e.g. on a full disk: stop the run, or warn and continue until the next save.",
         choices=("stop", "continue"),
     )  # fmt: skip
     load: str | None = arg(
         None,
         "Folder of checkpoints to resume from. A Hugging Face folder starts a fresh run from its weights.",
     )
-    ckpt_step: int | None = arg(None, "Resume from this step in place of the newest.", needs="load")
+    ckpt_step: int | None = arg(None, "Resume from this step instead of the newest.", needs="load")
     exit_on_missing_checkpoint: bool = arg(
         False,
-        "With --load: an error, not a fresh run, when the folder holds no checkpoint yet.",
+        "With --load: fail instead of starting a fresh run if the folder has no checkpoint.",
         needs="load",
     )
     no_verify_checkpoint: bool = arg(
-        False, "With --load: do not compare the files with their checksums first.", needs="load"
+        False, "With --load: do not verify the checksums of the files.", needs="load"
     )
     finetune: bool = arg(
-        False, "With --load: take the weights only and start at step 0.", needs="load"
+        False, "With --load: load only the weights and start at step 0.", needs="load"
     )
     no_load_optim: bool = arg(False, "With --load: do not load the optimizer.", needs="load")
     no_load_rng: bool = arg(False, "With --load: do not load the random state.", needs="load")
@@ -68,8 +68,12 @@ class CheckpointConfig(CheckedSettings):
         "Folder for a Hugging Face copy of the final weights; {rollout_id} becomes the number of the last rollout.",
     )
     exit_interval: int | None = arg(
-        None, "Save and end the run after a rollout whose number this divides.", legal=AT_LEAST_ONE
+        None,
+        "Save and end the run after the next rollout that is a multiple of N.",
+        legal=AT_LEAST_ONE,
     )
     exit_duration_in_mins: float | None = arg(
-        None, "Save and end the run after the rollout in which this time is over.", legal=POSITIVE
+        None,
+        "Save and end the run after the first rollout that ends later than this many minutes.",
+        legal=POSITIVE,
     )

@@ -2,7 +2,7 @@
 slime_like/losses/value_loss.py.
 
 Its layout has the fields of `ParallelConfig` with the prefix `critic_`;
-`arguments.critic_layout.critic_parallel` puts both together."""
+`arguments.critic_layout.critic_parallel` merges them with the policy's."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, CheckedSetti
 class CriticConfig(CheckedSettings):
     critic_load: str | None = arg(
         None,
-        "What the critic starts from: a Hugging Face folder, with a value head or without, or a folder with checkpoints of an earlier run's "
-        "critic; default: the policy's weights. A resumed run goes on with the critic that was saved with the policy.",
+        "Initial weights of the critic: a Hugging Face folder, with or without a value head, or a "
+        "checkpoint folder of an earlier run with a "
+        "critic; default: the policy's weights. A resumed run continues with the critic in its "
+        "checkpoint.",
     )
     critic_lora_rank: int = arg(
         0,
-        "Rank of the adapters that the critic trains beside a value head, on the frozen base of the policy's adapters (--lora-rank), with their "
-        "alpha and modules; 0: the critic trains all weights.",
+        "LoRA rank of the critic, which trains adapters and a value head on the policy's frozen "
+        "base model, with the alpha and target modules "
+        "of --lora-rank; 0: the critic trains all weights.",
         legal=NON_NEGATIVE,
     )
     critic_lr: float | None = arg(
@@ -29,7 +32,7 @@ class CriticConfig(CheckedSettings):
     )
     critic_min_lr: float | None = arg(
         None,
-        "Where the critic's learning rate ends; default: the share of --critic-lr that --min-lr is of --lr.",
+        "Final learning rate of the critic; default: --critic-lr times --min-lr / --lr.",
         legal=NON_NEGATIVE,
     )
     critic_lr_warmup_iters: int = arg(
@@ -37,41 +40,54 @@ class CriticConfig(CheckedSettings):
     )
     num_critic_only_steps: int = arg(
         0,
-        "The first rollouts, on which the critic alone is trained: the policy and the engine stay as they are.",
+        "Number of initial rollouts that train only the critic (value pretraining); policy and "
+        "engine keep their weights.",
         legal=NON_NEGATIVE,
     )
     critic_tensor_model_parallel_size: int | None = arg(
         None,
-        "Of the critic's layout, on the same processes as the policy's; default: --tensor-model-parallel-size.",
+        "Tensor-parallel size of the critic, on the policy's processes; default: "
+        "--tensor-model-parallel-size.",
         legal=AT_LEAST_ONE,
     )
     critic_pipeline_model_parallel_size: int | None = arg(
-        None, "Of the critic's layout; default: --pipeline-model-parallel-size.", legal=AT_LEAST_ONE
+        None,
+        "Pipeline-parallel size of the critic; default: --pipeline-model-parallel-size.",
+        legal=AT_LEAST_ONE,
     )
     critic_num_virtual_stages_per_pipeline_rank: int | None = arg(
         None,
-        "Of the critic's layout, 1 for the plain schedule; default: the policy's interleaved schedule where the critic's pipeline has as many "
-        "stages, else the plain one.",
+        "Virtual pipeline stages of the critic; 1: 1F1B without interleaving. Default: the "
+        "policy's if both pipelines have the same number of "
+        "stages, otherwise 1.",
         legal=AT_LEAST_ONE,
     )
     critic_num_layers_per_virtual_pipeline_stage: int | None = arg(
         None,
-        "Of the critic's layout; excludes --critic-num-virtual-stages-per-pipeline-rank.",
+        "Layers per virtual pipeline stage of the critic; excludes "
+        "--critic-num-virtual-stages-per-pipeline-rank.",
         legal=AT_LEAST_ONE,
         excludes="critic_num_virtual_stages_per_pipeline_rank",
     )
     critic_context_parallel_size: int | None = arg(
-        None, "Of the critic's layout; default: --context-parallel-size.", legal=AT_LEAST_ONE
+        None,
+        "Context-parallel size of the critic; default: --context-parallel-size.",
+        legal=AT_LEAST_ONE,
     )
     critic_expert_model_parallel_size: int | None = arg(
-        None, "Of the critic's layout; default: --expert-model-parallel-size.", legal=AT_LEAST_ONE
+        None,
+        "Expert-parallel size of the critic; default: --expert-model-parallel-size.",
+        legal=AT_LEAST_ONE,
     )
     critic_expert_tensor_parallel_size: int | None = arg(
         None,
-        "Of the critic's layout; default: --expert-tensor-parallel-size where the tensor-parallel sizes are the same, else the critic's.",
+        "Expert tensor-parallel size of the critic; default: --expert-tensor-parallel-size if "
+        "critic and policy have the same tensor-parallel size, otherwise the critic's "
+        "tensor-parallel size.",
         legal=AT_LEAST_ONE,
     )
     critic_sequence_parallel: bool | None = arg(
         None,
-        "Of the critic's layout; default: --sequence-parallel where the critic's tensor-parallel size is above 1.",
+        "Sequence parallelism of the critic; default: --sequence-parallel if the critic's "
+        "tensor-parallel size is above 1.",
     )

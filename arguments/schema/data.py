@@ -28,60 +28,67 @@ class DataConfig(CheckedSettings):
     )
     label_key: str | None = arg(
         None,
-        "Field that holds the reference answer. --loss-type sft_loss without it: prompts are whole conversations, of which the assistant's turns "
-        "are learnt.",
+        "Field with the reference answer. With --loss-type sft_loss and without this flag, rows "
+        "are conversations and the assistant turns are "
+        "trained on.",
     )
     chosen_key: str = arg(
         "chosen",
-        "Field with the preferred answer to --input-key: a text, or messages, which may begin with the prompt.",
+        "Field with the preferred answer to --input-key: a string, or a list of messages that may "
+        "include the prompt.",
         only_with="@pairs",
     )
     rejected_key: str = arg(
-        "rejected", "Field with the other answer, of the same kind.", only_with="@pairs"
+        "rejected",
+        "Field with the rejected answer, in the format of --chosen-key.",
+        only_with="@pairs",
     )
     margin_key: str | None = arg(
         None,
-        "Field with the least difference of a pair's scores that is no error; default: 0 for all pairs.",
+        "Field with the margin that the two scores of a pair should differ by; default: 0.",
         only_with="policy_loss_type=bradley_terry",
     )
     metadata_key: str = arg(
-        "metadata", "Field that holds a JSON object handed to rewards and custom functions."
+        "metadata", "Field with a JSON object that is passed to rewards and custom functions."
     )
     tool_key: str = arg(
         "tools",
-        "Field with the tools that the chat template writes, a list or its JSON; rows without it have none.",
+        "Field with the tools for the chat template, a list or its JSON; rows without it have no "
+        "tools.",
     )
     loss_mask_type: str | None = arg(
         None,
-        "Which text of an assistant's turn is learnt from a conversation. qwen3: as the template writes it after its question. qwen: as it writes "
-        "it alone. qwen3_5: as the whole conversation has it. distill_qwen: the last turn's content, unchanged, and an end. Default: as the whole "
-        "conversation has it, where that is what the template wrote when the turn was the last.",
+        "Which text of an assistant turn is trained on (loss mask). qwen3: as the template renders "
+        "the turn after its question. qwen: as it renders "
+        "the turn alone. qwen3_5: as in the full conversation. distill_qwen: only the content of "
+        "the last turn, with an end token. Default: as in the "
+        "full conversation, if that equals what the template renders when the turn is the last.",
         choices=("qwen", "qwen3", "qwen3_5", "distill_qwen"),
         needs="loss_type=sft_loss",
     )  # fmt: skip
     apply_chat_template: bool = arg(False, "Render prompts with the tokenizer's chat template.")
     apply_chat_template_kwargs: dict[str, Any] = arg(
-        {}, "JSON object of further arguments of the chat template."
+        {}, "Extra arguments of the chat template, as a JSON object."
     )
     opd_demonstration_key: str | None = arg(
         None,
-        "Field with a demonstration of how to answer, text that the teacher alone sees.",
+        "Field with a demonstration, text that only the teacher sees.",
         needs="opd_type=self",
     )
-    rollout_shuffle: bool = arg(False, "Shuffle the prompts anew in every epoch.")
+    rollout_shuffle: bool = arg(False, "Shuffle the prompts in every epoch.")
     rollout_seed: int = arg(42, "Seed of shuffling and of sampling.")
     rollout_max_prompt_len: int | None = arg(
-        None, "Prompts with more tokens are left out and counted.", legal=POSITIVE
+        None, "Prompts with more tokens are skipped and counted.", legal=POSITIVE
     )
     skip_bad_rows: int = arg(
         0,
-        "Bad rows to leave out (counted in the log) before the file is refused.",
+        "Number of malformed rows to skip (and count in the log) before the file is rejected.",
         legal=NON_NEGATIVE,
     )
 
 
 def learns_conversations(loss_type: str, data: DataConfig) -> bool:
-    """Supervised fine-tuning on whole conversations: rows of a file, of which no answer is named."""
+    """Whether this is supervised fine-tuning on conversations: a file without --label-key."""
     from_file = not (data.prompt_data or "").startswith("reasoning_gym:")
     return loss_type == "sft_loss" and data.label_key is None and from_file
 
@@ -90,7 +97,7 @@ def learns_conversations(loss_type: str, data: DataConfig) -> bool:
 class EvalConfig(CheckedSettings):
     eval_interval: int | None = arg(
         None,
-        "Evaluate every this many rollouts; also before the first and after the last.",
+        "Evaluate every N rollouts, and before the first and after the last one.",
         legal=POSITIVE,
     )
     eval_prompt_data: list[str] | None = arg(
@@ -98,7 +105,8 @@ class EvalConfig(CheckedSettings):
     )
     eval_config: str | None = arg(
         None,
-        "Evaluation sets in a YAML file, each with its own sampling and reward, in place of --eval-prompt-data.",
+        "YAML file of evaluation sets, each with its own sampling and reward, in place of "
+        "--eval-prompt-data.",
         metavar="FILE",
         excludes="eval_prompt_data",
     )
@@ -107,7 +115,7 @@ class EvalConfig(CheckedSettings):
     eval_label_key: str | None = arg(None, "As --label-key; default: the same.")
     n_samples_per_eval_prompt: int = arg(
         1,
-        "Responses to each evaluation prompt; mean and pass@k are over these.",
+        "Responses per evaluation prompt; mean and pass@k are computed over these.",
         legal=AT_LEAST_ONE,
     )
     eval_temperature: float | None = arg(

@@ -1,4 +1,4 @@
-"""On-policy distillation: a teacher model grades every token that the policy sampled."""
+"""On-policy distillation: a teacher model scores every token that the policy sampled."""
 
 from __future__ import annotations
 
@@ -19,25 +19,29 @@ from slime_like.config import (
 class DistillationConfig(CheckedSettings):
     use_opd: bool = arg(
         False,
-        "On-policy distillation: take opd_kl_coef times the log-probability gap to a teacher off the advantage of every token.",
+        "On-policy distillation: subtract opd_kl_coef times the log-prob gap to a teacher from the "
+        "advantage of every token.",
     )
     opd_type: str | None = arg(
         None,
-        "The teacher. megatron: a frozen model, --opd-teacher-load. sglang: servers, --opd-teacher-url. self: the policy with more in its prompt.",
+        "The teacher. megatron: a frozen model, --opd-teacher-load. sglang: servers, "
+        "--opd-teacher-url. self: the policy, with additional context in its prompt.",
         choices=("megatron", "sglang", "self"),
         needs="use_opd",
         required_with=("use_opd", "loss_type=policy_loss"),
     )
-    opd_kl_coef: float = arg(1.0, "Weight of the gap.", legal=POSITIVE, needs="use_opd")
+    opd_kl_coef: float = arg(1.0, "Weight of the log-prob gap.", legal=POSITIVE, needs="use_opd")
     opd_prefix_gamma: float = arg(
         0.0,
-        "IW-OPD: a token's gap weighs up to 1 + this, less the further the response has left the teacher before it; 0.5 in TRL, 0: off.",
+        "IW-OPD: weight a token's gap by up to 1 + this value, less the further the preceding "
+        "tokens deviate from the teacher; 0.5 in TRL, 0: off.",
         legal=NON_NEGATIVE,
         needs="use_opd",
     )
     opd_topk: int | None = arg(
         None,
-        "Match the teacher's distribution over this many tokens, the policy's likeliest, and the rest as one; default: the sampled token alone.",
+        "Match the teacher's distribution over the policy's top-k tokens, with all others as one "
+        "class; default: the sampled token only.",
         legal=AT_LEAST_ONE,
         needs="use_opd",
         excludes=(
@@ -49,70 +53,77 @@ class DistillationConfig(CheckedSettings):
     )
     opd_alpha: float = arg(
         1.0,
-        "Divergence of --opd-topk: 1 is reverse KL, 0 forward KL, between them a generalised Jensen-Shannon divergence.",
+        "Divergence of --opd-topk: 1 is reverse KL, 0 forward KL, in between a generalised "
+        "Jensen-Shannon divergence.",
         legal=UNIT,
         needs="opd_topk",
     )
     opd_only: bool = arg(
         False,
-        "Rewards choose demonstrations and are reported, and give no advantage: only the teacher trains.",
+        "Train on the teacher only: rewards select demonstrations and are logged, but give no "
+        "advantage.",
         needs="use_opd",
     )
     opd_self_teacher: str = arg(
         "ema",
-        "Weights of --opd-type self. ema: a moving average of the policy's. live: the policy at the start of a rollout. base: the run's first.",
+        "Weights of --opd-type self. ema: an exponential moving average of the policy. live: the "
+        "policy at the start of a rollout. base: the initial policy.",
         choices=("ema", "live", "base"),
         needs="opd_type=self",
     )
     opd_ema_rate: float = arg(
         0.05,
-        "How far the moving average goes towards the policy in an optimizer step.",
+        "Update rate of the moving average per optimizer step.",
         legal=UNIT_OPEN_LOW,
         needs="opd_type=self",
         excludes="opd_self_teacher=live|opd_self_teacher=base",
     )
     opd_success_reward: float | None = arg(
         None,
-        "A response with at least this reward is a demonstration for the others of its prompt that have none of their own.",
+        "A response with at least this reward serves as demonstration for the other samples of its "
+        "prompt that have none.",
         needs="opd_type=self",
     )
     opd_feedback_key: str | None = arg(
         None,
-        "Key of a reward's details, or of a sample's metadata, with feedback on the response for the teacher.",
+        "Key of the reward's details, or of the sample's metadata, with feedback on the response "
+        "for the teacher.",
         needs="opd_type=self",
     )
     opd_prompt_template: str = arg(
         "{prompt}{demonstration}{feedback}\n\nNow give your own answer.",
-        "The teacher's last message, of {prompt} and the texts of the next two templates.",
+        "Template of the teacher's last message, from {prompt} and the texts of the next two "
+        "templates.",
         needs="opd_type=self",
     )
     opd_demonstration_template: str = arg(
         "\n\nAn example of a good answer:\n\n{demonstration}",
-        "How a demonstration is put; nothing where there is none.",
+        "Template of a demonstration; empty without one.",
         needs="opd_type=self",
     )
     opd_feedback_template: str = arg(
         "\n\nFeedback on an earlier answer:\n\n{feedback}",
-        "How feedback is put; nothing where there is none.",
+        "Template of feedback; empty without any.",
         needs="opd_type=self",
     )
     opd_max_prompt_len: int = arg(
         10240,
-        "A sample has no teacher where the prompt for it would have more tokens.",
+        "Longest teacher prompt, in tokens; a sample with a longer one has no teacher.",
         legal=AT_LEAST_ONE,
         needs="opd_type=self",
     )
     opd_teacher_load: str | None = arg(
         None,
-        "Folder of the teacher: a Hugging Face model of any supported shape, or checkpoints of the policy's shape. It has the policy's tokenizer "
-        "and parallel layout.",
+        "Folder of the teacher: a Hugging Face model of any supported architecture and size, or "
+        "checkpoints of the policy's. It must share the "
+        "policy's tokenizer, and uses its parallel layout.",
         needs="use_opd",
         required_with=("opd_type=megatron", "use_opd"),
         excludes="opd_type=self",
     )
     opd_teacher_ckpt_step: int | None = arg(
         None,
-        "With --opd-teacher-load of a folder of checkpoints: this step in place of the newest.",
+        "If --opd-teacher-load is a checkpoint folder: load this step instead of the newest.",
         needs="opd_teacher_load",
     )
     opd_teacher_url: list[str] | None = arg(
@@ -124,21 +135,21 @@ class DistillationConfig(CheckedSettings):
     )
     opd_teacher_timeout_s: float = arg(
         300.0,
-        "Seconds for a teacher's server to answer about one sample.",
+        "Time limit of a teacher server per sample, in seconds.",
         legal=POSITIVE,
         needs="use_opd",
         excludes="opd_type=megatron|opd_type=self",
     )
     opd_teacher_attempts: int = arg(
         4,
-        "Times that a teacher's servers are asked about a sample before it is dropped.",
+        "Attempts at the teacher's servers per sample before it is dropped.",
         legal=AT_LEAST_ONE,
         needs="use_opd",
         excludes="opd_type=megatron|opd_type=self",
     )
     opd_teacher_concurrency: int = arg(
         64,
-        "Requests that wait for the teacher's servers at a time.",
+        "Concurrent requests to the teacher's servers.",
         legal=AT_LEAST_ONE,
         needs="use_opd",
         excludes="opd_type=megatron|opd_type=self",
@@ -146,12 +157,12 @@ class DistillationConfig(CheckedSettings):
 
     @property
     def teaches_itself(self) -> bool:
-        """Whether the teacher is the policy with more in its prompt."""
+        """Whether the teacher is the policy itself, with additional context in its prompt."""
         return self.use_opd and self.opd_type == "self"
 
     @property
     def own_teacher(self) -> bool:
-        """Whether it has other weights than the policy."""
+        """Whether the teacher has its own weights."""
         return self.teaches_itself and self.opd_self_teacher != "live"
 
     @property

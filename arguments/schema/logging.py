@@ -1,4 +1,4 @@
-"""What a run tells, and where."""
+"""Output folder, logs, metrics and trackers."""
 
 from __future__ import annotations
 
@@ -11,26 +11,30 @@ from slime_like.config import AT_LEAST_ONE, CheckedSettings, arg
 class LoggingConfig(CheckedSettings):
     output_dir: str | None = arg(
         None,
-        "Folder for metrics.jsonl, the plot and, unless set apart, TensorBoard; default outputs/<time>.",
+        "Folder for metrics.jsonl, the plot and (without --tensorboard-dir) TensorBoard; default "
+        "outputs/<time>.",
     )
     tensorboard_dir: str | None = arg(
         None, "Folder for TensorBoard; default <output-dir>/tensorboard."
     )
     no_tensorboard: bool = arg(False, "Do not write TensorBoard files.")
     no_plot: bool = arg(False, "Do not draw report.png at the end of the run.")
-    no_progress: bool = arg(False, "Print plain lines in place of a progress bar.")
+    no_progress: bool = arg(False, "Print plain lines instead of a progress bar.")
     log_interval: int = arg(
         1,
-        "Rollouts between two plain lines (see --no-progress); the files have every rollout.",
+        "Print a plain line every N rollouts (see --no-progress); metrics files have every "
+        "rollout.",
         legal=AT_LEAST_ONE,
     )
     record_timeline: bool = arg(
         False,
-        "Write when each rank was in which phase, to timeline/ in the output folder; the report shows a slow rank.",
+        "Record the phases of each rank over time in timeline/ in the output folder; the report "
+        "shows slow ranks.",
     )
     tracker: list[str] = arg(
         [],
-        "Where metrics, settings and the plot go besides; jsonl and tensorboard (see --no-tensorboard) are written anyway. A tracker that fails or hangs is "
+        "Additional trackers for metrics, settings and the plot; jsonl and tensorboard (see "
+        "--no-tensorboard) are always written. A tracker that fails or hangs is "
         "reported once, and the run continues. Packages: pip install 'slime_like[wandb]', [mlflow], [trackio].",
         nargs="+",
     )  # fmt: skip
@@ -41,7 +45,8 @@ class LoggingConfig(CheckedSettings):
     )
     tracker_run_name: str | None = arg(
         None,
-        "Name of the run in the trackers; default the name of the output folder. W&B adds the run's id, and has it as group too.",
+        "Name of the run in the trackers; default: the name of the output folder. W&B appends the "
+        "run's id, and uses the name as group too.",
         aliases=("--wandb-group", "--tb-experiment-name"),
     )
     use_wandb: bool = arg(False, "As --tracker wandb.")
@@ -51,10 +56,11 @@ class LoggingConfig(CheckedSettings):
         choices=("online", "offline", "disabled"),
     )
     wandb_team: str | None = arg(None, "Entity of W&B.")
-    wandb_host: str | None = arg(None, "Address of a W&B server of your own.")
+    wandb_host: str | None = arg(None, "URL of a self-hosted W&B server.")
     wandb_key: str | None = arg(
         None,
-        "Key of W&B. It is seen in the list of processes: the environment variable WANDB_API_KEY, or wandb login, is better.",
+        "W&B API key. It is visible in the process list; prefer the environment variable "
+        "WANDB_API_KEY or wandb login.",
     )
     wandb_dir: str | None = arg(None, "Folder of W&B's files; default the output folder.")
     wandb_run_id: str | None = arg(None, "Continue this run of W&B; default a new one.")
@@ -63,12 +69,13 @@ class LoggingConfig(CheckedSettings):
     )
     mlflow_tracking_uri: str | None = arg(
         None,
-        "Server or database of MLflow; default MLFLOW_TRACKING_URI, else <output-dir>/mlflow.db.",
+        "MLflow tracking server or database; default MLFLOW_TRACKING_URI, else "
+        "<output-dir>/mlflow.db.",
     )
 
     @property
     def trackers(self) -> tuple[str, ...]:
-        """--tracker and --use-wandb, each once."""
+        """The trackers of --tracker and --use-wandb, without duplicates."""
         return tuple(dict.fromkeys([*self.tracker, *(["wandb"] if self.use_wandb else [])]))
 
 
@@ -76,12 +83,14 @@ class LoggingConfig(CheckedSettings):
 class DebugConfig(CheckedSettings):
     save_debug_rollout_data: str | None = arg(
         None,
-        "Write each rollout to this path (JSON and safetensors); {rollout_id} becomes its number, from 1.",
+        "Record each rollout at this path (JSON and safetensors); {rollout_id} is replaced by its "
+        "number, from 1.",
         excludes="load_debug_rollout_data",
     )
     load_debug_rollout_data: str | None = arg(
         None,
-        "Read rollouts from this path in place of generating them; {rollout_id} becomes their number, from 1.",
+        "Read recorded rollouts from this path instead of generating them; {rollout_id} is "
+        "replaced by their number, from 1.",
         excludes="debug_rollout_only",
         required_with="debug_train_only",
     )
@@ -89,6 +98,6 @@ class DebugConfig(CheckedSettings):
         False, "Generate and grade only; no training.", excludes="debug_train_only"
     )
     debug_train_only: bool = arg(
-        False, "Train only, from --load-debug-rollout-data; no engine is made."
+        False, "Train only, from --load-debug-rollout-data; no engine is started."
     )
     print_megatron_patches: bool = arg(False, "Print which megatron patches were applied, and why.")

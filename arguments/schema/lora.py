@@ -1,5 +1,5 @@
-"""Low-rank adapters (LoRA): a small pair of matrices beside each linear layer is trained, and the
-model's own weights stay as they are."""
+"""Low-rank adapters (LoRA): a pair of small matrices per linear layer is trained; the base model's
+weights are frozen."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LATENT_ATTENTION = (
     "kv_b_proj",
 )  # DeepSeek-V3's, or q_proj with the last two; and o_proj
 MLP = ("gate_proj", "up_proj", "down_proj")
-MIXTRAL_MLP = ("w1", "w3", "w2")  # the same three, as Mixtral names those of its experts
+MIXTRAL_MLP = ("w1", "w3", "w2")  # Mixtral's names of the three projections of an expert
 UNEMBEDDING = ("lm_head",)
 TARGETS = {
     "all-linear": (*ATTENTION, *LATENT_ATTENTION, *MLP, *MIXTRAL_MLP),
@@ -29,18 +29,20 @@ TARGETS = {
 class LoraConfig(CheckedSettings):
     lora_rank: int = arg(
         0,
-        "Rank of the adapters (LoRA, arXiv 2106.09685) that are trained in place of the model's weights; 0: all weights are trained.",
+        "LoRA rank (arXiv 2106.09685): train adapters of this rank instead of the model's weights; "
+        "0: train all weights.",
         legal=NON_NEGATIVE,
     )
     lora_alpha: float = arg(
         32.0,
-        "An adapter's product counts times this over --lora-rank.",
+        "LoRA scaling: the update is multiplied by lora_alpha / lora_rank.",
         legal=POSITIVE,
         needs="lora_rank",
     )
     lora_target_modules: list[str] = arg(
         ["all-linear"],
-        "Which linear layers have adapters: Hugging Face's names, or attn, mlp (experts included), all-linear (both), unembed (lm_head).",
+        "Linear layers with adapters: Hugging Face module names, or attn, mlp (including experts), "
+        "all-linear (both), unembed (lm_head).",
         choices=tuple(TARGETS),
         nargs="+",
         aliases=("--target-modules",),
@@ -48,11 +50,13 @@ class LoraConfig(CheckedSettings):
     )
     lora_adapter_path: str | None = arg(
         None,
-        "Start from this adapter: a folder in PEFT's format, of the same rank, alpha and modules. Default: a new one, from --seed.",
+        "Initial adapter: a folder in PEFT format with the same rank, alpha and target modules. "
+        "Default: a new one, initialised from --seed.",
         needs="lora_rank",
     )
     lora_save_path: str | None = arg(
         None,
-        "Write the adapter here at the end of the run, in PEFT's format; {rollout_id} becomes the number of the last rollout.",
+        "Folder for the adapter at the end of the run, in PEFT format; {rollout_id} is replaced by "
+        "the number of the last rollout.",
         needs="lora_rank",
     )

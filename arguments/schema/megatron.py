@@ -1,4 +1,4 @@
-"""Megatron-LM's spellings of what megatron-core's TransformerConfig says with other fields."""
+"""Megatron-LM flags that set differently named fields of megatron-core's TransformerConfig."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which model, and where its weights come from. Shapes of the network itself are megatron-core's
-TransformerConfig flags."""
+"""The model and the source of its weights. Its shape is set by megatron-core's TransformerConfig
+flags."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from slime_like.config import AT_LEAST_ONE, POSITIVE, UNIT_OPEN_LOW, CheckedSett
 class ModelConfig(CheckedSettings):
     hf_checkpoint: str | None = arg(
         None,
-        "Folder of a Hugging Face model: its config.json shapes the model, its safetensors are the initial weights, its tokenizer is used.",
+        "Folder of a Hugging Face model: config.json defines the model, the safetensors are the "
+        "initial weights, and its tokenizer is used.",
     )
     ref_load: str | None = arg(
         None,
@@ -21,43 +22,46 @@ class ModelConfig(CheckedSettings):
     )
     ref_ckpt_step: int | None = arg(
         None,
-        "With --ref-load of a folder of checkpoints: this step in place of the newest.",
+        "If --ref-load is a checkpoint folder: load this step instead of the newest.",
         needs="ref_load",
     )
     ref_offload: bool = arg(
         False,
-        "Keep the reference model's weights in host memory (a mapped file on a machine without a GPU); they take the policy's place for a "
-        "forward pass, so that no second model is resident.",
+        "Keep the reference model's weights in host memory (a memory-mapped file without a GPU) "
+        "and swap them with the policy's for a forward "
+        "pass, so that no second model is resident.",
         needs="ref_load",
     )
     ref_update_interval: int | None = arg(
         None,
-        "Rollouts after which the reference model becomes the current policy, again and again; it is then a part of every checkpoint.",
+        "Reset the reference model to the current policy every N rollouts; it is then saved in "
+        "every checkpoint.",
         legal=AT_LEAST_ONE,
         needs="ref_load",
         excludes=("ref_offload", "lora_rank"),
     )
     only_train_params_name_list: list[str] = arg(
         [],
-        "Regular expressions: of the policy's parameters only those are trained of which one is found in the name, as in mlp.experts or "
-        "layers\\.0\\.; layers and experts are numbered over the whole model.",
+        "Regular expressions: train only the policy parameters with a name that matches (search) "
+        "one of them, e.g. mlp.experts or "
+        "layers\\.0\\.; layers and experts have global indices.",
         nargs="+",
         excludes=("freeze_params_name_list", "lora_rank"),
     )  # fmt: skip
     freeze_params_name_list: list[str] = arg(
         [],
-        "Regular expressions: of the policy's parameters those are not trained of which one is found in the name, as in embedding output_layer.",
+        "Regular expressions: freeze the policy parameters with a name that matches (search) one "
+        "of them, e.g. embedding output_layer.",
         nargs="+",
         excludes="lora_rank",
     )  # fmt: skip
     transformer_impl: str = arg(
         "auto",
-        "Layer implementation. auto: Transformer Engine where it is installed and CUDA is available, else local.",
+        "Layer implementation. auto: Transformer Engine if it is installed and CUDA is available, "
+        "otherwise local.",
         choices=("auto", "local", "transformer_engine"),
     )
-    trust_remote_code: bool = arg(
-        False, "Run Python code that comes with the Hugging Face checkpoint. Off unless you set it."
-    )
+    trust_remote_code: bool = arg(False, "Allow Python code in the Hugging Face checkpoint to run.")
     seed: int = arg(1234, "Seed of weight initialisation and dropout.")
 
 
@@ -66,7 +70,7 @@ class GPTModelConfig:
     """Arguments of megatron-core's GPTModel that are not in TransformerConfig; None means: take it
     from --hf-checkpoint."""
 
-    vocab_size: int | None = arg(None, "Tokens of the vocabulary before padding.", legal=POSITIVE)
+    vocab_size: int | None = arg(None, "Vocabulary size before padding.", legal=POSITIVE)
     make_vocab_size_divisible_by: int = arg(
         128,
         "The vocabulary is padded to a multiple of this times the tensor-parallel size.",
@@ -78,7 +82,7 @@ class GPTModelConfig:
     )
     rotary_base: float | None = arg(None, "Base period of rotary embeddings.", legal=POSITIVE)
     rotary_percent: float | None = arg(
-        None, "Share of each head's dimensions that is rotated.", legal=UNIT_OPEN_LOW
+        None, "Fraction of each head's dimensions that is rotated.", legal=UNIT_OPEN_LOW
     )
     use_rope_scaling: bool = arg(False, "Scale rotary frequencies as Llama 3.1 does.")
     rope_scaling_factor: float | None = arg(
@@ -88,7 +92,7 @@ class GPTModelConfig:
         None, "Linear interpolation factor of rotary positions.", legal=POSITIVE
     )
     untie_embeddings_and_output_weights: bool = arg(
-        False, "Give the output layer weights of its own."
+        False, "Untie the output layer from the embedding."
     )
     custom_model_provider_path: str | None = arg(
         None,
@@ -98,24 +102,26 @@ class GPTModelConfig:
     )  # fmt: skip
     mtp_num_layers: int | None = arg(
         None,
-        "Layers of multi-token prediction, as many as --hf-checkpoint has: they are trained with the policy, saved, and sent to the "
-        "servers. Without it they are kept as they were.",
+        "Multi-token prediction (MTP) layers to train with the policy, as many as --hf-checkpoint "
+        "has; they are saved and synced to the "
+        "servers. Without this flag they stay unchanged.",
         legal=AT_LEAST_ONE,
         excludes="lora_rank",
     )
     enable_mtp_training: bool = arg(
         False,
-        "slime's switch for training these layers, which --mtp-num-layers does by itself.",
+        "slime's switch for MTP training, which --mtp-num-layers already enables.",
         needs="mtp_num_layers",
     )
     mtp_soft_targets: bool = arg(
         False,
-        "These layers learn the policy's own distribution of each token, taken as it is, in place of the token.",
+        "MTP layers learn the policy's (detached) distribution of each token instead of the token "
+        "itself.",
         needs="mtp_num_layers",
     )
     mtp_loss_scaling_factor: float = arg(
         0.2,
-        "Weight of the mean loss of the layers of multi-token prediction. Nothing of it reaches the policy.",
+        "Weight of the mean MTP loss. It has no gradient with respect to the policy.",
         legal=POSITIVE,
         needs="mtp_num_layers",
     )

@@ -34,7 +34,7 @@ class ScheduleConfig(CheckedSettings):
     lr_warmup_iters: int = arg(0, "Optimizer steps of linear warm-up.", legal=NON_NEGATIVE)
     lr_warmup_fraction: float | None = arg(
         None,
-        "Share of the decay used for warm-up; excludes --lr-warmup-iters.",
+        "Fraction of the decay steps used for warm-up; excludes --lr-warmup-iters.",
         legal=UNIT,
         excludes="lr_warmup_iters",
     )

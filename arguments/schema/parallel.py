@@ -1,5 +1,4 @@
-"""Sizes of the parallel dimensions that are ours to combine; the rest are megatron-core's
-ModelParallelConfig flags."""
+"""Parallel sizes; further settings are megatron-core's ModelParallelConfig flags."""
 
 from __future__ import annotations
 
@@ -11,26 +10,30 @@ from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, CheckedSetti
 @dataclass(frozen=True, slots=True)
 class ParallelConfig(CheckedSettings):
     tensor_model_parallel_size: int = arg(
-        1, "Ranks that share each layer's matrices.", legal=AT_LEAST_ONE
+        1, "Tensor-parallel size: ranks that shard each layer's matrices.", legal=AT_LEAST_ONE
     )
     pipeline_model_parallel_size: int = arg(
-        1, "Stages into which the layers are cut.", legal=AT_LEAST_ONE
+        1, "Pipeline-parallel size: stages that the layers are split into.", legal=AT_LEAST_ONE
     )
     num_virtual_stages_per_pipeline_rank: int | None = arg(
         None, "Interleaved schedule: model chunks on each pipeline rank.", legal=AT_LEAST_ONE
     )
     num_layers_per_virtual_pipeline_stage: int | None = arg(
         None,
-        "Interleaved schedule, told by layers per chunk; excludes --num-virtual-stages-per-pipeline-rank.",
+        "Interleaved schedule: layers per model chunk; excludes "
+        "--num-virtual-stages-per-pipeline-rank.",
         legal=AT_LEAST_ONE,
         excludes="num_virtual_stages_per_pipeline_rank",
     )
     context_parallel_size: int = arg(
         1,
-        "Ranks that share the tokens of each sequence; sequences are padded to a multiple of twice this.",
+        "Context-parallel size: ranks that share the tokens of each sequence; sequences are padded "
+        "to a multiple of twice this size.",
         legal=AT_LEAST_ONE,
     )
-    expert_model_parallel_size: int = arg(1, "Ranks that share the experts.", legal=AT_LEAST_ONE)
+    expert_model_parallel_size: int = arg(
+        1, "Expert-parallel size: ranks that share the experts.", legal=AT_LEAST_ONE
+    )
     expert_tensor_parallel_size: int | None = arg(
         None, "Tensor-parallel size of the experts.", legal=AT_LEAST_ONE
     )
@@ -44,13 +47,14 @@ class ParallelConfig(CheckedSettings):
     )
     distributed_timeout_minutes: float = arg(
         10.0,
-        "Ranks that have not met by then, and a collective that takes longer, end the run with an error.",
+        "Timeout of the rendezvous and of every collective; the run then ends with an error.",
         legal=POSITIVE,
     )
     heartbeat_timeout_s: float = arg(
         120.0,
-        "A rank whose process gives no sign of life for so long (stopped, its host gone) ends the run, with the stacks of the others. A slow "
-        "rank gives signs of life. 0: off.",
+        "End the run if a rank sends no heartbeat for this long (process stopped, host lost), "
+        "printing the stacks of the others. A slow rank "
+        "still sends heartbeats. 0: off.",
         legal=NON_NEGATIVE,
     )
 
@@ -64,8 +68,7 @@ class ParallelConfig(CheckedSettings):
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """What decides which rank has which part of a model; equal for layouts that can share their
-        process groups."""
+        """The sizes that determine the process groups; layouts with equal grids can share them."""
         tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         experts = (self.expert_model_parallel_size, self.expert_tensor_parallel_size or tensor)
         return (

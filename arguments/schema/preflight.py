@@ -1,4 +1,5 @@
-"""A look at a command line before the job is queued: whether it starts, fits and is balanced."""
+"""Preflight: check a command line before the job is queued: whether it starts, fits in memory and
+is balanced."""
 
 from __future__ import annotations
 
@@ -11,19 +12,21 @@ from slime_like.config import AT_LEAST_ONE, POSITIVE, CheckedSettings, arg
 class PreflightConfig(CheckedSettings):
     preflight: bool = arg(
         False,
-        "Check the command line, report what each rank holds and sends in the job, and end; no GPU and no process group is needed. Exit status: "
-        "0 fits, 1 does not.",
+        "Check the command line, report each rank's memory and communication in the planned job, "
+        "and exit; needs no GPU and no process group. "
+        "Exit status: 0 fits, 1 does not.",
     )
     preflight_world_size: int | None = arg(
         None,
-        "Processes of the job, one a GPU. Default: --nodes times --gpus-per-node, else those that run now.",
+        "Processes of the planned job, one per GPU. Default: --nodes times --gpus-per-node, "
+        "otherwise the current number.",
         legal=AT_LEAST_ONE,
         aliases=("--world-size",),
         needs="preflight",
     )
     preflight_nodes: int | None = arg(
         None,
-        "Nodes of the job.",
+        "Nodes of the planned job.",
         legal=AT_LEAST_ONE,
         aliases=("--nodes",),
         needs="preflight",
@@ -37,32 +40,36 @@ class PreflightConfig(CheckedSettings):
     )
     preflight_machine: str = arg(
         "gpu",
-        "What the job runs on. gpu: GPUs with Transformer Engine and NCCL. here: what this machine has.",
+        "Target of the planned job. gpu: GPUs with Transformer Engine and NCCL. here: what this "
+        "machine has.",
         choices=("gpu", "here"),
         needs="preflight",
     )
     preflight_all_ranks: bool = arg(
         False,
-        "Look at a rank of every pipeline stage, in place of the first, the last and the heaviest.",
+        "Report a rank of every pipeline stage instead of the first, the last and the one with "
+        "most memory.",
         needs="preflight",
     )
     preflight_lengths: str = arg(
         "uniform",
-        "Lengths of responses: uniform (1 to --rollout-max-response-len), full (all that long), or lognormal:MEDIAN:SIGMA, cut there.",
+        "Distribution of response lengths: uniform (1 to --rollout-max-response-len), full (all of "
+        "maximum length), or lognormal:MEDIAN:SIGMA, truncated there.",
         needs="preflight",
     )
     preflight_search: bool = arg(
         False,
-        "Also try other layouts of as many GPUs, and print the flags of the best five that fit.",
+        "Also try other layouts of the same number of GPUs, and print the flags of the best five "
+        "that fit.",
         needs="preflight",
     )
     preflight_json: str | None = arg(
-        None, "Write everything to this file, as JSON.", needs="preflight"
+        None, "Write the complete result to this JSON file.", needs="preflight"
     )
 
     @property
     def world_size(self) -> int | None:
-        """Processes of the planned job, where the flags say it."""
+        """Processes of the planned job, if the flags say so."""
         if self.preflight_nodes is not None:
             return self.preflight_nodes * self.preflight_gpus_per_node
         return self.preflight_world_size

@@ -24,17 +24,17 @@ class RolloutConfig(CheckedSettings):
     )
     num_epoch: int | None = arg(
         None,
-        "Passes over the prompts, in place of --num-rollout.",
+        "Epochs over the prompts, in place of --num-rollout.",
         legal=POSITIVE,
         excludes="num_rollout",
     )
-    rollout_batch_size: int = arg(32, "Prompts in each rollout.", legal=AT_LEAST_ONE)
+    rollout_batch_size: int = arg(32, "Prompts per rollout.", legal=AT_LEAST_ONE)
     n_samples_per_prompt: int = arg(
-        8, "Responses to each prompt: the group of GRPO.", legal=AT_LEAST_ONE
+        8, "Responses per prompt: GRPO's group size.", legal=AT_LEAST_ONE
     )
     rollout_engine: str = arg(
         "local",
-        "What samples responses.",
+        "The rollout engine.",
     )
     rollout_max_response_len: int = arg(128, "Longest response, in tokens.", legal=AT_LEAST_ONE)
     rollout_temperature: float = arg(
@@ -43,34 +43,40 @@ class RolloutConfig(CheckedSettings):
     rollout_top_p: float = arg(
         1.0, "Nucleus sampling: smallest set of tokens with this probability.", legal=UNIT_OPEN_LOW
     )
-    rollout_top_k: int = arg(-1, "Sample from the k likeliest tokens; -1: from all.", legal=TOP_K)
+    rollout_top_k: int = arg(-1, "Sample from the k most likely tokens; -1: all.", legal=TOP_K)
     renormalize_sampled_log_probs: bool = arg(
         False,
-        "With --rollout-top-k or --rollout-top-p: log-probs and entropy, the sampler's and those of policy, reference and teacher, are over the "
-        "tokens that the sampler chose from, which come with each sample. Takes 4 bytes for each token of the largest set of a micro-batch, at "
-        "each of its rows; --rollout-top-k bounds the sets of --rollout-top-p.",
+        "With --rollout-top-k or --rollout-top-p: normalise log-probs and entropy of rollout "
+        "engine, policy, reference and teacher over the sampling "
+        "mask (the tokens kept by top-k and top-p), which the engine returns with each sample. "
+        "Costs 4 bytes per row and token of the largest mask in "
+        "a micro-batch; --rollout-top-k bounds the mask of --rollout-top-p.",
         needs="rollout_top_p<1|rollout_top_k>0",
         excludes=("loss_type=sft_loss", "rollout_engine=sglang"),
     )
     use_rollout_routing_replay: bool = arg(
         False,
-        "Mixtures of experts: send each token to the experts that the sampler sent it to, in the pass of the old log-probs and in the update; "
-        "the share of tokens whose router would choose others is reported. --use-routing-replay beside it changes nothing.",
+        "MoE router replay (R3): route each token to the experts that the rollout engine used, in "
+        "the old-log-prob forward pass and in the update; "
+        "metrics have the fraction of tokens where the router would choose others. "
+        "--use-routing-replay has no further effect.",
         needs="@experts",
         excludes="loss_type=sft_loss",
     )
     rollout_stop: list[str] | None = arg(None, "Strings that end a response.", nargs="+")
     rollout_stop_token_ids: list[int] | None = arg(
-        None, "Token ids that end a response, besides the model's own.", nargs="+"
+        None, "Token ids that end a response, in addition to the model's own.", nargs="+"
     )
     rollout_local_batch_size: int | None = arg(
         None,
-        "Samples that the local engine decodes together. Default: as many as 256 MiB of keys and values hold, from 64 to 512.",
+        "Batch size of the local engine. Default: as many samples as fit into 256 MiB of KV cache, "
+        "from 64 to 512.",
         legal=AT_LEAST_ONE,
     )
     sample_buffer_size: int = arg(
         64 * 2**20,
-        "Bytes of samples under way at a time on a rank, on their way from where they were sampled to the ranks that train on them.",
+        "Bytes of samples in flight per rank, when samples are sent from the ranks that generated "
+        "them to the ranks that train on them.",
         legal=AT_LEAST_ONE,
     )
 
@@ -86,32 +92,39 @@ class RewardConfig(CheckedSettings):
         "module.function or file.py:function of your own reward, called as function(args, sample), sync or async.",
     )
     reward_key: str | None = arg(
-        None, "Where the reward function returns a dict: the key to train on."
+        None, "Key of the reward to train on, if the reward function returns a dict."
     )
     rm_timeout_s: float = arg(
-        10.0, "Seconds after which a reward is given up and the sample is unscored.", legal=POSITIVE
+        10.0,
+        "Time limit of a reward in seconds; after it the sample has no reward.",
+        legal=POSITIVE,
     )
     rm_num_workers: int = arg(
         0,
-        "Processes that grade, killed hard when they hang; 0: a share of the cores, at most 4.",
+        "Number of reward processes, which are killed if they hang; 0: a share of the cores, at "
+        "most 4.",
         legal=Range(">= 0", lambda x: x >= 0),
     )
-    max_abs_reward: float = arg(1e6, "A reward of a larger magnitude is an error.", legal=POSITIVE)
+    max_abs_reward: float = arg(1e6, "Largest legal magnitude of a reward.", legal=POSITIVE)
     rm_type_from_metadata: bool = arg(
         False,
-        "A row's metadata key rm_type chooses its reward, in place of --rm-type. Without it such rows are refused: data that others wrote would choose what runs here.",
+        "Let a row's metadata key rm_type select its reward instead of --rm-type. Without this "
+        "flag such rows are rejected, because untrusted data would choose which code runs.",
     )
     group_rm: bool = arg(
         False,
-        "--custom-rm-path is called with all samples of a group, as function(args, samples), and returns a list.",
+        "Call --custom-rm-path with all samples of a group, as function(args, samples); it returns "
+        "a list.",
         needs="custom_rm_path",
     )
     sum_token_rewards: bool = arg(
         False,
-        "Where the reward function returns a number for each token: train on their sum, as one reward of the response.",
+        "If the reward function returns per-token rewards, train on their sum as one reward of the "
+        "response.",
     )
     rm_url: str | None = arg(
         None,
-        "Reward server of --rm-type remote_rm: gets prompt, response and label as JSON, answers a number or an object (--reward-key).",
+        "Reward server of --rm-type remote_rm: receives prompt, response and label as JSON and "
+        "returns a number or an object (--reward-key).",
         required_with="rm_type=remote_rm",
     )

@@ -18,17 +18,19 @@ class ServerConfig(CheckedSettings):
     port: int = arg(8000, "Port that the API listens on.", legal=PORT)
     api_key_file: str | None = arg(
         None,
-        "File with one API key a line, each beginning with tml-; others are refused. A session belongs to the key that created it.",
+        "File with one API key per line, each beginning with tml-; requests with other keys are "
+        "rejected. A session belongs to the key that created it.",
     )
     operator_key_file: str | None = arg(
         None,
-        "File with keys, one a line, that may see who holds what and end sessions of all keys "
-        "(GET /api/v1/operator/sessions). Without any key file everybody may.",
+        "File with operator keys, one per line, which may list and end the sessions of all keys "
+        "(GET /api/v1/operator/sessions). Without any key file, every client may.",
     )
     allowed_hosts: list[str] | None = arg(
         None,
-        "Without --api-key-file: further names that requests may have in their Host and Origin "
-        "headers; loopback names and --host are always taken.",
+        "Without --api-key-file: additional names allowed in Host and Origin headers; loopback "
+        "names "
+        "and --host are always allowed.",
         nargs="+",
     )
     server_dir: str = arg(
@@ -36,77 +38,88 @@ class ServerConfig(CheckedSettings):
     )
     served_model_name: str | None = arg(
         None,
-        "Name of the base model for clients; default: --hf-checkpoint as it is given, which works too.",
+        "Name of the base model for clients; default: the value of --hf-checkpoint, which is "
+        "always accepted too.",
     )
-    max_models: int = arg(
-        8, "Most models that clients may have in training at a time.", legal=AT_LEAST_ONE
-    )
+    max_models: int = arg(8, "Maximum number of models in training.", legal=AT_LEAST_ONE)
     max_models_per_key: int | None = arg(
         None,
-        "Most models of one API key. Default: with several keys, as many as it leaves free for others.",
+        "Maximum number of models per API key. Default: with several keys, as many as remain free "
+        "for the others.",
         legal=AT_LEAST_ONE,
     )
     max_sessions_per_key: int | None = arg(
         None,
-        "Most sessions of one API key. Default: with several keys, as many as it leaves free for others.",
+        "Maximum number of sessions per API key. Default: with several keys, as many as remain "
+        "free for the others.",
         legal=AT_LEAST_ONE,
     )
     max_sessions: int = arg(
         64,
-        "Most sessions at a time; one that has not been heard of for --session-timeout-s makes room.",
+        "Maximum number of sessions; a session that is silent for --session-timeout-s is evicted "
+        "if needed.",
         legal=AT_LEAST_ONE,
     )
     max_resident_models: int | None = arg(
         None,
-        "Models with all their parameters that are kept on the device; others wait in host memory and are exchanged when they are asked for. "
+        "Fully trained models kept on the device; others are offloaded to host memory and swapped "
+        "in on request. "
         "Default: all.",
         legal=AT_LEAST_ONE,
     )
     max_resident_adapters: int | None = arg(
         None,
-        "Adapters whose numbers, gradients and optimizer state are kept on the device; others wait in host memory and come back when they are "
-        "asked for. Default: all.",
+        "Adapters kept on the device with weights, gradients and optimizer state; others are "
+        "offloaded to host memory and swapped in on request. "
+        "Default: all.",
         legal=AT_LEAST_ONE,
     )
     max_snapshots: int = arg(
         8,
-        "Sampling snapshots without a name that are kept of each API key; the one that was least recently used goes first.",
+        "Unnamed sampling snapshots kept per API key; the least recently used one is removed "
+        "first.",
         legal=AT_LEAST_ONE,
     )
-    max_sampler_engines: int = arg(
-        2, "Snapshots that are in memory for sampling at a time.", legal=AT_LEAST_ONE
-    )
+    max_sampler_engines: int = arg(2, "Snapshots kept in memory for sampling.", legal=AT_LEAST_ONE)
     max_sequence_length: int | None = arg(
         None,
         "Longest sequence of a request, in tokens; default: the model's positions.",
         legal=AT_LEAST_ONE,
     )
     max_request_tokens: int = arg(
-        4_000_000, "Most tokens of one request, over its sequences or samples.", legal=AT_LEAST_ONE
+        4_000_000,
+        "Maximum tokens of one request, over all its sequences or samples.",
+        legal=AT_LEAST_ONE,
     )
-    max_body_mb: float = arg(64.0, "Largest body of a request, in MB, unpacked.", legal=POSITIVE)
+    max_body_mb: float = arg(
+        64.0, "Maximum size of a decompressed request body, in MB.", legal=POSITIVE
+    )
     max_queued_requests: int = arg(
         4096,
-        "Most requests that wait to be executed, of all clients; those of one model or sampler are at most as many as they leave room for.",
+        "Maximum length of the request queue over all clients; one model or sampler may fill at "
+        "most the part that leaves room for others.",
         legal=AT_LEAST_ONE,
     )
     session_timeout_s: float = arg(
         600.0,
-        "A session that has not been heard of for so long is finished, and its models are unloaded; after a minute, where another needs the room.",
+        "A session that is silent for this long is closed and its models are unloaded; after one "
+        "minute if another session needs the room.",
         legal=POSITIVE,
     )
     seq_gap_s: float = arg(
         330.0,
-        "How long requests wait for one before them that is missing; then they fail. Clients retry for 300 s.",
+        "How long requests wait for a missing earlier request before they fail. Clients retry for "
+        "300 s.",
         legal=POSITIVE,
     )
     future_hold_s: float = arg(
         30.0,
-        "How long a question for a result that is not there yet is held; clients hang up after 45 s.",
+        "Long-poll time of a request for a pending result; clients disconnect after 45 s.",
         legal=POSITIVE,
     )
     worker_restart_s: float = arg(
         60.0,
-        "How long the API waits for new workers after they have ended, before it ends too.",
+        "How long the API process waits for new workers after the workers have ended, before it "
+        "exits too.",
         legal=POSITIVE,
     )

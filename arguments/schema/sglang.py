@@ -1,4 +1,4 @@
-"""SGLang servers that generate: where they are, how they are asked, and how they get weights."""
+"""SGLang servers for rollouts: placement, requests, health checks and weight sync."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from slime_like.config import AT_LEAST_ONE, POSITIVE, CheckedSettings, arg
 class SglangConfig(CheckedSettings):
     rollout_external_engine_addrs: list[str] | None = arg(
         None,
-        "Servers that run already, host:port each. This run hands them its weights, so nobody else may use them.",
+        "External servers, host:port each. The run syncs its weights to them, so no one else may "
+        "use them.",
         nargs="+",
     )
     rollout_num_gpus: int | None = arg(
-        None, "GPUs for servers that this run starts on its nodes, behind the trainer's own GPUs there. Without a GPU: server processes. "
-        "Default: with --colocate as many as the trainer has.",
+        None, "GPUs for servers that this run starts on its nodes, after the trainer's GPUs there. Without a GPU: number of server processes. "
+        "Default with --colocate: all GPUs of the trainer.",
         legal=AT_LEAST_ONE,
     )  # fmt: skip
     rollout_num_gpus_per_engine: int = arg(
@@ -25,59 +26,67 @@ class SglangConfig(CheckedSettings):
     )
     colocate: bool = arg(
         False,
-        "Servers on every node share the trainer's GPUs; each side's memory is released while the other one works.",
+        "Servers share the GPUs of the trainer; each side releases its memory while the other "
+        "works.",
     )
     offload_train: bool | None = arg(
         None,
-        "While servers generate, the trained networks' weights, gradient buffers and optimizer state are in host memory. Default: with --colocate.",
+        "Offload weights, gradient buffers and optimizer state of the trained models to host "
+        "memory while servers generate. Default: on with --colocate.",
         excludes="async_rollout",
     )
     offload_rollout: bool | None = arg(
         None,
-        "While the trainer works, the servers give up the memory of weights and KV cache. Default: with --colocate.",
+        "Servers release the memory of weights and KV cache while the trainer works. Default: on "
+        "with --colocate.",
         excludes="async_rollout",
     )
     sglang_python: str | None = arg(
         None,
-        "Interpreter (or a wrapper of one) that has SGLang, for servers that this run starts. Default: the one that runs the trainer.",
+        "Python interpreter (or a wrapper) with SGLang, for servers that this run starts. Default: "
+        "the trainer's.",
     )
     sglang_router_ip: str | None = arg(
         None,
-        "Host of an sglang_router that runs already. Its workers are the servers unless addresses are given.",
+        "Host of an external sglang_router. Its workers are the servers, unless addresses are "
+        "given.",
     )
-    sglang_router_port: int | None = arg(None, "Port of that router.", legal=POSITIVE)
+    sglang_router_port: int | None = arg(
+        None, "Port of the external sglang_router.", legal=POSITIVE
+    )
     no_sglang_router: bool = arg(
         False,
-        "Send each request to the server that has the fewest of ours, in place of starting an sglang_router.",
+        "Do not start an sglang_router; send each request to the server with the fewest requests "
+        "in flight.",
         excludes="sglang_router_ip",
     )
-    sglang_server_concurrency: int = arg(
-        512, "Requests that wait for one server at a time.", legal=AT_LEAST_ONE
-    )
+    sglang_server_concurrency: int = arg(512, "Concurrent requests per server.", legal=AT_LEAST_ONE)
     rollout_connect_timeout_s: float = arg(
-        10.0, "Seconds for a server to let a request in.", legal=POSITIVE
+        10.0, "Connect timeout of a request, in seconds.", legal=POSITIVE
     )
     rollout_read_timeout_s: float = arg(
         900.0,
-        "Seconds without a byte after which a request is sent again. An answer comes whole, at its end.",
+        "Read timeout of a request in seconds, after which it is retried. Responses are not "
+        "streamed, so this bounds the whole generation.",
         legal=POSITIVE,
     )
     rollout_request_timeout_s: float = arg(
-        1800.0, "Seconds for one answer in all, however slowly it comes.", legal=POSITIVE
+        1800.0, "Total timeout of a request, in seconds.", legal=POSITIVE
     )
     rollout_request_attempts: int = arg(
-        6, "Times that a request is sent before its sample is dropped.", legal=AT_LEAST_ONE
+        6, "Attempts per request before its sample is dropped.", legal=AT_LEAST_ONE
     )
     rollout_health_check_interval: float = arg(
-        10.0, "Seconds between two health probes of a server.", legal=POSITIVE
+        10.0, "Seconds between health probes of a server.", legal=POSITIVE
     )
     rollout_health_check_timeout: float = arg(
         10.0,
-        "Seconds for a probe; three without an answer, one after the other, and the server is out.",
+        "Timeout of a health probe in seconds; a server is evicted after three consecutive failed "
+        "probes.",
         legal=POSITIVE,
     )
     rollout_health_check_first_wait: float = arg(
-        600.0, "Seconds for the servers to start.", legal=POSITIVE
+        600.0, "Time limit for servers to start, in seconds.", legal=POSITIVE
     )
     update_weight_transport: str | None = arg(
         None,
@@ -85,52 +94,66 @@ class SglangConfig(CheckedSettings):
     )
     update_weight_mode: str = arg(
         "full",
-        "What reaches the servers' nodes: all weights, or the bits that changed since the last update, which each node applies to its own checkpoint; "
-        "that is lossless, and needs --update-weight-transport disk.",
+        "full: send all weights. delta: send only the bits that changed since the last update, "
+        "which each node applies to its own checkpoint; lossless, "
+        "needs --update-weight-transport disk.",
         choices=("full", "delta"),
     )
     update_weight_local_checkpoint_dir: str | None = arg(
         None,
-        "With --update-weight-mode delta: this node's own copy of the weights, from which its servers load. Default: a temporary folder.",
+        "With --update-weight-mode delta: folder of this node's copy of the weights, which its "
+        "servers load. Default: a temporary folder.",
         only_with="update_weight_mode=delta",
     )
     update_weight_full_interval: int = arg(
         20,
-        "With --update-weight-mode delta: every so many updates all weights are written too, from which a late node starts; older ones are removed then.",
+        "With --update-weight-mode delta: write a full update every N updates, from which late "
+        "nodes start; earlier updates are then removed.",
         legal=AT_LEAST_ONE,
         only_with="update_weight_mode=delta",
     )
     update_weight_buffer_size: int = arg(
         512 * 2**20,
-        "Bytes of one message with weights, and of one collective that gathers them.",
+        "Bucket size of weight updates in bytes: of one message, and of one collective that "
+        "gathers weights.",
         legal=AT_LEAST_ONE,
     )
     update_weight_timeout_s: float = arg(
-        300.0, "Seconds for one message with weights, or for a load from disk.", legal=POSITIVE
+        300.0,
+        "Time limit of one weight bucket, or of a load from disk, in seconds.",
+        legal=POSITIVE,
     )
     update_weight_disk_dir: str | None = arg(
         None,
-        "With --update-weight-transport disk: a folder that trainer and servers see under one name. Default: a temporary one of this host.",
+        "With --update-weight-transport disk: a folder at the same path for trainer and servers. "
+        "Default: a temporary folder on this host.",
         only_with="update_weight_transport=disk",
     )
     update_weight_disk_keep_files: bool = arg(
-        False, "Keep what is written to --update-weight-disk-dir.", needs="update_weight_disk_dir"
+        False,
+        "Keep the weights written to --update-weight-disk-dir.",
+        needs="update_weight_disk_dir",
     )
     no_update_weight_copy: bool = arg(
         False,
-        "With --update-weight-transport broadcast: do not keep the weights in rank 0's memory; every rank that has weights then sends them itself. "
-        "A server that is started again, or comes late, gets no requests before the next update.",
+        "With --update-weight-transport broadcast: keep no copy of the weights in rank 0's host "
+        "memory; every rank then sends its own weights. "
+        "A restarted or late server gets no requests until the next update.",
     )
     check_weight_update_equal: bool = arg(
         False,
-        "After every weight update, not only the first: the servers' checksums are equal, and the trainer's log-probs of freshly sampled tokens are "
-        "theirs. Before the first one the servers' weights are overwritten with noise, so that a weight that is not sent shows.",
+        "Check every weight update, not only the first: servers must have equal checksums, and "
+        "trainer and servers equal log-probs of freshly sampled "
+        "tokens. Before the first update the servers' weights are overwritten with noise, so that "
+        "a missing weight is detected.",
     )
     sglang_server_flags: dict[str, Any] | None = arg(
         None,
-        "Settings of SGLang's ServerArgs for servers that this run starts; --sglang-mem-fraction-static 0.7 is an entry of it.",
+        "SGLang ServerArgs for servers that this run starts, each as its own flag, e.g. "
+        "--sglang-mem-fraction-static 0.7.",
     )
     sglang_router_flags: dict[str, Any] | None = arg(
         None,
-        "Settings of the sglang_router that this run starts; --router-policy round_robin is an entry of it.",
+        "Arguments of the sglang_router that this run starts, each as its own flag, e.g. "
+        "--router-policy round_robin.",
     )

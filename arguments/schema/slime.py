@@ -1,5 +1,5 @@
-"""Flags of slime's launch scripts that restate what torchrun or the checkpoint say, and are checked
-against that."""
+"""Flags of slime's launch scripts that repeat what torchrun or the checkpoint define; they are
+checked against it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from dataclasses import dataclass
 
 from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, CheckedSettings, arg
 
-_RESTATED = "As --hf-checkpoint's config.json has it: a different value is an error."
+_RESTATED = "Must agree with --hf-checkpoint's config.json."
 
 
 @dataclass(frozen=True, slots=True)
 class SlimeConfig(CheckedSettings):
     actor_num_nodes: int | None = arg(
         None,
-        "slime: nodes of the trainer. Times --actor-num-gpus-per-node these are the processes of torchrun, or it is an error; either flag "
-        "brings slime's defaults: --bf16, --use-distributed-optimizer, one sample a prompt, SGLang servers.",
+        "slime: nodes of the trainer. Times --actor-num-gpus-per-node it must equal the number of "
+        "torchrun processes. Either flag selects "
+        "slime's defaults: --bf16, --use-distributed-optimizer, one sample per prompt, SGLang "
+        "servers.",
         legal=AT_LEAST_ONE,
     )  # fmt: skip
     actor_num_gpus_per_node: int | None = arg(
@@ -28,29 +30,31 @@ class SlimeConfig(CheckedSettings):
         needs="actor_num_nodes|actor_num_gpus_per_node",
     )
     train_backend: str | None = arg(
-        None, "slime: what trains; there is Megatron-core alone.", choices=("megatron",)
+        None, "slime: training backend; only megatron is supported.", choices=("megatron",)
     )
     disable_compute_advantages_and_returns: bool = arg(
         False,
-        "slime: no advantages are computed, as --loss-type sft_loss needs none.",
+        "slime: compute no advantages, as with --loss-type sft_loss.",
         needs="loss_type=sft_loss",
     )
     rollout_max_context_len: int | None = arg(
         None,
-        "slime: tokens of prompt and response. Prompts leave room for one token, unless --rollout-max-prompt-len is given; functions of yours "
-        "find it in args.",
+        "slime: maximum tokens of prompt and response. Prompts leave room for at least one token, "
+        "unless --rollout-max-prompt-len is given; user "
+        "functions find the value in args.",
         legal=POSITIVE,
     )  # fmt: skip
     custom_config_path: str | None = arg(
         None,
-        "slime: a YAML file whose keys are set in the args that your functions get, over flags of the same names.",
+        "slime: a YAML file with keys that override flags of the same names in the args of user "
+        "functions.",
         metavar="FILE",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class RestatedConfig(CheckedSettings):
-    """Of the network, beyond what megatron-core's TransformerConfig and GPTModel have flags for."""
+    """Model settings without a flag in megatron-core's TransformerConfig or GPTModel."""
 
     multi_latent_attention: bool = arg(False, _RESTATED)
     q_lora_rank: int | None = arg(None, _RESTATED, legal=AT_LEAST_ONE)
@@ -70,6 +74,7 @@ class RestatedConfig(CheckedSettings):
     )
     spec: list[str] | None = arg(
         None,
-        "slime: module and function of the layers. Not imported: --hf-checkpoint's config.json names the architecture, whose layers are built.",
+        "slime: module and function of the layer spec. Ignored: the layers follow from "
+        "--hf-checkpoint's config.json.",
         nargs="+",
     )

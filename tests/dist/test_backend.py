@@ -67,7 +67,7 @@ def test_a_poisoned_gradient_of_one_rank_makes_all_skip(
                 "optimizer step skipped"
             ] * 2
             assert (
-                "3 in a row, 3 in all" in seen["stopped"]
+                "3 in a row, 3 in total" in seen["stopped"]
                 and "--max-consecutive-skipped-steps" in seen["stopped"]
             )
             assert seen["after"] == [False, True, True], (
