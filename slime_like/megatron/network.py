@@ -21,12 +21,7 @@ from arguments.hf.model import HfModel, read_hf_model
 from arguments.schema import GPTModelConfig
 from slime_like.megatron.forward_step import TokenComputation, run_schedule
 from slime_like.megatron.init import device_of_this_process
-from slime_like.megatron.micro_batching import (
-    MicroBatches,
-    MicroBatchSize,
-    make_micro_batches,
-    pack_groups,
-)
+from slime_like.megatron.micro_batching import MicroBatchSize
 from slime_like.megatron.model.gpt import build_chunks, to_model_precision
 from slime_like.megatron.moe import (
     begin_routing,
@@ -34,7 +29,14 @@ from slime_like.megatron.moe import (
     routers_of,
     routes_of_samples,
 )
-from slime_like.megatron.packing import join_context_ranks, unpack, with_selection_seeds
+from slime_like.megatron.ops.context_parallel import join_context_ranks
+from slime_like.megatron.packing import (
+    MicroBatches,
+    make_micro_batches,
+    pack_groups,
+    unpack,
+    with_selection_seeds,
+)
 from slime_like.megatron.parallel_layout import ParallelLayout, in_own_layout
 from slime_like.metrics.typed import Metric, MetricAccumulator
 from slime_like.types import MicroBatch, TokenOutput, TrainSample

@@ -1,5 +1,6 @@
-"""Samples -> packed micro-batches, and per-token results back to samples. The label shift happens
-here and nowhere else.
+"""Samples -> packed micro-batches, cut by their number or by tokens, and per-token results back to
+samples. The label shift happens here and nowhere else. Every data-parallel rank gets as many
+micro-batches.
 
 Under context parallelism the micro-batch is packed whole, with every sequence padded to a multiple
 of 2 * cp, and each rank then takes its rows of it; values of the ranks' rows are joined before they
@@ -11,15 +12,119 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from slime_like.distributed.seqlen_balancing import even_rows, members, pack_by_budget, unit_sums
 from slime_like.losses.inputs import turns_of
-from slime_like.megatron.ops.context_parallel import places_over_ranks, rows_of_rank
+from slime_like.megatron.init import device_of_this_process
+from slime_like.megatron.micro_batching import MicroBatchSize
+from slime_like.megatron.moe import agreed_lengths
+from slime_like.megatron.ops.context_parallel import rows_of_context_rank
+from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.types import MicroBatch, TrainSample
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatches:
+    """rows: places of each micro-batch's samples. groups: these samples; that of an empty row is a
+    sample without tokens."""
+
+    rows: list[list[int]]
+    groups: list[list[TrainSample]]
+
+    def in_order(self, values: Sequence[T]) -> list[T]:
+        """Values of the samples of all groups, one after another, in the order in which the samples
+        were given."""
+        places = [
+            place for row in self.rows for place in row
+        ]  # empty rows come last, so their values do too
+        return [value for _, value in sorted(zip(places, values), key=lambda pair: pair[0])]
+
+
+def make_micro_batches(
+    samples: Sequence[TrainSample], size: MicroBatchSize, layout: ParallelLayout
+) -> MicroBatches:
+    """The micro-batches of one pass over this rank's samples; at least one sample. Data-parallel
+    ranks call it together.
+
+    By tokens, ranks agree on the number that the fullest of them needs, up to a multiple of the
+    pipeline's size under the interleaved schedule, and each spreads its tokens evenly over as many.
+    A rank with fewer samples ends with micro-batches that hold padding only.
+    """
+    if size.tokens is None:
+        rows = _consecutive(len(samples), size.samples)
+    else:
+        lengths = unit_sums(padded_lengths(samples, layout.cp_size), size.together)
+        needed = _most_of_any_rank(len(pack_by_budget(lengths, size.tokens)), layout)
+        # The interleaved schedule runs micro-batches in groups of pp_size through one model chunk
+        # before the next chunk, so their number must be a multiple of it; the ones that are added
+        # take tokens from the others, or hold padding only.
+        if layout.vp_size > 1:
+            needed += -needed % layout.pp_size
+        units = even_rows(lengths, needed, size.tokens)
+        rows = [members(row, size.together).tolist() for row in units]
+    nothing = without_tokens(samples[0])
+    return MicroBatches(rows, [[samples[i] for i in row] or [nothing] for row in rows])
+
+
+def _consecutive(count: int, size: int) -> list[list[int]]:
+    assert count % size == 0, "checked on the command line"
+    return [list(range(start, start + size)) for start in range(0, count, size)]
+
+
+def _most_of_any_rank(number: int, layout: ParallelLayout) -> int:
+    if layout.dp_size == 1:
+        return number
+    most = torch.tensor(number, device=device_of_this_process())
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=layout.dp_group)
+    return int(most)
+
+
+def without_tokens(like: TrainSample) -> TrainSample:
+    """A sample of no tokens, with the fields that `like` has: it becomes a micro-batch of padding,
+    which weighs nothing."""
+    empty = {
+        f.name: value[:0]
+        for f in fields(like)
+        if isinstance(value := getattr(like, f.name), Tensor)
+    }
+    return replace(like, response_length=0, **empty)
+
+
+def pack_groups(
+    groups: Sequence[Sequence[TrainSample]],
+    *,
+    transformer: TransformerConfig,
+    layout: ParallelLayout,
+    device: torch.device,
+    equal_sequences: bool = False,
+) -> list[MicroBatch]:
+    """This rank's micro-batches of one pass, as its layout needs them.
+
+    megatron-core 0.16 exchanges the shapes of an interleaved schedule in an order that two stages
+    confuse (each is the other's neighbour on both sides), so there all micro-batches get one shape.
+    """
+    has_experts = transformer.num_moe_experts is not None
+    agree = agreed_lengths(transformer, layout, device) if has_experts else None
+    packed = pack_all(
+        groups,
+        multiple=layout.tp_size if transformer.sequence_parallel else 1,
+        equal_lengths=layout.vp_size > 1,
+        device=device,
+        cp_size=layout.cp_size,
+        cp_rank=layout.cp_rank,
+        agree=agree,
+        equal_sequences=equal_sequences,
+    )
+    return with_active_rows(packed)
 
 
 def pack_all(
@@ -251,32 +356,6 @@ def pack(
     }
     assert moved["loss_mask"] is not None and moved["loss_weights"] is not None
     return MicroBatch(**moved, max_seqlen=max(rows.lengths), num_turns=int(turn_ids[-1]) + 1)
-
-
-def rows_of_context_rank(batch: MicroBatch, cp_size: int, cp_rank: int) -> MicroBatch:
-    """What a context-parallel rank holds of a whole micro-batch."""
-    rows = rows_of_rank(batch.cu_seqlens, cp_size, cp_rank)
-    held: dict[str, Any] = {}
-    for f in fields(batch):
-        value = getattr(batch, f.name)
-        if isinstance(value, Tensor) and f.name != "cu_seqlens":
-            by_row = value[0] if value.size(0) == 1 else value
-            assert by_row.size(0) == batch.seq_ids.numel(), f"{f.name} is not by row"
-            held[f.name] = by_row[rows] if by_row is value else by_row[rows].unsqueeze(0)
-    return replace(batch, **held)
-
-
-def join_context_ranks(values: Tensor, batches: Sequence[MicroBatch], cp_size: int) -> Tensor:
-    """Values of all ranks' rows in the order of the whole micro-batches, [n, T] for T rows in all.
-
-    values: [cp_size, n, T / cp_size], each rank's rows of `batches` one micro-batch after another.
-    """
-    parts = values.split([batch.tokens.numel() for batch in batches], dim=2)
-    whole = [
-        part.transpose(0, 1).flatten(1)[:, places_over_ranks(b.cu_seqlens, cp_size)]
-        for part, b in zip(parts, batches)
-    ]
-    return torch.cat(whole, dim=1)
 
 
 def with_selection_seeds(

@@ -26,10 +26,7 @@ from slime_like.distributed.collectives import gather
 from slime_like.megatron.checkpoint.networks import SavedNetwork
 from slime_like.megatron.forward_step import TokenComputation, run_schedule
 from slime_like.megatron.frozen_parameters import FrozenParameters
-from slime_like.megatron.micro_batching import (
-    MicroBatchSize,
-    packing_metrics,
-)
+from slime_like.megatron.micro_batching import MicroBatchSize
 from slime_like.megatron.model.gpt import wrap_for_training
 from slime_like.megatron.moe import (
     begin_routing,
@@ -48,8 +45,10 @@ from slime_like.megatron.optimizer import (
     set_adam,
     step_stays_finite,
 )
+from slime_like.megatron.packing import MicroBatches
 from slime_like.megatron.parallel_layout import ParallelLayout, in_own_layout
-from slime_like.types import TrainSample
+from slime_like.metrics.typed import Metric
+from slime_like.types import MicroBatch, TrainSample
 
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
@@ -332,3 +331,26 @@ def step_if_finite(
     if allowed is not None and not allowed():
         return False, grad_norm
     return bool(optimizer.step_with_ready_grads()), grad_norm
+
+
+def packing_metrics(
+    parts: MicroBatches, batches: Sequence[MicroBatch], size: MicroBatchSize
+) -> dict[str, Metric]:
+    """How one optimizer step was packed: micro-batches of each rank, the share of computed rows
+    that hold no token, and the share of the token budget that is used."""
+    device = batches[0].tokens.device
+
+    def mean(value: float, count: float) -> Metric:
+        return Metric(
+            "mean", *(torch.tensor(x, dtype=torch.float64, device=device) for x in (value, count))
+        )
+
+    tokens = sum(int(sample.tokens.numel()) for group in parts.groups for sample in group)
+    rows = sum(int(batch.cu_seqlens[-1]) for batch in batches)  # over all context-parallel ranks
+    metrics = {
+        "perf/micro_batches": mean(len(batches), 1),
+        "perf/padding_frac": mean(rows - tokens, rows),
+    }
+    if size.tokens is not None:
+        metrics["perf/token_budget_used"] = mean(tokens, len(batches) * size.tokens)
+    return metrics

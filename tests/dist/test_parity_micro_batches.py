@@ -202,7 +202,7 @@ def test_a_wrong_order_would_be_seen(
 ) -> None:
     """Old log-probs given back in the order of the micro-batches, not of the samples, do not fit
     the samples."""
-    from slime_like.megatron.micro_batching import MicroBatches
+    from slime_like.megatron.packing import MicroBatches
 
     monkeypatch.setattr(MicroBatches, "in_order", lambda self, values: list(values))
     with pytest.raises((RuntimeError, ValueError, IndexError)):

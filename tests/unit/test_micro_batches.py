@@ -12,15 +12,9 @@ import torch
 
 from arguments.schema import AlgorithmConfig
 from slime_like.distributed.seqlen_balancing import linear_cost
-from slime_like.megatron.micro_batching import (
-    MicroBatchSize,
-    make_micro_batches,
-    micro_batch_size,
-    packing_metrics,
-    without_tokens,
-    work_per_token,
-)
-from slime_like.megatron.packing import pack, unpack
+from slime_like.megatron.micro_batching import MicroBatchSize, micro_batch_size, work_per_token
+from slime_like.megatron.packing import make_micro_batches, pack, unpack, without_tokens
+from slime_like.megatron.trained_network import packing_metrics
 from slime_like.types import TrainSample
 
 CPU = torch.device("cpu")

@@ -4,8 +4,8 @@ it back."""
 import pytest
 import torch
 
+from slime_like.megatron.ops.context_parallel import join_context_ranks
 from slime_like.megatron.packing import (
-    join_context_ranks,
     pack,
     pack_all,
     unpack,

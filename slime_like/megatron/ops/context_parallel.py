@@ -10,14 +10,16 @@ rows are in that order too.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
+
+from slime_like.types import MicroBatch
 
 # Above this many (query, key) pairs in the mask of a padded batch, each sequence is computed alone,
 # without such a mask.
@@ -62,6 +64,32 @@ def rows_of_rank(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
     """The natural rows that rank `cp_rank` holds, ascending: [T / cp] int64."""
     share = int(cu_seqlens[-1]) // cp_size
     return places_over_ranks(cu_seqlens, cp_size).argsort()[cp_rank * share : (cp_rank + 1) * share]
+
+
+def rows_of_context_rank(batch: MicroBatch, cp_size: int, cp_rank: int) -> MicroBatch:
+    """What a context-parallel rank holds of a whole micro-batch."""
+    rows = rows_of_rank(batch.cu_seqlens, cp_size, cp_rank)
+    held: dict[str, Any] = {}
+    for f in fields(batch):
+        value = getattr(batch, f.name)
+        if isinstance(value, Tensor) and f.name != "cu_seqlens":
+            by_row = value[0] if value.size(0) == 1 else value
+            assert by_row.size(0) == batch.seq_ids.numel(), f"{f.name} is not by row"
+            held[f.name] = by_row[rows] if by_row is value else by_row[rows].unsqueeze(0)
+    return replace(batch, **held)
+
+
+def join_context_ranks(values: Tensor, batches: Sequence[MicroBatch], cp_size: int) -> Tensor:
+    """Values of all ranks' rows in the order of the whole micro-batches, [n, T] for T rows in all.
+
+    values: [cp_size, n, T / cp_size], each rank's rows of `batches` one micro-batch after another.
+    """
+    parts = values.split([batch.tokens.numel() for batch in batches], dim=2)
+    whole = [
+        part.transpose(0, 1).flatten(1)[:, places_over_ranks(b.cu_seqlens, cp_size)]
+        for part, b in zip(parts, batches)
+    ]
+    return torch.cat(whole, dim=1)
 
 
 class _GatherRows(torch.autograd.Function):
