@@ -8,8 +8,8 @@ versions and present tensors, so that code which needs no tokens works on either
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -162,14 +162,6 @@ class RemoteSample:
 AnySample: TypeAlias = Sample | RemoteSample
 
 
-def complete(samples: Iterable[AnySample]) -> list[Sample]:
-    """The same samples, asserting that this rank holds all of them."""
-    found = list(samples)
-    remote = [s.sample_id for s in found if isinstance(s, RemoteSample)]
-    assert not remote, f"samples {remote[:3]} are on other ranks"
-    return [s for s in found if isinstance(s, Sample)]
-
-
 def untrained(sample: AnySample) -> AnySample:
     """A copy of the sample with an all-False loss mask."""
     if isinstance(sample, RemoteSample):
@@ -181,30 +173,6 @@ def untrained(sample: AnySample) -> AnySample:
             replace(b, loss_mask=torch.zeros_like(b.loss_mask)) for b in sample.branches
         ),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Episodes:
-    """Groups consecutive samples with equal id into episodes. first: index of each episode's first
-    sample. of: for each sample, the index of its episode."""
-
-    first: Sequence[int]
-    of: Sequence[int]
-
-    @property
-    def one_each(self) -> bool:
-        return len(self.first) == len(self.of)
-
-
-def episodes_of(samples: Sequence[AnySample]) -> Episodes:
-    """The episodes of a rollout, or of one optimizer step."""
-    first: list[int] = []
-    of = []
-    for place, sample in enumerate(samples):
-        if not place or samples[place - 1].sample_id != sample.sample_id:
-            first.append(place)
-        of.append(len(first) - 1)
-    return Episodes(first, of)
 
 
 def holder_of(sample: AnySample, rank: int) -> int:
@@ -268,8 +236,3 @@ def greedy_metadata(sample: RemoteSample) -> dict[str, object]:
     """The sample's metadata that is exchanged between ranks: ReMax's greedy reward."""
     greedy = sample.greedy_reward
     return {} if greedy is None else {GREEDY_REWARD: greedy}
-
-
-def truncated_fraction(samples: Sequence[AnySample]) -> float:
-    """Fraction of samples that reached the length limit."""
-    return sum(s.status == SampleStatus.TRUNCATED for s in samples) / len(samples)

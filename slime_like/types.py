@@ -12,7 +12,7 @@ j-th response token.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -164,6 +164,43 @@ class Sample:
     def has(self, name: str) -> bool:
         """Whether the tensor `name`, one of `OPTIONAL_TENSORS`, is set."""
         return getattr(self, name) is not None
+
+
+def complete(samples: Iterable[AnySample]) -> list[Sample]:
+    """The same samples, asserting that this rank holds all of them."""
+    found = list(samples)
+    remote = [s.sample_id for s in found if not isinstance(s, Sample)]
+    assert not remote, f"samples {remote[:3]} are on other ranks"
+    return [s for s in found if isinstance(s, Sample)]
+
+
+@dataclass(frozen=True, slots=True)
+class Episodes:
+    """Groups consecutive samples with equal id into episodes. first: index of each episode's first
+    sample. of: for each sample, the index of its episode."""
+
+    first: Sequence[int]
+    of: Sequence[int]
+
+    @property
+    def one_each(self) -> bool:
+        return len(self.first) == len(self.of)
+
+
+def episodes_of(samples: Sequence[AnySample]) -> Episodes:
+    """The episodes of a rollout, or of one optimizer step."""
+    first: list[int] = []
+    of = []
+    for place, sample in enumerate(samples):
+        if not place or samples[place - 1].sample_id != sample.sample_id:
+            first.append(place)
+        of.append(len(first) - 1)
+    return Episodes(first, of)
+
+
+def truncated_fraction(samples: Sequence[AnySample]) -> float:
+    """Fraction of samples that reached the length limit."""
+    return sum(s.status == SampleStatus.TRUNCATED for s in samples) / len(samples)
 
 
 @dataclass(frozen=True, slots=True)

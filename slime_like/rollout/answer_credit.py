@@ -17,8 +17,8 @@ from slime_like.advantages import (
     needs_critic,
 )
 from slime_like.distributed.collectives import gather
-from slime_like.sample_index import AnySample, episodes_of
-from slime_like.types import Sample
+from slime_like.sample_index import AnySample
+from slime_like.types import Sample, episodes_of
 
 NUMBERS, ANSWERS = "agent", "answers"  # keys of a sample's metadata
 SUMMED = "summed"  # flag in ANSWERS: the episode's reward includes the rewards of its turns

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from slime_like.data.prompts import PromptSource
 from slime_like.rollout.recording import decode, encode
-from slime_like.sample_index import AnySample, complete, remote_samples, rows_of
-from slime_like.types import Prompt, Sample, SampleGroup, SampleStatus
+from slime_like.sample_index import AnySample, remote_samples, rows_of
+from slime_like.types import Prompt, Sample, SampleGroup, SampleStatus, complete
 
 _ARRAYS = (
     "tokens",

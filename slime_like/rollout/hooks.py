@@ -33,8 +33,8 @@ from slime_like.rollout.filters import BUILT_IN_FILTERS, DYNAMIC_FILTER, GroupFi
 from slime_like.rollout.group_buffer import ChooseWaiting, GroupBuffer, oldest_first
 from slime_like.rollout.rollouter import Rollouter
 from slime_like.rollout.sample_plane import bring_to_rank_zero
-from slime_like.sample_index import AnySample, complete
-from slime_like.types import Sample, SampleGroup
+from slime_like.sample_index import AnySample
+from slime_like.types import Sample, SampleGroup, complete
 
 ADAPTER = "slime_like.compat.slime.adapter"
 TRAIN_ADAPTER = "slime_like.compat.slime.train_hooks"

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from slime_like.rollout.step_plan import DataParallelAssignment, StepPlan
-from slime_like.sample_index import AnySample, complete
-from slime_like.types import NOT_SAMPLED, Sample, TrainSample
+from slime_like.sample_index import AnySample
+from slime_like.types import NOT_SAMPLED, Sample, TrainSample, complete
 
 
 def with_observation_weights(

@@ -18,16 +18,8 @@ from slime_like.rollout.group_buffer import (
     waiting_to_rows,
 )
 from slime_like.rollout.rollouter import Rollouter
-from slime_like.sample_index import (
-    AnySample,
-    Rows,
-    Versions,
-    complete,
-    holder_of,
-    remote_samples,
-    rows_of,
-)
-from slime_like.types import SampleGroup
+from slime_like.sample_index import AnySample, Rows, Versions, holder_of, remote_samples, rows_of
+from slime_like.types import SampleGroup, complete
 
 T = TypeVar("T")
 Groups = Sequence[PendingGroup]

@@ -31,8 +31,7 @@ from slime_like.rollout.engines.checked_json import (
     token_ids,
     whole_of,
 )
-from slime_like.sample_index import complete
-from slime_like.types import NOT_SAMPLED, Sample, SampleGroup, SampleStatus
+from slime_like.types import NOT_SAMPLED, Sample, SampleGroup, SampleStatus, complete
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

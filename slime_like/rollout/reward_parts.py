@@ -19,8 +19,8 @@ from slime_like.advantages import (
 from slime_like.distributed.collectives import from_rank_zero, gather
 from slime_like.lazy import Tensor, torch
 from slime_like.rollout.hooks import processed_rewards
-from slime_like.sample_index import AnySample, complete
-from slime_like.types import REWARD_DETAILS, TRAIN_REWARD, Sample
+from slime_like.sample_index import AnySample
+from slime_like.types import REWARD_DETAILS, TRAIN_REWARD, Sample, complete
 
 
 def advantage_settings(config: RunConfig) -> AdvantageSettings:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial as bind
@@ -38,8 +37,8 @@ from slime_like.rollout.sample_plane import (
     share_index_again,
 )
 from slime_like.rollout.sampler_choices import joined_routes, pad_token_sets, sets_of
-from slime_like.sample_index import AnySample, complete, holder_of
-from slime_like.types import GREEDY_REWARD, Prompt, Sample, SampleGroup, SampleStatus
+from slime_like.sample_index import AnySample, holder_of
+from slime_like.types import Prompt, Sample, SampleGroup, SampleStatus, complete
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -173,17 +172,31 @@ class Rollouter:
         """
         rank, world = dist.get_rank(), dist.get_world_size()
         grader = grader or self.grader
-        asking = asking_ranks(self.engine, world)
-        holders = holders_of(samples, rank, asking, by_group=grader.args.group_rm)
-        local = complete(s for s, holder in zip(samples, holders) if holder == rank)
-        local = self._generate_local(local, sampling, purpose, limit)
+        continued: Sequence[AnySample]
+        if world == 1:
+            continued = self._continue_local(complete(samples), sampling, purpose, limit, grader)
+        else:
+            asking = asking_ranks(self.engine, world)
+            holders = holders_of(samples, rank, asking, by_group=grader.args.group_rm)
+            own = complete(s for s, holder in zip(samples, holders) if holder == rank)
+            own = self._continue_local(own, sampling, purpose, limit, grader)
+            continued = share_index(own, holders, self.group)
+        return [before if is_blank(after) else after for before, after in zip(samples, continued)]
+
+    def _continue_local(
+        self,
+        samples: Sequence[Sample],
+        sampling: SamplingParams,
+        purpose: str,
+        limit: int | None,
+        grader: Grader,
+    ) -> list[Sample]:
+        """Of this rank."""
+        local = self._generate_local(samples, sampling, purpose, limit)
         if self.sample_hook is not None:
             evaluation = purpose != "train"
             local = asyncio.run(self._with_hooks(local, evaluation=evaluation))
-        if not grader.args.group_rm:
-            local = grader.grade(local)
-        shared = share_index(local, holders, self.group)
-        return [before if is_blank(after) else after for before, after in zip(samples, shared)]
+        return local if grader.args.group_rm else grader.grade(local)
 
     def grade_groups(
         self, groups: Sequence[Sequence[AnySample]], *, grader: Grader | None = None
@@ -274,6 +287,9 @@ class Rollouter:
         sets = None
         if output.token_sets is not None:
             sets = pad_token_sets([*sets_of(sample.token_sets), *output.token_sets])
+        routes = None
+        if sample.routes is not None or output.routes is not None:
+            routes = joined_routes(sample.routes, output.routes, tokens.numel())
         metadata = sample.metadata
         if output.failure is not None:
             metadata = {**metadata, "failure": output.failure}
@@ -285,7 +301,7 @@ class Rollouter:
             loss_mask=torch.cat([sample.loss_mask, new]),
             rollout_log_probs=torch.cat([sample.rollout_log_probs, log_probs]),
             token_sets=sets,
-            routes=joined_routes(sample.routes, output.routes, tokens.numel()),
+            routes=routes,
             status=status,
             weight_versions=(*sample.weight_versions, *output.weight_versions),
             response=self.tokenizer.decode(response, skip_special_tokens=True),
@@ -313,30 +329,6 @@ def holders_of(
 def is_blank(sample: AnySample) -> bool:
     """No token yet and not ended: as all ranks have it."""
     return not sample.response_length and not sample.ended
-
-
-def with_greedy_rewards(
-    rollouter: Rollouter,
-    prompts: Sequence[Prompt],
-    groups: Sequence[SampleGroup],
-    sampling: SamplingParams,
-) -> list[SampleGroup]:
-    """The groups, each sample with the reward of the greedy response to its prompt in its metadata;
-    NaN where that has no reward.
-
-    sampling: of the groups, which sets all but the temperature. Every rank calls this.
-    """
-    greedy = rollouter.generate(prompts, 1, replace(sampling, temperature=0.0), purpose="greedy")
-    rewards = {group.group_id: group.samples[0].reward for group in greedy}
-
-    def with_reward(sample: AnySample) -> AnySample:
-        reward = rewards[sample.group_id]
-        value = math.nan if reward is None else reward
-        if isinstance(sample, Sample):
-            return replace(sample, metadata={**sample.metadata, GREEDY_REWARD: value})
-        return sample.with_greedy_reward(value)
-
-    return [SampleGroup(g.group_id, tuple(map(with_reward, g.samples))) for g in groups]
 
 
 _STATUS = {

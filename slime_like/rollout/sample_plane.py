@@ -33,7 +33,6 @@ from slime_like.sample_index import (
     ROW,
     AnySample,
     RemoteSample,
-    complete,
     greedy_metadata,
     holder_of,
     num_several,
@@ -238,8 +237,6 @@ def with_branches(
             a prompt of a teacher, which its branches have not.
     """
     counts = [s.num_branches for s in samples]
-    if not any(counts):
-        return list(samples)
     for s, count in zip(samples, counts):
         for name in ("token_rewards", "teacher_log_probs", "teacher_prompt") if count else ():
             if s.has(name):
@@ -284,9 +281,7 @@ def deliver_samples(
         sharings: Of each network that is trained.
         buffer_size: Bytes under way at a time on a rank.
     """
-    rank, world = _rank_and_world()
-    if world == 1:
-        return Delivered(dict(enumerate(complete(samples))), Traffic())
+    rank = _rank_and_world()[0]
     delivery = delivery_of(samples, rank, sharings, buffer_size)
     return _moved(samples, delivery, rank, pack_payload, unpack_payload, group)
 

@@ -1,10 +1,9 @@
 """A rollout becomes optimizer steps: which rank trains on which sample, token weights, and the
 off-policy correction.
 
-All ranks know of all samples of a rollout. Step k takes the k-th run of `global_batch_size` samples,
-or of episodes, where these have several sequences:
-the samples of an optimizer step, and so the loss, are the same for every layout. Which
-data-parallel rank has which of them is `StepPlan`'s choice alone.
+All ranks know all samples of a rollout. Step k takes the k-th run of `global_batch_size` samples or
+multi-sequence episodes, so that its samples and its loss are the same for every layout. `StepPlan`
+alone decides which data-parallel rank trains on which of them.
 """
 
 from __future__ import annotations
@@ -34,15 +33,17 @@ from slime_like.losses.off_policy import Correction, off_policy_correction
 from slime_like.losses.off_policy_config import OffPolicyConfig
 from slime_like.losses.total import reduction_weights
 from slime_like.metrics.typed import MetricAccumulator
-from slime_like.sample_index import (
-    AnySample,
+from slime_like.sample_index import AnySample, RemoteSample, untrained
+from slime_like.types import (
     Episodes,
-    RemoteSample,
+    Sample,
+    SampleGroup,
+    SampleStatus,
+    TrainBatch,
+    TrainSample,
     complete,
     episodes_of,
-    untrained,
 )
-from slime_like.types import Sample, SampleGroup, SampleStatus, TrainBatch, TrainSample
 
 
 @dataclass(frozen=True, slots=True)

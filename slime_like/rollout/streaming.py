@@ -22,8 +22,7 @@ from slime_like.rollout.engines.base import (
 from slime_like.rollout.episode import LoopRunner, Model
 from slime_like.rollout.group_buffer import PendingGroup
 from slime_like.rollout.rollouter import FINISHED, Rollouter
-from slime_like.sample_index import complete
-from slime_like.types import Sample, SampleStatus
+from slime_like.types import Sample, SampleStatus, complete
 
 ABORT_S = 15.0  # for aborted requests to end
 

@@ -17,8 +17,8 @@ from slime_like.distributed.collectives import any_rank, gather
 from slime_like.errors import RunError
 from slime_like.logs import warn_rank_0
 from slime_like.losses.mismatch import train_rollout_difference
-from slime_like.sample_index import AnySample, complete
-from slime_like.types import NOT_SAMPLED, Sample, TrainSample
+from slime_like.sample_index import AnySample
+from slime_like.types import NOT_SAMPLED, Sample, TrainSample, complete
 
 logger = logging.getLogger(__name__)
 

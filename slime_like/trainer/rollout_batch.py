@@ -33,10 +33,10 @@ from slime_like.rollout.step_plan import (
     correct_steps,
     has_rollout_log_probs,
 )
-from slime_like.sample_index import AnySample, RemoteSample, complete, episodes_of
+from slime_like.sample_index import AnySample, RemoteSample
 from slime_like.trainer.guards import SamplerGates, check_finite, require_rollout_log_probs
 from slime_like.trainer.user_hooks import UserHooks
-from slime_like.types import Sample, SampleStatus, TrainSample
+from slime_like.types import Sample, SampleStatus, TrainSample, complete, episodes_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -185,13 +185,15 @@ class SampleDelivery:
     ) -> list[AnySample]:
         if not self._replays_rollout:
             samples = without_routes(samples)
-        sharings = []
-        for plan, dp_ranks in self._plans:
-            assigned = shares if plan is self._policy else plan.share(samples)
-            places = [assigned.indices_of(rank) for rank in range(plan.dp_size)]
-            sharings.append(sharing_of(dp_ranks, places))
-        own = deliver_samples(samples, sharings, buffer_size=self._buffer_size, group=group).samples
-        here = [own.get(place, sample) for place, sample in enumerate(samples)]
+        here = list(samples)
+        if dist.get_world_size() > 1:
+            sharings = [
+                sharing_of(dp_ranks, [assigned.indices_of(rank) for rank in range(plan.dp_size)])
+                for plan, dp_ranks in self._plans
+                for assigned in [shares if plan is self._policy else plan.share(samples)]
+            ]
+            own = deliver_samples(samples, sharings, buffer_size=self._buffer_size, group=group)
+            here = [own.samples.get(place, sample) for place, sample in enumerate(samples)]
         if not self._replays_rollout:
             return here
         config = self._transformer

@@ -1,4 +1,5 @@
-"""Engine side of a run: sampling, grading, evaluation and weight sync.
+"""Engine side of a run: where sample groups come from (live rollouts, sync or async, recorded
+rollouts, or supervised data), evaluation and weight sync.
 
 Weight sync retries after server failures and verifies the servers' log-probs.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -16,18 +17,27 @@ from slime_like.data.prompts import PromptSource
 from slime_like.errors import RunError
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.metrics.progress import Progress
+from slime_like.rollout.async_rollout import AsyncRolloutQueue
 from slime_like.rollout.engines.base import RolloutEngine
-from slime_like.rollout.evaluate import make_evaluator
+from slime_like.rollout.evaluate import Evaluator, make_evaluator
 from slime_like.rollout.hooks import UserSource
-from slime_like.rollout.rollouter import Rollouter
+from slime_like.rollout.rank_zero import RankZeroJson, SamplingPosition, from_one_rank
+from slime_like.rollout.remax_baseline import with_greedy_rewards
+from slime_like.rollout.rollouter import Rollouter, training_sampling
+from slime_like.rollout.self_teacher import TeacherPrompts
 from slime_like.rollout.step_plan import flatten
+from slime_like.rollout.teacher_client import ServedTeacher
 from slime_like.sample_index import AnySample
+from slime_like.trainer.given_groups import recorded_groups, supervised_groups
 from slime_like.trainer.guards import train_rollout_limit
-from slime_like.trainer.rollout_manager import (
-    RolloutManager,
+from slime_like.trainer.prompt_source import check_source
+from slime_like.trainer.sampling_factory import (
     function_evaluator,
+    make_collector,
     make_rollouter,
     make_teacher,
+    needs_greedy,
+    staleness_bound,
 )
 from slime_like.types import Prompt, SampleGroup
 
@@ -84,6 +94,173 @@ class WeightSync:
                 self._checked_once = True
 
 
+class RolloutManager:
+    """Provides the sample groups of each rollout. Collective: every rank gets the metadata of all
+    samples. source, rollouter, evaluator, teacher: None if the run needs none."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        source: PromptSource | UserSource | None,
+        rollouter: Rollouter | None,
+        evaluator: Evaluator | None,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        num_rollouts: int,
+        teacher: ServedTeacher | TeacherPrompts | None = None,
+    ) -> None:
+        self.run_config = run
+        self.num_rollouts = num_rollouts
+        self._source = source
+        self._rollout_id = -1  # the latest rollout that was returned
+        self._rollouter = rollouter
+        self._tokenizer = tokenizer
+        self._teacher = teacher
+        self._has_agents = run.agents.given
+        self._needs_greedy = needs_greedy(run)
+        self._is_sft = run.algorithm.loss_type == "sft_loss"
+        # buffer: next prompts to sample
+        self._collector, self.buffer = make_collector(run, rollouter, source, evaluator)
+        self.ahead = self._make_ahead()
+
+    def groups_of(self, step: int) -> tuple[list[SampleGroup], dict[str, float]]:
+        """The graded groups of a rollout, and metrics of their collection."""
+        run, self._rollout_id = self.run_config, step
+        if run.debug.load_debug_rollout_data:
+            recorded = from_one_rank(lambda: recorded_groups(run, step))
+            return self._taught(recorded, {}, None)
+        if self._is_sft:
+            assert isinstance(self._source, PromptSource)
+            prompts = self._source.next_prompts(run.rollout.rollout_batch_size)
+            return supervised_groups(run, prompts, self._tokenizer)
+        if not run.scheduling.async_rollout:
+            return self._sampled_groups(step)
+        assert self.ahead is not None
+        self.ahead.allow(min(step + self.ahead.max_staleness, self.num_rollouts - 1))
+        return self.ahead.take(step)
+
+    def drain(self) -> None:
+        """Wait until no request is in flight. Afterwards the caller has exclusive use of the engine
+        until the next `groups_of`."""
+        if self.ahead is not None:
+            self.ahead.drain()
+
+    def state_dict(self) -> dict[str, object]:
+        """State for resuming, as plain JSON, including prefetched rollouts. Collective."""
+        if self._source is not None and not isinstance(self._source, PromptSource):
+            self.drain()
+            self._source.save(self._rollout_id)
+        if self.ahead is not None:
+            return self.ahead.state()
+        return {
+            "data": None if self._source is None else self._source.state_dict(),
+            "waiting_groups": None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
+        """Resume from `state`. Returns a message if prefetched rollouts must be sampled again
+        because this run may not train on them."""
+        ahead = state.get("sampled_ahead")
+        problem = None if ahead is None else self._problem_with_ahead(ahead["rollouts"])
+        position = state
+        if ahead is not None and (problem is None or self.user_source is not None):
+            position = ahead["behind"]  # a user's source saves only this position
+        if self._source is not None:
+            if position["data"] is None:
+                raise ValueError(
+                    "the checkpoint has no data position; --finetune starts at the first prompt"
+                )
+            check_source(self._source, position["data"])
+            self._source.load_state_dict(position["data"])
+        if self.buffer is not None:
+            self.buffer.load(position.get("waiting_groups") or [])
+        if ahead is None or problem is not None:
+            return problem
+        assert self.ahead is not None
+        self.ahead.load_ahead(ahead)
+        return None
+
+    def _problem_with_ahead(self, rollouts: Sequence[Mapping[str, Any]]) -> str | None:
+        """Why this run cannot train on the checkpoint's prefetched rollouts; None if it can."""
+        count, run = len(rollouts), self.run_config
+        again = f"{count} rollouts that the checkpoint's run had sampled ahead are sampled again: "
+        if self.user_source is not None:
+            again = f"{count} rollouts that the checkpoint's run had sampled ahead are lost: "
+        if self.ahead is None or self.ahead.max_staleness < count:
+            return again + "this run's --async-rollout and --max-staleness do not allow them"
+        wanted = (run.rollout.rollout_batch_size, run.rollout.n_samples_per_prompt)
+        for row in rollouts:
+            sizes = {len(group["samples"]) for group in row["groups"]}
+            if len(row["groups"]) != wanted[0] or sizes != {wanted[1]}:
+                return again + "--rollout-batch-size or --n-samples-per-prompt is another one now"
+        return None
+
+    def close(self) -> None:
+        """Stop sampling. Idempotent."""
+        if self.ahead is not None:
+            self.ahead.close()
+        if self._rollouter is not None and self._rollouter.custom_generate is not None:
+            self._rollouter.custom_generate.close()
+
+    def _sampled_groups(self, step: int) -> tuple[list[SampleGroup], dict[str, float]]:
+        """Sample and grade one rollout; runs in the sampling thread."""
+        assert self._rollouter is not None and self._collector is not None
+        self._rollouter.rollout_id = step
+        collected = self._collector.collect(step)
+        if self._needs_greedy:
+            groups = with_greedy_rewards(
+                self._rollouter,
+                collected.prompts,
+                collected.groups,
+                training_sampling(self.run_config.rollout),
+            )
+            return self._taught(groups, collected.metrics, self._rollouter.group)
+        return self._taught(collected.groups, collected.metrics, self._rollouter.group)
+
+    def _taught(
+        self, groups: list[SampleGroup], metrics: dict[str, float], group: dist.ProcessGroup | None
+    ) -> tuple[list[SampleGroup], dict[str, float]]:
+        """Add log-probs of a served teacher or self-distillation prompts to the groups, and agent
+        metrics to the metrics."""
+        if self._has_agents:
+            from slime_like.agents.episode_samples import agent_metrics
+
+            metrics = metrics | agent_metrics(groups, group)
+        if self._teacher is None or self.run_config.debug.debug_rollout_only:
+            return groups, metrics
+        taught, more = self._teacher.grade(groups, group)
+        return taught, metrics | more
+
+    def _make_ahead(self) -> AsyncRolloutQueue | None:
+        """The queue that samples rollouts, ahead of training with --async-rollout."""
+        config = self.run_config.scheduling
+        if self._collector is None or self._rollouter is None:
+            return None
+        json = RankZeroJson(self._rollouter)
+        if not config.async_rollout:
+            return AsyncRolloutQueue(
+                self._sampled_groups, self._position, max_staleness=0, json=json
+            )
+        # its own group: the training thread uses the default group concurrently
+        self._rollouter.group = dist.new_group(backend="gloo")
+        bound = staleness_bound(self.run_config)
+        assert bound is not None
+        return AsyncRolloutQueue(
+            self._sampled_groups, self._position, max_staleness=bound, json=json
+        )
+
+    def _position(self) -> SamplingPosition:
+        """The current sampling position."""
+        assert self._source is not None
+        waiting = () if self.buffer is None else tuple(self.buffer.waiting)
+        return SamplingPosition(self._source.state_dict(), waiting)
+
+    @property
+    def user_source(self) -> UserSource | None:
+        """The source of --data-source-path, if any."""
+        return None if isinstance(self._source, PromptSource) else self._source
+
+
 class Sampling:
     """The engine side of a run. Collective over all ranks. source, eval_prompts: see `make_source`
     and `load_prompts`."""
@@ -123,7 +300,9 @@ class Sampling:
             trained = [each for each in networks if isinstance(each, TrainedNetwork)]
             self._offloaded = TrainerMemory(trained)
         self._offloaded_gb = 0.0
-        self.evaluator = function_evaluator(run, self._rollouter, evaluator, self.supply)
+        self.evaluator = function_evaluator(
+            run, self._rollouter, evaluator, self.supply.buffer or self.supply.user_source
+        )
 
     def deliver_ahead(
         self, deliver: Callable[[Sequence[AnySample], dist.ProcessGroup | None], None]

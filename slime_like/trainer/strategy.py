@@ -16,10 +16,10 @@ from slime_like.distributed.collectives import from_rank_zero, gather
 from slime_like.errors import RunError
 from slime_like.logs import warn_rank_0
 from slime_like.metrics.health import HealthMonitor
-from slime_like.sample_index import TRUNCATED_FRACTION, AnySample, truncated_fraction
+from slime_like.sample_index import TRUNCATED_FRACTION, AnySample
 from slime_like.trainer.batch_builder import Batches, BatchMaker
-from slime_like.trainer.rollout_manager import staleness_bound
-from slime_like.types import Sample, SampleStatus
+from slime_like.trainer.sampling_factory import staleness_bound
+from slime_like.types import Sample, SampleStatus, truncated_fraction
 
 logger = logging.getLogger(__name__)
 

@@ -276,7 +276,9 @@ class Trainer:
         self.strategy.check_failures(step, samples, metrics)
         if run.debug.debug_rollout_only:
             return metrics
-        trained = with_branches(samples)
+        trained = samples
+        if any(sample.num_branches for sample in samples):
+            trained = with_branches(samples)
         if self.hooks is not None:
             trained = self.hooks.converted(trained)
         if len(trained) > len(samples):

@@ -23,15 +23,8 @@ from slime_like.megatron.trained_network import TrainedNetwork
 from slime_like.rollout.hooks import hook_adapter
 from slime_like.rollout.sample_plane import bring_to_rank_zero
 from slime_like.rollout.step_plan import map_steps
-from slime_like.sample_index import (
-    AnySample,
-    Rows,
-    Versions,
-    complete,
-    remote_samples,
-    rows_of,
-)
-from slime_like.types import Sample, SampleGroup, TrainBatch, TrainSample
+from slime_like.sample_index import AnySample, Rows, Versions, remote_samples, rows_of
+from slime_like.types import Sample, SampleGroup, TrainBatch, TrainSample, complete
 
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule

@@ -20,8 +20,8 @@ from slime_like.rollout.sample_plane import (
     delivery_of,
     share_index,
 )
-from slime_like.sample_index import RemoteSample, complete
-from slime_like.types import NOT_SAMPLED, Sample, SampleStatus
+from slime_like.sample_index import RemoteSample
+from slime_like.types import NOT_SAMPLED, Sample, SampleStatus, complete
 
 COUNT, BUFFER = 24, 600
 

@@ -16,8 +16,7 @@ import torch
 
 from slime_like.rollout.answer_credit import ANSWERS
 from slime_like.rollout.recording import load_rollout, save_rollout
-from slime_like.sample_index import complete
-from slime_like.types import Sample, SampleGroup
+from slime_like.types import Sample, SampleGroup, complete
 from tests.e2e.agent_task import Workers, write_task
 from tests.e2e.helpers import WORDS, Workspace, rows_of, weights_of
 from tests.e2e.programs import TrainServer, free_port

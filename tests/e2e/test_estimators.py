@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime_like.rollout.recording import load_rollout
-from slime_like.rollout.rollouter import GREEDY_REWARD
+from slime_like.types import GREEDY_REWARD
 from tests.e2e.helpers import Workspace, rows_of, same_numbers
 from tests.e2e.programs import TrainServer
 

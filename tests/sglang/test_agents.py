@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slime_like.rollout.recording import load_rollout
-from slime_like.sample_index import complete
+from slime_like.types import complete
 from tests.e2e.programs import TrainServer
 from tests.e2e.test_agent_packages import AGENT, check_histories
 from tests.e2e.test_agents import BRANCHING, prompts

@@ -19,8 +19,7 @@ from slime_like.agents.server import Gateway
 from slime_like.agents.sessions import SessionLimits
 from slime_like.rollout.answer_credit import ANSWERS, credit_fields
 from slime_like.rollout.sample_plane import with_branches
-from slime_like.sample_index import complete, episodes_of
-from slime_like.types import Prompt, Sample, SampleStatus
+from slime_like.types import Prompt, Sample, SampleStatus, complete, episodes_of
 from tests.unit.test_agent_gateway import END, Engine, model_of
 
 EPS = 1e-6

@@ -23,8 +23,8 @@ from slime_like.rollout.sample_plane import (
     with_texts,
 )
 from slime_like.rollout.step_plan import StepPlan, outcomes_of, step_weights
-from slime_like.sample_index import complete, episodes_of, remote_samples, rows_of, untrained
-from slime_like.types import NOT_SAMPLED, Sample, SampleGroup, SampleStatus
+from slime_like.sample_index import remote_samples, rows_of, untrained
+from slime_like.types import NOT_SAMPLED, Sample, SampleGroup, SampleStatus, complete, episodes_of
 from tests.unit.command_lines import complete as complete_flags
 
 

@@ -18,8 +18,7 @@ from slime_like.agents.server import Gateway
 from slime_like.agents.sessions import SessionLimits
 from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, GenerationClient
 from slime_like.rollout.episode import Model
-from slime_like.sample_index import complete
-from slime_like.types import Prompt, Sample, SampleStatus
+from slime_like.types import Prompt, Sample, SampleStatus, complete
 from tests.unit.test_agent_gateway import END, TOKENIZER, SamplingParams
 
 

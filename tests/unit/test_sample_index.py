@@ -21,14 +21,20 @@ from slime_like.rollout.step_plan import mask_failed
 from slime_like.sample_index import (
     ROW,
     RemoteSample,
-    complete,
     num_several,
     remote_samples,
     rows_of,
     untrained,
 )
 from slime_like.trainer.rollout_batch import without_routes
-from slime_like.types import GREEDY_REWARD, NOT_SAMPLED, OPTIONAL_TENSORS, Sample, SampleStatus
+from slime_like.types import (
+    GREEDY_REWARD,
+    NOT_SAMPLED,
+    OPTIONAL_TENSORS,
+    Sample,
+    SampleStatus,
+    complete,
+)
 
 KNOWN = (
     *("sample_id", "group_id", "total_length", "response_length", "prompt_length"),

@@ -23,8 +23,8 @@ from slime_like.rewards.worker import to_answer
 from slime_like.rollout.recording import check_values, load_rollout, save_rollout
 from slime_like.rollout.sample_plane import pack_payload, unpack_payload
 from slime_like.rollout.step_plan import outcomes_of
-from slime_like.sample_index import complete, remote_samples, rows_of
-from slime_like.types import Sample, SampleGroup
+from slime_like.sample_index import remote_samples, rows_of
+from slime_like.types import Sample, SampleGroup, complete
 
 GAMMA, LAMBDA, KL_COEF = 0.9, 0.8, 0.3
 

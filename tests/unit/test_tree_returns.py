@@ -14,7 +14,7 @@ from arguments.parse import parse_args
 from slime_like.advantages import AdvantageSettings, Outcomes, estimate_advantages
 from slime_like.rollout.answer_credit import ANSWERS, SUMMED, check_trees, credit_fields
 from slime_like.rollout.sample_plane import with_branches
-from slime_like.sample_index import complete
+from slime_like.types import complete
 from tests.agent_trees import Episode, Laid, cuts, expected, laid, random_episode
 from tests.unit.command_lines import complete as complete_flags
 from tests.unit.test_branches import CUT, WHOLE

@@ -25,8 +25,8 @@ from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.filters import DynamicFilterOutput, KeepGroup
 from slime_like.rollout.group_buffer import ChooseWaiting, GroupBuffer, PendingGroup
 from slime_like.rollout.rollouter import Rollouter
-from slime_like.sample_index import AnySample, complete
-from slime_like.types import Sample, SampleGroup
+from slime_like.sample_index import AnySample
+from slime_like.types import Sample, SampleGroup, complete
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,8 +13,7 @@ from slime_like.compat.slime.samples import (
     to_slime_written,
 )
 from slime_like.rollout.group_buffer import Choose, GroupBuffer, PendingGroup
-from slime_like.sample_index import complete
-from slime_like.types import Prompt, Sample
+from slime_like.types import Prompt, Sample, complete
 
 
 class DataSource:

@@ -25,8 +25,7 @@ from slime_like.rollout.collector import Collector, decide_here
 from slime_like.rollout.group_buffer import Choose, PendingGroup
 from slime_like.rollout.hooks import SAMPLE_FILTER, group_filters
 from slime_like.rollout.streaming import StreamGeneration
-from slime_like.sample_index import complete
-from slime_like.types import Prompt, Sample, SampleStatus
+from slime_like.types import Prompt, Sample, SampleStatus, complete
 
 Group = list[SlimeSample]
 Result = TypeVar("Result")

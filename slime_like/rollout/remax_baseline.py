@@ -1,0 +1,36 @@
+"""ReMax baseline: the reward of the greedy response to each prompt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from slime_like.rollout.engines.base import SamplingParams
+from slime_like.rollout.rollouter import Rollouter
+from slime_like.sample_index import AnySample
+from slime_like.types import GREEDY_REWARD, Prompt, Sample, SampleGroup
+
+
+def with_greedy_rewards(
+    rollouter: Rollouter,
+    prompts: Sequence[Prompt],
+    groups: Sequence[SampleGroup],
+    sampling: SamplingParams,
+) -> list[SampleGroup]:
+    """The groups, each sample with the reward of the greedy response to its prompt in its metadata;
+    NaN where that has no reward.
+
+    sampling: of the groups, which sets all but the temperature. Every rank calls this.
+    """
+    greedy = rollouter.generate(prompts, 1, replace(sampling, temperature=0.0), purpose="greedy")
+    rewards = {group.group_id: group.samples[0].reward for group in greedy}
+
+    def with_reward(sample: AnySample) -> AnySample:
+        reward = rewards[sample.group_id]
+        value = math.nan if reward is None else reward
+        if isinstance(sample, Sample):
+            return replace(sample, metadata={**sample.metadata, GREEDY_REWARD: value})
+        return sample.with_greedy_reward(value)
+
+    return [SampleGroup(g.group_id, tuple(map(with_reward, g.samples))) for g in groups]

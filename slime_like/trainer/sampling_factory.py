@@ -1,0 +1,190 @@
+"""Builds the sampling side of a run from its settings: engine, grader, collector, evaluator, teacher."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from arguments.rules.data import server_url
+from arguments.rules.scheduling import OWN_ROLLOUT
+from arguments.run_config import RunConfig
+from slime_like.advantages import TokenEstimator, advantage_estimators
+from slime_like.data.prompt_format import PromptFormat, RowKeys
+from slime_like.data.prompts import PromptSource
+from slime_like.megatron.backend import MegatronBackend
+from slime_like.rewards import confinement
+from slime_like.rewards.grader import Grader
+from slime_like.rollout.collector import Collector
+from slime_like.rollout.engines.base import asking_ranks
+from slime_like.rollout.engines.engine_registry import EngineContext, rollout_engines
+from slime_like.rollout.evaluate import Evaluator
+from slime_like.rollout.group_buffer import GroupBuffer
+from slime_like.rollout.hooks import (
+    UserRollout,
+    UserSource,
+    custom_generate,
+    group_filters,
+    rollout_function,
+    sample_hook,
+    source_rollout,
+)
+from slime_like.rollout.rollouter import Rollouter, training_sampling
+from slime_like.rollout.self_teacher import TeacherPrompts
+from slime_like.rollout.teacher_client import ServedTeacher, TeacherSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+logger = logging.getLogger(__name__)
+
+
+def make_collector(
+    config: RunConfig,
+    rollouter: Rollouter | None,
+    source: PromptSource | UserSource | None,
+    evaluator: Evaluator | None,
+) -> tuple[Collector | UserRollout | None, GroupBuffer | None]:
+    """The `Collector` or the user's rollout function, and the buffer that it draws from, unless
+    the user brings a source; None if the run samples no groups."""
+    if (
+        rollouter is None
+        or source is None
+        or config.algorithm.loss_type == "sft_loss"
+        or config.debug.load_debug_rollout_data
+    ):
+        return None, None
+    path = config.scheduling.rollout_function_path
+    if not isinstance(source, PromptSource):
+        return source_rollout(config, rollouter, source, evaluator), None
+    streams = rollouter.engine.serves_all_ranks and leaves_stragglers(config)
+    on_rank_zero = streams or path not in (None, OWN_ROLLOUT)
+    world = dist.get_world_size()
+    buffer = GroupBuffer(
+        source,
+        config.rollout.n_samples_per_prompt,
+        rank=dist.get_rank(),
+        num_holders=1 if on_rank_zero else asking_ranks(rollouter.engine, world),
+    )
+    if path not in (None, OWN_ROLLOUT):
+        flag = "--rollout-function-path"
+        return rollout_function(config, path, flag, rollouter, buffer, evaluator), buffer
+    collector = Collector(
+        config,
+        rollouter,
+        buffer,
+        training_sampling(config.rollout),
+        group_filters(config),
+        streams=streams,
+    )
+    return collector, buffer
+
+
+def staleness_bound(run: RunConfig) -> int | None:
+    """Maximum staleness of rollout tokens in weight versions; None: unbounded."""
+    config = run.scheduling
+    if config.async_rollout:
+        return 1 if config.max_staleness is None else config.max_staleness
+    own = config.rollout_function_path in (None, OWN_ROLLOUT) and config.data_source_path is None
+    return 0 if own and not config.partial_rollout else None
+
+
+def needs_greedy(run: RunConfig) -> bool:
+    """Whether the estimator needs a greedy response per prompt (ReMax)."""
+    estimator = advantage_estimators.get(run.algorithm.advantage_estimator)
+    return isinstance(estimator, TokenEstimator) and estimator.needs_greedy
+
+
+def leaves_stragglers(run: RunConfig) -> bool:
+    """Whether surplus requests are aborted on the servers. Otherwise ranks generate in synchronous
+    rounds."""
+    config, rollout = run.scheduling, run.rollout
+    in_rounds = (
+        config.rollout_slice_len is not None
+        or rollout.renormalize_sampled_log_probs
+        or rollout.use_rollout_routing_replay
+        or needs_greedy(run)
+    )
+    return not in_rounds and (
+        config.partial_rollout
+        or config.rollout_time_limit_s is not None
+        or (config.over_sampling_batch_size or 0) > rollout.rollout_batch_size
+    )
+
+
+def function_evaluator(
+    run: RunConfig,
+    rollouter: Rollouter | None,
+    evaluator: Evaluator | None,
+    prompts: GroupBuffer | UserSource | None,
+) -> Evaluator | UserRollout | None:
+    """The user's evaluation function, which defaults to the user's rollout function; `evaluator` if
+    there is neither."""
+    flag, path = "--eval-function-path", run.scheduling.eval_function_path
+    if path is None:
+        flag, path = "--rollout-function-path", run.scheduling.rollout_function_path
+    if evaluator is None or rollouter is None or path is None or path == OWN_ROLLOUT:
+        return evaluator
+    return rollout_function(run, path, flag, rollouter, prompts, evaluator)
+
+
+def make_rollouter(
+    run: RunConfig,
+    backend: MegatronBackend,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    output_dir: Path,
+) -> Rollouter | None:
+    """The rollout engine and the grader; None if the run never samples. Collective."""
+    if run.debug.debug_train_only or (
+        run.algorithm.loss_type == "sft_loss" and run.eval.eval_interval is None
+    ):
+        return None
+    make_engine = rollout_engines.get(run.rollout.rollout_engine)
+    engine = make_engine(EngineContext(run, tokenizer, backend.device, output_dir))
+    if run.reward.custom_rm_path is None and dist.get_rank() == 0:
+        for words in confinement.unenforced():
+            logger.warning(f"graders run without {words}")
+    custom = custom_generate(run)
+    if run.agents.given:
+        from slime_like.agents.rollouts import agent_generate
+
+        custom = agent_generate(run, tokenizer, dist.get_rank())
+    return Rollouter(
+        engine,
+        Grader(**dataclasses.asdict(run.reward)),
+        tokenizer,
+        seed=run.data.rollout_seed,
+        custom_generate=custom,
+        sample_hook=sample_hook(run),
+        sample_buffer_size=run.rollout.sample_buffer_size,
+    )
+
+
+def make_teacher(
+    run: RunConfig, tokenizer: PreTrainedTokenizerBase
+) -> ServedTeacher | TeacherPrompts | None:
+    """The served teacher (checked to respond and to share the policy's tokenizer), or the prompt
+    builder of self-distillation; None without either. Collective; raises RunError."""
+    config = run.distillation
+    if config.teaches_itself:
+        keys = RowKeys.of(run.data.prompt_data or "", run.data)
+        form = PromptFormat(run.data, tokenizer, keys=keys, teaches_itself=True)
+        return TeacherPrompts(config, form, run.gpt.max_position_embeddings)
+    if not config.served:
+        return None
+    assert config.opd_teacher_url is not None
+    urls = tuple(server_url(address) for address in config.opd_teacher_url)
+    settings = TeacherSettings(
+        urls,
+        config.opd_teacher_timeout_s,
+        config.opd_teacher_attempts,
+        config.opd_teacher_concurrency,
+    )
+    teacher = ServedTeacher(settings, tokenizer)
+    teacher.probe()
+    return teacher
