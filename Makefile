@@ -1,26 +1,26 @@
-# make demo: a whole RL run on the CPU. make test: the tests. Both install what is missing into .venv first.
+# make demo: an RL run on the CPU. make test: the tests. Both first install what is missing into .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS ?= dev
-# what make test-slow runs; continuous integration takes a part of it
+# tests of make test-slow; continuous integration runs a subset
 SLOW ?= tests
-# processes that share the test files; a distributed test starts 2 to 4 more
+# pytest workers; a distributed test starts 2 to 4 more processes
 TEST_WORKERS ?= 3
-# of torch, in each of them
+# torch threads per worker
 TEST_THREADS ?= 1
 TESTS ?= tests
 PYTEST := OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile
 
-# Of our own modules too, where an image switches it off: hundreds of processes import them.
+# Write bytecode even if the image disables it: hundreds of test processes import our modules.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: install demo test test-extended test-slow test-processors fuzz test-learning test-slurm sglang-env test-sglang cookbook-env test-cookbook newest-env test-newest see-env test-see trl-env bench-trl gpu-check docs-env docs lint format typecheck flags parity parity-full clean
 
 install: $(STAMP)
 
-# The constraints file names one torch: pip takes its CPU build where one is offered, and nothing else pulls another.
+# constraints.txt pins torch. Installing it first lets pip take a CPU build if the index offers one.
 $(STAMP): pyproject.toml constraints.txt setup.py
 	@echo "install 1/4: a virtual environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -40,75 +40,75 @@ demo: install
 test: install
 	$(PYTEST) -m "not slow and not extended and not gpu and not slurm and not sglang and not cookbook and not see and not learning" $(TESTS)
 
-# more layouts, kills and servers of what make test does once
+# more layouts, kills and servers than make test
 test-extended: install
 	$(PYTEST) -m "extended and not slow and not see" $(TESTS)
 
 test-slow: install
 	$(PYTEST) -m "slow and not sglang and not cookbook and not see" $(SLOW)
 
-# make test as a processor with fewer instructions than this one does it, and with other numbers of threads.
+# make test with smaller CPU instruction sets and other numbers of threads
 test-processors:
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 $(MAKE) test TEST_THREADS=2
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(MAKE) test TEST_THREADS=4
 	ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE MKL_ENABLE_INSTRUCTIONS=AVX512 $(MAKE) test
 
-# what make fuzz starts from; another seed, other cases
+# seed of make fuzz
 FUZZ_SEED ?= 0
 
-# Hypothesis-driven answers of engines, checkpoints, rows and API bodies, for about an hour.
+# Hypothesis-generated engine answers, checkpoints, rows and API bodies; about an hour
 fuzz: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --timeout 7200 --hypothesis-profile long --hypothesis-seed $(FUZZ_SEED) tests/fuzz
 
-# seeds of make test-learning, as LEARNING_SEEDS="1 2 3"
+# seeds of make test-learning, for example LEARNING_SEEDS="1 2 3"
 LEARNING_SEEDS ?= 1
 
-# Runs from random weights that must reach a reward; minutes each.
+# runs from random weights that must reach a reward; minutes each
 test-learning: install
 	LEARNING_SEEDS="$(LEARNING_SEEDS)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m learning tests/learning
 
-# -rs prints why tests are skipped, where SLURM is not installed
+# -rs prints why tests are skipped if SLURM is not installed
 test-slurm: install
 	SGLANG_ENV=$(SGLANG_ENV) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs -m "slurm" tests/slurm
 
-# SGLang without a GPU, in an environment of its own (2.5 GB); one that is there already can be named.
+# SGLang on the CPU, in a separate environment (2.5 GB); may point to an existing one
 SGLANG_ENV ?= $(CURDIR)/.venv-sglang
 
 sglang-env:
 	PYTHON=$(PYTHON) bash scripts/sglang_cpu/make_env.sh $(SGLANG_ENV)
 
-# Real servers, a router, and whole runs; minutes.
+# real servers, a router, and end-to-end runs; minutes
 test-sglang: install sglang-env
 	SGLANG_ENV=$(SGLANG_ENV) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m sglang tests/sglang
 
-# tinker-cookbook, which pins another transformers, in an environment of its own (2 GB).
+# tinker-cookbook pins another transformers, so it has a separate environment (2 GB)
 COOKBOOK_ENV ?= $(CURDIR)/.venv-cookbook
 
 cookbook-env:
 	PYTHON=$(PYTHON) bash scripts/make_cookbook_env.sh $(COOKBOOK_ENV)
 
-# Its loops against a server; minutes.
+# tinker-cookbook's loops against a server; minutes
 test-cookbook: install cookbook-env
 	COOKBOOK_ENV=$(COOKBOOK_ENV) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m cookbook tests/cookbook
 
-# The newest Python that is here (pyenv's too), in an environment of its own, where pip takes the newest megatron-core that this Python may have:
-# 0.17 and later want Python 3.12.
+# An environment with the newest installed Python (pyenv's included) and the newest megatron-core for it;
+# 0.17 and later need Python 3.12.
 PYENV_PYTHONS := $(foreach version,3.13 3.12,$(lastword $(sort $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/$(version).*/bin/python))))
 NEWEST_PYTHON ?= $(shell for python in python3.13 python3.12 $(PYENV_PYTHONS); do if $$python -c "" 2>/dev/null; then echo $$python; break; fi; done)
 NEWEST_ENV := .venv-newest
-# what make test-newest runs; continuous integration takes a part of it
+# tests of make test-newest; continuous integration runs a subset
 NEWEST_TESTS ?= tests
 
 newest-env:
 	@test -n "$(NEWEST_PYTHON)" || { echo "no newer megatron-core is tested: neither Python 3.13 nor 3.12 is here; NEWEST_PYTHON=... names one"; exit 1; }
 	$(MAKE) install VENV=$(NEWEST_ENV) PYTHON=$(NEWEST_PYTHON)
 
-# Then a checkpoint of .venv's megatron-core is read by .venv-newest's, and back.
+# Also resumes checkpoints of .venv's megatron-core under .venv-newest's, and back.
 test-newest: install newest-env
 	$(MAKE) test VENV=$(NEWEST_ENV) PYTHON=$(NEWEST_PYTHON) TESTS="$(NEWEST_TESTS)"
 	OTHER_PYTHON=$(CURDIR)/$(NEWEST_ENV)/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs tests/dist/test_releases.py
 
-# The packages of the trackers, of the site and of a browser's remote control: 1 GB over those of .venv, which it reads too.
+# Packages of the trackers, the site and browser automation: 1 GB on top of .venv, which it imports from.
 SEE_ENV ?= .venv-see
 
 see-env: $(SEE_ENV)/.installed
@@ -120,12 +120,12 @@ $(SEE_ENV)/.installed: pyproject.toml constraints.txt $(STAMP)
 	$(SEE_ENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[see]"
 	@touch $@
 
-# The report and the site in a headless Chromium (apt-get install chromium), by axe-core too, and the trackers' files. -rs prints why tests
-# are skipped, where there is no browser.
+# The report and the site in headless Chromium (apt-get install chromium), also with axe-core, and the trackers' files.
+# -rs prints why tests are skipped if there is no browser.
 test-see: see-env
 	OMP_NUM_THREADS=1 $(SEE_ENV)/bin/python -m pytest -q -rs -m see tests/see
 
-# TRL in an environment of its own, to compare a step with.
+# TRL in a separate environment, to compare the time of a step
 TRL_ENV ?= .venv-trl
 
 trl-env:
@@ -136,7 +136,7 @@ trl-env:
 bench-trl: install trl-env
 	$(BIN)/python benchmarks/bench_against_trl.py --trl-python $(TRL_ENV)/bin/python
 
-# The documents as a site in outputs/site, in an environment of its own; a warning is an error.
+# The documentation site in outputs/site, built in a separate environment; warnings are errors.
 DOCS_ENV ?= .venv-docs
 
 docs-env: $(DOCS_ENV)/.installed
@@ -150,7 +150,7 @@ $(DOCS_ENV)/.installed: pyproject.toml
 docs: docs-env
 	NO_MKDOCS_2_WARNING=1 $(DOCS_ENV)/bin/python -m mkdocs build --strict --quiet
 
-# On one GPU, in at most ten minutes: does everything work there, and how fast? CHECKS="--rehearse" is without one.
+# Checks function and speed on one GPU in at most ten minutes; CHECKS="--rehearse" runs without one.
 CHECKS ?=
 
 gpu-check: install

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# A whole RL run without a GPU: a tiny Qwen3 model is created, warm-started by supervised fine-tuning, then trained with GRPO
-# advantages. The task is reasoning-gym's spell_backward; the held-out words are never trained on.
+# An RL run without a GPU: create a tiny Qwen3 model, fine-tune it, then train it with GRPO advantages.
+# The task is reasoning-gym's spell_backward; held-out words are never trained on.
 #
 #   bash scripts/demo.sh                          SAPO, tensor parallel 2
 #   LOSS=ppo LAYOUT=pp2 bash scripts/demo.sh      another loss; LAYOUT is tp2, pp2, dp2 or one (a single process)
-#   ENGINE=sglang MODE=async bash scripts/demo.sh  responses from an SGLang server that the run starts (make sglang-env), while it trains
+#   ENGINE=sglang MODE=async bash scripts/demo.sh  sample on an SGLang server during training (make sglang-env)
 #
-# Everything lands in $OUTPUT (default outputs/demo-<loss>-<layout>): sft/ and rl/ with metrics.jsonl, report.png, TensorBoard and hf/.
-# START=<output of another demo> takes its prompts and warm-started model. scripts/demo_engines.sh compares engines so.
+# The output is in $OUTPUT (default outputs/demo-<loss>-<layout>): sft/ and rl/, each with metrics.jsonl,
+# report.png, TensorBoard files and hf/. START=<output of another demo> reuses its prompts and fine-tuned model,
+# as scripts/demo_engines.sh does to compare engines.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}

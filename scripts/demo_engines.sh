@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# The demo through each engine, synchronous and asynchronous, from one warm-started model; ends with a table of scores and seconds by phase.
+# Run the demo with each engine, synchronously and asynchronously, from one fine-tuned model, and print a table of
+# scores and seconds by phase.
 #
 #   bash scripts/demo_engines.sh
 #   RUNS="sglang-sync sglang-async" ROLLOUTS=40 bash scripts/demo_engines.sh
 #
 # A run is an engine (local; sglang: --rollout-engine sglang) and a mode (sync; async: --async-rollout --max-staleness 1).
-# SGLang: make sglang-env, or SGLANG_ENV, or SGLANG_PYTHON. One process trains here and one server samples, so that two cores are shared out;
-# LAYOUT is as in demo.sh. Everything lands in $OUTPUT, a folder for each run.
+# SGLang: make sglang-env, or SGLANG_ENV, or SGLANG_PYTHON. One process trains and one server samples, one core each;
+# LAYOUT is as in demo.sh. $OUTPUT has one folder per run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A virtual environment with tinker-cookbook, beside the trainer's own: the cookbook pins other versions of transformers. 2 GB.
+# Create a separate virtual environment for tinker-cookbook, which pins other versions of transformers. 2 GB.
 #
 #   bash scripts/make_cookbook_env.sh [folder, by default $COOKBOOK_ENV or .venv-cookbook]
 set -euo pipefail

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# GRPO advantages with the SAPO loss on GSM8K, one process on one GPU. The command line is checked by a test; nobody has run it on a
-# GPU yet, so take batch sizes and learning rate as a start.
+# GRPO advantages with the SAPO loss on GSM8K, one process on one GPU. A test checks the command line, but it has not
+# been run on a GPU: treat batch sizes and learning rate as a starting point.
 #
 #   MODEL=models/Qwen3-0.6B TRAIN=gsm8k/train.parquet TEST=gsm8k/test.parquet bash scripts/run_one_gpu.sh [more flags of train.py]
 #

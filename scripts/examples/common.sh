@@ -1,8 +1,8 @@
 # shellcheck shell=bash
-# Sourced by the recipes beside it: the settings that they share.
+# Settings shared by the recipes in this folder, which source it.
 #
-# Without variables a recipe trains the demo's tiny model on the CPU, from a supervised warm start that the first call makes (a minute). With
-# these it trains a model of yours on one GPU, on files with the fields question and answer, as GSM8K has them (not run on a GPU yet):
+# Without variables a recipe trains the demo's tiny model on the CPU; the first call fine-tunes it (a minute). With these
+# it trains your model on one GPU, on files with GSM8K's fields question and answer (not run on a GPU yet):
 #
 #   MODEL=models/Qwen3-0.6B TRAIN=gsm8k/train.parquet TEST=gsm8k/test.parquet bash scripts/examples/grpo.sh [more flags of train.py]
 set -euo pipefail
@@ -38,7 +38,7 @@ else
   )
 fi
 
-# Run train.py with the shared settings and those of the recipe; the caller's flags come last and win.
+# Run train.py with the shared settings and the recipe's; the caller's flags come last and take precedence.
 train() {
   exec "$PYTHON" train.py --hf-checkpoint "$MODEL" --apply-chat-template --rollout-shuffle --num-steps-per-rollout 4 \
     --rollout-max-response-len "$MAX_RESPONSE_LEN" --output-dir "$OUTPUT" --save-hf "$OUTPUT/hf" "${SHARED[@]}" "$@"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# DAPO, arXiv 2503.14476: clip-higher and every token weighted alike, no KL. Its penalty for long responses belongs into a reward. Its dynamic
-# sampling is --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std
+# DAPO, arXiv 2503.14476: clip-higher, equal weight per token, no KL. Put its length penalty into the reward. For its
+# dynamic sampling add --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std
 #
 #   bash scripts/examples/dapo.sh [more flags of train.py]        variables: see common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Dr. GRPO, arXiv 2503.20783: no division by the standard deviation of the group, none by the length of the response.
+# Dr. GRPO, arXiv 2503.20783: divides neither by the group's standard deviation nor by the response length.
 #
 #   bash scripts/examples/dr_grpo.sh [more flags of train.py]        variables: see common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO, arXiv 2402.03300: rewards relative to their group, a clipped ratio, every response weighted alike, KL to the first model in the loss.
+# GRPO, arXiv 2402.03300: group-relative rewards, a clipped ratio, equal weight per response, KL to the initial model.
 #
 #   bash scripts/examples/grpo.sh [more flags of train.py]        variables: see common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GSPO, arXiv 2507.18071: the ratio of the whole response, clipped in a narrow range.
+# GSPO, arXiv 2507.18071: one ratio per response, clipped to a narrow range.
 #
 #   bash scripts/examples/gspo.sh [more flags of train.py]        variables: see common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# IcePop, arXiv 2510.18855: tokens where trainer and sampler are far apart are dropped, the others weighted by their ratio.
+# IcePop, arXiv 2510.18855: drops tokens where trainer and sampler disagree, and weights the others by their ratio.
 #
 #   bash scripts/examples/icepop.sh [more flags of train.py]        variables: see common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

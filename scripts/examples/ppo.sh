@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# PPO with a critic, arXiv 1707.06347 and 1506.02438: a value model foretells the reward at every token; generalised advantages, whitened.
+# PPO with a critic, arXiv 1707.06347 and 1506.02438: a value model predicts the return at every token; whitened GAE.
 #
 #   bash scripts/examples/ppo.sh [more flags of train.py]        variables: see common.sh, and CRITIC_LR
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# REINFORCE++, arXiv 2501.03262: no groups; KL in the reward of each token, advantages whitened over the rollout.
+# REINFORCE++, arXiv 2501.03262: no groups; token-level KL in the reward, advantages whitened over the rollout.
 #
 #   bash scripts/examples/reinforce_plus_plus.sh [more flags of train.py]        variables: see common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

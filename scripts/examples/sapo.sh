@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# SAPO, arXiv 2511.20347: a soft gate in place of the clip.
+# SAPO, arXiv 2511.20347: a soft gate instead of the clip.
 #
 #   bash scripts/examples/sapo.sh [more flags of train.py]        variables: see common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

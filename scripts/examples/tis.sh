@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO with truncated importance sampling of each token: corrects for a sampler whose log-probs are not the trainer's.
+# GRPO with token-level truncated importance sampling, which corrects for differences between sampler and trainer.
 #
 #   bash scripts/examples/tis.sh [more flags of train.py]        variables: see common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

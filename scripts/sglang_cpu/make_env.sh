@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A virtual environment with SGLang that runs without a GPU, beside the trainer's own, for the two pin different versions. 2.5 GB.
+# Create a separate virtual environment for SGLang on the CPU; it pins other versions than the trainer. 2.5 GB.
 #
 #   bash scripts/sglang_cpu/make_env.sh [folder, by default $SGLANG_ENV or .venv-sglang]
 set -euo pipefail

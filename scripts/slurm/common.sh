@@ -1,10 +1,11 @@
 # shellcheck shell=bash
-# What the batch scripts here share; sourced by them. They run on the first node of the job, where rank 0 runs too.
+# Shared by the batch scripts, which source it. They run on the first node of the job, like rank 0.
 #
-# How a job is preempted. SLURM sends SIGTERM to the trainer (preemption, scancel --signal=TERM, scontrol requeue) or to the batch script
-# (two minutes before the time limit, see --signal below). The ranks finish their rollout, save, and end with status 75, which rank 0 writes
-# into $STATE/status, since torchrun has one status for every failure. The job then puts itself back into the queue under its own number, and
-# goes on from its checkpoint. Where requeueing is off it ends with status 75 instead: submit it again.
+# Preemption. SLURM sends SIGTERM to the trainer (preemption, scancel --signal=TERM, scontrol requeue) or to the batch
+# script (two minutes before the time limit, see --signal below). The ranks finish their rollout, save, and exit with
+# status 75. Rank 0 writes it to $STATE/status, because torchrun has the same status for every failure. The job then
+# requeues itself under the same id and resumes from its checkpoint. If requeueing is disabled it exits with status 75
+# instead: submit it again.
 
 : "${SLURM_JOB_ID:?run this with sbatch}"
 export REPOSITORY=${REPOSITORY:-$SLURM_SUBMIT_DIR}
@@ -18,7 +19,7 @@ MAX_REQUEUES=${MAX_REQUEUES:-100}
 MAX_RESTARTS=${MAX_RESTARTS:-10}
 RESTART_WAIT_S=${RESTART_WAIT_S:-30}
 TERMINATED=
-HOSTS=() # one a node of the job, in SLURM's order
+HOSTS=() # one per node of the job, in SLURM's order
 while read -r host; do HOSTS+=("$host"); done < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR=${MASTER_ADDR:-${HOSTS[0]}}
 STATE=$(mktemp -d)
@@ -27,15 +28,15 @@ export SLIME_LIKE_STATUS_FILE=$STATE/status
 trap 'rm -rf "$STATE"' EXIT
 cd "$REPOSITORY" || exit
 
-# nodes_left NODES: of the first NODES nodes of the job those that SLURM hears of.
+# nodes_left NODES: the first NODES nodes of the job that still respond to SLURM.
 nodes_left() {
   local first
   first=$(IFS=,; echo "${HOSTS[*]:0:$1}")
   sinfo --noheader --Node --nodes "$first" --format '%N %t' | awk '$2 !~ /^down|\*$/ && !seen[$1]++ { print $1 }'
 }
 
-# run_trainer NODES FLAG...: train on the first NODES nodes, until it ends; sets STATUS. With MIN_NODES, when a node is lost, it is
-# started again on those that are left, from the newest checkpoint.
+# run_trainer NODES FLAG...: train on the first NODES nodes until it ends; sets STATUS. With MIN_NODES, restart on the
+# remaining nodes from the newest checkpoint when a node is lost.
 run_trainer() {
   local most=$1 starts=0 left
   shift
@@ -58,7 +59,7 @@ run_trainer() {
   done
 }
 
-# start_trainer NODES LIST FLAG...: on these nodes, or where LIST is empty on the first ones.
+# start_trainer NODES LIST FLAG...: on the nodes of LIST, or on the first NODES if it is empty.
 start_trainer() {
   local nodes=$1 where=(--relative 0)
   if [[ -n $2 ]]; then where=(--nodelist "$2"); fi
@@ -77,7 +78,7 @@ start_trainer() {
   wait "$srun" || STATUS=$?
 }
 
-# finish: end the job as the trainer ended, or put it back into the queue.
+# finish: exit like the trainer, or requeue the job.
 finish() {
   local left
   left=$(cat "$STATE/status" 2>/dev/null || true)

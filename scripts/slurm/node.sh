@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One node's part of the trainer, as a task of srun: torchrun with the ranks of this node. Variables come from common.sh.
+# The trainer on one node, as a task of srun: torchrun with the ranks of this node. Variables come from common.sh.
 set -euo pipefail
 
 answers() { timeout 5 bash -c "exec 3<>/dev/tcp/$MASTER_ADDR/$MASTER_PORT" 2>/dev/null; }
@@ -8,7 +8,7 @@ fail() {
   exit 1
 }
 
-# torchrun tells neither in words that name all of host, port and node, and waits for a quarter of an hour
+# torchrun waits a quarter of an hour, and its error does not name host, port and node
 if ((SLURM_NODEID == 0)); then
   echo "$SLURM_STEP_ID" >"$STATE/step"
   if answers; then fail "port $MASTER_PORT of $MASTER_ADDR is in use by another program; give another MASTER_PORT"; fi
