@@ -139,13 +139,10 @@ PASSED_ON: Mapping[str, str] = {
     "--sglang-": "sglang_server_flags",
     "--router-": "sglang_router_flags",
 }
-_MUON = (
-    "megatron-core's Muon needs the package emerging_optimizers, which has to be built from source"
-)
 # field name -> value -> reason
 VALUES_NOT_IMPLEMENTED: Mapping[str, Mapping[str, str]] = {
     "rm_type": {"random": "this reward"},
-    "optimizer": dict.fromkeys(("muon", "dist_muon"), _MUON),
+    "optimizer": {"dist_muon": "Muon with its state shared out over data-parallel ranks; use muon"},
     "moe_router_load_balancing_type": {"sinkhorn": "this balancing"},
     "rollout_engine": {"vllm": "this engine"},
 }

@@ -62,12 +62,15 @@ SUPPORTED = frozenset(
     moe_router_bias_update_rate moe_token_dispatcher_type moe_expert_capacity_factor moe_pad_expert_input_to_capacity
     moe_token_drop_policy moe_enable_deepep moe_grouped_gemm moe_permute_fusion moe_router_fusion
     lr min_lr decoupled_lr decoupled_min_lr weight_decay apply_wd_to_qk_layernorm optimizer adam_beta1 adam_beta2 adam_eps decoupled_weight_decay sgd_momentum clip_grad
+    muon_momentum muon_split_qkv muon_use_nesterov muon_nesterov muon_scale_mode muon_fp32_matmul_prec muon_coefficient_type muon_num_ns_steps muon_tp_mode muon_extra_scale_factor
     use_precision_aware_optimizer exp_avg_dtype exp_avg_sq_dtype main_grads_dtype main_params_dtype
     optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params
     use_distributed_optimizer overlap_param_gather overlap_grad_reduce grad_reduce_in_fp32 align_param_gather
     bucket_size pad_buckets_for_high_nccl_busbw average_in_collective
     """.split()  # noqa: SIM905
 )
+# Of these, fields that not every supported release has.
+OF_SOME_RELEASES = frozenset({"muon_use_nesterov", "muon_nesterov", "muon_coefficient_type"})
 # Decided here, by what the trainer does or by other flags; no flag of their own.
 OURS = frozenset(
     """
@@ -89,6 +92,8 @@ SPELLINGS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "overlap_p2p_comm": (("--overlap-p2p-communication",), ("--no-overlap-p2p-communication",)),
     "num_layers_in_first_pipeline_stage": (("--decoder-first-pipeline-num-layers",), ()),
     "num_layers_in_last_pipeline_stage": (("--decoder-last-pipeline-num-layers",), ()),
+    "muon_split_qkv": ((), ("--muon-no-split-qkv",)),
+    "muon_nesterov": (("--muon-use-nesterov",), ("--no-muon-use-nesterov",)),
 }
 # Values that work here: a release may have more.
 CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -99,7 +104,11 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "moe_router_dtype": ("fp32", "fp64"),
     "moe_token_drop_policy": ("probs", "position"),
     "attention_backend": ("flash", "fused", "unfused", "local", "auto"),
-    "optimizer": ("adam", "sgd"),
+    "optimizer": ("adam", "sgd", "muon"),
+    "muon_scale_mode": ("spectral", "unit_rms_norm", "shape_scaling"),
+    "muon_fp32_matmul_prec": ("medium", "high", "highest"),
+    "muon_coefficient_type": ("simple", "quintic", "polar_express", "aol"),
+    "muon_tp_mode": ("duplicated", "distributed", "blockwise"),
     "recompute_modules": ("core_attn", "mlp", "layernorm", "moe", "shared_experts"),
     "cp_comm_type": ("p2p", "all_gather", "a2a"),
     "moe_token_dispatcher_type": ("alltoall", "allgather", "flex"),
@@ -129,6 +138,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "pin_cpu_grads": ("optimizer_cpu_offload",),
     "pin_cpu_params": ("optimizer_cpu_offload",),
     "overlap_param_gather": ("use_distributed_optimizer", "overlap_grad_reduce"),
+    **{name: ("optimizer=muon",) for name in SUPPORTED if name.startswith("muon_")},
 }
 DEFAULT_WORDS = {
     "num_layers": "from --hf-checkpoint",
@@ -156,6 +166,7 @@ DEFAULT_WORDS = {
     **dict.fromkeys(OPTIMIZER_DTYPES, "fp32"),
     "optimizer_offload_fraction": "1.0",
     "lr": "none; it has to be given",
+    "muon_tp_mode": "duplicated",
     "min_lr": "0.0",
     "grad_reduce_in_fp32": "on with --bf16, else off",
     "bias_activation_fusion": "on with CUDA and Transformer Engine",

@@ -280,6 +280,7 @@ def _optimizer(build: Build) -> object:
     values = {
         "min_lr": 0.0,
         "optimizer_offload_fraction": 1.0,
+        "muon_tp_mode": "duplicated",
         **build.values,
         "params_dtype": _dtype(build),
     }

@@ -73,14 +73,13 @@ def _samples(values: Mapping[str, object]) -> bool:
 
 def _defaults(given: ParsedArgs) -> None:
     values = given.values
+    is_adam = values.get("optimizer", "adam") == "adam"  # no other state can be shared out
     for name, value in DEFAULTS.items():
-        if name not in given.bad:
+        if name not in given.bad and (is_adam or name != "use_distributed_optimizer"):
             values.setdefault(name, value)
     gpus = slime_world_size(values)
     if values.get("colocate") and values.get("rollout_num_gpus", gpus) != gpus:
         _drop(given, "rollout_num_gpus", "with --colocate servers get all GPUs of the trainer")
-    if values.get("optimizer", "adam") not in ("adam", "muon"):
-        values.pop("use_distributed_optimizer")
 
 
 def _drop(given: ParsedArgs, dest: str, why: str) -> None:

@@ -37,6 +37,7 @@ from arguments.rules.layout import (
     latent_attention_with_context_parallel,
 )
 from arguments.rules.moe import MOE_RULES, MOE_WARNINGS
+from arguments.rules.muon import MUON_RULES, blocks_of_the_layout
 from arguments.rules.network import NETWORK_RULES
 from arguments.rules.profiling import PROFILING_RULES
 from arguments.rules.scheduling import SCHEDULING_RULES
@@ -100,7 +101,7 @@ RULES: tuple[Rule, ...] = (
     *PARALLEL_RULES, *NETWORK_RULES, *MOE_RULES, *BATCH_RULES, *MICRO_BATCH_RULES,
     kl_in_one_place, kl_needs_a_reference, reduction_fits_the_loss, *SUPERVISED_RULES, *LOSS_RULES,
     *CORRECTION_RULES, *ADVANTAGE_RULES, *CRITIC_RULES, critic_layout_is_possible, *LORA_RULES, *DISTILLATION_RULES,
-    *STEP_RULES, *OPTIMIZER_RULES, *LEARNING_RATE_RULES, *DATA_RULES, *SCHEDULING_RULES, *AGENT_RULES, *SGLANG_RULES, *FILE_RULES, *PROFILING_RULES, only_the_server_has_these,
+    *STEP_RULES, *OPTIMIZER_RULES, *MUON_RULES, *LEARNING_RATE_RULES, *DATA_RULES, *SCHEDULING_RULES, *AGENT_RULES, *SGLANG_RULES, *FILE_RULES, *PROFILING_RULES, only_the_server_has_these,
 )  # fmt: skip
 
 
@@ -163,7 +164,7 @@ def truncated_sampling(s: Settings) -> str | None:
 WARNINGS: tuple[Warn, ...] = (
     reduction_is_recommended, k1_in_the_loss, groups_of_one, ratios_are_one, truncated_sampling,
     wide_gspo_range, gdpo_of_one_reward, gmpo_needs_one_advantage, sapo_needs_a_group, idle_advantage_settings, nothing_to_learn,
-    *MOE_WARNINGS, *OPTIMIZER_WARNINGS, nothing_to_overlap, latent_attention_with_context_parallel,
+    *MOE_WARNINGS, *OPTIMIZER_WARNINGS, blocks_of_the_layout, nothing_to_overlap, latent_attention_with_context_parallel,
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from arguments.schema import ScheduleConfig
 from megatron_patches.torch_adam_ckpt import init_adam_state
 from slime_like.distributed.collectives import gather
+from slime_like.megatron.muon import build_muon, init_momentum, is_muon
 
 LARGEST_UPDATE = 1e38  # of float32, which ends at 3.4e38
 
@@ -25,6 +26,8 @@ def build_optimizer(
     config: OptimizerConfig, chunks: Sequence[DistributedDataParallel]
 ) -> MegatronOptimizer:
     """megatron-core's optimizer over the wrapped chunks."""
+    if config.optimizer == "muon":
+        return build_muon(config, chunks)
     return get_megatron_optimizer(config, list(chunks))
 
 
@@ -76,7 +79,8 @@ def resume_schedule(scheduler: OptimizerParamScheduler, saved: dict[str, object]
     ]
 
 
-LIMITS = ("max_lr", "min_lr", "start_wd", "end_wd")
+# The last two are one setting of Muon's, by release.
+LIMITS = ("max_lr", "min_lr", "start_wd", "end_wd", "momentum", "momentum_beta")
 
 
 @contextmanager
@@ -157,10 +161,12 @@ def plain_optimizers(optimizer: object) -> list[Any]:
 
 
 def allocate_moments(optimizer: MegatronOptimizer) -> None:
-    """The state that torch's Adam would make in its first step."""
-    for adam in plain_optimizers(optimizer):
-        if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
-            init_adam_state(adam)
+    """The state that torch's Adam, or Muon, would make in its first step."""
+    for plain in plain_optimizers(optimizer):
+        if isinstance(plain, torch.optim.Adam | torch.optim.AdamW):
+            init_adam_state(plain)
+        elif is_muon(plain):
+            init_momentum(plain)
 
 
 def main_parameters(optimizer: MegatronOptimizer) -> list[Tensor]:

@@ -16,6 +16,7 @@ from arguments.megatron_configs import MegatronConfigs
 from arguments.schema import GPTModelConfig
 from slime_like.megatron.frozen_parameters import FrozenParameters
 from slime_like.megatron.model.gpt import build_chunks, to_model_precision, wrap_for_training
+from slime_like.megatron.muon import has_muon
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.weights.meta_model import OnMeta
 
@@ -104,7 +105,7 @@ def gradient_bytes(rank: OneRank) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerBytes:
-    """main: fp32 parameters, where those of the model are narrower. moments: of Adam. host: what
+    """main: fp32 parameters, where those of the model are narrower. moments: of Adam or Muon. host: what
     --optimizer-cpu-offload keeps off the device. step: beyond the gradient buffers, held while a
     step is taken. elements: stepped by this rank."""
 
@@ -145,6 +146,9 @@ def optimizer_bytes(rank: OneRank, *, gpu: bool) -> OptimizerBytes:
         remainders = gpu and optimizer.main_params_dtype is torch.float32
         main = (2 if remainders else optimizer.main_params_dtype.itemsize) * narrow
     moments = total * _moment_size(optimizer)
+    if optimizer.optimizer == "muon":  # a momentum in place of two moments
+        parameters = [p for buffer in rank.buffers for p in buffer.params]
+        moments -= 4 * sum(p.numel() for p in parameters if has_muon(p))
     if optimizer.optimizer_cpu_offload:
         share = optimizer.optimizer_offload_fraction
         away = int(share * total * (4 + _moment_size(optimizer)))

@@ -42,6 +42,7 @@ from slime_like.megatron.checkpoint.networks import (
     adapt_names,
     layouts_of,
     optimizer_kind,
+    optimizer_name,
     prefer_main_params,
     set_step,
     shape_problems,
@@ -92,6 +93,7 @@ def load_checkpoint(
             raise ValueError(
                 f"checkpoint {folder} was saved with --no-save-optim; --no-load-optim starts the optimizer afresh"
             )
+        _check_optimizer(folder, saved["optimizer"], network)
         same_layout = _same_layout(state, saved.get("layout", state["layout"]), network.layout)
         same_optimizer = same_layout and saved["optimizer"] == optimizer_kind(network)
         step = float(saved["optimizer_step"])
@@ -210,6 +212,17 @@ def is_converted(folder: Path) -> bool:
         return bool(read_trainer_state(folder).get("weights_only"))
     except ValueError:
         return False
+
+
+def _check_optimizer(folder: Path, saved: Sequence[str], network: SavedNetwork) -> None:
+    if network.optimizer is None:
+        return
+    there, here = optimizer_name(saved), optimizer_name(optimizer_kind(network))
+    if there != here:
+        raise ValueError(
+            f"checkpoint {folder} has the optimizer state of {there}, not of {here}: give "
+            f"--optimizer {there}, or --no-load-optim to start the optimizer afresh"
+        )
 
 
 def _check_model(folder: Path, saved: Mapping[str, object], model: Mapping[str, object]) -> None:

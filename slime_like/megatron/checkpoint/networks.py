@@ -19,8 +19,8 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_patches.torch_adam_ckpt import init_adam_state
-from slime_like.megatron.optimizer import plain_optimizers
+from slime_like.megatron.muon import is_muon
+from slime_like.megatron.optimizer import allocate_moments, plain_optimizers
 from slime_like.megatron.parallel_layout import ParallelLayout, in_own_layout
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ EXTRA_STATE = "_extra_state"  # of fp8, which no flag asks for
 # in fp32 has the weights themselves
 MAIN_PARAMS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 OWN_OPTIMIZER = "own_optimizer"
+MUON = " of Muon"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +72,9 @@ def layouts_of(networks: Mapping[str, SavedNetwork]) -> dict[str, ParallelLayout
 @in_own_layout
 def sharded_state(network: SavedNetwork, *, is_loading: bool) -> dict[str, Any]:
     """Collective while saving with a distributed optimizer, whose parts are gathered."""
-    for adam in plain_optimizers(network.optimizer):
-        if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
-            init_adam_state(
-                adam
-            )  # one that has not stepped yet has no state, and what is not saved cannot be loaded
+    if network.optimizer is not None:
+        # one that has not stepped yet has no state, and what is not saved cannot be loaded
+        allocate_moments(network.optimizer)
     metadata = dict(METADATA)  # megatron-core writes its process group into it
     state: dict[str, Any] = {
         f"model{i}": chunk.sharded_state_dict(metadata=metadata)
@@ -155,11 +154,18 @@ def optimizer_kind(network: SavedNetwork) -> list[str]:
     """What the parts of a state depend on that are not tensors: the classes of the optimizer."""
     optimizer: object = network.optimizer
     parts = [] if optimizer is None else getattr(optimizer, "chained_optimizers", [optimizer])
-    offloaded = [
-        "" if not isinstance(part.optimizer, HybridDeviceOptimizer) else " on the CPU"
-        for part in parts
-    ]
-    return [type(part).__name__ + where for part, where in zip(parts, offloaded, strict=True)]
+    return [type(part).__name__ + _detail(part.optimizer) for part in parts]
+
+
+def _detail(plain: Any) -> str:
+    if isinstance(plain, HybridDeviceOptimizer):
+        return " on the CPU"
+    return MUON if is_muon(plain) else ""
+
+
+def optimizer_name(kinds: Sequence[str]) -> str:
+    """The value of --optimizer behind `optimizer_kind`."""
+    return "muon" if any(kind.endswith(MUON) for kind in kinds) else "adam"
 
 
 def optimizer_step(network: SavedNetwork) -> float:
@@ -186,7 +192,9 @@ def set_step(common: object, step: float, *, distributed: bool = False) -> None:
     for group in common.get("param_groups", ()):
         if "step" in group:
             group["step"] = step
-    if "param_groups" in common and not distributed:
+    # Muon has no step
+    is_adam = any("betas" in group for group in common.get("param_groups", ()))
+    if is_adam and not distributed:
         common.setdefault("state", {})["common_step"] = torch.tensor(step)
     for name, value in common.items():
         if name not in ("param_groups", "state"):

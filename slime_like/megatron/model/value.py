@@ -29,6 +29,8 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(
             torch.zeros(1, config.hidden_size, dtype=config.params_dtype)
         )
+        # megatron-core's mark of its own output layer: the optimizer treats both alike
+        self.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
         self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
         for parameter in self.parameters():
             # each rank sees its part of the sequence there, and megatron-core adds the gradients of
