@@ -3,6 +3,7 @@ not 1, through `Trainer`'s parts."""
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.forward_step import Objective
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.rollout.step_plan import flatten, mask_failed
-from tests.dist.backend_worker import make_trainer
+from slime_like.trainer.trainer import Trainer
+from tests.dist.float64 import WithoutFloat32, settings
 
 LAYOUTS: dict[str, tuple[dict[str, int], str]] = {
     "DP2": ({}, ""),
@@ -50,7 +52,8 @@ def second_step(
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Metrics, and gradients by name. flags: SUPERVISED trains cross_entropy on the recorded
     responses."""
-    with make_trainer(folder, layout, out, f"{COMMON} {flags.replace(SUPERVISED, '')}") as trainer:
+    run = settings(folder, f"{COMMON} {flags.replace(SUPERVISED, '')}")
+    with closing(Trainer(run, layout, Path(out))) as trainer:
         if SUPERVISED in flags:
             loss = policy_losses.get("cross_entropy")
             trainer.backend.objective = Objective(loss, loss.config_type(), LossTerms())
@@ -66,7 +69,7 @@ def second_step(
 def one_rank(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """Every case on one process; the gradients go to a file for `two_ranks`."""
     metrics, named = {}, {}
-    with parallel() as layout:
+    with WithoutFloat32(), parallel() as layout:
         for name, flags in arguments["cases"].items():
             metrics[name], named[name] = second_step(
                 arguments["model"], layout, arguments["out"], flags
@@ -84,7 +87,7 @@ def two_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str
     expected = torch.load(Path(arguments["out"]) / "gradients.pt", weights_only=True)
     result: dict[str, Any] = {}
     for layout_name, (sizes, more) in LAYOUTS.items():
-        with parallel(**sizes) as layout:
+        with WithoutFloat32(), parallel(**sizes) as layout:
             for name in arguments["layouts"][layout_name]:
                 flags = arguments["cases"][name]
                 metrics, found = second_step(

@@ -22,3 +22,12 @@ def alone() -> Iterator[Any]:
             yield layout
     finally:
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """What this process computes in a test is in float64."""
+    from tests.dist.float64 import WithoutFloat32
+
+    with WithoutFloat32():
+        yield

@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # is
 from slime_like.megatron.parallel_layout import ParallelLayout  # isort: skip
 from slime_like.megatron.ops.attention import PackedAttention, packed_rows  # isort: skip
 from slime_like.megatron.ops.window_attention import WindowAttention  # isort: skip
+from tests.dist.float64 import WithoutFloat32
 from tests.unit.loss_cases import OF_SINGLE_RESPONSES
 
 # --- attention ---------------------------------------------------------------------------------------------------------
@@ -45,8 +46,8 @@ def attention_differences(
     cu_seqlens[1:] = lengths.cumsum(0)
     torch.manual_seed(3)
     total = int(lengths.sum())
-    tensors = [torch.randn(total, n, 8) for n in (4, groups, groups)]
-    grad = torch.randn(total, 32)
+    tensors = [torch.randn(total, n, 8).double() for n in (4, groups, groups)]
+    grad = torch.randn(total, 32).double()
     config = TransformerConfig(
         num_layers=1,
         hidden_size=32,
@@ -64,7 +65,7 @@ def attention_differences(
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"]),
     )
     if isinstance(module, WindowAttention):
-        module.softmax_offset = torch.nn.Parameter(torch.randn(4))
+        module.softmax_offset = torch.nn.Parameter(torch.randn(4).double())
     mine = rows_of_rank(cu_seqlens, cp, layout.cp_rank)
     shared = packed_rows(cu_seqlens, cp, layout.cp_rank)
     assert shared.context is not None
@@ -216,9 +217,9 @@ def loss_differences(layout: ParallelLayout, case: str, active: str) -> dict[str
 
 def save_runs(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
     """Train on one process for every set of flags, into arguments["base"]."""
-    with parallel() as layout:
+    with WithoutFloat32(), parallel() as layout:
         runs = {
-            name: train(arguments["models"].get(name, arguments["model"]), layout, flags)
+            name: train(arguments["models"].get(name, arguments["model"]), layout, flags, "float64")
             for name, flags in arguments["losses"].items()
         }
     torch.save(runs, arguments["base"])
@@ -227,7 +228,7 @@ def save_runs(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
 def several_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """One launch for everything on this many processes."""
     result: dict[str, Any] = {"attention": {}, "losses": {}, "steps": {}}
-    with parallel(cp=world_size) as layout:
+    with WithoutFloat32(), parallel(cp=world_size) as layout:
         for case in ATTENTION_CASES:
             for groups, windows in ((4, False), (2, False), (1, False), (2, True)):
                 name = f"{case} {groups}{' windows' * windows}"
@@ -239,9 +240,9 @@ def several_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict
                 )
     base = torch.load(arguments["base"])
     for name, (sizes, flags, losses) in arguments["layouts"].items():
-        with parallel(**sizes) as layout:
+        with WithoutFloat32(), parallel(**sizes) as layout:
             for loss in losses:
                 model = arguments["models"].get(loss, arguments["model"])
-                found = train(model, layout, f"{arguments['losses'][loss]} {flags}")
+                found = train(model, layout, f"{arguments['losses'][loss]} {flags}", "float64")
                 result["steps"][f"{name}, {loss}"] = differences(found, base[loss])
     return result

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.parity.cells import sizes_of
-from benchmarks.parity.steps import in_float64, parallel
+from benchmarks.parity.steps import parallel
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.parallel_layout import ParallelLayout
-from tests.dist.backend_worker import random_samples, settings, share
+from tests.dist.backend_worker import random_samples, share
 from tests.dist.critic_worker import FLAGS, STEPS, critic_samples, critic_weights
-from tests.dist.families_worker import WithoutFloat32
+from tests.dist.float64 import WithoutFloat32, settings
 
 TP2, PP2, CP2 = (
     "--tensor-model-parallel-size 2",
@@ -70,25 +70,10 @@ def starts_alike(backend: MegatronBackend) -> bool:
     return same and not any(head.any() for head in heads)
 
 
-def train_in_float64(folder: str, layout: ParallelLayout, flags: str, out: str) -> dict[str, Any]:
-    """As `train`. In float32 what the layouts of experts' head differ by is rounding, and how much
-    depends on the processor."""
-    with WithoutFloat32():
-        # megatron-core clips gradients of float32 alone
-        return train(folder, layout, f"{flags} --clip-grad 0", out, precise=True)
-
-
-def train(
-    folder: str, layout: ParallelLayout, flags: str, out: str, *, precise: bool = False
-) -> dict[str, Any]:
+def train(folder: str, layout: ParallelLayout, flags: str, out: str) -> dict[str, Any]:
     """Values of this rank's samples, then STEPS times an optimizer step of the critic and one of
     the policy; rank 0 writes both networks' weights to `out`."""
-    run = settings(folder, FLAGS + flags)
-    if precise:
-        in_float64(run)
-        if run.critic_model is not None:
-            in_float64(run.critic_model)
-    backend = MegatronBackend(run, layout, total_steps=8)
+    backend = MegatronBackend(settings(folder, FLAGS + flags), layout, total_steps=8)
     assert backend.critic is not None
     alike = starts_alike(backend)
     if (
@@ -143,12 +128,11 @@ def several(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, 
     if world_size == 2:
         cases |= {name: (arguments["experts"], flags) for name, flags in EXPERTS.items()}
     for name, (folder, flags) in cases.items():
-        with parallel(**sizes_of(flags)) as layout:
-            how = train_in_float64 if name in EXPERTS else train
-            result[name] = how(folder, layout, flags, f"{arguments['out']}/{name}.pt")
+        with WithoutFloat32(), parallel(**sizes_of(flags)) as layout:
+            result[name] = train(folder, layout, flags, f"{arguments['out']}/{name}.pt")
             dist.barrier()
     if world_size == 2:
-        with parallel(pp=2) as layout:
+        with WithoutFloat32(), parallel(pp=2) as layout:
             flags = (
                 f"{PP2} {critics('--pipeline-model-parallel-size 1 ' + TP2)} --hidden-dropout 0.2"
             )

@@ -16,7 +16,8 @@ from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.trainer.guards import SkippedStepGate
 from slime_like.types import TrainSample
 from slime_like.weights.hf_export import export_hf_weights
-from tests.dist.backend_worker import poison_one_rank, random_samples, settings, share
+from tests.dist.backend_worker import poison_one_rank, random_samples, share
+from tests.dist.float64 import WithoutFloat32, settings
 
 STEPS = 3
 # a clip range that some values leave within three steps; see benchmarks/parity_table.py for Adam's
@@ -141,11 +142,11 @@ def two_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str
     folder, out = arguments["model"], arguments["out"]
     result: dict[str, Any] = {}
     for name, (tp, pp, vp, cp, flags) in TWO_RANKS.items():
-        with parallel(tp, pp, vp, cp=cp) as layout:
+        with WithoutFloat32(), parallel(tp, pp, vp, cp=cp) as layout:
             result[name] = train(folder, layout, flags, f"{out}/{name}.pt")
             dist.barrier()
     for name in ("DP2 distributed optimizer", "TP2 SP", "PP2"):
         tp, pp, vp, _, flags = TWO_RANKS[name]
-        with parallel(tp, pp, vp) as layout:
+        with WithoutFloat32(), parallel(tp, pp, vp) as layout:
             result[f"poison {name}"] = skipped(folder, layout, flags)
     return result

@@ -10,15 +10,16 @@ import torch
 
 from benchmarks.parity.cells import sizes_of
 from benchmarks.parity.steps import differences, parallel, train
+from tests.dist.float64 import WithoutFloat32
 
 WORDS = ("loss", "gradients", "weights", "log_probs")
 
 
 def one_rank(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
-    with parallel() as layout:
+    with WithoutFloat32(), parallel() as layout:
         torch.save(
             {
-                name: train(folder, layout, "--micro-batch-size 1")
+                name: train(folder, layout, "--micro-batch-size 1", "float64")
                 for name, folder in arguments["models"].items()
             },
             arguments["base"],
@@ -33,8 +34,9 @@ def on_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str,
     for model, flags in arguments["cases"]:
         cases.setdefault(tuple(sizes_of(flags).items()), []).append((model, flags))
     for sizes, own in cases.items():
-        with parallel(**dict(sizes)) as layout:
+        with WithoutFloat32(), parallel(**dict(sizes)) as layout:
             for model, flags in own:
-                seen = differences(train(arguments["models"][model], layout, flags), base[model])
+                mine = train(arguments["models"][model], layout, flags, "float64")
+                seen = differences(mine, base[model])
                 found[f"{model} {flags}"] = {word: seen[word] for word in WORDS}
     return found

@@ -85,6 +85,7 @@ def differences_on_all(
 ) -> dict[str, list[float]]:
     """Of four ranks the last has nothing but padding where the vocabulary has 33 tokens."""
     fused_linear_logprob.MIN_COLUMNS, fused_linear_logprob.BLOCK_ELEMENTS_CPU = 3, 16
+    torch.set_default_dtype(torch.float64)
     with parallel(world_size) as layout:
         found = {
             f"{vocab_size} {name} {sequence_parallel}": differences(

@@ -20,6 +20,7 @@ from slime_like.megatron.lora.gather import gather_factors, set_factors
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.tinker.losses import CRITIC_LOSS
 from slime_like.tinker.worker_backend import ModelHost
+from tests.dist.float64 import WithoutFloat32, precise
 
 STEPS = 2
 LENGTHS = (
@@ -36,7 +37,9 @@ ADAPTER = {"rank": 3, "seed": 5, "train_attn": True, "train_mlp": True, "train_u
 def make_host(folder: str, layout: ParallelLayout, flags: str = "") -> ModelHost:
     """With a policy and its critic, adapters both."""
     host = ModelHost(
-        parse_args(["--hf-checkpoint", folder, *flags.split()], dist.get_world_size(), SERVER),
+        precise(
+            parse_args(["--hf-checkpoint", folder, *flags.split()], dist.get_world_size(), SERVER)
+        ),
         layout,
     )
     for model in ("policy", "critic"):
@@ -101,7 +104,7 @@ def whole(host: ModelHost, *, gradient: bool = False) -> dict[str, Tensor]:
     last = network.adapters[-1].value_head
     sizes = {"weight": (1, network.config.hidden_size), "bias": (1,)}
     for name, size in sizes.items():
-        tensor = torch.zeros(size) if last is None else value(getattr(last, name)).clone()
+        tensor = torch.zeros(size).double() if last is None else value(getattr(last, name)).clone()
         source = dist.get_global_rank(host.layout.pp_group, host.layout.pp_size - 1)
         dist.broadcast(tensor, source, group=host.layout.pp_group)
         found[f"{VALUE_HEAD}.{name}"] = tensor
@@ -160,7 +163,7 @@ def layouts(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, 
     """Each layout of arguments["layouts"]: {name: flags}. A state that one layout has saved is
     loaded by the next ones."""
     for name, flags in arguments["layouts"].items():
-        with parallel(**sizes_of(flags)) as layout:
+        with WithoutFloat32(), parallel(**sizes_of(flags)) as layout:
             host = make_host(arguments["model"], layout, flags)
             start_from_noise(host)
             found = train(host)

@@ -13,7 +13,6 @@ from benchmarks.parity.cells import sizes_of
 from benchmarks.parity.steps import (
     STEPS,
     parallel,
-    settings,
     share,
     train_samples,
     weights,
@@ -24,6 +23,7 @@ from slime_like.megatron.lora import LoraNetwork
 from slime_like.megatron.lora.gather import gather_factors, set_factors
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.types import TrainBatch
+from tests.dist.float64 import WithoutFloat32, settings
 
 COMMON = (
     "--lora-rank 3 --lora-alpha 6 --lr 3e-3 --adam-eps 1e-6 --weight-decay 0.1 --clip-grad 1.0 --entropy-coef 0.01 --use-kl-loss "
@@ -89,7 +89,7 @@ def train(folder: str, layout: ParallelLayout, flags: str) -> dict[str, Any]:
 def layouts(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """Each layout of arguments["layouts"]: {name: flags}; rank 0 writes what it found."""
     for name, flags in arguments["layouts"].items():
-        with parallel(**sizes_of(flags)) as layout:
+        with WithoutFloat32(), parallel(**sizes_of(flags)) as layout:
             torch.save(
                 train(arguments["model"], layout, flags), f"{arguments['out']}/{name}-{rank}.pt"
             )

@@ -19,6 +19,7 @@ from slime_like.metrics.progress import STEP_SECONDS
 from slime_like.rollout.recording import save_rollout
 from slime_like.trainer.trainer import Trainer
 from slime_like.types import NOT_SAMPLED, Sample, SampleGroup
+from tests.dist.float64 import WithoutFloat32, precise
 
 STEPS, GROUPS, GROUP_SIZE = 2, 3, 3
 FLAGS = (
@@ -64,7 +65,8 @@ def make_sample(
 def train(folder: str, layout: Any, flags: str, out: Path) -> dict[str, Any]:
     """Both rollouts; metrics of each, and the weights in a file (of rank 0)."""
     words = f"{FLAGS} --hf-checkpoint {folder}/model --ref-load {folder}/ref --load-debug-rollout-data {folder}/rollout_{{rollout_id}} {flags}"
-    trainer = Trainer(parse_args(words.split(), dist.get_world_size()), layout, out)
+    run = precise(parse_args(words.split(), dist.get_world_size()))
+    trainer = Trainer(run, layout, out)
     rows = []
     for step in range(STEPS):
         rows.append(trainer.step(step) | trainer.progress.take_seconds())
@@ -82,7 +84,7 @@ def train(folder: str, layout: Any, flags: str, out: Path) -> dict[str, Any]:
 
 @contextmanager
 def groups_of(flags: str) -> Iterator[Any]:
-    """megatron-core's groups for the sizes in `flags`, in a world that is there already."""
+    """megatron-core's groups for the sizes in `flags`, in a world that is there already; float64."""
     words = flags.split()
 
     def size(name: str) -> int:
@@ -102,7 +104,8 @@ def groups_of(flags: str) -> Iterator[Any]:
         context_parallel_size=size("context-parallel-size"),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    yield read_layout()
+    with WithoutFloat32():
+        yield read_layout()
     parallel_state.destroy_model_parallel()
 
 

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from arguments.hf.moe import moe_layers
 from arguments.parse import parse_args
 from benchmarks.parity.cells import sizes_of
-from benchmarks.parity.steps import gradients, parallel, random_samples, settings, share, weights
+from benchmarks.parity.steps import gradients, parallel, random_samples, share, weights
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.moe import routers_of
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.types import TrainBatch, TrainSample
 from tests.dist.backend_worker import poison_one_rank
+from tests.dist.float64 import WithoutFloat32, settings
 
 ADAM = "--adam-eps 1e-6 --lr 3e-4"
 
@@ -89,7 +90,7 @@ def run_cases(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
     """For every case, by name, what `three_steps` tells. Rank 0 writes it to `out`."""
     results: dict[str, Any] = {}
     for name, (folder, flags) in arguments["cases"].items():
-        with parallel(**sizes_of(flags)) as layout:
+        with WithoutFloat32(), parallel(**sizes_of(flags)) as layout:
             results[name] = three_steps(folder, layout, flags)
     if rank == 0:
         torch.save(results, arguments["out"])
@@ -153,12 +154,14 @@ def auxiliary_gradients(rank: int, arguments: dict[str, Any]) -> None:
     count. Rank 0 writes them to `out`."""
     results: dict[str, Any] = {}
     for name, flags in arguments["cases"].items():
-        with parallel(**sizes_of(flags)) as layout:
+        with WithoutFloat32(), parallel(**sizes_of(flags)) as layout:
             backend = MegatronBackend(settings(arguments["model"], flags), layout, total_steps=8)
             silent = [
                 dataclasses.replace(s, loss_weights=0 * s.loss_weights) for s in random_samples(1)
             ]
+            torch.set_default_dtype(torch.float64)  # of the scale of auxiliary losses
             pending = backend.forward_backward(share(silent, layout))
+            torch.set_default_dtype(torch.float32)
             results[name] = gradients(backend), dict(pending.metrics)
     if rank == 0:
         torch.save(results, arguments["out"])

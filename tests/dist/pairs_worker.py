@@ -16,6 +16,7 @@ from slime_like.megatron.trained_network import TrainedNetwork
 from slime_like.rollout.step_plan import flatten
 from slime_like.trainer.trainer import Trainer
 from tests.dist.algorithms_worker import gradients
+from tests.dist.float64 import WithoutFloat32, precise
 
 # name: sizes of model parallelism, and flags; of one process
 ONE: dict[str, tuple[dict[str, int], str]] = {
@@ -42,7 +43,7 @@ def step(
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Metrics and gradients of the first step with these flags."""
     words = f"{flags} --output-dir {arguments['out']}"
-    run = parse_args(words.split(), layout.world_size)
+    run = precise(parse_args(words.split(), layout.world_size))
     trainer = Trainer(run, layout, Path(arguments["out"]))
     if trainer.backend.policy.value_head:
         give_head(trainer.backend.trained)
@@ -69,7 +70,7 @@ def one_rank(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str,
     """Metrics of each way of cutting the step; the gradients of the first are kept."""
     result: dict[str, Any] = {}
     kept = {}
-    with parallel() as layout:
+    with WithoutFloat32(), parallel() as layout:
         for kind, words in arguments["flags"].items():
             expected: dict[str, Tensor] = {}
             for name, (_, flags) in ONE.items():
@@ -91,7 +92,7 @@ def two_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str
     for case in arguments["cases"]:
         kind, name = case.split(" | ")
         sizes, flags = TWO[name]
-        with parallel(**sizes) as layout:
+        with WithoutFloat32(), parallel(**sizes) as layout:
             metrics, found = step(arguments, f"{arguments['flags'][kind]} {flags}", layout)
         result[case] = {"metrics": metrics, "apart": apart(found, expected[kind])}
     return result

@@ -13,10 +13,11 @@ import megatron_patches
 
 megatron_patches.apply()
 
-from benchmarks.parity.steps import VOCAB, parallel, random_samples, settings, share  # noqa: E402
+from benchmarks.parity.steps import VOCAB, parallel, random_samples, share  # noqa: E402
 from slime_like.megatron.backend import MegatronBackend  # noqa: E402
 from slime_like.megatron.parallel_layout import ParallelLayout  # noqa: E402
 from slime_like.types import TrainBatch, TrainSample  # noqa: E402
+from tests.dist.float64 import WithoutFloat32, settings  # noqa: E402
 
 TOP, ALPHA, COEF, RATE = 7, 0.3, 0.5, 0.25
 FLAGS = (
@@ -68,11 +69,11 @@ def one_step(folder: str, layout: ParallelLayout, flags: str) -> dict[str, Any]:
     probs[len(taught) :] = [torch.zeros_like(p) for p in probs[len(taught) :]]
     ready = [replace(s, label_weights=p) for s, p in zip(asked, probs, strict=True)]
     assert backend.teacher is not None
-    before = [p.detach().double() for c in backend.policy.chunks for p in c.parameters()]
+    before = [p.detach().clone() for c in backend.policy.chunks for p in c.parameters()]
     weights = {n: t.clone() for n, t in backend.export_weights()}
     result = backend.update(TrainBatch(tuple(ready)))
-    after = [p.detach().double() for c in backend.policy.chunks for p in c.parameters()]
-    followed = [p.detach().double() for c in backend.teacher.chunks for p in c.parameters()]
+    after = [p.detach().clone() for c in backend.policy.chunks for p in c.parameters()]
+    followed = [p.detach().clone() for c in backend.teacher.chunks for p in c.parameters()]
     return {
         "top": [t.tolist() for t in top],
         "probs": [p.tolist() for p in probs],
@@ -90,6 +91,6 @@ def one_step(folder: str, layout: ParallelLayout, flags: str) -> dict[str, Any]:
 def all_layouts(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for name, (flags, sizes) in LAYOUTS.items():
-        with parallel(**sizes) as layout:
+        with WithoutFloat32(), parallel(**sizes) as layout:
             found[name] = one_step(arguments["model"], layout, flags)
     return found

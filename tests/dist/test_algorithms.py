@@ -1,5 +1,5 @@
 """Every loss, reduction and off-policy correction on Megatron: two data-, tensor-, pipeline- or
-context-parallel ranks give the loss and the gradient of every parameter of one process, to 1e-5.
+context-parallel ranks give the loss and the gradient of every parameter of one process, in float64.
 The ratios are those of a rollout's second optimizer step, with a KL to another model and an entropy
 bonus.
 
@@ -19,6 +19,7 @@ from benchmarks.parity.ranks import run_ranks
 from benchmarks.parity_table import make_model, make_rollouts
 from slime_like.losses import LOSS_REDUCTIONS
 from tests.dist.algorithms_worker import LAYOUTS, SUPERVISED
+from tests.dist.float64 import EXACT
 from tests.unit.loss_cases import OF_SINGLE_RESPONSES
 from tests.unit.test_losses_invariance import (
     CORRECTIONS,
@@ -30,7 +31,6 @@ from tests.unit.test_losses_invariance import (
     legal,
 )
 
-LIMIT = 1e-5
 # The recorded sampler is further from the model than the bounds of the unit test allow for.
 WIDER = {
     "geometric mask": "--sequence-mask-metric geometric --geo-mask-low 0.9 --geo-mask-high 1.3",
@@ -138,12 +138,12 @@ def test_two_ranks(
     one, two = results
     for rank in two:
         found = rank[f"{case} | {layout}"]
-        assert found["apart"] <= LIMIT, found["worst"]
+        assert found["apart"] <= EXACT, found["worst"]
         for name, value in one[case].items():
             if name != "gradient" and not name.startswith(
                 "perf/"
             ):  # how a step is cut differs between layouts
-                assert found["metrics"][name] == pytest.approx(value, rel=LIMIT, abs=LIMIT), name
+                assert found["metrics"][name] == pytest.approx(value, rel=EXACT, abs=EXACT), name
 
 
 def test_the_cases_show_something(results: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:

@@ -14,6 +14,7 @@ import torch
 from benchmarks.parity.ranks import run_ranks
 from benchmarks.parity_table import GROUP_SIZE, make_model, make_rollouts
 from tests.dist import backend_worker as worker
+from tests.dist.float64 import EXACT, settings
 
 # layouts that `make test` tries; the extended tests try the others
 POISONED = ("DP2 overlap", "PP2 distributed optimizer")
@@ -158,7 +159,8 @@ def transformers_loss(
     """The PPO loss written out over each sequence alone, and its gradient by Hugging Face name."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").double()
+    model.eval()
     total = torch.zeros(())
     for s in samples:
         logits = model(s.tokens[None]).logits[0, :-1]
@@ -172,6 +174,7 @@ def transformers_loss(
     }
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("micro_batch_size", [1, 4])
 def test_one_step_is_that_of_plain_autograd(
     alone: Any, files: dict[str, str], micro_batch_size: int
@@ -180,30 +183,30 @@ def test_one_step_is_that_of_plain_autograd(
     the schedule and the conversion together give what transformers and a loss written by hand give.
     """
     flags = f"--optimizer sgd --sgd-momentum 0 --lr 0.1 --weight-decay 0 --clip-grad 0 --micro-batch-size {micro_batch_size}"
-    backend = worker.MegatronBackend(worker.settings(files["model"], flags), alone, total_steps=4)
+    backend = worker.MegatronBackend(settings(files["model"], flags), alone, total_steps=4)
     samples = worker.random_samples(1)
     before = worker.weights(backend)
     result = backend.update(worker.share(samples, alone))
     loss, gradient = transformers_loss(files["model"], samples, clip=0.2)
     after = worker.weights(backend)
-    assert result.metrics["loss"] == pytest.approx(loss, rel=1e-5)
+    assert result.metrics["loss"] == pytest.approx(loss, rel=EXACT)
     assert result.grad_norm == pytest.approx(
-        float(torch.stack([g.norm() for g in gradient.values()]).norm()), rel=1e-5
+        float(torch.stack([g.norm() for g in gradient.values()]).norm()), rel=EXACT
     )
     assert before.keys() == gradient.keys()
     for name, expected in gradient.items():
         moved = (before[name] - after[name]) / 0.1
-        assert float((moved - expected).norm() / expected.norm()) < 2e-4, (
-            name
-        )  # the difference of weights has few digits
+        assert float((moved - expected).norm() / expected.norm()) < EXACT, name
 
 
+@pytest.mark.usefixtures("float64")
 def test_log_probs_are_those_of_transformers(alone: Any, files: dict[str, str]) -> None:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(files["model"], attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(files["model"], attn_implementation="eager")
+    model.double().eval()
     backend = worker.MegatronBackend(
-        worker.settings(files["model"], "--rollout-temperature 0.7 --micro-batch-size 2"),
+        settings(files["model"], "--rollout-temperature 0.7 --micro-batch-size 2"),
         alone,
         total_steps=4,
     )
@@ -216,8 +219,8 @@ def test_log_probs_are_those_of_transformers(alone: Any, files: dict[str, str]) 
         expected = log_p.gather(1, sample.tokens[-sample.response_length :, None])[:, 0]
         entropy = -(log_p.exp() * log_p).sum(-1)
         torch.testing.assert_close(
-            found.log_probs, torch.where(sample.loss_mask, expected, 0.0), rtol=1e-5, atol=1e-5
+            found.log_probs, torch.where(sample.loss_mask, expected, 0.0), rtol=EXACT, atol=EXACT
         )
         torch.testing.assert_close(
-            found.entropy, torch.where(sample.loss_mask, entropy, 0.0), rtol=1e-5, atol=1e-5
+            found.entropy, torch.where(sample.loss_mask, entropy, 0.0), rtol=EXACT, atol=EXACT
         )

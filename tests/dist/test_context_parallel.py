@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.parity.ranks import run_ranks
 from benchmarks.parity_table import make_model
+from tests.dist.float64 import EXACT
 
-LIMIT = 1e-5
 REDUCTION = "--loss-reduction sequence_mean"
 SCALED = "scaled rotary embedding"
 LOSSES = {
@@ -119,7 +119,7 @@ def check_attention(ranks: list[dict[str, Any]]) -> None:
     beyond its end."""
     for rank in ranks:
         for name, seen in rank["attention"].items():
-            assert max(seen["apart"]) < LIMIT, (name, seen)
+            assert max(seen["apart"]) < EXACT, (name, seen)
             assert seen["padded"] == name.startswith("alike"), name
     assert [
         r["attention"]["one 2"]["keys"] < r["attention"]["one 2"]["longest"] for r in ranks
@@ -133,7 +133,7 @@ def check_losses(ranks: list[dict[str, Any]]) -> None:
         for name, seen in rank["losses"].items():
             assert seen["loss"] < 1e-10, (name, seen)
             assert seen["gradients"] < 1e-12 * max(1.0, seen["size"]), (name, seen)
-            assert seen["same_names"] and max(seen["metrics"].values(), default=0.0) < 1e-6, (
+            assert seen["same_names"] and max(seen["metrics"].values(), default=0.0) < EXACT, (
                 name,
                 seen,
             )
@@ -147,12 +147,12 @@ def check_steps(ranks: list[dict[str, Any]], name: str) -> None:
     for rank in ranks:
         seen = rank["steps"][name]
         assert (
-            seen["loss"] <= LIMIT
-            and seen["gradients"] <= LIMIT
-            and seen["weights"] <= LIMIT
-            and seen["log_probs"] <= LIMIT
+            seen["loss"] <= EXACT
+            and seen["gradients"] <= EXACT
+            and seen["weights"] <= EXACT
+            and seen["log_probs"] <= EXACT
         ), seen
-        assert max(seen["metrics"].values()) <= 1e-4, seen["metrics"]
+        assert max(seen["metrics"].values()) <= EXACT, seen["metrics"]
 
 
 def test_attention_of_two(two: list[dict[str, Any]]) -> None:

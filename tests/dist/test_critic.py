@@ -1,5 +1,5 @@
 """The critic on two processes, in every layout, against one process; and on one, against
-transformers' model for classifying tokens."""
+transformers' model for classifying tokens. All in float64."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from benchmarks.parity.ranks import run_ranks
 from benchmarks.parity_table import make_model, make_rollouts
 from slime_like.losses import ValueLossConfig
 from tests.dist import critic_worker as worker
+from tests.dist.float64 import EXACT
 
-LIMIT = 1e-5
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def make_critic(folder: Path) -> None:
@@ -56,8 +57,8 @@ def two(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list
 def test_layouts_train_the_critic_of_one_process(
     two: list[dict[str, Any]], alone: Any, files: dict[str, str]
 ) -> None:
-    """Values, losses, gradient norms and the weights after three steps, in each tensor, to 1e-5.
-    Ranks hold different samples."""
+    """Values, losses, gradient norms and the weights after three steps, in each tensor. Ranks
+    hold different samples."""
     one = worker.train(files["model"], alone, "", f"{files['out']}/one.pt")
     assert (
         min(one["grad_norms"]) > 1e-2 and max(one["grad_norms"]) > 0.5 and max(one["clipped"]) > 0
@@ -81,16 +82,16 @@ def test_layouts_train_the_critic_of_one_process(
             share = len(samples) // 2 if name.startswith("DP2") else len(samples)
             expected = one["values"][seen["dp_rank"] * share : (seen["dp_rank"] + 1) * share]
             for a, b in zip(seen["values"], expected, strict=True):
-                assert a == pytest.approx(b, rel=LIMIT, abs=LIMIT), name
+                assert a == pytest.approx(b, rel=EXACT, abs=EXACT), name
             for key in ("losses", "grad_norms"):
-                assert seen[key] == pytest.approx(one[key], rel=LIMIT), (name, key)
+                assert seen[key] == pytest.approx(one[key], rel=EXACT), (name, key)
         weights = torch.load(f"{files['out']}/{name}.pt")["after"]
         assert weights.keys() == stored["after"].keys()
         apart = {
             key: float((weights[key] - tensor).norm() / tensor.norm())
             for key, tensor in stored["after"].items()
         }
-        assert max(apart.values()) < LIMIT, (name, max(apart, key=lambda key: apart[key]))
+        assert max(apart.values()) < EXACT, (name, max(apart, key=lambda key: apart[key]))
 
 
 @pytest.mark.parametrize("layout", ["DP2 distributed optimizer", "TP2 SP", "PP2"])
@@ -108,9 +109,10 @@ def test_a_poisoned_gradient_of_one_rank_makes_all_skip(
 def transformers_critic(folder: str) -> Any:
     from transformers import AutoModelForTokenClassification
 
-    return AutoModelForTokenClassification.from_pretrained(
+    model = AutoModelForTokenClassification.from_pretrained(
         f"{folder}/critic", attn_implementation="eager"
-    ).eval()
+    )
+    return model.double().eval()
 
 
 def test_values_are_those_of_transformers(alone: Any, files: dict[str, str]) -> None:
@@ -125,7 +127,7 @@ def test_values_are_those_of_transformers(alone: Any, files: dict[str, str]) -> 
         with torch.no_grad():
             expected = model(sample.tokens[None]).logits[0, :-1, 0][-sample.response_length :]
         torch.testing.assert_close(
-            found, torch.where(sample.loss_mask, expected, 0.0), rtol=1e-5, atol=1e-5
+            found, torch.where(sample.loss_mask, expected, 0.0), rtol=EXACT, atol=EXACT
         )
 
 
@@ -153,16 +155,14 @@ def test_one_step_is_that_of_plain_autograd(
         total = total + (s.loss_weights * loss)[s.loss_mask & ~s.returns.isnan()].sum()
     total.backward()
     gradient = {name: p.grad for name, p in model.named_parameters()}
-    assert result.metrics["value_loss"] == pytest.approx(total.item(), rel=1e-5)
+    assert result.metrics["value_loss"] == pytest.approx(total.item(), rel=EXACT)
     assert result.grad_norm == pytest.approx(
-        float(torch.stack([g.norm() for g in gradient.values()]).norm()), rel=1e-5
+        float(torch.stack([g.norm() for g in gradient.values()]).norm()), rel=EXACT
     )
     assert before.keys() == gradient.keys()
     for name, expected in gradient.items():
         moved = (before[name] - after[name]) / 0.1
-        assert float((moved - expected).norm() / expected.norm()) < 2e-4, (
-            name
-        )  # the difference of weights has few digits
+        assert float((moved - expected).norm() / expected.norm()) < EXACT, name
 
 
 def test_a_fresh_critic_is_the_policy_with_a_head_of_zeros(

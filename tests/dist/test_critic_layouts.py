@@ -1,4 +1,4 @@
-"""Policy and critic in layouts of their own, against one process."""
+"""Policy and critic in layouts of their own, against one process, in float64."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from benchmarks.parity.ranks import run_ranks
 from benchmarks.parity.steps import parallel
 from benchmarks.parity_table import make_model, make_rollouts
 from tests.dist import critic_layouts_worker as worker
+from tests.dist.float64 import EXACT, WithoutFloat32
 from tests.dist.test_critic import make_critic
 
-LIMIT = 1e-5
-LIMITS = {"model": LIMIT, "experts": 1e-11}  # of weights; those of experts are in float64
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +39,8 @@ def one(files: dict[str, str]) -> dict[str, dict[str, Any]]:
     found = {}
     try:
         for model in ("model", "experts"):
-            with parallel() as layout:
-                train = worker.train if model == "model" else worker.train_in_float64
-                found[model] = train(files[model], layout, "", f"{files['out']}/{model}.pt")
+            with WithoutFloat32(), parallel() as layout:
+                found[model] = worker.train(files[model], layout, "", f"{files['out']}/{model}.pt")
     finally:
         dist.destroy_process_group()
     return found
@@ -66,10 +65,10 @@ def check(
         own = one["values"][seen["dp_rank"] * count : (seen["dp_rank"] + 1) * count]
         assert len(seen["values"]) == len(own)
         for a, b in zip(seen["values"], own, strict=True):
-            assert a == pytest.approx(b, rel=LIMIT, abs=LIMIT), name
+            assert a == pytest.approx(b, rel=EXACT, abs=EXACT), name
         for key in ("critic_norms", "policy_norms", "losses"):
-            assert seen[key] == pytest.approx(one[key], rel=LIMIT), (name, key)
-        assert seen["policy_losses"] == pytest.approx(one["policy_losses"], rel=LIMIT, abs=1e-7), (
+            assert seen[key] == pytest.approx(one[key], rel=EXACT), (name, key)
+        assert seen["policy_losses"] == pytest.approx(one["policy_losses"], rel=EXACT, abs=EXACT), (
             name
         )
     for network, tensors in expected.items():
@@ -78,7 +77,7 @@ def check(
             key: float((found[network][key] - tensor).norm() / tensor.norm())
             for key, tensor in tensors.items()
         }
-        assert max(apart.values()) < LIMITS[model], (
+        assert max(apart.values()) < EXACT, (
             name,
             network,
             max(apart, key=lambda key: apart[key]),

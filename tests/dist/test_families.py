@@ -26,8 +26,8 @@ from slime_like.megatron.ops.attention import packed_rows
 from slime_like.weights.families import model_families
 from slime_like.weights.untrained import untrained_prefixes
 from tests.dist import convert_worker
-from tests.dist.families_worker import WithoutFloat32
 from tests.dist.family_layouts import CP2, EP2, EXACT, PP2, TP2, FamilyLayouts
+from tests.dist.float64 import WithoutFloat32
 
 LENGTHS = (29, 48, 5)
 YARN = {

@@ -1,6 +1,6 @@
 """Layout, rows, recompute, head and memory together: a covering set of command lines, in which
 every two features that go together occur at least once, trains on two ranks to the loss, gradients
-and weights of one process, to 1e-5. What does not go together: tests/unit/test_flag_pairs.py."""
+and weights of one process, in float64. What does not go together: tests/unit/test_flag_pairs.py."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 
 from benchmarks.parity.models import MODELS
 from benchmarks.parity.ranks import run_ranks
+from tests.dist.float64 import EXACT
 from tests.unit.flag_pairs import APART, SAME_NUMBERS, SAME_NUMBERS_OF_EXPERTS
 
-LIMIT = 1e-5
 NONE = "nothing"
 FLAGS = SAME_NUMBERS | SAME_NUMBERS_OF_EXPERTS | {NONE: ""}
 HEAD = (NONE, "small blocks of the head", "one block of the head")
@@ -104,5 +104,5 @@ def test_features_together_give_the_same_numbers(tmp_path: Path, kind: str) -> N
         assert not {
             flags: apart
             for flags, apart in found.items()
-            if not all(value <= LIMIT for value in apart.values())
+            if not all(value <= EXACT for value in apart.values())
         }

@@ -18,7 +18,10 @@ from benchmarks.parity_table import make_model, make_rollouts
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.lora import load_adapter
 from tests.dist import lora_worker as worker
+from tests.dist.float64 import EXACT
 from tests.dist.test_convert_moe import make_models
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 CLIP = 0.2
 ADAM = dict(lr=3e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.1)
@@ -112,25 +115,18 @@ def take_the_same_steps(
         optimizer.zero_grad()
         loss = policy_loss(model, samples)
         loss.backward()
-        assert pending.metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert pending.metrics["loss"] == pytest.approx(loss.item(), rel=EXACT)
         found = worker.gradients(backend)
         assert found.keys() == leaves.keys()
         grads = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
         for name in leaves:
-            atol = 1e-6 + 1e-5 * float(grads[name].abs().max())
-            torch.testing.assert_close(
-                found[name].to(grads[name]),
-                grads[name],
-                rtol=1e-4,
-                atol=atol,
-                msg=f"step {step} {name}",
-            )
+            assert relative(found[name], grads[name]) < EXACT, (step, name)
         norm = float(torch.stack([g.norm() for g in grads.values()]).norm())
-        assert backend.optim_step(pending).grad_norm == pytest.approx(norm, rel=1e-5)
+        assert backend.optim_step(pending).grad_norm == pytest.approx(norm, rel=EXACT)
         optimizer.step()
     after = worker.factors(backend)
     for name, leaf in leaves.items():
-        assert relative(after[name].to(leaf), leaf.detach()) < 1e-4, name
+        assert relative(after[name].to(leaf), leaf.detach()) < EXACT, name
     return after
 
 
@@ -196,17 +192,17 @@ def compare(found: dict[str, Any], one: dict[str, Any], label: str) -> None:
         mine = one[key][rank * size : (rank + 1) * size]
         assert (
             largest(float((a - b).abs().max()) for a, b in zip(found[key], mine, strict=True))
-            < 1e-5
+            < EXACT
         ), (label, key)
     scale = max(map(abs, one["losses"]))
     assert (
         largest(abs(a - b) / scale for a, b in zip(found["losses"], one["losses"], strict=True))
-        < 1e-5
+        < EXACT
     ), label
-    assert found["norms"] == pytest.approx(one["norms"], rel=1e-5), label
+    assert found["norms"] == pytest.approx(one["norms"], rel=EXACT), label
     for key in ("gradients", "factors", "merged"):
         for name, tensor in one[key].items():
-            assert relative(found[key][name], tensor) < 2e-5, (label, key, name)
+            assert relative(found[key][name], tensor) < EXACT, (label, key, name)
 
 
 def compare_layouts(
@@ -280,7 +276,9 @@ def test_one_process_takes_the_steps_of_peft(
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(3)
-    base = AutoModelForCausalLM.from_pretrained(files["model"], attn_implementation="eager")
+    base = AutoModelForCausalLM.from_pretrained(
+        files["model"], attn_implementation="eager"
+    ).double()
     config = peft.LoraConfig(
         r=3,
         lora_alpha=6,
@@ -306,7 +304,9 @@ def test_one_process_takes_the_steps_of_peft(
         load_adapter(str(file.parent), worker.adapter_of(backend), files["model"])
 
     backend.save_adapter(str(tmp_path / "end"))
-    fresh = AutoModelForCausalLM.from_pretrained(files["model"], attn_implementation="eager")
+    fresh = AutoModelForCausalLM.from_pretrained(
+        files["model"], attn_implementation="eager"
+    ).double()
     loaded = peft.PeftModel.from_pretrained(fresh, tmp_path / "end").eval()
     samples = random_samples(5)
     with torch.no_grad():
@@ -318,7 +318,7 @@ def test_one_process_takes_the_steps_of_peft(
             )
             its = log_p.gather(1, sample.tokens[-sample.response_length :, None])[:, 0]
             torch.testing.assert_close(
-                ours.log_probs, torch.where(sample.loss_mask, its, 0.0), rtol=1e-5, atol=1e-5
+                ours.log_probs, torch.where(sample.loss_mask, its, 0.0), rtol=EXACT, atol=EXACT
             )
     head = loaded.get_base_model().lm_head.get_delta_weight("default")
     merged = {
@@ -329,7 +329,7 @@ def test_one_process_takes_the_steps_of_peft(
     assert torch.equal(merged["lm_head.weight"], merged["model.embed_tokens.weight"])
     merged["model.embed_tokens.weight"] -= head
     for name, tensor in worker.weights(backend).items():
-        torch.testing.assert_close(tensor, merged[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(tensor, merged[name], rtol=EXACT, atol=EXACT)
 
     folder = backend.save_hf(str(tmp_path / "merged"))
     untied = AutoModelForCausalLM.from_pretrained(folder)

@@ -1,5 +1,5 @@
 """Experts in every layout: loss, every gradient, and the weights after three steps are those of one
-process.
+process, in float64.
 
 Aux coefficients are 0 and no token is dropped (what each micro-batch computes then depends on its
 tokens alone); every data-parallel rank has other samples. The auxiliary losses have a test of their
@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from benchmarks.parity.ranks import run_ranks
+from tests.dist.float64 import EXACT
 from tests.dist.test_convert_moe import make_models
 
-LIMIT = 1e-5
 EP2, PP2 = "--expert-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 ROLLOUT_REPLAY = "--use-rollout-routing-replay"
@@ -196,11 +196,11 @@ def check(results: dict[str, Any], name: str) -> None:
     )
     for what in ("gradients", "weights"):
         difference, tensor = apart(other[what], base[what])
-        assert difference < LIMIT, (what, difference, tensor)
+        assert difference < EXACT, (what, difference, tensor)
     for what in ("losses", "grad_norms"):
-        assert other[what] == pytest.approx(base[what], rel=LIMIT)
+        assert other[what] == pytest.approx(base[what], rel=EXACT)
     for mine, its in zip(other["moe"], base["moe"], strict=True):
-        assert mine == pytest.approx(its, rel=LIMIT)
+        assert mine == pytest.approx(its, rel=EXACT)
 
 
 def test_replay_is_of_other_choices(results: dict[str, Any]) -> None:

@@ -15,9 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.parity.ranks import run_ranks
 from slime_like.cli.tiny_model import make_model, make_tokenizer
+from tests.dist.float64 import EXACT
 from tests.dist.pairs_worker import ONE, TWO
 
-LIMIT = 1e-5
+pytestmark = pytest.mark.usefixtures("float64")
+
 BETA, NLL, CENTER = 0.4, 0.3, 0.02
 PAIRS = [
     ("spell cat", "tac", "cat is what I would spell"),
@@ -102,8 +104,8 @@ def test_one_process_has_the_loss_of_a_loop_over_transformers(
         losses.append(math.log1p(math.exp(-BETA * h)) - NLL * float(policy[0].mean()))
         margins.append(BETA * h)
     metrics = one["dpo | one"]["metrics"]
-    assert metrics["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
-    assert metrics["pair_margin"] == pytest.approx(sum(margins) / len(margins), rel=1e-4, abs=1e-5)
+    assert metrics["loss"] == pytest.approx(sum(losses) / len(losses), rel=EXACT)
+    assert metrics["pair_margin"] == pytest.approx(sum(margins) / len(margins), rel=EXACT)
     right = sum(m > 0 for m in margins)
     assert metrics["pair_accuracy"] == pytest.approx(right / len(margins))
     assert one["dpo | norm"] > 1e-2 and min(map(abs, margins)) > 1e-3
@@ -129,8 +131,8 @@ def test_a_reward_model_scores_the_last_token_of_an_answer(
         loss = math.log1p(math.exp(-margins[-1] + margin(place)))
         losses.append(loss + CENTER * sum(scores) ** 2)
     metrics = one["rm | one"]["metrics"]
-    assert metrics["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
-    assert metrics["pair_margin"] == pytest.approx(sum(margins) / len(margins), rel=1e-4, abs=1e-5)
+    assert metrics["loss"] == pytest.approx(sum(losses) / len(losses), rel=EXACT)
+    assert metrics["pair_margin"] == pytest.approx(sum(margins) / len(margins), rel=EXACT)
     right = sum(m > 0 for m in margins)
     assert metrics["pair_accuracy"] == pytest.approx(right / len(margins))
     assert one["rm | norm"] > 1e-2
@@ -159,7 +161,7 @@ def test_two_ranks(one: dict[str, Any], two: list[dict[str, Any]], kind: str, na
 
 
 def check(found: dict[str, Any], one: dict[str, Any]) -> None:
-    assert found["apart"] <= LIMIT
+    assert found["apart"] <= EXACT
     for name, value in one["metrics"].items():
         if not name.startswith("perf/"):
-            assert found["metrics"][name] == pytest.approx(value, rel=LIMIT, abs=LIMIT), name
+            assert found["metrics"][name] == pytest.approx(value, rel=EXACT, abs=EXACT), name

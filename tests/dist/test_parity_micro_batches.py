@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from benchmarks.parity.ranks import run_ranks
 from tests.dist import micro_batch_worker as worker
+from tests.dist.float64 import EXACT
 
-LIMIT = 1e-5
 FIXED = "--micro-batch-size 1"
 DYNAMIC = "--use-dynamic-batch-size --max-tokens-per-gpu"
 PADDED = "--micro-batch-size 3 --qkv-format bshd"
@@ -111,11 +111,11 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     names = {"train/loss", "train/grad_norm", "train/kl_loss", "train/entropy"}
     for name in names | (expected["rows"][0].keys() & {"train/observation_loss"}):
         for a, b in zip(found["rows"], expected["rows"], strict=True):
-            assert a[name] == pytest.approx(b[name], rel=LIMIT), name
+            assert a[name] == pytest.approx(b[name], rel=EXACT), name
     weights, reference = load_file(found["weights"]), load_file(expected["weights"])
     assert weights.keys() == reference.keys()
     for name, tensor in reference.items():
-        assert float((weights[name] - tensor).norm() / tensor.norm()) <= LIMIT, name
+        assert float((weights[name] - tensor).norm() / tensor.norm()) <= EXACT, name
 
 
 @pytest.mark.parametrize(

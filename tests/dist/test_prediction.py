@@ -17,8 +17,8 @@ from benchmarks.parity.cells import RECOMPUTE
 from scripts.make_tiny_model import make_tiny_model
 from slime_like.weights.families import model_families
 from tests.dist import convert_worker
-from tests.dist.families_worker import WithoutFloat32
 from tests.dist.family_layouts import CP2, EP2, EXACT, PP2, TP2, FamilyLayouts
+from tests.dist.float64 import WithoutFloat32
 
 # family -> what its files say, and how many layers predict
 CASES: dict[str, tuple[dict[str, Any], int]] = {
@@ -280,12 +280,14 @@ def test_soft_targets_in_layouts(soft_layouts: FamilyLayouts, tmp_path: Path) ->
     soft_layouts.check(2, SOFT_CELLS, tmp_path)
 
 
+@pytest.mark.usefixtures("float64")
 def test_the_policy_learns_as_without_it(alone: Any, tmp_path: Path) -> None:
     """Bit by bit; the loss is the mean over what the policy learns from, however it is cut, and a
     saved model has all of it."""
-    from benchmarks.parity.steps import gradients, settings, share, train_samples
+    from benchmarks.parity.steps import gradients, share, train_samples
     from slime_like.megatron.backend import MegatronBackend
     from slime_like.types import TrainBatch
+    from tests.dist.float64 import settings
 
     folder = tmp_path / "model"
     make_model("DeepseekV3ForCausalLM", folder)
@@ -315,9 +317,9 @@ def test_the_policy_learns_as_without_it(alone: Any, tmp_path: Path) -> None:
     assert metrics["loss"] == plain["loss"] and "mtp_loss" not in plain
     for n in head:
         if biases not in n:
-            torch.testing.assert_close(found["twice"][1][n], 2 * own[n], rtol=1e-5, atol=1e-9)
-            torch.testing.assert_close(found["cut"][1][n], own[n], rtol=1e-4, atol=1e-7)
-    assert found["cut"][0]["mtp_loss"] == pytest.approx(metrics["mtp_loss"], rel=1e-6)
+            torch.testing.assert_close(found["twice"][1][n], 2 * own[n], rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(found["cut"][1][n], own[n], rtol=1e-12, atol=1e-12)
+    assert found["cut"][0]["mtp_loss"] == pytest.approx(metrics["mtp_loss"], rel=1e-12)
     before, after = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "saved"))
     assert after.keys() == before.keys()
     assert all(torch.equal(after[n], t) for n, t in before.items())

@@ -20,6 +20,7 @@ from slime_like.rollout.recording import save_rollout
 from slime_like.types import SampleGroup
 from tests.dist import self_distillation_worker as worker
 from tests.dist.backend_worker import Trainer, settings
+from tests.dist.float64 import EXACT, WithoutFloat32
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,13 @@ def expected(model: str) -> dict[str, Any]:
     with the teacher's, and the gradient of the paper's loss."""
     from transformers import AutoModelForCausalLM
 
-    policy = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager").double()
+    with WithoutFloat32():
+        policy = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager").double()
+        return of_the_paper(policy)
+
+
+def of_the_paper(policy: Any) -> dict[str, Any]:
+    """What `expected` has."""
     samples = worker.samples_of(1)
     prompts = worker.teacher_prompts(samples)
     top, probs, of_teacher = [], [], []
@@ -97,30 +104,28 @@ def test_a_step_is_that_of_the_paper(
             assert sorted_rows(top, mask) == sorted_rows(expected["top"][first + i].tolist(), mask)
             wanted = expected["probs"][first + i][mask]
             torch.testing.assert_close(
-                torch.tensor(probs).double().view(-1, worker.TOP)[mask],
+                torch.tensor(probs, dtype=torch.float64).view(-1, worker.TOP)[mask],
                 wanted,
-                rtol=1e-4,
-                atol=1e-6,
+                rtol=EXACT,
+                atol=EXACT,
             )
         for i, log_probs in enumerate(result["log_probs"]):
             torch.testing.assert_close(
-                torch.tensor(log_probs).double(),
+                torch.tensor(log_probs, dtype=torch.float64),
                 expected["log_probs"][first + i],
                 rtol=0,
-                atol=1e-5,
+                atol=EXACT,
             )
-        assert result["metrics"]["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+        assert result["metrics"]["loss"] == pytest.approx(expected["loss"], rel=EXACT)
         assert result["metrics"]["policy_loss"] == 0
-        assert result["behind"] < 1e-7 < result["moved"], (
+        assert result["behind"] < EXACT < result["moved"], (
             "the teacher is the average of the weights"
         )
         change |= result["change"]
     assert change.keys() == expected["gradients"].keys()
     for name, gradient in expected["gradients"].items():
-        # of weights near 1 in float32, divided by the learning rate
-        rounded = 1e-6 * gradient.numel() ** 0.5
-        difference = torch.tensor(change[name]).double() - gradient
-        assert float(difference.norm()) < 1e-3 * float(gradient.norm()) + rounded, name
+        difference = torch.tensor(change[name], dtype=torch.float64) - gradient
+        assert float(difference.norm()) < EXACT * max(1.0, float(gradient.norm())), name
 
 
 def sorted_rows(rows: list[list[int]], mask: Tensor) -> list[list[int]]:
