@@ -248,20 +248,26 @@ def test_experts_and_the_output_layer(alone: Any, files: dict[str, str], tmp_pat
     )
 
 
+@pytest.fixture(scope="module")
+def latent(files: dict[str, str]) -> dict[str, str]:
+    """With DeepSeek-V3's attention, and compressed queries."""
+    folder = Path(files["model"]).parent / "latent"
+    model = make_models(folder, ["deepseek-v3"], vocab_size=61)["deepseek-v3"]
+    make_rollouts(f"{model}/rollout_{{rollout_id}}")
+    return {**files, "model": model}
+
+
 @pytest.mark.slow
-def test_latent_attention(alone: Any, files: dict[str, str], tmp_path: Path) -> None:
-    """Every linear layer of DeepSeek-V3's attention, with compressed queries."""
-    make_models(tmp_path, ["deepseek-v3"], vocab_size=61)
-    make_rollouts(str(tmp_path / "deepseek-v3" / "rollout_{rollout_id}"))
-    files = {**files, "model": str(tmp_path / "deepseek-v3")}
-    one = worker.train(files["model"], alone, EVERYTHING)
+def test_latent_attention(alone: Any, latent: dict[str, str], tmp_path: Path) -> None:
+    """Every linear layer of the attention."""
+    one = worker.train(latent["model"], alone, EVERYTHING)
     targeted = {name.split(".")[-2] for name in one["factors"] if ".self_attn." in name}
     assert targeted == {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
     assert min(float(g.norm()) for name, g in one["gradients"].items() if ".self_attn." in name) > 0
     compare_layouts(
         {name: f"{EVERYTHING} {flags}" for name, flags in LATENT_LAYOUTS.items()},
         one,
-        files,
+        latent,
         tmp_path,
     )
 
