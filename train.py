@@ -27,7 +27,8 @@ def main() -> int:
     asks = bool(ANSWERS & set(sys.argv))
     if not asks:  # --help | head may close the pipe; only a run must survive that
         set_up_logging(rank)
-    end_at_once(rank, resumable=False, numbers=[signal.SIGINT])  # Ctrl-C during the slow imports
+    # during the slow imports
+    end_at_once(rank, resumable=False, numbers=[signal.SIGINT, signal.SIGHUP])
     startup = Startup(rank)
     if not asks:
         startup("reading the command line, importing torch and megatron-core")

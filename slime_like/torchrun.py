@@ -32,6 +32,8 @@ NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_S)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # until torchrun catches it
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="slime_like-") as folder:
         left = Path(folder, "status")
         os.environ[LAUNCHER_STATUS_FILE] = str(left)

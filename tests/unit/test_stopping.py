@@ -60,16 +60,25 @@ def test_a_signal_that_comes_again_at_once_is_the_same(name: str, words: str, ti
 
 
 @pytest.mark.parametrize(
-    ("module", "imported"),
-    [("slime_like.torchrun", "torch"), ("slime_like.tinker", "megatron_patches")],
+    ("module", "imported", "name", "ended"),
+    [
+        ("slime_like.torchrun", "torch", "SIGINT", (130, "interrupted\n")),
+        ("slime_like.torchrun", "torch", "SIGHUP", (130, "interrupted\n")),
+        ("slime_like.tinker", "megatron_patches", "SIGINT", (130, "interrupted\n")),
+        ("train", "arguments", "SIGINT", (130, "interrupted\n")),
+        ("train", "arguments", "SIGHUP", (129, "stopped by SIGHUP\n")),
+    ],
 )
-def test_ctrl_c_in_an_import_is_one_word(tmp_path: Path, module: str, imported: str) -> None:
+def test_a_signal_in_an_import_is_one_sentence(
+    tmp_path: Path, module: str, imported: str, name: str, ended: tuple[int, str]
+) -> None:
     """Imports take seconds, and Python ends itself by SIGINT when an import was
     interrupted."""
     (tmp_path / f"{imported}.py").write_text(
         "import os, signal\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:\n"
+        "    signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"os.kill(os.getpid(), signal.{name})\n"
     )
     (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
     words = ["--hf-checkpoint", tmp_path, "--server-dir", tmp_path / "server"]
@@ -82,7 +91,7 @@ def test_ctrl_c_in_an_import_is_one_word(tmp_path: Path, module: str, imported: 
         timeout=120,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+    assert (done.returncode, done.stderr) == ended
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
