@@ -1,4 +1,4 @@
-"""Policy losses, KL, reductions. Torch alone is needed: no process group, no Megatron.
+"""Policy losses, KL estimators and reductions. They need only torch: no process group, no Megatron.
 
 >>> compute_policy_loss("sapo", log_probs, loss_mask, loss_weights, advantages=advantages, old_log_probs=old)  # [B, T] each
 """

@@ -1,9 +1,10 @@
-"""What clip_cov and kl_cov share: the covariance of advantage and log-prob, token by token, and how
-many tokens are picked by it.
+"""Shared by clip_cov and kl_cov: per-token covariance of advantage and log-prob, and the selection
+of tokens by it.
 
-arXiv 2505.22617: cov = (A - mean A)(log_prob - mean log_prob). The means, and the number of tokens
-that are picked, are of the micro-batch, as everywhere: these two losses depend on how a step is cut
-into micro-batches. Context-parallel ranks choose together, and as one process would.
+arXiv 2505.22617: cov = (A - mean A)(log_prob - mean log_prob). Means and the number of selected
+tokens are per micro-batch, as in other implementations, so these two losses depend on how a step is
+split into micro-batches. Context-parallel ranks select jointly, with the same result as one
+process.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from slime_like.losses.ranks import gather_over_ranks, sum_over_ranks
 
 
 def covariances(inputs: LossInputs) -> Tensor:
-    """[T] float64, constant; 0 at inactive tokens. In float64, so that an advantage that all tokens
-    share has a covariance of exactly 0, and not of rounding, which would choose other tokens in
-    another layout."""
+    """Covariance of each token, [T] float64, detached; 0 at inactive tokens. float64 makes it
+    exactly 0 if all tokens share one advantage; rounding noise would select other tokens in another
+    layout."""
     advantages, log_probs = (
         inputs.required("advantages").double(),
         inputs.masked(inputs.log_probs.detach()).double(),
@@ -30,8 +31,8 @@ def covariances(inputs: LossInputs) -> Tensor:
 
 
 def random_order(inputs: LossInputs) -> Tensor:
-    """[T] uniform draws, the same for a token in every layout: on the host, by the selection seed
-    and its place in the micro-batch."""
+    """[T] uniform draws, equal for a token in every layout: drawn on the host from the selection
+    seed and the token's index in the micro-batch."""
     generator = torch.Generator().manual_seed(inputs.selection_seed)
     ranks = 1 if inputs.cp_group is None else inputs.cp_group.size()
     draws = torch.rand(ranks * inputs.loss_mask.numel(), generator=generator).to(
@@ -41,11 +42,11 @@ def random_order(inputs: LossInputs) -> Tensor:
 
 
 def pick(candidates: Tensor, order: Tensor, share: float, inputs: LossInputs) -> Tensor:
-    """The max(1, floor(share * N)) candidates that come first in descending `order`, N active
-    tokens; all, where there are fewer.
+    """Select the max(1, floor(share * N)) candidates with the largest `order`, N being the number
+    of active tokens; all candidates if there are fewer.
 
-    candidates: [T] bool. order: [T]; the earlier of two equal tokens comes first. Returns [T] bool.
-    Nothing is read from the device.
+    candidates: [T] bool. order: [T]; ties go to the earlier token. Returns [T] bool, without a
+    device synchronisation.
     """
     wanted = (
         (sum_over_ranks(inputs.loss_mask.sum(), inputs.cp_group).double() * share)

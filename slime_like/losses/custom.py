@@ -15,12 +15,14 @@ FLAG = "--custom-loss-function-path"
 
 
 def custom_loss(path: str) -> PolicyLoss:
-    """The loss at `path`, "module.function" or "file.py:function". Its config is a namespace of the
-    settings of all losses, as the flags name them (eps_clip, ...). Masking, token weights,
-    off-policy correction, KL and entropy stay those of `total_loss`.
+    """Load the user's loss at `path`, "module.function" or "file.py:function".
 
-    Raises ValueError for a path without a function, and, when called, for a result that is no
-    `PolicyLossOutput` of [T] losses.
+    It is called with a namespace of the settings of all losses, named as the flags (eps_clip, ...).
+    `total_loss` still applies masking, token weights, off-policy correction, KL and entropy.
+
+    Raises:
+        ValueError: There is no such function. The loss itself raises it for a result that is not a
+            `PolicyLossOutput` with [T] losses.
     """
     return PolicyLoss(
         name="custom",

@@ -1,8 +1,8 @@
-"""A user's own importance weights, written for slime's `--custom-tis-function-path`.
+"""User-defined importance weights, with the interface of slime's `--custom-tis-function-path`.
 
-slime calls such a function with the token losses and multiplies weights into them. A weight depends
-on the trainer's and the sampler's log-probs alone, so we call it once for the samples of an
-optimizer step, with a loss of 1 for every token: what comes back is the weight.
+slime calls such a function with the token losses, and it multiplies weights into them. The weights
+depend only on the log-probs of trainer and rollout engine, so we call it once per optimizer step
+with a loss of 1 for every token; the result is the weight.
 """
 
 from __future__ import annotations
@@ -37,14 +37,19 @@ def custom_correction(
     loss_masks: Sequence[Tensor],
     total_lengths: Sequence[int],
 ) -> Correction:
-    """What `function` makes of one optimizer step's samples on this rank.
+    """Call `function` for this rank's samples of one optimizer step.
 
-    old_log_probs, rollout_log_probs, loss_masks: [R] by sample. total_lengths: prompt and response.
-    The function gets `args`, `pg_loss`,
-    `train_log_probs`, `rollout_log_probs`, `loss_masks`, `total_lengths`, `response_lengths` and
-    returns (pg_loss [T], masks, metrics); a
-    token whose mask or weight it makes 0 is rejected. Raises ValueError when it returns another
-    shape, or a weight that is negative or not finite at a token that it keeps.
+    It is called with `args`, `pg_loss`, `train_log_probs`, `rollout_log_probs`, `loss_masks`,
+    `total_lengths` and `response_lengths`, and returns (pg_loss [T], masks, metrics). Tokens with a
+    mask or weight of 0 are rejected.
+
+    Args:
+        old_log_probs, rollout_log_probs, loss_masks: [R] per sample.
+        total_lengths: Tokens of prompt and response per sample.
+
+    Raises:
+        ValueError: The result has another shape, or a weight of a kept token is negative or not
+            finite.
     """
     assert config.custom_tis_function_path is not None
     path = config.custom_tis_function_path
@@ -68,7 +73,7 @@ def custom_correction(
             ),
             pg_loss=torch.ones(mask.numel()),
             train_log_probs=[o.float() for o in old_log_probs],
-            # dropped sequences, and tokens that are not trained on, look as if both agreed
+            # no mismatch at dropped sequences and inactive tokens, so that they get weight 1
             rollout_log_probs=[
                 torch.where(good, m.float(), o.float())
                 for good, o, m in zip(sound, old_log_probs, rollout_log_probs)
@@ -88,11 +93,11 @@ def custom_correction(
 
 
 def _checked(path: str, weights: Tensor, kept: Tensor, sound: Tensor, mask: Tensor) -> Tensor:
-    """[T] bool: tokens that the function keeps and that may be kept.
+    """[T] bool: tokens kept by the function, restricted to valid ones.
 
     Args:
         weights, kept: [T], what the function returned.
-        sound: [T] bool, tokens of sequences that are not dropped.
+        sound: [T] bool, tokens of sequences with finite log-probs.
         mask: [T] bool, active tokens.
 
     Raises:

@@ -1,5 +1,5 @@
-"""The divergence between the policy's next-token distribution p and a teacher's q, over K tokens and
-one bucket that holds the rest of both:
+"""Divergence between the next-token distributions of policy (p) and teacher (q), over K tokens and
+one bucket for all other tokens:
 
     alpha = 1   KL(p || q)                                  the direction of on-policy distillation
     alpha = 0   KL(q || p)
@@ -18,11 +18,13 @@ import math
 
 from slime_like.lazy import Tensor, torch
 
-FULL = -1e-7  # log of the most that K tokens have together, so that the bucket's log is finite
+# upper bound of the log of the K tokens' total probability, so that the bucket's log is finite
+FULL = -1e-7
 
 
 def set_divergence(log_probs: Tensor, teacher_probs: Tensor, alpha: float) -> Tensor:
-    """[T], with the gradient by log_probs; 0 where the teacher gives no probability at all.
+    """Divergence per token, [T], differentiable with respect to log_probs; 0 where teacher_probs
+    are all 0.
 
     Args:
         log_probs: [T, K] of the policy.
@@ -31,7 +33,7 @@ def set_divergence(log_probs: Tensor, teacher_probs: Tensor, alpha: float) -> Te
     """
     teacher = teacher_probs.detach().to(log_probs.dtype)
     taught = teacher.sum(dim=1) > 0
-    # selected before the logarithm: what is not taught has no gradient
+    # masked before the logarithm, so that tokens without a teacher get no NaN gradient
     student = _with_rest(
         torch.where(taught.unsqueeze(1), log_probs, math.log(0.5 / teacher.size(1)))
     )
@@ -48,7 +50,7 @@ def set_divergence(log_probs: Tensor, teacher_probs: Tensor, alpha: float) -> Te
 
 
 def _with_rest(log_probs: Tensor) -> Tensor:
-    """[T, K] -> [T, K + 1]: with the logarithm of 1 less their sum."""
+    """[T, K] -> [T, K + 1]: append the log-probability of the bucket, log(1 - sum of the K)."""
     total = torch.logsumexp(log_probs, dim=1, keepdim=True).clamp(max=FULL)
     return torch.cat([log_probs, torch.log(-torch.expm1(total))], dim=1)
 

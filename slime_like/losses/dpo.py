@@ -39,19 +39,21 @@ _BELOW_HALF = Range("0 <= x < 0.5", lambda x: 0 <= x < 0.5)
 @dataclass(frozen=True, slots=True)
 class DPOConfig(CheckedSettings):
     dpo_beta: float = arg(
-        0.1, "How closely the policy stays to the reference model.", legal=POSITIVE
+        0.1, "DPO's beta: strength of the constraint to the reference model.", legal=POSITIVE
     )
     dpo_loss_type: str = arg(
-        "sigmoid", "The loss of a pair, by its log-ratios to the reference.", choices=DPO_TYPES
+        "sigmoid",
+        "Loss of a pair as a function of its log-ratios to the reference.",
+        choices=DPO_TYPES,
     )
     dpo_label_smoothing: float = arg(
         0.0,
-        "Share of the pairs that are taken to be labelled the wrong way round (sigmoid, robust).",
+        "Label smoothing: assumed fraction of pairs with swapped labels (sigmoid, robust).",
         legal=_BELOW_HALF,
     )
     dpo_nll_coef: float = arg(
         0.0,
-        "Weight of the mean negative log-prob of the chosen answers, added to the loss.",
+        "Weight of the mean NLL of the chosen answers, added to the loss.",
         legal=NON_NEGATIVE,
         aliases=("--rpo-alpha",),
     )
@@ -73,7 +75,7 @@ def dpo(inputs: LossInputs, config: DPOConfig) -> PolicyLossOutput:
         log_ratio = log_ratio / lengths
     losses = pair_losses(pair_difference(inputs, log_ratio), config)
     if config.dpo_nll_coef:
-        # an answer's tokens weigh half of a pair's
+        # doubled: the tokens of one answer have half of the pair's weight
         nll = torch.where(is_chosen(inputs), -inputs.masked(inputs.log_probs), 0.0)
         losses = losses + 2 * config.dpo_nll_coef * nll
     rewards = config.dpo_beta * inputs.seq_sum(log_ratio.detach())
@@ -81,7 +83,7 @@ def dpo(inputs: LossInputs, config: DPOConfig) -> PolicyLossOutput:
 
 
 def pair_losses(h: Tensor, config: DPOConfig) -> Tensor:
-    """Of pairs with these differences of log-ratios, shaped as h."""
+    """Loss of each pair, shaped as h, its difference of log-ratios."""
     beta, noise = config.dpo_beta, config.dpo_label_smoothing
     if config.dpo_loss_type == "hinge":
         return torch.relu(1 - beta * h)

@@ -22,7 +22,7 @@ from slime_like.losses.registry import register_policy_loss
 from slime_like.metrics.typed import masked_mean
 
 DEFAULT_DELTA = {"binary_tv": 0.2, "binary_kl": 0.05}
-LEAST_COMPLEMENT = 1e-8  # of 1 - p and 1 - q
+LEAST_COMPLEMENT = 1e-8  # lower bound of 1 - p and 1 - q
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class DPPOConfig(CheckedSettings):
 @register_policy_loss(
     "dppo",
     DPPOConfig,
-    needs=("advantages",),  # and an anchor
+    needs=("advantages",),  # and rollout_log_probs or old_log_probs
     correction="masks",
     alias_defaults={
         "dppo_tv": {"dppo_type": "binary_tv"},
@@ -80,7 +80,7 @@ def dppo(inputs: LossInputs, config: DPPOConfig) -> PolicyLossOutput:
 
 
 def _outside(log_p: Tensor, log_q: Tensor, config: DPPOConfig) -> tuple[Tensor, Tensor]:
-    """[T] bool each: the probability has risen, or fallen, out of the region."""
+    """[T] bool each: the probability is above, or below, the trust region."""
     low, high = config.deltas
     p, q = log_p.exp(), log_q.exp()
     if config.dppo_type == "binary_tv":

@@ -1,5 +1,5 @@
-"""The losses in a notebook: padded [B, T] tensors, one sequence a row, or packed [T] with
-`seq_ids`. Torch alone is needed.
+"""Functional API of the losses, e.g. for notebooks: padded [B, T] tensors with one sequence per
+row, or packed [T] tensors with `seq_ids`. Needs only torch.
 
 >>> u = token_weights("sequence_mean", loss_mask)
 >>> correction = compute_off_policy_correction(OffPolicyConfig(tis_ratio_type="token"), old, rollout, loss_mask)
@@ -33,7 +33,7 @@ _OF_KEPT_TOKENS = (
     "old_log_probs",
     "rollout_log_probs",
     "importance_weights",
-)  # may be why a token was rejected
+)  # may be non-finite at rejected tokens
 
 
 def compute_policy_loss(
@@ -47,27 +47,26 @@ def compute_policy_loss(
     terms: LossTerms | None = None,
     **tensors: Any,
 ) -> LossOutput:
-    """The loss of padded tensors, or of packed ones with seq_ids.
+    """Compute a policy loss from padded tensors, or from packed ones with seq_ids.
 
     Args:
-        name: of a registered loss, or an alias of one.
-        log_probs: [B, T], or [T] with seq_ids; current policy, with grad. No token at all makes a
-            loss of 0.
-        loss_mask: as log_probs, bool or 0 and 1.
-        loss_weights: as log_probs, see `token_weights`.
+        name: Name or alias of a registered loss.
+        log_probs: [B, T], or [T] with seq_ids; current policy, with grad. May be empty: the loss is
+            then 0.
+        loss_mask: Shaped as log_probs, bool or 0 and 1.
+        loss_weights: Shaped as log_probs; see `token_weights`.
         seq_ids: [T] integers in [0, S).
-        config: settings of the loss; None takes the defaults of `name`. They must be what an alias
-            stands for.
-        terms: weights of KL, entropy and the other terms; None: none of them.
-        tensors: advantages, old_log_probs, ref_log_probs, entropy, ... of `LossInputs`, as
-            log_probs each; importance_level and selection_seed too.
+        config: Settings of the loss; None: the defaults of `name`. Must agree with an alias.
+        terms: Weights of KL, entropy and other terms; None: policy loss only.
+        tensors: advantages, old_log_probs, ref_log_probs, entropy, ... of `LossInputs`, shaped as
+            log_probs; also importance_level and selection_seed.
 
     Returns:
         The loss, 0-d with grad, and its metrics.
 
     Raises:
-        ValueError: for an unknown loss, a missing tensor, a missing or illegal setting, a wrong
-            shape, and for a number that is not finite at an active token.
+        ValueError: An unknown loss, a missing tensor, a missing or illegal setting, a wrong shape,
+            or a non-finite number at an active token.
     """
     loss = policy_losses.get(name)
     if seq_ids is None:
@@ -80,20 +79,20 @@ def compute_policy_loss(
 def token_weights(
     reduction: str, loss_mask: Tensor, *, seq_ids: Tensor | None = None, **of_samples: Any
 ) -> Tensor:
-    """u of each token. The batch is the whole optimizer step.
+    """The weight u of each token under a reduction. The batch must be the whole optimizer step.
 
     Args:
-        reduction: one of `LOSS_REDUCTIONS`.
+        reduction: One of `LOSS_REDUCTIONS`.
         loss_mask: [B, T], or [T] with seq_ids [T]; bool or 0 and 1.
         of_samples: rollout_ids, prompt_ids [B], loss_norm_length, micro_batch_size of
-            `reduction_weights`; rollout_mean without rollout_ids takes every sequence for a rollout
-            of its own.
+            `reduction_weights`; without rollout_ids, rollout_mean treats every sequence as its own
+            rollout.
 
     Returns:
         Float64, shaped as loss_mask.
 
     Raises:
-        ValueError: for a wrong mask or shape, and as `reduction_weights`.
+        ValueError: A wrong mask or shape, and as `reduction_weights`.
     """
     mask, rows, count = _rows(loss_mask, seq_ids)
     active = torch.zeros(count, dtype=torch.int64, device=mask.device).index_add(
@@ -106,8 +105,8 @@ def token_weights(
 
 @dataclass(frozen=True, slots=True)
 class ShapedCorrection:
-    """keep_mask, importance_weights: shaped as what was given, None as in `Correction`.
-    importance_level: of LossInputs."""
+    """Off-policy correction in the caller's shape. keep_mask, importance_weights: None as in
+    `Correction`. importance_level: as in `LossInputs`."""
 
     keep_mask: Tensor | None
     importance_weights: Tensor | None
@@ -116,7 +115,7 @@ class ShapedCorrection:
 
     @property
     def tensors(self) -> dict[str, object]:
-        """What `compute_policy_loss` takes of it."""
+        """Keyword arguments for `compute_policy_loss`."""
         return {
             "keep_mask": self.keep_mask,
             "importance_weights": self.importance_weights,
@@ -132,22 +131,22 @@ def compute_off_policy_correction(
     *,
     seq_ids: Tensor | None = None,
 ) -> ShapedCorrection:
-    """`off_policy_correction` of padded tensors, or of packed ones with seq_ids.
+    """`off_policy_correction` for padded tensors, or for packed ones with seq_ids.
 
     Args:
-        config: which correction.
+        config: The correction.
         old_log_probs: [B, T], or [T] with seq_ids; the trainer's, before the update.
-        rollout_log_probs: as old_log_probs, the sampler's. A sequence with one that is not finite
-            is dropped and counted.
-        loss_mask: as old_log_probs, bool or 0 and 1.
+        rollout_log_probs: The rollout engine's, shaped as old_log_probs. A sequence with a
+            non-finite value is dropped and counted.
+        loss_mask: Shaped as old_log_probs, bool or 0 and 1.
         seq_ids: [T] integers in [0, S).
 
     Returns:
         Keep mask and weights, shaped as loss_mask, and metrics.
 
     Raises:
-        ValueError: for an illegal setting, a missing tensor, a wrong shape, a mask of other numbers
-            than 0 and 1, and a log-prob of the trainer's that is not finite at an active token.
+        ValueError: An illegal setting, a missing tensor, a wrong shape, a mask with values other
+            than 0 and 1, or a non-finite trainer log-prob at an active token.
     """
     mask, rows, count = _rows(loss_mask, seq_ids)
     old = require_shape("old_log_probs", old_log_probs, mask, "loss_mask")
@@ -170,7 +169,7 @@ def compute_off_policy_correction(
 
 
 def _rows(loss_mask: Tensor, seq_ids: Tensor | None) -> tuple[Tensor, Tensor, int]:
-    """(the mask as bool, the sequence of each token, flat; their number)."""
+    """(flat bool mask, flat sequence ids, number of sequences)."""
     mask = require_mask("loss_mask", loss_mask)
     if seq_ids is not None:
         if mask.dim() != 1:
@@ -195,24 +194,23 @@ def from_padded(
     selection_seed: int = 0,
     **tensors: Tensor | None,
 ) -> LossInputs:
-    """LossInputs of padded tensors, one sequence a row.
+    """Build LossInputs from padded tensors with one sequence per row.
 
     Args:
         log_probs: [B, T], current policy, with grad; B and T may be 0.
         loss_mask: [B, T] bool, or 0 and 1.
         loss_weights: [B, T], u.
         importance_level: "token" or "sequence".
-        selection_seed: of losses that choose tokens at random.
-        tensors: other fields of `LossInputs`, [B, T] each, or None.
+        selection_seed: Seed of losses that select tokens at random.
+        tensors: Other fields of `LossInputs`, [B, T] each, or None.
 
     Returns:
         The packed inputs, T' = B * T tokens.
 
     Raises:
-        ValueError: for another shape, a mask that is not 0 or 1, and a number that is not finite at
-        an active token
-            (`old_log_probs`, `rollout_log_probs`, `importance_weights`: at one that `keep_mask`
-            keeps).
+        ValueError: A wrong shape, a mask with values other than 0 and 1, or a non-finite number at
+            an active token (for `old_log_probs`, `rollout_log_probs` and `importance_weights`: at a
+            token that `keep_mask` keeps).
     """
     if require_tensor("log_probs", log_probs).dim() != 2:
         raise ValueError(
@@ -234,7 +232,7 @@ def from_packed(
     selection_seed: int = 0,
     **tensors: Tensor | None,
 ) -> LossInputs:
-    """LossInputs of packed tensors.
+    """Build LossInputs from packed tensors.
 
     Args:
         seq_ids: [T] integers in [0, S), the sequence of each token.

@@ -9,9 +9,9 @@ Value and clip are the sequence's, the gradient by a token's log-prob is -A s. W
 in a sequence and the reduction is a mean over sequences, this is the gradient of GSPO proper
 (equation 5). A geometric mean stays close to 1, so the range is narrow.
 
-With --gspo-ratio-level turn D is the mean over one answer of an agent, or of whatever the model wrote
-in a row: the ratio of a turn, as in Turn-PPO of arXiv 2511.20718, in the form of GSPO-token. A
-sequence with one answer has the same numbers.
+With --gspo-ratio-level turn, D is the mean over one turn (consecutive active tokens): the turn
+ratio of Turn-PPO, arXiv 2511.20718, in the form of GSPO-token. For a sequence with one turn the
+result is the same.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class GSPOConfig(ClipConfig):
     eps_clip: float = arg(3e-4, "The ratio is bounded below by 1 - this.", legal=NON_NEGATIVE)
     gspo_ratio_level: str = arg(
         "sequence",
-        "GSPO: ratio of the whole sequence, or of each turn: an answer of an agent.",
+        "GSPO: ratio of the full sequence, or of each turn of an agent.",
         choices=("sequence", "turn"),
     )
 
@@ -49,7 +49,8 @@ def gspo(inputs: LossInputs, config: GSPOConfig) -> PolicyLossOutput:
 def sequence_surrogate(
     inputs: LossInputs, config: ClipConfig, level: str = "sequence"
 ) -> PolicyLossOutput:
-    """PPO's surrogate on the ratio of the whole sequence, or of the "turn", token losses [T]."""
+    """PPO's surrogate with the sequence ratio, or the turn ratio (level "turn"); token losses
+    [T]."""
     ratio = inputs.sequence_log_ratio(level).exp()
     surrogate = clipped_surrogate(inputs, ratio, config)
     return PolicyLossOutput(

@@ -1,5 +1,5 @@
-"""What a loss sees and what it returns, and checks of what a caller gives. Tensors are packed: T
-tokens of S sequences; row t of each speaks about one predicted token."""
+"""Inputs and outputs of a loss, and validation of public arguments. Tensors are packed: T tokens of
+S sequences; row t of every tensor belongs to the same predicted token."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _REMEDIES = {"rollout_log_probs": "; let the sampler return log-probs"}
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """Per-token tensors of one micro-batch. All but log_probs and entropy are constants. Values at
-    rows where `loss_mask` is False are never used, NaN and infinity included; log_probs of
-    observations are, where `observation_weights` is not 0.
+    """Per-token tensors of one micro-batch. All except log_probs and entropy are constants. Values
+    at rows where `loss_mask` is False are never used (they may be NaN), except log_probs where
+    `observation_weights` is not 0.
 
-    Under context parallelism each rank of cp_group has T of the rows of the same S sequences, and a
-    loss returns what its own rows contribute. Quantities of whole sequences go through `seq_sum`
-    and `seq_mean`, others of the micro-batch through `ranks.py`: the sums there are exact over the
-    ranks, and so are their gradients."""
+    Under context parallelism each rank of cp_group holds T rows of the same S sequences, and a loss
+    returns the contribution of its rows. Compute per-sequence quantities with `seq_sum` and
+    `seq_mean`, and other micro-batch quantities with `ranks.py`; both sum over the ranks with exact
+    gradients."""
 
     log_probs: Tensor  # [T] current policy, with grad
     loss_mask: Tensor  # [T] bool, the original mask
@@ -35,47 +35,46 @@ class LossInputs:
     policy_weights: Tensor | None = None  # [T] w, the weight of the policy term; None: u
     advantages: Tensor | None = None  # [T]
     old_log_probs: Tensor | None = None  # [T] trainer, before the update
-    rollout_log_probs: Tensor | None = None  # [T] sampler
+    rollout_log_probs: Tensor | None = None  # [T] rollout engine
     ref_log_probs: Tensor | None = None  # [T] reference model
-    entropy: Tensor | None = None  # [T], with grad where its bonus is used
-    keep_mask: Tensor | None = None  # [T] bool, of the off-policy correction; None keeps all
-    importance_weights: Tensor | None = None  # [T], of the off-policy correction; None: 1
-    # "sequence": importance_weights holds one weight of the whole sequence on each of its tokens
+    entropy: Tensor | None = None  # [T], with grad if the entropy bonus is on
+    keep_mask: Tensor | None = None  # [T] bool, from the off-policy correction; None keeps all
+    importance_weights: Tensor | None = None  # [T], from the off-policy correction; None: 1
+    # "sequence": importance_weights has the weight of the full sequence on each of its tokens
     importance_level: str = "token"
     rewards: Tensor | None = None  # [T] the sample's raw reward on every token
-    # [T] 1 / (tokens of the optimizer step in samples with a reward above 0) on those tokens, else
-    # 0
+    # [T] 1 / (tokens in the optimizer step of samples with a positive reward) on those tokens, 0
+    # elsewhere
     nll_weights: Tensor | None = None
-    # [T] 1 / (observation tokens of the optimizer step) on these tokens, which the model did not
-    # write, so that `loss_mask` is False there; else 0
+    # [T] 1 / (observation tokens of the optimizer step) on observation tokens, where `loss_mask` is
+    # False; 0 elsewhere
     observation_weights: Tensor | None = None
-    # of losses that choose tokens at random: from (seed, step, micro-batch)
+    # seed of losses that select tokens at random, derived from (seed, step, micro-batch)
     selection_seed: int = 0
-    # [T] int64: row of the micro-batch where one process packs it; None: the row itself
+    # [T] int64: index of the row without context parallelism; None: the row itself
     places: Tensor | None = None
-    # [T, K] current policy's, of the tokens that a teacher was asked about, with grad
+    # [T, K] log-probs of the teacher's K tokens under the current policy, with grad
     label_log_probs: Tensor | None = None
-    # [T, K] the teacher's probabilities of them, all 0 at a token without a teacher
+    # [T, K] the teacher's probabilities of these tokens, all 0 without a teacher
     label_weights: Tensor | None = None
-    # [T] int64 in [0, num_turns): the answer of each active token, see `turns_of`; None: not looked
-    # up yet
+    # [T] int64 in [0, num_turns): the turn of each active token, see `turns_of`; None: not computed
+    # yet
     turn_ids: Tensor | None = None
     num_turns: int = 0
-    # ranks that hold other rows of the same sequences; None: this one holds all
+    # context-parallel group; None: this rank holds all rows
     cp_group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         require_choice("importance_level", self.importance_level, IMPORTANCE_LEVELS)
 
     def masked(self, x: Tensor) -> Tensor:
-        """x in fp32 (fp64 stays), 0 at inactive rows. Selection comes before any product, so that
-        NaN never meets a 0; in backward an inactive row gets exactly 0."""
+        """x in fp32 (fp64 is kept), 0 at inactive rows. Masked before any product, because NaN * 0
+        is NaN; inactive rows get a gradient of exactly 0."""
         x = x if x.dtype == torch.float64 else x.float()
         return torch.where(self.loss_mask, x, zero(x.device, x.dtype))
 
     def required(self, name: str) -> Tensor:
-        """The constant field `name`, masked and without gradient. Raises ValueError when the batch
-        has none."""
+        """The field `name`, masked and detached. Raises ValueError if the batch has none."""
         value = getattr(self, name)
         if value is None:
             raise ValueError(
@@ -85,13 +84,12 @@ class LossInputs:
 
     @property
     def kept(self) -> Tensor:
-        """[T] bool: active tokens that the off-policy correction keeps."""
+        """[T] bool: active tokens kept by the off-policy correction."""
         return self.loss_mask if self.keep_mask is None else self.loss_mask & self.keep_mask
 
     def policy_gradient(self, weight: Tensor) -> Tensor:
-        """-weight log_prob [T] with a constant weight [T]: its gradient by the log-prob is -weight. A
-        weight at a rejected token, which
-        may not be finite, is not used."""
+        """-weight * log_prob [T] with a detached weight [T]; its gradient with respect to the
+        log-prob is -weight. Weights at rejected tokens, which may be non-finite, are not used."""
         return -torch.where(self.kept, weight.detach(), 0.0) * self.masked(self.log_probs)
 
     def log_ratio(self, anchor: str = "old_log_probs") -> Tensor:
@@ -102,9 +100,9 @@ class LossInputs:
         )
 
     def sequence_log_ratio(self, level: str = "sequence") -> Tensor:
-        """log s_t of GSPO-token (arXiv 2507.18071, equation 14) [T], at most 10: its value is the
-        mean log-ratio of the sequence over the original mask, its gradient the token's own. level:
-        "sequence", or "turn" for the mean of the answer."""
+        """log s_t of GSPO-token (arXiv 2507.18071, equation 14) [T], at most 10: the value is the
+        sequence's mean log-ratio over the original mask, the gradient is the token's own. level:
+        "sequence", or "turn" for the mean over the turn."""
         log_probs = self.masked(self.log_probs)
         mean_of = self.turn_mean if level == "turn" else self.seq_mean
         mean = mean_of(self.log_ratio().detach())
@@ -121,11 +119,11 @@ class LossInputs:
         return self._mean_of(x, self.seq_ids, self.num_seqs)
 
     def turn_mean(self, x: Tensor) -> Tensor:
-        """As `seq_mean`, of the active tokens of each answer; anything at inactive rows."""
+        """As `seq_mean`, over the active tokens of each turn; undefined at inactive rows."""
         if self.turn_ids is not None:
             return self._mean_of(x, self.turn_ids, self.num_turns)
-        assert self.cp_group is None, "a rank that holds a part of a row cannot find its answers"
-        # as many places as rows: to count the answers the host would wait for the device
+        assert self.cp_group is None, "turn_ids are needed under context parallelism"
+        # one slot per row: counting the turns would synchronise with the device
         return self._mean_of(x, turns_of(self.loss_mask, self.seq_ids), self.loss_mask.numel())
 
     def _mean_of(self, x: Tensor, ids: Tensor, count: int) -> Tensor:
@@ -135,7 +133,7 @@ class LossInputs:
         return (sums / counts.clamp(min=1)).index_select(0, ids)
 
     def _own_sums(self, x: Tensor, ids: Tensor | None = None, count: int | None = None) -> Tensor:
-        """[T] -> [S], or [count] by `ids` [T], over this rank's rows."""
+        """Sums over this rank's rows: [T] -> [S], or -> [count] with `ids` [T]."""
         x = self.masked(x)
         size = self.num_seqs if count is None else count
         return torch.zeros(size, dtype=x.dtype, device=x.device).index_add(
@@ -145,8 +143,8 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLossOutput:
-    """token_losses: [T], to be minimised, neither masked nor weighted. metrics: typed, over the
-    active tokens of the original mask."""
+    """Result of a policy loss. token_losses: [T], to be minimised, neither masked nor weighted.
+    metrics: typed, over the active tokens of the original mask."""
 
     token_losses: Tensor
     metrics: Mapping[str, Metric]
@@ -176,21 +174,20 @@ def sequence_mean_metric(inputs: LossInputs, x: Tensor) -> Metric:
     return Metric("mean", (share * inputs.masked(x.detach()).float()).sum(), share.sum())
 
 
-# What the public functions of losses and advantages ask of their tensors: one sentence for each way
-# of being wrong. Every function raises ValueError that names the argument, what was given and what
-# is legal. They look at values, which waits for the device: training, which has made its tensors
-# itself, calls the functions below these checks.
+# Argument validation of the public functions of losses and advantages. Each raises ValueError
+# naming the argument, its value and what is legal. They read values, which synchronises with the
+# device, so training bypasses them for tensors that it built itself.
 
 
 def require_tensor(name: str, value: object) -> Tensor:
-    """`value` as it is. Raises ValueError when it is None or no tensor."""
+    """Return `value`. Raises ValueError if it is not a tensor."""
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"{name} is {type(value).__name__}; it must be a torch.Tensor")
     return value
 
 
 def require_shape(name: str, value: object, like: Tensor, like_name: str) -> Tensor:
-    """`value` as it is. Raises ValueError when it is no tensor of the shape of `like`."""
+    """Return `value`. Raises ValueError if it is not a tensor of the shape of `like`."""
     tensor = require_tensor(name, value)
     if tensor.shape != like.shape:
         raise ValueError(
@@ -200,7 +197,7 @@ def require_shape(name: str, value: object, like: Tensor, like_name: str) -> Ten
 
 
 def require_mask(name: str, value: object) -> Tensor:
-    """`value` as bool. Raises ValueError for an element that is neither 0 nor 1, NaN included."""
+    """Return `value` as bool. Raises ValueError for elements other than 0 and 1, including NaN."""
     tensor = require_tensor(name, value)
     if tensor.dtype == torch.bool:
         return tensor
@@ -223,13 +220,13 @@ def require_finite(name: str, value: Tensor, where: Tensor) -> None:
 def require_ids(
     name: str, value: object, count: int, *, below: int | None = None, index: bool = False
 ) -> Tensor:
-    """`value` as it is: [count] whole numbers, in [0, below) where that is given.
+    """Return `value`: [count] whole numbers, in [0, below) if that is given.
 
     Args:
-        index: of an integer type, as indices must be.
+        index: Require an integer dtype.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: For anything else.
     """
     tensor = require_tensor(name, value)
     if tensor.shape != (count,):
@@ -250,16 +247,16 @@ def require_ids(
 
 
 def require_choice(name: str, value: object, legal: Collection[str]) -> None:
-    """Raises ValueError when `value` is none of `legal`."""
+    """Raise ValueError if `value` is not in `legal`."""
     if value not in legal:
         raise ValueError(f"unknown {name} {value!r}; legal values: {', '.join(legal)}")
 
 
 def require_samples(masks: Sequence[Tensor], **lists: Sequence[object] | None) -> None:
-    """Raises ValueError unless every list that is given has an entry for each mask, of its shape
-    where it is a tensor.
+    """Raise ValueError unless every given list has one entry per mask, tensors with the mask's
+    shape.
 
-    masks: [R] bool by sample. lists: by argument name; None: not given.
+    masks: [R] bool per sample. lists: by argument name; None: not given.
     """
     for i, mask in enumerate(masks):
         if require_tensor(f"masks[{i}]", mask).dtype != torch.bool or mask.dim() != 1:
@@ -275,20 +272,20 @@ def require_samples(masks: Sequence[Tensor], **lists: Sequence[object] | None) -
 
 
 def _first(values: Tensor, flags: Tensor) -> tuple[str, float]:
-    """Place and value of the first element where `flags` is True."""
+    """Index and value of the first element where `flags` is True."""
     place = flags.nonzero()[0].tolist()
     return (f"[{', '.join(map(str, place))}]" if place else ""), float(values[tuple(place)])
 
 
 def turns_of(mask: Tensor, seq_ids: Tensor) -> Tensor:
-    """The answers of a model among the rows of whole sequences: active tokens in a row.
+    """Number the turns, i.e. runs of consecutive active tokens, in complete sequences.
 
     Args:
         mask: [T] bool, active tokens.
         seq_ids: [T], ascending.
 
     Returns:
-        The answer of each row [T] int64, ascending from 0; of an inactive one any of them.
+        The turn of each row, [T] int64, ascending from 0; arbitrary at inactive rows.
     """
     begins = mask.clone()
     begins[1:] &= ~(mask[:-1] & (seq_ids[1:] == seq_ids[:-1]))

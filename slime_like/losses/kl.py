@@ -26,7 +26,7 @@ LOW_VAR_CLAMP = 10.0
 
 
 def _k3(d: Tensor) -> Tensor:
-    # expm1: near 0 the difference exp(-d) - 1 would be rounding alone
+    # expm1: near 0, exp(-d) - 1 would lose all significant digits
     return torch.expm1((-d).clamp(-EXPONENT_CLAMP, EXPONENT_CLAMP)) + d
 
 
@@ -43,20 +43,21 @@ KL_ESTIMATORS: tuple[str, ...] = (*_VALUES, "k1+", "k3+", "low_var_kl+", "abs+")
 def kl_estimate(
     kind: str, log_probs: Tensor, ref_log_probs: Tensor, *, log_ratio: Tensor | None = None
 ) -> Tensor:
-    """Estimate of the KL at each token. Masked values must be selected away before.
+    """Estimate the KL at each token. Inactive tokens must be masked out before.
 
     Args:
-        kind: one of `KL_ESTIMATORS`.
-        log_probs: any shape, current policy, with grad.
-        ref_log_probs: same shape, reference.
-        log_ratio: same shape, log of current over old policy, with grad: weigh the estimate by its
-            ratio, which makes it that of KL(policy || ref) off-policy too. None: do not.
+        kind: One of `KL_ESTIMATORS`.
+        log_probs: Any shape, current policy, with grad.
+        ref_log_probs: Same shape, reference model.
+        log_ratio: Same shape, log of current over old policy, with grad: weight the estimate by
+            this importance ratio, so that it estimates KL(policy || ref) off-policy too. None: no
+            weight.
 
     Returns:
         Same shape as log_probs.
 
     Raises:
-        ValueError: for an unknown estimator or a wrong shape.
+        ValueError: An unknown estimator or a wrong shape.
     """
     require_choice("KL estimator", kind, KL_ESTIMATORS)
     require_shape(
@@ -69,7 +70,7 @@ def kl_estimate(
         k2 = d * d / 2
         value = value.detach() + (
             k2 - k2.detach()
-        )  # the bracket is exactly 0: a large k2 does not round the value
+        )  # k2 - k2.detach() is exactly 0, so a large k2 does not round the value
     if log_ratio is None:
         return value
     ratio = log_ratio.exp()

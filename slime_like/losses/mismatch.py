@@ -1,8 +1,8 @@
-"""How far trainer and rollout engine are apart, over the tokens of one optimizer step; and of a
-whole rollout, for the gates.
+"""Mismatch between trainer and rollout engine: metrics over an optimizer step, and over a rollout
+for the guards.
 
-With d = o - m of an active token (trainer before the update, engine) and x = exp(d), over tokens
-unless "sequence" is said:
+With d = o - m of an active token (o: trainer before the update, m: engine) and x = exp(d); means
+are over tokens unless stated otherwise:
 
     rollout_kl      mean(-d)               k1 estimate of KL(engine || trainer), Schulman 2020
     rollout_k3_kl   mean(x - 1 - d)        k3 estimate of the same
@@ -12,7 +12,7 @@ unless "sequence" is said:
     training_ppl    mean over sequences of exp(-mean o); rollout_ppl of m; *_log_ppl without the exp
     log_ppl_diff    mean over sequences of the mean of -d: above 0, the trainer is the more surprised
 
-Differences near 0 are what is measured, so sums are in float64, and x^2 - 1 is expm1(2 d).
+The quantities are differences near 0, so sums use float64, and x^2 - 1 is computed as expm1(2 d).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from slime_like.metrics.typed import (
     masked_std,
 )
 
-# of which an effective sample size is made once sums are over the whole optimizer step
+# prefixes of metrics that become an effective sample size once reduced over the optimizer step
 ESS_PARTS = {"is_ess": "is_ratio", "tis_ess": "tis_weight"}
 
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """One step's active tokens, made safe: differences are 0 at inactive tokens and where they are
+    """Tokens of one optimizer step. Differences are set to 0 at inactive tokens and where they are
     not finite."""
 
     differences: Tensor  # [T] float, o - m
@@ -79,7 +79,7 @@ class StepTokens:
 
 
 def wide(log_probs: Tensor) -> Tensor:
-    """fp32 before anything is subtracted; fp64 stays."""
+    """Upcast to fp32 before subtracting; fp64 is kept."""
     return log_probs if log_probs.dtype == torch.float64 else log_probs.float()
 
 
@@ -89,17 +89,17 @@ def clamped_exp(log_ratio: Tensor) -> Tensor:
 
 
 def precise_mean(values: Tensor, mask: Tensor) -> Metric:
-    """Mean over `mask` with its sum in float64: numbers around 0 that are differences of numbers
-    around 1."""
+    """Mean over `mask`, summed in float64, for values near 0 that are differences of numbers near
+    1."""
     kept = torch.where(mask, values.detach().double(), 0.0)
     return Metric("mean", kept.sum(), mask.sum(dtype=torch.float64))
 
 
 def mismatch_metrics(tokens: StepTokens, old: Tensor, rollout: Tensor) -> dict[str, Metric]:
-    """How far the two policies are apart, over the active tokens whose log-probs are finite.
+    """Mismatch metrics over the active tokens with finite log-probs.
 
     Args:
-        tokens: of one optimizer step on this rank.
+        tokens: Of one optimizer step on this rank.
         old, rollout: [T] log-probs of trainer and engine, read at those tokens only.
 
     Returns:
@@ -114,7 +114,7 @@ def mismatch_metrics(tokens: StepTokens, old: Tensor, rollout: Tensor) -> dict[s
         metrics[f"{name}_std"] = masked_std(values, mask)
         metrics[f"{name}_max"] = masked_max(values, mask)
         metrics[f"{name}_min"] = masked_min(values, mask)
-    # slime's names for the same
+    # the same under slime's names
     metrics["tis"] = masked_mean(x, mask)
     metrics["tis_abs"] = masked_mean((x - 1).abs(), mask)
     metrics["train_rollout_logprob_abs_diff"] = masked_mean(distance, mask)
@@ -132,10 +132,10 @@ def step_mismatch(
     """One optimizer step's tokens on this rank, and `mismatch_metrics` of them.
 
     Args:
-        old_log_probs: [T], by the trainer, before the update; at the sampler's temperature.
-        rollout_log_probs: [T], by the sampler.
+        old_log_probs: [T], the trainer's, before the update, at the sampling temperature.
+        rollout_log_probs: [T], the rollout engine's.
         loss_mask: [T] bool.
-        seq_ids: [T] integers in [0, num_seqs). Sequences must be whole.
+        seq_ids: [T] integers in [0, num_seqs). Sequences must be complete.
         num_seqs: S.
     """
     with torch.no_grad():
@@ -185,7 +185,7 @@ def _perplexities(
 def ess_parts(
     name: str, weights_less_1: Tensor, squares_less_1: Tensor, mask: Tensor
 ) -> dict[str, Metric]:
-    """What `with_ess` makes an effective sample size of: means of w - 1 and w^2 - 1 over `mask`."""
+    """Inputs of `with_ess`: means of w - 1 and w^2 - 1 over `mask`."""
     return {
         f"{name}_less_1": precise_mean(weights_less_1, mask),
         f"{name}_square_less_1": precise_mean(squares_less_1, mask),
@@ -193,8 +193,8 @@ def ess_parts(
 
 
 def with_ess(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Reduced metrics with mean(w)^2 / mean(w^2) in place of its parts: means over the whole step
-    have to come first."""
+    """Replace the parts of an effective sample size by mean(w)^2 / mean(w^2). `metrics` must be
+    reduced over the optimizer step already."""
     result = dict(metrics)
     for name, parts in ESS_PARTS.items():
         mean, square = (
@@ -207,7 +207,7 @@ def with_ess(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def gather_values(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[n] of every rank, one after the other."""
+    """Concatenate [n] of all ranks; n may differ."""
     if group is None or group.size() == 1:
         return values
     counts = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(group.size())]
@@ -226,12 +226,12 @@ def train_rollout_difference(
     masks: Sequence[Tensor],
     group: dist.ProcessGroup | None,
 ) -> dict[str, float]:
-    """How far the trainer's log-probs are from the sampler's, over the active tokens of all
+    """Log-prob difference between trainer and rollout engine over the active tokens of all
     data-parallel ranks.
 
-    old, rollout: [R] each, by sample; masks: [R] bool. group: data-parallel process group, or None.
-    The probability-ratio error is mean(exp |o - m|), 1 where they agree. p99 is the largest over
-    the ranks' own 99th percentiles.
+    old, rollout: [R] per sample; masks: [R] bool. group: data-parallel process group, or None. The
+    probability-ratio error is mean(exp |o - m|), 1 if they agree. p99 is the maximum of the ranks'
+    99th percentiles.
     """
     difference = torch.cat([(o - m).abs() for o, m in zip(old, rollout)])
     mask = torch.cat(list(masks))

@@ -1,10 +1,10 @@
-"""Off-policy correction: the policy that the trainer computes (log-probs o, before the update) is
-not quite the one that sampled (m).
+"""Off-policy correction for the mismatch between the trainer's policy (log-probs o, before the
+update) and the policy that sampled (m).
 
-With x = exp(clamp(o - m, +-20)) of an active token, and products and means over the active tokens
-of a sequence that are left:
+With x = exp(clamp(o - m, +-20)) of an active token, and products and means over the remaining
+active tokens of a sequence:
 
-    0  a sequence with an o - m that is not finite is dropped
+    0  sequences with a non-finite o - m are dropped
     1  outliers: drop the sequence when any x is outside [low, high]
     2  token mask: keep the token when low <= x <= high
     3  truncated importance sampling: token c = clamp(x, low, C); sequence c = min(prod x, C)
@@ -14,15 +14,15 @@ of a sequence that are left:
        k3 = x - 1 - d, with d = o - m, is too large
     6  M2PO (arXiv 2510.01161): drop the tokens with the largest (o - m)^2 until the mean of the
        rest is at most a threshold
-    7  batch normalisation: weights are divided by their mean over what all of this has left in the
-       optimizer step
+    7  batch normalisation: divide weights by their mean over the remaining tokens of the optimizer
+       step
 
 Token-level truncation: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training";
 why the sequence level: "When Speed Kills Stability: Demystifying RL Collapse from the
-Training-Inference Mismatch", section 4.2. Nothing here depends on the current policy or on the
-loss, so it is computed once for the samples of an optimizer step, before they are cut into
-micro-batches, and has no gradient. Every test reads "keep if in bounds", so that NaN is dropped.
-The denominators of the loss stay those of the original mask.
+Training-Inference Mismatch", section 4.2. Nothing depends on the current policy or the loss, so it
+is computed once per optimizer step, before micro-batches are made, and has no gradient. Every test
+is "keep if within bounds", so that NaN is dropped. The loss keeps the denominators of the original
+mask.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from slime_like.metrics.typed import Metric, masked_mean
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """keep_mask: [T] bool, True at inactive tokens too; None when no correction is on.
-    importance_weights: [T], 1 at tokens that are inactive or rejected; None without importance
-    sampling. metrics: typed, over the original mask, equal names on all ranks."""
+    """Result of the correction. keep_mask: [T] bool, True at inactive tokens; None if no correction
+    is on. importance_weights: [T], 1 at inactive or rejected tokens; None without importance
+    sampling. metrics: typed, over the original mask, with equal names on all ranks."""
 
     keep_mask: Tensor | None
     importance_weights: Tensor | None
@@ -66,24 +66,23 @@ def off_policy_correction(
     num_seqs: int,
     group: dist.ProcessGroup | None = None,
 ) -> Correction:
-    """Keep mask and importance weights of one optimizer step's tokens on this rank, and how far
-    trainer and sampler are apart.
+    """Compute keep mask, importance weights and mismatch metrics of one optimizer step on this
+    rank.
 
     Args:
-        config: which correction. `custom_tis_function_path` is not read here: see `custom_tis.py`.
-        old_log_probs: [T], by the trainer, before the update; at the sampler's temperature.
-        rollout_log_probs: [T], by the sampler.
+        config: The correction. `custom_tis_function_path` is handled in `custom_tis.py`.
+        old_log_probs: [T], the trainer's, before the update, at the sampling temperature.
+        rollout_log_probs: [T], the rollout engine's.
         loss_mask: [T] bool.
-        seq_ids: [T] integers in [0, num_seqs). Sequences must be whole.
+        seq_ids: [T] integers in [0, num_seqs). Sequences must be complete.
         num_seqs: S.
-        group: the data-parallel ranks that share the step, all of which call this; None: this
-        process alone.
+        group: Data-parallel ranks that share the step; collective over them. None: one process.
 
     Returns:
         Keep mask, weights and metrics of this rank's tokens.
 
     Raises:
-        ValueError: for bounds in the wrong order, a missing tensor or a wrong shape.
+        ValueError: Bounds in the wrong order, a missing tensor or a wrong shape.
     """
     if problems := config.conflicts():
         raise SettingsError(problems, type(config).__name__)
@@ -144,7 +143,7 @@ def _token_mask(
 def _importance_weights(
     config: OffPolicyConfig, tokens: StepTokens, keep: Tensor, metrics: dict[str, Metric]
 ) -> Tensor | None:
-    """[T], from the tokens that `keep` leaves."""
+    """Importance weights [T] from the tokens in `keep`."""
     if config.tis_ratio_type is None:
         return None
     if config.tis_ratio_type == "token":
@@ -174,7 +173,7 @@ def _sequence_mask(
     if geometric:
         low, high = config.geo_mask_low, config.geo_mask_high
     ratio = clamped_exp(total)
-    judged = tokens.any(left)  # a sequence of which nothing is left is gone already
+    judged = tokens.any(left)  # sequences with remaining tokens
     over, under = judged & ~(ratio <= high), judged & ~(ratio >= low)
     name = "geo_sequence_mask" if geometric else "product_sequence_mask"
     _report_sequences(name, tokens, over, under, metrics)
@@ -184,7 +183,7 @@ def _sequence_mask(
 def _rejection(
     config: OffPolicyConfig, tokens: StepTokens, keep: Tensor, metrics: dict[str, Metric]
 ) -> Tensor:
-    """By k2 or k3 of the tokens that are left."""
+    """Rejection by k2 or k3 of the remaining tokens."""
     if config.rejection_metric is None:
         return keep
     assert config.rejection_threshold is not None, "see OffPolicyConfig.conflicts"
@@ -209,8 +208,8 @@ def _normalized(
     metrics: dict[str, Metric],
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """The weights [T], divided by their mean over all ranks of the step where that is asked for;
-    and their effective sample size."""
+    """The weights [T], divided by their mean over the optimizer step if configured; adds their
+    effective sample size to the metrics."""
     left = tokens.mask & keep
     wide = weights.double()
     metrics |= ess_parts("tis_weight", wide - 1, wide.square() - 1, left)
@@ -225,7 +224,7 @@ def _normalized(
     if group is not None and group.size() > 1:
         dist.all_reduce(sums, group=group)
     mean = sums[0] / sums[1].clamp(min=1)
-    mean = torch.where(mean > 0, mean, 1.0)  # nothing is left, or all that is left has weight 0
+    mean = torch.where(mean > 0, mean, 1.0)  # no tokens left, or all weights are 0
     metrics["tis_batch_norm_factor"] = Metric("mean", mean, torch.ones_like(mean))
     return wide / mean
 
@@ -233,7 +232,7 @@ def _normalized(
 def _report_sequences(
     name: str, tokens: StepTokens, over: Tensor, under: Tensor, metrics: dict[str, Metric]
 ) -> None:
-    """over, under: [S] bool. Shares of the sequences with active tokens."""
+    """Report fractions of sequences above and below the bounds. over, under: [S] bool."""
     for words, flags in (("masked", over | under), ("over_high", over), ("under_low", under)):
         metrics[f"{name}_{words}_ratio"] = masked_mean(flags, tokens.has_tokens)
 
@@ -245,9 +244,9 @@ def _m2po(
     metrics: dict[str, Metric],
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """The largest set of tokens, taken in ascending (o - m)^2 over all ranks of the step, whose
-    mean stays within the threshold; the closest at least. Tokens that are equally far off share
-    their fate, so that neither their order nor the ranks matter."""
+    """Keep tokens in ascending order of (o - m)^2 over all ranks of the step, as long as the mean
+    stays within the threshold; at least the smallest. Ties are kept or dropped together, so that
+    the result does not depend on order or layout."""
     left = tokens.mask & keep
     squares = tokens.differences.double().square()
     values, counts = gather_values(squares[left], group).unique(return_counts=True)  # ascending

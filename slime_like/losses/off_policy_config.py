@@ -31,7 +31,8 @@ _BOUNDS = (
 class OffPolicyConfig(CheckedSettings):
     tis_ratio_type: str | None = arg(
         None,
-        "Truncated importance sampling: weight the policy loss of each token, or of each sequence, by trainer over sampler.",
+        "Truncated importance sampling (TIS): weight the policy loss by the trainer/engine "
+        "probability ratio, per token or per sequence.",
         choices=("token", "sequence"),
     )
     token_tis_ratio_clip_high: float = arg(
@@ -42,7 +43,7 @@ class OffPolicyConfig(CheckedSettings):
     )
     token_tis_ratio_clip_low: float = arg(
         0.0,
-        "Least weight with --tis-ratio-type token.",
+        "Lower bound of the weight with --tis-ratio-type token.",
         legal=NON_NEGATIVE,
         idle_without="tis_ratio_type=token",
     )
@@ -60,46 +61,46 @@ class OffPolicyConfig(CheckedSettings):
     )
     sequence_mask_metric: str | None = arg(
         None,
-        "Drop whole sequences by their ratio of trainer to sampler: geometric mean over tokens, or product.",
+        "Drop sequences by their trainer/engine ratio: geometric mean over tokens, or product.",
         choices=("geometric", "product"),
     )
     geo_mask_low: float = arg(
         0.99,
-        "Least geometric mean that is kept; lower it for mixtures of experts.",
+        "Lower bound of the geometric mean; use a smaller value for MoE models.",
         legal=NON_NEGATIVE,
         idle_without="sequence_mask_metric=geometric",
     )
     geo_mask_high: float = arg(
         1.01,
-        "Largest geometric mean that is kept; raise it for mixtures of experts.",
+        "Upper bound of the geometric mean; use a larger value for MoE models.",
         legal=POSITIVE,
         idle_without="sequence_mask_metric=geometric",
     )
     product_mask_low: float = arg(
         0.5,
-        "Least product that is kept.",
+        "Lower bound of the product.",
         legal=NON_NEGATIVE,
         idle_without="sequence_mask_metric=product",
     )
     product_mask_high: float = arg(
         2.0,
-        "Largest product that is kept.",
+        "Upper bound of the product.",
         legal=POSITIVE,
         idle_without="sequence_mask_metric=product",
     )
     outlier_token_is_threshold_low: float | None = arg(
         None,
-        "Drop a sequence with a token whose ratio is below this; try 1e-4.",
+        "Drop sequences with a token ratio below this; try 1e-4.",
         legal=NON_NEGATIVE,
     )
     outlier_token_is_threshold_high: float | None = arg(
-        None, "Drop a sequence with a token whose ratio is above this; try 100.", legal=POSITIVE
+        None, "Drop sequences with a token ratio above this; try 100.", legal=POSITIVE
     )
     token_mask_is_threshold_low: float | None = arg(
-        None, "Drop tokens whose ratio is below this; try 0.5.", legal=NON_NEGATIVE
+        None, "Drop tokens with a ratio below this; try 0.5.", legal=NON_NEGATIVE
     )
     token_mask_is_threshold_high: float | None = arg(
-        None, "Drop tokens whose ratio is above this; try 2.", legal=POSITIVE
+        None, "Drop tokens with a ratio above this; try 2.", legal=POSITIVE
     )
     rejection_metric: str | None = arg(
         None,
@@ -109,19 +110,21 @@ class OffPolicyConfig(CheckedSettings):
     )
     rejection_threshold: float | None = arg(
         None,
-        "Largest estimate that --rejection-metric keeps; try 0.01 for means, 0.1 for tokens.",
+        "Upper bound of the --rejection-metric estimate; try 0.01 for means, 0.1 for tokens.",
         legal=POSITIVE,
         aliases=("--rollout-rs-threshold",),
     )
     m2po_threshold: float | None = arg(
         None,
-        "M2PO: drop the tokens furthest off until the mean squared log-ratio of the rest is below this; try 0.04.",
+        "M2PO: drop the tokens with the largest mismatch until the mean squared log-ratio of the "
+        "rest is below this; try 0.04.",
         legal=POSITIVE,
     )
     custom_tis_function_path: str | None = arg(
         None,
         "With --use-tis: module.function or file.py:function in place of truncated importance sampling, called with slime's keyword "
-        "arguments once per optimizer step; a path ending in icepop_function means our own IcePop.",
+        "arguments once per optimizer step; a path ending in icepop_function selects the built-in "
+        "IcePop.",
     )
 
     @property
@@ -141,13 +144,13 @@ class OffPolicyConfig(CheckedSettings):
 
     @property
     def enabled(self) -> bool:
-        """Whether anything is corrected: then the sampler must return log-probs."""
+        """Whether any correction is on; the rollout engine must then return log-probs."""
         by_name = (self.sequence_mask_metric, self.rejection_metric, self.m2po_threshold)
         masks = self.outliers or self.token_mask or any(x is not None for x in by_name)
         return self.weights or masks
 
     def conflicts(self) -> list[Problem]:
-        """Bounds in the wrong order, and one of a pair that goes together."""
+        """Problems: bounds in the wrong order, or only one bound of a pair."""
         found = []
         for name in _BOUNDS:
             low, high = getattr(self, f"{name}_low"), getattr(self, f"{name}_high")

@@ -1,12 +1,11 @@
-"""Losses of preferences: what one compares are two answers to one prompt.
+"""Preference losses, which compare two answers to one prompt.
 
-Sequences 2j and 2j + 1 of a micro-batch are the chosen and the rejected answer of its pair j. Plan
-and packing keep them together (`PolicyLoss.pairs`), so that a comparison is exact in every layout:
-over context-parallel ranks it is a sum, with its gradient (ranks.py).
+Sequences 2j and 2j + 1 of a micro-batch are the chosen and the rejected answer of pair j. Step plan
+and packing keep them together (`PolicyLoss.pairs`), and sums over context-parallel ranks are exact
+with their gradients (ranks.py), so results are equal in every layout.
 
-A loss of a pair is written on every active token of both answers. Under a mean over sequences the
-tokens of an answer weigh 1 / (2 pairs) together, so that the step's loss is the mean over its
-pairs.
+The loss of a pair is placed on every active token of both answers. Under a mean over sequences each
+answer has weight 1 / (2 pairs), so the loss of the step is the mean over its pairs.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from slime_like.losses.inputs import LossInputs
 from slime_like.losses.ranks import sum_over_ranks
 from slime_like.metrics.typed import Metric
 
-# of a loss that is written as above
+# legal reductions of such a loss
 PAIR_REDUCTIONS = ("sequence_mean", "rollout_mean")
 
 
@@ -26,8 +25,8 @@ def is_chosen(inputs: LossInputs) -> Tensor:
 
 
 def pair_difference(inputs: LossInputs, x: Tensor) -> Tensor:
-    """Sum of x over the active tokens of the chosen answer less that over the rejected one's, on
-    every row of both: [T] -> [T], differentiable."""
+    """Sum of x over the active tokens of the chosen answer minus that of the rejected one, on every
+    row of both: [T] -> [T], differentiable."""
     x = inputs.masked(torch.where(is_chosen(inputs), x, -x))
     pairs = inputs.seq_ids // 2
     own = x.new_zeros((inputs.num_seqs + 1) // 2).index_add(0, pairs, x)
@@ -40,7 +39,7 @@ def sequence_lengths(inputs: LossInputs) -> Tensor:
 
 
 def pair_metrics(inputs: LossInputs, lengths: Tensor, scores: Tensor) -> dict[str, Metric]:
-    """Of what says how good each answer is; scores: [T], the answer's own on every row of it.
+    """Metrics of preference pairs. scores: [T], the score of an answer on each of its rows.
 
     pair_accuracy: share of pairs where the chosen answer has the higher score. chosen_reward, rejected_reward
     and pair_margin: mean scores, and the mean difference.

@@ -1,5 +1,5 @@
-"""Advantages that are normalised already, which is the contract of SkyRL and of Tinker: the
-denominator of the reduction hides in the advantage, and token losses are summed.
+"""Prescaled advantages, the convention of SkyRL and Tinker: the denominator of the reduction is
+folded into the advantage, and token losses are summed.
 
     A' = u A,    w = 1:      sum_t loss(A'_t) = sum_t u_t loss(A_t)      where loss(c A) = c loss(A) for c > 0
 
@@ -25,8 +25,7 @@ from slime_like.losses.inputs import require_finite, require_mask, require_shape
 
 @dataclass(frozen=True, slots=True)
 class PrescaledAdvantages:
-    """All shaped as the mask, 0 or 1 where it is False; named as the fields of `LossInputs` that
-    they are for."""
+    """Fields of `LossInputs`, all shaped as the mask, 0 or 1 where it is False."""
 
     advantages: Tensor  # u A
     policy_weights: Tensor  # w: 1
@@ -34,7 +33,7 @@ class PrescaledAdvantages:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What `compute_policy_loss` takes beside loss_weights."""
+        """Keyword arguments for `compute_policy_loss`, except loss_weights."""
         return {"advantages": self.advantages, "policy_weights": self.policy_weights}
 
 
@@ -46,7 +45,7 @@ def prescale_advantages(
     seq_ids: Tensor | None = None,
     **of_samples: object,
 ) -> PrescaledAdvantages:
-    """Raw advantages of a whole optimizer step, divided by the denominators of `reduction`.
+    """Divide the raw advantages of a whole optimizer step by the denominators of `reduction`.
 
     Args:
         reduction: one of `LOSS_REDUCTIONS`.

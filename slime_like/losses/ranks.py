@@ -1,9 +1,9 @@
 """Sums over the context-parallel ranks that share the tokens of a micro-batch.
 
-The loss is the sum of the ranks' partial losses. When a sum over ranks enters it, every rank's
-partial loss depends on every rank's tokens; backward therefore sums the gradients that the ranks
-have by that sum, which gives each its exact share. All ranks of the group take part in every sum,
-and in its backward pass, tokens or not.
+The loss is the sum of the ranks' partial losses. If a sum over ranks enters it, every rank's
+partial loss depends on every rank's tokens; the backward pass therefore all-reduces the gradient of
+that sum, which is exact. All ranks of the group must take part in every sum and its backward pass,
+even without tokens.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def _autograd_sum() -> type[torch.autograd.Function]:
 
 
 def sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum of x over the ranks of `group` (None: this process alone), differentiable. Without a
-    gradient one collective, with one two."""
+    """Differentiable sum of x over the ranks of `group` (None: this process). One collective in
+    forward, and one in backward."""
     if group is None or group.size() == 1:
         return x
     total: Tensor = _autograd_sum().apply(x, group)
@@ -43,7 +43,7 @@ def sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def gather_over_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """x [n] of every rank, one after another: [size * n], constant. All ranks have the same n."""
+    """Concatenate x [n] of all ranks: [size * n], detached. n is equal on all ranks."""
     if group is None or group.size() == 1:
         return x.detach()
     gathered = x.new_empty(group.size() * x.numel())

@@ -1,4 +1,4 @@
-"""The table of policy losses. A new loss is one file that registers itself: with an import line in
+"""Registry of policy losses. A new loss is one file that registers itself: with an import line in
 `__init__.py`, or outside the package with --import-modules."""
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ class PolicyLoss:
     """A registered loss.
 
     config_type: frozen dataclass of its settings, declared with `slime_like.config.arg`. needs:
-    fields of `LossInputs` that must be there. correction: who applies the off-policy correction:
-    "outer" (losses/total.py), "internal" (the loss), "masks" (losses/total.py, and importance
-    weights are refused: the loss's own ratio is against the sampler already) or "forbidden".
-    recommended_reductions: others draw a warning; empty: any. sequence_ratio: its clip range is for
+    required fields of `LossInputs`. correction: who applies the off-policy correction: "outer"
+    (losses/total.py), "internal" (the loss), "masks" (losses/total.py, but importance weights are
+    rejected, because the loss's ratio is to the rollout engine already) or "forbidden".
+    recommended_reductions: others cause a warning; empty: any. sequence_ratio: the clip range is
+        for
     the geometric mean of a sequence's ratios. homogeneous: loss(c * A) = c * loss(A) for c > 0.
-    pairs: of preferences: samples are two answers to one prompt (pairs.py). scores: log_probs are
-    what a scalar head gives at the last token of each sample. alias_defaults:
-    settings that an alias changes, e.g. {"dual_clip": {"eps_clip_c": 3.0}}. by_config: what of the above its settings change, as keyword arguments;
-    use `with_config` to have it applied.
+    pairs: a preference loss (pairs.py). scores: log_probs are outputs of a scalar head at the last
+    token of each sample. alias_defaults: settings that an alias changes, e.g. {"dual_clip":
+    {"eps_clip_c": 3.0}}. by_config: function from settings to fields above that they change;
+    `with_config` applies it.
     """
 
     name: str
@@ -44,22 +45,22 @@ class PolicyLoss:
     by_config: Callable[[Any], Mapping[str, Any]] | None = None
 
     def with_config(self, config: object) -> PolicyLoss:
-        """This loss as `config` makes it."""
+        """This loss with the fields that `config` changes."""
         return self if self.by_config is None else replace(self, **self.by_config(config))
 
     def settings(self, name: str, config: object = None) -> Any:
         """The settings of this loss under `name`, its own or an alias.
 
         Args:
-            name: an alias may stand for settings, as dual_clip does for a bound.
-            config: None takes the defaults of `name`.
+            name: An alias may imply settings, as dual_clip does a bound.
+            config: None: the defaults of `name`.
 
         Returns:
             `config`, or the defaults.
 
         Raises:
-            ValueError: when `config` is of another loss, or lacks or contradicts what the alias
-                stands for.
+            ValueError: `config` belongs to another loss, or lacks or contradicts a setting that the
+                alias implies.
         """
         meant = self.alias_defaults.get(name, {})
         if config is None:
@@ -79,7 +80,7 @@ class PolicyLoss:
 
 
 policy_losses: Registry[PolicyLoss] = Registry("policy loss")
-"""Every `PolicyLoss`, by its name or an alias."""
+"""Every `PolicyLoss` by name and alias."""
 LossFunction = TypeVar("LossFunction", bound=Callable[[LossInputs, Any], PolicyLossOutput])
 
 
@@ -92,16 +93,16 @@ def register_policy_loss(
     help: str = "",
     **declared: Any,
 ) -> Callable[[LossFunction], LossFunction]:
-    """Decorator that makes ``fn(inputs, config) -> PolicyLossOutput`` the loss of
-    --policy-loss-type `name`.
+    """Decorator that registers ``fn(inputs, config) -> PolicyLossOutput`` as --policy-loss-type
+    `name`.
 
     Args:
-        config_type: its settings, each of which becomes a flag; see `PolicyLoss`.
-        needs: fields of `LossInputs` that must be there.
-        declared: further fields of `PolicyLoss`.
+        config_type: Dataclass of its settings, each of which becomes a flag; see `PolicyLoss`.
+        needs: Required fields of `LossInputs`.
+        declared: Further fields of `PolicyLoss`.
 
     Raises:
-        ValueError: when the name is taken.
+        ValueError: The name is taken.
     """
 
     def register(fn: LossFunction) -> LossFunction:

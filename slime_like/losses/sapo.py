@@ -29,7 +29,8 @@ class SAPOConfig(CheckedSettings):
     )
     sapo_ratio_level: str = arg(
         "token",
-        "SAPO: ratio of each token, or GSPO's ratio of the whole sequence, or of the turn: an answer of an agent.",
+        "SAPO: ratio of each token, or GSPO's ratio of the full sequence or of each turn of an "
+        "agent.",
         choices=("token", "sequence", "turn"),
     )
 
@@ -46,7 +47,7 @@ def sapo(inputs: LossInputs, config: SAPOConfig) -> PolicyLossOutput:
     level = config.sapo_ratio_level
     log_ratio = inputs.log_ratio() if level == "token" else inputs.sequence_log_ratio(level)
     ratio = log_ratio.exp()
-    # not where() over two numbers, which rounds them to float32
+    # not torch.where() with two Python numbers, which would round them to float32
     tau = torch.full_like(ratio, config.sapo_tau_neg).masked_fill(
         advantages > 0, config.sapo_tau_pos
     )

@@ -1,5 +1,5 @@
-"""A frozen network that follows another one: the exponential moving average of its weights, which
-self-distillation has as its teacher (SDFT, arXiv 2601.19897; SDPO, arXiv 2601.20802)."""
+"""Exponential moving average (EMA) of a network's weights: the teacher of self-distillation (SDFT,
+arXiv 2601.19897; SDPO, arXiv 2601.20802)."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from slime_like.megatron.reshard import copy_same_layout
 
 
 class AveragedNetwork:
-    """`network`, with phi <- phi + rate (theta - phi) after each optimizer step of another network
-    in the same layout. Weights of less than 32 bits are averaged in float32, or a small step would
-    be rounded away. rate 0: the weights of the start."""
+    """EMA: phi <- phi + rate (theta - phi) after each optimizer step of a network in the same
+    layout. Half-precision weights are averaged in float32, because a small update would be rounded
+    away. rate 0 keeps the initial weights."""
 
     def __init__(self, network: Network, rate: float) -> None:
         network.freeze()
         self.network = network
         self.rate = rate
-        self._wide: dict[Parameter, Tensor] = {}  # where the network's own are narrower
+        self._wide: dict[Parameter, Tensor] = {}  # float32 averages of half-precision weights
 
     def start(self, source: Network) -> None:
-        """Take the weights of another network in the same layout, once its updates have finished."""
+        """Copy the weights of another network in the same layout, after `finish_updates`."""
         copy_same_layout(source, self.network)
         self._widen()
 
     @torch.no_grad()
     def update(self, source: Network) -> None:
-        """After an optimizer step of `source`, once its updates have finished. Buffers (expert
+        """Update after an optimizer step of `source` and its `finish_updates`. Buffers (expert
         biases) are copied."""
         if not self.rate:
             return
@@ -49,7 +49,7 @@ class AveragedNetwork:
 
     @contextmanager
     def in_full_precision(self) -> Iterator[None]:
-        """While it is saved or loaded: checkpoints hold the averages themselves."""
+        """Expose the float32 averages while saving or loading a checkpoint."""
         narrow = {parameter: parameter.data for parameter in self._wide}
         for parameter, average in self._wide.items():
             parameter.data = average

@@ -1,5 +1,5 @@
-"""The trainer's view of Megatron: log-probs and values, optimizer steps, weights out.
-Checkpoints: run_state.py. Every method is called by all ranks together."""
+"""The trainer's interface to Megatron: log-probs and values, optimizer steps, weight export.
+Checkpoints are in run_state.py. Every method is collective over all ranks."""
 
 from __future__ import annotations
 
@@ -59,23 +59,22 @@ from slime_like.weights.untrained import repeated_tensors, untrained_prefixes, u
 
 @dataclass(frozen=True, slots=True)
 class LogProbOutput:
-    """Forward-only results of one sample, on the host, over its response. Zero where the loss mask
+    """Forward-only results of one sample, on the host, over its response; zero where the loss mask
     is False."""
 
     log_probs: Tensor  # [R] float32
     entropy: Tensor  # [R] float32
-    # [L, expert layers of this pipeline stage, topk] int16: where its tokens went, if it was
-    # recorded
+    # [L, MoE layers of this pipeline stage, topk] int16: routed experts, if recorded
     routes: Tensor | None = None
-    squared_probs: Tensor | None = None  # [R] float32, sum over the vocabulary, if it was asked for
+    squared_probs: Tensor | None = None  # [R] float32, sum of p^2 over the vocabulary, if requested
     label_log_probs: Tensor | None = None  # [R, K] float32, of the sample's label sets
-    top_tokens: Tensor | None = None  # [R, K], the likeliest, if they were asked for
+    top_tokens: Tensor | None = None  # [R, K], the most likely tokens, if requested
 
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """Metrics of the forward pass that gave the network's gradients; the weights are still the old
-    ones. log_probs: of the samples, where `TrainBatch.old_is_current`."""
+    """Result of forward and backward, before the optimizer step. log_probs: of the samples, with
+    `TrainBatch.old_is_current`."""
 
     metrics: dict[str, float]
     network: TrainedNetwork
@@ -83,7 +82,7 @@ class PendingStep:
 
 
 class WeightReceiver(Protocol):
-    """A rollout engine, as weights see it."""
+    """The part of a rollout engine that receives weights."""
 
     takes_quantized: bool  # see `RolloutEngine`
     takes_prediction_layers: bool
@@ -92,8 +91,8 @@ class WeightReceiver(Protocol):
 
 
 class MegatronBackend:
-    """The networks of this rank: the policy; a reference model where a KL term uses it; the teacher
-    of on-policy distillation; a critic where the estimator needs one."""
+    """The networks of this rank: the policy and, as needed, reference model, distillation teacher
+    and critic."""
 
     def __init__(
         self,
@@ -102,8 +101,8 @@ class MegatronBackend:
         *,
         total_steps: int,
     ) -> None:
-        """total_steps: optimizer steps of the whole run, for the learning-rate schedules; in the
-        first rollouts they may be the critic's alone."""
+        """total_steps: optimizer steps of the whole run, for the learning-rate schedules. The first
+        ones may train the critic only."""
         self.layout = layout
         self.algorithm = run.algorithm
         self.gpt = run.gpt
@@ -145,14 +144,14 @@ class MegatronBackend:
         return self.policy
 
     def update_reference(self) -> None:
-        """Make the current policy the reference model, where a KL term uses one."""
+        """Reset the reference model to the current policy, if there is a reference model."""
         if self.reference is not None:
             assert isinstance(self.reference, Network), "checked on the command line"
             self.policy.finish_updates()
             copy_same_layout(self.policy, self.reference)
 
     def set_entropy_coef(self, value: float) -> None:
-        """The weight of the entropy bonus from the next optimizer step on. All ranks set the same."""
+        """Set the entropy coefficient, equal on all ranks, from the next optimizer step on."""
         terms = dataclasses.replace(self.objective.terms, entropy_coef=value)
         self.objective = dataclasses.replace(self.objective, terms=terms)
 
@@ -164,12 +163,13 @@ class MegatronBackend:
         squared_probs: bool = False,
         top_k: int = 0,
     ) -> list[LogProbOutput]:
-        """Log-probs of the response tokens and entropies, at the sampling temperature, for this
-        data-parallel rank's samples; of a reward model its scores in their place.
+        """Log-probs and entropies of the response tokens, at the sampling temperature, for this
+        data-parallel rank's samples. A reward model returns scores instead. All pipeline stages get
+        the result.
 
-        network: whose; None: the policy's, whose tokens go to the experts of the samples' routes,
-        where they have them. squared_probs, top_k: of the policy, beside them. All pipeline stages
-        get the result.
+        Args:
+            network: None: the policy, which replays the samples' routed experts if they have any.
+            squared_probs, top_k: Additional outputs of the policy.
         """
         size = self._micro_batch_size(self.layout, forward_only=True)
         head = dataclasses.replace(self.head, squared_probs=squared_probs, top_k=top_k)
@@ -177,7 +177,7 @@ class MegatronBackend:
             record = self.algorithm.use_routing_replay and not self._replays_rollout
             compute: TokenComputation = reward_scores if self.policy.value_head else head
             found = self.policy.forward(samples, compute, size, record_routes=record)
-        else:  # another network's routers choose themselves
+        else:  # no router replay in other networks
             head = dataclasses.replace(self.head, vocab_size=network.gpt.vocab_size or 0)
             squared_probs, top_k = False, 0
             unrouted = [dataclasses.replace(sample, routes=None) for sample in samples]
@@ -185,15 +185,15 @@ class MegatronBackend:
         log_probs, entropy, *more = found.columns
         nothing: list[Tensor | None] = [None] * len(samples)
         squared: Sequence[Tensor | None] = more.pop(0) if squared_probs and more else nothing
-        # what else there is are K columns: tokens, or log-probs of label sets
+        # the remaining K columns are top-k tokens, or log-probs of label sets
         tables = [torch.stack(row, dim=1) for row in zip(*more)] if more else nothing
         of_sets, top = (nothing, tables) if top_k else (tables, nothing)
         rows = zip(log_probs, entropy, found.routes or nothing, squared, of_sets, top, strict=True)
         return [LogProbOutput(*row) for row in rows]
 
     def with_routes_of_stage(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
-        """Samples whose routes are those of the sampler, over all expert layers, with those of this
-        pipeline stage in their place."""
+        """Reduce the engine's routed experts, over all MoE layers, to those of this pipeline
+        stage."""
 
         def own(routes: Tensor | None) -> Tensor:
             assert routes is not None, "every sample has routes with --use-rollout-routing-replay"
@@ -202,14 +202,13 @@ class MegatronBackend:
         return [dataclasses.replace(sample, routes=own(sample.routes)) for sample in samples]
 
     def replay_disagreement(self) -> float:
-        """Of the policy's last pass: see experts.py."""
+        """Replay disagreement of the policy's last forward pass; see moe.py."""
         return replay_disagreement(self.policy.chunks)
 
     def forward_backward(self, batch: TrainBatch) -> PendingStep:
-        """Forward and backward over one optimizer step's samples; weights are not yet changed.
+        """Forward and backward over the samples of one optimizer step; weights do not change.
 
-        The metrics are those of the whole step, reduced over the data-parallel ranks and equal on
-        all ranks.
+        Metrics are reduced over the data-parallel ranks and equal on all ranks.
         """
         objective: TokenComputation = PolicyObjective(
             self.head, self.objective, batch.old_is_current, self._prediction
@@ -247,9 +246,8 @@ class MegatronBackend:
         return self.optim_step(self.forward_backward(batch))
 
     def forward_critic(self, samples: Sequence[TrainSample]) -> list[Tensor]:
-        """The critic's value of every response token [R] float32, 0 where the loss mask is False.
-        samples: of this rank's data-parallel rank in the critic's layout. All its pipeline stages
-        get the result."""
+        """Critic values of every response token, [R] float32, 0 where the loss mask is False, on
+        all pipeline stages. samples: of this rank's data-parallel rank in the critic's layout."""
         assert self.critic is not None
         size = self._micro_batch_size(self.critic.layout, forward_only=True)
         (values,) = self.critic.forward(not_of_the_policy(samples), critic_values, size).columns
@@ -261,7 +259,7 @@ class MegatronBackend:
         assert self.critic is not None
         own = not_of_the_policy(batch.samples)
         found = self._training_pass(self.critic, own, ValueObjective(self._value_loss))
-        found = dataclasses.replace(found, packing={})  # reported of the policy
+        found = dataclasses.replace(found, packing={})  # reported for the policy only
         return PendingStep(reduced_metrics(found, self.critic.layout), self.critic)
 
     def update_critic(self, batch: TrainBatch) -> StepResult:
@@ -291,8 +289,8 @@ class MegatronBackend:
         return self._sizes[kind]
 
     def export_weights(self, *, quantized: bool = False) -> WeightStream:
-        """(Hugging Face name, full tensor) pairs of the policy, on every rank or on those that send
-        them, in buckets of --update-weight-buffer-size; quantized: in --hf-checkpoint's format."""
+        """(Hugging Face name, full tensor) pairs of the policy, on every rank or on the sending
+        ranks, in buckets of --update-weight-buffer-size. quantized: in --hf-checkpoint's format."""
         assert self.hf is not None, "weights have Hugging Face names only with --hf-checkpoint"
         self.policy.finish_updates()
         coded = self._coded if quantized else None
@@ -303,7 +301,7 @@ class MegatronBackend:
         return from_rank_zero(lambda: stored_format(str(self._hf_checkpoint)))
 
     def sync_weights(self, engine: WeightReceiver, version: int) -> None:
-        """Give a rollout engine the policy's weights, as those of this version."""
+        """Sync the policy's weights to a rollout engine as version `version`."""
         weights: Iterator[tuple[str, Tensor]] = self.export_weights(
             quantized=engine.takes_quantized
         )
@@ -314,8 +312,8 @@ class MegatronBackend:
         engine.update_weights(weights, version)
 
     def _start_adapter(self, path: str | None) -> dict[str, object]:
-        """What tells this run's adapter, and its base, from others; the factors are those of `path`
-        where there is one."""
+        """Load the initial adapter from `path`, if given; returns settings that identify adapter
+        and base model in checkpoints."""
         if not isinstance(self.policy, LoraNetwork):
             return {"lora_rank": 0}
         assert self._hf_checkpoint is not None
@@ -334,8 +332,8 @@ class MegatronBackend:
         return folder
 
     def save_hf(self, folder: str) -> str:
-        """Write the policy, with tokenizer and untrained weights of --hf-checkpoint, for transformers; a
-        reward model as one that classifies sequences."""
+        """Write the policy as a Hugging Face model, with the tokenizer and untrained weights of
+        --hf-checkpoint; a reward model as a sequence classifier."""
         source, hf = self._hf_checkpoint, self.hf
         assert source is not None and hf is not None
         predicting, scores = self.gpt.mtp_num_layers, self.policy.value_head
@@ -350,13 +348,14 @@ class MegatronBackend:
 
     @property
     def trained_networks(self) -> dict[str, TrainedNetwork]:
-        """What a checkpoint holds, by the name of its folder there."""
+        """Networks stored in a checkpoint, by folder name."""
         policy = {"policy": self.policy} if isinstance(self.policy, TrainedNetwork) else {}
         return policy if self.critic is None else {**policy, "critic": self.critic}
 
 
 def reduced_metrics(found: PassOutput, layout: ParallelLayout) -> dict[str, float]:
-    """Metrics of a whole step, equal on all ranks, out of this rank's. layout: the network's."""
+    """Reduce this rank's metrics to those of the whole step, equal on all ranks. layout: the
+    network's."""
     metrics: dict[str, float] = {}
     if layout.is_last_stage:
         found.metrics.add(found.packing)
@@ -374,5 +373,5 @@ def object_from_last_stage(value: dict[str, float], layout: ParallelLayout) -> d
 
 
 def not_of_the_policy(samples: Sequence[TrainSample]) -> list[TrainSample]:
-    """The samples as a critic reads them: without routes and token sets, which are the policy's."""
+    """The samples without routed experts and sampling masks, which only apply to the policy."""
     return [dataclasses.replace(sample, routes=None, token_sets=None) for sample in samples]

@@ -1,5 +1,5 @@
-"""The networks and the loss that a run's settings describe. Every function that makes a network is
-called by all ranks together."""
+"""Build networks and losses from the run's configuration. Every function that builds a network is
+collective."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ logger = logging.getLogger(__name__)
 
 HEAD = "output_layer."
 
-FrozenModel = Network | OffloadedWeights  # what computes log-probs
+FrozenModel = Network | OffloadedWeights  # can compute log-probs
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkSettings:
-    """How networks are built and trained, in megatron-core's and our own settings."""
+    """megatron-core's and our own settings of how a network is built and trained."""
 
     transformer: TransformerConfig
     gpt: GPTModelConfig
@@ -97,9 +97,9 @@ def critic_settings(run: RunConfig) -> NetworkSettings:
 def make_policy(
     run: RunConfig, layout: ParallelLayout, hf: HfModel | None, *, total_steps: int
 ) -> Network:
-    """With the weights of --hf-checkpoint, where there is one, and for a reward model with a head of
-    zeros. hf: what that says. total_steps:
-    optimizer steps of the whole run; the first may be the critic's alone."""
+    """The policy with the weights of --hf-checkpoint, if given; a reward model starts with a zero
+    head. hf: the parsed config.json. total_steps: optimizer steps of the whole run; the first may
+    train the critic only."""
     policy_steps = max(
         1,
         total_steps - run.critic.num_critic_only_steps * (run.algorithm.num_steps_per_rollout or 1),
@@ -117,7 +117,7 @@ def make_policy(
     else:
         scores = run.algorithm.trains_reward_model
         tied = not (run.gpt.untie_embeddings_and_output_weights or scores)
-        # no difference of scores depends on a bias, and models that classify sequences have none
+        # a bias cancels in score differences, and sequence classifiers have none
         more = (f"^{HEAD}bias$",) if scores else ()
         frozen_ones = FrozenParameters.of(run.model, tied=tied, more=more)
         policy = TrainedNetwork(*shape, **training, value_head=scores, frozen=frozen_ones)
@@ -127,7 +127,7 @@ def make_policy(
 
 
 def make_critic(run: RunConfig, policy: Network, *, total_steps: int) -> TrainedNetwork:
-    """The critic, its weights still random; see `start_from_policy`. Or an adapter on the policy's
+    """The critic, with random weights (see `start_from_policy`), or an adapter on the policy's
     base. total_steps: the critic's optimizer steps in the whole run."""
     settings = critic_settings(run)
     training = settings.training(total_steps=total_steps)
@@ -143,7 +143,8 @@ def make_critic(run: RunConfig, policy: Network, *, total_steps: int) -> Trained
 
 
 def critic_layout(run: RunConfig, policy: ParallelLayout) -> ParallelLayout:
-    """The policy's, where both are cut alike, else one of the critic's own over the same processes."""
+    """The policy's layout if the sizes are equal, otherwise a separate one over the same
+    processes."""
     assert run.critic_model is not None
     parallel = run.critic_model.parallel
     if parallel.grid == run.parallel.grid:
@@ -154,8 +155,8 @@ def critic_layout(run: RunConfig, policy: ParallelLayout) -> ParallelLayout:
 
 
 def start_from_policy(critic: TrainedNetwork, policy: Network) -> None:
-    """Give the critic the policy's transformer as it is now (of an adapter: its base), and a head
-    of zeros. A critic that is an adapter has its start from its construction."""
+    """Initialise the critic from the policy's current transformer (with LoRA: its base) and a zero
+    head. A LoRA critic is initialised on construction."""
     if isinstance(critic, LoraNetwork):
         return
     policy.finish_updates()
@@ -173,7 +174,7 @@ def start_from_policy(critic: TrainedNetwork, policy: Network) -> None:
 
 @torch.no_grad()
 def _copy_here(critic: Network, policy: Network) -> None:
-    """Between networks that have the same part of the model on each rank."""
+    """Copy weights between networks with equal layouts."""
     for mine, theirs in zip(critic.chunks, policy.chunks, strict=True):
         weights = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}
         for name, tensor in (*mine.named_parameters(), *mine.named_buffers()):
@@ -182,8 +183,8 @@ def _copy_here(critic: Network, policy: Network) -> None:
 
 
 def critic_optimizer(policy: OptimizerConfig, critic: CriticConfig) -> OptimizerConfig:
-    """The policy's optimizer at the critic's learning rate, which holds for the embedding and the
-    head too."""
+    """The policy's optimizer settings with the critic's learning rate, for embedding and head
+    too."""
     config = copy.copy(policy)
     config.lr, config.min_lr = critic.critic_lr, critic.critic_min_lr
     config.decoupled_lr = config.decoupled_min_lr = None
@@ -191,7 +192,7 @@ def critic_optimizer(policy: OptimizerConfig, critic: CriticConfig) -> Optimizer
 
 
 def critic_schedule(policy: ScheduleConfig, critic: CriticConfig) -> ScheduleConfig:
-    """The policy's schedule with a warm-up of the critic's own, from 0."""
+    """The policy's schedule with the critic's warm-up, from 0."""
     return dataclasses.replace(
         policy,
         lr_warmup_iters=critic.critic_lr_warmup_iters,
@@ -201,8 +202,8 @@ def critic_schedule(policy: ScheduleConfig, critic: CriticConfig) -> ScheduleCon
 
 
 def make_reference(run: RunConfig, policy: Network) -> FrozenModel | None:
-    """Where the loss uses it: the base of the policy's adapter, or a network of its own, in the
-    policy's layout."""
+    """The reference model, in the policy's layout: with LoRA the base model, otherwise a separate
+    network; None if no loss term needs it."""
     if not needs_reference(run.algorithm):
         return None
     if isinstance(policy, LoraNetwork) and run.reference_is_base:
@@ -224,7 +225,7 @@ def make_reference(run: RunConfig, policy: Network) -> FrozenModel | None:
 
 
 def make_teacher(run: RunConfig, layout: ParallelLayout) -> FrozenModel | None:
-    """Of on-policy distillation on Megatron."""
+    """The Megatron teacher of on-policy distillation; None without one."""
     if run.teacher is None:
         return None
     assert run.distillation.opd_teacher_load is not None
@@ -240,7 +241,7 @@ def make_teacher(run: RunConfig, layout: ParallelLayout) -> FrozenModel | None:
 
 
 def make_self_teacher(run: RunConfig, policy: Network) -> AveragedNetwork | None:
-    """The teacher of self-distillation, where it is a copy of the policy."""
+    """The teacher of self-distillation, if it has its own weights."""
     config = run.distillation
     if not config.own_teacher or isinstance(policy, LoraNetwork) or run.debug.debug_rollout_only:
         return None
@@ -253,7 +254,7 @@ def make_self_teacher(run: RunConfig, policy: Network) -> AveragedNetwork | None
 
 
 def self_teacher(run: RunConfig, policy: Network, averaged: AveragedNetwork | None) -> Network:
-    """The network that self-distillation asks, with more in its prompt."""
+    """The network that computes the teacher's log-probs in self-distillation."""
     if averaged is not None:
         return averaged.network
     if run.distillation.opd_self_teacher == "base" and isinstance(policy, LoraNetwork):
@@ -270,9 +271,8 @@ def load_network(
     verify: bool,
     name: str = "policy",
 ) -> None:
-    """Weights for a network, from a Hugging Face model or from the network `name` in a folder of
-    checkpoints (step: None is the newest). Raises ValueError when they are shaped otherwise, or
-    damaged."""
+    """Load weights from a Hugging Face model, or from the network `name` in a checkpoint folder
+    (step None: the newest). Raises ValueError for other shapes or damaged files."""
     if not is_checkpoint_root(root):
         network.load_hf(root)
         return
@@ -288,19 +288,19 @@ def load_network(
 
 
 def frozen(network: Network, load: Callable[[Network], None]) -> Network:
-    """The network with the weights that `load` gives it, never to be trained."""
+    """Load and freeze a network."""
     load(network)
     network.freeze()
     return network
 
 
 def needs_reference(algorithm: AlgorithmConfig) -> bool:
-    """A reference model is resident when a KL term uses it, or a loss of preferences."""
+    """Whether a KL term or a preference loss needs a reference model."""
     return algorithm.use_kl_loss or algorithm.kl_coef != 0 or algorithm.compares_with_reference
 
 
 def make_head(run: RunConfig, layout: ParallelLayout, *, temperature: float) -> LogProbHead:
-    """temperature: of the distribution whose log-probs are computed."""
+    """The output head. temperature: divides the logits."""
     return LogProbHead(
         run.gpt.vocab_size or 0,
         temperature,
@@ -311,7 +311,7 @@ def make_head(run: RunConfig, layout: ParallelLayout, *, temperature: float) -> 
 
 
 def make_prediction_loss(run: RunConfig, head: LogProbHead) -> TokenLoss | None:
-    """Of the layers of multi-token prediction, where there are any."""
+    """The loss of multi-token prediction layers, None without any."""
     if not run.gpt.mtp_num_layers:
         return None
     from slime_like.megatron.prediction_loss import PredictionLoss
@@ -320,7 +320,7 @@ def make_prediction_loss(run: RunConfig, head: LogProbHead) -> TokenLoss | None:
 
 
 def make_objective(run: RunConfig) -> Objective:
-    """The loss that the settings describe."""
+    """The training objective of the policy."""
     algorithm = run.algorithm
     terms = LossTerms(
         kl_loss_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,

@@ -1,9 +1,8 @@
-"""What Megatron's schedules call, and the call of a schedule: the forward step, the `loss_func`
-closure, and the scale of the loss.
+"""Megatron's forward step: the `loss_func` closure, the loss scale, and running a schedule.
 
-What is computed from a model's output is a `TokenComputation`: here are those of policy and critic,
-with losses that are weighted by the reduction of their optimizer step; tinker/objectives.py has
-those of the server. The terms of both are those of losses/total.py.
+A `TokenComputation` computes losses and columns from a model's output. Those of policy and critic
+are here, with losses weighted by the reduction of the optimizer step; tinker/objectives.py has
+those of the server. Both use the terms of losses/total.py.
 
 The scale. Per micro-batch the schedule divides a 3-tuple's loss by its token count and by the
 number of micro-batches, and DistributedDataParallel averages gradients over dp * cp ranks. Our loss
@@ -97,7 +96,7 @@ def gradient_scale(layout: ParallelLayout, num_microbatches: int) -> float:
 
 
 def forward(model: torch.nn.Module, batch: MicroBatch, layout: ParallelLayout) -> Tensor:
-    """Hidden states: on the last pipeline stage those that the head takes, [1, T, H]."""
+    """Run a model chunk: on the last pipeline stage the input of the head, [1, T, H]."""
     return model(
         input_ids=batch.tokens,
         position_ids=batch.position_ids,
@@ -121,7 +120,7 @@ def forward_step(
         def loss_func(output: Tensor) -> tuple[Tensor, Tensor, TokenOutput]:
             found = compute(model, batch, output)
             assert found.loss is not None and scale is not None
-            # the schedule divides in place, so the loss it gets is a tensor of its own
+            # a new tensor, because the schedule divides the loss in place
             loss = found.loss * scale
             count = torch.ones((), dtype=torch.int, device=output.device)
             return loss, count, replace(found, loss=None)
@@ -139,11 +138,11 @@ def run_schedule(
     *,
     forward_only: bool,
 ) -> list[TokenOutput]:
-    """Run all micro-batches through Megatron's schedule; returns what `compute` gave for each, on
-    the last pipeline stage (empty elsewhere).
+    """Run all micro-batches through Megatron's schedule. Returns the outputs of `compute` per
+    micro-batch on the last pipeline stage, an empty list on others.
 
-    Lengths may differ between micro-batches: `variable_seq_lengths` makes pipeline stages exchange
-    shapes. The interleaved schedule wants one length (see `packing.pack_all`).
+    Lengths may differ between micro-batches: with `variable_seq_lengths` pipeline stages exchange
+    shapes. The interleaved schedule needs equal lengths (see `packing.pack_all`).
     """
     scale = None if forward_only else gradient_scale(layout, len(micro_batches))
     iterators = [iter(micro_batches) for _ in chunks]
@@ -161,8 +160,8 @@ def run_schedule(
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What is optimised: the policy loss with its settings, and the weights of the KL and entropy
-    terms. importance_level: of LossInputs."""
+    """The training objective: policy loss, its settings, and the weights of KL and entropy terms.
+    importance_level: see `LossInputs`."""
 
     policy_loss: PolicyLoss
     policy_config: Any
@@ -176,8 +175,8 @@ TokenLoss = Callable[[torch.nn.Module, MicroBatch, Tensor], tuple[Tensor, Mappin
 
 @dataclass(frozen=True, slots=True)
 class PolicyObjective:
-    """An `Objective` over the head's log-probs: the loss of a run's policy. old_is_current: see
-    `TrainBatch`. Columns: then, log-probs and entropies. prediction: a loss that is added
+    """Computes an `Objective` from the head's log-probs. old_is_current: see `TrainBatch`;
+    log-probs and entropies are then returned as columns. prediction: an additional loss
     (prediction_loss.py)."""
 
     head: LogProbHead
@@ -186,7 +185,7 @@ class PolicyObjective:
     prediction: TokenLoss | None = None
 
     def __call__(self, model: torch.nn.Module, batch: MicroBatch, hidden: Tensor) -> TokenOutput:
-        """Metrics are those of unscaled sums."""
+        """Loss and metrics of one micro-batch, as unscaled sums."""
         found = self._of_policy(model, batch, hidden)
         if self.prediction is None or found.loss is None:
             return found
@@ -203,7 +202,7 @@ class PolicyObjective:
         objective = self.objective
         columns: tuple[Tensor, ...] = ()
         if self.old_is_current:
-            # every ratio is 1, and its gradient that of the log-prob
+            # every ratio is 1 and has the gradient of the log-prob
             batch = replace(batch, old_log_probs=log_probs.detach())
             columns = (log_probs.detach(), entropy.detach())
             if batch.observation_weights is not None:
@@ -231,7 +230,7 @@ class PolicyObjective:
 
 
 def with_observed_rows(batch: MicroBatch) -> MicroBatch:
-    """With the rows of observations among those that the head computes, where they have weights."""
+    """Add observation rows with a weight to the rows that the head computes."""
     if batch.observation_weights is None:
         return batch
     wanted = batch.loss_mask | (batch.observation_weights != 0)
@@ -245,7 +244,7 @@ def loss_inputs(
     importance_level: str,
     cp_group: dist.ProcessGroup,
 ) -> LossInputs:
-    """The view of a micro-batch that losses get. log_probs, entropy: [T]."""
+    """The `LossInputs` of a micro-batch. log_probs, entropy: [T]."""
     shared = {f.name for f in fields(LossInputs)} & {f.name for f in fields(MicroBatch)}
     constants = {name: getattr(batch, name) for name in shared}
     return LossInputs(
@@ -269,7 +268,7 @@ def critic_values(model: torch.nn.Module, batch: MicroBatch, output: Tensor) -> 
 
 
 def reward_scores(model: torch.nn.Module, batch: MicroBatch, output: Tensor) -> TokenOutput:
-    """Columns of a reward model in the place of log-probs and entropies: scores, and zeros."""
+    """Columns of a reward model: scores, and zeros in place of entropies."""
     scores = values_of(batch, output)
     return TokenOutput((scores, torch.zeros_like(scores)))
 

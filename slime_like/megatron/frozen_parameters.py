@@ -1,8 +1,8 @@
 """Training a part of the parameters (--freeze-params-name-list, --only-train-params-name-list).
 
-What is frozen has neither a gradient buffer nor optimizer state. Names are those of Megatron's
-modules with the layer and expert numbers of the whole model, so that a pattern means the same
-parameters in every layout; a weight that is embedding and output layer has the embedding's name.
+Frozen parameters have no gradient buffer and no optimizer state. Names are Megatron's module names
+with global layer and expert indices, so that a pattern selects the same parameters in every layout;
+a tied weight has the embedding's name.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FrozenParameters:
-    """Regular expressions, found anywhere in a name. only: what alone is trained, and others:
-    what is not, where `only` is empty. tied: embedding and output layer are one weight."""
+    """Regular expressions, searched in parameter names. only: patterns of trained parameters.
+    others: patterns of frozen ones, if `only` is empty. tied: embedding and output layer share a
+    weight."""
 
     only: tuple[str, ...]
     others: tuple[str, ...]
@@ -40,7 +41,7 @@ class FrozenParameters:
     def of(
         cls, model: ModelConfig, *, tied: bool, more: Sequence[str] = ()
     ) -> FrozenParameters | None:
-        """None where everything is trained. more: patterns of what never is."""
+        """None if everything is trained. more: additional patterns of frozen parameters."""
         only = tuple(model.only_train_params_name_list)
         others = (*model.freeze_params_name_list, *more)
         return cls(only, others, tied) if only or others else None
@@ -48,8 +49,9 @@ class FrozenParameters:
     def apply(
         self, chunks: Sequence[MegatronModule], config: TransformerConfig, layout: ParallelLayout
     ) -> None:
-        """Freeze parameters of these chunks; a collective. Raises ValueError naming the flag for a
-        pattern that no parameter of the model has, and where a pipeline stage has nothing left."""
+        """Freeze parameters of these chunks. Collective. Raises ValueError naming the flag, for a
+        pattern that matches no parameter of the model, or a pipeline stage without any trained
+        parameter."""
         local = list(self._named(chunks))
         found = [any(re.search(pattern, name) for name, _ in local) for pattern in self.patterns]
         everywhere = gather((found, sorted({name for name, _ in local})))
@@ -93,7 +95,7 @@ class FrozenParameters:
 
 
 def _begin_graph(module: torch.nn.Module, inputs: object, output: Tensor) -> None:
-    """Recomputation, and the schedule of several stages, run backward only through an input that
-    has a gradient."""
+    """Make the output require a gradient: recomputation and pipeline schedules only run backward
+    through inputs that do."""
     if torch.is_grad_enabled() and not output.requires_grad:
         output.requires_grad_()

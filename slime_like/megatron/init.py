@@ -26,8 +26,8 @@ def device_of_this_process() -> torch.device:
 def process_groups(
     parallel: ParallelConfig, *, virtual_stages: int | None, seed: int
 ) -> Iterator[ParallelLayout]:
-    """Make the world and megatron-core's groups, and take both down at the end. Raises as
-    `world_of_processes`."""
+    """Create the default process group and megatron-core's groups, and destroy them at the end.
+    Raises as `world_of_processes`."""
     with (
         world_of_processes(parallel),
         model_parallel_groups(parallel, virtual_stages=virtual_stages, seed=seed) as layout,
@@ -39,7 +39,7 @@ def process_groups(
 def world_of_processes(parallel: ParallelConfig) -> Iterator[None]:
     """The default process group. Without torchrun the world is one process.
 
-    Raises RunError naming host, port and rank when the ranks cannot meet.
+    Raises RunError naming host, port and rank if the rendezvous fails.
     """
     device = device_of_this_process()
     if device.type == "cuda":
@@ -66,7 +66,7 @@ def world_of_processes(parallel: ParallelConfig) -> Iterator[None]:
         except (
             RuntimeError,
             ValueError,
-        ) as error:  # the ranks know each other, and cannot connect to each other
+        ) as error:  # the rendezvous succeeded, but ranks cannot connect to each other
             raise meeting.failed(f"{backend}: {str(error).splitlines()[0]}") from error
     try:
         yield
@@ -78,7 +78,7 @@ def world_of_processes(parallel: ParallelConfig) -> Iterator[None]:
 def model_parallel_groups(
     parallel: ParallelConfig, *, virtual_stages: int | None, seed: int
 ) -> Iterator[ParallelLayout]:
-    """megatron-core's groups out of all processes, and its random states."""
+    """Create megatron-core's groups over all processes, and its random states."""
     from megatron.core import parallel_state
 
     try:
@@ -90,8 +90,8 @@ def model_parallel_groups(
 def make_layout(
     parallel: ParallelConfig, *, virtual_stages: int | None, seed: int
 ) -> ParallelLayout:
-    """megatron-core's groups, and random states, on processes that have met. The layout is in
-    force."""
+    """Create megatron-core's groups and random states after the rendezvous, and activate the
+    layout."""
     from megatron.core import parallel_state
 
     from slime_like.megatron.rng import seed_stage
@@ -112,7 +112,7 @@ def make_layout(
 def make_further_layout(
     parallel: ParallelConfig, *, virtual_stages: int | None, seed: int
 ) -> ParallelLayout:
-    """Another layout of the same processes, beside the one that is in force and stays so. Its
-    groups close with the process group."""
+    """Create another layout over the same processes; the current one stays active. Its groups are
+    destroyed with the default process group."""
     with without_layout():
         return make_layout(parallel, virtual_stages=virtual_stages, seed=seed)

@@ -11,8 +11,8 @@ from slime_like.distributed.seqlen_balancing import linear_cost
 
 
 def work_per_token(config: TransformerConfig, vocab_size: int) -> float:
-    """The model's `a` of `balance.linear_cost`. Of a mixture of experts the layers count as if all
-    had experts."""
+    """The coefficient `a` of `seqlen_balancing.linear_cost` for this model. In an MoE model all
+    layers count as MoE layers."""
     ffn = config.ffn_hidden_size
     if config.num_moe_experts:
         ffn = (config.moe_ffn_hidden_size or ffn) * config.moe_router_topk + (
@@ -31,9 +31,10 @@ def work_per_token(config: TransformerConfig, vocab_size: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchSize:
-    """samples: of every micro-batch, used where tokens is None. tokens: most of a micro-batch, over
-    all context-parallel ranks. equal_sequences: pad the sequences of each to its longest. together:
-    neighbours that one micro-batch gets, next to each other; it divides samples."""
+    """Size of micro-batches. samples: per micro-batch, used if tokens is None. tokens: maximum per
+    micro-batch, over all context-parallel ranks. equal_sequences: pad the sequences of a
+    micro-batch to its longest. together: number of adjacent samples that must stay in one
+    micro-batch; divides samples."""
 
     samples: int
     tokens: int | None

@@ -1,5 +1,5 @@
-"""Expert layers over a pass: what routers are told of the micro-batches, what they report, and what
-their layout asks for."""
+"""MoE support: micro-batch information and router replay for the routers, their recorded choices
+and metrics."""
 
 from __future__ import annotations
 
@@ -37,12 +37,9 @@ AUX_LOSSES = {
 def agreed_lengths(
     config: TransformerConfig, layout: ParallelLayout, device: torch.device
 ) -> Callable[[list[int]], list[int]] | None:
-    """How ranks that share experts agree on the lengths of their micro-batches; None where these
-    may differ.
-
-    config: TransformerConfig. The allgather dispatcher gathers equally many tokens of every rank;
-    alltoall sends how many there are.
-    """
+    """A function by which ranks that share experts agree on equal micro-batch lengths; None if
+    lengths may differ. The allgather dispatcher needs equal numbers of tokens on all ranks;
+    alltoall exchanges the numbers."""
     shared = layout.ep_size * layout.etp_size > 1
     if (
         config.num_moe_experts is None
@@ -61,14 +58,14 @@ def agreed_lengths(
 
 
 def all_routers(chunks: Iterable[torch.nn.Module]) -> list[PackedRouter]:
-    """Of a rank's model chunks, in the order of its layers; last those of multi-token prediction."""
+    """All routers of a rank's model chunks in layer order, those of multi-token prediction last."""
     return [
         module for chunk in chunks for module in chunk.modules() if isinstance(module, PackedRouter)
     ]
 
 
 def routers_of(chunks: Iterable[torch.nn.Module]) -> list[PackedRouter]:
-    """The routers of the model's own layers, of which experts are recorded and replayed."""
+    """The routers of decoder layers, which are recorded and replayed."""
     return [
         router
         for router in all_routers(chunks)
@@ -83,8 +80,8 @@ def begin_routing(
     *,
     record: bool = False,
 ) -> None:
-    """Tell the routers of `chunks` which micro-batches come next, and their routes, where the
-    micro-batches have them. record: keep what they choose, for `recorded_routes`."""
+    """Pass the next micro-batches, and the experts to replay if any, to the routers of `chunks`.
+    record: record the choices for `recorded_routes`."""
     forget_aux_losses()
     routers = all_routers(chunks)
     if not routers:
@@ -94,14 +91,14 @@ def begin_routing(
     own = routers_of(chunks)
     for slot, router in enumerate(own):
         router.begin(rows, slot=slot, record=record)
-    if len(own) < len(routers):  # nobody has recorded or replays the choices of the others
+    if len(own) < len(routers):  # MTP routers are never recorded or replayed
         rows = [replace(each, routes=None) for each in rows]
         for router in routers[len(own) :]:
             router.begin(rows, slot=0, record=False)
 
 
 def forget_aux_losses() -> None:
-    """megatron-core's record of them is one for the whole process: another network has other
+    """Clear megatron-core's record, which is global to the process, while networks have different
     layers."""
     _aux_loss_record().clear()
 
@@ -124,9 +121,8 @@ def _routed_rows(batch: MicroBatch, rank: int, size: int) -> RoutedRows:
 
 
 def recorded_routes(routers: Sequence[PackedRouter], layout: ParallelLayout) -> Tensor:
-    """What the routers chose in a pass, [expert layers of this stage * topk, rows of all its
-    micro-batches] int32; with sequence parallelism the rows of all tensor-parallel ranks are put
-    together."""
+    """Recorded experts of a forward pass, [MoE layers of this stage * topk, rows of all
+    micro-batches] int32; under sequence parallelism gathered over the tensor-parallel ranks."""
     parts = []
     for chosen in zip(
         *(router.recorded for router in routers), strict=True
@@ -147,8 +143,8 @@ def routes_of_samples(
     *,
     topk: int,
 ) -> list[Tensor]:
-    """[L, expert layers of this stage, topk] int16 of every sample, on the host. table:
-    `recorded_routes`, of whole micro-batches."""
+    """Split recorded experts by sample: [L, MoE layers of this stage, topk] int16 each, on the
+    host. table: `recorded_routes` of complete micro-batches."""
     routes = []
     wholes = table.T.cpu().to(torch.int16).split([int(batch.cu_seqlens[-1]) for batch in batches])
     for group, batch, rows in zip(groups, batches, wholes, strict=True):
@@ -163,16 +159,15 @@ def routes_of_samples(
 def routes_of_stage(
     routes: Tensor, chunks: Sequence[MegatronModule], config: TransformerConfig
 ) -> Tensor:
-    """[L, expert layers of this stage, topk] out of the routes of all expert layers of the model,
-    in the order of this rank's routers."""
+    """Select this stage's layers, in the order of this rank's routers, from routed experts of all
+    MoE layers."""
     sparse = moe_layers(config.moe_layer_freq, config.num_layers)
     return routes[:, [sum(sparse[: router.layer_number - 1]) for router in routers_of(chunks)]]
 
 
 def replay_disagreement(chunks: Sequence[MegatronModule]) -> float:
-    """Of the pass that has ended, over all ranks: the share of tokens and layers whose router would
-    have chosen other experts than the replayed ones; NaN where nothing was replayed. Every rank of
-    the world calls it."""
+    """Fraction of (token, layer) pairs of the last forward pass for which the router would have
+    chosen other experts than the replayed ones; NaN without replay. Collective over all ranks."""
     counts = torch.zeros(2, dtype=torch.float64, device=next(chunks[0].parameters()).device)
     for router in routers_of(chunks):
         counts += torch.tensor(router.disagreement, dtype=torch.float64, device=counts.device)
@@ -187,13 +182,11 @@ def routing_metrics(
     layout: ParallelLayout,
     num_microbatches: int,
 ) -> dict[str, float]:
-    """Of the training pass of a model with experts that has ended, equal on all ranks; every rank of
-    the world calls it.
+    """MoE metrics of the last training pass, equal on all ranks. Collective over all ranks.
 
-    Each auxiliary loss without its coefficient, averaged over expert layers, micro-batches and
+    Each auxiliary loss without its coefficient, averaged over MoE layers, micro-batches and
     data-parallel ranks. `moe_load_max`: tokens of the busiest expert over the mean, averaged over
-    layers. `moe_replay_disagreement`: share of tokens and layers whose own choice of experts would
-    have been another than the replayed one.
+    layers. `moe_replay_disagreement`: see `replay_disagreement`.
     """
     assert config.num_moe_experts is not None
     routers = routers_of(chunks)
@@ -218,8 +211,8 @@ def routing_metrics(
         row[len(AUX_LOSSES) + 2 :] = router.load
     dist.all_reduce(table)
     used = [name for name in AUX_LOSSES if name in _asked_for(config)]
-    # of the losses each rank has a part, or (z-loss) a mean over its own rows; a part of the global
-    # loss is one of all data-parallel ranks
+    # each rank has a partial sum of a loss, or (z-loss) a mean over its rows; the global loss is
+    # also summed over data-parallel ranks
     parts = {
         "global_load_balancing_loss": 1,
         "z_loss": layout.tp_size * layout.cp_size * layout.dp_size,
@@ -261,11 +254,10 @@ def _asked_for(config: TransformerConfig) -> set[str]:
 
 
 def expert_biases(chunks: Sequence[MegatronModule]) -> list[Tensor]:
-    """Copies of the biases by which routers without auxiliary loss are balanced;
-    `restore_expert_biases` takes them back.
+    """Copies of the expert biases of aux-loss-free balancing, for `restore_expert_biases`.
 
-    megatron-core moves them when gradients are finalised, before it is known whether the step will
-    be taken.
+    megatron-core updates them when gradients are finalised, before it is known whether the
+    optimizer step will be skipped.
     """
     return [
         router.expert_bias.clone()

@@ -1,7 +1,6 @@
-"""One model of the run on Megatron: the policy, the reference, any other. One that is trained:
-trained_network.py.
+"""A model on Megatron: policy, reference or any other. Trained ones are in trained_network.py.
 
-Every method is called by all ranks together, and works in the network's own layout.
+Every method is collective, and runs in the network's own layout.
 """
 
 from __future__ import annotations
@@ -51,13 +50,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PassOutput:
-    """What a pass over samples gave on this rank.
+    """Result of a forward (and backward) pass over samples on this rank.
 
-    columns: of each column of the computation, the response values [R] of every sample in the order
-    in which they were given, on the host of every pipeline stage and context-parallel rank.
-    metrics: of the computation, on the last pipeline stage, not reduced yet. packing: of a training
-    pass, how its samples were packed. routes: [L, expert layers of this stage, topk] int16 by
-    sample, where they were recorded.
+    columns: for each column of the computation, the response values [R] per sample, in the order of
+    the samples, on the host of every pipeline stage and context-parallel rank. metrics: of the
+    computation, on the last pipeline stage, not reduced. packing: packing metrics of a training
+    pass. routes: [L, MoE layers of this stage, topk] int16 per sample, if recorded.
     """
 
     columns: list[list[Tensor]]
@@ -69,7 +67,7 @@ class PassOutput:
 
 @dataclass(frozen=True, slots=True)
 class SelectionSeed:
-    """Where losses that choose tokens at random have their numbers from. step: of the pass."""
+    """Seed of losses that select tokens at random. step: optimizer step of the pass."""
 
     seed: int
     step: int
@@ -78,8 +76,8 @@ class SelectionSeed:
 class Network:
     """The chunks of one model on this rank.
 
-    chunks: megatron-core's modules, whose weights are read, written and saved. modules: the same as
-    they are called: in the precision of the model and, once trained, with gradient buffers.
+    chunks: megatron-core's bare modules, used to read, write and save weights. modules: the same in
+    the wrappers to call them: model precision and, for a trained network, gradient buffers.
     """
 
     def __init__(
@@ -91,12 +89,10 @@ class Network:
         *,
         value_head: bool = False,
     ) -> None:
-        """value_head: a critic, which gives a value for each token in place of logits."""
+        """value_head: a critic, which returns a value per token instead of logits."""
         self.value_head = value_head
         self._exports: dict[tuple[torch.dtype | None, int, bool], HfExport] = {}
-        self.config = copy.copy(
-            transformer
-        )  # training hangs a network's own functions on its config
+        self.config = copy.copy(transformer)  # a copy: training attaches functions to the config
         self.has_experts = transformer.num_moe_experts is not None
         self.gpt = gpt
         self.layout = layout
@@ -109,26 +105,25 @@ class Network:
 
     @in_own_layout
     def load_hf(self, folder: str) -> None:
-        """Take the weights of a Hugging Face checkpoint. Raises ValueError when it is shaped
-        otherwise."""
+        """Load the weights of a Hugging Face checkpoint. Raises ValueError for other shapes."""
         hf = read_hf_model(folder, value_head=self.value_head)
         load_hf_weights(
             self.chunks, folder, hf=hf, gpt=self.gpt, layout=self.layout, value_head=self.value_head
         )
 
     def freeze(self) -> None:
-        """No dropout, no gradients."""
+        """Disable dropout and gradients."""
         for module in self.modules:
             module.eval().requires_grad_(False)
 
     def weights_changed(self) -> None:
-        """To be called when the model's weights were written from outside."""
+        """Call after the model's weights were written from outside."""
 
     def finish_updates(self) -> None:
-        """Weights are current once this returns; before it, an update may still be on its way."""
+        """Wait for pending parameter gathers; the weights are current afterwards."""
 
     def in_use(self) -> AbstractContextManager[None]:
-        """Around every pass through the modules."""
+        """Context of every forward pass through the modules."""
         return nullcontext()
 
     def export_hf(
@@ -150,8 +145,8 @@ class Network:
         *,
         own_head: bool = False,
     ) -> HfExport:
-        """The one of the first call, where the settings are the same. coded: the same mapping, or
-        nothing."""
+        """The cached export of the first call if the settings are equal. coded: the same mapping,
+        or None."""
         settings = (dtype, bucket_bytes, bool(coded))
         if settings not in self._exports:
             self._exports[settings] = HfExport(
@@ -177,8 +172,8 @@ class Network:
         selection: SelectionSeed | None = None,
         record_routes: bool = False,
     ) -> PassOutput:
-        """Forward-only over this data-parallel rank's samples, without dropout. record_routes: keep
-        which experts are chosen."""
+        """Forward-only pass over this data-parallel rank's samples, without dropout. record_routes:
+        record the routed experts."""
         parts, batches = self._pack(samples, size, selection)
         training = [module.training for module in self.modules]
         for module in self.modules:
@@ -201,7 +196,7 @@ class Network:
         size: MicroBatchSize,
         selection: SelectionSeed | None,
     ) -> tuple[MicroBatches, list[MicroBatch]]:
-        """The micro-batches of a pass, as samples and as they are packed for this layout."""
+        """The micro-batches of a pass: as samples, and packed for this layout."""
         parts = make_micro_batches(samples, size, self.layout)
         batches = pack_groups(
             parts.groups,
@@ -240,8 +235,8 @@ class Network:
         groups: Sequence[Sequence[TrainSample]],
         batches: Sequence[MicroBatch],
     ) -> list[list[Tensor]]:
-        """Of each column [T] that the last pipeline stage computed for each of `batches`, the
-        response values [R] of the samples of `groups`, one after another."""
+        """Split each column [T] that the last pipeline stage computed for `batches` into response
+        values [R] of the samples of `groups`."""
         table = (
             torch.cat([torch.stack(output) for output in outputs], dim=1).detach()
             if outputs
@@ -260,8 +255,8 @@ class Network:
     def _recorded_routes(
         self, groups: Sequence[Sequence[TrainSample]], batches: Sequence[MicroBatch]
     ) -> list[Tensor]:
-        """Of the last pass that recorded them: the experts that each sample's tokens went to in this stage's
-        layers, [L, expert layers, topk] int16."""
+        """Routed experts of each sample in the last recorded pass, in this stage's layers: [L, MoE
+        layers, topk] int16."""
         routers = routers_of(self.chunks)
         if not routers:  # of this stage
             return [
@@ -273,8 +268,8 @@ class Network:
         return routes_of_samples(table, groups, batches, topk=self.config.moe_router_topk)
 
     def _from_context_ranks(self, table: Tensor, batches: Sequence[MicroBatch]) -> Tensor:
-        """The table of this rank's rows -> of the rows of all context-parallel ranks, in the order
-        of the whole micro-batches."""
+        """Gather a table of this rank's rows over the context-parallel ranks, in the row order of
+        the full micro-batches."""
         size = self.layout.cp_size
         if size == 1:
             return table
@@ -283,7 +278,7 @@ class Network:
         return join_context_ranks(gathered.view(size, *table.shape), batches, size)
 
     def _from_last_stage(self, table: Tensor | None, *, tokens: int) -> Tensor:
-        """The table [columns, tokens], which the last pipeline stage computed, on all of them."""
+        """Broadcast the table [columns, tokens] from the last pipeline stage to all stages."""
         if self.layout.pp_size == 1:
             assert table is not None
             return table

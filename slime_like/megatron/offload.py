@@ -1,9 +1,9 @@
-"""Networks with their tensors in host memory: a frozen model without a second resident copy, whose
-weights take the policy's place for a forward pass, and trained ones that wait for their turn.
+"""Offloading networks to host memory: a frozen model that is swapped with the policy's weights for
+a forward pass, so that no second copy is resident; and trained networks that wait for their turn.
 
-Weights of a frozen model are exchanged tensor by tensor, so that one spare tensor is all that the exchange itself
-needs. On a GPU they lie in pinned host memory; on the CPU in a file that was unlinked when it was
-mapped, which the operating system may write out and which nobody has to remove.
+Weights of a frozen model are swapped tensor by tensor, which needs only one spare tensor. With a
+GPU they are in pinned host memory; on the CPU in a memory-mapped file that is unlinked at once, so
+that the operating system can page it out and nothing has to be removed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from slime_like.types import TrainSample
 
 
 class OffloadedWeights:
-    """Weights of the same shape as `host`'s, which computes with them when asked. It has the calls
+    """Offloaded weights of the same shape as `host`'s, which computes with them. Has the interface
     of a frozen `Network`."""
 
     def __init__(self, host: Network, load: Callable[[Network], None]) -> None:
-        """load: writes the weights into the network that it is given, which is `host`; that has its
-        own weights afterwards."""
+        """load: loads the weights into `host`, which gets its own weights back afterwards."""
         self.gpt = host.gpt
         self._host = host
         self._stored = _outside(list(_weights(host)))
@@ -40,7 +39,7 @@ class OffloadedWeights:
 
     @property
     def chunks(self) -> Sequence[Any]:
-        """The host's, which have these weights within `forward` alone."""
+        """The host's chunks; they have these weights only within `forward`."""
         return self._host.chunks
 
     def forward(
@@ -74,7 +73,7 @@ def _weights(network: Network) -> Iterator[Tensor]:
 
 
 def _outside(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies that are not on the device."""
+    """Copies in host memory."""
     if tensors and tensors[0].is_cuda:
         return [torch.empty_like(t, device="cpu", pin_memory=True).copy_(t) for t in tensors]
     stored = []
@@ -91,17 +90,16 @@ def _outside(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Rounded up to a line of the cache, which also aligns every type."""
+    """Size in bytes, rounded up to a cache line, which aligns every dtype."""
     size = tensor.numel() * tensor.element_size()
     return size + -size % 64
 
 
 class OffloadedNetwork:
-    """A network with its tensors in host memory. On the device it holds nothing, and it cannot be
-    used, until `restore`. Where the device is the CPU, storage that others have seen (numpy, when a
-    checkpoint was written) cannot be given back and stays, in host memory as it is.
+    """A network that is offloaded to host memory and unusable until `restore`. On the CPU, storage
+    shared with numpy (after writing a checkpoint) cannot be freed and stays.
 
-    nbytes: that were freed. spare: host memory by its size, taken from and given back to."""
+    nbytes: bytes freed. spare: reusable host buffers by size."""
 
     def __init__(
         self, network: TrainedNetwork, spare: dict[int, list[Tensor]] | None = None
@@ -111,7 +109,7 @@ class OffloadedNetwork:
         self._spare = spare
         for storage in storages_of(network):
             if torch.cuda.is_available() and storage.device.type == "cpu":
-                continue  # of an optimizer that is there anyway
+                continue  # shared with an optimizer that stays
             if not storage.resizable():
                 assert storage.device.type == "cpu"
                 continue

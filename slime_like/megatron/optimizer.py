@@ -1,4 +1,4 @@
-"""The optimizer, its schedule, its state, and the settings of a step that a caller chooses itself."""
+"""The optimizer, its schedule and state, and per-step settings of a caller (Tinker)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_patches.torch_adam_ckpt import init_adam_state
 from slime_like.distributed.collectives import gather
 from slime_like.megatron.muon import build_muon, init_momentum, is_muon
 
-LARGEST_UPDATE = 1e38  # of float32, which ends at 3.4e38
+LARGEST_UPDATE = 1e38  # close to the float32 maximum of 3.4e38
 
 
 def build_optimizer(
@@ -63,13 +63,14 @@ def build_scheduler(
         wsd_decay_steps=schedule.lr_wsd_decay_iters,
         lr_wsd_decay_style=schedule.lr_wsd_decay_style,
         use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,  # the command line rules; see `resume_schedule`
+        # the command line takes precedence; see `resume_schedule`
+        override_opt_param_scheduler=True,
     )
 
 
 def resume_schedule(scheduler: OptimizerParamScheduler, saved: dict[str, object]) -> list[str]:
-    """Go on at the saved step under this run's settings; returns words about each setting that the
-    checkpoint has otherwise."""
+    """Resume at the saved step with this run's settings; returns a description of each setting that
+    differs from the checkpoint."""
     ours = scheduler.state_dict()
     scheduler.load_state_dict(saved)
     return [
@@ -85,8 +86,8 @@ LIMITS = ("max_lr", "min_lr", "start_wd", "end_wd", "momentum", "momentum_beta")
 
 @contextmanager
 def limits_kept(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Loading an optimizer's state brings the checkpoint's learning-rate limits into its parameter
-    groups; this keeps the run's own."""
+    """Keep the run's learning-rate limits while loading an optimizer state, which would overwrite
+    those in the parameter groups."""
     ours = [
         {name: group[name] for name in LIMITS if name in group} for group in optimizer.param_groups
     ]
@@ -97,9 +98,9 @@ def limits_kept(optimizer: MegatronOptimizer) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class AdamStep:
-    """The settings of one optimizer step that a caller chooses itself, in place of a schedule's.
-    max_norm: largest global L2 norm of the gradient, 0 for any. weight_decay: decoupled; biases and
-    norms have none, as everywhere in Megatron."""
+    """Caller-defined settings of one optimizer step, instead of a schedule. max_norm: gradient
+    clipping by global L2 norm, 0 for none. weight_decay: decoupled; not applied to biases and
+    norms, as in Megatron."""
 
     learning_rate: float
     beta1: float
@@ -110,7 +111,7 @@ class AdamStep:
 
 
 def set_adam(optimizer: MegatronOptimizer, adam: AdamStep) -> None:
-    """Give the optimizer these settings for its next step."""
+    """Set the optimizer's settings for its next step."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         part.config.clip_grad = adam.max_norm
     for group in optimizer.param_groups:
@@ -121,7 +122,7 @@ def set_adam(optimizer: MegatronOptimizer, adam: AdamStep) -> None:
 
 
 def step_stays_finite(optimizer: MegatronOptimizer, adam: AdamStep) -> bool:
-    """Whether no weight or moment can overflow float32 in this step, on any rank. A collective.
+    """Whether no weight or moment can overflow float32 in this step on any rank. Collective.
 
     Bounds of Adam (Kingma and Ba, algorithm 1) with decoupled weight decay, from the largest
     absolute values of weights w, gradients g and moments m, v:
@@ -170,7 +171,7 @@ def allocate_moments(optimizer: MegatronOptimizer) -> None:
 
 
 def main_parameters(optimizer: MegatronOptimizer) -> list[Tensor]:
-    """What the optimizer itself updates, this rank's part."""
+    """The optimizer's main parameters, this rank's shard."""
     return [
         p.data
         for plain in plain_optimizers(optimizer)
@@ -180,21 +181,21 @@ def main_parameters(optimizer: MegatronOptimizer) -> list[Tensor]:
 
 
 def moments(optimizer: MegatronOptimizer) -> list[Tensor]:
-    """Its moments and steps, this rank's part."""
+    """The optimizer's moments and step counts, this rank's shard."""
     states = [
         plain.state[p]
         for plain in plain_optimizers(optimizer)
         for group in plain.param_groups
         for p in group["params"]
     ]
-    # by name: an optimizer that was loaded has them in another order
+    # by name, because loading changes their order
     return [
         value for state in states for _, value in sorted(state.items()) if isinstance(value, Tensor)
     ]
 
 
 def largest(tensors: Sequence[Tensor]) -> float:
-    """The largest absolute value, NaN where there is one; 0 for none."""
+    """The largest absolute value; NaN if there is a NaN, 0 for no tensors."""
     found = [t.detach() for t in tensors if t.numel() and t.is_floating_point()]
     if not found:
         return 0.0

@@ -138,10 +138,13 @@ def pack_all(
     agree: Callable[[list[int]], list[int]] | None = None,
     equal_sequences: bool = False,
 ) -> list[MicroBatch]:
-    """A micro-batch for each group: this context-parallel rank's rows of it, a multiple of
-    `multiple` of them. equal_lengths: pad all to the longest, as the interleaved pipeline schedule
-    needs. agree: from the lengths on this rank, those that all ranks pad theirs to.
-    equal_sequences: pad the sequences of each to its longest."""
+    """One micro-batch per group: this context-parallel rank's rows, a multiple of `multiple`.
+
+    Args:
+        equal_lengths: Pad all micro-batches to the longest, as the interleaved schedule needs.
+        agree: Maps lengths on this rank to the lengths that all ranks pad to.
+        equal_sequences: Pad the sequences of a micro-batch to its longest.
+    """
     totals = [sum(padded_lengths(group, cp_size, equal=equal_sequences)) for group in groups]
     if equal_lengths:
         totals = [max(totals)] * len(totals)
@@ -168,16 +171,16 @@ def pack_all(
 def padded_lengths(
     samples: Sequence[TrainSample], cp_size: int, *, equal: bool = False
 ) -> list[int]:
-    """Rows that each sample takes: its length, or with `equal` that of the longest, up to a
-    multiple of 2 * cp where context-parallel ranks share them. A sample without tokens takes none,
-    and no place in the list."""
+    """Rows of each sample: its length, or with `equal` that of the longest, rounded up to a
+    multiple of 2 * cp under context parallelism. Samples without tokens are omitted from the
+    list."""
     lengths = [int(s.tokens.numel()) for s in samples if s.tokens.numel()]
     if equal and lengths:
         lengths = [max(lengths)] * len(lengths)
     return lengths if cp_size == 1 else [n + -n % (2 * cp_size) for n in lengths]
 
 
-# Fields of a sample, over its response; `rows_of` are their rows.
+# [R] fields of a sample -> fields of a micro-batch; placed at the rows of `rows_of`.
 PER_TOKEN = {
     "loss_mask": torch.bool,
     "loss_weights": torch.float32,
@@ -194,15 +197,15 @@ PER_TOKEN = {
     "values": torch.float32,
     "returns": torch.float32,
 }
-SETS = {"token_sets": -1, "label_sets": 0, "label_weights": 0}  # [R, K] by sample: what fills rows
+SETS = {"token_sets": -1, "label_sets": 0, "label_weights": 0}  # [R, K] fields -> fill value
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where samples lie in a row of T tokens. lengths: of the sequences, padding at the end as one
-    more; starts: of the sequences; seq_ids, positions: [T], the sequence of each token and its
-    place there; real_lengths: [S], tokens of each sequence that are no padding; scored: [N], the
-    `rows_of` all samples, one after another."""
+    """Placement of samples in T rows. lengths, starts: of the sequences, with padding at the end as
+    one more sequence. seq_ids, positions: [T], sequence of each token and position within it.
+    real_lengths: [S], tokens without padding. scored: [N], concatenated `rows_of` of all
+        samples."""
 
     samples: Sequence[TrainSample]
     lengths: Sequence[int]
@@ -218,7 +221,7 @@ class Rows:
         return int(self.seq_ids.numel())
 
     def tokens_and_labels(self) -> tuple[Tensor, Tensor]:
-        """[T] each. The label of a token is the next one, or what the sample says itself."""
+        """[T] each. The label of a token is the next token, or the sample's explicit label."""
         tokens = torch.zeros(self.total, dtype=torch.int64)
         labels = torch.zeros(self.total, dtype=torch.int64)
         for start, sample in zip(self.starts, self.samples):
@@ -230,8 +233,7 @@ class Rows:
         return tokens, labels
 
     def per_token(self, name: str) -> Tensor | None:
-        """[T]: each sample's response values on its `rows_of`; None when a sample has
-        none."""
+        """[T]: each sample's response values at its `rows_of`; None if a sample has none."""
         given = [values for s in self.samples if (values := getattr(s, name)) is not None]
         if len(given) < len(self.samples):
             return None
@@ -255,7 +257,7 @@ class Rows:
         return out
 
     def routes(self) -> Tensor | None:
-        """[T, layers, topk] of all tokens, -1 at padding; None when a sample has no routes."""
+        """[T, layers, topk] routed experts, -1 at padding; None if a sample has none."""
         given = [s.routes for s in self.samples if s.routes is not None]
         if len(given) < len(self.samples):
             return None
@@ -265,8 +267,8 @@ class Rows:
         return out
 
     def places(self) -> Tensor:
-        """[T]: the row of each token where nothing is padded. Padding inside the row has those of
-        others, and is never asked for its own."""
+        """[T]: the row of each token in a packing without padding; arbitrary at padding rows, where
+        it is never used."""
         starts = torch.tensor([0, *(int(s.tokens.numel()) for s in self.samples)]).cumsum(0)
         return starts[self.seq_ids] + self.positions
 
@@ -303,7 +305,7 @@ def lay_out(
 
 
 def joined_ranges(ranges: Sequence[slice]) -> Tensor:
-    """[N]: the numbers of all ranges, one range after another."""
+    """[N]: concatenation of all ranges."""
     first = torch.tensor([r.start for r in ranges], dtype=torch.int64)
     counts = torch.tensor([r.stop - r.start for r in ranges], dtype=torch.int64)
     shifts = first - (counts.cumsum(0) - counts)  # of each range, from its place among all
@@ -340,7 +342,7 @@ def pack(
     columns: dict[str, Tensor | None] = {
         "tokens": tokens.unsqueeze(0),
         "labels": labels.unsqueeze(0),
-        # padding stands at position 0: it may be longer than the network has learned positions
+        # padding gets position 0, because it may be longer than max_position_embeddings
         "position_ids": torch.where(real, rows.positions, 0).unsqueeze(0),
         "seq_ids": rows.seq_ids,
         "cu_seqlens": rows.cu_seqlens,
@@ -361,11 +363,11 @@ def pack(
 def with_selection_seeds(
     batches: Sequence[MicroBatch], seed: int, step: int, dp_rank: int
 ) -> list[MicroBatch]:
-    """Give each micro-batch of an optimizer step its own seed, of 32 bits, which is all that
-    torch's generator on the host reads.
+    """Give each micro-batch of an optimizer step its own seed, of 32 bits, because torch's CPU
+    generator uses no more.
 
-    All data-parallel ranks have as many micro-batches, so that their place in the step does not
-    depend on the layout.
+    All data-parallel ranks have the same number of micro-batches, so their index in the step does
+    not depend on the layout.
     """
     first = dp_rank * len(batches)
     seeds = [
@@ -376,20 +378,19 @@ def with_selection_seeds(
 
 
 def with_active_rows(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Look up the rows that the head computes before a forward pass is queued: the host waits for
-    the device to count them."""
+    """Compute `active_rows` before the forward pass is queued, because counting them synchronises
+    with the device."""
     return [replace(batch, active_rows=batch.loss_mask.nonzero().squeeze(1)) for batch in batches]
 
 
 def unpack(values: Tensor, samples: Sequence[TrainSample], cu_seqlens: Tensor) -> list[Tensor]:
-    """The response values [R] of each sample from a whole packed row of values [T]; inverse of the
-    placement in `pack`, whose
-    `cu_seqlens` these are."""
+    """The response values [R] of each sample from packed values [T]; the inverse of `pack`, which
+    produced `cu_seqlens`."""
     return [values[rows_of(s, start)] for start, s in zip(cu_seqlens.tolist(), samples)]
 
 
 def rows_of(sample: TrainSample, start: int) -> slice:
-    """Rows of a packed micro-batch that the response values of a sample speak about, whose tokens
-    begin at row `start`."""
+    """Rows of a packed micro-batch that a sample's response values belong to. start: row of its
+    first token."""
     rows = sample.scored_rows
     return slice(start + rows.start, start + rows.stop)

@@ -1,10 +1,9 @@
-"""The one reader of megatron-core's parallel state. Everything else is handed a `ParallelLayout`.
+"""The only reader of megatron-core's parallel state. All other code gets a `ParallelLayout`.
 
-megatron-core keeps groups, sizes and ranks in the globals of one module, and half of what we call
-reads them there: tensor-parallel layers, the optimizer's factory, schedules, random states, names
-in checkpoints. Networks of different layouts in one process therefore take turns: each layout has a
-set of these globals, and `ParallelLayout.activate` puts it in their place for as long as its
-network is at work.
+megatron-core keeps groups, sizes and ranks in module globals, which tensor-parallel layers,
+optimizer factory, schedules, random states and checkpoint names read. Networks with different
+layouts in one process therefore take turns: each layout has its own set of these globals, and
+`ParallelLayout.activate` installs it while its network is in use.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ P = ParamSpec("P")
 R = TypeVar("R")
 STATE_NAME = re.compile(
     "_[A-Z][A-Z_]*$"
-)  # megatron-core's spelling of the globals that make a layout; the list of all groups is none of them
+)  # prefixes of the globals that make up a layout; the list of all groups is not one of them
 
 
 class MegatronState:
-    """What megatron-core and torch hold for one layout while it is in force: the globals of
-    `parallel_state`, and the random states, which differ between the ranks of a layout in its own
-    way. Changed in place: both move on while the layout is at work."""
+    """State of megatron-core and torch for one layout: the globals of `parallel_state`, and the
+    random states, which differ between the ranks of a layout. Mutable: both advance while the
+    layout is active."""
 
     def __init__(self) -> None:
         self.keep()
 
     def keep(self) -> None:
-        """Take what is in force."""
+        """Save the active state."""
         from slime_like.megatron.rng import RandomStates
 
         self.globals = parallel_globals()
@@ -59,15 +58,15 @@ def parallel_globals() -> dict[str, object]:
     return {name: value for name, value in vars(parallel_state).items() if STATE_NAME.match(name)}
 
 
-_taking_turns = False  # whether a layout is in the place of the one that was in force
+_taking_turns = False  # whether `activate` has replaced the active layout
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
     """Sizes, ranks and process groups of this process. `dp_*` excludes context parallelism,
-    `dp_cp_group` includes it. A copy of the model is spread over the tensor-, context- and
-    pipeline-parallel ranks. Experts are spread in a grid of their own, of expert-tensor-, expert-
-    and pipeline-parallel ranks, which may take in several data-parallel ranks."""
+    `dp_cp_group` includes it. A model replica spans tensor-, context- and pipeline-parallel ranks.
+    Experts use a separate grid of expert-tensor-, expert- and pipeline-parallel ranks, which may
+    span several data-parallel ranks."""
 
     world_size: int
     rank: int
@@ -96,8 +95,8 @@ class ParallelLayout:
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        """For the block this is megatron-core's layout. Such blocks nest only where the layout is
-        the same."""
+        """Make this megatron-core's active layout within the block. Blocks may only nest with the
+        same layout."""
         global _taking_turns
         if self.state.is_active:
             yield
@@ -114,13 +113,13 @@ class ParallelLayout:
 
     @property
     def is_first_stage(self) -> bool:
-        """True where the embedding is (of the first model chunk)."""
+        """Whether this pipeline stage has the embedding (in its first model chunk)."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """True where the output layer is (of the last model chunk): the ranks that compute losses
-        and log-probs."""
+        """Whether this pipeline stage has the output layer (in its last model chunk), and so
+        computes losses and log-probs."""
         return self.pp_rank == self.pp_size - 1
 
     def describe(self) -> str:
@@ -142,7 +141,7 @@ Self = TypeVar("Self", bound=HasLayout)
 
 
 def in_own_layout(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate[Self, P], R]:
-    """A method of something that has a layout, which is in force while the method runs."""
+    """Decorator: run the method with the object's `layout` active."""
 
     @wraps(method)
     def call(self: Self, *positional: P.args, **named: P.kwargs) -> R:
@@ -154,8 +153,8 @@ def in_own_layout(method: Callable[Concatenate[Self, P], R]) -> Callable[Concate
 
 @contextmanager
 def without_layout() -> Iterator[None]:
-    """megatron-core as if it had no groups yet, to make those of a further layout; afterwards the
-    layout that was in force is so again."""
+    """Reset megatron-core's parallel state within the block, to create another layout; the previous
+    one is active again afterwards."""
     from megatron.core import parallel_state
 
     others = MegatronState()

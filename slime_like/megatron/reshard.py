@@ -1,5 +1,5 @@
-"""The weights of one network into another, whatever their layouts, piece by piece, under the names
-that both have in checkpoints."""
+"""Copy weights between networks with different layouts, shard by shard, matched by their names in
+checkpoints."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Region = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes within the
 
 @torch.no_grad()
 def copy_weights(source: Network, target: Network, wanted: Callable[[str], bool]) -> None:
-    """Fill what checkpoints hold of `target` under names that are `wanted`, from `source`.
-    Collective over all ranks.
+    """Fill the checkpoint tensors of `target` whose name is `wanted` from `source`. Collective over
+    all ranks.
 
-    Each piece is sent once, by the rank that would save it, to all; a rank holds one piece at a
-    time. What the source has not, padding of the vocabulary, becomes zero.
+    Each shard is broadcast once by the rank that would save it; a rank holds one shard at a time.
+    Vocabulary padding that the source lacks becomes zero.
     """
     mine = {
         (t.key, region_of(t), t.dtype): t.data
@@ -56,7 +56,7 @@ def copy_weights(source: Network, target: Network, wanted: Callable[[str], bool]
 
 @torch.no_grad()
 def copy_same_layout(source: Network, target: Network) -> None:
-    """Every weight and buffer of a network from one that has them, in the same layout; local."""
+    """Copy every weight and buffer between networks with the same layout. No communication."""
     for theirs, ours in zip(source.chunks, target.chunks, strict=True):
         have = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}
         for name, tensor in (*ours.named_parameters(), *ours.named_buffers()):
@@ -79,7 +79,7 @@ def _tensors(network: Network) -> list[ShardedTensor]:
 
 
 def _paste(piece: Tensor, region: Region, tensor: ShardedTensor) -> None:
-    """Write what `piece` and `tensor` have in common."""
+    """Copy the overlap of `piece` into `tensor`."""
     offsets, sizes = region_of(tensor)
     low = [max(a, b) for a, b in zip(region[0], offsets, strict=True)]
     high = [min(a + n, b + m) for a, n, b, m in zip(*region, offsets, sizes, strict=True)]

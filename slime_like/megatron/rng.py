@@ -1,5 +1,5 @@
-"""The random states of a process: torch's generators and megatron-core's tracked ones, which
-dropout and initialisation draw from."""
+"""Random states of a process: torch's generators and megatron-core's RNG tracker, used by dropout
+and initialisation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RandomStates:
-    """A copy. cuda: of this process's device, None without one. tracked: megatron-core's, by name."""
+    """A copy of all random states. cuda: of this process's device, or None. tracked: those of
+    megatron-core's tracker, by name."""
 
     host: Tensor
     cuda: Tensor | None
@@ -32,7 +33,7 @@ class RandomStates:
 
 
 def seed_stage(seed: int, pp_rank: int) -> None:
-    """Start all random states of the layout in force: pipeline stages 100 apart, tensor- and
-    expert-parallel ranks told apart by megatron-core."""
+    """Seed all random states of the active layout: pipeline stages use seeds 100 apart;
+    megatron-core offsets tensor- and expert-parallel ranks."""
     torch.manual_seed(seed + 100 * pp_rank)
     model_parallel_cuda_manual_seed(seed + 100 * pp_rank)

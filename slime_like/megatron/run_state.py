@@ -1,5 +1,4 @@
-"""What a checkpoint holds of a run's networks: written, and restored. Every function is called by all
-ranks together."""
+"""Save and restore the networks of a run. Every function is collective."""
 
 from __future__ import annotations
 
@@ -58,11 +57,17 @@ def load_state(
     with_critic: bool = True,
     with_frozen: bool = False,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Restore a checkpoint; returns the trainer's state and words about each setting of a
-    schedule that the checkpoint has otherwise. Without the optimizer its fp32 copies start from
-    the loaded weights and the schedule at its first step. with_critic: False leaves the critic
-    as it is. with_frozen: takes the reference model, and the policy's own teacher, of a checkpoint
-    that has them."""
+    """Restore a checkpoint. Without the optimizer, its fp32 copies start from the loaded weights
+    and the schedule at step 0.
+
+    Args:
+        with_critic: False: do not load the critic.
+        with_frozen: Load the reference model and self-distillation teacher, if the checkpoint has
+            them.
+
+    Returns:
+        The trainer state, and a description of each schedule setting that differs.
+    """
     trained = {
         name: network
         for name, network in backend.trained_networks.items()
@@ -102,14 +107,14 @@ def load_state(
 
 
 def start_self_teacher(backend: MegatronBackend) -> None:
-    """Begin at the current policy, where the teacher of self-distillation is a copy of it."""
+    """Initialise the self-distillation teacher, if it has its own weights, from the policy."""
     if backend.averaged is not None:
         backend.policy.finish_updates()
         backend.averaged.start(backend.policy)
 
 
 def start_critic(backend: MegatronBackend, source: str | None, *, verify: bool) -> None:
-    """The critic of a run that does not go on with one. source: as --critic-load; None: see
+    """Initialise the critic of a run that does not resume one. source: --critic-load; None: see
     `start_from_policy`."""
     assert backend.critic is not None
     if source is None:
@@ -127,8 +132,8 @@ def start_critic(backend: MegatronBackend, source: str | None, *, verify: bool) 
 
 
 def _saved_frozen(backend: MegatronBackend) -> dict[str, SavedNetwork]:
-    """What the run changes without training it: a reference model that is no longer --ref-load's,
-    and the policy's own teacher."""
+    """Untrained networks that change during the run: a reference model that was reset to the
+    policy, and the self-distillation teacher."""
     found: dict[str, FrozenModel] = {}
     if backend.reference_moves and backend.reference is not None:
         found["reference"] = backend.reference

@@ -1,6 +1,6 @@
-"""A network that is trained: by a run as its policy or critic, or by the calls of a server's clients.
+"""A trained network: policy or critic of a run, or a model of the Tinker server.
 
-Every method is called by all ranks together, and works in the network's own layout.
+Every method is collective, and runs in the network's own layout.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """What is in a network's gradient buffers. expert_biases: of before they began to add up."""
+    """State of the gradient buffers. expert_biases: copies from before accumulation started."""
 
     expert_biases: Sequence[Tensor] = ()
     are_there: bool = False
@@ -70,9 +70,9 @@ class Gradients:
 class TrainedNetwork(Network):
     """A network with gradient buffers, an optimizer and a learning-rate schedule.
 
-    Gradients add up over any number of `forward_backward` calls, on this rank alone; `optim_step`
-    reduces them over the ranks and takes them. How a step's samples are cut into calls makes no
-    difference, for losses are sums.
+    Gradients accumulate locally over any number of `forward_backward` calls; `optim_step` reduces
+    them over the ranks and applies them. Losses are sums, so it does not matter how the samples of
+    a step are split over calls.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class TrainedNetwork(Network):
         schedule: ScheduleConfig,
         total_steps: int,
     ) -> list[Any]:
-        """Give these modules' parameters gradient buffers and an optimizer; returns the modules
-        wrapped."""
+        """Add gradient buffers and an optimizer for these modules' parameters; returns the wrapped
+        modules."""
         with self.layout.activate():
             self.trained_modules: list[MegatronModule] = list(
                 wrap_for_training(modules, self.config, ddp)
@@ -119,8 +119,8 @@ class TrainedNetwork(Network):
             self.scheduler = build_scheduler(
                 self.optimizer, optimizer, schedule, total_steps=total_steps
             )
-        # Gradients are reduced at the optimizer step, not by the schedule after each pass; the
-        # schedule is left to do what else it does at this point.
+        # Gradients are reduced in `optim_step`, not by the schedule after each pass, so its hook is
+        # a no-op.
         self.config.finalize_model_grads_func = lambda *args, **keywords: None
         self._gathers_late = ddp.overlap_param_gather
         self._reduces_early = ddp.overlap_grad_reduce
@@ -130,7 +130,7 @@ class TrainedNetwork(Network):
     def finalize_gradients(
         self, model: Sequence[object], num_tokens: Tensor | None = None, **others: object
     ) -> None:
-        """Reduce what this rank has accumulated with what the others have."""
+        """Reduce the accumulated gradients over the ranks."""
         finalize_model_grads(list(model), num_tokens, **others)
 
     @property
@@ -139,7 +139,7 @@ class TrainedNetwork(Network):
         return self.chunks
 
     def saved(self, *, with_optimizer: bool = True, with_schedule: bool = True) -> SavedNetwork:
-        """As checkpoints see it."""
+        """The network as an argument of checkpoint functions."""
         return SavedNetwork(
             self.saved_chunks,
             self.optimizer if with_optimizer else None,
@@ -158,13 +158,13 @@ class TrainedNetwork(Network):
         per_token: bool = False,
         before_change: Callable[[], None] = nothing,
     ) -> PassOutput:
-        """Forward and backward over this data-parallel rank's samples; gradients are added to this
-        rank's, and the weights are still the old ones.
+        """Forward and backward over this data-parallel rank's samples. Accumulates gradients
+        locally; weights do not change.
 
         Args:
-            compute: Gives the loss of each micro-batch, a sum over its tokens.
-            per_token: Whether its columns are wanted.
-            before_change: Called when nothing but the pass is left to do.
+            compute: Computes the loss of each micro-batch, a sum over its tokens.
+            per_token: Return the columns of `compute`.
+            before_change: Called after validation, just before gradients change.
         """
         parts, batches = self._pack(samples, size, selection)
         before_change()
@@ -193,21 +193,22 @@ class TrainedNetwork(Network):
             self.gradients = Gradients(biases, are_there=True)
 
     def clear_gradients(self) -> None:
-        """Forget what has been accumulated."""
+        """Discard accumulated gradients."""
         for module in self.trained_modules:
             module.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.gradients = Gradients()
 
     def abandon_gradients(self) -> None:
-        """After a pass that failed: forget what has been accumulated, its routing statistics too."""
+        """Discard accumulated gradients and routing statistics after a failed pass."""
         if self.gradients.are_there:
             restore_expert_biases(self.chunks, self.gradients.expert_biases)
         self.clear_gradients()
 
     @in_own_layout
     def reduce_gradients(self) -> None:
-        """Add up the gradients of the ranks, once for an optimizer step, which does it itself."""
+        """Reduce gradients over the ranks, at most once per optimizer step; `optim_step` calls
+        this."""
         self._start_gradients()
         if not self.gradients.are_reduced:
             self.finalize_gradients(self.modules)
@@ -217,15 +218,16 @@ class TrainedNetwork(Network):
     def optim_step(
         self, adam: AdamStep | None = None, before_change: Callable[[], None] = nothing
     ) -> tuple[bool, float, float]:
-        """One optimizer step, with the gradients since the last one: (whether it was taken, global
-        L2 gradient norm before clipping, learning rate).
+        """Take one optimizer step with the accumulated gradients. Skipped on all ranks if the
+        gradient norm is not finite or, with `adam`, if a weight might overflow.
 
         Args:
-            adam: Its settings; None: those of the run and of its schedule.
-            before_change: Called when nothing but the change of the weights is left to do.
+            adam: Settings of the step; None: the run's optimizer and schedule.
+            before_change: Called just before weights change.
 
-        It is skipped on all ranks when the norm is not finite, and with settings of its own when a
-        weight might not be after it.
+        Returns:
+            Whether the step was taken, the global L2 gradient norm before clipping, and the
+            learning rate.
         """
         self.reduce_gradients()
         if adam is not None:
@@ -252,31 +254,29 @@ class TrainedNetwork(Network):
 
     @in_own_layout
     def weights_changed(self) -> None:
-        """Start the optimizer's copies from the model's weights, which were written from outside."""
+        """Reset the optimizer's fp32 copies to the model's weights, which were written from
+        outside."""
         self.optimizer.reload_model_params()
 
     def allocate_moments(self) -> None:
-        """Make the optimizer's state before the first step, so that `tensors` has all there is."""
+        """Allocate the optimizer state before the first step, so that `tensors` is complete."""
         allocate_moments(self.optimizer)
 
     def start_afresh(self) -> None:
-        """To be called when other weights were written: no gradients, and an optimizer that has not
-        stepped yet."""
+        """Call after other weights were written: discards gradients and resets the optimizer."""
         self.clear_gradients()
         for tensor in moments(self.optimizer):
             tensor.zero_()
         self.weights_changed()
 
     def has_non_finite(self) -> bool:
-        """Whether a weight or a moment of the optimizer is NaN or infinite, on any rank. A
-        collective."""
+        """Whether a weight or an optimizer moment is NaN or infinite on any rank. Collective."""
         tensors = [p.data for chunk in self.saved_chunks for p in chunk.parameters()]
         return any(gather(not math.isfinite(largest([*tensors, *moments(self.optimizer)]))))
 
     def tensors(self) -> list[Tensor]:
-        """Everything that makes this network what it is: weights, gradients, the optimizer's
-        copies, moments and steps. Each is written in place to make another network of the same
-        shape of this one."""
+        """All state of this network: weights, gradients, and the optimizer's copies, moments and
+        step counts. Writing them in place turns it into another network of the same shape."""
         found = [
             t.data for chunk in self.saved_chunks for t in (*chunk.parameters(), *chunk.buffers())
         ]
@@ -290,11 +290,10 @@ class TrainedNetwork(Network):
 
     @in_own_layout
     def finish_updates(self) -> None:
-        """Make every parameter current: call this before parameters are read outside a forward
-        pass."""
+        """Make every parameter current. Call before reading parameters outside a forward pass."""
         # With --overlap-param-gather the distributed optimizer updates only this rank's shard, and
         # the hooks of the next forward pass all-gather the rest. Until then an export or a
-        # checkpoint would read the values of before the step.
+        # checkpoint would read stale parameters.
         if self._gathers_late:
             for module in self.trained_modules:
                 module.start_param_sync(force_sync=True)

@@ -1,8 +1,7 @@
-"""The numbers of one adapter on this rank: a module with the factors of a model chunk, and the
-layers that compute with them.
+"""Parameters of one adapter on this rank: a module with the LoRA factors of a model chunk.
 
-That of a critic has a value head too, on the chunk that ends with the output layer: whole on every
-tensor-parallel rank, and trained whole.
+A critic's adapter also has a value head, on the chunk with the output layer; it is replicated on
+every tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
 
 
 class AdapterChunk(MegatronModule):
-    """The factors beside one model chunk. They are parameters of this module alone: data
-    parallelism, the optimizer and checkpoints are given it in a model's place."""
+    """LoRA factors of one model chunk. They are parameters of this module only: data parallelism,
+    optimizer and checkpoints get this module instead of the model."""
 
     def __init__(self, base: LoraBase, index: int, targets: list[Target], spec: LoraSpec) -> None:
         super().__init__(config=base.config)
@@ -54,7 +53,7 @@ class AdapterChunk(MegatronModule):
 
     @property
     def acting(self) -> dict[str, Callable[[Tensor], Tensor]]:
-        """What `LoraBase.active` is given."""
+        """The argument of `LoraBase.active`."""
         return (
             dict(self.layers)
             if self.value_head is None
@@ -66,14 +65,14 @@ class AdapterChunk(MegatronModule):
             yield factor, self.parameters_by_name[_key(factor.name)]
 
     def summed(self) -> Iterator[tuple[torch.nn.Parameter, object]]:
-        """(parameter, group) of those whose gradient is a sum over the ranks of the group."""
+        """(parameter, group) of parameters with gradients to be summed over the group."""
         for factor, parameter in self.factors():
             ranks = _ranks(self.layout, self.config, factor)
             if factor.dim is None and ranks.needs_sum(at_head=_of_head(factor)):
                 yield parameter, ranks.group
         if (
             self.value_head is not None and self.config.sequence_parallel
-        ):  # it sees this rank's part of the tokens
+        ):  # sequence parallel: it sees this rank's tokens
             for parameter in self.value_head.parameters():
                 yield parameter, self.layout.tp_group
 
@@ -82,8 +81,8 @@ class AdapterChunk(MegatronModule):
         shard = shard_of(whole, factor, self.layout, base.gpt)
         parameter = torch.nn.Parameter(shard.to(base.device, self.config.params_dtype, copy=True))
         ranks = _ranks(self.layout, self.config, factor)
-        # megatron-core's norm of all gradients counts what is cut on every rank and what is
-        # `shared` nowhere
+        # megatron-core's gradient norm counts tensor-parallel parameters on every rank, and
+        # `shared` ones not at all
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
         if factor.dim is None and ranks.group.rank() > 0:
             parameter.shared = True  # type: ignore[attr-defined]
@@ -109,7 +108,7 @@ class AdapterChunk(MegatronModule):
         sharded_offsets: object = (),
         metadata: Mapping[str, object] | None = None,
     ) -> dict[str, ShardedTensor]:
-        """As megatron-core's modules give it: where each tensor of this rank lies in the whole one."""
+        """As in megatron-core's modules: the position of each local shard in its full tensor."""
         state = {}
         for factor, parameter in self.factors():
             ranks = _ranks(self.layout, self.config, factor)
@@ -135,8 +134,8 @@ class AdapterChunk(MegatronModule):
 
 
 def first_factor(factor: Factor, seed: int) -> Tensor:
-    """The whole lora_A of a new adapter, float32, from the seed and its name alone: PEFT's
-    distribution, uniform within 1 / sqrt(in)."""
+    """The full lora_A of a new adapter, float32, determined by seed and name: PEFT's distribution,
+    uniform within 1 / sqrt(in)."""
     digest = hashlib.sha256(f"{seed} {factor.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     bound = 1 / math.sqrt(factor.fan_in)
@@ -144,7 +143,7 @@ def first_factor(factor: Factor, seed: int) -> Tensor:
 
 
 def shard_of(whole: Tensor, factor: Factor, layout: ParallelLayout, gpt: GPTModelConfig) -> Tensor:
-    """This rank's part; of the output layer with zeros behind the vocabulary."""
+    """This rank's shard; for the output layer, padded with zeros beyond the vocabulary."""
     if factor.dim is None:
         return whole
     rank, size = _place(layout, factor)
@@ -154,7 +153,7 @@ def shard_of(whole: Tensor, factor: Factor, layout: ParallelLayout, gpt: GPTMode
 
 
 def shard_shape(factor: Factor, layout: ParallelLayout, gpt: GPTModelConfig) -> tuple[int, int]:
-    """Of every rank that has a part."""
+    """Shape of a shard, equal on every rank that has one."""
     rows, columns = factor.shape
     if _of_head(factor) and factor.dim == 0:
         rows = padded_vocab_size(gpt, layout.tp_size)

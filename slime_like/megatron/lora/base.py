@@ -1,9 +1,9 @@
-"""The frozen model under adapters, and the places where the active one acts.
+"""The frozen base model, and the hooks through which the active adapter is applied.
 
-The model's modules stay what they are, with their names in checkpoints and conversions: an adapter
-acts through a forward hook on a linear layer, in `PolicyModel.head_weight` at the output layer, and
-a critic's with a value head in `HeadWeight`. Without an active adapter the model computes what it
-always does; that is the reference model of a KL term.
+The model's modules keep their names in checkpoints and conversions: an adapter is applied by a
+forward hook on a linear layer, in `PolicyModel.head_weight` for the output layer, and in
+`HeadWeight` for a critic's value head. Without an active adapter this is the base model, e.g. the
+reference model of a KL term.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class LoraBase(Network):
         for slots, own in zip(self.slots, layers, strict=True):
             for name, layer in own.items():
                 slots[name].active = layer
-        # recomputation and the schedule of several stages run backward only through an input that
-        # has a gradient
+        # recomputation and pipeline schedules only run backward through inputs that require a
+        # gradient
         self._carry_gradients = (
             self.config.recompute_granularity is not None or self.layout.pp_size > 1
         )

@@ -1,4 +1,4 @@
-"""What an adapter is, apart from its numbers."""
+"""The specification of an adapter, without its parameters."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from arguments.schema.lora import TARGETS, UNEMBEDDING
 
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
-    """targets: last parts of Hugging Face's module names ("q_proj", "lm_head"). seed: of the first
-    factors; the second ones start at zero. value_head: of a critic, which has a scalar head of its
-    own, trained whole, where the model has its output layer."""
+    """Specification of an adapter. targets: last components of Hugging Face module names ("q_proj",
+    "lm_head"). seed: of lora_A; lora_B starts at zero. value_head: a critic's adapter, which has a
+    fully trained scalar head in place of the output layer."""
 
     rank: int
     alpha: float
@@ -26,7 +26,7 @@ class LoraSpec:
         return self.alpha / self.rank
 
     def describe(self) -> dict[str, int | float | str]:
-        """Settings that tell one adapter from another, to say how a checkpoint's differs."""
+        """Settings that identify an adapter, to report how a checkpoint differs."""
         return {
             "lora_rank": self.rank,
             "lora_alpha": self.alpha,
@@ -40,7 +40,7 @@ def lora_spec(config: LoraConfig, seed: int) -> LoraSpec:
 
 
 def critic_lora_spec(config: LoraConfig, rank: int, seed: int) -> LoraSpec:
-    """As the policy's, without the output layer, which a critic does not have."""
+    """The policy's specification without the output layer, which a critic does not have."""
     policy = lora_spec(config, seed)
     return dataclasses.replace(
         policy, rank=rank, targets=policy.targets - {*UNEMBEDDING}, value_head=True

@@ -1,5 +1,5 @@
-"""An adapter's factors whole, under PEFT's names, out of the shards of all ranks, and back.
-Collective, and the same on every rank."""
+"""Gather full LoRA factors, under PEFT's names, from the shards of all ranks, and scatter them
+back. Collective, with equal results on every rank."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from slime_like.weights.parameter_map import any_expert
 def gather_factors(
     network: LoraNetwork, value: Callable[[torch.nn.Parameter], Tensor] = lambda p: p.detach()
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of every factor, in the network's order, on every rank. value: what is
-    taken of a parameter, e.g. its gradient."""
+    """(name, full tensor) of every factor, in the network's order, on every rank. value: maps a
+    parameter to the tensor to gather, e.g. its gradient."""
     layout, gpt = network.layout, network.gpt
     local = {
         factor.name: value(parameter)
@@ -69,7 +69,7 @@ def gather_factors(
 
 @torch.no_grad()
 def set_factors(network: LoraNetwork, whole: Mapping[str, Tensor]) -> None:
-    """Write whole factors into this rank's shards. The optimizer's copies follow."""
+    """Write full factors into this rank's shards and update the optimizer's copies."""
     for adapter in network.adapters:
         for factor, parameter in adapter.factors():
             parameter.copy_(shard_of(whole[factor.name], factor, network.layout, network.gpt))
@@ -77,7 +77,7 @@ def set_factors(network: LoraNetwork, whole: Mapping[str, Tensor]) -> None:
 
 
 def _stages(network: LoraNetwork) -> dict[str, int]:
-    """Which pipeline stage has each weight with an adapter; experts without their numbers."""
+    """Pipeline stage of each weight with an adapter; experts without their index."""
     layout = network.layout
     mine = sorted({any_expert(name) for adapter in network.adapters for name in adapter.layers})
     stages: list[list[str]] = [[] for _ in range(layout.pp_size)]
@@ -86,7 +86,7 @@ def _stages(network: LoraNetwork) -> dict[str, int]:
 
 
 def _agreed_dtype(mine: set[torch.dtype], network: LoraNetwork) -> torch.dtype:
-    """A stage may have no factor of its own."""
+    """The common dtype over all stages; a stage may have no factors."""
     found: list[set[torch.dtype]] = [set() for _ in range(network.layout.pp_size)]
     dist.all_gather_object(found, mine, group=network.layout.pp_group)
     (dtype,) = set().union(*found)

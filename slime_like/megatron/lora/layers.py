@@ -1,16 +1,17 @@
-"""What an adapter adds to the output of a parallel linear layer: scale * lora_B (lora_A x).
+"""LoRA for parallel linear layers: the term scale * lora_B (lora_A x) of the output.
 
-Communication between tensor-parallel ranks is of [tokens, rank], never of hidden states. Which
-factor a rank holds whole, and whether its gradient there is the whole one:
+Tensor-parallel ranks communicate [tokens, rank] tensors, never hidden states. How the factors are
+sharded:
 
-    column-parallel (query, key, value; gate, up)    lora_A whole; lora_B: rows of this rank
-    row-parallel (attention's output, down)          lora_A: columns of this rank; lora_B whole
-    output layer                                     lora_A whole; lora_B: tokens of this rank
+    column-parallel (query, key, value; gate, up)    lora_A replicated; lora_B: rows of this rank
+    row-parallel (attention output, down)            lora_A: columns of this rank; lora_B replicated
+    output layer                                     lora_A replicated; lora_B: this rank's
+    vocabulary
 
-Without sequence parallelism the gradient of a whole factor comes out whole on every rank. With it a
-rank sees its part of the tokens there, in an expert its part of the output (or of the input), and
-at the output layer its tokens of the vocabulary: these gradients are summed over the ranks when
-gradients are finalised (`needs_sum`).
+Without sequence parallelism every rank has the full gradient of a replicated factor. With it, a
+rank only sees its tokens; in an expert only its part of the output or input, and at the output
+layer only its part of the vocabulary. Those gradients are summed over the ranks when gradients are
+finalised (`needs_sum`).
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from slime_like.megatron.lora.targets import OutputPiece
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The tensor-parallel ranks that share a layer. expert: the token dispatcher sums over them
-    what a layer leaves to be summed."""
+    """The tensor-parallel ranks of a layer. expert: the layer's partial outputs are summed by the
+    token dispatcher."""
 
     group: dist.ProcessGroup
     size: int
@@ -47,7 +48,7 @@ class Ranks:
         return self.size > 1 and not self.expert
 
     def needs_sum(self, *, at_head: bool = False) -> bool:
-        """Whether a factor that is whole on every rank has a part of its gradient on each."""
+        """Whether a replicated factor has partial gradients, to be summed over the ranks."""
         return self.size > 1 and (self.sequence_parallel or self.expert or at_head)
 
 
@@ -130,8 +131,8 @@ class RowLora:
 
 @dataclass(frozen=True, slots=True)
 class HeadLora:
-    """The output layer, whose weight goes to ops/lean_head.py: it gets the sum. first: [rank,
-    hidden]; second: [vocab_padded / tp, rank]."""
+    """LoRA of the output layer, merged into the weight that fused_linear_logprob.py gets. first:
+    [rank, hidden]; second: [vocab_padded / tp, rank]."""
 
     first: Tensor
     second: Tensor
@@ -148,7 +149,7 @@ Lora = ColumnLora | RowLora | HeadLora
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """x weight^T over the last dimension, as one matrix product: torch.nn.functional.linear chooses
-    another kernel for three dimensions when a gradient is wanted, and log-probs of the update must
-    be those of the pass before it, bit by bit."""
+    """x weight^T over the last dimension as one 2D matmul. For 3D inputs torch.nn.functional.linear
+    selects another kernel when a gradient is needed, but the log-probs of the update must equal
+    those of the forward-only pass bit by bit."""
     return torch.mm(x.reshape(-1, x.size(-1)), weight.t()).view(*x.shape[:-1], weight.size(0))

@@ -1,5 +1,5 @@
-"""A frozen model with one adapter of its own that is trained, of a policy or of a critic. Several
-may stand on one `LoraBase`, each with its own optimizer."""
+"""A frozen base with one trained adapter, of a policy or a critic. Several adapters can share one
+`LoraBase`, each with its own optimizer."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from slime_like.weights.quantized import CodedWeight
 
 
 class LoraNetwork(TrainedNetwork):
-    """To its callers a `TrainedNetwork`: chunks and modules are the base's, what is trained and
-    saved is the adapter. The adapter is active within its own methods only."""
+    """A `TrainedNetwork` with the chunks and modules of the base; only the adapter is trained and
+    saved. It is active only within this object's methods."""
 
     def __init__(
         self,
@@ -41,9 +41,9 @@ class LoraNetwork(TrainedNetwork):
         schedule: ScheduleConfig,
         total_steps: int,
     ) -> None:
-        """total_steps: optimizer steps of the whole run. Raises ValueError naming targets that the
-        model does not have. The factors are small, so their gradients are reduced when all are
-        there, and parameters are gathered at once, whatever `ddp` says."""
+        """total_steps: optimizer steps of the whole run. Raises ValueError naming target modules
+        that the model lacks. The factors are small, so gradient reduction and parameter gathering
+        are not overlapped, whatever `ddp` says."""
         self.base, self.spec = base, spec
         self._exports = {}
         self.value_head, self.config, self.gpt, self.layout, self.device = (
@@ -72,7 +72,7 @@ class LoraNetwork(TrainedNetwork):
         return self.adapters
 
     def load_hf(self, folder: str) -> None:
-        """The base's weights; the adapter stays."""
+        """Load the base's weights; the adapter is unchanged."""
         self.base.load_hf(folder)
 
     def freeze(self) -> None:
@@ -90,8 +90,7 @@ class LoraNetwork(TrainedNetwork):
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         coded: Mapping[str, CodedWeight] | None = None,
     ) -> WeightStream:
-        """The merged weights: what the model would be with the adapter in it. With one on the
-        output layer of a tied model they are not tied."""
+        """Export the merged weights. An adapter on the output layer of a tied model unties it."""
         assert not self.value_head, "a critic is not exported"
         layers = {
             name: layer for adapter in self.adapters for name, layer in adapter.layers.items()
@@ -103,8 +102,8 @@ class LoraNetwork(TrainedNetwork):
     def finalize_gradients(
         self, model: Sequence[object], num_tokens: Tensor | None = None, **others: object
     ) -> None:
-        """In place of megatron-core's: reduce over data-parallel ranks, then complete what
-        tensor-parallel ranks have a part of."""
+        """Replaces megatron-core's: reduce over data-parallel ranks, then sum partial gradients
+        over tensor-parallel ranks."""
         assert num_tokens is None, "losses are normalised; see gradient_scale"
         for wrapped in self.trained_modules:
             wrapped.finish_grad_sync()
@@ -118,7 +117,7 @@ class LoraNetwork(TrainedNetwork):
 
 
 def sum_over(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
-    """In place, with one collective."""
+    """All-reduce the tensors in place, in one collective."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     dist.all_reduce(flat, group=group)
     for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):

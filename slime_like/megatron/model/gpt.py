@@ -1,5 +1,5 @@
-"""A network of the run: megatron-core's GPTModel, one chunk for each (virtual) pipeline stage of
-this rank."""
+"""Build a network: megatron-core's GPTModel, one chunk per (virtual) pipeline stage of this
+rank."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ MODEL_SHAPE = (
     "kv_channels",
     "num_moe_experts",
 )
-# What else changes the function that the same weights compute, with config.json's name where that
-# is another one.
+# Further settings that change what the weights compute -> their name in config.json, if different.
 MODEL_FUNCTION = {
     "normalization": "", "layernorm_epsilon": "rms_norm_eps", "qk_layernorm": "", "gated_linear_unit": "",
     "add_bias_linear": "", "add_qkv_bias": "attention_bias",
@@ -73,11 +72,11 @@ LATENT_NORMS = (".q_layernorm", ".kv_layernorm", ".linear_q_up_proj", ".linear_k
 
 
 def model_shape(config: TransformerConfig, gpt: GPTModelConfig) -> dict[str, Any]:
-    """Settings that tell one model from another, to say how a checkpoint's differs.
+    """Settings that identify a model, to report how a checkpoint differs.
 
     Args:
-        config: megatron-core's, of any kind of attention.
-        gpt: what it lacks.
+        config: megatron-core's TransformerConfig, for any kind of attention.
+        gpt: Settings that it lacks.
 
     Returns:
         Plain JSON by setting: the shape, and everything else that changes what the weights compute.
@@ -104,7 +103,7 @@ def _with_alias(name: str, alias: str) -> str:
 
 
 def padded_vocab_size(gpt: GPTModelConfig, tp_size: int) -> int:
-    """The vocabulary size, rounded up so that every tensor-parallel rank gets an equal share."""
+    """The vocabulary size, padded so that tensor-parallel ranks have equal shards."""
     assert gpt.vocab_size is not None, (
         "the vocabulary size is known once the command line is parsed"
     )
@@ -113,8 +112,7 @@ def padded_vocab_size(gpt: GPTModelConfig, tp_size: int) -> int:
 
 
 def layer_spec(config: TransformerConfig, transformer_impl: str) -> ModuleSpec:
-    """Which modules make up a layer: "transformer_engine", or "local" with our core attention,
-    which knows packed rows."""
+    """The layer spec: "transformer_engine", or "local" with our core attention for packed rows."""
     if transformer_impl == "transformer_engine":
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
         return _with_own_norms(spec, config)
@@ -148,8 +146,8 @@ def _with_own_norms(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
 def decoder_spec(
     config: TransformerConfig, transformer_impl: str, vp_stage: int | None
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """The layers of one model chunk: all alike, or each as `moe_layer_freq` and
-    `linear_attention_freq` have it."""
+    """The spec of one model chunk: one spec for all layers, or per-layer specs by `moe_layer_freq`
+    and `linear_attention_freq`."""
     around_zero = config.layernorm_zero_centered_gamma and transformer_impl == "local"
     if config.num_moe_experts is None and not config.linear_attention_freq and not around_zero:
         return layer_spec(config, transformer_impl)
@@ -186,8 +184,8 @@ def build_chunks(
     *,
     value_head: bool = False,
 ) -> list[GPTModel]:
-    """This rank's model chunks, in parameter precision of fp32; see `to_model_precision` and
-    `wrap_for_training`. value_head: of a critic."""
+    """This rank's model chunks with fp32 parameters; see `to_model_precision` and
+    `wrap_for_training`. value_head: build a critic."""
     position: dict[str, object] = {
         "position_embedding_type": gpt.position_embedding_type or "rope",
         "rotary_percent": gpt.rotary_percent or 1.0,
@@ -242,7 +240,7 @@ def add_prediction_layers(
     transformer_impl: str,
     vp_stage: int | None,
 ) -> None:
-    """Of multi-token prediction, to the last chunk of a policy."""
+    """Add multi-token prediction layers to the last chunk of a policy."""
     from slime_like.megatron.model.prediction import PredictionLayers, one_layer, prediction_block
 
     single = one_layer(config)
@@ -251,8 +249,8 @@ def add_prediction_layers(
 
 
 def set_latent_epsilon(chunk: GPTModel) -> None:
-    """The norms of latent attention's latents have an epsilon of their own, whatever
-    --norm-epsilon is: in transformers' DeepseekV3 and Glm4MoeLite it is its norm's default."""
+    """Set the epsilon of MLA's latent norms, which is independent of --norm-epsilon: in
+    transformers' DeepseekV3 and Glm4MoeLite it is the default of the norm class."""
     if not chunk.config.multi_latent_attention:
         return
     for name, module in chunk.named_modules():
@@ -261,18 +259,18 @@ def set_latent_epsilon(chunk: GPTModel) -> None:
 
 
 def _scaled(module: torch.nn.Module, inputs: object, embedded: torch.Tensor) -> torch.Tensor:
-    """In the embedding's dtype, to which transformers rounds the scale too."""
+    """Scale embeddings in their dtype; transformers rounds the scale to it too."""
     scale = module.config.embedding_scale  # type: ignore[union-attr]
     return embedded * torch.tensor(scale, dtype=embedded.dtype, device=embedded.device)
 
 
 def mark_parameters(chunk: GPTModel) -> None:
-    """What megatron-core does not say of two kinds of parameters that ranks have parts of. Unmarked,
-    those of the first tensor-parallel rank alone are in the norm of the gradients.
+    """Mark two kinds of sharded parameters that megatron-core leaves unmarked; otherwise only those
+    of the first tensor-parallel rank would enter the gradient norm.
 
-    Sinks, of this rank's heads. Biases behind an expert, which is whole on its rank: under sequence
-    parallelism the gradients of different experts would be summed, too. (And nothing is left to
-    reduce of such an expert's output, to which megatron-core adds the bias in place.)
+    Attention sinks, which are per head. Biases of experts, which are complete on their rank: under
+    sequence parallelism the gradients of different experts would also be summed. (The output of
+    such an expert needs no reduction; megatron-core adds the bias in place.)
     """
     for name, parameter in chunk.named_parameters():
         if name.endswith(".softmax_offset"):
@@ -287,8 +285,7 @@ def mark_parameters(chunk: GPTModel) -> None:
 def to_model_precision(
     chunks: Sequence[GPTModel], config: TransformerConfig
 ) -> list[MegatronModule]:
-    """bf16 modules; in fp32 the chunks themselves, and in fp64, which only the parity matrix asks
-    for."""
+    """Wrap chunks for bf16; fp32 chunks are returned as they are. fp64 is for the parity matrix."""
     if config.bf16:
         return [HalfPrecisionModule(config, chunk) for chunk in chunks]
     if config.params_dtype == torch.float64:  # which megatron-core's norms and routers do not read

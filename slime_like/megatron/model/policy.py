@@ -1,5 +1,5 @@
-"""The policy's network: GPTModel that ends at its hidden states, and the head that makes log-probs of
-them. Logits are never materialised; see ops/fused_linear_logprob.py."""
+"""The policy network: a GPTModel that returns hidden states, and the head that computes log-probs
+from them. Logits are never materialised; see ops/fused_linear_logprob.py."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from slime_like.types import MicroBatch, TokenOutput
 
 
 class Slot:
-    """Where a low-rank adapter acts on a layer; empty while none is active. No module: what is in
-    it is not a part of the model."""
+    """Holds the active adapter of a layer, if any. Not a module, so that its content is not part of
+    the model."""
 
     __slots__ = ("active",)
 
@@ -33,10 +33,10 @@ class Slot:
 
 
 class HeadWeight(ColumnParallelLinear):
-    """The output layer's weight under the output layer's name, in checkpoints too; forward gives
-    hidden states back, or, while a critic's value head is active here, values [T, 1, 1].
+    """Holds the weight of the output layer under its usual name. `forward` returns hidden states,
+    or, while a critic's value head is active, values [T, 1, 1].
 
-    It is called where megatron-core calls its output layer, although nothing is computed: with
+    It must be called where megatron-core calls the output layer, although it computes nothing: with
     --overlap-param-gather a forward hook on this module waits for the weight.
     """
 
@@ -50,7 +50,7 @@ class HeadWeight(ColumnParallelLinear):
             skip_weight_param_allocation=True,
             tp_group=layer.tp_group,
         )
-        self.weight = layer.weight  # None where the embedding on the same stage has it
+        self.weight = layer.weight  # None if tied to the embedding on the same stage
         self.value_slot = Slot()
 
     def forward(
@@ -63,9 +63,9 @@ class HeadWeight(ColumnParallelLinear):
 
 
 class PolicyModel(GPTModel):
-    """A chunk of the policy. The last pipeline stage gives hidden states [1, T, H]; under sequence
-    parallelism this rank's [1, T / tp, H]. mtp: layers of multi-token prediction (prediction.py), on a last
-    chunk that has some."""
+    """A chunk of the policy. The last pipeline stage returns hidden states [1, T, H]; under
+    sequence parallelism this rank's [1, T / tp, H]. mtp: multi-token prediction layers of the last
+    chunk (prediction.py), if any."""
 
     output_layer: Any
     mtp: Any
@@ -75,20 +75,20 @@ class PolicyModel(GPTModel):
         self.end_at_hidden_states()
 
     def end_at_hidden_states(self) -> None:
-        """Once, in a model that has an output layer."""
+        """Replace the output layer by `HeadWeight`. Call once."""
         self.head_slot = Slot()
         if self.post_process:
             self.output_layer = HeadWeight(self.output_layer)
 
     def rotary_embedding(self, hidden: Tensor, packed: object) -> Tensor | None:
-        """Of the positions of packed rows, for layers beyond the model's own."""
+        """Rotary embedding of packed rows, for layers outside the decoder block."""
         found = self._preprocess(None, None, decoder_input=hidden, packed_seq_params=packed)
         rotary: Tensor | None = found[1]
         return rotary
 
     def own_head_weight(self) -> Tensor:
-        """[V_padded / tp, H], on the last stage; with tied embeddings the embedding's, or its twin
-        there."""
+        """The output weight [V_padded / tp, H], on the last stage; with tied embeddings the
+        embedding weight or its copy there."""
         weight = (
             self.shared_embedding_or_output_weight()
             if self.share_embeddings_and_output_weights
@@ -98,13 +98,13 @@ class PolicyModel(GPTModel):
         return weight
 
     def head_weight(self) -> Tensor:
-        """`own_head_weight`, and what the active adapter adds to it."""
+        """`own_head_weight` plus the active adapter's update."""
         weight = self.own_head_weight()
         return weight if self.head_slot.active is None else self.head_slot.active(weight)
 
 
 def as_policy(model: GPTModel) -> PolicyModel:
-    """The same model, of a subclass of its class that is a `PolicyModel` too."""
+    """Change the model's class to a subclass that is also a `PolicyModel`."""
     kind = type(model)
     policy = PolicyModel if kind is GPTModel else type(kind.__name__, (PolicyModel, kind), {})
     model.__class__ = policy
@@ -114,8 +114,8 @@ def as_policy(model: GPTModel) -> PolicyModel:
 
 
 class HalfPrecisionModule(Float16Module):
-    """megatron-core's, without its copy of the last stage's output in float32: that is hidden
-    states here, of which few may be needed."""
+    """megatron-core's, but without converting the last stage's output to float32: that is hidden
+    states here, and only active rows are needed."""
 
     def forward(self, *inputs: object, fp32_output: bool = False, **keywords: object) -> Tensor:
         output: Tensor = super().forward(*inputs, fp32_output=fp32_output, **keywords)
@@ -131,21 +131,22 @@ def head_weight(module: torch.nn.Module) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LogProbHead:
-    """How hidden states become log-probs: see `lean_log_probs`."""
+    """Computes log-probs from hidden states; see `lean_log_probs`."""
 
     vocab_size: int
     temperature: float
     layout: ParallelLayout
     sequence_parallel: bool = False
     chunk_size: int = DEFAULT_CHUNK_SIZE
-    squared_probs: bool = False  # a third column of forward-only passes: the sum of their squares
-    top_k: int = 0  # further columns: the likeliest tokens
+    # forward-only passes: add a column with the sum of squared probabilities
+    squared_probs: bool = False
+    top_k: int = 0  # add columns with the most likely tokens
 
     def log_probs_and_entropy(
         self, hidden: Tensor, weight: Tensor, batch: MicroBatch
     ) -> tuple[Tensor, Tensor]:
-        """[T] each, zero at inactive rows, which never reach the projection. hidden, weight: of the
-        last stage, see `PolicyModel`."""
+        """[T] each, zero at inactive rows, which skip the projection. hidden, weight: of the last
+        stage; see `PolicyModel`."""
         log_probs, entropy, *_ = self._columns(hidden, weight, batch, batch.labels[0])
         return log_probs, entropy
 
@@ -185,15 +186,16 @@ class LogProbHead:
             token_sets=batch.token_sets,
             squared_out=squares,
         )
-        # without an active token too, both depend on hidden states and weight: every rank runs
-        # backward
+        # both depend on hidden states and weight even without active tokens, so that every rank
+        # runs backward and takes part in its collectives
         columns = [log_probs, entropy] if squares is None else [log_probs, entropy, squares]
         return tuple(self._on_all_rows(column, rows, batch) for column in columns)
 
     def soft_cross_entropy(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, batch: MicroBatch
     ) -> Tensor:
-        """[T], 0 at inactive rows: with the distributions of the states `targets` [T, H]."""
+        """Cross-entropy with the distributions given by the states `targets` [T, H]: [T], 0 at
+        inactive rows."""
         rows = active_rows(batch)
         found = soft_cross_entropy(
             hidden[0],
@@ -214,8 +216,8 @@ class LogProbHead:
         return empty.index_copy(0, rows, column)
 
     def __call__(self, model: torch.nn.Module, batch: MicroBatch, hidden: Tensor) -> TokenOutput:
-        """Columns: log-probs and entropies; perhaps sums of squared probabilities; the log-probs of
-        label sets, where the batch has them; the likeliest tokens, with `top_k`."""
+        """Columns: log-probs, entropies; optionally sums of squared probabilities, log-probs of
+        label sets, and top-k tokens."""
         weight = head_weight(model)
         if batch.label_sets is not None:
             log_probs, entropy, of_sets = self.log_probs_of_sets(hidden, weight, batch)
