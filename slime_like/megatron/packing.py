@@ -1,10 +1,9 @@
-"""Samples -> packed micro-batches, cut by their number or by tokens, and per-token results back to
-samples. The label shift happens here and nowhere else. Every data-parallel rank gets as many
+"""Split samples into micro-batches, by number or by tokens, pack them, and unpack per-token
+results. The only place where labels are shifted. All data-parallel ranks get the same number of
 micro-batches.
 
-Under context parallelism the micro-batch is packed whole, with every sequence padded to a multiple
-of 2 * cp, and each rank then takes its rows of it; values of the ranks' rows are joined before they
-go back to samples.
+Under context parallelism the full micro-batch is packed first, with every sequence padded to a
+multiple of 2 * cp, and each rank takes its rows; results are gathered before unpacking.
 """
 
 from __future__ import annotations
@@ -34,30 +33,29 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class MicroBatches:
-    """rows: places of each micro-batch's samples. groups: these samples; that of an empty row is a
-    sample without tokens."""
+    """Micro-batches of samples. rows: sample indices of each micro-batch. groups: these samples; an
+    empty micro-batch has one sample without tokens."""
 
     rows: list[list[int]]
     groups: list[list[TrainSample]]
 
     def in_order(self, values: Sequence[T]) -> list[T]:
-        """Values of the samples of all groups, one after another, in the order in which the samples
-        were given."""
+        """Reorder values, which are in the order of the groups, to the original sample order."""
         places = [
             place for row in self.rows for place in row
-        ]  # empty rows come last, so their values do too
+        ]  # empty rows are last, so their values are dropped
         return [value for _, value in sorted(zip(places, values), key=lambda pair: pair[0])]
 
 
 def make_micro_batches(
     samples: Sequence[TrainSample], size: MicroBatchSize, layout: ParallelLayout
 ) -> MicroBatches:
-    """The micro-batches of one pass over this rank's samples; at least one sample. Data-parallel
-    ranks call it together.
+    """Split this rank's samples (at least one) into micro-batches. Collective over data-parallel
+    ranks.
 
-    By tokens, ranks agree on the number that the fullest of them needs, up to a multiple of the
-    pipeline's size under the interleaved schedule, and each spreads its tokens evenly over as many.
-    A rank with fewer samples ends with micro-batches that hold padding only.
+    By tokens, all ranks use the number of micro-batches that the rank with most tokens needs,
+    rounded up to a multiple of the pipeline size under the interleaved schedule, and spread their
+    tokens evenly. A rank with fewer samples gets micro-batches of padding.
     """
     if size.tokens is None:
         rows = _consecutive(len(samples), size.samples)
@@ -89,8 +87,8 @@ def _most_of_any_rank(number: int, layout: ParallelLayout) -> int:
 
 
 def without_tokens(like: TrainSample) -> TrainSample:
-    """A sample of no tokens, with the fields that `like` has: it becomes a micro-batch of padding,
-    which weighs nothing."""
+    """An empty sample with the fields of `like`; it becomes a micro-batch of padding with zero
+    weight."""
     empty = {
         f.name: value[:0]
         for f in fields(like)
@@ -107,7 +105,7 @@ def pack_groups(
     device: torch.device,
     equal_sequences: bool = False,
 ) -> list[MicroBatch]:
-    """This rank's micro-batches of one pass, as its layout needs them.
+    """Pack this rank's micro-batches for its layout.
 
     megatron-core 0.16 exchanges the shapes of an interleaved schedule in an order that two stages
     confuse (each is the other's neighbour on both sides), so there all micro-batches get one shape.
