@@ -37,8 +37,9 @@ KINDS: dict[str, tuple[str | None, str, dict[str, Any] | str, int]] = {
     "math": ("math", "The answer is \\boxed{42}", {}, 500),
     "task, a number": ("task", "<answer>42</answer>", "chain_sum", 8000),
     "task, a sentence": ("task", _SENTENCE, "chain_sum", 1000),
-    "task, a formula": ("task", "<answer>(1 + 2) * 3</answer>", "countdown", 200),
-    "task, a call": ("task", "<answer>f(42)</answer>", "countdown", 40),
+    "task, a formula": ("task", "<answer>(1 + 2) * 3</answer>", "countdown", 1000),
+    "task, a call": ("task", "<answer>f(42)</answer>", "countdown", 1000),
+    "task, a program": ("task", "<answer>(40 + 2).expand()</answer>", "countdown", 40),
     "code": (
         "code",
         "print(sum(map(int, input().split())))",

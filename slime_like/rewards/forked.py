@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import re
 import signal
 from collections.abc import Callable
 from typing import NoReturn
@@ -16,27 +15,6 @@ from slime_like.rewards.sandbox import SandboxError
 
 _MOST = 2**20  # bytes of an answer
 _OPEN = "not confined"  # key of the answer of a child that did not call `score`
-_LONGEST = 10000  # characters of a harmless text
-_HARMLESS = (
-    # without brackets, quotes, assignments and escapes an expression cannot call or change anything
-    re.compile(r"[A-Za-z0-9 \t\n.,+\-*/<>%?!|^~$&#]*"),
-    # without letters and quotes it names nothing: numbers, and lists of them
-    re.compile(r"[0-9 \t\n.,:+\-*/<>=%?!|^~$&#()\[\]{}]*"),
-    # lists of numbers and quoted words
-    re.compile(r"""(?:[0-9 \t\n.,\-\[\]]|'[A-Za-z0-9_ .,+\-]*'|"[A-Za-z0-9_ .,+\-]*")*"""),
-)
-# formulas, without their spaces: a bracket follows an operator or a function of mathematics
-_FORMULA = re.compile(
-    r"(?:[A-Za-z0-9.,+\-*/<>%!^~)]|(?:(?<![^(,+\-*/<>%^~])|(?<![A-Za-z0-9.)!])(?:sin|cos|tan|exp|log|sqrt))\()*"
-)
-
-
-def may_call(text: str) -> bool:
-    """Whether Python or sympy, evaluating this text, could call a function or change a name."""
-    if len(text) > _LONGEST:
-        return True
-    formula = "".join(text.split(" "))
-    return not (any(p.fullmatch(text) for p in _HARMLESS) or _FORMULA.fullmatch(formula))
 
 
 def in_child(score: Callable[[], dict[str, object]]) -> dict[str, object]:

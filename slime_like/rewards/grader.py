@@ -15,6 +15,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
 from slime_like.lazy import torch
 from slime_like.rewards.custom import RewardArgs, RewardSample
@@ -35,7 +36,8 @@ _BATCH, _BATCH_CHARACTERS = 256, 2**20  # texts that a worker is given at once, 
 _NONE: dict[str, object] = {}  # one for all, which pickle writes once
 _UNGRADED = (SampleStatus.FAILED, SampleStatus.ABORTED, SampleStatus.PARTIAL)
 _FIELDS = [field.name for field in dataclasses.fields(Sample)]
-_PLACES = {name: place for place, name in enumerate(_FIELDS)}
+# a sample whose fields can still be set, in the same memory
+_Open = dataclasses.make_dataclass("_Open", _FIELDS, slots=True)
 _values_of = operator.attrgetter(*_FIELDS)
 
 
@@ -332,11 +334,13 @@ def _default_workers() -> int:
 
 
 def _replace(sample: Sample, **changes: object) -> Sample:
-    """As `dataclasses.replace`, at half its cost: most of what a short text's reward costs here."""
-    values = list(_values_of(sample))
-    for name in changes:
-        values[_PLACES[name]] = changes[name]
-    return Sample(*values)
+    """As `dataclasses.replace`, at a quarter of its cost, which was most of what a short text's
+    reward costs here: a frozen class sets each of its fields by a call."""
+    new: Any = _Open(*_values_of(sample))
+    for name, value in changes.items():
+        setattr(new, name, value)
+    new.__class__ = Sample
+    return cast("Sample", new)
 
 
 def _words_of(value: float | None) -> str:

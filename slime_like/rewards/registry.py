@@ -42,18 +42,17 @@ class Reward:
     problem(label, metadata) -> why no response to such a row can be scored, or None; cheap, it is
     asked for every row of a file. inline: looks at no text of a model, so it is graded in the
     calling process. All others are graded in confined workers. bounded: takes time linear in the
-    text and does not read the metadata; a worker is given many texts at once. evaluates(response,
-    metadata): whether scoring this text may run code; it is then graded in a fork.
-    None: never. prepare: imports what it needs, before the first sample's deadline runs. library: (import
-    name, distribution) of that, which the extra
-    `extra` installs; None: its user does.
+    text and does not read the metadata; a worker is given many texts at once. evaluates: a library
+    may run code that the text holds, which is then graded in a fork (`evaluation.py`). prepare: imports what
+    it needs, before the first sample's deadline runs. library: (import name, distribution) of that,
+    which the extra `extra` installs; None: its user does.
     """
 
     score: Score
     problem: AnswerCheck = _no_problem
     inline: bool = False
     bounded: bool = False
-    evaluates: Callable[[str, Mapping[str, Any]], bool] | None = None
+    evaluates: bool = False
     prepare: Callable[[], None] | None = None
     library: tuple[str, str] | None = None
     extra: str | None = "tasks"
@@ -142,7 +141,7 @@ register_reward(
 register_reward(
     "task",
     task.problem,
-    evaluates=task.evaluates,
+    evaluates=True,
     prepare=task.prepare,
     library=("reasoning_gym", "reasoning-gym"),
     help="the data source's own scorer.",
@@ -189,7 +188,7 @@ def require_library(name: str) -> None:
 
 def require_confinement(name: str) -> None:
     """Raises ValueError where text would be executed and this host cannot confine it."""
-    executes = name == "code" or rewards.get(name).evaluates is not None
+    executes = name == "code" or rewards.get(name).evaluates
     if executes and (words := confinement.refusal()):
         raise ValueError(f"the reward {name} executes text of the model, and {words}")
 

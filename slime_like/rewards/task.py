@@ -1,8 +1,8 @@
 """The scorer of a reasoning-gym task (`data/tasks.py`), between 0 and 1.
 
-Several of these scorers evaluate the model's text as Python or sympy (`eval`, `parse_expr`), so an
-answer that could call something is scored in a confined process of its own (`forked.py`), unless
-the scorer cannot evaluate at all (`scorers.py`).
+Several of these scorers evaluate the model's text as Python or sympy (`eval`, `parse_expr`). Where
+that is more than arithmetic, the answer is scored in a confined process of its own
+(`evaluation.py`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slime_like.rewards.forked import may_call
-from slime_like.rewards.scorers import only_compares
+from slime_like.rewards import evaluation
 
+_LONGEST = 10000  # characters of an answer: what parses more may use up the stack of its process
 _REGISTERED = re.compile(r"(?:register_dataset\(\s*|DATASET_NAME\s*=\s*)[\"']([a-z0-9_]+)[\"']")
 
 
@@ -47,7 +47,10 @@ def score(response: str, label: object, metadata: Mapping[str, Any]) -> float:
     sample has no task."""
     if words := problem(label, metadata):
         raise ValueError(words)
-    return float(_dataset(metadata).score_answer(extract_answer(response), metadata["entry"]))
+    answer = extract_answer(response)
+    if len(answer) > _LONGEST:
+        evaluation.apart()
+    return float(_dataset(metadata).score_answer(answer, metadata["entry"]))
 
 
 def _dataset(metadata: Mapping[str, Any]) -> Any:
@@ -89,17 +92,6 @@ def _written_names() -> frozenset[str]:
         file.read_text(errors="replace") for root in folders for file in Path(root).rglob("*.py")
     )
     return frozenset(_REGISTERED.findall(text))
-
-
-def evaluates(response: str, metadata: Mapping[str, Any]) -> bool:
-    """Whether the row's scorer could run code that this response's answer holds: the answer could
-    call something, and the scorer is not known to compare alone."""
-    if not may_call(extract_answer(response)):
-        return False
-    try:
-        return not only_compares(_dataset(metadata).__class__)
-    except Exception:  # what is wrong with the row, `score` says
-        return True
 
 
 def extract_answer(response: str) -> str:

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from slime_like.import_utils import load_module
-from slime_like.rewards import confinement, keeper, lean_fork
+from slime_like.rewards import confinement, evaluation, keeper, lean_fork
 from slime_like.rewards.custom import RewardArgs, RewardSample, is_async, load_function
 from slime_like.rewards.forked import in_child
 from slime_like.rewards.registry import Reward, rewards
@@ -193,13 +193,12 @@ def _write(pipe: BinaryIO, answer: Answer) -> None:
 def _grade(job: Job, function: Callable[..., Any] | None, args: RewardArgs) -> Answer:
     if job.rm_type is not None:
         reward = rewards.get(job.rm_type)
-        answers = [_score(reward, text) for text in job.texts]
-        if len(answers) == 1:
-            return answers[0]
-        values = [answer.get("value") for answer in answers if len(answer) == 1]
-        if len(values) == len(answers) and None not in values:  # as nearly always: a short message
-            return {"values": values}
-        return {"batch": answers}
+        if len(job.texts) == 1:
+            return _score(reward, job.texts[0])
+        values = _plain_values(reward, job.texts)
+        if values is None:
+            return {"batch": [_score(reward, text) for text in job.texts]}
+        return {"values": values}
     assert function is not None, "a job without an rm_type is for the custom function"
     try:
         value = function(args, job.sample)
@@ -212,11 +211,22 @@ def _grade(job: Job, function: Callable[..., Any] | None, args: RewardArgs) -> A
         return raised(error)
 
 
+def _plain_values(reward: Reward, texts: list[Text]) -> list[float] | None:
+    """Of several texts, under a bounded reward, as nearly always: a short message. None where one
+    raises or is anything else than a number."""
+    try:
+        values = [reward.score(*text) for text in texts]
+    except (Exception, SystemExit):
+        return None
+    return values if all(type(value) is float for value in values) else None
+
+
 def _score(reward: Reward, text: Text) -> Answer:
     """One text under a reward of this project. Raises SandboxError."""
-    if reward.evaluates is not None and reward.evaluates(text[0], text[2]):
-        return in_child(lambda: _call(reward, text))
-    return _call(reward, text)
+    if not reward.evaluates:
+        return _call(reward, text)
+    answer = evaluation.watched(lambda: _call(reward, text))
+    return in_child(lambda: _call(reward, text)) if answer is None else answer
 
 
 def _call(reward: Reward, text: Text) -> Answer:

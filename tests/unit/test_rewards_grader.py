@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from dataclasses import asdict
+from dataclasses import FrozenInstanceError, asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -33,6 +33,19 @@ def make(i, response="", label=None, **fields):
         label=label,
         **fields,
     )
+
+
+def test_a_graded_sample_is_the_sample_with_its_reward(custom):
+    """Of the class itself, frozen, with every other field as it was."""
+    sample = make(3, "a", weight_versions=(1, 2), metadata={"k": 1}, branches=(make(3, "b"),))
+    (graded,) = custom("def score(args, sample):\n    return 0.5").grade([sample])
+    assert type(graded) is Sample and graded.reward == 0.5 and sample.reward is None
+    for field in fields(Sample):
+        if field.name != "reward":
+            assert getattr(graded, field.name) is getattr(sample, field.name), field.name
+    with pytest.raises(FrozenInstanceError):
+        graded.reward = 1.0
+    assert replace(graded, reward=None).reward is None and "reward=0.5" in repr(graded)
 
 
 @pytest.fixture

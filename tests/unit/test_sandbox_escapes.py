@@ -185,7 +185,7 @@ EVALUATING = ("puzzle24", "countdown", "polynomial_multiplication", "simple_inte
 
 
 def test_an_answer_that_could_run_something_is_scored() -> None:
-    """In its child: with brackets a text might call a function."""
+    """In its child, as it calls a method."""
     reasoning_gym = pytest.importorskip("reasoning_gym")
     options = {"size": 1, "seed": 1}
     entry = reasoning_gym.create_dataset("polynomial_multiplication", **options)[0]
@@ -193,10 +193,10 @@ def test_an_answer_that_could_run_something_is_scored() -> None:
         "task": {"name": "polynomial_multiplication", "options": options},
         "entry": entry,
     }
-    right = f"({entry['answer']})"
+    right = f"({entry['answer']}).expand()"
     with Grader(rm_type="task", rm_num_workers=1, rm_timeout_s=100) as grader:
         graded = grader.grade(
-            [make(0, right, metadata=metadata), make(1, "(1)", metadata=metadata)]
+            [make(0, right, metadata=metadata), make(1, "(1).expand()", metadata=metadata)]
         )
     assert graded[0].reward == 1.0
     assert graded[1].reward is not None and graded[1].reward < 0.5

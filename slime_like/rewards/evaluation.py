@@ -1,0 +1,110 @@
+"""Scorers that evaluate a model's text: the code is looked at before it runs.
+
+CPython tells an audit hook (PEP 578) of every code object that is about to run, whoever compiled it
+and from what. Code that can do no more than arithmetic is run; anything else ends the scoring, which
+is done again in a fork (`forked.py`). So an honest answer costs no fork, and no scorer has to be
+known for one that evaluates.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Callable
+from types import CodeType
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+# Expressions without attributes, subscripts, functions of their own, keywords and assignments, by
+# the names of CPython 3.11 to 3.14
+_OPERATIONS = (
+    "CACHE EXTENDED_ARG RESUME NOT_TAKEN PUSH_NULL PRECALL CALL LOAD_NAME LOAD_CONST LOAD_SMALL_INT",
+    "RETURN_VALUE RETURN_CONST UNARY_NEGATIVE UNARY_POSITIVE UNARY_NOT UNARY_INVERT BINARY_OP COMPARE_OP IS_OP",
+    "CONTAINS_OP BUILD_LIST BUILD_TUPLE BUILD_SET BUILD_MAP BUILD_CONST_KEY_MAP LIST_EXTEND SET_UPDATE",
+)
+_HARMLESS = frozenset(
+    dis.opmap[name] for name in " ".join(_OPERATIONS).split() if name in dis.opmap
+)
+_BINARY, _PLAIN_OPERATORS = dis.opmap["BINARY_OP"], 13  # those above assign, or look up
+# What may be named, and called: neither sympy's nor Python's do more than compute. Names of one
+# letter are a task's unknowns, or constants and functions of sympy.
+_MAKERS = "Integer Float Rational Symbol Function"
+_NUMBERS = "pi oo zoo nan Abs abs sign floor ceiling factorial binomial gcd lcm Integral Add Mul Pow Max Min max min round int float sum"
+_FUNCTIONS = (
+    "exp log ln sqrt cbrt sin cos tan cot sec csc asin acos atan sinh cosh tanh asinh acosh atanh"
+)
+_KNOWN = frozenset(" ".join((_MAKERS, _NUMBERS, _FUNCTIONS)).split())
+_OF_SYMPY = compile("from sympy import *", "<string>", "exec")  # the names of each `parse_expr`
+
+
+class _Apart(BaseException):
+    """Ends a scoring that goes on in a fork; no scorer's `except Exception` takes it."""
+
+
+class _Watch:
+    """on: whether code is looked at. refused: whether any was."""
+
+    on = refused = hooked = False
+
+
+def watched(score: Callable[[], Result]) -> Result | None:
+    """The result of `score`; None where it would have run code that is not known to be harmless,
+    or called `apart`."""
+    if not _Watch.hooked:
+        sys.addaudithook(_hook)
+        _Watch.hooked = True
+    _Watch.on, _Watch.refused = True, False
+    try:
+        result = score()
+    except _Apart:
+        return None
+    finally:
+        _Watch.on = False
+    return None if _Watch.refused else result
+
+
+def apart() -> None:
+    """Go on in a fork; nothing within one."""
+    if _Watch.on:
+        _Watch.refused = True
+        raise _Apart
+
+
+def is_harmless(code: CodeType) -> bool:
+    """Whether this code computes a value of its names and constants, and changes nothing."""
+    operations = code.co_code
+    return (
+        _HARMLESS.issuperset(operations[::2])
+        and all(name in _KNOWN or len(name) == 1 for name in code.co_names)
+        and not any(
+            operation == _BINARY and operator >= _PLAIN_OPERATORS
+            for operation, operator in zip(operations[::2], operations[1::2], strict=True)
+        )
+        and ("Function" not in code.co_names or _only_names_functions(code))
+    )
+
+
+def _only_names_functions(code: CodeType) -> bool:
+    """Whether sympy's `Function` is used as in Function('f'): further arguments would be the bases
+    and methods of a class."""
+    steps = [
+        step
+        for step in dis.get_instructions(code)
+        if step.opname not in ("PUSH_NULL", "PRECALL", "CACHE", "EXTENDED_ARG")
+    ]
+    return all(
+        isinstance(name.argval, str) and name.opname == "LOAD_CONST" and (call.opname, call.arg) == ("CALL", 1)
+        for function, name, call in zip(steps, steps[1:], steps[2:])
+        if (function.opname, function.argval) == ("LOAD_NAME", "Function")
+    )  # fmt: skip
+
+
+def _hook(event: str, args: tuple[object, ...]) -> None:
+    if event != "exec" or not _Watch.on:
+        return
+    (code,) = args
+    assert isinstance(code, CodeType), "what runs is a code object"
+    module = not code.co_filename.startswith("<")  # of a file that is imported
+    if _Watch.refused or not (module or code == _OF_SYMPY or is_harmless(code)):
+        apart()
