@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def own_reward(each: EvalSet, reward: RewardConfig) -> RewardConfig:
-    """The reward that a set names itself, which also comes before the run's own function."""
+    """The reward of an evaluation set, which takes precedence over the run's reward function."""
     url = reward.rm_url if each.rm_type == "remote_rm" else None
     return replace(
         reward, rm_type=each.rm_type, custom_rm_path=each.custom_rm_path, rm_url=url, group_rm=False
@@ -33,8 +33,7 @@ def own_reward(each: EvalSet, reward: RewardConfig) -> RewardConfig:
 class Evaluator:
     """The evaluation sets of a run, each with its own sampling and perhaps its own reward function.
 
-    prompts: by the name of the set. reward: the run's; a set that names a reward has a grader of
-    its own.
+    prompts: by set name. reward: the run's; a set that names a reward gets a separate grader.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class Evaluator:
         return eval_sampling(each, self._rollout)
 
     def grader(self, name: str) -> Grader | None:
-        """A set's own; None: the run's."""
+        """The grader of a set; None: the run's."""
         return self._graders.get(name)
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
@@ -87,10 +86,8 @@ class Evaluator:
 def load_prompts(
     run: RunConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[dict[str, list[Prompt]], list[str]]:
-    """The prompts of a run's evaluation by the name of their set, and what is to be told about
-    them; nothing in a run that never evaluates.
-
-    Raises ValueError naming file and row."""
+    """Evaluation prompts by set name, and notes to log; empty if the run never evaluates. Raises
+    ValueError naming file and row."""
     if run.eval.eval_interval is None or run.debug.debug_train_only:
         return {}, []
     flag = "--eval-config" if run.eval.eval_config is not None else "--eval-prompt-data"
@@ -113,18 +110,18 @@ def load_prompts(
 def make_evaluator(
     run: RunConfig, rollouter: Rollouter | None, prompts: Mapping[str, Sequence[Prompt]]
 ) -> Evaluator | None:
-    """The evaluation of a run that has one. prompts: of `load_prompts`."""
+    """The evaluator, None if the run never evaluates. prompts: from `load_prompts`."""
     if run.eval.eval_interval is None or rollouter is None:
         return None
     return Evaluator(rollouter, run.eval_sets, prompts, run.rollout, run.reward)
 
 
 def score(name: str, groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """eval/<name>/mean, pass@k for k = 1, 2, 4, ... up to the group size, response length and share
-    of truncated responses.
+    """eval/<name>/mean, pass@k for k = 1, 2, 4, ... up to the group size, response length and
+    fraction of truncated responses.
 
-    A sample passes when its reward is at least 1. A sample without a finite reward (a failed
-    grader, say) counts as 0: the score is over all prompts.
+    A sample passes if its reward is at least 1. A sample without a finite reward (e.g. a failed
+    grader) counts as 0, so that the score covers all prompts.
     """
     samples = [s for g in groups for s in g.samples]
     values = {s.sample_id: _value(s.reward) for s in samples}
@@ -167,7 +164,7 @@ def _value(reward: float | None) -> float:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased estimate of the chance that one of k samples passes, from c passes among n (arXiv
-    2107.03374, equation 1)."""
+    """Unbiased estimate of the probability that at least one of k samples passes, from c passes
+    among n (arXiv 2107.03374, equation 1)."""
     assert 0 <= c <= n and 1 <= k <= n, (n, c, k)
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)

@@ -1,5 +1,5 @@
-"""Which groups are trained on: the dynamic filter while a rollout is collected, the filter of the
-buffer, and the filter of samples."""
+"""Filters that decide what is trained on: dynamic sampling filter, buffer filter and sample
+filter."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from slime_like.sample_index import AnySample
 from slime_like.types import SampleGroup
 
 DYNAMIC_FILTER = "--dynamic-sampling-filter-path"
-NO_SPREAD = 1e-6  # standard deviation of rewards up to which a group has no advantage
+NO_SPREAD = 1e-6  # reward standard deviation up to which a group gives no advantage
 
 
 @dataclass(slots=True)
 class DynamicFilterOutput:
-    """keep: whether the group is trained on. reason: why not, in few words; it becomes part of a
-    metric's name. keep_when_insufficient: keep it when dropping it would need another draw."""
+    """Result of the dynamic filter. keep: whether to keep the group. reason: short reason for
+    dropping, used in metric names. keep_when_insufficient: keep the group if dropping it would need
+    another draw of prompts."""
 
     keep: bool
     reason: str | None = None
@@ -35,9 +36,8 @@ KeepGroup = Callable[[Sequence[AnySample]], DynamicFilterOutput]
 class GroupFilters:
     """The filters of a run; the default keeps every group and sample.
 
-    keep_group: the dynamic filter, for one graded group. choose_waiting: which groups of the
-    buffer continue. removed_samples: ids of samples that count in their group's advantages and are
-    not trained on.
+    keep_group: dynamic filter of one graded group. choose_waiting: selects groups from the buffer.
+    removed_samples: ids of samples that count in their group's advantages but are not trained on.
     """
 
     keep_group: KeepGroup | None = None
@@ -58,7 +58,7 @@ def check_reward_nonzero_std(samples: Sequence[AnySample]) -> DynamicFilterOutpu
 
 
 def check_reward_nonzero_std_with_fallback(samples: Sequence[AnySample]) -> DynamicFilterOutput:
-    """As `check_reward_nonzero_std`, without another draw of prompts for the groups it drops."""
+    """As `check_reward_nonzero_std`, but never causes another draw of prompts."""
     output = check_reward_nonzero_std(samples)
     output.keep_when_insufficient = True
     return output
@@ -78,7 +78,7 @@ def is_kept(
         keep_group: The filter.
         samples: The group's.
         dropped: Groups by reason; a dropped one is counted here.
-        is_spare: Without this group, as many as the rollout needs are still in progress.
+        is_spare: Enough other groups are in progress.
     """
     output = keep_group(samples)
     if output.keep or (output.keep_when_insufficient and not is_spare):

@@ -1,5 +1,5 @@
-"""Groups that wait: those that a rollout left unfinished, before those of new prompts. Its state is
-part of every checkpoint."""
+"""Buffer of unfinished groups, which are sampled before new prompts. Its state is part of every
+checkpoint."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PLAIN = ("sample_id", "response_length", "response")
 
 @dataclass(frozen=True, slots=True)
 class PendingGroup:
-    """A prompt and its samples, of which some have not ended, and others may be on other ranks."""
+    """A prompt and its samples; some may be unfinished, and some may be on other ranks."""
 
     prompt: Prompt
     samples: tuple[AnySample, ...]
@@ -51,13 +51,13 @@ class PendingGroup:
         return sum(sample.response_length for sample in self.samples)
 
     def with_samples(self, samples: Iterable[AnySample]) -> PendingGroup:
-        """The group with these in place of its samples."""
+        """A copy with these samples."""
         return PendingGroup(self.prompt, tuple(samples))
 
 
-# (waiting groups, count) -> ids of at most `count` to continue, and of those to throw away
+# (waiting groups, count) -> ids of at most `count` groups to continue, ids of groups to discard
 Choose = Callable[[Sequence[PendingGroup], int], tuple[list[int], list[int]]]
-# the same, of the filter of the buffer: (rollout id, waiting groups, count)
+# buffer filter: (rollout id, waiting groups, count) -> the same
 ChooseWaiting = Callable[[int, Sequence[PendingGroup], int], tuple[list[int], list[int]]]
 
 
@@ -69,8 +69,8 @@ def oldest_first(
 
 
 class GroupBuffer:
-    """Groups to be sampled: unfinished ones as `choose` picks them, then n_samples empty samples
-    for each new prompt. rank: this one, of num_holders that sample."""
+    """Provides groups to sample: unfinished ones selected by `choose`, then new prompts with
+    n_samples empty samples each. rank: this rank, out of num_holders that sample."""
 
     def __init__(
         self, source: PromptSource, n_samples: int, *, rank: int = 0, num_holders: int = 1
@@ -85,11 +85,11 @@ class GroupBuffer:
         """Draw groups.
 
         Args:
-            count: How many.
-            choose: Which of the waiting groups come first, and which are thrown away.
+            count: Number of groups.
+            choose: Selects waiting groups to continue and to discard.
 
         Returns:
-            `count` groups to sample, and the waiting ones that were thrown away.
+            `count` groups to sample, and the discarded ones.
         """
         chosen, discarded = choose(self.waiting, count) if self.waiting else ([], [])
         by_id = {group.group_id: group for group in self.waiting}
@@ -102,7 +102,7 @@ class GroupBuffer:
         return groups, [by_id[i] for i in discarded]
 
     def empty_group(self, prompt: Prompt) -> PendingGroup:
-        """The group of a prompt before its first token."""
+        """A new group of empty samples for a prompt."""
         first = prompt.group_id * self.n_samples
         samples = (Sample.empty(prompt, first + j) for j in range(self.n_samples))
         return PendingGroup(prompt, tuple(samples))
@@ -112,12 +112,12 @@ class GroupBuffer:
         return len(self.waiting)
 
     def requeue(self, groups: Sequence[PendingGroup]) -> None:
-        """These wait for the next `take`."""
+        """Return groups to the buffer, for the next `take`."""
         self.waiting += groups
 
     def load(self, rows: Sequence[Mapping[str, object]]) -> None:
-        """The groups of `waiting_to_rows` wait, and no others. Called on every rank, of which each
-        keeps what it had, or its part where there were other ranks."""
+        """Replace the buffer by the groups of `waiting_to_rows`. Called on every rank; each keeps
+        the samples it held, or a share if the number of ranks changed."""
         self.waiting = [self._loaded(row, place) for place, row in enumerate(rows)]
 
     def _loaded(self, row: Mapping[str, Any], place: int) -> PendingGroup:
@@ -127,7 +127,7 @@ class GroupBuffer:
         for saved in row["samples"]:
             sample = _sample(prompt.group_id, prompt.text, prompt.label, saved)
             holder = int(saved.get("holder", place)) % self._num_holders
-            has_begun = sample.response_length or sample.ended  # all ranks have the others
+            has_begun = sample.response_length or sample.ended  # empty samples exist on all ranks
             if has_begun and holder != self._rank:
                 samples += remote_samples(*rows_of([sample], holder))
             else:
@@ -138,8 +138,8 @@ class GroupBuffer:
 def waiting_to_rows(
     groups: Sequence[PendingGroup], holders: Sequence[Sequence[int]]
 ) -> list[dict[str, object]]:
-    """Plain JSON; every number comes back bit by bit. groups: complete. holders: the rank that has
-    each of their samples."""
+    """Serialise waiting groups to plain JSON, exactly. groups: complete. holders: the rank that
+    holds each of their samples."""
     return [
         {
             "prompt": _prompt_row(group.prompt),
@@ -153,8 +153,8 @@ def waiting_to_rows(
 
 
 def groups_to_rows(groups: Sequence[SampleGroup]) -> list[dict[str, object]]:
-    """Sampled groups as plain JSON; every number comes back bit by bit (`groups_from_rows`).
-    groups: complete."""
+    """Serialise sampled groups to plain JSON, exactly; inverse of `groups_from_rows`. groups:
+    complete."""
     return [
         {
             "group_id": group.group_id,

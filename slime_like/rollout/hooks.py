@@ -1,9 +1,8 @@
-"""Functions named on the command line that take part in rollouts.
+"""User functions in rollouts, named on the command line.
 
-The core calls them with its own types. What a user's function is called with is the matter of an
-adapter: slime's conventions (its sample type, argument object and rollout functions) are in
-`slime_like.compat.slime`, which no core module imports. It is looked up here by its import path,
-when a flag names a function.
+The core uses its own types; an adapter converts them for user functions. slime's conventions
+(sample type, argument object, rollout functions) are in `slime_like.compat.slime`, which no core
+module imports: it is loaded here by its import path if a flag names a function.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ POST_PROCESS = "--custom-reward-post-process-path"
 
 
 class UserRollout(Protocol):
-    """A user's function in place of a `Collector`, of an `Evaluator`, or of both."""
+    """A user's function in place of the `Collector`, the `Evaluator`, or both."""
 
     def collect(self, rollout_id: int) -> Collected: ...
 
@@ -55,8 +54,8 @@ class UserRollout(Protocol):
 
 
 class UserSource(Protocol):
-    """The user's source of prompts, in place of a `PromptSource`. Every method is a collective.
-    data_source: what rollout functions draw from, on rank 0. notes: for the user, a line each."""
+    """A user's data source in place of `PromptSource`. Every method is collective. data_source: the
+    object that rollout functions draw from, on rank 0. notes: messages to log."""
 
     data_source: object
     notes: list[str]
@@ -71,10 +70,10 @@ class UserSource(Protocol):
 
 
 class FunctionAdapter(Protocol):
-    """Makes the core's callables of functions in a convention of others.
+    """Converts user functions to the core's callables.
 
-    Each method gets a function that a flag names, imported already, and `name`, the flag with its
-    value, for messages. What a function returns is checked: ValueError starting with `name`.
+    Each method gets an imported function and `name`, the flag with its value, for messages. Invalid
+    return values raise ValueError starting with `name`.
     """
 
     def __init__(self, config: RunConfig) -> None: ...
@@ -103,25 +102,25 @@ class FunctionAdapter(Protocol):
         prompts: GroupBuffer | UserSource | None,
         evaluator: Evaluator | None,
     ) -> UserRollout:
-        """function: None is the convention's own, which draws from a user's source."""
+        """function: None: the convention's default rollout function, with a user's data source."""
         ...
 
     def data_source(self, make: Callable[..., Any], name: str) -> UserSource: ...
 
 
 def function_adapter(config: RunConfig) -> FunctionAdapter:
-    """The adapter of a run with functions of the user's."""
+    """The adapter of a run with user functions."""
     adapter: FunctionAdapter = importlib.import_module(ADAPTER).SlimeAdapter(config)
     return adapter
 
 
 def hook_adapter(config: RunConfig) -> Any:
-    """The adapter of functions of training and logging: `trainer.user_hooks.HookAdapter`."""
+    """The adapter of training and logging hooks: a `trainer.user_hooks.HookAdapter`."""
     return importlib.import_module(TRAIN_ADAPTER).SlimeHooks(config)
 
 
 def user_source(config: RunConfig, path: str) -> UserSource:
-    """--data-source-path; a collective. Raises ValueError naming it."""
+    """The source of --data-source-path. Collective. Raises ValueError naming the flag."""
     make = load_function(path, DATA_SOURCE)
     return function_adapter(config).data_source(make, f"{DATA_SOURCE} {path}")
 
@@ -154,8 +153,7 @@ def rollout_function(
     prompts: GroupBuffer | UserSource | None,
     evaluator: Evaluator | None,
 ) -> UserRollout:
-    """A user's function in place of a `Collector` or an `Evaluator`. Raises ValueError naming the
-    flag."""
+    """Load a user's rollout or evaluation function. Raises ValueError naming the flag."""
     function = load_function(path, flag)
     return function_adapter(run).rollout_function(
         function, f"{flag} {path}", rollouter, prompts, evaluator
@@ -165,8 +163,7 @@ def rollout_function(
 def source_rollout(
     run: RunConfig, rollouter: Rollouter, source: UserSource, evaluator: Evaluator | None
 ) -> UserRollout:
-    """Rollouts of prompts that a user's source gives: by the user's function, or as slime's own
-    does."""
+    """Rollouts from a user's data source: by the user's rollout function, or slime's default."""
     path = run.scheduling.rollout_function_path
     if path not in (None, OWN_ROLLOUT):
         return rollout_function(run, path, "--rollout-function-path", rollouter, source, evaluator)
@@ -175,8 +172,8 @@ def source_rollout(
 
 
 def custom_generate(config: RunConfig) -> CustomGenerate | None:
-    """--custom-generate-function-path, in either convention: a first parameter called ``args`` is
-    slime's. None where the flag is not given; raises ValueError naming it."""
+    """Load --custom-generate-function-path in either convention: a first parameter named ``args``
+    means slime's. None without the flag; raises ValueError naming it."""
     path = config.scheduling.custom_generate_function_path
     if path is None:
         return None
@@ -190,7 +187,7 @@ def custom_generate(config: RunConfig) -> CustomGenerate | None:
 
 
 def sample_hook(config: RunConfig) -> SampleHook | None:
-    """--rollout-sample-hook-path; None where the flag is not given."""
+    """Load --rollout-sample-hook-path; None without the flag."""
     paths = config.hooks.rollout_sample_hook_path
     if not paths:
         return None
@@ -199,16 +196,15 @@ def sample_hook(config: RunConfig) -> SampleHook | None:
 
 
 def processed_rewards(config: RunConfig, path: str, samples: Sequence[AnySample]) -> Tensor:
-    """The rewards of a rollout as --custom-reward-post-process-path makes them, in place of the
-    comparison within groups; a collective. The function gets all samples, which are brought to
-    rank 0 for it.
+    """Apply --custom-reward-post-process-path in place of normalisation within groups. Collective;
+    all samples are gathered on rank 0 for the function.
 
     Returns:
-        [B] float64, equal on all ranks; NaN where a sample has no finite reward or the function
-        gives none.
+        [B] float64, equal on all ranks; NaN if a sample has no finite reward or the function
+        returns none.
 
     Raises:
-        ValueError: naming the flag, the function and what is wrong.
+        ValueError: Names the flag, the function and the problem.
     """
     function = load_function(path, POST_PROCESS)
     process = function_adapter(config).reward_post_process(function, f"{POST_PROCESS} {path}")

@@ -1,9 +1,9 @@
-"""Token weights of observations: what an environment wrote between the answers of a model, which
---observation-loss-coef predicts.
+"""Token weights of observations, i.e. environment output between model turns, for
+--observation-loss-coef.
 
 ECHO, arXiv 2605.24517: the mean cross-entropy over these tokens is added to the loss. Here the mean
-is over all of an optimizer step, on all ranks, so that neither the cut of an episode into sequences
-nor that of a step into micro-batches and ranks changes it.
+is over the whole optimizer step on all ranks, so that it does not depend on how episodes are split
+into sequences, or the step into micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ def with_observation_weights(
 
 
 def _says(sample: AnySample) -> bool:
-    """Whether it is trained on, and says who wrote what."""
+    """Whether the sample is trained on and has weight versions, which mark generated tokens."""
     return sample.active_tokens > 0 and sample.versions_length > 0
 
 
 def _num_observed(sample: AnySample) -> int:
-    """Of the tokens of its response; known on every rank."""
+    """Number of observation tokens in its response; known on every rank."""
     return sample.response_length - sum(sample.version_counts.values()) if _says(sample) else 0
 
 
 def _observed(sample: Sample) -> Tensor:
-    """[R] float32: 1 at tokens of its response that the model did not write."""
+    """[R] float32: 1 at response tokens that the model did not generate."""
     if not _says(sample):
         return torch.zeros(sample.response_length)
     return (torch.tensor(sample.weight_versions) == NOT_SAMPLED).float()

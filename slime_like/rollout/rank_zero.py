@@ -1,5 +1,5 @@
-"""What rank 0 does for all ranks: it reads groups, calls functions of the user's and writes
-checkpoints, for which it is brought the samples that it has not; the others get the index."""
+"""Work of rank 0 for all ranks: read groups, call user functions and write checkpoints. It gathers
+the samples for this; the other ranks get the sample index."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def groups_of_index(index: tuple[list[int], Rows, Versions]) -> list[SampleGroup
 
 
 def from_one_rank(find: Callable[[], list[SampleGroup]]) -> list[SampleGroup]:
-    """The groups that rank 0 finds and keeps, whose index all ranks get."""
+    """Groups that rank 0 reads and holds; all ranks get their index."""
     own: list[SampleGroup] = []
 
     def work() -> Any:
@@ -67,7 +67,7 @@ def whole_pending(groups: Groups, whole: Whole) -> list[PendingGroup]:
 
 
 class DecideOnRankZero:
-    """A `Decide` where all ranks collect."""
+    """A `Decide` for collection on all ranks: the function runs on rank 0."""
 
     def __init__(self, rollouter: Rollouter) -> None:
         self._rollouter = rollouter
@@ -79,15 +79,14 @@ class DecideOnRankZero:
 
 @dataclass(frozen=True, slots=True)
 class SamplingPosition:
-    """The position of sampling: of the prompts, and the groups that wait."""
+    """Position of sampling: prompt position and waiting groups."""
 
     data: dict[str, Any]
     waiting: tuple[PendingGroup, ...]
 
 
 class RankZeroJson(RolloutJson):
-    """Rank 0 writes, and is brought all samples for it. All ranks read; rank 0 keeps the groups that
-    were sampled ahead."""
+    """Rank 0 gathers all samples and writes. All ranks read; rank 0 holds the prefetched groups."""
 
     def __init__(self, rollouter: Rollouter) -> None:
         self._whole = rollouter.whole

@@ -1,8 +1,8 @@
-"""A rollout on disk, to train from it again without generating, or to look at it.
+"""Recorded rollouts on disk, to train without generating, or for inspection.
 
-Two files: ``<path>.json`` with everything but tensors, readable by eye, and ``<path>.safetensors``
-with the tensors of every sample. The JSON carries the SHA-256 of the other, so that files of
-different rollouts are not taken together. Nothing is pickled.
+Two files: ``<path>.json`` with everything except tensors, and ``<path>.safetensors`` with the
+tensors of every sample. The JSON has the SHA-256 of the other file, so that files of different
+rollouts cannot be mixed. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -111,12 +111,13 @@ def save_rollout(template: str, rollout_id: int, groups: Sequence[SampleGroup]) 
 def save_token_values(
     template: str, rollout_id: int, rank: int, values: Mapping[str, Mapping[str, Tensor]]
 ) -> Path:
-    """What one data-parallel rank trains on, next to the recorded rollout, to look at it.
+    """Write per-token training inputs of one data-parallel rank next to the recorded rollout, for
+    inspection.
 
     Args:
-        template, rollout_id: as of `save_rollout`.
-        rank: among the data-parallel ranks.
-        values: by sample (its id; of a branch the id, a point and its number) and name, [R] each.
+        template, rollout_id: See `save_rollout`.
+        rank: Data-parallel rank.
+        values: By sample (its id; for a branch the id, a dot and its number) and name, [R] each.
     """
     path = debug_data_paths(template, rollout_id)[1].with_suffix(f".train{rank}.safetensors")
     tensors = {
@@ -130,8 +131,8 @@ def save_token_values(
 
 
 def remove_token_values(template: str, rollout_id: int) -> None:
-    """Remove what the ranks of an earlier attempt at this rollout have trained with: it may have had
-    more of them."""
+    """Remove the token values of an earlier attempt at this rollout, which may have had more
+    ranks."""
     stem = debug_data_paths(template, rollout_id)[0].with_suffix("")
     for path in stem.parent.glob(f"{glob.escape(stem.name)}.train*.safetensors"):
         path.unlink(missing_ok=True)
@@ -143,8 +144,8 @@ def save_token_texts(
     groups: Sequence[SampleGroup],
     tokenizer: PreTrainedTokenizerBase,
 ) -> Path:
-    """The text of every token that a recorded rollout has, for readers without the tokenizer. It is
-    that behind another token: many tokenizers drop the space of the first one."""
+    """Write the text of every token of a recorded rollout, for readers without the tokenizer.
+    Tokens are decoded after another token, because many tokenizers drop a leading space."""
     ids: set[int] = set()
     for group in groups:
         for sample in complete(group.samples):
@@ -164,9 +165,13 @@ def save_token_texts(
 
 
 def load_rollout(template: str, rollout_id: int) -> list[SampleGroup]:
-    """The groups that `save_rollout` was given. Raises FileNotFoundError for an absent file and
-    ValueError for a damaged one, for files that do not belong together, and for another rollout's,
-    each naming the file."""
+    """Load the groups of `save_rollout`.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: Names the file: damaged, of another rollout, or the two files do not belong
+            together.
+    """
     json_path, tensor_path = _recorded_paths(template, rollout_id)
     for path in (json_path, tensor_path):
         if not path.is_file():
@@ -289,14 +294,14 @@ def _from_row(row: dict[str, Any], tensors: dict[str, Tensor], key: str = "") ->
 
 
 def check_values(groups: Sequence[SampleGroup], vocab_size: int) -> None:
-    """What is trained on is held to what answers of an engine are (`engines.checked_json`).
+    """Validate recorded samples with the checks of engine responses (`engines.checked_json`).
 
     Args:
-        groups: of `load_rollout`.
-        vocab_size: of the model that is trained; tokens are below.
+        groups: From `load_rollout`.
+        vocab_size: Vocabulary size of the trained model.
 
     Raises:
-        ValueError: naming the sample.
+        ValueError: Names the sample.
     """
     samples = complete(sample for group in groups for sample in group.samples)
     ids = [sample.sample_id for sample in samples]
@@ -338,8 +343,8 @@ def _check_sample(sample: Sample, vocab_size: int) -> None:
 
 
 def encode(value: object, where: str) -> Any:
-    """`value` in types that JSON keeps: it would turn a tuple into a list, and a key that is a number
-    into text, without a word."""
+    """Encode `value` losslessly for JSON, which would silently turn tuples into lists and numeric
+    keys into strings."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if type(value) is list:

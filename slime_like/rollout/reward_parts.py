@@ -1,5 +1,5 @@
-"""The estimator's settings, and what it reads of a rollout's rewards besides one number for each: what a function of
-the user's makes of them, and the parts that they are made of, on all ranks."""
+"""Settings of the advantage estimator, and its further inputs on all ranks: rewards post-processed
+by a user function, and reward components."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from slime_like.types import REWARD_DETAILS, TRAIN_REWARD, Sample, complete
 
 
 def advantage_settings(config: RunConfig) -> AdvantageSettings:
-    """The coefficient of the KL as it is at the start of the run."""
+    """The estimator's settings, with the initial KL coefficient."""
     algorithm, distillation = config.algorithm, config.distillation
     return AdvantageSettings(
         algorithm.advantage_estimator,
@@ -47,7 +47,7 @@ OutcomeReader = Callable[[Sequence[AnySample]], dict[str, Any]]
 
 
 def outcome_readers(config: RunConfig) -> list[OutcomeReader]:
-    """What this run reads of a rollout's samples by asking the ranks that have them; mostly nothing."""
+    """The outcome readers of this run, which communicate; usually none."""
     algorithm, found = config.algorithm, list[OutcomeReader]()
     if (path := algorithm.custom_reward_post_process_path) is not None:
         found.append(lambda samples: {"processed": processed_rewards(config, path, samples)})
@@ -75,8 +75,8 @@ def outcome_readers(config: RunConfig) -> list[OutcomeReader]:
 
 
 def train_rewards(samples: Sequence[AnySample]) -> Tensor:
-    """What --custom-convert-samples-to-train-data-path trains on, [B] float64 on all ranks; a
-    collective. samples: whole on rank 0, which converted them."""
+    """Rewards set by --custom-convert-samples-to-train-data-path, [B] float64 on all ranks.
+    Collective. samples: complete on rank 0, which converted them."""
     own = from_rank_zero(lambda: [s.metadata[TRAIN_REWARD] for s in complete(samples)])
     return torch.tensor(own, dtype=torch.float64)
 
@@ -87,18 +87,18 @@ def reward_parts(
     reward_key: str | None,
     samples: Sequence[AnySample],
 ) -> RewardParts:
-    """What gdpo compares; a collective.
+    """Reward components for gdpo. Collective.
 
     Args:
-        keys: of the dict that the reward function returns; `reward_key` is the reward itself.
-        weights: one for each key.
-        samples: of the rollout, each whole on the rank that made it.
+        keys: Keys of the reward function's dict; `reward_key` is the reward itself.
+        weights: One per key.
+        samples: Of the rollout, each complete on the rank that generated it.
 
     Returns:
-        The parts, equal on all ranks; NaN where a sample has none under a key.
+        The components, equal on all ranks; NaN if a sample lacks a key.
 
     Raises:
-        ValueError: on all ranks, for a key that no sample has a finite number under.
+        ValueError: On all ranks, for a key without a finite number in any sample.
     """
     own = {
         i: [_part(sample, key, reward_key) for key in keys]

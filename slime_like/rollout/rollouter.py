@@ -1,10 +1,9 @@
-"""Prompts in, graded sample groups out: shares the work among the ranks and brings the results
-together.
+"""Generation and grading: prompts in, graded sample groups out, distributed over the ranks.
 
-The ranks that ask (all of them for an engine in each, the first for servers) generate and grade
-every so many-th sample, and keep it; what all ranks then know of it is in `sample_index.py`. A
-sample's randomness depends on the run's seed and its own id alone, so neither the number of ranks
-nor the layout changes what is sampled.
+Samples are assigned round-robin to the generating ranks (all ranks with a local engine, the first
+with servers), which keep them; the other ranks get the metadata of `sample_index.py`. A sample's
+randomness depends only on the run's seed and its id, so the number of ranks and the layout do not
+change what is sampled.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ FINISHED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 
 
 def training_sampling(config: RolloutConfig) -> SamplingParams:
-    """Sampling of the rollouts that are trained on."""
+    """Sampling parameters of training rollouts."""
     return SamplingParams(
         temperature=config.rollout_temperature,
         top_p=config.rollout_top_p,
@@ -62,7 +61,7 @@ def training_sampling(config: RolloutConfig) -> SamplingParams:
 
 
 def eval_sampling(each: EvalSet, rollout: RolloutConfig) -> SamplingParams:
-    """Sampling of an evaluation set: what it does not say is as in training."""
+    """Sampling parameters of an evaluation set; unset values are those of training."""
     base = training_sampling(rollout)
     return replace(
         base,
@@ -78,16 +77,15 @@ def eval_sampling(each: EvalSet, rollout: RolloutConfig) -> SamplingParams:
 
 
 def sample_seed(seed: int, purpose: str, sample_id: int, position: int = 0) -> int:
-    """A 63-bit seed that depends on its arguments alone. position: tokens that the response has
-    already."""
+    """A 63-bit seed determined by its arguments. position: current response length."""
     part = f"@{position}" if position else ""
     digest = hashlib.blake2b(f"{seed}/{purpose}/{sample_id}{part}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 class Rollouter:
-    """Generation and grading over all ranks. `purpose` and `seed` decide the randomness together
-    with each sample's id."""
+    """Generates and grades over all ranks. `purpose`, `seed` and a sample's id determine its
+    randomness."""
 
     def __init__(
         self,
@@ -106,13 +104,13 @@ class Rollouter:
         self.seed = seed
         self.custom_generate = custom_generate
         self.sample_hook = sample_hook
-        self.rollout_id: int | None = None  # that is being sampled or evaluated, for functions
+        self.rollout_id: int | None = None  # current rollout, for user functions
         self.sample_buffer_size = sample_buffer_size
-        # of its collectives; None: the default, which the training thread uses
+        # group of its collectives; None: the default group, which the training thread uses
         self.group: dist.ProcessGroup | None = None
 
     def seed_of(self, purpose: str, sample_id: int, position: int) -> int:
-        """The seed of a request. position: tokens that the response has already."""
+        """The seed of a request. position: current response length."""
         return sample_seed(self.seed, purpose, sample_id, position)
 
     def generate(
@@ -124,17 +122,17 @@ class Rollouter:
         purpose: str = "train",
         grader: Grader | None = None,
     ) -> list[SampleGroup]:
-        """Generate and grade complete responses; a collective.
+        """Generate and grade complete responses. Collective.
 
         Args:
             prompts: Equal on all ranks.
-            n_samples: Responses to each of them.
-            sampling: How to sample.
-            purpose: "train", or the name of an evaluation, so that equal ids draw other randomness.
-            grader: Of this evaluation; None: the run's.
+            n_samples: Responses per prompt.
+            sampling: Sampling parameters.
+            purpose: "train", or the name of an evaluation: part of the seed.
+            grader: Grader of this evaluation; None: the run's.
 
         Returns:
-            A group for each prompt, in their order, known on all ranks.
+            A group per prompt, in order, on all ranks.
         """
         samples = [
             Sample.empty(prompt, prompt.group_id * n_samples + j)
@@ -157,18 +155,17 @@ class Rollouter:
         limit: int | None = None,
         grader: Grader | None = None,
     ) -> list[AnySample]:
-        """Continue unfinished responses, each where it was begun; a collective.
+        """Continue unfinished responses, each on the rank that holds it. Collective.
 
         Args:
-            samples: Known on all ranks; those without a token, all ranks have.
-            sampling: How to sample; max_new_tokens is of the complete response.
+            samples: On all ranks, at least as metadata; empty samples are held by all.
+            sampling: Sampling parameters; max_new_tokens is for the complete response.
             purpose: As in `generate`.
-            limit: Tokens that are added at most, which leaves longer responses PARTIAL; None: none.
+            limit: Maximum number of tokens to add; longer responses stay PARTIAL. None: no limit.
             grader: As in `generate`.
 
         Returns:
-            The samples in their order, known on all ranks; those that ended are graded, except by
-            a reward of groups.
+            The samples in order, on all ranks; finished ones are graded, except by a group reward.
         """
         rank, world = dist.get_rank(), dist.get_world_size()
         grader = grader or self.grader
@@ -201,8 +198,8 @@ class Rollouter:
     def grade_groups(
         self, groups: Sequence[Sequence[AnySample]], *, grader: Grader | None = None
     ) -> list[list[AnySample]]:
-        """Groups with the rewards of a function of groups (--group-rm), called by the ranks that
-        have them; without one as they are. A collective."""
+        """Grade groups with a group reward (--group-rm), on the ranks that hold them; without one
+        they are returned unchanged. Collective."""
         grader = grader or self.grader
         if not grader.args.group_rm:
             return [list(group) for group in groups]
@@ -218,20 +215,19 @@ class Rollouter:
         return [await self.with_hook(sample, evaluation=evaluation) for sample in samples]
 
     async def with_hook(self, sample: Sample, *, evaluation: bool) -> Sample:
-        """A sample that ended as --rollout-sample-hook-path makes it, before its reward."""
+        """Apply --rollout-sample-hook-path to a finished sample, before its reward."""
         if self.sample_hook is None or sample.status not in FINISHED:
             return sample
         return await self.sample_hook(sample, self.tokenizer, self.rollout_id, evaluation)
 
     def whole(self, samples: Sequence[AnySample]) -> list[AnySample]:
-        """The samples, on rank 0 complete with text and metadata; a collective."""
+        """Gather the samples with text and metadata on rank 0. Collective."""
         return bring_to_rank_zero(samples, buffer_size=self.sample_buffer_size, group=self.group)
 
     def _generate_local(
         self, samples: Sequence[Sample], sampling: SamplingParams, purpose: str, limit: int | None
     ) -> list[Sample]:
-        """The samples with what this rank's engine adds. Requests with equal limits are sent
-        together."""
+        """Generate on this rank's engine. Requests with equal limits are batched."""
         if self.custom_generate is not None and samples:
             seed_of = bind(self.seed_of, purpose)
             model = Model(self.engine, self.tokenizer, sampling, seed_of)
@@ -268,12 +264,12 @@ class Rollouter:
     def append_output(
         self, sample: Sample, output: GenerateOutput, sampling: SamplingParams
     ) -> Sample:
-        """The sample with what the engine added to it.
+        """Append engine output to a sample.
 
         Args:
-            sample: As it was when the engine was asked.
-            output: Its answer.
-            sampling: max_new_tokens is of the complete response.
+            sample: The sample that was sent.
+            output: The engine's output.
+            sampling: Sampling parameters; max_new_tokens is for the complete response.
         """
         output = cut_at_stop(self.tokenizer, sample, output, sampling.stop)
         assert sample.rollout_log_probs is not None
@@ -312,8 +308,8 @@ class Rollouter:
 def holders_of(
     samples: Sequence[AnySample], rank: int, asking: int, *, by_group: bool
 ) -> list[int]:
-    """The rank that continues each sample, equal on all ranks: who has begun it, else the asking
-    ranks in turn. rank: this one. by_group: all of a group."""
+    """The rank that continues each sample, equal on all ranks: its holder, or round-robin over the
+    generating ranks for new samples. rank: this rank. by_group: assign whole groups."""
     begun = [bool(s.response_length) for s in samples]
     groups = {
         group_id: i % asking
@@ -327,7 +323,7 @@ def holders_of(
 
 
 def is_blank(sample: AnySample) -> bool:
-    """No token yet and not ended: as all ranks have it."""
+    """Whether the sample is empty and unfinished, so that every rank holds it."""
     return not sample.response_length and not sample.ended
 
 
@@ -341,8 +337,8 @@ _STATUS = {
 def cut_at_stop(
     tokenizer: PreTrainedTokenizerBase, sample: Sample, output: GenerateOutput, stop: Sequence[str]
 ) -> GenerateOutput:
-    """The output up to where a stop string is complete that began in what the sample had already,
-    which the engine cannot see."""
+    """Truncate the output after a stop string that began in the sample's earlier tokens, which the
+    engine cannot detect."""
     if not stop or not sample.response_length or not output.tokens:
         return output
     reach = max(len(s.encode()) for s in stop) + 4  # every token is at least a byte of text

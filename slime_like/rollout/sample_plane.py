@@ -1,12 +1,12 @@
-"""How samples get from the ranks that made them to those that need them.
+"""Exchange of samples between the ranks that generated them and those that need them.
 
-All ranks have the index of a rollout (`sample_index.py`); tokens stay where they were made until
-it is known who trains on them. Then they go there once, as tensors (`deliver_samples`), in bytes
-whose number follows from the index. What a
-function of the user's or a file is to have whole is brought to rank 0 (`bring_to_rank_zero`).
+All ranks have the index of a rollout (`sample_index.py`); tokens stay where they were generated
+until the training ranks are known. Then they are sent once, as tensors (`deliver_samples`), in
+messages with sizes known from the index. For user functions and files, complete samples are
+gathered on rank 0 (`bring_to_rank_zero`).
 
-Every function is a collective of all ranks. group: of all of them, where the default one is in use
-meanwhile; it carries tensors in host memory.
+Every function is collective over all ranks. group: a process group of all ranks for tensors in host
+memory, if the default group is in use by another thread.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def payload_size(sample: AnySample) -> int:
 
 
 def pack_payload(sample: Sample) -> Tensor:
-    """[n] uint8: everything but text and metadata."""
+    """Serialise a sample without text and metadata: [n] uint8."""
     parts = []
     for name, dtype, _ in _columns(sample):
         value = getattr(sample, name)
@@ -93,8 +93,8 @@ def pack_payload(sample: Sample) -> Tensor:
 
 
 def unpack_payload(known: RemoteSample, payload: Tensor) -> Sample:
-    """The sample of `pack_payload`, without text and metadata. known: as this rank knew it before.
-    payload: [n] uint8, of which nothing is kept."""
+    """Inverse of `pack_payload`; the sample has no text and metadata. known: this rank's metadata
+    of the sample. payload: [n] uint8; its memory is not referenced afterwards."""
     found: dict[str, Any] = {}
     start = 0
     for name, dtype, count in _columns(known):
@@ -135,7 +135,7 @@ def pack_texts(sample: Sample) -> Tensor:
 
 
 def with_texts(sample: Sample, packed: Tensor) -> Sample:
-    """With what `pack_texts` was given. packed: from another rank of this job."""
+    """Add the content of `pack_texts`. packed: from another rank of this job."""
     return replace(sample, **pickle.loads(packed.numpy().tobytes()))
 
 
@@ -144,7 +144,8 @@ BUFFER_SIZE = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """samples: this rank's, by their place. traffic: what it has sent, got and held."""
+    """Result of a delivery. samples: this rank's, by index. traffic: bytes sent, received and
+    held."""
 
     samples: dict[int, Sample]
     traffic: Traffic
@@ -153,11 +154,11 @@ class Delivered:
 def share_index(
     own: Sequence[Sample], holders: Sequence[int], group: dist.ProcessGroup | None = None
 ) -> list[AnySample]:
-    """All samples on all ranks: own ones as they are, the others as rows.
+    """Exchange metadata: returns all samples, local ones unchanged, others as `RemoteSample`.
 
     Args:
-        own: Of this rank, in their order.
-        holders: The rank of every sample, equal on all ranks.
+        own: This rank's samples, in order.
+        holders: The rank that holds each sample, equal on all ranks.
     """
     rank, world = _rank_and_world()
     if world == 1:
@@ -182,7 +183,7 @@ def share_index(
 def _gathered(
     own: np.ndarray, nbytes: np.ndarray, group: dist.ProcessGroup | None
 ) -> list[np.ndarray]:
-    """Bytes of every rank. nbytes: how many each has, equal on all ranks."""
+    """All-gather of variable size. nbytes: bytes of each rank, equal on all ranks."""
     longest = int(nbytes.max())
     if not longest:
         return [np.empty(0, dtype=np.uint8) for _ in nbytes]
@@ -201,8 +202,8 @@ def _gathered(
 def _broadcast(
     own: np.ndarray, nbytes: np.ndarray, group: dist.ProcessGroup | None
 ) -> list[np.ndarray]:
-    """As `_gathered`, from one rank after another, where a few have most: each row of a table would
-    be as long as the longest, and its size would grow with the ranks."""
+    """As `_gathered`, by a broadcast from each rank, for very unequal sizes: an all-gather pads
+    every row to the longest, so its size grows with the number of ranks."""
     found = []
     for source, size in enumerate(nbytes.tolist()):
         mine = own if source == dist.get_rank() else np.empty(size, dtype=np.uint8)
@@ -216,7 +217,7 @@ def _broadcast(
 def share_index_again(
     samples: Sequence[AnySample], group: dist.ProcessGroup | None = None
 ) -> list[AnySample]:
-    """The samples after their holders changed them."""
+    """Exchange metadata again after the holders changed their samples."""
     rank = _rank_and_world()[0]
     return share_index(
         [s for s in samples if isinstance(s, Sample)], [holder_of(s, rank) for s in samples], group
@@ -260,7 +261,7 @@ def with_branches(
 def delivery_of(
     samples: Sequence[AnySample], rank: int, sharings: Sequence[Sharing], buffer_size: int
 ) -> Delivery:
-    """Who sends which sample to whom. Equal on all ranks."""
+    """Plan which rank sends which sample to which rank; equal on all ranks."""
     holders = np.array([holder_of(s, rank) for s in samples], dtype=np.int64)
     nbytes = np.array([payload_size(s) for s in samples], dtype=np.int64)
     return Delivery(holders, nbytes, sharings, buffer_size=buffer_size)
@@ -273,13 +274,12 @@ def deliver_samples(
     buffer_size: int = BUFFER_SIZE,
     group: dist.ProcessGroup | None = None,
 ) -> Delivered:
-    """The samples that this rank trains on, without text and metadata where another rank made
-    them.
+    """Deliver the samples that this rank trains on; received ones have no text and metadata.
 
     Args:
-        samples: All of a rollout.
-        sharings: Of each network that is trained.
-        buffer_size: Bytes under way at a time on a rank.
+        samples: All samples of a rollout.
+        sharings: Assignment of each trained network.
+        buffer_size: Bytes in flight per rank.
     """
     rank = _rank_and_world()[0]
     delivery = delivery_of(samples, rank, sharings, buffer_size)
@@ -292,7 +292,8 @@ def bring_to_rank_zero(
     buffer_size: int = BUFFER_SIZE,
     group: dist.ProcessGroup | None = None,
 ) -> list[AnySample]:
-    """On rank 0 all samples whole, with text and metadata; on the others what they have."""
+    """Gather complete samples, with text and metadata, on rank 0; other ranks keep what they
+    have."""
     rank, world = _rank_and_world()
     holders = np.array([holder_of(s, rank) for s in samples], dtype=np.int64)
     if world == 1 or not holders.any():
@@ -329,7 +330,7 @@ def _moved(
     unpack: Callable[[RemoteSample, Tensor], Sample],
     group: dist.ProcessGroup | None,
 ) -> Delivered:
-    """What this rank wants, its own and what it gets."""
+    """Exchange: the samples that this rank needs, local and received ones."""
     wanted = np.flatnonzero(delivery.wanted_by(rank)).tolist()
     found: dict[int, Sample] = {}
     for place in wanted:

@@ -1,5 +1,5 @@
-"""The prompts of a policy that is its own teacher: they hold what the policy did not see when it
-answered.
+"""Teacher prompts for self-distillation: they contain context that the policy did not see when it
+responded.
 
 SDFT, "Self-Distillation Enables Continual Learning", arXiv 2601.19897: a demonstration from the
 data. SDPO, "Reinforcement Learning via Self-Distillation", arXiv 2601.20802: a successful response
@@ -25,8 +25,8 @@ from slime_like.types import REWARD_DETAILS, TEACHER_CONTEXT, Sample, SampleGrou
 
 @dataclass(frozen=True, slots=True)
 class TeacherPrompts:
-    """form: of the run's prompts. positions: of the model, that teacher's prompt and response may
-    have; None: any number."""
+    """Builds teacher prompts. form: format of the run's prompts. positions: the model's maximum
+    length of teacher prompt and response; None: unlimited."""
 
     config: DistillationConfig
     form: PromptFormat
@@ -35,8 +35,8 @@ class TeacherPrompts:
     def grade(
         self, groups: Sequence[SampleGroup], group: dist.ProcessGroup | None = None
     ) -> tuple[list[SampleGroup], dict[str, float]]:
-        """With `teacher_prompt` where there is something to put into it; metrics. A collective.
-        group: of all ranks. Raises ValueError for a template that cannot be filled."""
+        """Add `teacher_prompt` to samples that have a demonstration or feedback; returns metrics
+        too. Collective. group: of all ranks. Raises ValueError for an invalid template."""
         examples = self._examples(groups, group)
         everyone = [s for each in groups for s in each.samples]
         shared = share_index_again(

@@ -48,10 +48,10 @@ from slime_like.types import (
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """How many samples make an optimizer step, and which of them are this data-parallel rank's: the
-    d-th run of them for rank d, or, with a `linear_cost` (see `balance.linear_cost`), samples of
-    equal work; as many for each rank where `equal_counts` asks for it. `together`: neighbours that
-    one rank gets, next to each other."""
+    """Size of an optimizer step, and its split over data-parallel ranks: rank d gets the d-th
+    block, or, with a `linear_cost` (see `seqlen_balancing.linear_cost`), samples of equal total
+    cost; with `equal_counts` also the same number. `together`: number of adjacent samples that stay
+    on one rank."""
 
     global_batch_size: int
     dp_size: int
@@ -72,7 +72,7 @@ class StepPlan:
         return [samples[a:b] for a, b in pairwise([*first[::size], len(samples)])]
 
     def share(self, samples: Sequence[AnySample]) -> DataParallelAssignment:
-        """Who trains on what. Equal on all ranks, which need not talk for it."""
+        """Assign samples to ranks. Equal on all ranks, without communication."""
         lengths = [[s.total_length for s in step] for step in self.steps(samples)]
         shares = DataParallelAssignment(
             tuple(tuple(self._share_step(step)) for step in lengths),
@@ -100,8 +100,8 @@ class StepPlan:
     def _metrics(
         self, lengths: Sequence[Sequence[int]], positions: Sequence[Sequence[Sequence[int]]]
     ) -> dict[str, float]:
-        """Means over the optimizer steps of the heaviest rank over the mean rank: by work, and by
-        tokens."""
+        """Load imbalance (maximum over mean of the ranks), by cost and by tokens, averaged over the
+        optimizer steps."""
         assert self.linear_cost is not None
         work, tokens = [], []
         for step, parts in zip(lengths, positions):
@@ -119,27 +119,27 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class DataParallelAssignment:
-    """The samples of every rank in every optimizer step. positions: [step][rank], ascending places
-    within the step; metrics: plain numbers by name. The one owner of the order in which this rank's
-    samples are computed, step after step."""
+    """Samples of every rank in every optimizer step. positions: [step][rank], ascending indices
+    within the step. metrics: plain numbers by name. Defines the order in which this rank's samples
+    are computed."""
 
     positions: tuple[tuple[tuple[int, ...], ...], ...]
     dp_rank: int
     metrics: dict[str, float]
 
     def mine(self, step: int) -> tuple[int, ...]:
-        """Places of this rank's samples within an optimizer step."""
+        """Indices of this rank's samples within an optimizer step."""
         return self.positions[step][self.dp_rank]
 
     def indices_of(self, rank: int) -> list[int]:
-        """Places of a data-parallel rank's samples among all samples of the rollout."""
+        """Indices of a data-parallel rank's samples among all samples of the rollout."""
         sizes = [sum(map(len, of_ranks)) for of_ranks in self.positions]
         starts = accumulate(sizes, initial=0)
         return [start + i for start, of in zip(starts, self.positions) for i in of[rank]]
 
     @property
     def local_indices(self) -> list[int]:
-        """Those of this rank."""
+        """`indices_of` this rank."""
         return self.indices_of(self.dp_rank)
 
 
@@ -148,9 +148,8 @@ def flatten(groups: Sequence[SampleGroup]) -> list[AnySample]:
 
 
 def mask_failed(sample: AnySample) -> AnySample:
-    """The sample as it is trained on. Without a response (aborted) its mask is all False; without a
-    reward (the grader failed) it gets advantage 0, and keeps its mask and so every denominator, as
-    a sample whose reward is NaN does."""
+    """Mask out an aborted sample. A sample without a finite reward keeps its mask, and so all
+    denominators, and gets advantage 0."""
     if sample.status == SampleStatus.ABORTED:
         sample = untrained(sample)
     elif sample.status != SampleStatus.FAILED:
@@ -183,7 +182,7 @@ def step_weights(
     micro_batch_size: int | None = None,
 ) -> list[float]:
     """The token weight `u` of each sample of one optimizer step. The sequences of an episode count
-    as one, so that the loss does not depend on how it was cut into them."""
+    as one sample, so that the loss does not depend on how it was split."""
     episodes = episodes_of(step)
     active = _by_episode(episodes, [s.active_tokens for s in step])
     weights = reduction_weights(
@@ -212,9 +211,8 @@ def nll_weights(step: Sequence[AnySample]) -> list[float]:
 
 
 def outcomes_of(samples: Sequence[AnySample]) -> Outcomes:
-    """What estimators of advantages read of all episodes of a rollout; a missing reward is NaN.
-    Rewards of greedy responses are there when every sample has one. Those of tokens: of the samples
-    that this rank has."""
+    """Inputs of advantage estimators for all episodes of a rollout; a missing reward is NaN. Greedy
+    rewards are set if every sample has one. Token rewards: of this rank's samples only."""
     episodes = episodes_of(samples)
     lengths = _by_episode(episodes, [s.active_tokens for s in samples])
     samples = [samples[i] for i in episodes.first]
@@ -241,13 +239,16 @@ def train_samples(
     positive_nll: bool = False,
     shares: DataParallelAssignment | None = None,
 ) -> list[list[TrainSample]]:
-    """This rank's samples of each optimizer step, which it has, with token weights; advantages and
-    trainer log-probs come later.
+    """This rank's samples of each optimizer step with token weights; advantages and trainer
+    log-probs are added later.
 
-    micro_batch_size: of reductions that depend on it. positive_nll: with the weights of the term
-    for samples with a positive reward. shares: the plan's, when they are known already. Either all
-    samples of all ranks have log-probs of the sampler (zeros in one that trains nothing), or none
-    has, so that all ranks do alike.
+    Either all samples on all ranks have rollout log-probs (zeros in masked-out ones), or none has,
+    so that all ranks behave alike.
+
+    Args:
+        micro_batch_size: For reductions that depend on it.
+        positive_nll: Include the weights of the positive NLL term.
+        shares: The plan's assignment, if known already.
     """
     with_log_probs = has_rollout_log_probs(samples)
     shares = shares or plan.share(samples)
@@ -312,12 +313,18 @@ def correct_steps(
     old_log_probs: Sequence[Tensor],
     group: dist.ProcessGroup | None,
 ) -> tuple[list[SampleCorrection], dict[str, float]]:
-    """The correction of each of this rank's samples, counted over all steps, and metrics over the
-    whole rollout.
+    """Off-policy correction of this rank's samples, in order over all steps, and metrics over the
+    rollout. Collective over `group`.
 
-    config: None corrects nothing. steps: this rank's samples of each optimizer step. old_log_probs: [R] by sample, over all steps.
-    group: data-parallel ranks, each of which calls this with as many steps. Raises ValueError when
-    active tokens have no log-probs of the sampler: see `has_rollout_log_probs`.
+    Args:
+        config: None: no correction.
+        steps: This rank's samples of each optimizer step; the number of steps is equal on all
+            ranks.
+        old_log_probs: [R] per sample, over all steps.
+        group: Data-parallel ranks.
+
+    Raises:
+        ValueError: Active tokens have no rollout log-probs; see `has_rollout_log_probs`.
     """
     function = (
         None
@@ -370,7 +377,7 @@ def _correct(
 
 
 def _rollout_log_probs(sample: TrainSample, old: Tensor) -> Tensor:
-    """The sampler's log-probs [R]; those of a sample that trains nothing may be missing."""
+    """Rollout log-probs [R]; a fully masked sample may have none."""
     if sample.rollout_log_probs is not None:
         return sample.rollout_log_probs
     if sample.loss_mask.any():
@@ -381,13 +388,13 @@ def _rollout_log_probs(sample: TrainSample, old: Tensor) -> Tensor:
 
 
 def has_rollout_log_probs(samples: Sequence[AnySample]) -> bool:
-    """Whether every sample of a rollout that trains something has log-probs of the sampler.
-    samples: of all ranks, so that all decide alike."""
+    """Whether every sample with active tokens has rollout log-probs. samples: of all ranks, so that
+    all decide alike."""
     return all(s.has("rollout_log_probs") or not s.active_tokens for s in samples)
 
 
 def check_rollout_log_probs(config: OffPolicyConfig | None, samples: Sequence[AnySample]) -> None:
-    """Raises ValueError naming a sample without log-probs when a correction is on."""
+    """Raise ValueError naming a sample without rollout log-probs if a correction is on."""
     if config is not None and config.enabled and not has_rollout_log_probs(samples):
         first = next(s for s in samples if not s.has("rollout_log_probs") and s.active_tokens)
         raise ValueError(

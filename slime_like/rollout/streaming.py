@@ -1,5 +1,5 @@
-"""Responses request by request, on rank 0: for servers, which can abort what a rollout does not
-need any more, and for rollout functions of the user's."""
+"""Streaming generation on rank 0, request by request: for servers, which can abort surplus
+requests, and for user rollout functions."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class _ToGrade:
 
 
 class RewardExecutor:
-    """Rewards, in a thread: what waits together is graded together. The thread stays as long as the
-    process, since the reward processes that it starts end with it (`rewards/pool.py`)."""
+    """Computes rewards in a thread, batching whatever is waiting. The thread lives as long as the
+    process, because the reward processes that it starts end with it (`rewards/pool.py`)."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
@@ -44,7 +44,7 @@ class RewardExecutor:
         self._waiting: list[_ToGrade] = []
 
     def submit(self, samples: Sequence[Sample], grader: Grader) -> Future[list[Sample]]:
-        """The samples with their rewards; they are a group where the reward is one of groups."""
+        """Grade the samples; they must be one group for a group reward."""
         item = _ToGrade(samples, grader, Future())
         with self._lock:
             self._waiting.append(item)
@@ -76,11 +76,10 @@ _reward_executor = RewardExecutor()
 
 
 class Responder:
-    """Continues and grades single responses. A `GenerationClient` itself, for functions of the
-    user's.
+    """Continues and grades single responses. Also a `GenerationClient` for user functions.
 
-    purpose: as of `Rollouter.generate`. grader: the run's, or an evaluation set's. stopped: no
-    request begins, since there are enough groups, or no time left: out_of_time is then the limit.
+    purpose: see `Rollouter.generate`. grader: the run's, or an evaluation set's. stopped: no new
+    requests, because there are enough groups or time is up (out_of_time is then the time limit).
     """
 
     def __init__(
@@ -88,9 +87,9 @@ class Responder:
     ) -> None:
         """
         Args:
-            rollouter: Of the run.
-            client: What requests are sent to: the engine, or what passes them on.
-            sampling: Of training.
+            rollouter: The run's.
+            client: Receives requests: the engine or a proxy.
+            sampling: Sampling parameters of training.
         """
         self.rollouter = rollouter
         self._client = client
@@ -103,15 +102,15 @@ class Responder:
     async def respond(
         self, sample: Sample, sampling: SamplingParams, *, evaluation: bool = False
     ) -> Sample:
-        """The response to its end, or to where it was aborted.
+        """Generate a response to its end, or until it is aborted.
 
         Args:
-            sample: What has ended stays as it is.
-            sampling: max_new_tokens is of the complete response.
+            sample: A finished sample is returned unchanged.
+            sampling: Sampling parameters; max_new_tokens is for the complete response.
             evaluation: Passed to a custom generate function.
 
         Returns:
-            The sample, with its reward unless that is one of groups.
+            The sample, graded unless the run has a group reward.
         """
         if sample.ended or self.stopped:
             return sample
@@ -132,14 +131,14 @@ class Responder:
     async def respond_group(
         self, samples: Sequence[Sample], sampling: SamplingParams
     ) -> list[Sample]:
-        """`respond` for all samples of a group, with a reward of the group where the run has one."""
+        """`respond` for all samples of a group, then the group reward if the run has one."""
         done = await asyncio.gather(*(self.respond(sample, sampling) for sample in samples))
         if self.grader.args.group_rm and all(sample.ended for sample in done):
             return await self.grade(done)
         return done
 
     async def generate(self, sample: Sample, sampling: SamplingParams) -> Sample:
-        """The sample with what the engine adds to it; PARTIAL after an abort."""
+        """Continue a sample; it is PARTIAL after an abort."""
         room = sampling.max_new_tokens - sample.response_length
         if room <= 0:
             return replace(sample, status=SampleStatus.TRUNCATED)
@@ -149,11 +148,11 @@ class Responder:
         return self.rollouter.append_output(sample, output, sampling)
 
     async def grade(self, samples: Sequence[Sample]) -> list[Sample]:
-        """With their rewards; together as a group where the reward is one of groups."""
+        """Grade samples; as one group for a group reward."""
         return await asyncio.wrap_future(_reward_executor.submit(samples, self.grader))
 
     async def abort(self, sample_ids: Collection[int] | None = None) -> None:
-        """End requests (None: all, and no more begin); each returns what it has."""
+        """Abort requests (None: all, and accept no new ones); each returns its partial output."""
         self.stopped = self.stopped or sample_ids is None
         custom = self.rollouter.custom_generate
         if sample_ids is None and custom is not None:
@@ -161,28 +160,28 @@ class Responder:
         await self._client.abort(sample_ids)
 
     async def leave_loop(self) -> None:
-        """The event loop of the caller ends."""
+        """The caller's event loop is about to end."""
         await self._client.leave_loop()
 
     def model(self, sampling: SamplingParams) -> Model:
-        """What a custom generate function calls."""
+        """The model handle for a custom generate function."""
         return Model(self, self.rollouter.tokenizer, sampling, self.seed_of)
 
     async def generate_one(
         self, request: GenerateRequest, sampling: SamplingParams
     ) -> GenerateOutput:
-        """As the engine's; aborted at once where no request begins any more."""
+        """As the engine's; aborted at once after `stopped`."""
         if self.stopped:
             return GenerateOutput(request.sample_id, (), (), "abort", ())
         return await self._client.generate_one(request, sampling)
 
     def seed_of(self, sample_id: int, position: int) -> int:
-        """As in rounds, so that the same responses are sampled."""
+        """The same seed as in synchronous rounds, so that responses are equal."""
         return self.rollouter.seed_of(self.purpose, sample_id, position)
 
     def _cut_short(self, sample: Sample) -> Sample:
-        """A response that --rollout-time-limit-s ended: as if it had reached its largest length,
-        or lost where it has not begun."""
+        """Truncate a response at --rollout-time-limit-s, as if it had reached the length limit; an
+        empty one is aborted."""
         if sample.response_length:
             return replace(sample, status=SampleStatus.TRUNCATED)
         failure = f"no token within --rollout-time-limit-s {self.out_of_time:g}"
@@ -191,14 +190,14 @@ class Responder:
 
 
 class StreamGeneration:
-    """A `Generation` on rank 0, as a context. Its event loop runs in `wait` and `stop`."""
+    """A `Generation` on rank 0, a context manager. Its event loop runs within `wait` and `stop`."""
 
     def __init__(self, responder: Responder, time_limit_s: float | None) -> None:
         """
         Args:
-            responder: Makes the responses.
-            time_limit_s: Seconds from the last draw of prompts to when responses end where they
-                are; None: no limit.
+            responder: Generates the responses.
+            time_limit_s: Seconds after the last draw of prompts when unfinished responses are
+                truncated; None: no limit.
         """
         self.late = 0
         self._responder = responder
@@ -239,7 +238,7 @@ class StreamGeneration:
             timeout=None if left == math.inf else left,
             return_when=asyncio.FIRST_COMPLETED,
         )
-        if not done:  # out of time: what is not finished ends where it is
+        if not done:  # time is up: truncate unfinished responses
             self._responder.out_of_time, self._deadline = self._time_limit_s, math.inf
             self.late += len(self._pending)
             await self._responder.abort()
@@ -252,7 +251,7 @@ class StreamGeneration:
         return sorted(map(_resumable, groups), key=lambda group: group.group_id)
 
     async def _end(self) -> None:
-        """After an error there are requests left."""
+        """Abort the requests left after an error."""
         if self._pending:
             await self._responder.abort()
             await asyncio.wait(self._pending, timeout=ABORT_S)
@@ -260,7 +259,7 @@ class StreamGeneration:
 
 
 def _resumable(group: PendingGroup) -> PendingGroup:
-    """An unfinished group as it waits: samples that the engine gave up are sampled further."""
+    """Prepare an unfinished group for the buffer: aborted samples become resumable."""
 
     def resumable(sample: Sample) -> Sample:
         if sample.status != SampleStatus.ABORTED:

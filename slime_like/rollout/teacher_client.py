@@ -1,9 +1,9 @@
 """A teacher behind SGLang servers: log-probs of the tokens that the policy sampled, for on-policy
 distillation.
 
-Each rank asks about the samples that it has, when a rollout is sampled: with --async-rollout beside
-the training. The teacher is frozen, so that a recorded rollout gets the same answers again. A sample without an
-answer is given up, as one that the engine gave up: it is not trained on, and counted.
+Each rank queries the teacher for its samples when a rollout has been sampled; with --async-rollout
+concurrently with training. The teacher is frozen, so a recorded rollout gets the same scores again.
+A sample without scores is aborted: it is not trained on, and counted.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ CONNECT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class TeacherSettings:
-    """urls: of servers, all with the same teacher. timeout_s: of one answer. attempts: of one
-    request, the first included, at one server after the other. concurrency: requests on their way,
-    over all servers and ranks that ask."""
+    """Settings of a served teacher. urls: servers, all with the same teacher. timeout_s: of one
+    response. attempts: per request, over the servers in turn. concurrency: requests in flight, over
+    all servers and ranks."""
 
     urls: tuple[str, ...]
     timeout_s: float = 300.0
@@ -67,7 +67,7 @@ class TeacherSettings:
 
 
 class ServedTeacher:
-    """Every method is a collective. tokenizer: the policy's."""
+    """A teacher behind SGLang servers. Every method is collective. tokenizer: the policy's."""
 
     def __init__(self, settings: TeacherSettings, tokenizer: PreTrainedTokenizerBase) -> None:
         self._settings = settings
@@ -78,15 +78,15 @@ class ServedTeacher:
         self._numbers = itertools.count()
 
     def probe(self) -> None:
-        """Raises RunError on every rank when a server does not answer, does not know all of the
-        policy's tokens, or reads text as other ones."""
+        """Check the servers. Raises RunError on every rank if one does not respond, lacks tokens of
+        the policy's vocabulary, or tokenizes text differently."""
         from_rank_zero(lambda: asyncio.run(self._compare(self._tokenizer)))
 
     def grade(
         self, groups: Sequence[SampleGroup], group: dist.ProcessGroup | None = None
     ) -> tuple[list[SampleGroup], dict[str, float]]:
-        """With `teacher_log_probs`; a sample without them is ABORTED, and its metadata tells why.
-        group: of the ranks' collective."""
+        """Add `teacher_log_probs`; a sample without them is ABORTED, with the reason in its
+        metadata. Collective over `group`."""
         started = time.perf_counter()
         everyone = [s for each in groups for s in each.samples]
         asked = [
@@ -138,8 +138,8 @@ class ServedTeacher:
     async def _ask(
         self, client: httpx.AsyncClient, sample: Sample, place: int, counts: Counter[str]
     ) -> tuple[float, ...] | str:
-        """Log-probs [R] of the response, or why there are none. place: decides which server is
-        asked first."""
+        """Log-probs [R] of the response, or the reason for having none. place: selects the first
+        server to try."""
         tokens, rid = sample.tokens.tolist(), self._new_id(sample.sample_id)
         start = sample.prompt_length - 1
         if (
