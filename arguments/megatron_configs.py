@@ -10,7 +10,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from arguments.cuda import cuda_available
 from arguments.megatron import OPTIMIZER_DTYPES, megatron_fields
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+T = TypeVar("T")
 
 
 OF_OWN_LAYERS = {
@@ -125,7 +127,7 @@ def build_megatron_configs(
     return MegatronConfigs(transformer, optimizer, ddp), []
 
 
-def _attempt(build: Build, make: Callable[[Build], Any]) -> Any:
+def _attempt(build: Build, make: Callable[[Build], T]) -> T | None:
     """megatron-core checks by assertion and by several kinds of error; each becomes a problem that
     names a flag."""
     try:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,7 +47,7 @@ def uneven_gather(part: Tensor, group: object, sizes: Sequence[int]) -> Tensor:
     )
 
 
-def uneven_reduce_scatter(whole: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:
+def uneven_reduce_scatter(whole: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> Tensor:
     """The sum over ranks of this rank's part, [sizes[rank], ...]. whole: the parts one after the
     other, [sum(sizes), ...]."""
     longest = max(sizes)
@@ -85,7 +84,7 @@ def _with_sizes(
     @functools.wraps(original)
     def patched(
         input_: Tensor,
-        group: Any,
+        group: dist.ProcessGroup,
         sizes: Sequence[int] | None = None,
         use_global_buffer: bool = False,
     ) -> Tensor:

@@ -12,7 +12,6 @@ Versions  megatron-core 0.16.1 to 0.19.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import torch
@@ -22,7 +21,9 @@ from megatron_patches.patch import NO_CUDA, Patch, find
 NAME = "jit_on_cpu"
 
 
-def _as_it_is(function: Callable[..., Any] | None = None, **settings: object) -> Callable[..., Any]:
+def _as_it_is(
+    function: Callable[..., object] | None = None, **settings: object
+) -> Callable[..., object]:
     return function if function is not None else _as_it_is
 
 

@@ -13,9 +13,13 @@ Versions  megatron-core 0.19.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_patches.patch import ALWAYS, Patch, find
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
+
 
 NAME = "mla_no_q_norm"
 CLASS = "transformer.mla_qk_norm_config:QKNormConfigResolver"
@@ -30,9 +34,9 @@ def install() -> None:
     identity = find(NAME, "transformer.identity_op:IdentityOp")
 
     @functools.wraps(was)
-    def resolve(self: Any) -> dict[str, Any]:
+    def resolve(self: QKNormConfigResolver) -> dict[str, object]:
         if self.has_q_lora or self.is_dsa or not self.config.qk_layernorm:
-            found: dict[str, Any] = was(self)
+            found: dict[str, object] = was(self)
             return found
         parts = self.submodules
         return dict(

@@ -19,11 +19,17 @@ Versions  megatron-core 0.16.1 to 0.19.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_patches.patch import ALWAYS, Patch, find, missing
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
 
 NAME = "mla_tp_grads"
 MODULE = "transformer.multi_latent_attention"
@@ -51,7 +57,7 @@ def install() -> None:
     was = cls.__init__
 
     @functools.wraps(was)
-    def init(self: Any, *args: object, **kwargs: object) -> None:
+    def init(self: MLASelfAttention, *args: object, **kwargs: object) -> None:
         was(self, *args, **kwargs)
         if isinstance(self.linear_kv_down_proj, column_parallel) and self.tp_group.size() > 1:
             self.linear_kv_down_proj.register_forward_hook(
@@ -62,8 +68,12 @@ def install() -> None:
 
 
 def _whole(
-    config: Any, group: Any, module: object, inputs: object, output: tuple[torch.Tensor, object]
-) -> tuple[torch.Tensor, Any]:
+    config: MLATransformerConfig,
+    group: dist.ProcessGroup,
+    module: object,
+    inputs: object,
+    output: tuple[torch.Tensor, object],
+) -> tuple[torch.Tensor, object]:
     """output: [s, b, (kv_lora_rank + qk_pos_emb_head_dim) / tp] -> all columns, [s, b, ...], or [s
     / tp, b, ...] under sequence parallelism."""
     from megatron.core.tensor_parallel import mappings

@@ -10,8 +10,6 @@ Versions  megatron-core 0.16.1 to 0.19.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from megatron_patches.patch import NO_CUDA, Patch, find
@@ -20,7 +18,7 @@ NAME = "moe_split_sizes"
 MODULES = ("transformer.moe.moe_utils", "transformer.moe.token_dispatcher")
 
 
-def _on_cpu_already(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def _on_cpu_already(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 

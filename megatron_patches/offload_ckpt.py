@@ -17,12 +17,18 @@ Versions  megatron-core 0.16.1 to 0.19.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_patches.patch import ALWAYS, Patch, find
 from megatron_patches.torch_adam_ckpt import init_adam_state
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
 
 NAME = "offload_ckpt"
 CLASS = "optimizer.distrib_optimizer:DistributedOptimizer"
@@ -37,7 +43,7 @@ def check() -> None:
         find(NAME, f"{HYBRID}.{method}")
 
 
-def init_offloaded_state(hybrid: Any) -> None:
+def init_offloaded_state(hybrid: HybridDeviceOptimizer) -> None:
     """Give a fresh HybridDeviceOptimizer the state it has before its first step, where its
     optimizers are torch's."""
     for part in hybrid.sub_optimizers:
@@ -51,14 +57,16 @@ def install() -> None:
     was_sharded, was_state, was_set = (find(NAME, f"{CLASS}.{method}") for method in METHODS)
 
     @functools.wraps(was_sharded)
-    def sharded_state_dict(self: Any, *args: object, **kwargs: object) -> Any:
+    def sharded_state_dict(
+        self: DistributedOptimizer, *args: object, **kwargs: object
+    ) -> ShardedStateDict:
         if isinstance(self.optimizer, hybrid):
             init_offloaded_state(self.optimizer)
         return was_sharded(self, *args, **kwargs)
 
     @functools.wraps(was_state)
-    def state_dict(self: Any) -> dict[str, Any]:
-        found: dict[str, Any] = was_state(self)
+    def state_dict(self: DistributedOptimizer) -> StateDict:
+        found: StateDict = was_state(self)
         if isinstance(self.optimizer, hybrid):
             groups = found["optimizer"]["param_groups"]
             plain = [
@@ -69,7 +77,9 @@ def install() -> None:
         return found
 
     @functools.wraps(was_set)
-    def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+    def set_states(
+        self: DistributedOptimizer, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]
+    ) -> None:
         if isinstance(self.optimizer, hybrid):
             tensors = {name: value.clone() for name, value in tensors.items()}
         was_set(self, model_param, tensors)

@@ -12,15 +12,23 @@ Versions  megatron-core 0.16.1 to 0.19.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron_patches.patch import NO_CUDA, Patch, find
 
+if TYPE_CHECKING:
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+
 NAME = "offload_on_cpu"
 CLASS = "optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer"
+
+
+Group = dict[str, object]  # of an optimizer
+Copies = dict[Tensor, Tensor]
 
 
 def check() -> None:
@@ -32,8 +40,8 @@ def install() -> None:
 
 
 def sub_optimizer_groups(
-    self: Any, offload_fraction: float
-) -> tuple[list[Any], list[Any], dict[Any, Any], dict[Any, Any], dict[Any, Any]]:
+    self: HybridDeviceOptimizer, offload_fraction: float
+) -> tuple[list[Group], list[Group], Copies, Copies, Copies]:
     """(groups of the CPU's optimizers, groups of the device's, parameter -> offloaded copy, the
     reverse, parameter -> fp32 copy)."""
     left = offload_fraction * sum(p.numel() for group in self.param_groups for p in group["params"])

@@ -19,13 +19,19 @@ arguments/megatron_configs.py.)
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megatron_patches.patch import TORCH_ADAM, Patch, find
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from torch.optim.optimizer import ParamsT
+
 
 NAME = "precision_adam"
 BUILD = "optimizer:_get_megatron_optimizer_based_on_param_groups"
@@ -53,7 +59,7 @@ class PrecisionAwareAdam(torch.optim.AdamW):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         *,
         adam_w_mode: bool,
         exp_avg_dtype: torch.dtype,
@@ -176,7 +182,7 @@ def install() -> None:
     was_build, was_reload, was_norm = find(NAME, BUILD), find(NAME, RELOAD), clip_grads.l2_norm_impl
 
     @functools.wraps(was_build)
-    def build(config: Any, *args: Any, **kwargs: Any) -> Any:
+    def build(config: OptimizerConfig, *args: object, **kwargs: object) -> MegatronOptimizer:
         if not config.use_precision_aware_optimizer or config.optimizer_cpu_offload:
             return was_build(config, *args, **kwargs)
         clip_grads.l2_norm_impl = norm
@@ -188,12 +194,14 @@ def install() -> None:
             optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = kept
 
     @functools.wraps(was_reload)
-    def reload(self: Any, *args: object, **kwargs: object) -> None:
+    def reload(self: DistributedOptimizer, *args: object, **kwargs: object) -> None:
         was_reload(self, *args, **kwargs)
         if isinstance(self.optimizer, PrecisionAwareAdam):
             self.optimizer.restart_main_parameters()
 
-    def norm(chunk_size: int, no_op: Any, lists: Any, *args: Any) -> Any:
+    def norm(
+        chunk_size: int, no_op: object, lists: Sequence[Sequence[Tensor]], *args: object
+    ) -> object:
         # a norm that is rounded to bf16 would be off by 0.4 %
         return was_norm(
             chunk_size,

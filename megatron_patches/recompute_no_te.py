@@ -11,9 +11,13 @@ Versions  megatron-core 0.16.1 to 0.19.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_patches.patch import NO_TE, Patch, find
+
+if TYPE_CHECKING:
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
 
 NAME = "recompute_no_te"
 TARGET = "tensor_parallel.random:CheckpointWithoutOutput.__init__"
@@ -27,7 +31,7 @@ def install() -> None:
     original = find(NAME, TARGET)
 
     @functools.wraps(original)
-    def init(self: Any, *args: object, **kwargs: object) -> None:
+    def init(self: CheckpointWithoutOutput, *args: object, **kwargs: object) -> None:
         original(self, *args, **kwargs)
         self.fp8 = False
 

@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_patches.patch import NO_CUDA, Patch, find
+
+if TYPE_CHECKING:
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
 
 NAME = "rng_on_cpu"
 TARGETS = (
@@ -48,7 +52,9 @@ def install() -> None:
     module = find(NAME, "tensor_parallel.random")
 
     @contextlib.contextmanager
-    def fork(self: Any, name: str = module._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+    def fork(
+        self: CudaRNGStatesTracker, name: str = module._MODEL_PARALLEL_RNG_TRACKER_NAME
+    ) -> Iterator[None]:
         """Draw from the state called `name` inside the block; forks nest, each state goes on where
         it was left."""
         if name not in self.states_:

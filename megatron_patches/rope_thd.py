@@ -14,9 +14,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_patches.patch import ALWAYS, Patch, find, missing
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
 
 NAME = "rope_thd"
 MODULE = "models.common.embeddings.rope_utils"
@@ -31,7 +36,7 @@ def check() -> None:
     find(NAME, f"{MODULE}:{BSHD}")
 
 
-def positions_of_rows(cu_seqlens: Any, rows: int, cp_size: int, cp_rank: int) -> Any:
+def positions_of_rows(cu_seqlens: Tensor, rows: int, cp_size: int, cp_rank: int) -> Tensor:
     """[rows]: the place in its sequence of each row that a context-parallel rank holds.
 
     Args:
@@ -59,12 +64,21 @@ def positions_of_rows(cu_seqlens: Any, rows: int, cp_size: int, cp_rank: int) ->
 def install() -> None:
     module = find(NAME, MODULE)
     was, rotate = getattr(module, THD), getattr(module, BSHD)
-    last: tuple[Any, Any, Any] = (None, None, None)  # of one micro-batch: all layers ask for it
+    last: tuple[Tensor | None, Tensor | None, Tensor | None] = (
+        None,
+        None,
+        None,
+    )  # of one micro-batch: all layers ask for it
 
     @functools.wraps(was)
     def apply_rotary_pos_emb_thd(
-        t: Any, cu_seqlens: Any, freqs: Any, *args: Any, cp_group: Any = None, **named: Any
-    ) -> Any:
+        t: Tensor,
+        cu_seqlens: Tensor,
+        freqs: Tensor,
+        *args: object,
+        cp_group: ProcessGroup | None = None,
+        **named: object,
+    ) -> Tensor:
         nonlocal last
         if cp_group is None or freqs.size(0) == t.size(0) * cp_group.size():
             return was(t, cu_seqlens, freqs, *args, cp_group=cp_group, **named)

@@ -25,12 +25,19 @@ import os
 import pickle
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, ClassVar
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
 
 import torch
 
 from megatron_patches.patch import ALWAYS, Patch, find, release
 from slime_like.checkpoints.files import open_regular, size_inside
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import StateDict
+    from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import ReadItem
+
 
 NAME = "safe_checkpoints"
 STRATEGY = "dist_checkpointing.strategies.torch"
@@ -56,7 +63,7 @@ ALLOWED = {
 }  # fmt: skip
 
 
-def _member(cls: Any, name: Any) -> Any:
+def _member(cls: object, name: str) -> object:
     """How newer Pythons pickle an enum's member: getattr(class, name)."""
     if not (isinstance(cls, type) and issubclass(cls, enum.Enum)):
         raise pickle.UnpicklingError(f"takes an attribute of {cls!r}")
@@ -75,7 +82,7 @@ class MetadataUnpickler(_PythonUnpickler):
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(_PythonUnpickler.dispatch)
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if module in ("pathlib", "pathlib._local") and name in ALLOWED["pathlib"]:
             return PurePath  # a name is enough
         if name in ALLOWED.get(module, ()):
@@ -121,8 +128,8 @@ class MetadataUnpickler(_PythonUnpickler):
 _HASHING = (set, frozenset, dict, collections.OrderedDict)
 
 
-def _of_plain_keys(kind: Any) -> Callable[..., Any]:
-    def make(items: Iterable[Any] = ()) -> Any:
+def _of_plain_keys(kind: Callable[[list[object]], object]) -> Callable[..., object]:
+    def make(items: Iterable[object] = ()) -> object:
         items = list(items)
         for item in items:
             _check_key(item[0] if isinstance(item, tuple | list) and item else item)
@@ -143,7 +150,7 @@ def _check_key(key: object) -> None:
         raise pickle.UnpicklingError(f"has a {type(key).__name__} for a key that is nested")
 
 
-def read_metadata(path: str | Path) -> Any:
+def read_metadata(path: str | Path) -> Metadata:
     """The `.metadata` of a distributed checkpoint, whose files are there and as large as it says.
 
     Raises:
@@ -153,21 +160,20 @@ def read_metadata(path: str | Path) -> Any:
     path = Path(path)
     try:
         with open_regular(path, path.parent.parent) as file:
-            metadata = load_metadata(io.BytesIO(file.read()), str(path))
+            found = load_metadata(io.BytesIO(file.read()), str(path))
     except FileNotFoundError:
         raise
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror or error})") from error
     try:
-        _check_metadata(metadata, path.parent)
+        return _checked_metadata(found, path.parent)
     except (ValueError, OSError, AttributeError, TypeError) as error:
         raise ValueError(
             f"{path} does not hold the metadata of a distributed checkpoint: {error}"
         ) from error
-    return metadata
 
 
-def _check_metadata(metadata: object, folder: Path) -> None:
+def _checked_metadata(metadata: object, folder: Path) -> Metadata:
     """Raises whatever: types, numbers and files of all entries, before anything believes them."""
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
@@ -215,6 +221,7 @@ def _check_metadata(metadata: object, folder: Path) -> None:
                 raise ValueError(f"a part of {key!r:.200} lies outside of it")
             if (key, tuple(chunk.offsets)) not in known:
                 raise ValueError(f"it does not say where a part of {key!r:.200} lies")
+    return metadata
 
 
 def _check_counts(name: str, *numbers: object) -> None:
@@ -223,7 +230,7 @@ def _check_counts(name: str, *numbers: object) -> None:
             raise ValueError(f"{name!r:.200} has {number!r:.40} for an offset or a size")
 
 
-def load_metadata(file: BinaryIO, name: str) -> Any:
+def load_metadata(file: BinaryIO, name: str) -> object:
     try:
         return MetadataUnpickler(file).load()
     except Exception as error:  # a damaged pickle raises nearly anything
@@ -268,10 +275,10 @@ def install() -> None:
             setattr(find(NAME, SERIALIZATION), name, load_common)
 
 
-def open_checkpoint(folder: str | Path, *args: object, **kwargs: object) -> Any:
+def open_checkpoint(folder: str | Path, *args: object, **kwargs: object) -> FileSystemReader:
     """A FileSystemReader of `folder`. Further arguments, of megatron-core, are about caches."""
     from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+    from torch.distributed.checkpoint.metadata import StorageMeta
 
     class SafeReader(FileSystemReader):
         _metadata: Metadata | None = None
@@ -286,7 +293,7 @@ def open_checkpoint(folder: str | Path, *args: object, **kwargs: object) -> Any:
     return SafeReader(folder)
 
 
-def load_bytes(self: Any, read_item: Any, value: io.BytesIO) -> None:
+def load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
     """As torch's DefaultLoadPlanner.load_bytes."""
     from torch.distributed.checkpoint._nested_dict import set_element
 
@@ -298,7 +305,7 @@ def load_bytes(self: Any, read_item: Any, value: io.BytesIO) -> None:
         self.state_dict[name] = loaded
 
 
-def load_common(folder: str | Path) -> Any:
+def load_common(folder: str | Path) -> StateDict:
     """What is not cut into shards: common.pt, or the object that megatron-core has in its place
     since 0.19."""
     from torch.distributed import checkpoint

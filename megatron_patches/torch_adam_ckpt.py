@@ -21,12 +21,17 @@ Versions  megatron-core 0.16.1 to 0.19.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_patches.patch import TORCH_ADAM, Patch, find
 from megatron_patches.precision_adam import PrecisionAwareAdam
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
 
 NAME = "torch_adam_ckpt"
 CLASS = "optimizer.distrib_optimizer:DistributedOptimizer"
@@ -59,7 +64,9 @@ def install() -> None:
     was_sharded, was_set, was_load = (find(NAME, f"{CLASS}.{method}") for method in METHODS)
 
     @functools.wraps(was_sharded)
-    def sharded_state_dict(self: Any, *args: object, **kwargs: object) -> Any:
+    def sharded_state_dict(
+        self: DistributedOptimizer, *args: object, **kwargs: object
+    ) -> ShardedStateDict:
         if not self.is_stub_optimizer and isinstance(
             self.optimizer, torch.optim.Adam | torch.optim.AdamW
         ):
@@ -67,14 +74,16 @@ def install() -> None:
         return was_sharded(self, *args, **kwargs)
 
     @functools.wraps(was_set)
-    def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+    def set_states(
+        self: DistributedOptimizer, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]
+    ) -> None:
         group, order = self.model_param_group_index_map[model_param]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
         step = {"step": state["step"]} if "step" in state else {}
         was_set(self, model_param, {**step, **tensors})
 
     @functools.wraps(was_load)
-    def load_state_dict(self: Any, state_dict: dict[str, object]) -> None:
+    def load_state_dict(self: DistributedOptimizer, state_dict: dict[str, object]) -> None:
         was_load(self, state_dict)
         for state in self.optimizer.state.values():
             if "step" in state:

@@ -10,11 +10,15 @@ Versions  megatron-core 0.16.1 to 0.19.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_patches.patch import NO_TE, Patch, find
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
 
 NAME = "torch_norm_sp"
 TARGET = "transformer.torch_norm:WrappedTorchNorm.__new__"
@@ -26,7 +30,7 @@ NORMS: dict[str, type[torch.nn.Module]] = {
 
 def _new(
     cls: type,
-    config: Any,
+    config: TransformerConfig,
     hidden_size: int,
     eps: float = 1e-5,
     persist_layer_norm: bool = False,

@@ -18,11 +18,15 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_patches.patch import NO_CUDA, Patch, find, missing
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
 
 NAME = "torch_on_cpu"
 MODULES = (
@@ -92,7 +96,7 @@ class StandIn(types.ModuleType):
         super().__init__(f"{real.__name__} (on CPU, by megatron_patches)")
         self.__dict__.update(own, _real=real)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.__dict__["_real"], name)
 
 
@@ -111,14 +115,14 @@ class Stream:
     wait = wait_event = wait_stream = record = synchronize
 
 
-def _cpu_device(device: object) -> Any:
+def _cpu_device(device: object) -> object:
     """`device` with CUDA, told by name, by object or by index, turned into the CPU."""
     return CPU if isinstance(device, int) or str(device).startswith("cuda") else device
 
 
-def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+def _on_cpu(factory: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(factory)
-    def call(*args: object, **kwargs: object) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         kwargs.pop("pin_memory", None)
         if "device" in kwargs:
             kwargs["device"] = _cpu_device(kwargs["device"])
@@ -183,7 +187,7 @@ def install() -> None:
     original = find(NAME, INIT_DATA)
 
     @functools.wraps(original)
-    def init_data(self: Any, device: object, *args: object, **kwargs: object) -> Any:
+    def init_data(self: ShardedTensor, device: object, *args: object, **kwargs: object) -> object:
         return original(self, _cpu_device(device), *args, **kwargs)
 
     find(NAME, INIT_DATA.rpartition(".")[0]).init_data = init_data

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slime_like.lazy import Tensor, torch
 
@@ -335,3 +335,17 @@ class TokenOutput:
     columns: tuple[Tensor, ...] = ()
     loss: Tensor | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)
+
+
+class AutogradContext(Protocol):
+    """What a `torch.autograd.Function` passes from its forward to its backward pass. A function that
+    keeps more than tensors names it in a protocol of its own."""
+
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...

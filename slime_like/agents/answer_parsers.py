@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime_like.agents.tool_calls import NO_TOOLS, Call, Parsed, format_of, parse
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 TRANSFORMERS, SGLANG = "transformers", "sglang:"  # the latter before the name of a parser
 THOUGHT = "<think>"
 
 
-def default_format(tokenizer: Any) -> str:
+def default_format(tokenizer: PreTrainedTokenizerBase) -> str:
     """TRANSFORMERS where the tokenizer has a response template, else a key of `tool_calls.FORMATS` by
     the marks in its chat template."""
     if getattr(tokenizer, "response_template", None) is not None:
@@ -26,7 +30,12 @@ def default_format(tokenizer: Any) -> str:
 
 
 def parse_answer(
-    text: str, format_name: str, *, tokenizer: Any, prefix: str, tools: Any = None
+    text: str,
+    format_name: str,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    prefix: str,
+    tools: Any = None,
 ) -> Parsed:
     """What an answer says, by whatever reads its format.
 
@@ -52,7 +61,9 @@ def parse_answer(
     return parse(text, own, open_thought=open_thought, tools=tools)
 
 
-def _by_transformers(text: str, tokenizer: Any, prefix: str, tools: Any) -> Parsed:
+def _by_transformers(
+    text: str, tokenizer: PreTrainedTokenizerBase, prefix: str, tools: Any
+) -> Parsed:
     message = tokenizer.parse_response(text, prefix=prefix, tools=tools or None)
     calls = [_call(each["function"]) for each in message.get("tool_calls") or ()]
     reasoning = message.get("reasoning_content") or message.get("thinking") or ""

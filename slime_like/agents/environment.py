@@ -10,12 +10,14 @@ import queue
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import TypeVar
 
 from slime_like.agents.messages import ContextExceeded
 from slime_like.agents.sessions import TooManyRequests
 from slime_like.agents.task import Task
 from slime_like.environments.base import TextEnvironment
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -90,11 +92,11 @@ class _OwnThread:
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="environment", daemon=True).start()
 
-    async def call(self, function: Callable[..., Any], *values: object, **named: object) -> Any:
+    async def call(self, function: Callable[..., T], *values: object, **named: object) -> T:
         """What the function returns, or raises."""
         if inspect.iscoroutinefunction(function):
             return await function(*values, **named)
-        future: Future[Any] = Future()
+        future: Future[T] = Future()
 
         def job() -> None:
             if not future.set_running_or_notify_cancel():

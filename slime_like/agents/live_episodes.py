@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar
 
 import torch
 
@@ -25,6 +25,8 @@ from slime_like.agents.pausable_engine import PausableEngine
 from slime_like.agents.sessions import Session
 from slime_like.rollout.engines.base import GenerationClient
 from slime_like.types import Sample, SampleStatus
+
+T = TypeVar("T")
 
 STARTED = "start_rollout_id"  # of a sample's metadata
 END_S = 10.0  # for agents to end with the run
@@ -42,7 +44,7 @@ class StoppableLoop(asyncio.SelectorEventLoop):
         now = time.monotonic() if self._stopped_at is None else self._stopped_at
         return now - self._stood_s
 
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+    def run(self, work: Coroutine[object, object, T]) -> T:
         """What the work returns."""
         if self._stopped_at is not None:
             self._stood_s += time.monotonic() - self._stopped_at

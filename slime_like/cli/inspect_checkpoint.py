@@ -112,14 +112,16 @@ def look_at(root: Path, step: int, *, verify: bool) -> dict[str, Any]:
     return found
 
 
-def tensors_of(folder: Path) -> dict[str, Any]:
+def tensors_of(folder: Path) -> dict[str, object]:
     """Sizes of a network's tensors, out of its metadata."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     from megatron_patches.safe_checkpoints import read_metadata
 
     entries = {
         key: e
         for key, e in read_metadata(folder / ".metadata").state_dict_metadata.items()
-        if hasattr(e, "size")
+        if isinstance(e, TensorStorageMetadata)
     }
     weights = {
         key: e for key, e in entries.items() if not key.startswith(("optimizer.", "chained_"))

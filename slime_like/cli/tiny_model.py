@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 
 END, PAD, USER, ASSISTANT, UNKNOWN = (
@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer() -> Any:
+def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each printable ASCII character, and a few special ones."""
     special = [END, PAD, USER, ASSISTANT, UNKNOWN]
     characters = sorted(set(string.printable) - set("\t\r\x0b\x0c"))
@@ -39,7 +39,9 @@ def make_tokenizer() -> Any:
     )
 
 
-def character_tokenizer(tokens: Sequence[str], *, unk_token: str, **settings: object) -> Any:
+def character_tokenizer(
+    tokens: Sequence[str], *, unk_token: str, **settings: object
+) -> PreTrainedTokenizerFast:
     """One token for each character of a text, numbered as `tokens` are. settings: of transformers'
     PreTrainedTokenizerFast."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -81,7 +83,9 @@ def make_model(
     return model
 
 
-def save_model(folder: Path, *, hidden_size: int, num_layers: int, seed: int = 1) -> Any:
+def save_model(
+    folder: Path, *, hidden_size: int, num_layers: int, seed: int = 1
+) -> PreTrainedModel:
     """A model with its tokenizer, as a Hugging Face folder."""
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, hidden_size=hidden_size, num_layers=num_layers, seed=seed)

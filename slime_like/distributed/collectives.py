@@ -26,7 +26,7 @@ TELL_EVERY_S = 15.0  # below any --distributed-timeout-minutes that makes sense
 REMEDIES = (ValueError, OSError, RunError)
 
 
-def gather(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """`value` of every rank, on every rank; small ones. group: of all ranks, where the default one
     is in use meanwhile."""
     if not dist.is_initialized() or dist.get_world_size() == 1:

@@ -9,23 +9,28 @@ even without tokens.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Protocol
 
 from slime_like.lazy import Tensor, dist, torch
+from slime_like.types import AutogradContext
+
+
+class _RanksContext(AutogradContext, Protocol):
+    group: dist.ProcessGroup
 
 
 @cache
 def _autograd_sum() -> type[torch.autograd.Function]:
     class SumOverRanks(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        def forward(ctx: _RanksContext, x: Tensor, group: dist.ProcessGroup) -> Tensor:
             ctx.group = group
             total = x.clone()
             dist.all_reduce(total, group=group)
             return total
 
         @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        def backward(ctx: _RanksContext, grad: Tensor) -> tuple[Tensor, None]:
             total = grad.clone()
             dist.all_reduce(total, group=ctx.group)
             return total, None

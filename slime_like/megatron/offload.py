@@ -12,7 +12,7 @@ import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from slime_like.megatron.micro_batching import MicroBatchSize
 from slime_like.megatron.network import Network, PassOutput
 from slime_like.megatron.trained_network import TrainedNetwork
 from slime_like.types import TrainSample
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
 
 
 class OffloadedWeights:
@@ -38,7 +41,7 @@ class OffloadedWeights:
         host.weights_changed()
 
     @property
-    def chunks(self) -> Sequence[Any]:
+    def chunks(self) -> Sequence[MegatronModule]:
         """The host's chunks; they have these weights only within `forward`."""
         return self._host.chunks
 

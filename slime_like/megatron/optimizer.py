@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -149,7 +148,7 @@ def step_stays_finite(optimizer: MegatronOptimizer, adam: AdamStep) -> bool:
     return all(gather(all(bound <= LARGEST_UPDATE for bound in bounds)))
 
 
-def plain_optimizers(optimizer: object) -> list[Any]:
+def plain_optimizers(optimizer: object) -> list[MegatronOptimizer]:
     """torch's optimizers inside megatron-core's wrappers."""
     if optimizer is None:
         return []

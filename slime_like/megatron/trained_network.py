@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.distributed import (
@@ -108,7 +108,7 @@ class TrainedNetwork(Network):
         optimizer: OptimizerConfig,
         schedule: ScheduleConfig,
         total_steps: int,
-    ) -> list[Any]:
+    ) -> list[MegatronModule]:
         """Add gradient buffers and an optimizer for these modules' parameters; returns the wrapped
         modules."""
         with self.layout.activate():
@@ -134,7 +134,7 @@ class TrainedNetwork(Network):
         finalize_model_grads(list(model), num_tokens, **others)
 
     @property
-    def saved_chunks(self) -> Sequence[Any]:
+    def saved_chunks(self) -> Sequence[MegatronModule]:
         """The modules whose parameters are trained and saved, without wrappers."""
         return self.chunks
 

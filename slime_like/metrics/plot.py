@@ -11,9 +11,13 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slime_like.metrics.progress import STEP_SECONDS, phase_metric, phase_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, YELLOW, GREY = (
     "#0072B2",
@@ -199,7 +203,7 @@ def write_plot(rows: Rows, path: str | Path, title: str = "", *, only: Sequence[
     return path
 
 
-def _draw_panel(axis: Any, panel: Panel, rows: Rows) -> None:
+def _draw_panel(axis: Axes, panel: Panel, rows: Rows) -> None:
     drawn = [
         (label, metric, colour) for label, metric, colour in panel.curves if series(rows, metric)
     ]
@@ -236,7 +240,7 @@ def _draw_panel(axis: Any, panel: Panel, rows: Rows) -> None:
     axis.legend(frameon=False, fontsize=9, loc="best")
 
 
-def _draw_phases(axis: Any, rows: Rows) -> None:
+def _draw_phases(axis: Axes, rows: Rows) -> None:
     """Seconds of each phase, stacked; on top what no phase claims. A rollout is as wide as one step
     of the axis."""
     names = list(phase_seconds({name: 0.0 for row in rows for name in row}))
@@ -286,7 +290,7 @@ def phase_colour(name: str) -> str:
     return PHASE_COLOURS.get(name, known[zlib.crc32(name.encode()) % len(known)])
 
 
-def _finish(axis: Any, title: str) -> None:
+def _finish(axis: Axes, title: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axis.set_title(title, fontsize=11, fontweight="bold", loc="left")

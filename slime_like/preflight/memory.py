@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from arguments.run_config import RunConfig
 from slime_like.megatron.factory import needs_reference
@@ -31,6 +31,7 @@ from slime_like.preflight.shape import shape_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 RUNTIME = 2 * 10**9  # of CUDA's context, kernels and libraries on a data-centre GPU: an assumption
@@ -142,7 +143,7 @@ def report_rank(run: RunConfig, rank: int, batches: Batches) -> RankReport:
     )
 
 
-def _layers(chunk: MegatronModule) -> Any:
+def _layers(chunk: MegatronModule) -> Sequence[TransformerLayer]:
     return chunk.decoder.layers
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -21,6 +21,8 @@ from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.weights.meta_model import OnMeta
 
 if TYPE_CHECKING:
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+    from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -43,7 +45,7 @@ class OneRank:
         return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
 
     @property
-    def buffers(self) -> Iterator[Any]:
+    def buffers(self) -> Iterator[_ParamAndGradBuffer]:
         """megatron-core's buffers of gradients, those of experts included."""
         for module in self.modules:
             yield from (*module.buffers, *module.expert_parallel_buffers)
@@ -157,7 +159,7 @@ def optimizer_bytes(rank: OneRank, *, gpu: bool) -> OptimizerBytes:
     return OptimizerBytes(main, moments, 0, step, total)
 
 
-def _moment_size(optimizer: Any) -> int:
+def _moment_size(optimizer: MegatronOptimizer) -> int:
     """Bytes of the moments of one parameter."""
     if optimizer.optimizer == "sgd":
         return 4 if optimizer.sgd_momentum else 0
@@ -166,7 +168,7 @@ def _moment_size(optimizer: Any) -> int:
     return int(optimizer.exp_avg_dtype.itemsize + optimizer.exp_avg_sq_dtype.itemsize)
 
 
-def _owned(buffer: Any, distributed: bool) -> int:
+def _owned(buffer: _ParamAndGradBuffer, distributed: bool) -> int:
     """Elements of parameters, without padding, that this rank steps."""
     if not distributed:
         return sum(parameter.numel() for parameter in buffer.params)

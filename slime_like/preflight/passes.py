@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -21,6 +22,7 @@ from slime_like.megatron.ops.delta_rule import DeltaRows, delta_rows
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.preflight.live_bytes import LiveBytes, Traffic, group_key
 from slime_like.preflight.one_rank import OneRank
+from slime_like.types import AutogradContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +53,14 @@ class _Attention(torch.autograd.Function):
     FlashAttention does (arXiv 2205.14135, algorithm 1; 2307.08691, section 3.1)."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out = query.new_empty(*query.shape[:-1], value.size(-1))
         normaliser = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, normaliser)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, ...]:
         query, key, value, _, _ = ctx.saved_tensors
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
@@ -68,14 +70,16 @@ class _Delta(torch.autograd.Function):
     row and head, as flash-linear-attention's kernels do, and makes the rest again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, columns: int, heads: int, *weights: Tensor) -> Tensor:
+    def forward(
+        ctx: AutogradContext, x: Tensor, columns: int, heads: int, *weights: Tensor
+    ) -> Tensor:
         out = x.new_empty(*x.shape[:-1], columns)
         decay = x.new_empty(*x.shape[:-1], heads, dtype=torch.float32)
         ctx.save_for_backward(x, out, decay, *weights)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, _, _, *weights = ctx.saved_tensors
         return torch.empty_like(x), None, None, *(torch.empty_like(w) for w in weights)
 
@@ -84,12 +88,12 @@ class _Norm(torch.autograd.Function):
     """A norm that keeps its input and one fp32 number a row, as Transformer Engine's does."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), torch.empty_like(weight)
 
@@ -154,7 +158,9 @@ def run_stage(rank: OneRank, tokens: int, *, gpu: bool) -> Passes:
     return total
 
 
-def run_micro_batch(rank: OneRank, layers: list[Any], tokens: int, *, gpu: bool) -> Passes:
+def run_micro_batch(
+    rank: OneRank, layers: list[TransformerLayer], tokens: int, *, gpu: bool
+) -> Passes:
     """layers: of the rank, through which the micro-batch goes."""
     layout, config = rank.layout, rank.config
     unit = layout.tp_size if config.sequence_parallel else 1
@@ -229,7 +235,7 @@ def balance_experts(rank: OneRank, rows: int) -> None:
                 _balance(dispatcher, rows // sp)
 
 
-def _balance(dispatcher: Any, rows: int) -> None:
+def _balance(dispatcher: MoEAlltoAllTokenDispatcher, rows: int) -> None:
     experts, local = dispatcher.num_experts, dispatcher.num_local_experts
     tp, ep = dispatcher.tp_size, dispatcher.ep_size
     total = rows * dispatcher.config.moe_router_topk
@@ -262,7 +268,7 @@ def forget_positions(model: torch.nn.Module) -> None:
             clear()
 
 
-def attend_to_rows(layers: list[Any], copies: int) -> None:
+def attend_to_rows(layers: list[TransformerLayer], copies: int) -> None:
     """Attention of this rank's rows to keys and values of which it keeps `copies` times its own:
     1 where they go round (Ring Attention, arXiv 2310.01889), else all that were gathered."""
 
@@ -290,7 +296,7 @@ def meta_rows(packed: PackedRows) -> DeltaRows:
     )
 
 
-def mix_rows(layers: list[Any], rows: DeltaRows | None) -> None:
+def mix_rows(layers: list[TransformerLayer], rows: DeltaRows | None) -> None:
     """Delta nets without a device. rows: for the rule in plain torch; None: flash-linear-attention's
     kernels."""
 

@@ -44,7 +44,7 @@ def from_one_rank(find: Callable[[], list[SampleGroup]]) -> list[SampleGroup]:
     """Groups that rank 0 reads and holds; all ranks get their index."""
     own: list[SampleGroup] = []
 
-    def work() -> Any:
+    def work() -> tuple[list[int], Rows, Versions]:
         own.extend(find())
         return index_of_groups(own)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,10 @@ from slime_like.tinker.losses import (
     served_loss,
 )
 from slime_like.tinker.schemas import LARGEST
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
 
 Array = NDArray[Any]
 _DTYPES: dict[int, np.dtype[Any]] = {
@@ -82,7 +86,7 @@ def filled(arrays: list[Array], widths: Sequence[int]) -> list[Array]:
     ]
 
 
-def parse_request(body: bytes) -> Any:
+def parse_request(body: bytes) -> Message:
     """The message. Raises HttpError 400 for bytes that are none, or name no model and place in its
     sequence."""
     request = proto.ForwardBackwardRequest()
@@ -97,7 +101,7 @@ def parse_request(body: bytes) -> Any:
     return request
 
 
-def check_pass(request: Any, *, role: str, limits: Limits) -> ForwardBackwardInput:
+def check_pass(request: Message, *, role: str, limits: Limits) -> ForwardBackwardInput:
     """Raises Refused naming the model and the datum. role: of the model."""
     who = f"model {request.model_id}"
     config = loss_config(request)
@@ -149,7 +153,7 @@ def field_of(name: str, array: Array) -> str:
     return SETS[name] if array.ndim == 2 else FIELDS[name]
 
 
-def loss_config(request: Any) -> dict[str, float | str]:
+def loss_config(request: Message) -> dict[str, float | str]:
     """The second form, where it is there, holds the first."""
     config: dict[str, float | str] = dict(request.loss_fn_config.items())
     for key, value in request.loss_fn_config_v2.items():
@@ -173,7 +177,7 @@ def check_role(name: str, config: dict[str, float | str], role: str, who: str) -
         raise Refused(f"{who}: {error}") from None
 
 
-def model_input(chunks: Sequence[Any], where: str, limits: Limits) -> Array:
+def model_input(chunks: Sequence[Message], where: str, limits: Limits) -> Array:
     """Token ids [N] of the chunks of a datum."""
     parts = []
     for chunk in chunks:
@@ -208,7 +212,13 @@ def check_tokens(tokens: Array, where: str, limits: Limits, *, room: int = 0) ->
 
 
 def check_tensors(
-    inputs: Any, loss: ServedLoss, length: int, where: str, limits: Limits, *, forward_only: bool
+    inputs: Message,
+    loss: ServedLoss,
+    length: int,
+    where: str,
+    limits: Limits,
+    *,
+    forward_only: bool,
 ) -> dict[str, Array]:
     """The tensors of one datum by name."""
     given = set(inputs)
@@ -254,7 +264,7 @@ def _check_pair(given: set[str], where: str, *, forward_only: bool) -> None:
         )
 
 
-def soft_targets(inputs: Any, length: int, where: str, limits: Limits) -> dict[str, Array]:
+def soft_targets(inputs: Message, length: int, where: str, limits: Limits) -> dict[str, Array]:
     """target_tokens and weights [N, K], dense or sparse: entries that a sparse tensor leaves out
     are token 0 and weight 0."""
     width = int(inputs["target_tokens"].shape[1])
@@ -284,7 +294,7 @@ def soft_targets(inputs: Any, length: int, where: str, limits: Limits) -> dict[s
 
 
 def tensor(
-    message: Any, name: str, length: int, where: str, *, critic: bool, width: int | None = None
+    message: Message, name: str, length: int, where: str, *, critic: bool, width: int | None = None
 ) -> Array:
     """An array [length], or [length, width], of finite numbers: int64 for tokens, float32
     otherwise."""
@@ -329,7 +339,7 @@ def numbers(data: bytes, dtype: np.dtype[Any], what: str) -> Array:
     return np.frombuffer(data, dtype=dtype)
 
 
-def dense_of(csr: Any, dtype: np.dtype[Any], rows: int, columns: int, what: str) -> Array:
+def dense_of(csr: Message, dtype: np.dtype[Any], rows: int, columns: int, what: str) -> Array:
     """[rows * columns], with 0 where the compressed rows have no entry. Raises Refused for indices
     that describe no such matrix."""
     index = np.dtype("<i8")

@@ -7,8 +7,8 @@ import functools
 import importlib.util
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
 
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from slime_like.tinker.access import KeyRing, Visitors
@@ -23,9 +23,6 @@ MAX_HEADERS = 100
 ZSTD = b"zstd"
 MAX_WINDOW = 2**27  # bytes that unpacking may look back
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 

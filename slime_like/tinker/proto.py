@@ -7,10 +7,14 @@ into the same process. A test compares the table with the SDK's.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError, Message
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
 
 PACKAGE = "tinker_public"
 ENUMS = {
@@ -109,7 +113,7 @@ _POOL = descriptor_pool.DescriptorPool()
 _POOL.AddSerializedFile(file_of_messages().SerializeToString())
 
 
-def message(name: str) -> Any:
+def message(name: str) -> type[Message]:
     """The class of a message."""
     return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f"{PACKAGE}.{name}"))
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from slime_like.tinker import proto
 from slime_like.tinker.errors import Failed
 from slime_like.tinker.futures import PROTOBUF
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
 
 REDUCTIONS = {"mean": "mean", "std": "mean", "sum": "sum", "min": "min", "max": "max"}
 
@@ -69,7 +73,7 @@ def pass_output(
 
 
 def _add_record(
-    output: Any, lengths: Sequence[int], fields: dict[str, bytes], width: int | None = None
+    output: Message, lengths: Sequence[int], fields: dict[str, bytes], width: int | None = None
 ) -> None:
     """Datums one after another. width: of `logprobs`, where they are [N, K]."""
     record = output.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(lengths))
@@ -114,6 +118,6 @@ def sample_output(
     return response.SerializeToString(), PROTOBUF
 
 
-def _add_top(message: Any, top: dict[str, Any]) -> None:
+def _add_top(message: Message, top: dict[str, Any]) -> None:
     message.token_ids, message.logprobs = top["tokens"], top["log_probs"]
     message.k, message.length = top["k"], top["length"]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeVar
 
 from slime_like.tinker.errors import HttpError
 from slime_like.tinker.model_registry import Checkpoint, Model, Registry, Session
+
+T = TypeVar("T")
 
 PAGE = 20
 LONGEST_PAGE = 1000
 
 
-def page_of(records: list[Any], query: Mapping[str, str]) -> tuple[list[Any], dict[str, int]]:
+def page_of(records: list[T], query: Mapping[str, str]) -> tuple[list[T], dict[str, int]]:
     """The part that `limit` and `offset` of the query ask for. Raises HttpError."""
     try:
         limit, offset = int(query.get("limit", PAGE)), int(query.get("offset", 0))
@@ -32,7 +34,7 @@ def moment(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat()
 
 
-def texts(metadata: dict[str, Any] | None) -> dict[str, str] | None:
+def texts(metadata: Mapping[str, object] | None) -> dict[str, str] | None:
     """Clients read texts alone."""
     return None if metadata is None else {key: str(value) for key, value in metadata.items()}
 
@@ -50,7 +52,7 @@ def session_record(registry: Registry, session: Session) -> dict[str, object]:
     }
 
 
-def checkpoint_record(checkpoint: Checkpoint) -> dict[str, Any]:
+def checkpoint_record(checkpoint: Checkpoint) -> dict[str, object]:
     return {
         "checkpoint_id": checkpoint.checkpoint_id,
         "checkpoint_type": checkpoint.kind,
@@ -63,7 +65,7 @@ def checkpoint_record(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def run_record(registry: Registry, model: Model) -> dict[str, Any]:
+def run_record(registry: Registry, model: Model) -> dict[str, object]:
     def newest(kind: str) -> dict[str, object] | None:
         mine = [c for c in registry.checkpoints.values() if c.run == model.id and c.kind == kind]
         return checkpoint_record(max(mine, key=lambda c: c.created)) if mine else None

@@ -130,7 +130,7 @@ class Worker:
 
     def _exchange(self, local: dict[str, object]) -> dict[int, dict[str, object]]:
         """What each rank has to say of a command, by rank. Raises RunError."""
-        store: Any = dist.distributed_c10d._get_default_store()
+        store: dist.Store = dist.distributed_c10d._get_default_store()
         store.set(self._key(self.layout.rank), json.dumps(local))
         self._forget(store)
         deadline: float | None = None
@@ -149,7 +149,7 @@ class Worker:
                 )
             time.sleep(0.0005)
 
-    def _reported(self, store: Any) -> dict[int, dict[str, object]]:
+    def _reported(self, store: dist.Store) -> dict[int, dict[str, object]]:
         return {
             rank: json.loads(store.get(self._key(rank)))
             for rank in range(self.layout.world_size)
@@ -169,7 +169,7 @@ class Worker:
     def _key(self, rank: int, back: int = 0) -> str:
         return f"slime_like/tinker/{self._number - back}/{rank}"
 
-    def _forget(self, store: Any) -> None:
+    def _forget(self, store: dist.Store) -> None:
         """Every rank has read what was told before the command before."""
         if self._number > 2:
             with contextlib.suppress(RuntimeError, NotImplementedError):

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -125,7 +124,7 @@ class Profiler:
             lambda: torch.cuda.memory._dump_snapshot(str(path)),
         )
 
-    def _write(self, flag: str, path: Path, write: Callable[[], Any]) -> None:
+    def _write(self, flag: str, path: Path, write: Callable[[], object]) -> None:
         """Write a trace; a failure is only a warning."""
         try:
             with writes_to(flag, path):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as MappingOf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -268,7 +268,7 @@ def canonical_name(name: str) -> str:
     return _GROUPED_EXPERT.sub(r".experts.local_experts.\3.\1.\2", name)
 
 
-def unwrap(chunk: MegatronModule) -> Any:
+def unwrap(chunk: MegatronModule) -> MegatronModule:
     """The GPTModel inside data-parallel and precision wrappers."""
     while hasattr(chunk, "module"):
         chunk = chunk.module

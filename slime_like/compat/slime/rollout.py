@@ -49,7 +49,7 @@ class RolloutFnEvalOutput:
     metrics: dict[str, Any] | None = None
 
 
-def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
+def run(coroutine: Coroutine[object, object, Result]) -> Result:
     """Wait for it in an event loop of its own, as ``slime.utils.async_utils.run``."""
     return asyncio.run(coroutine)
 

@@ -24,6 +24,7 @@ from slime_like.megatron.optimizer import allocate_moments, plain_optimizers
 from slime_like.megatron.parallel_layout import ParallelLayout, in_own_layout
 
 if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import ShardedStateDict
     from megatron.core.transformer.module import MegatronModule
 
 
@@ -70,13 +71,13 @@ def layouts_of(networks: Mapping[str, SavedNetwork]) -> dict[str, ParallelLayout
 
 
 @in_own_layout
-def sharded_state(network: SavedNetwork, *, is_loading: bool) -> dict[str, Any]:
+def sharded_state(network: SavedNetwork, *, is_loading: bool) -> ShardedStateDict:
     """Collective while saving with a distributed optimizer, whose parts are gathered."""
     if network.optimizer is not None:
         # one that has not stepped yet has no state, and what is not saved cannot be loaded
         allocate_moments(network.optimizer)
     metadata = dict(METADATA)  # megatron-core writes its process group into it
-    state: dict[str, Any] = {
+    state: ShardedStateDict = {
         f"model{i}": chunk.sharded_state_dict(metadata=metadata)
         for i, chunk in enumerate(network.chunks)
     }

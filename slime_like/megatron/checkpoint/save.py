@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
@@ -53,6 +53,12 @@ from slime_like.megatron.checkpoint.write import (
     write_network_metadata,
 )
 from slime_like.megatron.parallel_layout import ParallelLayout
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+
+T = TypeVar("T")
+
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +107,7 @@ class _Pending:
 
     step: int
     plans: dict[str, NetworkPlan]
-    state: dict[str, Any]
+    state: ShardedStateDict
     random: dict[str, bytes]  # by file
     started: float
     blocked_s: float = 0.0
@@ -133,7 +139,7 @@ class CheckpointSaver:
         self,
         step: int,
         networks: Mapping[str, SavedNetwork],
-        state: dict[str, Any],
+        state: ShardedStateDict,
         *,
         with_rng: bool,
     ) -> SaveReport | None:
@@ -252,11 +258,11 @@ class CheckpointSaver:
                 notes.append(f"checkpoint {step} was not removed: {error}")
         return tuple(removed), tuple(notes), free_bytes(self.root)
 
-    def _or_fail(self, step: int, action: Callable[[], Any]) -> Any:
+    def _or_fail(self, step: int, action: Callable[[], T]) -> T:
         """`action` on rank 0. An error removes what was written of this checkpoint, and is raised on
         all ranks."""
 
-        def guarded() -> object:
+        def guarded() -> T:
             try:
                 return action()
             except OSError:

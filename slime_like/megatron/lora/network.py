@@ -7,7 +7,7 @@ import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,9 @@ from slime_like.megatron.lora.targets import HEAD, Target, targets_of
 from slime_like.megatron.trained_network import TrainedNetwork
 from slime_like.weights.gather import DEFAULT_BUCKET_BYTES, WeightStream
 from slime_like.weights.quantized import CodedWeight
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
 
 
 class LoraNetwork(TrainedNetwork):
@@ -68,7 +71,7 @@ class LoraNetwork(TrainedNetwork):
         )
 
     @property
-    def saved_chunks(self) -> Sequence[Any]:
+    def saved_chunks(self) -> Sequence[MegatronModule]:
         return self.adapters
 
     def load_hf(self, folder: str) -> None:

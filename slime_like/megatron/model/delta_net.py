@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import all_to_all, copy_to_tensor_model_parallel_region
@@ -64,7 +64,7 @@ class GatedDeltaNet(MegatronModule):
         config: TransformerConfig,
         submodules: SelfAttentionSubmodules,
         layer_number: int,
-        pg_collection: Any = None,
+        pg_collection: ProcessGroupCollection | None = None,
         **_: object,
     ) -> None:
         super().__init__(config=config)

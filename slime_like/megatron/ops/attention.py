@@ -14,12 +14,13 @@ import itertools
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -30,6 +31,7 @@ from slime_like.megatron.ops.context_parallel import (
     context_parallel_attention,
     context_rows,
 )
+from slime_like.types import AutogradContext
 
 if TYPE_CHECKING:
     from slime_like.megatron.ops.delta_rule import DeltaRows
@@ -85,28 +87,34 @@ class _Pad(torch.autograd.Function):
     the attention of short sequences."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Tensor, batch: tuple[int, int]) -> Tensor:
+    def forward(
+        ctx: AutogradContext, rows: Tensor, places: Tensor, batch: tuple[int, int]
+    ) -> Tensor:
         ctx.save_for_backward(places)
         padded = rows.new_zeros(math.prod(batch), *rows.shape[1:])
         return padded.index_copy_(0, places, rows).unflatten(0, batch)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: AutogradContext, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (places,) = ctx.saved_tensors
         return gradients[0].flatten(0, 1).index_select(0, places), None, None
+
+
+class _UnpadContext(AutogradContext, Protocol):
+    batch: tuple[int, ...]
 
 
 class _Unpad(torch.autograd.Function):
     """The inverse: what is at the places of rows, (T, ...)."""
 
     @staticmethod
-    def forward(ctx: Any, padded: Tensor, places: Tensor) -> Tensor:
+    def forward(ctx: _UnpadContext, padded: Tensor, places: Tensor) -> Tensor:
         ctx.save_for_backward(places)
         ctx.batch = padded.shape[:2]
         return padded.flatten(0, 1).index_select(0, places)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _UnpadContext, *gradients: Tensor) -> tuple[Tensor, None]:
         (places,) = ctx.saved_tensors
         rows = gradients[0]
         padded = rows.new_zeros(math.prod(ctx.batch), *rows.shape[1:])
@@ -126,7 +134,7 @@ class PackedAttention(MegatronModule):
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
-        pg_collection: Any = None,
+        pg_collection: ProcessGroupCollection | None = None,
         k_channels: int | None = None,  # of latent attention, with keys longer than its values
         v_channels: int | None = None,
     ) -> None:

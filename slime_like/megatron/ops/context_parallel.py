@@ -12,20 +12,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from slime_like.types import MicroBatch
+from slime_like.types import AutogradContext, MicroBatch
 
 # Above this many (query, key) pairs in the mask of a padded batch, each sequence is computed alone,
 # without such a mask.
 MAX_MASK_ELEMENTS = 1 << 24
 Attend = Callable[
-    [Tensor, Tensor, Tensor, Any], Tensor
+    [Tensor, Tensor, Tensor, Tensor | None], Tensor
 ]  # query, key, value (batch, length, heads, d), mask -> like query
 
 
@@ -92,16 +92,20 @@ def join_context_ranks(values: Tensor, batches: Sequence[MicroBatch], cp_size: i
     return torch.cat(whole, dim=1)
 
 
+class _GatherContext(AutogradContext, Protocol):
+    group: dist.ProcessGroup
+
+
 class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: _GatherContext, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         gathered = x.new_empty(x.size(0) * group.size(), *x.shape[1:])
         dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
         return gathered
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _GatherContext, grad: Tensor) -> tuple[Tensor, None]:
         mine = grad.new_empty(grad.size(0) // ctx.group.size(), *grad.shape[1:])
         dist.reduce_scatter_tensor(mine, grad.contiguous(), group=ctx.group)
         return mine, None

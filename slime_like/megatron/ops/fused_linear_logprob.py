@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,8 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from torch import Tensor
+
+from slime_like.types import AutogradContext
 
 DEFAULT_CHUNK_SIZE = 1024  # rows of a block; benchmarks/bench_head.py --block-sizes compares
 # Elements of a block. On CPU two of them in float32 are the size of a core's second-level cache; a
@@ -190,10 +192,14 @@ def _rescale(total: Tensor, weighted: Tensor, squared: Tensor, change: Tensor) -
     squared.mul_(factor * factor)
 
 
+class _Context(AutogradContext, Protocol):
+    settings: tuple[float, int, int]  # temperature, columns, chunk size
+
+
 class _LeanLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Context,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -222,7 +228,7 @@ class _LeanLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: None
+        ctx: _Context, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, local_labels, log_normaliser, entropy, token_sets = ctx.saved_tensors
         temperature, num_columns, chunk_size = ctx.settings

@@ -9,7 +9,7 @@ flows back to q or to the projection.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,17 @@ from slime_like.megatron.ops.fused_linear_logprob import (
     columns_of_rank,
     rows_to_score,
 )
+from slime_like.types import AutogradContext
+
+
+class _Context(AutogradContext, Protocol):
+    settings: tuple[float, int, int]  # temperature, columns, chunk size
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Context,
         hidden: Tensor,
         targets: Tensor,
         weight: Tensor,
@@ -47,7 +52,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         return norm_p - mean
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, targets, weight, norm_p, norm_q = ctx.saved_tensors
         p, q = (Projection(states, weight, None, *ctx.settings) for states in (hidden, targets))
         scale = (grad / p.temperature).unsqueeze(1)

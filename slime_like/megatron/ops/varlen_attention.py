@@ -76,7 +76,7 @@ def packed_attention(config: TransformerConfig) -> type[PackedAttention]:
     return VarlenAttention if reason is None else PackedAttention
 
 
-def why_not_varlen(config: Any, capability: tuple[int, int] | None) -> str | None:
+def why_not_varlen(config: TransformerConfig, capability: tuple[int, int] | None) -> str | None:
     """What keeps `varlen_attn` from computing this model's attention; None: nothing does.
 
     Args:

@@ -10,17 +10,24 @@ exact for both outputs,
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime_like.types import AutogradContext
+
+
+class _Context(AutogradContext, Protocol):
+    temperature: float
+    logits_dtype: torch.dtype
+
 
 class _VocabParallelLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Context,
         logits: Tensor,
         labels: Tensor,
         vocab_start: int,
@@ -62,7 +69,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor
+        ctx: _Context, grad_log_probs: Tensor, grad_entropy: Tensor
     ) -> tuple[Tensor | None, ...]:
         p, local_label, is_local, entropy = ctx.saved_tensors
         grad = p * -grad_log_probs.unsqueeze(1)

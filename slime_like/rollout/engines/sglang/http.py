@@ -19,11 +19,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import httpx
 
 from slime_like.rollout.engines.checked_json import BadAnswer, parse_json, printable, shown
+
+T = TypeVar("T")
 
 # Seconds that an idle connection is kept. Servers close it after 5 s, and a request sent at that
 # moment would be lost.
@@ -201,8 +203,8 @@ def json_of(body: bytes, url: str) -> object:
 
 
 async def with_retries(
-    attempt: Callable[[int], Awaitable[Any]], retries: Retries, counts: Counter[str]
-) -> Any:
+    attempt: Callable[[int], Awaitable[T]], retries: Retries, counts: Counter[str]
+) -> T:
     """Call `attempt(number)` until it succeeds. Raises the last RequestFailed. counts: incremented
     for each failure kind and for "retries"."""
     for number in range(1, retries.attempts + 1):
