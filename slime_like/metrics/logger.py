@@ -9,12 +9,14 @@ that two runs can be compared bit by bit.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from slime_like.metrics.trackers.background import TrackerSet
 
 FILE_NAME = "metrics.jsonl"
+logger = logging.getLogger(__name__)
 _RESERVED = frozenset({"step", "time"})
 
 
@@ -53,7 +56,8 @@ class MetricsLogger:
         with writes_to("--output-dir", output_dir):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             kept = _drop_from(self.path, start_step) if self.path.exists() else None
-            self._file = self.path.open("a", encoding="utf-8")
+            self._file = self._open()
+        self._waiting: dict[int, str] = {}  # lines that the disk has no room for, by step
         self.trackers = trackers
         self._board: SummaryWriter | None = None
         if tensorboard_dir is not None:
@@ -69,20 +73,65 @@ class MetricsLogger:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write one line, and have it on disk when this returns (not synced: a power cut may lose
-        it)."""
+        it). Without room on the disk it is kept and written with the next one."""
         assert not _RESERVED & values.keys(), f"metrics may not be called {sorted(_RESERVED)}"
         row: dict[str, object] = {"step": step, "time": round(time.time(), 3)}
         row.update(to_json(values))
-        with writes_to("--output-dir", self.path):
-            self._file.write(json.dumps(row, allow_nan=False) + "\n")
-            self._file.flush()
-        if self._board is not None:
-            with writes_to("--tensorboard-dir", self._board.log_dir):
-                for name, value in values.items():
-                    self._board.add_scalar(name, float(value), step)
-                self._board.flush()
+        self._waiting[step] = json.dumps(row, allow_nan=False) + "\n"
+        self._write_waiting_lines()
+        self._log_to_board(step, values)
         if self.trackers is not None:
             self.trackers.log(step, values)
+
+    def _open(self) -> FileIO:
+        """Unbuffered: what was not written is ours to keep."""
+        file = self.path.open("ab", buffering=0)
+        self._size = file.tell()
+        return file
+
+    def _write_waiting_lines(self) -> None:
+        """A full disk is warned of when it begins, and its end is told."""
+        late = len(self._waiting) - 1
+        error = self._write("".join(self._waiting.values()).encode())
+        if error is None:
+            self._waiting.clear()
+        if error is None and late:
+            logger.warning(
+                f"--output-dir {self.path}: can be written again; {late} earlier lines of metrics were added"
+            )
+        elif error is not None and not late:
+            logger.warning(
+                f"--output-dir {self.path}: cannot be written: {error.strerror or error}; make room there. Training continues; "
+                "metrics are kept in memory and written when there is room, and are lost if the run ends before"
+            )
+
+    def _write(self, data: bytes) -> OSError | None:
+        """All of it or nothing."""
+        written = 0
+        try:
+            while written < len(data):
+                written += self._file.write(data[written:])
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(self._size)
+            return error
+        self._size += len(data)
+        return None
+
+    def _log_to_board(self, step: int, values: Mapping[str, float]) -> None:
+        """Until a write fails: its writer ends with the first error."""
+        if self._board is None:
+            return
+        try:
+            for name, value in values.items():
+                self._board.add_scalar(name, float(value), step)
+            self._board.flush()
+        except OSError as error:
+            logger.warning(
+                f"--tensorboard-dir {self._board.log_dir}: cannot be written: {error.strerror or error}; make room there. Training "
+                f"continues without TensorBoard from step {step} on"
+            )
+            self._board = None
 
     def attach(self, path: Path) -> None:
         """Show a file of the run, as its plot, in the trackers."""
@@ -92,21 +141,27 @@ class MetricsLogger:
     def amend(self, step: int, values: Mapping[str, float]) -> None:
         """Add metrics to the line of `step`, the last one; without it this writes one."""
         before = self.row(step)
-        self._file.close()
-        _drop_from(self.path, step)
-        self._file = self.path.open("a", encoding="utf-8")
+        if step not in self._waiting:
+            self._file.close()
+            with writes_to("--output-dir", self.path):
+                _drop_from(self.path, step)
+            self._file = self._open()
         self.log(step, {**before, **values})
 
     def row(self, step: int) -> dict[str, float]:
         """The metrics of a step that was written; none where it was not."""
-        rows = (row for row in read_metrics(self.path) if row["step"] == step)
-        found = next(rows, {})
+        lines = [self._waiting[step]] if step in self._waiting else []
+        rows = [_parse(line) for line in lines] or read_metrics(self.path)
+        found = next((row for row in rows if row["step"] == step), {})
         return {name: value for name, value in found.items() if name not in _RESERVED}
 
     def close(self, finish_s: float | None = None) -> None:
         """finish_s: for the trackers; None for as long as they have at the end of a run."""
-        with suppress(OSError):  # a line that did not fit was reported when it was written
-            self._file.close()
+        if self._write("".join(self._waiting.values()).encode()) is not None:
+            logger.warning(
+                f"--output-dir {self.path}: the metrics of {len(self._waiting)} steps, from step {min(self._waiting)} on, are lost"
+            )
+        self._file.close()
         if self._board is not None:
             self._board.close()
         if self.trackers is not None:

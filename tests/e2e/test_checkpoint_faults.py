@@ -13,7 +13,7 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -312,26 +312,51 @@ def test_a_disk_that_fills_up_during_the_second_save(
     resumes(server, work, whole, tmp_path, root, least=2, ranks=ranks)
 
 
-def test_a_real_small_disk(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if (
-        subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)],
-            capture_output=True,
-            check=False,
-        ).returncode
-        != 0
-    ):
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder that has 4 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
         pytest.skip("mounting needs root")
-    try:
-        error = server.train(
-            flags(work, tmp_path, save=disk / "checkpoints"), tmp_path / "log"
-        ).error()
-        assert "and the disk has 0.004 GB free" in error
-        assert list((disk / "checkpoints").iterdir()) == []
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_real_small_disk(
+    server: TrainServer, work: Workspace, disk: Path, tmp_path: Path
+) -> None:
+    argv = flags(work, tmp_path, save=disk / "checkpoints")
+    error = server.train(argv, tmp_path / "log").error()
+    assert "and the disk has 0.004 GB free" in error
+    assert list((disk / "checkpoints").iterdir()) == []
+
+
+def test_a_disk_that_is_full_of_metrics_does_not_end_the_run(
+    server: TrainServer, work: Workspace, disk: Path, tmp_path: Path
+) -> None:
+    """It fills up while the first rollout is graded. Checkpoints are elsewhere."""
+    reward = tmp_path / "mine.py"
+    reward.write_text(
+        "def judge(args, sample):\n"
+        "    try:\n"
+        f"        with open({str(disk / 'others')!r}, 'ab', buffering=0) as file:\n"
+        "            while file.write(bytes(1024)):\n"
+        "                pass\n"
+        "    except OSError:\n"
+        "        return float(sample.response_length)\n"
+    )
+    root = tmp_path / "checkpoints"
+    argv = work.flags(
+        disk, num_rollout=3, save=root, save_interval=2, custom_rm_path=f"{reward}:judge", no_tensorboard=None, no_plot=None
+    )  # fmt: skip
+    done = server.train(argv, tmp_path / "log").ok()
+    told = done.out + done.err
+    assert complete_steps(root) == [2, 3] and rows_of(disk) == []
+    assert told.count(f"--output-dir {disk}/metrics.jsonl: cannot be written: No space left") == 1
+    assert "the metrics of 3 steps, from step 1 on, are lost" in told
+    assert told.count("--tensorboard-dir") == 1 and "Traceback" not in told
 
 
 @pytest.mark.extended
