@@ -1,5 +1,5 @@
-"""From a command line to the settings of a run. `get_parser` is what documentation and completion
-tools ask."""
+"""Parse a command line into the configuration of a run. `get_parser` is for documentation and
+completion tools."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["get_parser"]
 
 
 def get_parser(program: Literal["train", "server"] = "train") -> LauncherParser:
-    """The `argparse.ArgumentParser` of train.py, or of the server, with every flag.
+    """A new `argparse.ArgumentParser` of train.py or the server, with every flag.
 
-    It is the caller's own: flags may be added. Its `parse_args` reads and checks single values; the
-    rules between settings, run files and checkpoints are `arguments.parse.parse_args`'s.
+    Callers may add flags. Its `parse_args` reads and checks single values; rules between settings,
+    run files and checkpoints are applied by `arguments.parse.parse_args`.
     """
     from arguments import parse
 

@@ -1,5 +1,4 @@
-"""The actions of the launcher's parser: what a flag on the command line does, and the flags that a
-user's function has added."""
+"""argparse actions of the launcher, and checks of flags added by a user's function."""
 
 from __future__ import annotations
 
@@ -21,11 +20,11 @@ CUSTOM_ARGUMENTS = "--custom-arguments-path"
 
 
 class HelpRequested(Exception):
-    """--help or --version stands on the command line. The only argument is the text to print."""
+    """--help or --version was given. The only argument is the text to print."""
 
 
 class LauncherAction(argparse.Action):
-    """An action that gets its words as they are and notes what is wrong with them."""
+    """An action that receives raw strings and collects problems instead of exiting."""
 
     def __call__(
         self,
@@ -79,8 +78,8 @@ class Setting(LauncherAction):
 
 
 class Other(LauncherAction):
-    """What is no setting itself: presets, flags without effect, those of other programs, unknown
-    ones."""
+    """Flags that are not a setting themselves: presets, flags without effect, flags of other
+    programs, unknown flags."""
 
     def take(self, parser: LauncherParser, typed: str, words: list[str]) -> None:
         own: object = True if not words else words[0] if len(words) == 1 else words
@@ -104,7 +103,7 @@ class Version(argparse.Action):
 
 
 def custom_words(action: argparse.Action, name: str, value: object) -> list[str]:
-    """A value of a run file as the words that set it on a command line."""
+    """A value of a run file as command-line arguments."""
     if value is None or (value is False and action.nargs == 0):
         return []
     if value is True and action.nargs == 0:
@@ -114,7 +113,7 @@ def custom_words(action: argparse.Action, name: str, value: object) -> list[str]
 
 
 def flag_of_action(action: argparse.Action) -> Flag:
-    """A flag of the user's own, for --help, nearest names and documents."""
+    """A user-defined flag, for --help, suggestions and documentation."""
     kind = "switch" if action.nargs == 0 else "list" if action.nargs in ("+", "*") else "value"
     return Flag(
         dest=action.dest,

@@ -1,5 +1,5 @@
-"""What users of slime, SkyRL and Megatron-LM type: spellings that are ours under another name, and
-flags that are known and not implemented here, which are refused by name."""
+"""Flags of slime, SkyRL and Megatron-LM: aliases of our flags, and flags that are known but not
+implemented, which are rejected with a message."""
 
 from __future__ import annotations
 

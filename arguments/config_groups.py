@@ -1,5 +1,4 @@
-"""The groups of settings that a run has: of a command line as its rules look at it, and of a
-`RunConfig`."""
+"""The groups of settings of a run, shared by the rules (`Settings`) and `RunConfig`."""
 
 from __future__ import annotations
 
@@ -40,7 +39,8 @@ from slime_like.losses.value_loss import ValueLossConfig
 
 @dataclass(frozen=True)
 class ConfigGroups:
-    """policy_loss: the chosen loss's own configuration. eval_sets: what `eval` names."""
+    """All groups of settings. policy_loss: settings of the chosen loss. eval_sets: the evaluation
+    sets that `eval` names."""
 
     model: ModelConfig
     lora: LoraConfig

@@ -1,5 +1,5 @@
-"""The critic's parallel layout: what its flags and the policy's make of it, checked by the policy's
-own rules."""
+"""The critic's parallel layout: its flags merged with the policy's, checked by the policy's
+rules."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def layout_flags(critic: CriticConfig) -> dict[str, Any]:
 
 
 def critic_parallel(critic: CriticConfig, policy: ParallelConfig) -> ParallelConfig:
-    """The policy's layout with what the critic's flags say otherwise. What belongs to a size that
-    is another than the policy's is not taken over: the interleaved schedule to its pipeline, the
-    experts' tensor-parallel size and sequence parallelism to its tensors."""
+    """The policy's layout, overridden by the critic's flags. Settings that belong to a differing
+    size are not inherited: the interleaved schedule if the pipeline size differs, expert tensor
+    parallelism and sequence parallelism if the tensor-parallel size differs."""
     said = layout_flags(critic)
     sizes = dataclasses.replace(policy, **said)
     if (

@@ -1,5 +1,5 @@
-"""What is given and what the checkpoint says -> settings, and what is wrong with them, before
-megatron-core has seen them."""
+"""Merge parsed flags and the checkpoint's config.json into settings and problems, before
+megatron-core is imported."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ PAIR_DEFAULTS = {"n_samples_per_prompt": 2, "loss_reduction": "sequence_mean"}
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Whose command line it is. usage, hidden: of --help, see there. values: of settings that it
-    does not have, where others look at them."""
+    """The program that is being parsed. usage, hidden: for --help. values: of settings that it does
+    not have but that rules read."""
 
     rules: tuple[Rule, ...]
     warnings: tuple[Warn, ...]
@@ -45,7 +45,7 @@ class Program:
 
 @dataclass(slots=True)
 class Draft:
-    """The settings before megatron-core has seen them, and what is wrong with them."""
+    """Settings and problems before megatron-core's own checks."""
 
     settings: Settings
     problems: list[Problem]

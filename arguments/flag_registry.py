@@ -1,4 +1,4 @@
-"""All flags there are, and how to find one by the name that was typed."""
+"""The registry of all flags, and lookup by the name as typed."""
 
 from __future__ import annotations
 
@@ -58,19 +58,21 @@ GROUPS: Mapping[str, tuple[str, type]] = {
 }
 NETWORK = "network (megatron-core)"
 RUN_FILE = Flag(
-    "config", "run file", "value", "A YAML file whose keys are flags, with dashes or underscores; the command line wins over it.",
+    "config", "run file", "value", "YAML file with flags as keys, with dashes or underscores; the command line takes precedence.",
     ("--config",), metavar="RUN.YAML",
 )  # fmt: skip
 CUSTOM_ARGUMENTS = Flag(
     "custom_arguments_path", "run file", "value",
-    "module.function or file.py:function that adds flags of your own: function(parser), where parser is an argparse.ArgumentParser. Your "
+    "module.function or file.py:function that adds custom flags: function(parser), where parser is "
+    "an argparse.ArgumentParser. User "
     "functions find their values in args.",
     ("--custom-arguments-path",), metavar="FILE.PY:FUNCTION",
 )  # fmt: skip
 IMPORT_MODULES = Flag(
     "import_modules", "run file", "list",
-    "Modules or files of your own that register policy losses, advantage estimators, rewards, model families, rollout engines or weight "
-    "transports; their names and settings are then flags and values like ours. See the guide \"Extend it\".",
+    "User modules or files that register policy losses, advantage estimators, rewards, model "
+    "families, rollout engines or weight "
+    "transports; their names and settings become values and flags. See the guide \"Extend it\".",
     ("--import-modules", "--external-lib"), metavar="FILE.PY|MODULE ...",
 )  # fmt: skip
 
@@ -154,7 +156,7 @@ class Spelling:
 
 
 class FlagTable:
-    """Flags by field name (`by_dest`) and by what can be typed (`spellings`)."""
+    """Flags by field name (`by_dest`) and by spelling (`spellings`)."""
 
     def __init__(self, flags: Iterable[Flag]) -> None:
         self.flags = list(flags)
@@ -246,7 +248,7 @@ def without_clashes(ours: Iterable[Flag], megatron: Sequence[Flag]) -> list[Flag
 
 
 def flag_table() -> FlagTable:
-    """Every flag of this installation, and of the modules that were imported for their entries."""
+    """Every flag, including those of imported user modules."""
     return _flag_table(registrations())
 
 

@@ -1,9 +1,8 @@
 """A dataclass's fields -> flags.
 
-Our own dataclasses declare their settings with `arg()`. megatron-core's say it with an annotation,
-a default, and sometimes
-`argparse_meta` metadata. They are read from the source text without importing
-megatron-core, which takes seconds: a wrong command line should end before that.
+Our dataclasses declare settings with `arg()`. megatron-core's fields have an annotation, a default
+and sometimes `argparse_meta` metadata; they are read from its source text without importing it,
+which takes seconds: a wrong command line should fail before that.
 """
 
 from __future__ import annotations

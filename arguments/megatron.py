@@ -1,9 +1,7 @@
-"""Which settings of megatron-core become flags, and what the flags and a checkpoint say about the
-network together.
+"""megatron-core's settings as flags, and merging them with a checkpoint's config.json.
 
-The flags are read from megatron-core's source text: a command line is checked in less time than
-importing megatron-core takes.
-`megatron_configs.py` makes its objects.
+Flags are read from megatron-core's source text, because importing it takes longer than checking a
+command line. `megatron_configs.py` builds its config objects.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ CONFIGS_OF_GROUP = {
     "optimizer (megatron-core)": "OptimizerConfig",
     "data parallelism (megatron-core)": "DistributedDataParallelConfig",
 }
-# What works here. A field that is not named is known, and refused, whichever release brought it.
+# Supported fields. All other fields, of any release, are known flags that are rejected.
 SUPPORTED = frozenset(
     """
     num_layers num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout
@@ -71,7 +69,7 @@ SUPPORTED = frozenset(
 )
 # Of these, fields that not every supported release has.
 OF_SOME_RELEASES = frozenset({"muon_use_nesterov", "muon_nesterov", "muon_coefficient_type"})
-# Decided here, by what the trainer does or by other flags; no flag of their own.
+# Set by the trainer or derived from other flags; they have no flag.
 OURS = frozenset(
     """
     tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size context_parallel_size
@@ -280,8 +278,7 @@ def _flag(name: str, group: str, source: SourceField, supported: bool) -> Flag:
 
 
 def network_of_flags(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """What the command line says about TransformerConfig's fields, Megatron-LM's spellings
-    translated.
+    """TransformerConfig fields given on the command line, with Megatron-LM's spellings translated.
 
     `activation_func` is a name, as in `HfModel.transformer`.
     """
@@ -308,7 +305,7 @@ def network_of_flags(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Pro
 def disagreements(
     explicit: Mapping[str, object], checkpoint: Mapping[str, object], given: Mapping[str, object]
 ) -> list[Problem]:
-    """Flags that say something else than --hf-checkpoint's config.json."""
+    """Problems: flags that contradict --hf-checkpoint's config.json."""
     problems = []
     spelled = next((flag_name(name) for name in ACTIVATION_FLAGS if given.get(name)), "--swiglu")
     activation = ("activation_func", "gated_linear_unit")

@@ -1,5 +1,5 @@
-"""Flags back into megatron-core's configuration objects. megatron-core is imported when they are
-built, and not before."""
+"""Build megatron-core's config objects from flags. megatron-core is only imported when they are
+built."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class MegatronConfigs:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What is installed here and decides defaults."""
+    """Installed packages and devices, which decide defaults."""
 
     cuda: bool
     transformer_engine: bool
@@ -54,7 +54,7 @@ class Machine:
 
     @classmethod
     def with_gpus(cls) -> Machine:
-        """What a job on GPUs has, as rules see it from elsewhere."""
+        """A machine of a GPU job, for planning on another machine (preflight)."""
         return cls(cuda=True, transformer_engine=True, gradient_fusion=True, planned=True)
 
     @classmethod
@@ -100,11 +100,10 @@ def build_megatron_configs(
     virtual_stages: int | None,
     machine: Machine,
 ) -> tuple[MegatronConfigs | None, list[Problem]]:
-    """The three objects, or what megatron-core has against them. Needs no process group. Imports
-    megatron-core.
+    """Build the three config objects, or return megatron-core's objections as problems. Imports
+    megatron-core; needs no process group.
 
-    values: field name -> value, of any of the three configurations; what is absent takes its
-    default.
+    values: field name -> value, of any of the three; absent fields have their defaults.
     """
     if machine.planned:
         machine, model = Machine.here(), dataclasses.replace(model, transformer_impl="local")
@@ -128,8 +127,7 @@ def build_megatron_configs(
 
 
 def _attempt(build: Build, make: Callable[[Build], T]) -> T | None:
-    """megatron-core checks by assertion and by several kinds of error; each becomes a problem that
-    names a flag."""
+    """Turn megatron-core's assertions and errors into problems that name a flag."""
     try:
         return make(build)
     except (
@@ -186,11 +184,11 @@ def _transformer(build: Build) -> object:
         "transformer_impl": build.transformer_impl,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
-        # token mean is a weight of ours: in this mode megatron-core would divide once more
+        # the token mean is part of our token weights; megatron-core would divide again
         "calculate_per_token_loss": False,
-        # packed rows differ in length; the schedule then sends shapes, and wants this dispatcher
-        # even without experts. The interleaved schedule gets rows of one length instead: two stages
-        # would take each other's shapes for the wrong direction.
+        # Packed rows differ in length, so the schedule exchanges shapes (and requires this
+        # dispatcher even without experts). The interleaved schedule gets rows of equal length
+        # instead, because two stages would confuse the shapes of forward and backward messages.
         "variable_seq_lengths": parallel.pipeline_model_parallel_size > 1
         and build.virtual_stages is None,
         "moe_token_dispatcher_type": values.get("moe_token_dispatcher_type", "alltoall"),

@@ -57,7 +57,7 @@ SERVER = Program(
 
 
 def launcher_parser(program: Program = TRAIN) -> LauncherParser:
-    """A parser of its own for the caller, who may add flags to it."""
+    """A new parser for the caller, who may add flags."""
     return LauncherParser(flag_table(), program.usage, program.hidden)
 
 
@@ -72,11 +72,11 @@ def _shared_parser(usage: str, hidden: frozenset[str], version: int) -> Launcher
 
 
 def parse_args(argv: Sequence[str], world_size: int, program: Program = TRAIN) -> RunConfig:
-    """The settings of a run of train.py, or of the server.
+    """Parse a command line of train.py or the server. Needs no process group.
 
-    argv: without the program's name. world_size: number of processes. Raises ConfigError with every
-    problem, and `HelpRequested`. Only what megatron-core itself refuses comes second, once nothing
-    else is wrong. Needs no process group.
+    argv: without the program's name. world_size: number of processes. Raises `HelpRequested`, and
+    ConfigError with every problem; megatron-core's own objections are only reported if there are no
+    others.
     """
     given, table = _read(argv, program)
     loss, policy_loss = choose_loss(given, table)
@@ -170,15 +170,15 @@ def _read(argv: Sequence[str], program: Program) -> tuple[ParsedArgs, FlagTable]
 
 
 def _first_look(argv: Sequence[str], program: Program) -> ParsedArgs:
-    """What can be read before the user's modules are imported, also of a line that asks for help:
-    it shows their flags too."""
+    """Parse what can be read before user modules are imported; also with --help, which shows their
+    flags too."""
     parser = _parser_of(program)
     given, run_file = _sources(_without_help(argv), parser)
     return merge(run_file, given)
 
 
 def _without_help(argv: Sequence[str]) -> list[str]:
-    """argv without what asks for help, and the words that say about what."""
+    """argv without --help and --version and their arguments."""
     words, helping = [], False
     for word in argv:
         asks = word in ("--help", "-h", "--version")
@@ -192,8 +192,8 @@ def import_modules(modules: Sequence[str]) -> None:
     """Import the modules of --import-modules, which register what they have.
 
     Raises:
-        ConfigError: for those that cannot be imported. What follows from their names would be told
-        wrongly, so this comes alone.
+        ConfigError: For those that cannot be imported; reported alone, because further problems
+            would be wrong without their registrations.
     """
     problems = []
     for path in modules:
@@ -297,7 +297,7 @@ def _finish(
     warnings: list[str],
     custom: Mapping[str, object],
 ) -> RunConfig:
-    """The settings with all that follows from them filled in, and megatron-core's objects."""
+    """Complete the settings with derived values and megatron-core's config objects."""
     s = draft.settings
     stages = virtual_stages_of(s.parallel, s.core)
     megatron, problems = build_megatron_configs(

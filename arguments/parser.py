@@ -1,9 +1,9 @@
-"""The launcher's `argparse.ArgumentParser`, made from the table of flags.
+"""The launcher's `argparse.ArgumentParser`, built from the flag registry.
 
 Every flag is an action in the group of its dataclass or registry, so that shell completion,
-documentation tools and `parse_known_args` work as on any other parser. Two things differ from plain
-argparse: a value is read by the flag's own rules (`values.py`), and everything that is wrong is
-collected rather than ending at the first problem.
+documentation tools and `parse_known_args` work as usual. It differs from plain argparse in that
+values are converted in `values.py`, and that all problems are collected instead of stopping at the
+first.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Which policy loss a command line asks for, and its settings: --policy-loss-type, slime's
---advantage-estimator gspo|cispo, or a custom function."""
+"""Resolve the policy loss and its settings: --policy-loss-type, slime's --advantage-estimator
+gspo|cispo, or a custom function."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAIR_LOSS_TYPES = {"dpo_loss": "dpo", "rm_loss": "bradley_terry"}
 
 
 def resolve_aliases(given: ParsedArgs) -> None:
-    """Turns what stands for another choice into that choice, and notes contradictions."""
+    """Resolve aliases to the choices they stand for, and collect contradictions."""
     _estimator_picks_loss(given)
     _skyrls_gmpo_bounds(given)
     _alias_settings(given)

@@ -1,5 +1,4 @@
-"""Everything that a run is told, checked: what `parse_args` returns and the rest of the program is
-built from."""
+"""The complete, validated configuration of a run: the result of `parse_args`."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ class TeacherModel:
 
 @dataclass(frozen=True)
 class CriticModel:
-    """How the critic is cut and built. parallel: complete, as the policy's in `RunConfig`."""
+    """The critic's layout and model config. parallel: complete, as the policy's in `RunConfig`."""
 
     parallel: ParallelConfig
     megatron: MegatronConfigs
@@ -72,27 +71,26 @@ class RunConfig(ConfigGroups):
 
     @property
     def trains_critic(self) -> bool:
-        """Whether there is a critic beside the policy."""
+        """Whether the run trains a critic."""
         wanted = needs_critic(advantage_estimators.get(self.algorithm.advantage_estimator))
         return wanted and not self.debug.debug_rollout_only
 
     @property
     def learns_conversations(self) -> bool:
-        """Whether a row is a whole conversation, of which the assistant's turns are learnt."""
+        """Whether rows are conversations with the assistant turns trained on."""
         supervised = learns_conversations(self.algorithm.loss_type, self.data)
         return supervised and self.algorithm.pair_loss is None
 
     @property
     def log_prob_temperature(self) -> float:
-        """Of the distribution whose log-probs are trained: the sampler's, or that of given
-        answers."""
+        """Temperature of the log-probs: the sampling temperature, or 1 for given answers."""
         supervised = self.algorithm.loss_type == "sft_loss"
         return 1.0 if supervised else self.rollout.rollout_temperature
 
     @property
     def old_is_current(self) -> bool:
-        """Whether the old log-probs of a rollout are those of the forward pass of its only
-        optimizer step, and nothing needs them before."""
+        """Whether the forward pass of the only optimizer step can provide the old log-probs,
+        because nothing needs them earlier."""
         algorithm, transformer = self.algorithm, self.megatron.transformer
         estimator = advantage_estimators.get(algorithm.advantage_estimator)
         needed_before = (
@@ -116,7 +114,7 @@ class RunConfig(ConfigGroups):
 
     @property
     def reference_is_base(self) -> bool:
-        """With adapters: whether the reference model of a KL term is the model without them."""
+        """Whether the reference model is the base model without LoRA adapters."""
         same = (
             self.model.ref_load is None
             or Path(self.model.ref_load).resolve() == Path(str(self.model.hf_checkpoint)).resolve()
@@ -125,8 +123,8 @@ class RunConfig(ConfigGroups):
 
     @property
     def unties_output_layer(self) -> bool:
-        """Whether the policy's output layer and embedding, one weight in its checkpoint, are not
-        the same any more."""
+        """Whether training unties the output layer from the embedding, which are tied in the
+        checkpoint."""
         targets = {name for word in self.lora.lora_target_modules for name in TARGETS[word]}
         return (
             self.lora.lora_rank > 0

@@ -1,4 +1,4 @@
-"""A YAML file of flags, which `--config` names, as what it sets."""
+"""Read the YAML file of flags that `--config` names."""
 
 from __future__ import annotations
 

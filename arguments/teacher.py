@@ -1,4 +1,4 @@
-"""The teacher of on-policy distillation on Megatron: its network, from its folder."""
+"""Build the config of the Megatron teacher of on-policy distillation from its folder."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A word of a command line, or a value of a YAML file, as a flag's type; and what the user set,
-with all problems collected."""
+"""Convert command-line strings and YAML values to a flag's type, and collect settings and
+problems."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ SWITCH_VALUES = "must be true or false (a switch may also be given without a val
 
 @dataclass(slots=True)
 class ParsedArgs:
-    """What one source, a command line or a run file, sets.
+    """Settings from one source, a command line or a run file.
 
-    values: field name -> value. bad: fields whose value could not be read; rules about them are
-    silent. spelled: field name -> the flag that set it, as typed. undone: field name -> (flag as
+    values: field name -> value. bad: fields with unreadable values; rules skip them. spelled: field
+        name -> the flag that set it, as typed. undone: field name -> (flag as
     typed, value): a switch that stands for this value was turned off. custom_words: flags of
     --custom-arguments-path in a run file, as words of a command line.
     """

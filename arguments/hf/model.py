@@ -1,10 +1,8 @@
-"""The shape of a Hugging Face model, as settings of megatron-core: reads config.json and nothing
-else.
+"""Translate a Hugging Face config.json into megatron-core settings.
 
-Every key of the file is either mapped, known not to change the network's function, or refused by
-name: a key that is overlooked would train another network than the one in the checkpoint. Formats
-of transformers 4 (`rope_theta`,
-`rope_scaling`, `torch_dtype`) and 5 (`rope_parameters`, `dtype`) are both read.
+Every key is either mapped, known not to affect the model's function, or rejected by name: ignoring
+an unknown key could train another model than the checkpoint's. The formats of transformers 4
+(`rope_theta`, `rope_scaling`, `torch_dtype`) and 5 (`rope_parameters`, `dtype`) are both supported.
 
 Not supported here, hence refused: projection biases other than the families', formats of
 quantised weights other than those of quantization.py, and the rotary types dynamic and longrope.

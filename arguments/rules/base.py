@@ -1,6 +1,6 @@
-"""What rules between settings are, and what they look at. A rule is a small function that returns
-what is wrong; all rules run, and every problem is reported together. The rules themselves are in
-the modules beside this one, by topic."""
+"""Basics of rules between settings. A rule is a small function that returns a list of problems; all
+rules run, and all problems are reported together. The rules are in the other modules of this
+package, by topic."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ TASK_PREFIX = "reasoning_gym:"  # of a source that makes its rows, answers and s
 
 @dataclass(frozen=True)
 class Settings(ConfigGroups):
-    """What the rules look at. core: megatron-core's fields, from flags and checkpoint. loss: as its
-    settings, policy_loss, make it. given: names of the fields that the user set."""
+    """The input of rules. core: megatron-core's fields, from flags and checkpoint. loss: the policy
+    loss with its settings applied. given: names of the fields that the user set."""
 
     loss: PolicyLoss
     core: Mapping[str, Any]
@@ -33,7 +33,7 @@ class Settings(ConfigGroups):
 
     @property
     def generates(self) -> bool:
-        """Whether an engine makes responses: not in supervised fine-tuning, nor from saved
+        """Whether the run generates responses: not in supervised fine-tuning or from recorded
         rollouts."""
         return (
             self.algorithm.loss_type == "policy_loss"

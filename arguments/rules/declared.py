@@ -27,7 +27,7 @@ def has_critic(s: Settings) -> bool:
     )
 
 
-# What conditions can ask besides single settings, and the words for it.
+# Conditions on more than a single setting -> (test, description).
 FACTS: Mapping[str, tuple[Callable[[Settings], bool], str]] = {
     "@critic": (has_critic, "--advantage-estimator ppo"),
     "@pairs": (lambda s: s.algorithm.pair_loss is not None, "--loss-type dpo_loss or rm_loss"),

@@ -1,4 +1,4 @@
-"""Rewards -> advantages. Torch alone is needed.
+"""Advantage estimators: rewards -> advantages. They need only torch.
 
 >>> compute_advantages("grpo", rewards=rewards, group_ids=prompts, lengths=lengths).values  # one number for each sample
 >>> estimate_advantages(settings, outcomes, mine=range(len(masks)), masks=masks).values  # [R] for each sample, by any estimator

@@ -1,5 +1,5 @@
-"""The rewards of a rollout -> advantages of the tokens of this rank's samples, by an estimator of
-either kind."""
+"""Compute token advantages of this rank's samples from the rewards of a rollout, with any
+estimator."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from slime_like.losses.inputs import require_ids, require_samples, require_shape
 
 @dataclass(frozen=True, slots=True)
 class AdvantageSettings(CheckedSettings):
-    """How rewards become advantages. entry: what `advantage_estimators` has under the name."""
+    """Settings of advantage estimation. entry: the registered estimator."""
 
     estimator: str
     normalize_std: bool = arg(True, "Divide by the standard deviation of the group.")
@@ -104,9 +104,10 @@ class Outcomes:
 
 @dataclass(frozen=True, slots=True)
 class TokenAdvantages:
-    """values: [R] float32 by sample of this rank, 0 at inactive tokens. metrics: plain numbers by
-    name, equal on all ranks. returns: with a critic, what it is to learn, [R] float32 by sample:
-    before whitening, 0 at inactive tokens, NaN in a sample without a usable reward."""
+    """Advantages of this rank's samples. values: [R] float32 per sample, 0 at inactive tokens.
+    metrics: plain numbers by name, equal on all ranks. returns: targets of the critic, if any, [R]
+    float32 per sample: not whitened, 0 at inactive tokens, NaN for samples without a usable
+    reward."""
 
     values: list[Tensor]
     metrics: Mapping[str, float]
@@ -127,31 +128,31 @@ def estimate_advantages(
     given: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> TokenAdvantages:
-    """Advantages of this rank's samples. The KL comes off the reward: of a whole sample before
-    groups are compared, or token by token where the estimator gives each token its own advantage. A
-    sample with a number that is not finite leaves all statistics, whitening included, and gets 0.
+    """Compute advantages of this rank's samples. The KL penalty is subtracted from the reward: per
+    sample before normalisation within groups, or per token for per-token estimators. Samples with
+    non-finite numbers are excluded from all statistics, including whitening, and get advantage 0.
 
     Args:
-        settings: the estimator and its settings.
-        outcomes: all samples of the rollout, equal on all ranks.
-        mine: indices of this rank's samples.
-        masks: [R] bool by sample of this rank, active tokens.
-        sequences: places of this rank's samples among the sequences of their episodes; None: each
-            is the only one.
+        settings: The estimator and its settings.
+        outcomes: All samples of the rollout, equal on all ranks.
+        mine: Indices of this rank's samples.
+        masks: [R] bool per sample of this rank, active tokens.
+        sequences: Index of this rank's samples within their episodes; None: episodes have one
+            sequence.
         kl: [R] by sample of this rank (`kl_reward.token_kl`), or None.
-        teacher_gap: [R] by sample of this rank (`distillation.teacher_gaps`), or None; its share
-            comes off each token's advantage before whitening.
+        teacher_gap: [R] per sample of this rank (`distillation.teacher_gaps`), or None; subtracted
+            from the advantages, scaled, before whitening.
         critic_values: [R] by sample of this rank, before the update, or None.
         energies: [R] by sample of this rank (`otb.token_energies`), or None.
         given: advantages and returns, [R] by sample of this rank, in place of the estimator's.
-        group: data-parallel ranks, which call this together; None: this process alone.
+        group: Data-parallel ranks (collective); None: this process.
 
     Returns:
-        Advantages by sample of this rank, metrics, and with a critic the returns.
+        Advantages per sample of this rank, metrics, and with a critic the returns.
 
     Raises:
-        ValueError: for an unknown estimator, a missing input, a wrong number of samples or shape,
-            rewards of tokens with an estimator that takes none, and when no reward is finite.
+        ValueError: An unknown estimator, a missing input, a wrong number of samples or shape, token
+            rewards with an estimator that does not use them, or no finite reward.
     """
     require_samples(masks, mine=mine, kl=kl, teacher_gap=teacher_gap, critic_values=critic_values)
     require_samples(masks, energies=energies)

@@ -1,4 +1,4 @@
-"""The KL to the reference model as a part of the reward, and the controllers of its coefficient."""
+"""KL penalty in the reward, and the controllers of its coefficient."""
 
 from __future__ import annotations
 

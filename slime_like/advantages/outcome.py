@@ -1,5 +1,5 @@
-"""Numbers of whole samples: the groups of a rollout, and what is done about rewards that are not
-finite and groups of one."""
+"""Outcome estimators: one advantage per sample, from the rewards of its group. Handles non-finite
+rewards and groups of one."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ SINGLETONS: tuple[str, ...] = ("zero", "reward")
 
 @dataclass(frozen=True, slots=True)
 class AdvantageOutput:
-    """values: [B] float32, one per sample, for all its active tokens. metrics: plain numbers by
-    name."""
+    """Result of an outcome estimator. values: [B] float32, one per sample, for all its active
+    tokens. metrics: plain numbers by name."""
 
     values: Tensor
     metrics: Mapping[str, float]
@@ -40,28 +40,26 @@ def compute_advantages(
     singleton: Singleton = "zero",
     parts: RewardParts | None = None,
 ) -> AdvantageOutput:
-    """Advantages of all samples of a rollout, by an estimator that gives one number to a sample.
+    """Compute advantages of all samples of a rollout with an outcome estimator.
 
-    A sample without a finite reward leaves the statistics and gets 0; so does a group of one, with
-    a warning, unless `singleton` asks for the reward itself.
+    A sample without a finite reward is excluded from the statistics and gets 0. A group of one gets
+    0, with a warning, unless `singleton` is "reward".
 
     Args:
-        estimator: a registered name, e.g. "grpo".
-        rewards: [B], with any KL penalty already taken off; NaN or infinite where a sample has no
-            usable reward.
+        estimator: A registered name, e.g. "grpo".
+        rewards: [B], after any KL penalty; NaN or infinite for samples without a usable reward.
         group_ids: [B] integers, the prompt; groups may have any size.
         lengths: [B] integers >= 0, active tokens.
         normalize_std: False: Dr. GRPO.
         singleton: "zero" or "reward".
-        parts: of the rewards, for an estimator that compares each on its own (gdpo); None: the
-            reward is the only one.
+        parts: Reward components, normalised separately (gdpo); None: only the reward.
 
     Returns:
         Advantages [B] and metrics.
 
     Raises:
-        ValueError: for an unknown estimator or `singleton`, an estimator that gives every token its
-            own advantage, a wrong shape, and when no reward is finite.
+        ValueError: An unknown estimator or `singleton`, a per-token estimator, a wrong shape, or no
+            finite reward.
     """
     _check_samples(rewards, group_ids, lengths, singleton)
     entry = advantage_estimators.get(estimator)
@@ -152,8 +150,8 @@ def _by_part(
     normalize_std: bool,
     singleton: Singleton,
 ) -> AdvantageOutput:
-    """Each part compared within groups on its own. A part that a sample does not have leaves that
-    part's statistics and adds 0; a sample without a finite reward leaves all."""
+    """Normalise each reward component within groups separately. A missing component is excluded
+    from its statistics and adds 0; a sample without a finite reward is excluded from all."""
     assert entry.combine is not None
     rewards = rewards.double()
     usable = finite_rewards(rewards)

@@ -1,6 +1,6 @@
-"""The table of advantage estimators. There are two kinds, and neither stands in for the other: one
-gives a number for each sample, which all its active tokens share; the other gives each token its
-own."""
+"""Registry of advantage estimators. Outcome estimators give one number per sample, shared by all
+its active tokens; token estimators give each token its own; turn estimators each turn of an
+agent."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class RewardParts:
 
 @dataclass(frozen=True, slots=True)
 class OutcomeEstimator:
-    """fn gives the advantages [n] of one group. batch_factor: of a rollout's samples and of those
-    in groups with different rewards, what multiplies the advantages of the latter. scales_by_std:
-    whether fn reads `GroupRewards.normalize_std`. combine: fn is of each part of the reward, and this
-    makes the advantages [B] of a rollout of their weighted sums [B]; it gets the usable samples [B]
-    bool too. None: fn is of the reward."""
+    """fn returns the advantages [n] of one group. batch_factor: function of the numbers of all
+    samples and of samples in groups with differing rewards; multiplies the advantages of the
+    latter. scales_by_std: fn uses `GroupRewards.normalize_std`. combine: apply fn to each reward
+    component; combine maps the weighted sums [B] and the usable samples [B] bool to advantages [B].
+    None: fn is applied to the reward."""
 
     name: str
     fn: Callable[[GroupRewards], Tensor]
@@ -57,12 +57,13 @@ class OutcomeEstimator:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """How samples of one group find each other where they are on several ranks.
+    """Group information for samples of one group that are on several ranks.
 
-    groups: by sample, its group's place among all of the rollout, of which there are `count`.
-    longest: active tokens of the rollout's longest sample. references: by sample, one reward of its
-    group, equal for all of it. usable: by sample, whether it has a finite reward. total: sums a
-    tensor over the ranks, which call it together.
+    groups: per sample, the index of its group, out of `count` in the rollout. longest: active
+        tokens
+    of the rollout's longest sample. references: per sample, one reward of its group, equal within
+    the group. usable: per sample, whether its reward is finite. total: all-reduces a tensor over
+    the ranks.
     """
 
     groups: Sequence[int]
@@ -108,18 +109,15 @@ class TokenRewards:
 
 @dataclass(frozen=True, slots=True)
 class TokenEstimator:
-    """fn gives the advantages [R] float64 of each sample, 0 at inactive tokens.
+    """fn returns the advantages [R] float64 of each sample, 0 at inactive tokens.
 
-    outcome: makes the samples' numbers of a group's rewards; None: they are the rewards themselves,
-    and groups do not matter. whitens:
-    --normalize-advantages is part of the estimator. needs_greedy: whether `greedy_rewards` must be
-    there. needs_values: whether `values`
-    must be, and with them a critic. returns: what it learns, [R] float64 by sample, where that is
-    not the advantage plus the value; None: it always is. needs_energies: whether `energies` must be
-    there. needs_peers: whether `peers` must be, as it compares the tokens of a group.
-    takes_token_rewards: whether `fn` uses rewards of tokens. scales_by_std: whether it reads
-    `normalize_std`. follows_tokens: a token's number has what came after it, so that `fn` walks over
-    `tree` where there is one.
+    outcome: maps a group's rewards to one number per sample; None: the rewards themselves. whitens:
+    --normalize-advantages is part of the estimator. needs_greedy: requires `greedy_rewards`.
+    needs_values: requires `values`, i.e. a critic. returns: computes the critic's targets, [R]
+    float64 per sample; None: advantage plus value. needs_energies: requires `energies`.
+    needs_peers: requires `peers`, because it compares tokens within a group. takes_token_rewards:
+    uses per-token rewards. scales_by_std: uses `normalize_std`. follows_tokens: a token's advantage
+    depends on later tokens, so that `fn` uses `tree` if there is one.
     """
 
     name: str
@@ -138,9 +136,9 @@ class TokenEstimator:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeAnswers:
-    """The answers of an agent's episode. parents: of each, the answer before it in the list that it
-    continues, -1 for none. rewards: what each got by itself. spans: by sequence of the episode, each
-    answer that is trained in it: its first token in the response, its tokens, and which it is."""
+    """The turns of an agent's episode. parents: index of the turn that each continues, -1 for none.
+    rewards: reward of each turn. spans: per sequence of the episode, (first token in the response,
+    number of tokens, turn) of each trained turn."""
 
     parents: Sequence[int]
     rewards: Sequence[float]
@@ -149,8 +147,8 @@ class EpisodeAnswers:
 
 @dataclass(frozen=True, slots=True)
 class AnswerGroup:
-    """The usable episodes of one prompt's group. rewards: of each, less its answers' own. compared:
-    what a function of the user's made of these; None: they are to be compared."""
+    """The usable episodes of one prompt. rewards: of each, without turn rewards. compared: the same
+    after a user's post-processing; None: to be normalised here."""
 
     rewards: Sequence[float]
     episodes: Sequence[EpisodeAnswers]
@@ -161,7 +159,7 @@ class AnswerGroup:
 
 @dataclass(frozen=True, slots=True)
 class TurnEstimator:
-    """fn gives the advantages of one group's answers, by episode."""
+    """fn returns the advantages of the turns in one group, per episode."""
 
     name: str
     fn: Callable[[AnswerGroup], list[list[float]]]
@@ -170,7 +168,7 @@ class TurnEstimator:
 AdvantageEstimator = OutcomeEstimator | TokenEstimator | TurnEstimator
 
 advantage_estimators: Registry[AdvantageEstimator] = Registry("advantage estimator")
-"""Every `OutcomeEstimator`, `TokenEstimator` and `TurnEstimator`, by its name or an alias."""
+"""Every `OutcomeEstimator`, `TokenEstimator` and `TurnEstimator` by name and alias."""
 
 OutcomeFunction = TypeVar("OutcomeFunction", bound=Callable[[GroupRewards], Tensor])
 TurnFunction = TypeVar("TurnFunction", bound=Callable[[AnswerGroup], list[list[float]]])
@@ -180,9 +178,8 @@ TokenFunction = TypeVar("TokenFunction", bound=Callable[[TokenRewards], list[Ten
 def register_outcome_estimator(
     name: str, *, aliases: Iterable[str] = (), help: str = "", **declared: Any
 ) -> Callable[[OutcomeFunction], OutcomeFunction]:
-    """Decorator that makes ``fn(group) -> advantages [n]`` the estimator of --advantage-estimator
-    `name`. declared: further fields of `OutcomeEstimator`. Raises ValueError when the name is
-    taken."""
+    """Decorator that registers ``fn(group) -> advantages [n]`` as --advantage-estimator `name`.
+    declared: further fields of `OutcomeEstimator`. Raises ValueError if the name is taken."""
 
     def register(fn: OutcomeFunction) -> OutcomeFunction:
         advantage_estimators.add(name, OutcomeEstimator(name, fn, **declared), aliases, help=help)
@@ -194,7 +191,7 @@ def register_outcome_estimator(
 def register_token_estimator(
     name: str, *, aliases: Iterable[str] = (), help: str = "", **declared: Any
 ) -> Callable[[TokenFunction], TokenFunction]:
-    """As `register_outcome_estimator`, of ``fn(rewards) -> advantages [R] of each sample``.
+    """As `register_outcome_estimator`, for ``fn(rewards) -> advantages [R] of each sample``.
     declared: further fields of `TokenEstimator`."""
 
     def register(fn: TokenFunction) -> TokenFunction:
@@ -207,7 +204,7 @@ def register_token_estimator(
 def register_turn_estimator(
     name: str, *, aliases: Iterable[str] = (), help: str = ""
 ) -> Callable[[TurnFunction], TurnFunction]:
-    """As `register_outcome_estimator`, of ``fn(group) -> an advantage for each answer``."""
+    """As `register_outcome_estimator`, for ``fn(group) -> an advantage for each turn``."""
 
     def register(fn: TurnFunction) -> TurnFunction:
         advantage_estimators.add(name, TurnEstimator(name, fn), aliases, help=help)
@@ -217,32 +214,32 @@ def register_turn_estimator(
 
 
 def needs_critic(estimator: AdvantageEstimator) -> bool:
-    """Whether a value model has to be there."""
+    """Whether the estimator needs a critic."""
     return isinstance(estimator, TokenEstimator) and estimator.needs_values
 
 
 def takes_token_rewards(estimator: AdvantageEstimator) -> bool:
-    """Whether it uses a reward of each token, where there are such."""
+    """Whether the estimator uses per-token rewards."""
     return isinstance(estimator, TokenEstimator) and estimator.takes_token_rewards
 
 
 def compares_samples(estimator: AdvantageEstimator) -> bool:
-    """Whether a sample is measured against the others of its prompt."""
+    """Whether a sample's advantage is relative to the others of its prompt."""
     if isinstance(estimator, OutcomeEstimator | TurnEstimator):
         return True
     return estimator.outcome is not None or estimator.needs_peers
 
 
 def compares_tokens(estimator: AdvantageEstimator) -> bool:
-    """Whether a token is measured against those of the others of its prompt."""
+    """Whether a token's advantage is relative to tokens of other samples of its prompt."""
     return isinstance(estimator, TokenEstimator) and estimator.needs_peers
 
 
 def follows_tokens(estimator: AdvantageEstimator) -> bool:
-    """Whether a token's advantage has what came after it, as in returns with a discount or a KL."""
+    """Whether a token's advantage depends on later tokens, as in discounted returns."""
     return isinstance(estimator, TokenEstimator) and estimator.follows_tokens
 
 
 def needs_energies(estimator: AdvantageEstimator) -> bool:
-    """Whether it uses the energy of each token, `otb.token_energies`."""
+    """Whether the estimator uses token energies, `otb.token_energies`."""
     return isinstance(estimator, TokenEstimator) and estimator.needs_energies

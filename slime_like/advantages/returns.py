@@ -1,8 +1,8 @@
-"""Rewards of tokens -> returns and generalised advantages.
+"""Discounted returns and generalised advantage estimation from token rewards.
 
-Only active tokens are states: what a tool wrote and padding are passed over, with nothing reset, so
-that a reward after a tool's output reaches the tokens before it. All samples of a rank are walked
-through together, backward over their active tokens.
+Only active tokens are states: tool output and padding are skipped without a reset, so that a reward
+after a tool's output reaches earlier tokens. All samples of a rank are processed together, backward
+over their active tokens.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ def token_rewards(
     penalties: Sequence[Tensor],
     given: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
-    """Minus the penalty at every active token, and the outcome at the last of them, or in its place
-    the rewards that the tokens were given.
+    """Token rewards: minus the penalty at every active token, plus the outcome at the last one or,
+    in its place, the given per-token rewards.
 
     Args:
-        outcomes: one number by sample.
+        outcomes: One number per sample.
         masks: [R] bool by sample.
         penalties: [R] by sample, read at active tokens only.
         given: [R] by sample, finite, or None where the outcome is used; None: it is in all.

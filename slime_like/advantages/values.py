@@ -1,4 +1,4 @@
-"""How well a critic's values foretell the returns of a rollout."""
+"""Metrics of how well a critic predicts the returns of a rollout."""
 
 from __future__ import annotations
 
