@@ -1,4 +1,4 @@
-"""Keep home-made words out of the code: python scripts/lint_words.py.
+"""Keep home-made words out of code and documents: python scripts/lint_words.py.
 
 Each word has a budget, the number of its uses when it was last counted. A budget may only be
 lowered: new text says it in the words of Megatron, SGLang and slime instead.
@@ -30,6 +30,23 @@ BUDGETS = {
     "in force": (7, "active"),
 }
 
+# the same for the English documents, outside their code
+DOCUMENT_BUDGETS = {
+    "refused by name": (0, "rejected, not supported"),
+    "kin": (0, "variants"),
+    "beside": (0, "with, next to, in addition to"),
+    "of its own": (2, "its own, a separate"),
+    "of their own": (0, "their own, separate"),
+    "of one's own": (0, "custom, your"),
+    "of yours": (0, "your, custom"),
+    "goes on": (0, "continues"),
+    "go on": (1, "continue"),
+    "tells": (0, "reports, shows"),
+    "in force": (0, "active"),
+}
+GENERATED = ("flags.md", "http_api.md", "python_api.md", "their_bugs.md")
+_CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+
 
 def uses(word: str, text: str) -> list[int]:
     """Numbers of the lines of `text` with `word`, once for each use.
@@ -48,6 +65,19 @@ def sources(root: Path) -> Iterator[Path]:
         )
 
 
+def documents(root: Path) -> list[Path]:
+    """The English documents that are written by hand."""
+    found = [root / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+    found += [*(root / "docs").glob("*.md"), *(root / "docs/en").rglob("*.md")]
+    found += (root / "scripts/recipes").rglob("*.md")
+    return sorted(path for path in found if path.name not in GENERATED)
+
+
+def prose(text: str) -> str:
+    """A document without its code; lines keep their numbers."""
+    return _CODE.sub(lambda match: "\n" * match[0].count("\n"), text)
+
+
 def problems(paths: Iterable[Path], budgets: dict[str, tuple[int, str]], root: Path) -> list[str]:
     """A message for each word that is used more often than its budget allows.
 
@@ -56,6 +86,7 @@ def problems(paths: Iterable[Path], budgets: dict[str, tuple[int, str]], root: P
         budgets: by word, how many uses are allowed, and the replacement to suggest.
     """
     texts = {path: path.read_text(encoding="utf-8") for path in paths}
+    texts = {p: prose(text) if p.suffix == ".md" else text for p, text in texts.items()}
     messages = []
     for word, (budget, instead) in budgets.items():
         places = [
@@ -74,6 +105,7 @@ def problems(paths: Iterable[Path], budgets: dict[str, tuple[int, str]], root: P
 def main() -> int:
     """Print every problem; returns 1 where there is one."""
     found = problems(sources(ROOT), BUDGETS, ROOT)
+    found += problems(documents(ROOT), DOCUMENT_BUDGETS, ROOT)
     for message in found:
         print(message, file=sys.stderr)
     return 1 if found else 0

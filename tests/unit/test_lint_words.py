@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scripts.lint_words import BUDGETS, ROOT, problems, sources, uses
+from scripts.lint_words import (
+    BUDGETS,
+    DOCUMENT_BUDGETS,
+    ROOT,
+    documents,
+    problems,
+    sources,
+    uses,
+)
 
 
 def test_no_budget_is_exceeded() -> None:
     assert problems(sources(ROOT), BUDGETS, ROOT) == []
+    assert problems(documents(ROOT), DOCUMENT_BUDGETS, ROOT) == []
 
 
 def test_one_use_more_than_the_budget_fails_with_its_place(tmp_path: Path) -> None:
@@ -23,3 +32,16 @@ def test_one_use_more_than_the_budget_fails_with_its_place(tmp_path: Path) -> No
 def test_names_and_methods_are_no_uses() -> None:
     assert uses("tell", "file.tell() + _tell(x) + teller\n# Tell it, and tell\n") == [2, 2]
     assert uses("of its own", "a group\nof its own, of its owner") == [2]
+
+
+def test_code_of_a_document_is_no_use(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("`beside it`\n```text\nbeside\n```\nIt is beside it.\n")
+    (message,) = problems([page], {"beside": (0, "next to")}, tmp_path)
+    assert message.endswith("In: page.md:5")
+
+
+def test_generated_pages_are_left_out() -> None:
+    names = {path.name for path in documents(ROOT)}
+    assert {"README.md", "agents.md", "reductions.md", "internals.md"} <= names
+    assert not {"flags.md", "their_bugs.md"} & names
