@@ -64,7 +64,7 @@ class Writer:
                 break
         log_probs = tuple(-self.random.random() for _ in tokens)
         versions = (1,) * len(tokens)
-        sets = tuple(torch.tensor([t, *self.random.choices(range(9), k=3)]).int() for t in tokens)
+        sets = tuple(torch.cat([torch.tensor([t]), torch.randint(9, (3,))]).int() for t in tokens)
         length = len(request.prompt_tokens) + len(tokens)
         routes = torch.randint(0, 99, (length, 2, 2), dtype=torch.int16)
         routes[-1] = -1  # not computed
