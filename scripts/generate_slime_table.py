@@ -21,7 +21,7 @@ BEGIN, END = "<!-- table of scripts: generated -->", "<!-- end of the table -->"
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """What a script is refused for. message: a part of the error; en, zh: of the page."""
+    """Why a script is rejected. message: a part of the error; en, zh: of the page."""
 
     message: str
     en: str
@@ -35,7 +35,7 @@ DSA = Feature(
 FP8 = Feature("fp8 and fp4 training", "training in fp8", "fp8 训练")
 IFBENCH = Feature(
     "ifbench needs ifbench",
-    "the reward ifbench, which needs the package of that name; taken where it is installed",
+    "the reward ifbench needs the package of the same name; accepted if it is installed",
     "奖励 ifbench 需要同名的包；装上后即接受",
 )
 UNEVEN = Feature(
@@ -45,8 +45,8 @@ UNEVEN = Feature(
 )
 CROWDED = Feature(
     "does not divide the 8 processes",
-    "8 expert-parallel ranks for each of 2 pipeline stages on 8 processes, which Megatron-LM refuses too; "
-    "taken with `--expert-model-parallel-size 4`",
+    "8 expert-parallel ranks for each of 2 pipeline stages on 8 processes; Megatron-LM rejects it too; "
+    "accepted with `--expert-model-parallel-size 4`",
     "2 个流水线阶段各需 8 个专家并行进程而总共只有 8 个，Megatron-LM 也拒绝；`--expert-model-parallel-size 4` 时接受",
 )
 REFUSED: Mapping[str, Feature] = {
@@ -70,7 +70,7 @@ def table(page: Path) -> str:
     total = (
         f"{len(scripts)} 个脚本中接受 {taken} 个。"
         if chinese
-        else f"{taken} of {len(scripts)} scripts are taken."
+        else f"{taken} of {len(scripts)} scripts are accepted."
     )
     return "\n".join([BEGIN, total, "", head, "|---|---|---|", *rows, END])
 
@@ -78,9 +78,9 @@ def table(page: Path) -> str:
 def _row(script: SlimeScript, chinese: bool) -> str:
     feature = REFUSED.get(script.name)
     if feature is None:
-        result = "接受" if chinese else "taken"
+        result = "接受" if chinese else "accepted"
     else:
-        result = f"拒绝：{feature.zh}" if chinese else f"refused: {feature.en}"
+        result = f"拒绝：{feature.zh}" if chinese else f"rejected: {feature.en}"
     return f"| `{script.name}` | {script.world_size} | {result} |"
 
 
