@@ -1,15 +1,16 @@
-"""One RL run on one page: prompts, responses, rewards, advantages, optimizer steps, new weights.
+"""A complete RL loop in one file: prompts, responses, rewards, advantages, optimizer steps, weight
+sync.
 
     bash scripts/demo.sh
     python examples/minimal_rl.py --demo outputs/demo-sapo-tp2
     torchrun --nproc-per-node 2 examples/minimal_rl.py --demo outputs/demo-sapo-tp2 \
         --tensor-model-parallel-size 2
 
-It reads the prompts and the warm-started model of the demo and reaches the demo's score. Flags that
-it does not know are those of train.py. What train.py adds to this loop: a data source with resume,
-rewards in worker processes with deadlines, sampling spread over ranks or sent to SGLang, partial
-and asynchronous rollouts, off-policy correction, a reference model, a critic, checks of the
-numbers, checkpoints, reports. What it does not add: another algorithm.
+It uses the prompts and the warm-started model of the demo and reaches the demo's score. Unknown
+flags are passed to train.py's parser. train.py adds to this loop: a resumable data source, rewards
+in worker processes with time limits, distributed sampling or SGLang, partial and asynchronous
+rollouts, off-policy correction, a reference model, a critic, numeric guards, checkpoints and
+reports. The algorithm is the same.
 
 Axes in names: B samples of an optimizer step, R tokens of a response.
 """
@@ -37,7 +38,7 @@ FLAGS = (
 
 @dataclass(frozen=True)
 class Row:
-    """A prompt in tokens, and the word that answers it."""
+    """A tokenized prompt and its answer."""
 
     tokens: tuple[int, ...]
     answer: str
@@ -45,7 +46,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Response:
-    """One sampled response. log_probs: [R], of the engine."""
+    """One sampled response. log_probs: [R], from the rollout engine."""
 
     row: Row
     group: int
@@ -66,7 +67,7 @@ def read_rows(file: Path, tokenizer: Any) -> list[Row]:
 
 
 def reward(answer: str, response: str) -> float:
-    """Share of letters in their place; letters beyond the word count as wrong."""
+    """Fraction of letters in the right position; extra letters count as wrong."""
     said, right = response.strip().lower(), answer.lower()
     return sum(a == b for a, b in zip(right, said)) / max(len(right), len(said))
 
@@ -74,8 +75,8 @@ def reward(answer: str, response: str) -> float:
 def sample(
     engine: Any, tokenizer: Any, rows: list[Row], n: int, *, max_tokens: int, first_id: int
 ) -> list[Response]:
-    """n responses to each row. Every rank asks its own engine for all of them: a response depends
-    on its seed and the weights alone, so all ranks get the same."""
+    """Sample n responses per row. Every rank samples all of them on its own engine: a response
+    depends only on its seed and the weights, so all ranks get the same."""
     from slime_like import GenerateRequest, SamplingParams
 
     requests = [
@@ -95,7 +96,7 @@ def sample(
 
 
 def train_samples(responses: list[Response], advantages: Any) -> list[Any]:
-    """Tensors of one optimizer step's samples.
+    """Build the train samples of one optimizer step.
 
     Args:
         responses: B of them.
@@ -122,7 +123,7 @@ def train_samples(responses: list[Response], advantages: Any) -> list[Any]:
 
 
 def with_old_log_probs(backend: Any, samples: list[Any]) -> list[Any]:
-    """The policy's own log-probs before the update, which the ratios are taken against."""
+    """Add the policy's log-probs before the update, the denominators of the ratios."""
     import dataclasses
 
     computed = backend.forward(samples)
@@ -133,7 +134,7 @@ def with_old_log_probs(backend: Any, samples: list[Any]) -> list[Any]:
 
 
 def own_share(items: list[Any], layout: Any) -> list[Any]:
-    """The contiguous part of an optimizer step that this data-parallel rank trains on."""
+    """The contiguous share of an optimizer step for this data-parallel rank."""
     size = len(items) // layout.dp_size
     return items[layout.dp_rank * size : (layout.dp_rank + 1) * size]
 
@@ -184,7 +185,7 @@ def train(config: Any, layout: Any, demo: Path) -> list[float]:
         for start in range(0, len(responses), size):
             part = slice(start, start + size)
             samples = train_samples(responses[part], advantages_B[part])
-            # log-probs of all steps come before the first of them changes the weights
+            # compute the old log-probs of all steps before the first step changes the weights
             batches.append(with_old_log_probs(backend, own_share(samples, layout)))
         for batch in batches:
             pending = backend.forward_backward(TrainBatch(tuple(batch)))

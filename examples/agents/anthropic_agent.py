@@ -1,4 +1,4 @@
-"""A program with Anthropic's package; see `openai_agent.py`.
+"""An agent program that uses Anthropic's package; see `openai_agent.py`.
 
     python train.py ... --agent-command "python $PWD/examples/agents/anthropic_agent.py" \
         --prompt-data "reasoning_gym:chain_sum?size=1000" --rm-type zero \
@@ -19,7 +19,7 @@ TOOL: Any = {"name": "add", "description": add.__doc__, "input_schema": SCHEMA}
 
 
 def answer(client: Anthropic, question: str) -> str:
-    """What the model answers in the end; nothing where it only calls the tool."""
+    """The model's final answer; empty if it only called the tool."""
     messages: list[Any] = [{"role": "user", "content": question}]
     for _ in range(TURNS):
         message = client.messages.create(

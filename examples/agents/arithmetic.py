@@ -1,4 +1,4 @@
-"""What the agents of this folder share: a tool, and what is a right answer."""
+"""Shared by the agents in this folder: a tool, and the check of an answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add(numbers: list[float]) -> float:
 
 
 def result_of_add(arguments: Any) -> str:
-    """What the model is answered. arguments: as it wrote them, JSON or already read."""
+    """The tool's result for the model. arguments: as the model wrote them, JSON or parsed."""
     try:
         found = json.loads(arguments) if isinstance(arguments, str) else arguments
         return str(add(**found))
@@ -30,6 +30,6 @@ def result_of_add(arguments: Any) -> str:
 
 
 def is_right(answer: str, label: str) -> bool:
-    """Whether the last number of the answer is the label."""
+    """Whether the last number in the answer equals the label."""
     found = _NUMBER.findall(answer.replace(",", ""))
     return bool(found) and float(found[-1]) == float(label)

@@ -1,4 +1,4 @@
-"""A program with OpenAI's package, which knows nothing of the run.
+"""An agent program that uses OpenAI's package and knows nothing about slime_like.
 
     python train.py ... --agent-command "python $PWD/examples/agents/openai_agent.py" \
         --prompt-data "reasoning_gym:chain_sum?size=1000" --rm-type zero \
@@ -29,7 +29,7 @@ TOOL: Any = {
 
 
 def answer(client: OpenAI, question: str) -> str:
-    """What the model answers in the end; nothing where it only calls the tool."""
+    """The model's final answer; empty if it only called the tool."""
     messages: list[Any] = [
         {"role": "system", "content": INSTRUCTIONS},
         {"role": "user", "content": question},

@@ -1,11 +1,11 @@
-"""An agent of the package pydantic-ai (pip install 'pydantic-ai-slim[openai]'), trained as it is.
+"""An unmodified pydantic-ai agent (pip install 'pydantic-ai-slim[openai]').
 
     python train.py ... --agent-function-path examples/agents/pydantic_ai_agent.py:play \
         --prompt-data "reasoning_gym:chain_sum?size=1000" --rm-type zero \
         --use-dynamic-batch-size --max-tokens-per-gpu 4096
 
-The package makes the messages, describes the tool, runs its calls and asks again, until the model
-answers in text. All that it needs of the run is a client at the gateway.
+pydantic-ai builds the messages, describes the tool, runs its calls and queries the model again
+until it answers in text. The only connection to the run is a client that points to the gateway.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ agent = Agent(instructions=INSTRUCTIONS, tools=[add], retries=2)
 
 
 async def play(task: Task) -> float:
-    """1 for the right number, else 0; also where the model never comes to an answer."""
+    """1 for the right number, otherwise 0, including when the model gives no answer."""
     model = OpenAIChatModel("policy", provider=OpenAIProvider(openai_client=task.openai()))
     try:
         result = await agent.run(task.prompt, model=model)

@@ -1,8 +1,8 @@
-"""Plays environments of the package verifiers, by name, for a run elsewhere.
+"""A remote agent worker that runs environments of the verifiers package.
 
-verifiers (classic environments up to 0.3, tasksets from 0.4 on) needs packages that conflict with
-slime_like's, so this program has a Python of its own, which needs `pip install verifiers` and the
-environment's package, and nothing of slime_like:
+verifiers (classic environments up to 0.3, tasksets from 0.4 on) has dependencies that conflict with
+slime_like's, so this program runs in a separate Python environment with `pip install verifiers` and
+the environment's package; it does not need slime_like:
 
     python verifiers_worker.py rows ENVIRONMENT > rows.jsonl
     python verifiers_worker.py work ENVIRONMENT --gateway http://127.0.0.1:5000 --key-file keys
@@ -11,7 +11,7 @@ environment's package, and nothing of slime_like:
         --metadata-key metadata --rm-type zero --agent-worker-keys keys --agent-port 5000 \
         --use-dynamic-batch-size --max-tokens-per-gpu 4096
 
-The environment asks the model through OpenAI's API, at the gateway of the run; the reward is the
+The environment calls the model through OpenAI's API at the run's gateway; the reward is the
 weighted sum of its rubric. ``--settings`` is a JSON object: the arguments of `load_environment`, or
 the fields of a taskset's environment, as in ``{"agent": {"runtime": {"type": "subprocess"}}}``.
 """

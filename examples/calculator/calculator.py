@@ -1,11 +1,11 @@
-"""A calculator that the model may call: ``<calc>12 * (3 + 4)</calc>`` is answered by
-``<result>84</result>``, and the model goes on.
+"""A calculator tool: the model writes ``<calc>12 * (3 + 4)</calc>``, the environment appends
+``<result>84</result>``, and the model continues.
 
     python train.py ... --custom-generate-function-path examples/calculator/calculator.py:generate
     --rm-type gsm8k
 
-What the calculator answers is not trained on. The model's text is never evaluated as a program:
-`calculate` walks over a parsed expression that holds numbers and four operations, of bounded size.
+The tool's output is masked out of the loss. The model's text is never executed: `calculate` walks
+the syntax tree of an expression of bounded size with numbers and four operations.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ OPERATIONS: dict[type, Callable[[float, float], float]] = {
 
 
 async def generate(model: Model, episode: Episode) -> None:
-    """The model writes until it calls the calculator, reads the result, and goes on; it ends
-    without a call, or has no more room."""
+    """Alternate model turns and calculator results, until a turn has no call or the length limit is
+    reached."""
     for _ in range(MOST_CALLS):
         turn = await model.write(episode, stop=(CLOSE,))
         call = called(turn.text)
@@ -42,13 +42,13 @@ async def generate(model: Model, episode: Episode) -> None:
 
 
 def called(text: str) -> str | None:
-    """The expression of a turn that ends with a call."""
+    """The expression of the call that ends the turn, or None."""
     start = text.rfind(OPEN)
     return text[start + len(OPEN) : -len(CLOSE)] if start >= 0 and text.endswith(CLOSE) else None
 
 
 def calculate(expression: str) -> str:
-    """The value in digits, or what is wrong with the expression."""
+    """The value as text, or an error message."""
     if len(expression) > MOST_CHARACTERS:
         return f"error: longer than {MOST_CHARACTERS} characters"
     try:

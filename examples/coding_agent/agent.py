@@ -9,9 +9,9 @@ A row has, in its metadata, the files and the checks at the end:
      "metadata": {"files": {"half.py": "import sys\\nprint(int(sys.argv[1]) / 3)\\n"},
                   "checks": [{"command": "python half.py 8", "stdout": "4.0"}]}}
 
-The reward is the part of the checks that pass. What they expect never enters the sandbox, so that no
-program can look it up. Commands see the system's programs and the standard library, no other files
-and no network (`slime_like/rewards/shell.py`).
+The reward is the fraction of checks that pass. Their expected output never enters the sandbox, so
+no program can read it. Commands can use the system's programs and the Python standard library, but
+no other files and no network (`slime_like/rewards/shell.py`).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ async def play(task: Task) -> float:
 
 
 def use(work: Workspace, function: Mapping[str, Any]) -> str:
-    """What the model is answered to a call of a tool."""
+    """Run a tool call; returns its result as text for the model."""
     try:
         arguments = json.loads(function["arguments"])
         if function["name"] == "shell":

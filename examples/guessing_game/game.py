@@ -1,12 +1,12 @@
-"""A game of several turns over a reasoning-gym task whose answer is a number: the model guesses,
-and hears whether the answer is higher or lower.
+"""A multi-turn game over a reasoning-gym task with a numeric answer: the model guesses and is told
+whether the answer is higher or lower.
 
     python train.py ... --prompt-data "reasoning_gym:chain_sum?size=1000" \
         --custom-generate-function-path examples/guessing_game/game.py:generate
 
-A right guess ends the game and earns 1, less a tenth for every turn before it; a game that is lost
-earns 0. Feedback is not trained on. This is written in slime's convention, to show it;
-`examples/calculator` is written in ours.
+A correct guess ends the game with reward 1 minus 0.1 for each earlier turn; a lost game has reward
+0. Feedback is masked out of the loss. This example uses slime's convention; `examples/calculator`
+uses ours.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"-?\d{1,18}(?:\.\d{1,6})?")
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Play one game: guesses of the model, feedback between them."""
+    """Play one game: alternate guesses of the model and feedback."""
     tokenizer = GenerateState(args).tokenizer
     prompt = tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
     response: list[int] = []
@@ -66,7 +66,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
 
 def feedback(text: str, label: Any) -> str | None:
-    """What the game answers to a guess; None when it is right."""
+    """Feedback to a guess; None if it is correct."""
     found = _NUMBER.findall(text)
     if not found:
         return "\nThat is no number. Guess again: "

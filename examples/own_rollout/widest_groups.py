@@ -1,12 +1,12 @@
-"""A whole rollout in slime's convention: more prompts than are needed are answered, and those
-groups are trained on whose rewards differ most.
+"""A custom rollout function in slime's convention: over-sample prompts and train on the groups with
+the largest reward spread.
 
     python train.py ... --rollout-function-path
     examples/own_rollout/widest_groups.py:generate_rollout --tis-ratio-type token
 
-The best of the others are given back (`data_source.add_samples`) and come first in the next
-rollout: they are finished, so nothing is sampled for them again, and they are trained on under
-newer weights than wrote them, which is what the correction is for. In slime the imports are from
+The best of the other groups are returned to the source (`data_source.add_samples`) and come first
+in the next rollout: they are finished, so nothing is sampled again, but they are trained on with
+newer weights than generated them, hence the off-policy correction. In slime the imports are from
 ``slime.rollout.sglang_rollout``, ``slime.rollout.base_types``, ``slime.utils.async_utils`` and
 ``slime.utils.types``.
 """
@@ -52,7 +52,7 @@ def generate_rollout(
 
 
 async def answered(args: Any, groups: list[list[Sample]]) -> list[list[Sample]]:
-    """With responses and rewards; groups that have them stay as they are."""
+    """Generate and grade groups; finished groups are returned unchanged."""
     sampling_params = GenerateState(args).sampling_params
     return list(
         await asyncio.gather(
@@ -66,6 +66,6 @@ def was_carried(group: list[Sample]) -> bool:
 
 
 def spread(group: list[Sample]) -> float:
-    """Standard deviation of the rewards that there are."""
+    """Standard deviation of the available rewards."""
     rewards = [sample.reward for sample in group if sample.reward is not None]
     return statistics.pstdev(rewards) if rewards else 0.0

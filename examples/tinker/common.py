@@ -1,11 +1,11 @@
-"""What the examples share: a connection, prompts, a reward that needs no data, and sampling.
+"""Shared by the Tinker examples: connection, prompts, a reward without data, and sampling.
 
     python scripts/make_demo.py --output-dir outputs/demo
     python -m slime_like.tinker --hf-checkpoint outputs/demo/model
     python examples/tinker/grpo.py --model outputs/demo/model
 
-The reward is the share of vowels in what the model writes. The task is a toy; the loops are those
-of a real one.
+The reward is the fraction of vowels in the response. The task is a toy, but the loops are those of
+real training.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ VOWELS = set("aeiou")
 
 @dataclass(frozen=True)
 class Response:
-    """tokens: prompt then response. start: where the response begins. log_probs: of its tokens, by
-    the sampler."""
+    """A sampled response. tokens: prompt and response. start: index of the first response token.
+    log_probs: of the response tokens, from the sampler."""
 
     tokens: list[int]
     start: int
@@ -33,11 +33,12 @@ class Response:
     reward: float
 
     def inputs(self) -> types.ModelInput:
-        """Everything but the last token: position i is scored on token i + 1."""
+        """All tokens except the last: position i predicts token i + 1."""
         return types.ModelInput.from_ints(self.tokens[:-1])
 
     def spread(self, values: Any) -> np.ndarray[Any, Any]:
-        """Values of the response's tokens at the positions that are scored on them, 0 elsewhere."""
+        """Place per-token values of the response at the positions that predict them; 0
+        elsewhere."""
         whole = np.zeros(len(self.tokens) - 1, dtype=np.float32)
         whole[self.start - 1 :] = values
         return whole
@@ -67,7 +68,7 @@ def reward_of(text: str) -> float:
 def sample(
     training: tinker.TrainingClient, tokenizer: Any, *, group: int, seed: int, max_tokens: int = 8
 ) -> list[list[Response]]:
-    """A group of responses to each prompt, from the weights as they are now."""
+    """Sample a group of responses per prompt from the current weights."""
     sampler = training.save_weights_and_get_sampling_client().result()
     prompts = [
         tokenizer.encode(f"<|user|>{text}<|assistant|>", add_special_tokens=False)

@@ -4,8 +4,8 @@ from a local file.
     .venv-cookbook/bin/python examples/tinker/cookbook_rl.py --log-path outputs/cookbook/rl
     --start-from outputs/cookbook/sl
 
-goes on from what cookbook_sl.py has learned (see there for the server). The reward is the share of
-letters in their place, as in scripts/demo.sh.
+continues from the result of cookbook_sl.py (which also explains the server). The reward is the
+fraction of letters in the right position, as in scripts/demo.sh.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Spelling(ProblemEnv):
         return str(self.row["messages"][-1]["content"])
 
     def check_answer(self, sample_str: str) -> float:
-        """Share of letters in their place; letters beyond the word count as wrong."""
+        """Fraction of letters in the right position; extra letters count as wrong."""
         expected, answer = self.row["answer"].lower(), sample_str.strip().lower()
         return sum(a == b for a, b in zip(expected, answer)) / max(len(expected), len(answer))
 

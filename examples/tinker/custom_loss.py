@@ -1,4 +1,4 @@
-"""A loss of the client's own, on log-probs: REINFORCE with the mean reward as baseline, in three
+"""A client-side custom loss on log-probs: REINFORCE with the mean reward as baseline, in three
 lines of torch.
 
 python examples/tinker/custom_loss.py --model outputs/demo/model

@@ -1,2 +1,2 @@
-"""Agents that talk to the run as to OpenAI's or Anthropic's API, and what of their talk is trained on,
-exact to the token."""
+"""Training of agents that use an OpenAI- or Anthropic-compatible API: the gateway that serves them,
+and the exact tokens of their conversations as training samples."""

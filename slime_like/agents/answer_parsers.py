@@ -1,8 +1,8 @@
-"""What the model wrote, as a library reads it: transformers, by the response template that comes with
-a tokenizer, or SGLang's parsers of calls, where SGLang is installed in this Python.
+"""Parse model output (reasoning, tool calls) with a library: transformers, by the tokenizer's
+response template, or SGLang's tool-call parsers, if SGLang is installed in this Python.
 
-What they cannot read stays text, and is counted, as in `tool_calls`, which has the families that no
-tokenizer brings a response template for.
+Unparsable calls stay text and are counted, as in `tool_calls`, which has the families without a
+response template.
 """
 
 from __future__ import annotations

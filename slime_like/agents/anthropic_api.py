@@ -1,4 +1,4 @@
-"""Anthropic's messages: bodies as an `Ask`, answers as their JSON and their stream."""
+"""Anthropic's messages API: parse request bodies to an `Ask`; format responses and streams."""
 
 from __future__ import annotations
 

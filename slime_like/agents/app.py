@@ -1,4 +1,4 @@
-"""The routes of the gateway: who asks is known by the key, which belongs to one session.
+"""HTTP routes of the gateway. The API key identifies the session.
 
 The key comes as `Authorization: Bearer`, as `X-Api-Key`, or in the path: `/session/KEY/v1/...`.
 """
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 class Refused(Exception):
-    """Before the session is asked. status: of HTTP."""
+    """A request rejected before it reaches the session. status: HTTP status."""
 
     def __init__(self, status: int, words: str) -> None:
         super().__init__(words)
@@ -65,9 +65,9 @@ def make_app(
     """The gateway.
 
     Args:
-        sessions: Of the episodes under way, by their key.
-        max_body: Bytes of a request.
-        tasks: For agents elsewhere.
+        sessions: Sessions of running episodes, by key.
+        max_body: Maximum request size in bytes.
+        tasks: Task queue for remote agent workers.
     """
     app = FastAPI(title="slime_like", docs_url=None, redoc_url=None, openapi_url=None)
     gate = _Gate(sessions, max_body)
@@ -91,7 +91,7 @@ def make_app(
 
 
 class _Gate:
-    """What every route does first."""
+    """Common checks of all routes: key, body size, JSON."""
 
     def __init__(self, sessions: Mapping[str, Session], max_body: int) -> None:
         self._sessions = sessions
@@ -202,7 +202,7 @@ def key_of(request: Request) -> str:
 
 
 async def answered(request: Request, session: Session, ask: Ask) -> list[Choice]:
-    """The answers, unless the client leaves before: the engine is then asked no more."""
+    """The completions; generation is aborted if the client disconnects."""
     return await unless_gone(request, session.answer(ask))
 
 
@@ -264,12 +264,12 @@ async def _rewards(request: Request, session: Session, body: Body) -> Response:
 
 
 def name_of(body: Body) -> str:
-    """The model that a client asked for: all names are the policy's."""
+    """The model name in a request; every name refers to the policy."""
     return str(body.get("model") or MODEL)[:200]
 
 
 def as_json(value: Mapping[str, object], status: int = 200) -> Response:
-    """ASCII: a text may hold what UTF-8 cannot say."""
+    """A JSON response in ASCII, because text may contain lone surrogates."""
     return Response(json.dumps(value), status_code=status, media_type="application/json")
 
 
@@ -278,7 +278,7 @@ def stream(events: Iterable[str]) -> Response:
 
 
 def failed(request: Request, status: int, kind: str, words: str) -> Response:
-    """In the form of the API that was asked."""
+    """An error response in the format of the API that was called."""
     error: dict[str, Any] = {"type": kind, "message": words}
     if "/messages" in request.url.path:
         response = as_json({"type": "error", "error": error}, status)

@@ -1,5 +1,5 @@
-"""An agent that is a program: a process for each episode, in its own folder, ended with all
-that it started."""
+"""Agents that are programs: one process per episode, in its own folder, killed with all its
+descendants at the end."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ async def run_command(words: Sequence[str], task: Task) -> float | None:
 
     Args:
         words: The program and its arguments.
-        task: What it is to do: as `task.json` in its folder; the gateway in the environment
-            variables that the SDKs read.
+        task: The task, written to `task.json` in its folder; gateway URL and key are in the
+            environment variables that the SDKs read.
 
     Returns:
-        The number in the file `reward`, or None where it wrote none.
+        The number in the file `reward`, or None if there is none.
 
     Raises:
-        RuntimeError: the program cannot be started, failed, or wrote something else; with the end of
-            its output.
+        RuntimeError: The program could not be started, failed, or wrote an invalid reward; with the
+            end of its output.
     """
     with (
         tempfile.TemporaryDirectory(prefix="slime_like_agent_", ignore_cleanup_errors=True) as path,

@@ -1,4 +1,4 @@
-"""Rewards of single answers of an episode."""
+"""Rewards of single turns of an episode."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from slime_like.rollout.answer_credit import SUMMED
 
 
 def add_reward(session: Session, value: Any, answer: Any = -1) -> None:
-    """Add to the reward of one answer.
+    """Add to the reward of one turn.
 
     Args:
         value: A finite number.
-        answer: Its place among the answers of the episode, from the end where it is negative.
+        answer: Index of the turn in the episode; negative: from the end.
 
     Raises:
-        BadRequest: for another value, or an answer that there is not.
+        BadRequest: An invalid value, or no such turn.
     """
     turns = session.tree.turns
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

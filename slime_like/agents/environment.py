@@ -1,5 +1,4 @@
-"""Plays the episodes of a text environment: its observations are the user's messages, the model's
-answers its actions."""
+"""Agent that runs a text environment: observations are user messages, model turns are actions."""
 
 from __future__ import annotations
 
@@ -23,14 +22,14 @@ logger = logging.getLogger(__name__)
 
 
 def player(make: Callable[[], TextEnvironment]) -> Callable[[Task], Awaitable[float | None]]:
-    """An agent that plays one environment an episode.
+    """An agent that runs one environment per episode.
 
-    The reward of each step is its answer's; what the agent returns is None where the environment
-    left one to the run's reward function, else 0. An episode without room for another answer, of
-    tokens or of --agent-max-turns, ends as it is.
+    The reward of a step is the reward of its turn. The agent returns None if the environment leaves
+    a reward to the run's reward function, otherwise 0. An episode at the token limit or at
+    --agent-max-turns ends where it is.
 
     Args:
-        make: Makes the environment; called in the thread of the episode.
+        make: Creates the environment; called in the thread of the episode.
     """
 
     async def play(task: Task) -> float | None:

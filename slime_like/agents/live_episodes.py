@@ -1,10 +1,9 @@
-"""Episodes that outlive the rollout that began them (--partial-rollout): agents are not stopped, but
-wait for the engine while the run trains.
+"""Episodes that span several rollouts (--partial-rollout): agents keep running, but wait for the
+engine while the run trains.
 
-All live in one event loop, which runs only while the run samples or evaluates; its clock stops
-in between, so that no time limit of an agent's counts the training. A checkpoint has the tokens of
-such an episode, and no agent: a resumed run plays it again from its beginning, and trains on nothing
-of what it had.
+They share one event loop, which only runs while the run samples or evaluates; its clock stops in
+between, so that agents' time limits do not include training. A checkpoint stores the tokens of an
+unfinished episode, but not its agent: a resumed run restarts the episode and discards those tokens.
 """
 
 from __future__ import annotations

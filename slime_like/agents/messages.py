@@ -1,5 +1,5 @@
-"""Messages of a conversation in one form, whatever API they came by, so that what a client sends back
-can be compared with what it was given."""
+"""Canonical form of chat messages for all APIs, so that the history a client sends can be compared
+with the responses it received."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ ROLES = ("system", "developer", "user", ASSISTANT, "tool")
 
 
 class BadRequest(ValueError):
-    """What a client asked for is wrong or not offered; the message is for the client."""
+    """An invalid or unsupported request; the message is for the client."""
 
 
 class ContextExceeded(BadRequest):
-    """The conversation leaves no room for an answer."""
+    """The conversation leaves no room for a completion."""
 
 
 def canonical(message: object, place: int) -> dict[str, Any]:

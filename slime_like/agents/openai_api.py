@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: bodies as an `Ask`, answers as their JSON and their stream."""
+"""OpenAI's chat completions API: parse request bodies to an `Ask`; format responses and streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's responses, without a state on this side."""
+"""OpenAI's responses API, stateless on the server side."""
 
 from __future__ import annotations
 

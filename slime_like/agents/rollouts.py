@@ -1,5 +1,4 @@
-"""Episodes of agents in place of responses: a function of the user's, a process for each, or a text
-environment that is played."""
+"""Agent episodes as rollouts: a user function, a process per episode, or a text environment."""
 
 from __future__ import annotations
 
@@ -48,14 +47,15 @@ EVALUATION_SEED, MOST_SEED = 2**30, 2**31
 
 
 class Play(Protocol):
-    """An agent: plays the episode, and returns its reward, or None for the run's reward function."""
+    """An agent: runs an episode and returns its reward, or None to use the run's reward
+    function."""
 
     def __call__(self, task: Task, /) -> Awaitable[float | None]: ...
 
 
 class AgentGenerate(CustomGenerate):
-    """Episodes of agents, all of a rank in one event loop with their gateway. An agent that raises,
-    hangs or asks for nothing loses its sample, with the reason in its metadata."""
+    """Runs agent episodes, all of a rank in one event loop with their gateway. If an agent raises,
+    times out or makes no request, its sample is aborted, with the reason in its metadata."""
 
     def __init__(
         self,
@@ -78,21 +78,21 @@ class AgentGenerate(CustomGenerate):
     ) -> None:
         """
         Args:
-            name: The flag and the agent, for messages.
+            name: Flag and agent, for messages.
             play: The agent.
-            gateway: That it talks to.
-            end_ids: Tokens that end an answer.
+            gateway: The gateway that agents connect to.
+            end_ids: Tokens that end a completion.
             template_arguments: --apply-chat-template-kwargs.
             tool_format: See `answer_parsers.parse_answer`; None: `default_format`.
-            limits: Of each session.
-            timeout_s: Seconds for each episode.
-            episodes: That run at a time.
+            limits: Limits of each session.
+            timeout_s: Time limit per episode in seconds.
+            episodes: Concurrent episodes.
             observations: See `SessionTree.branches`.
-            attempts: Most for an episode, of which all but the last end with a worker that is lost.
-            own_timeout: The agent minds `timeout_s` itself.
-            pauses: Episodes may be paused, and continue in a later rollout.
-            by_turn: The advantages are of answers; else their rewards are added to the episode's.
-            by_token: The advantages need to know which answer continues which.
+            attempts: Maximum attempts per episode; it is repeated when a worker is lost.
+            own_timeout: The agent enforces `timeout_s` itself.
+            pauses: Episodes may be paused and continued in a later rollout.
+            by_turn: Advantages are per turn; otherwise turn rewards are added to the episode's.
+            by_token: Advantages need to know which turn continues which.
         """
         super().__init__(name, self._unused, timeout_s=timeout_s)
         self._play = play
@@ -116,9 +116,9 @@ class AgentGenerate(CustomGenerate):
     def run(
         self, samples: Sequence[Sample], model: Model, *, evaluation: bool, limit: int | None = None
     ) -> list[Sample]:
-        """See `CustomGenerate`. With --partial-rollout an episode that has written `limit` tokens is
-        paused, and PARTIAL; it continues when its sample is given again. One that another process
-        began is played from its beginning."""
+        """See `CustomGenerate`. With --partial-rollout an episode pauses after `limit` generated
+        tokens and is PARTIAL; it continues when its sample is passed again. Episodes of an earlier
+        process are restarted."""
         live = self._live
         if live is None:
             return super().run(samples, model, evaluation=evaluation)
@@ -175,7 +175,7 @@ class AgentGenerate(CustomGenerate):
         )
 
     def close(self) -> None:
-        """End the agents that wait."""
+        """End waiting agents."""
         if self._live is not None:
             self._live.close()
 
@@ -318,8 +318,8 @@ def seed_of(sample: Sample, *, evaluation: bool) -> int:
 def agent_generate(
     run: RunConfig, tokenizer: PreTrainedTokenizerBase, rank: int
 ) -> AgentGenerate | None:
-    """What --agent-function-path, --agent-command, --agent-environment or --agent-worker-keys asks for; None without.
-    Raises ValueError naming the flag."""
+    """The agent runner of --agent-function-path, --agent-command, --agent-environment or
+    --agent-worker-keys; None without these. Raises ValueError naming the flag."""
     config = run.agents
     tasks: TaskQueue | None = None
     play: Callable[[Task], Awaitable[Any]]
@@ -379,7 +379,8 @@ def agent_generate(
 
 
 def end_ids_of(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens that end an answer: the checkpoint's, the tokenizer's and --rollout-stop-token-ids."""
+    """Tokens that end a completion: the checkpoint's, the tokenizer's and
+    --rollout-stop-token-ids."""
     from transformers import AutoConfig
 
     from slime_like.rollout.engines.local.engine import end_token_ids

@@ -1,5 +1,5 @@
-"""How a row that is a whole conversation becomes a prompt to learn from: the turns of the assistant
-are learnt, everything else is read (`--loss-type sft_loss` without `--label-key`)."""
+"""Conversations for supervised fine-tuning: assistant turns are trained on, everything else is
+masked (`--loss-type sft_loss` without `--label-key`)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class ConversationFormat(PromptFormat):
-    """As a `PromptFormat` of which a text is a list of segments: the prompt is the first of them.
-    Raises ValueError when the tokenizer has no chat template."""
+    """A `PromptFormat` with a list of segments as text; the first segment is the prompt. Raises
+    ValueError if the tokenizer has no chat template."""
 
     def __init__(
         self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, keys: RowKeys

@@ -1,8 +1,8 @@
-"""Rows with two answers to one prompt, of which one is preferred (`--loss-type dpo_loss`): TRL's
-columns `chosen` and `rejected`.
+"""Preference pairs: rows with a chosen and a rejected answer to one prompt (`--loss-type
+dpo_loss`), in TRL's columns `chosen` and `rejected`.
 
-Answers are texts, or lists of messages; then the prompt is what both lists begin with, where they
-do not begin with the assistant's answer to the prompt of --input-key.
+Answers are strings or lists of messages. Lists either start with the assistant's answer to the
+prompt of --input-key, or include the prompt as their common prefix.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How a row of a data source becomes a prompt: keys, chat template, tokens, and what a row must be.
+"""Convert a row of a data source to a prompt: keys, chat template, tokens and validation.
 
-Chat templates are programs that come with a model: they are rendered in bounded time, and their
-errors name the row.
+Chat templates are programs that come with a model: rendering has a time limit, and errors name the
+row.
 """
 
 from __future__ import annotations
@@ -165,13 +165,13 @@ ANY_LENGTH = Room()
 
 
 class PromptFormat:
-    """How a row becomes a prompt: which keys hold what, and the chat template, for which a plain
-    string is one user message.
+    """Converts rows to prompts: keys and chat template, for which a plain string is one user
+    message.
 
-    answer_check: what a row's label and metadata must be for its responses to be of use. Tokens are
-    those of the text alone (no special tokens are added): a chat template writes its own, and a
-    plain string is taken as it stands. Raises ValueError when a chat template is asked for and the
-    tokenizer has none.
+    answer_check: validates a row's label and metadata for the reward. No special tokens are added:
+        a
+    chat template writes its own, and plain strings are used as they are. Raises ValueError if a
+    chat template is requested and the tokenizer has none.
     """
 
     def __init__(
@@ -185,8 +185,8 @@ class PromptFormat:
         chat: bool = False,
         teaches_itself: bool = False,
     ) -> None:
-        """chat: with the chat template, whatever --apply-chat-template says. teaches_itself: a
-        prompt's metadata say what its teacher's is made of."""
+        """chat: use the chat template regardless of --apply-chat-template. teaches_itself: store
+        the context of the teacher's prompt in the metadata (self-distillation)."""
         self.keys = keys
         self._teaches_itself = teaches_itself
         self._metadata = dict(metadata or {})  # laid over that of every row

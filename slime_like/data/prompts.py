@@ -1,7 +1,7 @@
-"""Prompts in the order of training: template, tokens, shuffling, and a position that can be saved.
+"""Prompts in training order: template, tokens, shuffling, and a resumable position.
 
-The order of an epoch depends on (seed, epoch) alone, so that a position is three numbers and a
-resumed run draws the same prompts as an uninterrupted one.
+The order of an epoch depends only on (seed, epoch), so a position is three numbers, and a resumed
+run draws the same prompts as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -87,12 +87,11 @@ class PromptSource:
     """An endless stream of prompts over epochs of one data source.
 
     answer_check: `data.sft.answer_problem`, or `rewards.registry.answer_check` of the run's reward;
-    None accepts every label. conversations: prompts are whole ones, to learn from. pairs: of rows
-    with two answers. teaches_itself: of a policy that is its own teacher.
-    `len()` is the number of prompts in an epoch, `num_left_out` the number of rows that were too
-    long, `notes` what the user should be
-    told once (rows left out), a line each. Raises ValueError at construction for everything that is
-    wrong with the data, by its file and line, or with the chat template.
+    None accepts every label. conversations: rows are conversations for supervised training. pairs:
+    rows are preference pairs. teaches_itself: self-distillation. `len()` is the number of prompts
+    per epoch, `num_left_out` the number of rows that were too long, `notes` messages to log.
+    Construction raises ValueError for any problem with the data, naming file and line, or with the
+    chat template.
     """
 
     def __init__(
@@ -145,8 +144,8 @@ class PromptSource:
         return len(self._kept)
 
     def next_prompts(self, n: int) -> list[Prompt]:
-        """The next `n` prompts, going on into the next epoch when this one ends. Group ids rise by
-        one over the whole run."""
+        """The next `n` prompts, continuing with the next epoch at the end of one. Group ids
+        increase by one over the whole run."""
         indices: list[int] = []
         while len(indices) < n:
             if self._offset == len(self):
@@ -187,8 +186,8 @@ class PromptSource:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken. Raises ValueError when the data is not the same; a moved
-        file with the same content is."""
+        """Resume from `state`. Raises ValueError if the data differ; a moved file with equal
+        content is fine."""
         saved, ours = dict(state["source"]), self._fingerprint()
         different = [key for key in ours if key != "path" and saved.get(key) != ours[key]]
         if different:

@@ -1,5 +1,5 @@
-"""Supervised samples: the label is the response, or the turns of the assistant in a conversation
-(`--loss-type sft_loss`)."""
+"""Samples of supervised fine-tuning (`--loss-type sft_loss`): the label is the response, or the
+assistant turns of a conversation are."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def conversation_samples(
     *,
     max_response_len: int | None = None,
 ) -> list[Sample]:
-    """Conversations as samples with a loss mask over the turns that are learnt (`Prompt.turns`).
+    """Conversations as samples with a loss mask over the trained turns (`Prompt.turns`).
 
-    Every turn, and what is between two, is tokenised by itself, as it is when the model writes
-    the one and is given the other. What exceeds `max_response_len` tokens after the first prompt is
-    cut; such a sample is `TRUNCATED`. sample_id is the prompt's group_id.
-    Raises ValueError where the parts tokenised alone do not add up to the text.
+    Turns, and the text between them, are tokenized separately, as they are at inference. Tokens
+    beyond `max_response_len` after the first prompt are truncated; such a sample is `TRUNCATED`.
+    sample_id is the prompt's group_id. Raises ValueError if the separately tokenized parts do not
+    add up to the text.
     """
     return [_conversation(prompt, tokenizer, max_response_len) for prompt in prompts]
 
@@ -74,15 +74,13 @@ def sft_samples(
     *,
     max_response_len: int | None = None,
 ) -> list[Sample]:
-    """Prompt and label as a sample whose loss mask covers every token of the answer and the
-    end-of-sequence token. Conversations: see `conversation_samples`.
+    """Samples of prompt and label; the loss mask covers the answer and the end-of-sequence token.
+    For conversations see `conversation_samples`.
 
-    The answer is tokenised by itself, as it would be when the model writes it after the prompt. One
-    longer than
-    `max_response_len` is cut there, without an end token, and is `TRUNCATED`. sample_id is the
-    prompt's group_id.
-    Raises ValueError when a label is not a non-empty string, or the tokenizer has no
-    end-of-sequence token.
+    The answer is tokenized separately, as if generated after the prompt. An answer longer than
+    `max_response_len` is truncated, without an end token, and the sample is `TRUNCATED`. sample_id
+    is the prompt's group_id. Raises ValueError if a label is not a non-empty string, or the
+    tokenizer has no end-of-sequence token.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(

@@ -1,8 +1,8 @@
 """Rows of a data source, read lazily: JSONL, Parquet and reasoning-gym tasks.
 
-Opening a file makes one validating pass over it: every row is decoded and handed to the caller's
-check, and a byte offset (JSONL) or row number (Parquet) is kept for the good ones, so that memory
-does not grow with the size of the rows. After that a row that was accepted can always be read.
+Opening a file validates every row with the caller's check and keeps a byte offset (JSONL) or row
+number (Parquet) of the valid ones, so memory does not grow with the size of the rows. An accepted
+row can always be read later.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The tokenizer of a run: loaded with errors that name its folder, checked against the model, told
-from others."""
+"""The tokenizer of a run: loading with clear errors, a check against the model, and its identity
+for checkpoints."""
 
 from __future__ import annotations
 

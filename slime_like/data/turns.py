@@ -1,7 +1,7 @@
-"""Which parts of a conversation, as a chat template writes it, its assistant wrote.
+"""Find the assistant's parts of a rendered conversation (loss mask).
 
-Everything is found by comparing texts that the template writes, never by searching for markers, so
-that it holds for any template; where the comparison fails the row is refused.
+They are found by comparing texts that the chat template renders, never by searching for markers, so
+that it works for any template; a row for which the comparison fails is rejected.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _REMEDY = (
 
 
 class Render(Protocol):
-    """A chat template. open_turn: the opening of an assistant's turn follows."""
+    """Renders a chat template. open_turn: append the generation prompt."""
 
     def __call__(self, messages: Sequence[Message], *, open_turn: bool = False) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of a conversation's text. learnt: the assistant wrote it, and it is trained on."""
+    """A part of a conversation's text. learnt: it is an assistant turn that is trained on."""
 
     text: str
     learnt: bool

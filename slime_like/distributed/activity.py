@@ -1,5 +1,5 @@
-"""What this process is doing, as the watchdogs of the other ranks are told: its phase, where its
-main thread is, whether that moves."""
+"""Activity of this process, reported to the watchdogs of other ranks: its phase, where its main
+thread is, and whether it makes progress."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What some ranks find out, all of them know: a value, or an error that all raise. One that a
-single rank raised would leave the others waiting in a collective.
+"""Collective helpers: share a value, or an exception, of one rank with all ranks. An exception on a
+single rank would leave the others waiting in a collective.
 
-A ValueError, OSError or RunError, which the user can remedy, is raised as it is. Any other one
-becomes a RunError with its traceback as a note. Every function is a collective, and works without a
-process group too. Values travel as pickles, inside the job.
+ValueError, OSError and RunError, which users can fix, are raised unchanged; others become a
+RunError with the traceback as a note. Every function is collective, and also works without a
+process group. Values are pickled, within the job only.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ REMEDIES = (ValueError, OSError, RunError)
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """`value` of every rank, on every rank; small ones. group: of all ranks, where the default one
-    is in use meanwhile."""
+    """All-gather small Python objects. group: a group of all ranks, if the default is in use by
+    another thread."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
@@ -37,8 +37,8 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def together(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Run `action` on every rank; the first rank's error is raised on every rank. `action` must
-    hold no collective that a failing rank would miss. group: as of `gather`."""
+    """Run `action` on every rank; the error of the lowest failing rank is raised on all. `action`
+    must not contain collectives that a failing rank would miss. group: see `gather`."""
     result, error = _attempt(action)
     errors = gather(None if error is None else as_told(error), group)
     first = next((e for e in errors if e is not None), None)
@@ -48,23 +48,23 @@ def together(action: Callable[[], T], group: dist.ProcessGroup | None = None) ->
 
 
 def from_rank_zero(find: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """What `find` returns on rank 0; its error is raised on every rank. group: of all ranks, where
-    the default one is in use meanwhile."""
+    """Run `find` on rank 0 and broadcast its result, or raise its error on every rank. group: see
+    `gather`."""
     value, error = _attempt(find) if is_rank_zero() else (None, None)
     return share(value, error, group)  # type: ignore[return-value]
 
 
 def on_rank_zero(make: Callable[[], T]) -> T | None:
-    """As `from_rank_zero`, for what cannot travel: what `make` returns stays on rank 0, and is None
-    elsewhere."""
+    """As `from_rank_zero`, but the result stays on rank 0, e.g. because it cannot be pickled; None
+    on other ranks."""
     value, error = _attempt(make) if is_rank_zero() else (None, None)
     share(None, error)
     return value
 
 
 def share(value: T, error: Exception | None = None, group: dist.ProcessGroup | None = None) -> T:
-    """Rank 0's value, or its error, on every rank. For what rank 0 knows before all have taken part
-    in something else; else `from_rank_zero`."""
+    """Broadcast rank 0's value, or raise its error on every rank; for a value that rank 0 already
+    has. Otherwise use `from_rank_zero`."""
     told = None if error is None else as_told(error)
     if dist.is_initialized() and dist.get_world_size() > 1:
         box = [b""]
@@ -85,9 +85,9 @@ def share(value: T, error: Exception | None = None, group: dist.ProcessGroup | N
 def from_rank_zero_within(
     find: Callable[[], T], group: dist.ProcessGroup | None, *, timeout_s: float, late: str
 ) -> T:
-    """As `from_rank_zero`, for what takes long: it runs in a thread, and the other ranks hear every
-    few seconds that it goes on, so that no collective takes longer than that. After timeout_s it is
-    given up: RunError(late) on all ranks, and the thread is left behind."""
+    """As `from_rank_zero`, for long-running work: it runs in a thread, and rank 0 signals progress
+    every few seconds, so that no collective times out. After timeout_s all ranks raise
+    RunError(late) and the thread is abandoned."""
     ended: Future[T] = Future()
 
     def work() -> None:
@@ -118,8 +118,8 @@ def is_rank_zero() -> bool:
 
 
 def as_told(error: BaseException) -> Exception:
-    """As all ranks raise it. Types that other ranks may not know, those of a user's module, become
-    the one that they are a kind of."""
+    """The error to raise on all ranks. Types of user modules, which other ranks may not have
+    imported, are replaced by their built-in base class."""
     for kind in REMEDIES:
         if isinstance(error, kind):
             known = type(error).__module__.partition(".")[0] in (

@@ -1,14 +1,13 @@
-"""Bytes of many items from the ranks that have them to the ranks that want them, once, in messages
-of bounded size.
+"""Sparse exchange: send the bytes of many items from the ranks that hold them to the ranks that
+need them, once, in messages of bounded size.
 
-`Delivery` is arithmetic on what all ranks know: who has each item, who wants it, how long it is.
-Each rank finds its own part of it alone. An item goes to one of the ranks that want it (hop 1), and
-from there to the others (hop 2), so that who has all items sends each only once. `deliver` moves
-the bytes. It knows nothing of what they are.
+`Delivery` computes the plan from what all ranks know: holder, receivers and size of each item. Each
+rank derives its own part. An item is sent to one of its receivers (hop 1), which forwards it to the
+others (hop 2), so that a rank that holds all items sends each only once. `deliver` moves the bytes.
 
-All messages of both hops have one order, and every rank takes its own in this order, several at a
-time, as many as fit into the buffer. The first message that is not done yet is then the first of
-both its ranks, so that they always meet, and a rank never holds more than the buffer besides items.
+All messages of both hops have a global order, and every rank processes its messages in this order,
+as many at a time as fit into the buffer. The first unfinished message is then the first of both its
+ranks, so there is no deadlock, and a rank never buffers more than the limit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Which rank is gone, when a collective fails on the others. Each rank leaves its address in the
-store of the process group; one that fails in an orderly way marks that there; one that was killed
-does not."""
+"""Find the lost rank when a collective fails on the others. Each rank writes its address to the
+store of the process group; a rank that fails with an error marks this there, a killed one does
+not."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""How the ranks of a run find each other, in bounded time and with errors that name host, port and
+"""Rendezvous of the ranks of a run, with a hard time limit and errors that name host, port and
 rank.
 
-Torch waits several times as long as it was asked to, and for ever where another program answers at
-the port; here one deadline holds for all. Torch's store listens on every interface and asks for no
-key; here it listens on the address of MASTER_ADDR alone."""
+torch waits several times longer than its timeout, and forever if another program answers at the
+port; here one deadline applies to everything. torch's store listens on all interfaces without
+authentication; here it listens on the address of MASTER_ADDR only."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""When a run ends before its last rollout: a signal, a time limit, a number of rollouts. Looked at
-between rollouts, by all ranks together."""
+"""Conditions that end a run before its last rollout: a signal, a time limit, a number of rollouts.
+Checked between rollouts, collectively."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP", signal.SIGINT: "Ct
 
 @dataclass(frozen=True, slots=True)
 class ExitRequest:
-    """words: why. status: of the process; a stop that the command line asked for is no failure.
-    hurried: what can be done later is left."""
+    """A request to end the run. words: the reason. status: exit status; 0 for a stop requested on
+    the command line. hurried: skip everything that can be done later."""
 
     words: str
     status: int

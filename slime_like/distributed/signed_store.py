@@ -1,10 +1,9 @@
-"""What the ranks leave for each other in the store of the process group, signed with a key of the
-job.
+"""Signed values in the store of the process group.
 
-Torch's store has no authentication: whoever reaches its port may read and write. A value without a
-valid signature is one that no rank wrote, and is read as absent. Only operations that cannot block
-and that no stored bytes can break are used: `add` on a value that is not a number ends the
-connection, and `get` of a key that is deleted meanwhile waits for it.
+torch's store has no authentication: anyone who can reach its port can read and write. Values
+without a valid signature of this job's key are treated as absent. Only operations are used that
+cannot block and that no stored bytes can break: `add` on a value that is not a number closes the
+connection, and `get` of a key that was deleted waits for it.
 """
 
 from __future__ import annotations

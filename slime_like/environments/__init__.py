@@ -1,1 +1,1 @@
-"""Text environments: what a model writes is an action, what it reads an observation."""
+"""Text environments: model output is the action, the text it reads is the observation."""

@@ -27,21 +27,26 @@ Step: TypeAlias = tuple[str, float | None, bool]
 
 
 class TextEnvironment(Protocol):
-    """An episode: `reset` once, then `step` until it is over. Either may be async; methods that are
-    not run in a thread of the episode. A `close` is called at the end, where there is one."""
+    """One episode: `reset` once, then `step` until done. Both may be async; sync methods run in a
+    thread per episode. `close` is called at the end, if defined."""
 
     def reset(self, *, seed: int, row: Mapping[str, object]) -> str | Awaitable[str]:
         """The first observation.
 
         Args:
-            seed: The same for all samples of a prompt, from 0 to 2**31 - 1.
-            row: ``prompt``, ``label``, ``metadata`` and ``evaluation``. What is added to its
-                metadata, a reward function sees.
+            seed: Equal for all samples of a prompt, from 0 to 2**31 - 1.
+            row: ``prompt``, ``label``, ``metadata`` and ``evaluation``. Additions to its metadata
+                are visible to the reward function.
         """
         ...
 
     def step(self, action: str) -> Step | Awaitable[Step]:
-        """What follows the model's answer, thoughts and special tokens left out."""
+        """Process a model turn, without reasoning and special tokens.
+
+        Returns:
+            The observation, the reward of the action (None: use the run's reward function), and
+            whether the episode is over.
+        """
         ...
 
 
@@ -56,13 +61,13 @@ class SingleTurn:
 
 
 def environment_maker(spec: str) -> Callable[[], TextEnvironment]:
-    """What makes an environment for each episode.
+    """Parse --agent-environment; returns a factory that creates an environment per episode.
 
     Args:
-        spec: As above.
+        spec: See the module docstring.
 
     Raises:
-        ValueError: nothing can be made of it.
+        ValueError: The environment cannot be created.
     """
     name, _, query = spec.partition("?")
     options = parse_options(query)

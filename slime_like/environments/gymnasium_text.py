@@ -48,10 +48,10 @@ def gymnasium_maker(name: str, options: Mapping[str, Any]) -> Callable[[], TextE
 class GymnasiumText:
     """A Gymnasium environment as a `TextEnvironment`.
 
-    The action is what an answer has within its last ``<answer></answer>``, else all of it. Discrete:
-    the last of the actions' names in it, or the last whole number. Text: the action itself. Box,
-    MultiDiscrete, MultiBinary: a JSON list. An answer without a legal action changes nothing, earns
-    0 and is answered with what is legal.
+    The action is the content of the last ``<answer></answer>``, otherwise the whole turn. Discrete
+    spaces: the last action name or whole number in it. Text: the text itself. Box, MultiDiscrete,
+    MultiBinary: a JSON list. A turn without a legal action leaves the environment unchanged, has
+    reward 0, and is answered with the legal actions.
     """
 
     def __init__(
