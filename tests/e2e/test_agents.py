@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -226,7 +225,8 @@ def test_the_loss_does_not_depend_on_the_cut(
     cut = [SampleGroup(g.group_id, tuple(map(by_turns, complete(g.samples)))) for g in groups]
     save_rollout(str(tmp_path / "turns"), 0, cut)
     found = []
-    for name, layout in CUTS:
+    experts = ("turns_expert", {"expert_model_parallel_size": 2})
+    for name, layout in (*CUTS, experts) if method == "routes" else CUTS:
         out = tmp_path / f"{name}{'_'.join(layout)}"
         if method == "routes" and "tensor_model_parallel_size" in layout:
             layout = layout | {"sequence_parallel": ""}
@@ -249,54 +249,6 @@ def test_the_loss_does_not_depend_on_the_cut(
         if method == "ppo":
             assert whole["train/value_loss"] > 0
             assert abs(other["train/value_loss"] - whole["train/value_loss"]) <= 1e-6
-
-
-PROGRAM = """
-import json, os, urllib.request
-task = json.load(open("task.json"))
-def post(path, body):
-    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
-    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode(), headers)
-    return json.load(urllib.request.urlopen(request))
-def ask(messages, **more):
-    return post("/chat/completions", {"messages": messages, "max_tokens": 5, **more})["choices"][0]["message"]
-question = [{"role": "user", "content": task["prompt"]}]
-answer = ask(question)
-if not task["evaluation"] and task["label"].startswith("g"):
-    raise SystemExit("gives up")
-ask([*question, {**answer, "content": "edited"}, {"role": "user", "content": "?"}])
-post("/rewards", {"reward": len(answer["content"] or "") / 9, "answer": 0})
-open("reward", "w").write(str(len(answer["content"] or "") / 5))
-"""
-
-
-@pytest.mark.extended
-def test_programs_on_two_ranks_ahead_of_the_training(
-    server: TrainServer, work: Workspace, tmp_path: Path
-) -> None:
-    """Each rank has a gateway; episodes of the next rollout run while this one is trained on, those
-    that fail are lost, and evaluations play the same program."""
-    (tmp_path / "agent.py").write_text(PROGRAM)
-    source = prompts(tmp_path)
-    flags = SIZES | dict(
-        prompt_data=source, apply_chat_template=None, custom_rm_path=None, rm_type="zero", max_failed_samples=1.0,
-        agent_command=f"{sys.executable} {tmp_path}/agent.py", agent_episodes=3, async_rollout="", num_rollout=2, rollout_batch_size=2,
-        n_samples_per_prompt=2, advantage_estimator="grpo_turn", agent_turn_penalty=0.01, eval_interval=2, skip_eval_before_train="", eval_prompt_data=f"texts {source}@[0:2]",
-    )  # fmt: skip
-    line = work.flags(tmp_path / "out", **flags)  # type: ignore[arg-type]
-    place = line.index("--agent-command")
-    line[place + 1 : place + 3] = [" ".join(line[place + 1 : place + 3])]
-    server.train(line, tmp_path / "log", ranks=2).ok()
-    rows = [row for row in rows_of(tmp_path / "out") if "rollout/reward_mean" in row]
-    assert len(rows) == 2
-    for row in rows:
-        lost = row["agent/lost"]
-        assert row["rollout/failed_frac"] == lost < 1
-        assert row["agent/branches"] == pytest.approx(2 - lost)
-        assert row["train/grad_norm"] > 0
-        assert row["agent/foreign_messages"] == pytest.approx(1 - lost)
-    assert rows[1]["rollout/staleness_max"] <= 1
-    assert "eval/texts/mean" in rows[1]
 
 
 @pytest.mark.extended

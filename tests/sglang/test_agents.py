@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slime_like.rollout.recording import load_rollout
-from slime_like.types import complete
+from slime_like.types import Sample, complete
 from tests.e2e.programs import TrainServer
 from tests.e2e.test_agent_packages import AGENT, check_histories
 from tests.e2e.test_agents import BRANCHING, prompts
@@ -84,8 +84,7 @@ def test_routes_of_servers_are_replayed_over_the_tree(
         assert row["agent/lost"] == 0 and row["agent/forks"] > 0
         assert row["rollout/moe_routing_disagreement"] == 0
         assert 0 < row["rollout/train_rollout_log_prob_diff_max"] < EXACT
-        groups = load_rollout(str(tmp_path / "r_{rollout_id}"), step)
-        for sample in (s for g in groups for s in complete(g.samples)):
+        for sample in recorded(tmp_path, step):
             for sequence in (sample, *sample.branches):
                 assert sequence.routes is not None
                 assert int(sequence.routes[:-1].min()) >= 0 > int(sequence.routes[-1].max())
@@ -100,6 +99,21 @@ async def play(task):
         messages += [answer, {"role": "user", "content": "again"}]
     return len(answer["content"]) / 9
 """
+
+
+def recorded(folder: Path, rollout: int) -> list[Sample]:
+    groups = load_rollout(str(folder / "r_{rollout_id}"), rollout)
+    return [s for g in groups for s in complete(g.samples)]
+
+
+def networks_of(kept: Path, versions: int) -> dict[int, torch.nn.Module]:
+    """The weights that the servers were sent, by their version."""
+    return {
+        version: AutoModelForCausalLM.from_pretrained(
+            kept / f"version-{version}", dtype=torch.float32
+        )
+        for version in range(1, versions + 1)
+    }
 
 
 def test_agents_wait_while_real_servers_get_new_weights(
@@ -121,19 +135,9 @@ def test_agents_wait_while_real_servers_get_new_weights(
     found = rows(tmp_path / "out")
     assert all(row["agent/lost"] == row["agent/restarted"] == 0 for row in found)
     assert sum(row["rollout/groups_resumed"] for row in found) > 0
-    samples = [
-        s
-        for step in range(3)
-        for g in load_rollout(str(tmp_path / "r_{rollout_id}"), step)
-        for s in complete(g.samples)
-    ]
+    samples = [s for step in range(3) for s in recorded(tmp_path, step)]
     assert len({s.sample_id for s in samples}) == len(samples) == 18
-    networks: dict[int, torch.nn.Module] = {
-        version: AutoModelForCausalLM.from_pretrained(
-            kept / f"version-{version}", dtype=torch.float32
-        )
-        for version in (1, 2, 3)
-    }
+    networks = networks_of(kept, 3)
     mixed = 0
     for sample in samples:
         written = sample.loss_mask
@@ -142,3 +146,28 @@ def test_agents_wait_while_real_servers_get_new_weights(
         mixed += len(set(versions.tolist())) > 1
         assert_versions_tell_the_weights(sample, networks)
     assert mixed, "nobody went on with newer weights"
+
+
+def test_agents_ahead_of_real_servers(
+    demo: Path, servers: Servers, programs: TrainServer, tmp_path: Path
+) -> None:
+    """Asynchronous: weights change under the answers, between two tokens, and every token's log-prob
+    is that of the weights that its version names, at most one behind."""
+    kept = tmp_path / "weights"
+    line = agent_line(
+        demo, tmp_path, servers, LONG, "--num-rollout", 4, "--rollout-batch-size", 4, "--n-samples-per-prompt", 2, "--num-steps-per-rollout", 1,
+        "--async-rollout", "--tis-ratio-type", "token", "--update-weight-transport", "disk", "--update-weight-disk-dir", kept,
+        "--update-weight-disk-keep-files", length=150,
+    )  # fmt: skip
+    with slowed(servers, STEP_S):
+        programs.train(line, tmp_path / "run", ranks=1, timeout_s=300).ok()
+    networks = networks_of(kept, 4)
+    mixed = 0
+    for step, row in enumerate(rows(tmp_path / "out")):
+        assert row["agent/lost"] == row["rollout/failed_frac"] == 0
+        for sample in recorded(tmp_path, step):
+            versions = torch.tensor(sample.weight_versions)[sample.loss_mask].tolist()
+            assert {step + 1 - version for version in versions} <= {0, 1}
+            mixed += len(set(versions)) > 1
+            assert_versions_tell_the_weights(sample, networks)
+    assert mixed, "no weights came within an episode"
