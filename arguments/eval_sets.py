@@ -56,10 +56,10 @@ class EvalSet:
     max_response_len: int | None = arg(None, "", legal=AT_LEAST_ONE)
     stop: tuple[str, ...] | None = None
     stop_token_ids: tuple[int, ...] | None = None
-    metadata_overrides: Mapping[str, Any] = field(default_factory=dict)
+    metadata_overrides: Mapping[str, object] = field(default_factory=dict)
 
     @property
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, object]:
         """What is laid over the metadata of every row."""
         return ({} if self.rm_type is None else {"rm_type": self.rm_type}) | dict(
             self.metadata_overrides

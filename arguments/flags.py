@@ -37,9 +37,9 @@ class Flag:
     on: tuple[str, ...]
     off: tuple[str, ...] = ()
     item: type = str
-    default: Any = None
+    default: object = None
     default_words: str = ""  # told in place of `default`
-    choices: tuple[Any, ...] | None = None
+    choices: tuple[object, ...] | None = None
     legal: Range | None = None
     metavar: str | None = None
     refused: str = ""
@@ -73,7 +73,7 @@ class Shape:
 
     kind: Kind
     item: type = str
-    choices: tuple[Any, ...] | None = None
+    choices: tuple[object, ...] | None = None
 
 
 def shape_of(annotation: object) -> Shape | None:
@@ -162,7 +162,7 @@ class SourceField:
 
     name: str
     annotation: Any
-    default: Any
+    default: object
     known_default: bool
     arg_names: tuple[str, ...]
 

@@ -160,7 +160,7 @@ def _dtype(build: Build) -> object:
     return torch.bfloat16 if build.values.get("bf16") else torch.float32
 
 
-def _of(config_type: type, values: Mapping[str, object]) -> dict[str, Any]:
+def _of(config_type: type, values: Mapping[str, object]) -> dict[str, object]:
     return {f.name: values[f.name] for f in dataclasses.fields(config_type) if f.name in values}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Hashable
 from typing import Any
 
 import yaml
@@ -15,7 +16,9 @@ class Key(str):
 
 
 class _Loader(yaml.SafeLoader):
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(
+        self, node: yaml.MappingNode, deep: bool = False
+    ) -> dict[Hashable, object]:
         lines: dict[str, int] = {}
         for key_node, _ in node.value:
             line = key_node.start_mark.line + 1

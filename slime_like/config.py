@@ -29,7 +29,7 @@ class Problem:
     """
 
     flag: str
-    value: Any
+    value: object
     message: str
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ def arg(
     aliases: Sequence[str] = (),
     metavar: str | None = None,
     nargs: str | None = None,
-    type: Callable[[str], Any] | None = None,
+    type: Callable[[str], object] | None = None,
     needs: str | Sequence[str] = (),
     only_with: str | Sequence[str] = (),
     excludes: str | Sequence[str] = (),

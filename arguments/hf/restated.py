@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from arguments.hf.model import HfModel
 from arguments.schema import RestatedConfig
@@ -62,7 +61,7 @@ def restated_problems(
         where = "is checked against --hf-checkpoint, which is missing"
         everything = {**restated, **({} if spec is None else {"spec": spec})}
         return [Problem(flag_name(name), None, where) for name in everything]
-    there: dict[str, Any] = {
+    there: dict[str, object] = {
         **dict.fromkeys(FEATURES, False),
         "multi_latent_attention": False,
         **checkpoint.transformer,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from arguments.schema.rollout import TOP_K
 from slime_like.config import (
@@ -67,7 +66,7 @@ class DataConfig(CheckedSettings):
         needs="loss_type=sft_loss",
     )  # fmt: skip
     apply_chat_template: bool = arg(False, "Render prompts with the tokenizer's chat template.")
-    apply_chat_template_kwargs: dict[str, Any] = arg(
+    apply_chat_template_kwargs: dict[str, object] = arg(
         {}, "Extra arguments of the chat template, as a JSON object."
     )
     opd_demonstration_key: str | None = arg(

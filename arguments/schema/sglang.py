@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from slime_like.config import AT_LEAST_ONE, POSITIVE, CheckedSettings, arg
 
@@ -147,12 +146,12 @@ class SglangConfig(CheckedSettings):
         "tokens. Before the first update the servers' weights are overwritten with noise, so that "
         "a missing weight is detected.",
     )
-    sglang_server_flags: dict[str, Any] | None = arg(
+    sglang_server_flags: dict[str, object] | None = arg(
         None,
         "SGLang ServerArgs for servers that this run starts, each as its own flag, e.g. "
         "--sglang-mem-fraction-static 0.7.",
     )
-    sglang_router_flags: dict[str, Any] | None = arg(
+    sglang_router_flags: dict[str, object] | None = arg(
         None,
         "Arguments of the sglang_router that this run starts, each as its own flag, e.g. "
         "--router-policy round_robin.",

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slime_like.config import NON_NEGATIVE, POSITIVE, CheckedSettings, arg
 from slime_like.lazy import Tensor, dist, torch
 from slime_like.losses.inputs import require_samples
 from slime_like.losses.kl import kl_estimate
+
+if TYPE_CHECKING:
+    from slime_like.checkpoints.state import KlState
+
 
 ADAPTIVE_STEP = 0.2
 
@@ -71,7 +75,7 @@ class KLController(CheckedSettings):
     def state_dict(self) -> dict[str, object]:
         return {"value": self.value}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: KlState) -> None:
         """A fixed coefficient is what the command line says."""
         if self.target is not None:
             self.value = float(state["value"])

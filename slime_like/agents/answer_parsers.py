@@ -62,7 +62,7 @@ def parse_answer(
 
 
 def _by_transformers(
-    text: str, tokenizer: PreTrainedTokenizerBase, prefix: str, tools: Any
+    text: str, tokenizer: PreTrainedTokenizerBase, prefix: str, tools: object
 ) -> Parsed:
     message = tokenizer.parse_response(text, prefix=prefix, tools=tools or None)
     calls = [_call(each["function"]) for each in message.get("tool_calls") or ()]
@@ -87,7 +87,7 @@ def _by_sglang(answer: Parsed, name: str, tokenizer: object, tools: Sequence[obj
     return Parsed(content.strip("\n"), answer.reasoning, calls)
 
 
-def _call(function: Mapping[str, Any]) -> Call:
+def _call(function: Mapping[str, object]) -> Call:
     """Raises ValueError for what JSON cannot say, and arguments that are no object."""
     name, arguments = function["name"], function.get("arguments") or {}
     if isinstance(arguments, str):

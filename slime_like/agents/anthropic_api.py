@@ -76,7 +76,7 @@ def _texts(value: object, where: str) -> str:
     return "".join(block["text"] for block in value)
 
 
-def _read(message: object, where: str) -> tuple[list[dict[str, Any]], int]:
+def _read(message: object, where: str) -> tuple[list[dict[str, object]], int]:
     """One of Anthropic's messages in canonical form, and its results of tools that are errors; such
     results come before the text of the same message."""
     if not isinstance(message, dict) or message.get("role") not in ("user", ASSISTANT):
@@ -103,7 +103,7 @@ def _read(message: object, where: str) -> tuple[list[dict[str, Any]], int]:
             errors += bool(block.get("is_error"))
         else:
             raise BadRequest(f"{place}: a block of type {str(kind)[:40]!r} is not offered there")
-    found: dict[str, Any] = {"role": role, "content": "".join(texts)}
+    found: dict[str, object] = {"role": role, "content": "".join(texts)}
     if thoughts:
         found["reasoning_content"] = "".join(thoughts)
     if calls:

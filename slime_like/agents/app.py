@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
@@ -129,7 +129,7 @@ class _Gate:
             tasks.finish(key_of(request), body.get("reward"), body.get("error"))
             return as_json({})
 
-        def as_told(task: Task, request: Request) -> dict[str, Any]:
+        def as_told(task: Task, request: Request) -> dict[str, object]:
             url = str(request.base_url).rstrip("/")
             fields = ("prompt", "label", "metadata", "evaluation", "seed", "api_key")
             found = {name: getattr(task, name) for name in fields}
@@ -279,7 +279,7 @@ def stream(events: Iterable[str]) -> Response:
 
 def failed(request: Request, status: int, kind: str, words: str) -> Response:
     """An error response in the format of the API that was called."""
-    error: dict[str, Any] = {"type": kind, "message": words}
+    error: dict[str, object] = {"type": kind, "message": words}
     if "/messages" in request.url.path:
         response = as_json({"type": "error", "error": error}, status)
     else:

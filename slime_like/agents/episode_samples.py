@@ -21,7 +21,7 @@ from slime_like.types import Sample, SampleGroup, SampleStatus
 MESSAGES = "messages"  # key of a sample's metadata: the main conversation
 
 
-def bad_reward(reward: Any) -> str | None:
+def bad_reward(reward: object) -> str | None:
     """Why an agent's reward is none, or None."""
     if reward is None or (isinstance(reward, int | float) and not isinstance(reward, bool)):
         too_large = isinstance(reward, int) and abs(reward) > sys.float_info.max

@@ -23,7 +23,7 @@ class ContextExceeded(BadRequest):
     """The conversation leaves no room for a completion."""
 
 
-def canonical(message: object, place: int) -> dict[str, Any]:
+def canonical(message: object, place: int) -> dict[str, object]:
     """A message of OpenAI's chat completions in the form that is compared.
 
     Args:

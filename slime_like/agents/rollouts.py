@@ -271,7 +271,7 @@ class AgentGenerate(CustomGenerate):
             return None, f"{self.name} raised {type(error).__name__}: {error}"[:500]
         return play.result(), None
 
-    async def _contained(self, task: Task) -> Any:
+    async def _contained(self, task: Task) -> object:
         try:
             return await self._play(task)
         except SystemExit as error:  # would end the event loop

@@ -7,15 +7,101 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, TypeGuard
 
 from slime_like.checkpoints.files import read_json
 
 TRAINER_FILE = "trainer.json"
+
+
+class SavedPart(TypedDict, total=False):
+    """Description of one saved network."""
+
+    optimizer: list[str]
+    optimizer_step: float
+    scheduler: dict[str, object]
+    layout: str
+
+
+class KlState(TypedDict):
+    value: float
+
+
+class EntropyState(TypedDict, total=False):
+    value: float
+    active: bool
+
+
+class HealthState(TypedDict):
+    series: dict[str, tuple[list[float], list[float]]]  # metric -> first and latest values
+    shown: list[str]
+
+
+class GateState(TypedDict, total=False):
+    rollout_gate_breaches: int
+    stale_gate_breaches: int
+
+
+class BatchState(GateState, total=False):
+    kl_controller: KlState
+
+
+class SamplingState(TypedDict, total=False):
+    """Where sampling resumes. data: position in the data source. waiting_groups: rows of
+    `group_buffer.waiting_to_rows`."""
+
+    data: Mapping[str, object] | None
+    waiting_groups: list[dict[str, object]] | None
+
+
+class AheadRow(TypedDict):
+    """A prefetched rollout. groups: rows of `group_buffer.groups_to_rows`."""
+
+    step: int
+    groups: list[dict[str, Any]]
+    metrics: dict[str, str]
+    before: SamplingState
+
+
+class SampledAhead(TypedDict):
+    rollouts: list[AheadRow]
+    behind: SamplingState
+
+
+class TrainerState(SamplingState, total=False):
+    """The content of trainer.json. `read_trainer_state` checks the keys that loading uses; older
+    checkpoints lack some of the others."""
+
+    step: int
+    world_size: int
+    layout: str
+    networks: dict[str, SavedPart]
+    fingerprints: list[dict[str, dict[str, str]]]  # of each rank
+    has_rng: bool
+    weights_only: bool
+    model: dict[str, Any]  # settings of the network, by name
+    tokenizer: dict[str, object]
+    settings: dict[str, object]
+    random_states: dict[str, str]
+    evaluation_due: bool
+    weight_version: int
+    batches: BatchState
+    health: HealthState | None
+    metrics: dict[str, float]
+    output_dir: str
+    reference: str | None
+    sampled_ahead: SampledAhead
+    entropy_controller: EntropyState
+    skipped_steps: int
+    skipped_in_a_row: int
+    critic_skipped_steps: int
+    critic_skipped_in_a_row: int
+
+
 _NETWORK = re.compile(r"[a-z_]{1,40}")  # also the name of its folder
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
@@ -60,14 +146,14 @@ def _are_fingerprints(value: object) -> bool:
     )
 
 
-_REQUIRED: Mapping[str, Callable[[Any], bool]] = {
+_REQUIRED: Mapping[str, Callable[[object], bool]] = {
     "step": _is_count,
     "world_size": lambda value: _is_count(value) and value > 0,
     "layout": _is_text,
     "networks": _are_networks,
     "fingerprints": _are_fingerprints,
 }
-_OPTIONAL: Mapping[str, Callable[[Any], bool]] = {
+_OPTIONAL: Mapping[str, Callable[[object], bool]] = {
     "has_rng": lambda value: isinstance(value, bool),
     "weights_only": lambda value: isinstance(value, bool),
     "model": lambda value: isinstance(value, dict),
@@ -78,7 +164,7 @@ _OPTIONAL: Mapping[str, Callable[[Any], bool]] = {
 }
 
 
-def read_trainer_state(folder: Path) -> dict[str, Any]:
+def read_trainer_state(folder: Path) -> TrainerState:
     """The state of a checkpoint's trainer.
 
     Args:
@@ -91,11 +177,12 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
         ValueError: naming the checkpoint, and what is wrong with the file.
     """
     try:
-        state = read_json(folder / TRAINER_FILE, folder)
-        if not isinstance(state, dict):
+        state: TrainerState = read_json(folder / TRAINER_FILE, folder)
+        entries: Mapping[str, object] = state
+        if not isinstance(entries, dict):
             raise ValueError("it is not the state of a trainer")
-        wrong = [name for name, holds in _REQUIRED.items() if not holds(state.get(name))]
-        wrong += [n for n, holds in _OPTIONAL.items() if n in state and not holds(state[n])]
+        wrong = [name for name, holds in _REQUIRED.items() if not holds(entries.get(name))]
+        wrong += [n for n, holds in _OPTIONAL.items() if n in entries and not holds(entries[n])]
         if wrong:
             raise ValueError(f"its {wrong[0]!r} is missing or of another form")
         if len(state["fingerprints"]) != state["world_size"]:

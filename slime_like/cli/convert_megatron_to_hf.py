@@ -18,6 +18,7 @@ import logging
 import re
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slime_like.cli.convert_common import (
     DTYPES,
@@ -33,6 +34,10 @@ from slime_like.cli.convert_common import (
     warn_of_tokenizer,
 )
 from slime_like.logs import set_up_logging, warn_rank_0
+
+if TYPE_CHECKING:
+    from slime_like.checkpoints.state import TrainerState
+
 
 logger = logging.getLogger("slime_like.convert")  # below the package, whose handler prints
 
@@ -171,9 +176,7 @@ def convert(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def check_template(
-    template: str, folder: Path, state: dict[str, object], blueprint: object
-) -> None:
+def check_template(template: str, folder: Path, state: TrainerState, blueprint: object) -> None:
     """Raises UsageError naming the settings that differ."""
     from slime_like.weights.to_hf import model_differences
 

@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,8 @@ def look_at(root: Path, step: int, *, verify: bool) -> dict[str, Any]:
             )
             found["health"] = "damaged" if found["problems"] else "verified"
         state = read_trainer_state(folder)
-        found |= {name: state[name] for name in FROM_STATE if name in state}
+        entries: Mapping[str, object] = state
+        found |= {name: entries[name] for name in FROM_STATE if name in entries}
         for name, saved in state["networks"].items():
             found["networks"][name] = {
                 "layout": saved.get("layout", state["layout"]),

@@ -166,7 +166,7 @@ class PromptSource:
         # a later numpy.
         return np.random.RandomState([self._seed % 2**32, self.epoch]).permutation(len(self))
 
-    def _fingerprint(self) -> dict[str, Any]:
+    def _fingerprint(self) -> dict[str, object]:
         order = f"seed={self._seed}" if self._shuffle else "file"
         return {
             "path": self._source.name,

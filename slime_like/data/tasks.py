@@ -67,7 +67,7 @@ class TaskSource:
         return f"{self.name}: problem {index}"
 
 
-def parse_options(task: str, query: str, config_type: type, place: str) -> dict[str, Any]:
+def parse_options(task: str, query: str, config_type: type, place: str) -> dict[str, object]:
     """``size=10&seed=1`` -> typed keyword arguments of `config_type`, the task's configuration
     dataclass."""
     hints = typing.get_type_hints(config_type)
@@ -93,7 +93,7 @@ def parse_options(task: str, query: str, config_type: type, place: str) -> dict[
     return options
 
 
-def convert(text: str, annotation: object) -> Any:
+def convert(text: str, annotation: object) -> object:
     """The text of an option as a value of its annotated type. Lists and tuples: JSON, or items
     separated by commas."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)

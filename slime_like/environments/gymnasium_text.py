@@ -100,7 +100,7 @@ class GymnasiumText:
     def close(self) -> None:
         self._environment.close()
 
-    def _action(self, text: str) -> Any:
+    def _action(self, text: str) -> object:
         try:
             found = self._parse(text)
         except (ValueError, TypeError, OverflowError, RecursionError):
@@ -129,7 +129,7 @@ def _array(text: str, *, dtype: Any) -> np.ndarray:
     return np.asarray(json.loads(text), dtype=dtype)
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     """An observation of any space as JSON has it."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()

@@ -41,7 +41,7 @@ class PolicyLoss:
     homogeneous: bool = True
     pairs: bool = False
     scores: bool = False
-    alias_defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    alias_defaults: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     by_config: Callable[[Any], Mapping[str, Any]] | None = None
 
     def with_config(self, config: object) -> PolicyLoss:

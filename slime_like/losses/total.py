@@ -33,7 +33,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slime_like.config import NON_NEGATIVE, POSITIVE, UNIT, CheckedSettings, arg
 from slime_like.lazy import Tensor, torch
@@ -43,6 +43,10 @@ from slime_like.losses.kl import KL_ESTIMATORS, kl_estimate
 from slime_like.losses.opsm import opsm_keep
 from slime_like.losses.registry import PolicyLoss
 from slime_like.metrics.typed import Metric, masked_mean
+
+if TYPE_CHECKING:
+    from slime_like.checkpoints.state import EntropyState
+
 
 LOSS_REDUCTIONS: tuple[str, ...] = (
     "rollout_mean",
@@ -375,7 +379,7 @@ class EntropyController(CheckedSettings):
         """What a resumed run needs, as plain JSON."""
         return {"value": self.value, "active": self.active}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: EntropyState) -> None:
         """A fixed coefficient is what the command line says; so is the start of a run without a
         state."""
         if self.adaptive and state:

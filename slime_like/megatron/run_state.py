@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slime_like.distributed.collectives import from_rank_zero
 from slime_like.megatron.backend import MegatronBackend
@@ -19,12 +19,15 @@ from slime_like.megatron.factory import FrozenModel, load_network, start_from_po
 from slime_like.megatron.model.gpt import model_shape
 from slime_like.megatron.optimizer import limits_kept, resume_schedule
 
+if TYPE_CHECKING:
+    from slime_like.checkpoints.state import TrainerState
+
 
 def save_state(
     backend: MegatronBackend,
     saver: CheckpointSaver,
     step: int,
-    trainer_state: dict[str, Any],
+    trainer_state: Mapping[str, object],
     *,
     with_optimizer: bool,
     with_rng: bool,
@@ -56,7 +59,7 @@ def load_state(
     verify: bool,
     with_critic: bool = True,
     with_frozen: bool = False,
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[TrainerState, list[str]]:
     """Restore a checkpoint. Without the optimizer, its fp32 copies start from the loaded weights
     and the schedule at step 0.
 

@@ -14,7 +14,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slime_like.checkpoints.state import HealthState
+
 
 WINDOW = 5  # rollouts: means are over the first and the last so many
 PATIENCE = 3  # rollouts in a row without any difference between rewards
@@ -196,7 +200,7 @@ class HealthMonitor:
         series = {name: [list(s.first), list(s.last)] for name, s in self._seen.items()}
         return {"series": series, "shown": list(self._shown)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: HealthState) -> None:
         """Continue where `state_dict` was taken; metrics that the state does not know start anew."""
         for name, (first, last) in state["series"].items():
             if name in self._seen:

@@ -14,11 +14,11 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime_like.checkpoints.files import writes_to
 
@@ -177,7 +177,7 @@ class MetricsLogger:
 def _tell_errors_of_its_thread_once() -> None:
     """TensorBoard writes in a thread. What fails there, as on a full disk, is raised again by the
     next call of its writer, and has no need of the traceback that Python prints for threads."""
-    before: Any = threading.excepthook
+    before: Callable[[threading.ExceptHookArgs], object] = threading.excepthook
     if getattr(before, "passes_tensorboard", False):
         return
 

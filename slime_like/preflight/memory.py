@@ -271,7 +271,7 @@ def buffers_by_group(built: OneRank) -> dict[str, tuple[int, int]]:
 def server_fraction(run: RunConfig) -> float:
     """Of the GPU that a colocated server takes for weights and cache."""
     given = (run.sglang.sglang_server_flags or {}).get("mem_fraction_static")
-    return MEM_FRACTION_STATIC if given is None else float(given)
+    return MEM_FRACTION_STATIC if given is None else float(str(given))
 
 
 def group_sizes(layout: ParallelLayout) -> dict[str, int]:

@@ -69,7 +69,7 @@ def _follows(response: str, name: str, settings: Mapping[str, object], prompt: s
     return bool(verifier.check_following(response))
 
 
-def _settings(given: object, count: int) -> list[dict[str, Any]]:
+def _settings(given: object, count: int) -> list[dict[str, object]]:
     """Of each instruction, without those that are None. As in slime one object is for all of them,
     and the last of a list that is too short for those beyond it."""
     objects: Sequence[Any] = given if isinstance(given, list) else [given]

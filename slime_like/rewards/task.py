@@ -14,9 +14,13 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime_like.rewards import evaluation
+
+if TYPE_CHECKING:
+    from reasoning_gym.dataset import ProceduralDataset
+
 
 _LONGEST = 10000  # characters of an answer: what parses more may use up the stack of its process
 _REGISTERED = re.compile(r"(?:register_dataset\(\s*|DATASET_NAME\s*=\s*)[\"']([a-z0-9_]+)[\"']")
@@ -53,7 +57,7 @@ def score(response: str, label: object, metadata: Mapping[str, Any]) -> float:
     return float(_dataset(metadata).score_answer(answer, metadata["entry"]))
 
 
-def _dataset(metadata: Mapping[str, Any]) -> Any:
+def _dataset(metadata: Mapping[str, Any]) -> ProceduralDataset:
     """The row's task as reasoning-gym has it, made once."""
     task = metadata["task"]
     key = task["name"] + json.dumps(task["options"], sort_keys=True, default=str)
@@ -101,4 +105,4 @@ def extract_answer(response: str) -> str:
     return (response if start < 0 else response[start + len("<answer>") : end]).strip()
 
 
-_datasets: dict[str, Any] = {}  # a run has one or a few
+_datasets: dict[str, ProceduralDataset] = {}  # a run has one or a few

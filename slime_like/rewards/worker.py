@@ -48,7 +48,7 @@ REMOTE = "remote_rm"  # asked for in an event loop, in workers of its own
 _PR_SET_PDEATHSIG = 1
 
 Answer = dict[str, Any]
-Text = tuple[str, Any, dict[str, Any]]  # response, label, metadata
+Text = tuple[str, object, dict[str, object]]  # response, label, metadata
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime_like.metrics.progress import SAMPLING_SECONDS
 from slime_like.rollout.group_buffer import groups_from_rows, groups_to_rows
 from slime_like.types import SampleGroup
+
+if TYPE_CHECKING:
+    from slime_like.checkpoints.state import AheadRow, SampledAhead, SamplingState, TrainerState
+
 
 Groups = tuple[list[SampleGroup], dict[str, float]]
 
@@ -33,9 +37,9 @@ class RolloutJson:
     def groups_from_rows(self, rows: Sequence[Mapping[str, object]]) -> list[SampleGroup]:
         return groups_from_rows(rows)
 
-    def position_to_row(self, position: Any) -> dict[str, Any]:
+    def position_to_row(self, position: Any) -> SamplingState:
         """Default: the position is plain JSON already."""
-        row: dict[str, Any] = position
+        row: SamplingState = position
         return row
 
 
@@ -64,7 +68,7 @@ class AsyncRolloutQueue:
         self._positions: dict[
             int, object
         ] = {}  # position before each rollout that is not taken yet
-        self._saved: dict[int, dict[str, object]] = {}  # the same, from a checkpoint
+        self._saved: dict[int, SamplingState] = {}  # the same, from a checkpoint
         self._next: int | None = None
         self._allowed = -1
         self._error: BaseException | None = None
@@ -104,7 +108,7 @@ class AsyncRolloutQueue:
                 lambda: self._error is not None or (self._next or 0) > self._allowed
             )
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> SamplingState:
         """Position before the first rollout that is not taken, as plain JSON. `sampled_ahead` holds
         the rollouts sampled ahead, if any, and the position after them."""
         self.drain()
@@ -113,7 +117,7 @@ class AsyncRolloutQueue:
                 raise self._error
             if not self._done:
                 return self._json.position_to_row(self._position())
-            ahead: list[dict[str, Any]] = [
+            ahead: list[AheadRow] = [
                 {
                     "step": step,
                     "groups": self._json.groups_to_rows(self._done[step][0]),
@@ -123,14 +127,18 @@ class AsyncRolloutQueue:
                 for step in sorted(self._done)
             ]
             behind = self._json.position_to_row(self._position())
-            return {**ahead[0]["before"], "sampled_ahead": {"rollouts": ahead, "behind": behind}}
+            state: TrainerState = {
+                **ahead[0]["before"],
+                "sampled_ahead": {"rollouts": ahead, "behind": behind},
+            }
+            return state
 
-    def _row_before(self, step: int) -> dict[str, object]:
+    def _row_before(self, step: int) -> SamplingState:
         """Position before a rollout that is sampled but not taken."""
         saved = self._saved.get(step)
         return self._json.position_to_row(self._positions[step]) if saved is None else saved
 
-    def load_ahead(self, saved: Mapping[str, Any]) -> None:
+    def load_ahead(self, saved: SampledAhead) -> None:
         """Restore the rollouts of `state()["sampled_ahead"]` before sampling starts. The caller has
         restored the position after them."""
         for row in saved["rollouts"]:

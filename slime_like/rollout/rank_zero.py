@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
@@ -20,6 +20,10 @@ from slime_like.rollout.group_buffer import (
 from slime_like.rollout.rollouter import Rollouter
 from slime_like.sample_index import AnySample, Rows, Versions, holder_of, remote_samples, rows_of
 from slime_like.types import SampleGroup, complete
+
+if TYPE_CHECKING:
+    from slime_like.checkpoints.state import SamplingState
+
 
 T = TypeVar("T")
 Groups = Sequence[PendingGroup]
@@ -81,7 +85,7 @@ class DecideOnRankZero:
 class SamplingPosition:
     """Position of sampling: prompt position and waiting groups."""
 
-    data: dict[str, Any]
+    data: Mapping[str, object]
     waiting: tuple[PendingGroup, ...]
 
 
@@ -91,7 +95,7 @@ class RankZeroJson(RolloutJson):
     def __init__(self, rollouter: Rollouter) -> None:
         self._whole = rollouter.whole
 
-    def groups_to_rows(self, groups: Sequence[SampleGroup]) -> list[dict[str, Any]]:
+    def groups_to_rows(self, groups: Sequence[SampleGroup]) -> list[dict[str, object]]:
         found = whole_groups(groups, self._whole)
         return groups_to_rows(found) if dist.get_rank() == 0 else []
 
@@ -99,7 +103,7 @@ class RankZeroJson(RolloutJson):
         groups = groups_from_rows(rows)
         return groups if dist.get_rank() == 0 else groups_of_index(index_of_groups(groups))
 
-    def position_to_row(self, position: SamplingPosition) -> dict[str, Any]:
+    def position_to_row(self, position: SamplingPosition) -> SamplingState:
         rank = dist.get_rank()
         holders = [[holder_of(s, rank) for s in group.samples] for group in position.waiting]
         waiting = whole_pending(position.waiting, self._whole)

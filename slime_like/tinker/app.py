@@ -102,7 +102,7 @@ def _posts(app: FastAPI, service: Service) -> None:
     """Routes that take a body in JSON and answer at once; what needs the workers is answered by a
     future's id."""
 
-    def post(path: str, kind: type[B], does: Callable[[B, str], Any]) -> None:
+    def post(path: str, kind: type[B], does: Callable[[B, str], object]) -> None:
         async def route(request: Request) -> Response:
             return answer(does(await read(request, kind), owner_of(request)))
 

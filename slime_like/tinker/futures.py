@@ -6,6 +6,7 @@ import asyncio
 import heapq
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +37,7 @@ class Request:
     started: float = 0.0
     finished: float = 0.0
     fetched: float = 0.0
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, object] = field(default_factory=dict)
     size: int = 0
     done: asyncio.Event = field(default_factory=asyncio.Event)
 

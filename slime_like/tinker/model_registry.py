@@ -27,7 +27,7 @@ class Session:
     created: float
     seen: float
     finished: bool = False
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: dict[str, object] | None = None
     display_name: str | None = None
 
 
@@ -44,13 +44,13 @@ class Model:
     role: str
     created: float
     seen: float
-    lora: dict[str, Any] | None = None
+    lora: dict[str, object] | None = None
     policy: str | None = None
     state: str = "creating"
     reason: str = ""
     corrupted: bool = False
     next_seq: int = 1
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: dict[str, object] | None = None
 
 
 @dataclass(slots=True)
@@ -82,9 +82,9 @@ class Checkpoint:
     base_model: str
     role: str
     size: int = 0
-    lora: dict[str, Any] | None = None
+    lora: dict[str, object] | None = None
     expires: float | None = None
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: dict[str, object] | None = None
 
     @property
     def id(self) -> str:
@@ -155,7 +155,7 @@ class Registry:
             for id, record, _, _ in self.journal.entries(kind):
                 self._table(record_type)[id] = record_type(**record)
 
-    def _table(self, record_type: type) -> dict[str, Any]:
+    def _table(self, record_type: type) -> dict[str, object]:
         tables: dict[type, dict[str, Any]] = {
             Session: self.sessions,
             Model: self.models,

@@ -118,6 +118,6 @@ def sample_output(
     return response.SerializeToString(), PROTOBUF
 
 
-def _add_top(message: Message, top: dict[str, Any]) -> None:
+def _add_top(message: Message, top: dict[str, object]) -> None:
     message.token_ids, message.logprobs = top["tokens"], top["log_probs"]
     message.k, message.length = top["k"], top["length"]

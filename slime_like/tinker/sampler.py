@@ -118,7 +118,7 @@ class SnapshotSampler:
             lambda: {i: top_of(engine, asked.prompts[i], 0, top_k_prompt, 1.0) for i in own}
         )
         local = (samples, {i: with_nan(s) for i, s in zip(scored, scores)}, tops)
-        sequences: dict[tuple[int, int], dict[str, Any]] = {}
+        sequences: dict[tuple[int, int], dict[str, object]] = {}
         prompt_scores: dict[int, bytes] = {}
         top_prompts: dict[int, dict[str, Any]] = {}
         for of_samples, of_prompts, of_tops in gather(local):

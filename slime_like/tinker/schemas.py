@@ -36,7 +36,7 @@ class Body(BaseModel):
     type: str | None = Field(default=None, max_length=64)
 
 
-def _small(metadata: dict[str, Any] | None) -> dict[str, Any] | None:
+def _small(metadata: dict[str, object] | None) -> dict[str, object] | None:
     for key, value in (metadata or {}).items():
         if (
             not isinstance(value, str | int | float | bool | None)
@@ -52,7 +52,7 @@ def _small(metadata: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 class WithMetadata(Body):
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: dict[str, object] | None = None
 
     _checked = field_validator("user_metadata")(_small)
 
@@ -116,7 +116,7 @@ class OptimStep(Body):
     model_id: Id
     seq_id: SeqId
     adam_params: AdamParams | None = None
-    optimizer_params: dict[str, Any] | None = None
+    optimizer_params: dict[str, object] | None = None
 
 
 class SaveWeights(WithMetadata):
@@ -232,7 +232,7 @@ class Sample(Body):
     model_path: TinkerPath | None = None
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
-    target_prompt_logprobs: dict[str, Any] | None = None
+    target_prompt_logprobs: dict[str, object] | None = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool | None = None

@@ -168,7 +168,7 @@ class Service:
             raise HttpError(410, model.reason)
         return future_of(self.lifetimes.unload_model(model, digest_of("unload_model", body)))
 
-    def forward_backward(self, data: bytes, owner: str) -> dict[str, Any]:
+    def forward_backward(self, data: bytes, owner: str) -> dict[str, object]:
         request = parse_request(data)
         model = self.registry.model(request.model_id, owner)
         digest = hashlib.sha256(

@@ -91,7 +91,7 @@ class Worker:
         lost = self.host.recover(command["model"], outcome["stage"], missing)
         return lost or command["model"] not in self.host.models
 
-    def _agree(self, error: Exception | None) -> dict[str, Any] | None:
+    def _agree(self, error: Exception | None) -> dict[str, object] | None:
         """What went wrong on any rank.
 
         The ranks exchange it through the store of their process group, for one that failed may have

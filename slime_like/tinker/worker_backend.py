@@ -85,7 +85,7 @@ class ModelHost:
         self.sampler = make_sampler(run, layout, tokenizer)
         self._head = make_head(run, layout, temperature=1.0)
 
-    def execute(self, command: Mapping[str, object]) -> Any:
+    def execute(self, command: Mapping[str, object]) -> object:
         """What a command asks for, as plain values; of use on rank 0. Raises Refused, ValueError or
         OSError for what the client can remedy."""
         self.stage = UNCHANGED

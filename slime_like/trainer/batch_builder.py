@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,10 @@ from slime_like.trainer.rollout_batch import (
 from slime_like.trainer.user_hooks import RankData, group_rewards
 from slime_like.trainer.value_exchange import ValueExchange, plan_of_critic
 from slime_like.types import TrainBatch, TrainSample
+
+if TYPE_CHECKING:
+    from slime_like.checkpoints.state import BatchState
+
 
 logger = logging.getLogger(__name__)
 LogProbCheck = Callable[[Sequence[LogProbOutput]], dict[str, float]]
@@ -121,7 +125,7 @@ class BatchMaker:
         """State for resuming, as plain JSON."""
         return {"kl_controller": self.kl_controller.state_dict(), **self.gates.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: BatchState) -> None:
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.gates.load_state_dict(state)
 

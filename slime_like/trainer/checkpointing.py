@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from arguments.run_config import RunConfig
 from slime_like import __version__
@@ -38,6 +38,7 @@ from slime_like.weights.safetensors_reader import weights_digest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from slime_like.checkpoints.state import TrainerState
     from slime_like.megatron.checkpoint.replicate import ReplicaSaver
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class Start:
     initial_policy: the Hugging Face model that the policy equals now, or None. has_critic: the
     critic was loaded from the checkpoint."""
 
-    state: dict[str, Any] | None
+    state: TrainerState | None
     initial_policy: str | None
     has_critic: bool = False
 
@@ -189,7 +190,7 @@ class RunCheckpoints:
                 f"{self.run.model.hf_checkpoint}: {', '.join(different)}; give the model of that run"
             )
 
-    def _warn_of_changes(self, folder: Path, state: Mapping[str, Any]) -> None:
+    def _warn_of_changes(self, folder: Path, state: TrainerState) -> None:
         saved, ours = state.get("settings", {}), self.settings
         template = (state.get("tokenizer", {}), self.tokenizer or {})
         different = changes(saved, ours)
@@ -323,7 +324,7 @@ class RunCheckpoints:
             self._metrics["perf/save_free_gb"] = report.free_bytes / 1e9
 
 
-def other_world(state: Mapping[str, Any], layout: ParallelLayout) -> str | None:
+def other_world(state: TrainerState, layout: ParallelLayout) -> str | None:
     """Message about a change of the number of ranks since the checkpoint; None if it is unchanged.
 
     Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sized
 from pathlib import Path
-from typing import Any
 
 from arguments.run_config import RunConfig
 from slime_like.data.tokenizer import load_tokenizer
@@ -19,7 +18,7 @@ from slime_like.trainer.train_step import TrainStep
 from slime_like.trainer.user_hooks import UserHooks
 
 
-def run_tokenizer(run: RunConfig) -> Any:
+def run_tokenizer(run: RunConfig) -> object:
     """The tokenizer of --hf-checkpoint; None if the run only reads recorded tokens. Raises
     ValueError."""
     if run.model.hf_checkpoint is None:

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,10 @@ from slime_like.logs import warn_rank_0
 from slime_like.losses.mismatch import train_rollout_difference
 from slime_like.sample_index import AnySample
 from slime_like.types import NOT_SAMPLED, Sample, TrainSample, complete
+
+if TYPE_CHECKING:
+    from slime_like.checkpoints.state import GateState
+
 
 logger = logging.getLogger(__name__)
 
@@ -241,7 +246,7 @@ class SamplerGates:
             "stale_gate_breaches": self.stale.breaches,
         }
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: GateState) -> None:
         self.fresh.breaches = int(state["rollout_gate_breaches"])
         self.stale.breaches = int(state.get("stale_gate_breaches", 0))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -44,6 +44,7 @@ from slime_like.types import Prompt, SampleGroup
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from slime_like.checkpoints.state import AheadRow, SamplingState, TrainerState
     from slime_like.trainer.weight_check import WeightCheck
 
 ATTEMPTS = 4  # each failed attempt loses a server
@@ -145,7 +146,7 @@ class RolloutManager:
         if self.ahead is not None:
             self.ahead.drain()
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> SamplingState:
         """State for resuming, as plain JSON, including prefetched rollouts. Collective."""
         if self._source is not None and not isinstance(self._source, PromptSource):
             self.drain()
@@ -157,12 +158,12 @@ class RolloutManager:
             "waiting_groups": None,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
+    def load_state_dict(self, state: TrainerState) -> str | None:
         """Resume from `state`. Returns a message if prefetched rollouts must be sampled again
         because this run may not train on them."""
         ahead = state.get("sampled_ahead")
         problem = None if ahead is None else self._problem_with_ahead(ahead["rollouts"])
-        position = state
+        position: SamplingState = state
         if ahead is not None and (problem is None or self.user_source is not None):
             position = ahead["behind"]  # a user's source saves only this position
         if self._source is not None:
@@ -180,7 +181,7 @@ class RolloutManager:
         self.ahead.load_ahead(ahead)
         return None
 
-    def _problem_with_ahead(self, rollouts: Sequence[Mapping[str, Any]]) -> str | None:
+    def _problem_with_ahead(self, rollouts: Sequence[AheadRow]) -> str | None:
         """Why this run cannot train on the checkpoint's prefetched rollouts; None if it can."""
         count, run = len(rollouts), self.run_config
         again = f"{count} rollouts that the checkpoint's run had sampled ahead are sampled again: "

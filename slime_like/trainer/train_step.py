@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -27,6 +27,10 @@ from slime_like.trainer.guards import (
 )
 from slime_like.trainer.user_hooks import UserHooks
 from slime_like.types import StepResult, TrainBatch
+
+if TYPE_CHECKING:
+    from slime_like.checkpoints.state import TrainerState
+
 
 logger = logging.getLogger(__name__)
 
@@ -78,12 +82,13 @@ class TrainStep:
             state[f"{prefix}skipped_in_a_row"] = self.skip_gates[network].in_a_row
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: TrainerState) -> None:
         """Restore `state_dict`. Older checkpoints have no entropy state."""
         self.entropy.load_state_dict(state.get("entropy_controller", {}))
-        for prefix, network in _GATES.items():
-            self.skip_gates[network].total = int(state[f"{prefix}skipped_steps"])
-            self.skip_gates[network].in_a_row = int(state[f"{prefix}skipped_in_a_row"])
+        policy, critic = self.skip_gates["policy"], self.skip_gates["critic"]
+        policy.total, policy.in_a_row = int(state["skipped_steps"]), int(state["skipped_in_a_row"])
+        critic.total = int(state["critic_skipped_steps"])
+        critic.in_a_row = int(state["critic_skipped_in_a_row"])
 
     def train_policy(
         self, step: int, batches: Batches, *, weight_version: int, on_policy: bool

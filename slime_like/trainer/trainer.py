@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from arguments.run_config import RunConfig
 from slime_like.checkpoints.files import writes_to
@@ -38,6 +38,10 @@ from slime_like.trainer.sampling import Sampling
 from slime_like.trainer.strategy import make_strategy
 from slime_like.trainer.throughput import throughput_of
 from slime_like.trainer.user_hooks import make_user_hooks
+
+if TYPE_CHECKING:
+    from slime_like.checkpoints.state import TrainerState
+
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +123,7 @@ class Trainer:
             self._restore(start.state)
         self.logger = self._open_logger({} if start.state is None else start.state)
 
-    def _open_logger(self, state: Mapping[str, Any]) -> MetricsLogger | None:
+    def _open_logger(self, state: TrainerState) -> MetricsLogger | None:
         """The metrics logger, on rank 0 only. state: trainer state of the resumed checkpoint."""
         config = self.run_config.logging
         if self.layout.rank != 0:
@@ -343,7 +347,7 @@ class Trainer:
             "output_dir": str(self.output_dir.resolve()),
         }
 
-    def _restore(self, state: Mapping[str, Any]) -> None:
+    def _restore(self, state: TrainerState) -> None:
         self.start = int(state["step"])
         self._evaluation_due = bool(state.get("evaluation_due"))
         try:
@@ -351,8 +355,8 @@ class Trainer:
             self.updates.load_state_dict(state)
             self.batches.load_state_dict(state["batches"])
             health = self.strategy.health
-            if health is not None and state.get("health"):  # older checkpoints have none
-                health.load_state_dict(state["health"])
+            if health is not None and (saved := state.get("health")):  # older ones have none
+                health.load_state_dict(saved)
             warn_rank_0(logger, self.sampling.supply.load_state_dict(state))
         except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
             raise ValueError(

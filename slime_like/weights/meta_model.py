@@ -28,6 +28,7 @@ from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.weights.parameter_map import global_parameters, named_weights
 
 if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import ShardedStateDict
     from megatron.core.transformer.module import MegatronModule
 
 
@@ -46,7 +47,7 @@ class Blueprint:
     layout: ParallelLayout
     value_head: bool
     chunks: list[MegatronModule]
-    state: dict[str, Any]
+    state: ShardedStateDict
     parameters: dict[str, Tensor]
     _entries: dict[str, Any]
 

@@ -218,7 +218,7 @@ def check_adaptive_entropy(folder: str, layout: ParallelLayout, out: str) -> dic
     with make_trainer(folder, layout, out, flags) as trainer:
         trainer.updates.load_state_dict(state)
         resumed = trainer.updates.entropy.coef
-        older = {name: value for name, value in state.items() if name != "entropy_controller"}
+        older: Any = {name: value for name, value in state.items() if name != "entropy_controller"}
         trainer.updates.load_state_dict(older)
     return dict(mean=metrics["train/entropy_coef"], applied=applied, resumed=resumed)
 

@@ -55,7 +55,7 @@ def run(coroutine: Coroutine[object, object, Result]) -> Result:
 
 
 async def generate(
-    args: Any, sample: SlimeSample, sampling_params: Mapping[str, Any]
+    args: object, sample: SlimeSample, sampling_params: Mapping[str, object]
 ) -> SlimeSample:
     """Let the engine finish the sample, which is changed and returned. It is PENDING or ABORTED
     after an abort, and continues when asked again."""
@@ -81,7 +81,7 @@ async def generate_and_rm(
 
 
 async def generate_and_rm_group(
-    args: Any, group: Group, sampling_params: Mapping[str, Any], evaluation: bool = False
+    args: object, group: Group, sampling_params: Mapping[str, object], evaluation: bool = False
 ) -> Group:
     """All samples of a group, with a reward of the group where the run has one."""
     done = list(
@@ -96,7 +96,7 @@ async def generate_and_rm_group(
     return done
 
 
-async def async_rm(args: Any, sample: SlimeSample, **more: Any) -> float | None:
+async def async_rm(args: object, sample: SlimeSample, **more: object) -> float | None:
     """The run's reward. Where its function fails the sample is FAILED, with the reason in its
     metadata, and the answer None."""
     (reward,) = await batched_async_rm(args, [sample])
@@ -104,7 +104,7 @@ async def async_rm(args: Any, sample: SlimeSample, **more: Any) -> float | None:
 
 
 async def batched_async_rm(
-    args: Any, samples: Sequence[SlimeSample], **more: Any
+    args: object, samples: Sequence[SlimeSample], **more: object
 ) -> list[float | None]:
     """Rewards of several samples; with --group-rm they are a group."""
     context = rollout_context()
@@ -179,7 +179,7 @@ def generate_rollout(
     return RolloutFnTrainOutput(groups, metrics)
 
 
-async def eval_rollout(args: Any, rollout_id: int) -> tuple[RolloutFnEvalOutput, list[Group]]:
+async def eval_rollout(args: object, rollout_id: int) -> tuple[RolloutFnEvalOutput, list[Group]]:
     """The evaluation sets of the run, as a run without a function of its own evaluates them."""
     context = rollout_context()
     evaluator, responder = context.evaluator, context.responder

@@ -34,7 +34,7 @@ class SlimeHooks:
     def has(self, name: str) -> bool:
         return name in self._functions
 
-    def _call(self, field: str, *arguments: object) -> tuple[str, Any]:
+    def _call(self, field: str, *arguments: object) -> tuple[str, object]:
         """The flag with its value, for messages, and what the function returned."""
         name, function = self._functions[field]
         try:

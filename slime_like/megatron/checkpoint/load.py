@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
@@ -30,7 +29,7 @@ from slime_like.checkpoints.manifest import (
     split_by_size,
     total_bytes,
 )
-from slime_like.checkpoints.state import TRAINER_FILE, read_trainer_state
+from slime_like.checkpoints.state import TRAINER_FILE, TrainerState, read_trainer_state
 from slime_like.distributed.collectives import gather, together
 from slime_like.errors import RunError
 from slime_like.logs import warn_rank_0
@@ -70,7 +69,7 @@ def load_checkpoint(
     seed: int,
     model: Mapping[str, object],
     before_change: Callable[[], None] = lambda: None,
-) -> dict[str, Any]:
+) -> TrainerState:
     """Restore networks, and with load_rng the random states. Returns the trainer's state as it was
     saved.
 
@@ -129,11 +128,11 @@ def load_weights(folder: Path, name: str, network: SavedNetwork, *, verify: bool
     dist.barrier()
 
 
-def open_checkpoint(folder: Path, *, verify: bool) -> dict[str, Any]:
+def open_checkpoint(folder: Path, *, verify: bool) -> TrainerState:
     """The trainer's state of a checkpoint whose files are those of its manifest. Raises ValueError
     naming the file."""
 
-    def look() -> dict[str, Any]:
+    def look() -> dict[str, FileRecord]:
         if not folder.is_dir():
             there = ", ".join(map(str, complete_steps(folder.parent))) or "none"
             raise ValueError(
@@ -163,7 +162,7 @@ def open_checkpoint(folder: Path, *, verify: bool) -> dict[str, Any]:
     return state
 
 
-def _state_of(folder: Path, records: Mapping[str, FileRecord]) -> dict[str, Any]:
+def _state_of(folder: Path, records: Mapping[str, FileRecord]) -> TrainerState:
     """trainer.json of a checkpoint whose files are regular ones of the right size, verified or not.
     Raises ValueError."""
     found = (size_problem(folder, name, record.size) for name, record in records.items())
@@ -307,13 +306,13 @@ def _check_fingerprints(
         )
 
 
-def _same_layout(state: Mapping[str, object], saved: str, layout: ParallelLayout) -> bool:
+def _same_layout(state: TrainerState, saved: str, layout: ParallelLayout) -> bool:
     return saved == layout.describe() and state["world_size"] == layout.world_size
 
 
 def _load_random_states(
     folder: Path,
-    state: Mapping[str, Any],
+    state: TrainerState,
     owner: str,
     layout: ParallelLayout,
     *,

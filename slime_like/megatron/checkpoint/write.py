@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
@@ -38,6 +38,10 @@ from megatron_patches.patch import release
 from megatron_patches.safe_checkpoints import load_metadata, load_tensors
 from slime_like.checkpoints.files import FileRecord, hashed_file, write_file
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import WriteItem
+
+
 FORMAT = ("torch_dist", 1)
 METADATA_FILE = ".metadata"
 FILES = 2  # of each rank, at most
@@ -50,7 +54,7 @@ class FilePlan:
     """One file of this rank. items: (write item, tensor or BytesIO)."""
 
     name: str
-    items: list[tuple[Any, Any]]
+    items: list[tuple[WriteItem, io.BytesIO | torch.Tensor]]
 
     def estimated_bytes(self) -> int:
         return sum(OVERHEAD_BYTES + _bytes_of(data) for _, data in self.items)

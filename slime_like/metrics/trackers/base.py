@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from slime_like.registry import Registry
 
@@ -32,7 +32,7 @@ class TrackerContext:
 
     settings: LoggingConfig
     output_dir: Path
-    config: Mapping[str, Any]
+    config: Mapping[str, object]
     resumed: bool = False
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from slime_like.types import Sample
 
@@ -21,7 +20,7 @@ COLUMNS = (
 MOST_ROWS = 16
 LONGEST = 2000  # characters of a text
 ALL_UNTIL, THEN_EACH = 10, 10  # rollouts with a table
-Rows = list[list[Any]]
+Rows = list[list[object]]
 
 
 def has_table(step: int) -> bool:

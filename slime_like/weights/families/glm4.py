@@ -3,8 +3,6 @@ layer has a norm after attention and after the MLP too."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from slime_like.weights.families import qwen2
 from slime_like.weights.families.base import (
     HF_MLP,
@@ -28,7 +26,7 @@ PARAMETERS: dict[str, Mapping] = {
 }
 
 
-def _settings(reader: ConfigReader) -> dict[str, Any]:
+def _settings(reader: ConfigReader) -> dict[str, object]:
     return {
         "add_qkv_bias": bool(reader.config.get("attention_bias", True)),
         "rotary_interleaved": True,

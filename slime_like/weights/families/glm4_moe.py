@@ -3,8 +3,6 @@ Biases of query, key and value, and norms of queries and keys, as the file says.
 
 from __future__ import annotations
 
-from typing import Any
-
 from slime_like.weights.families import qwen2, qwen3
 from slime_like.weights.families.base import (
     ConfigReader,
@@ -23,7 +21,7 @@ from slime_like.weights.families.sigmoid_experts import (
 )
 
 
-def _settings(reader: ConfigReader) -> dict[str, Any]:
+def _settings(reader: ConfigReader) -> dict[str, object]:
     return {
         "add_qkv_bias": bool(reader.config.get("attention_bias")),
         "qk_layernorm": bool(reader.config.get("use_qk_norm")),

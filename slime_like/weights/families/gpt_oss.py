@@ -4,8 +4,6 @@ other layer, a learned sink for each head, and its own gated unit: clamped, with
 
 from __future__ import annotations
 
-from typing import Any
-
 from slime_like.weights.families import qwen2
 from slime_like.weights.families.base import (
     ATTENTION,
@@ -40,7 +38,7 @@ KEYS = {"attention_bias", "swiglu_limit", "swiglu_alpha"}
 RESTATED = {"experts_per_token", "initial_context_length"}
 
 
-def _settings(reader: ConfigReader) -> dict[str, Any]:
+def _settings(reader: ConfigReader) -> dict[str, object]:
     if reader.config.get("attention_bias") is False:
         reader.refuse("attention_bias false is not supported with this architecture")
     if (alpha := reader.config.get("swiglu_alpha")) not in (None, ALPHA):

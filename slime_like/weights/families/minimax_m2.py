@@ -3,8 +3,6 @@ queries and one of the keys. A part of each head is rotated."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from slime_like.weights.families import llama
 from slime_like.weights.families.base import (
     ATTENTION,
@@ -47,7 +45,7 @@ WITHOUT_EFFECT = {"mlp_intermediate_size", "shared_moe_mode", "attn_type_list"}
 MTP = {"use_mtp", "num_mtp_modules", "mtp_transformer_layers"}
 
 
-def _settings(reader: ConfigReader) -> dict[str, Any]:
+def _settings(reader: ConfigReader) -> dict[str, object]:
     config = reader.config
     for key, legal in FIXED.items():
         if config.get(key) not in (None, legal):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from slime_like.weights import mappings
 from slime_like.weights.families import qwen2_moe, qwen3_moe
@@ -57,7 +56,7 @@ VISION = {
 }
 
 
-def _settings(reader: ConfigReader) -> dict[str, Any]:
+def _settings(reader: ConfigReader) -> dict[str, object]:
     gate = reader.config.get("output_gate_type")
     if gate not in (None, "swish", "silu"):
         reader.refuse(f"output_gate_type {gate!r} is not supported; legal values: swish, silu")

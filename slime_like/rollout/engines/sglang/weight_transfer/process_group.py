@@ -18,7 +18,7 @@ from torch import Tensor
 from slime_like.rollout.engines.sglang.http import RequestFailed
 from slime_like.weights.gather import TensorPlan
 
-Call = Callable[[str, dict[str, Any]], Any]  # (path, body) -> response of one server
+Call = Callable[[str, dict[str, object]], object]  # (path, body) -> response of one server
 # a server rejects a bucket at once; if it accepts, it responds only after the broadcast
 REFUSAL_S = 0.05
 POLL_S = 0.002
