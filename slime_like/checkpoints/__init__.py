@@ -1,4 +1,4 @@
-"""Checkpoints as files: where they lie, which is the newest, what makes one whole, which may go.
+"""Checkpoint files: folder layout, finding the newest, completeness, and retention.
 Nothing here knows tensors; what is in a checkpoint is the business of megatron_backend/checkpoint/.
 
     <save>/latest_checkpointed_iteration.txt     the step of the newest complete checkpoint

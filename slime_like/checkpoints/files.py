@@ -1,5 +1,5 @@
-"""Files that are on the disk when they are said to be: written, hashed on the way, synced, renamed.
-Every write of a checkpoint goes through here."""
+"""Durable files: written, hashed on the fly, synced, renamed. Every write of a checkpoint uses
+this."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Folders for copies that only live as long as their process: one that was killed leaves them to
-the next."""
+"""Temporary folders that live as long as their process; those of killed processes are removed by
+the next one."""
 
 from __future__ import annotations
 

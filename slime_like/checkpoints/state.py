@@ -1,5 +1,4 @@
-"""trainer.json of a checkpoint: everything that is not tensors. Its form is checked here, once, for
-all that read it."""
+"""trainer.json of a checkpoint: everything except tensors. Validated here for all readers."""
 
 from __future__ import annotations
 

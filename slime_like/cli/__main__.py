@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""slime-like COMMAND ...: every program of the package under one name. `slime-like COMMAND --help`
+"""slime-like COMMAND ...: entry point of all programs of the package. `slime-like COMMAND --help`
 lists the flags of a command.
 
 On several processes: torchrun --nproc-per-node N --no-python slime-like train ...

@@ -1,10 +1,10 @@
-"""slime-like dump RUN_DIR: what every rank of a run is doing at this moment. Prints the stack of
-the main thread, once for all ranks that are at the same place; the stacks of all threads are added
-to RUN_DIR/stacks/rank<N>.txt, and the report shows them. The run continues.
+"""slime-like dump RUN_DIR: show what every rank of a run is doing now. Prints the stack of the main
+thread, once for all ranks at the same place; the stacks of all threads are appended to
+RUN_DIR/stacks/rank<N>.txt, which the report shows. The run continues.
 
-A rank answers from inside a collective too. Ranks of other hosts are asked there.
+This works even inside a collective. Run it on each host for the ranks there.
 
-Exit status: 0 all ranks of this host have answered, 1 some have not, 2 no run is going on.
+Exit status: 0 all ranks of this host responded, 1 some did not, 2 no run is active.
 """
 
 from __future__ import annotations

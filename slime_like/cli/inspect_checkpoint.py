@@ -1,6 +1,6 @@
-"""What is in a folder of checkpoints: steps, sizes, networks, layout, health. Nothing of a
-checkpoint is executed: JSON is parsed, `.metadata` goes through an unpickler that knows the types
-of such a file and no others, and no tensor is loaded.
+"""Show the content of a checkpoint folder: steps, sizes, networks, layout, health. Nothing in a
+checkpoint is executed: JSON is parsed, `.metadata` is read by an unpickler with an allow-list of
+types, and no tensor is loaded.
 
     slime-like inspect outputs/ck [--json] [--no-verify-checkpoint]
 

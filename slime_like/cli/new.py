@@ -1,8 +1,8 @@
-"""slime-like new FOLDER: a recipe to start from. It trains as it is, within two minutes on one
-processor: a tiny model with random weights learns to write a letter twice.
+"""slime-like new FOLDER: create a recipe to start from. It trains unchanged within two minutes on
+one CPU: a tiny model with random weights learns to write a letter twice.
 
-The folder has train.jsonl (the data), reward.py, test_reward.py, run.yaml and model/. Change one
-after the other; --hf-checkpoint names a model of yours in place of the tiny one.
+The folder has train.jsonl (the data), reward.py, test_reward.py, run.yaml and model/. Replace them
+one by one; --hf-checkpoint selects your model instead of the tiny one.
 
 Exit status: 0 written, 2 the folder has files already.
 """

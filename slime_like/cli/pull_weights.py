@@ -1,4 +1,4 @@
-"""Next to servers on a node without a trainer: keep its copy of the weights at the newest update.
+"""Keep a node's copy of the weights up to date, for servers on a node without trainer ranks.
 
     slime-like pull-weights /shared/updates /local/checkpoint --engines http://10.0.0.7:30000
 

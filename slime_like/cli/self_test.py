@@ -1,5 +1,5 @@
-"""Whether this environment trains: two processes exchange numbers over gloo, and a tiny model takes
-one training step. `slime-like doctor --self-test` runs it; it needs no network and no GPU.
+"""Self-test of the environment: two processes communicate over gloo, and a tiny model takes one
+training step. `slime-like doctor --self-test` runs it; it needs no network and no GPU.
 
 Most of its time would be imports, so torch is imported once and the processes are forked, before
 anything has asked for a GPU: a process that has cannot fork others that do.

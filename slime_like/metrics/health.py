@@ -1,9 +1,9 @@
-"""Warnings about a run that trains and learns nothing, or the wrong thing.
+"""Health checks: warnings about a run that does not learn, or learns the wrong thing.
 
-Every rule looks at metrics that a run logs anyway, over a window of rollouts, and says what is
-seen, what it means and which flag helps. A warning is shown once; the rollouts in which its rule
-holds are counted under ``health/<rule>``, and ``health/warnings`` is the number of rules that hold
-now. Nothing is stopped, and no number that trains changes.
+Every rule evaluates logged metrics over a window of rollouts, and reports the observation, its
+meaning and a flag that helps. A warning is shown once; ``health/<rule>`` marks the rollouts in
+which a rule fires, and ``health/warnings`` is the number of rules that fire now. Training is not
+affected.
 
 The thresholds are rules of thumb, chosen so that the runs of docs/en/algorithms/results.md that
 learn are silent.

@@ -1,5 +1,5 @@
-"""The phases of a rollout: their wall-clock seconds, and what a person sees of them while a run
-goes on, a live display on a terminal or one aligned line per rollout."""
+"""Phases of a rollout: their wall-clock time, and progress output: a live display on a terminal, or
+one aligned line per rollout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run did, at a glance: a plot and a table from metrics.jsonl.
+"""Summary of a run: a plot and a table from metrics.jsonl.
 
 Alone: ``python -m slime_like.metrics.report outputs/run/metrics.jsonl``. The plot needs matplotlib
 (the extra `tasks`); the table does not.

@@ -1,5 +1,5 @@
-"""What a program is doing before its first rollout or request, which is seconds of imports: a line
-for each part, on rank 0."""
+"""Startup progress before the first rollout or request, which takes seconds of imports: one line
+per phase, on rank 0."""
 
 from __future__ import annotations
 

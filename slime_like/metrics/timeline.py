@@ -1,4 +1,4 @@
-"""When each rank was in which phase: a file a rank in the run's folder, for the report."""
+"""Timeline of the phases of each rank: one file per rank in the run's folder, for the report."""
 
 from __future__ import annotations
 

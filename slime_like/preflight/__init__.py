@@ -1,5 +1,5 @@
-"""A look at a command line before its job is queued: whether it starts, fits and is balanced. See
-docs/en/preflight.md."""
+"""Preflight check of a command line before its job is queued: whether it starts, fits in memory and
+is balanced. See docs/en/preflight.md."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ DOES_NOT_FIT, WRONG = 1, 2
 
 
 def run_preflight(run: RunConfig) -> int:
-    """Prints what it finds; the exit status is 0 where the job fits, 1 where not, 2 for a wrong
-    command line. Needs neither a process group nor a GPU."""
+    """Run the preflight and print its result. Returns the exit status: 0 if the job fits, 1 if not,
+    2 for an invalid command line. Needs neither a process group nor a GPU."""
     from slime_like.preflight.check import check
     from slime_like.preflight.report import json_of, text_of
 

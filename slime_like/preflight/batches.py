@@ -1,4 +1,4 @@
-"""How many micro-batches an optimizer step has, for lengths that are assumed."""
+"""Number of micro-batches per optimizer step, for an assumed length distribution."""
 
 from __future__ import annotations
 

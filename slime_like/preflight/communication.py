@@ -1,4 +1,4 @@
-"""Bytes that a rank sends in one optimizer step and between two, and the pipeline's bubble."""
+"""Communication volume of a rank per optimizer step and between steps, and the pipeline bubble."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""One rank of a world that is not there: torch's fake process groups, which answer every collective
-at once, under megatron-core's real groups."""
+"""Simulate one rank of a larger world: torch's fake process groups, where every collective returns
+immediately, under megatron-core's real groups."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Floating-point operations of a model by formula, and what devices are able to do.
+"""Analytic FLOPs of a model, and peak FLOP/s of devices.
 
-Operations are those that the model needs, a product of a weight and a number counting 2: no
-recomputation, no padding, and the output layer only where a token has a log-prob. A backward pass
-needs twice those of the forward pass.
+These are model FLOPs, with 2 per multiply-add: without recomputation and padding, and with the
+output layer only at tokens that have a log-prob. A backward pass needs twice the FLOPs of the
+forward pass.
 """
 
 from __future__ import annotations

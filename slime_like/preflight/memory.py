@@ -1,4 +1,4 @@
-"""What a rank holds, term by term, in bytes."""
+"""Memory of a rank in bytes, by component."""
 
 from __future__ import annotations
 

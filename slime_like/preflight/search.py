@@ -1,4 +1,4 @@
-"""Layouts of as many GPUs, ranked by the time that a step is expected to take.
+"""Search over layouts of a given number of GPUs, ranked by the estimated time of a step.
 
 The cost model, in seconds for one optimizer step on every GPU:
 

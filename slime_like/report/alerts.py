@@ -1,4 +1,4 @@
-"""What is wrong with a run, as far as its files say it: the first thing that the page shows."""
+"""Problems of a run that are visible in its files; shown first on the page."""
 
 from __future__ import annotations
 

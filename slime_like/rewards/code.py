@@ -1,5 +1,5 @@
-"""Programs: 1 when the response's program passes every test of the sample, else 0. It runs in
-`sandbox.py`.
+"""Code reward: 1 if the response's program passes every test of the sample, otherwise 0. Programs
+run in `sandbox.py`.
 
 Tests are in the row's metadata (--metadata-key) under ``tests``, a list, each one either
 ``{"stdin": text, "stdout": text}`` (standard output is compared line by line, white space at the

@@ -1,4 +1,4 @@
-"""Takes the rights of a process away, in layers: what every grader of model text runs under.
+"""Confine a process in several layers; every grader of model output runs under it.
 
 - Namespaces: users, network, System V memory and host name of its own, and a root folder in which
   only the Python installation exists. Where this user may make them.

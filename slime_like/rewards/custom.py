@@ -1,4 +1,4 @@
-"""A user's own reward: ``module.function`` or ``path/to/file.py:function``, called as
+"""User-defined rewards: ``module.function`` or ``path/to/file.py:function``, called as
 ``function(args, sample)``."""
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from slime_like import import_utils
 
 @dataclass(frozen=True, slots=True)
 class RewardArgs:
-    """The settings of the reward, read-only, as the first argument of a custom function; named as
-    the flags are."""
+    """Read-only reward settings, the first argument of a custom function; named as the flags."""
 
     rm_type: str | None = None
     custom_rm_path: str | None = None
@@ -27,8 +26,8 @@ class RewardArgs:
 
 @dataclass(slots=True)
 class RewardSample:
-    """A sample as a custom function sees it, with the attribute names that slime's users know.
-    tokens: prompt and response."""
+    """A sample as passed to a custom function, with slime's attribute names. tokens: prompt and
+    response."""
 
     index: int
     group_index: int

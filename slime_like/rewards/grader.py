@@ -1,9 +1,9 @@
-"""Rewards of samples, with a deadline that always holds.
+"""Compute rewards with a hard time limit.
 
-Whatever looks at a model's text (this project's rewards, math-verify, task scorers, a user's
-function) may hang, take all memory or ignore signals, and runs in worker processes that are killed
-(`pool.py`); all but the user's own are confined. Asynchronous custom functions run concurrently, up
-to 64 samples in one worker's event loop.
+Any code that processes model output (built-in rewards, math-verify, task scorers, user functions)
+may hang, exhaust memory or ignore signals, so it runs in worker processes that can be killed
+(`pool.py`); all except user functions are sandboxed. Async user functions run concurrently, up to
+64 samples in one worker's event loop.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _values_of = operator.attrgetter(*_FIELDS)
 
 
 class Grader:
-    """Fills in rewards. The arguments are the fields of `arguments.schema.rollout.RewardConfig`:
-    ``Grader(**asdict(config))``.
+    """Computes rewards of samples. The arguments are the fields of
+    `arguments.schema.rollout.RewardConfig`: ``Grader(**asdict(config))``.
 
     rm_type: the reward; None: samples of a reasoning_gym source are scored by their task
     (`registry.reward_of`). rm_type_from_metadata: ``rm_type`` in a sample's metadata comes first.
@@ -87,13 +87,15 @@ class Grader:
         self._remote_pool: WorkerPool | None = None
 
     def grade(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples in the same order, each with its reward.
+        """Grade samples; returns them in order.
 
-        NaN, infinity and None become a reward of NaN, counted: the advantage leaves it out of the
-        group's statistics. A function that raises, dies or misses the deadline gives status FAILED,
-        reward None and the reason in ``metadata["failure"]``. Samples that had failed already are
-        passed on. Raises ValueError for a sample without a usable reward, and for a value that is
-        no number or beyond --max-abs-reward, naming the sample.
+        Rewards of NaN, infinity and None become NaN and are counted; they are excluded from group
+        statistics. If the function raises, dies or times out, the sample has status FAILED, reward
+        None and the reason in ``metadata["failure"]``. Failed samples are returned unchanged.
+
+        Raises:
+            ValueError: Names a sample for which there is no reward function, or with a value that
+                is not a number or beyond --max-abs-reward.
         """
         counts = Counter(graded=0, nonfinite=0, raised=0, timeout=0, died=0, skipped=0)
         self.last_counts, self.last_failure, self.last_nonfinite = counts, None, None
@@ -114,9 +116,8 @@ class Grader:
         ]
 
     def grade_groups(self, groups: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
-        """As `grade`, with --group-rm: the custom function gets all samples of a group, also those
-        that failed before, and returns a reward for each. Groups that have their rewards are passed
-        on."""
+        """As `grade`, with --group-rm: the custom function gets all samples of a group, including
+        failed ones, and returns a reward per sample. Graded groups are returned unchanged."""
         counts = Counter(graded=0, nonfinite=0, raised=0, timeout=0, died=0, skipped=0)
         self.last_counts, self.last_failure, self.last_nonfinite = counts, None, None
         wanted = [
@@ -140,7 +141,7 @@ class Grader:
         return graded
 
     def close(self) -> None:
-        """End the workers. Further grading starts new ones."""
+        """End the workers; further grading starts new ones."""
         for pool in (self._pool, self._remote_pool):
             if pool is not None:
                 pool.close()

@@ -1,4 +1,4 @@
-"""Worker processes with a deadline for every sample, killed by SIGKILL when they miss it, and
+"""Worker processes with a time limit per sample: killed with SIGKILL when they exceed it, and
 replaced.
 
 Plain subprocesses rather than multiprocessing: that would import the training program's main

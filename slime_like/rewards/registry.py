@@ -1,5 +1,5 @@
-"""The rewards that come with the project. Nothing here imports torch: workers start in a fraction
-of a second."""
+"""Registry of built-in rewards. Does not import torch, so that workers start in a fraction of a
+second."""
 
 from __future__ import annotations
 
@@ -72,12 +72,11 @@ rewards: Registry[Reward] = Registry("reward (--rm-type)")
 def register_reward(
     name: str, problem: AnswerCheck = _no_problem, *, help: str = "", **declared: Any
 ) -> Callable[[ScoreFunction], ScoreFunction]:
-    """Decorator that makes ``score(response, label, metadata) -> float`` the reward of --rm-type
-    `name`.
+    """Decorator that registers ``score(response, label, metadata) -> float`` as --rm-type `name`.
 
-    It runs in worker processes that may open no file and no socket; --custom-rm-path is for
-    functions that have to. declared: further fields of `Reward`. Raises ValueError when the name is
-    taken.
+    It runs in sandboxed worker processes without access to files and sockets; use --custom-rm-path
+    for functions that need them. declared: further fields of `Reward`. Raises ValueError if the
+    name is taken.
     """
 
     def register(score: ScoreFunction) -> ScoreFunction:

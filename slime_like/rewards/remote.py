@@ -1,9 +1,9 @@
 """A reward server: ``POST --rm-url {"prompt", "response", "label"}``, answered by a number, or by
 an object with --reward-key.
 
-As slime's ``remote_rm``. Connections that fail, 429 and 5xx are tried again with growing pauses
-until --rm-timeout-s; any other status, and an answer that is not JSON, is final. Runs in a worker's
-event loop (`worker.py`), where many samples wait at once.
+Equivalent to slime's ``remote_rm``. Failed connections, 429 and 5xx are retried with exponential
+backoff until --rm-timeout-s; any other status, or a response that is not JSON, is final. Runs in a
+worker's event loop (`worker.py`), which handles many samples concurrently.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs a program that nobody trusts: a Python process without files, network, other processes or
+"""Run untrusted programs: a Python process without access to files, network, other processes or the
 environment.
 
 What confines it is `confinement.py`, with resource limits. A zygote (`sandbox_child.py`) confines

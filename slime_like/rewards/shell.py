@@ -1,4 +1,4 @@
-"""A shell and files for programs that nobody trusts: what a coding agent of a model works in.
+"""A sandboxed shell with files, for coding agents.
 
 Each command runs in a sandbox that it alone is in: namespaces of users, processes, network, IPC and
 files, in which the system's programs and libraries are read-only, the files of the `Workspace` are

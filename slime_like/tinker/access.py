@@ -1,4 +1,4 @@
-"""Who may talk to the server: keys, Host headers, and pages of other sites."""
+"""Access control of the server: API keys, Host headers, and cross-site requests."""
 
 from __future__ import annotations
 

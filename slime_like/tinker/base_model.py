@@ -1,4 +1,4 @@
-"""The model that is served, and what clients may ask of it: its name, adapters, optimizers."""
+"""The served base model, and what clients may request: its name, adapters and optimizers."""
 
 from __future__ import annotations
 

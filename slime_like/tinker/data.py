@@ -1,5 +1,4 @@
-"""Bodies of forward_backward: protobuf -> arrays that are checked, so that nothing in them can
-surprise the workers."""
+"""Parse and validate forward_backward bodies: protobuf to checked arrays for the workers."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""What goes wrong with a request, by who can remedy it."""
+"""Errors of requests, by who can fix them."""
 
 from __future__ import annotations
 
 
 class Refused(ValueError):
-    """A request that is understood and cannot be served as it is: the client's to change. Its
-    future fails with category "user"."""
+    """A valid but unsupported or illegal request, which the client has to change. Its future fails
+    with category "user"."""
 
 
 class Failed(RuntimeError):
-    """A request that failed here: category "server". broken: its model cannot be used any more."""
+    """A failure of the server: category "server". broken: the model is no longer usable."""
 
     def __init__(self, message: str, *, broken: bool = False) -> None:
         super().__init__(message)

@@ -1,4 +1,5 @@
-"""Requests that were accepted: their place in a queue, and their results until they are fetched."""
+"""Accepted requests (futures): their position in a queue, and their results until they are
+fetched."""
 
 from __future__ import annotations
 

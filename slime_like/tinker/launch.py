@@ -1,4 +1,5 @@
-"""From a checked command line to workers that serve: patches, process groups, the loop."""
+"""Start the workers of the server from a validated configuration: patches, process groups, command
+loop."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Names and settings of losses on the wire -> the losses of slime_like/losses. Every loss is a sum
-over tokens of weight times token loss."""
+"""Map loss names and settings of the Tinker API to slime_like/losses. Every loss is a weighted sum
+of token losses."""
 
 from __future__ import annotations
 

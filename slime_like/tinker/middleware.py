@@ -1,4 +1,4 @@
-"""Before any route: the key, the size of the body, and how long it may take to come. Plain ASGI."""
+"""ASGI middleware before all routes: API key, body size limit, and body timeout."""
 
 from __future__ import annotations
 

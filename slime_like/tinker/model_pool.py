@@ -1,9 +1,8 @@
-"""Which models are on the device, and which wait in host memory. Every method is called by all
-ranks together.
+"""The pool of models: on the device, or offloaded to host memory. Every method is collective.
 
-Networks with all weights are slots, which have the shape of the base model: a model's state sits in
-one, or lies in host memory until it is asked for and takes the slot of another. Adapters stand on
-one frozen base; the storage of one that waits is given back to the device.
+Fully trained models share slots, networks with the shape of the base model: a model's state is in a
+slot or in host memory, and is swapped in on request. Adapters share one frozen base; an offloaded
+adapter frees its device memory.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Sessions, models, samplers and checkpoints of clients: records, who owns them, and what may be
-said of them. Kept in the journal."""
+"""Records of clients' sessions, models, samplers and checkpoints, with owners and quotas. Persisted
+in the journal."""
 
 from __future__ import annotations
 

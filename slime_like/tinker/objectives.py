@@ -1,5 +1,5 @@
-"""The losses of a server's policy and critic: sums over tokens, reported for each of them. Each is a
-`TokenComputation` of megatron/forward_step.py, with the terms of losses/total.py."""
+"""Losses of the server's policies and critics: sums over tokens, with per-token results. Each is a
+`TokenComputation` of megatron/forward_step.py with the terms of losses/total.py."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What each accepted request does: a command to the workers, and what follows from their answer for
-registry and files."""
+"""The operation of each accepted request: a command to the workers, then updates of registry and
+files from the response."""
 
 from __future__ import annotations
 

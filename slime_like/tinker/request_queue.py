@@ -1,8 +1,7 @@
-"""Accepts requests, executes them one after another on the workers, keeps their results. One
-asyncio task executes; nothing polls.
+"""Accept requests, execute them one at a time on the workers, and keep their results. A single
+asyncio task executes them, without polling.
 
-Requests of a model are executed in the order of their numbers; models and samplers take turns, so
-that none waits for all of another's.
+Requests of a model are executed in sequence order; models and samplers take turns (round-robin).
 """
 
 from __future__ import annotations

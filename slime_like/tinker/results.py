@@ -1,4 +1,4 @@
-"""What the workers computed, as clients read it."""
+"""Encode the workers' results for clients."""
 
 from __future__ import annotations
 

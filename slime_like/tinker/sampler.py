@@ -1,5 +1,5 @@
-"""Sampling from fixed weights, on the workers: engines that hold snapshots, requests shared among
-the ranks."""
+"""Sampling from snapshots on the workers: local engines that hold snapshots, with requests
+distributed over the ranks."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class SampleCommand:
 
 
 class SnapshotSampler:
-    """At most `max_engines` engines on every rank; the one that was least recently used takes the
-    next snapshot."""
+    """Keeps at most `max_engines` engines per rank; the least recently used one loads the next
+    snapshot."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Bodies of asample -> what the workers sample."""
+"""Validate bodies of asample and convert them to sampling commands."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Bodies of requests in JSON, as SDK 0.38 sends them. What is not named here is refused (422) with
-its name."""
+"""JSON request bodies, as sent by SDK 0.38. Unknown fields are rejected (422) by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions, models and checkpoints as clients read them, and which part of a list they asked for."""
+"""Serialise sessions, models and checkpoints for clients, with pagination."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The server as clients see it, without HTTP: which requests are accepted, as what, and answers to
-what is asked about."""
+"""The server's logic behind the HTTP routes: validate and accept requests, and answer queries."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ class Service:
         self.registry = registry
         self.dispatcher = dispatcher
         self.operations = operations
-        self.problem: Callable[[], str | None] = lambda: None  # why requests are not executed
+        self.problem: Callable[[], str | None] = lambda: None  # reason for not executing requests
         self.lifetimes = SessionManager(config, registry, dispatcher, operations)
         for model in registry.models.values():
             dispatcher.queue(model.id, next_seq=model.next_seq)

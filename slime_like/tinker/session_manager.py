@@ -1,5 +1,5 @@
-"""When sessions, models and samplers end: by their client, by silence, or with the workers; and
-what their waiting requests are told."""
+"""Lifetimes of sessions, models and samplers: they end by their client, by a missed heartbeat, or
+with the workers; their queued requests then fail with the reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slime_like.tinker.operations import ServerOperations
 from slime_like.tinker.request_queue import Dispatcher
 
 log = logging.getLogger(__name__)
-HOUSEKEEPING = "~server"  # queue of what the server asks of the workers itself
+HOUSEKEEPING = "~server"  # queue of the server's own requests to the workers
 SILENT_S = 60.0  # clients send a heartbeat every 10 s
 FORGOTTEN_AFTER_S = 86400.0  # sessions and models that have ended
 
@@ -117,8 +117,7 @@ class SessionManager:
             self.dispatcher.fail_all(sampler.id, Refused(words), forget=True)
 
     def end_silent_sessions(self, now: float | None = None) -> None:
-        """Finish sessions that have not been heard of; forget those that finished long ago, and
-        checkpoints that have expired."""
+        """Finish silent sessions; remove long-finished sessions and expired checkpoints."""
         now = time.time() if now is None else now
         for session in list(self.registry.sessions.values()):
             if not session.finished and now - session.seen > self.config.session_timeout_s:
@@ -136,11 +135,11 @@ class SessionManager:
     def end_model(
         self, model: Model, reason: str, *, unload: bool = True, corrupted: bool = False
     ) -> None:
-        """Its waiting requests fail with the reason, and so will later ones.
+        """End a model; its queued and later requests fail with the reason.
 
         Args:
-            unload: Whether the workers have it.
-            corrupted: Whether it ended by a failure.
+            unload: Unload it from the workers.
+            corrupted: It ended by a failure.
         """
         had_weights = model.state == "ready"
         log.info("model %s of %s: ended: %s", model.id, model.owner, reason)

@@ -1,12 +1,11 @@
-"""What the API process remembers of sessions, models, checkpoints and requests, in one SQLite file.
+"""Persistent store of the API process (sessions, models, checkpoints, requests) in one SQLite file.
 
 Records are JSON; the body of a request and its result are bytes in columns of their own. A write
 has reached the operating system when the call returns (synchronous = NORMAL): the death of the
 process loses nothing, that of the machine the last moments.
 
-A write that fails (full disk, a lock that another process holds) is kept in memory and tried again
-by
-`flush`; `problem` says so meanwhile. Callers that may not go on without it ask for `required`.
+A failed write (full disk, locked file) is kept in memory and retried by `flush`; until then
+`problem` has the reason. Callers that must not continue without it pass `required`.
 """
 
 from __future__ import annotations

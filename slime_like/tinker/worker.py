@@ -1,5 +1,5 @@
-"""The workers' loop: rank 0 takes commands from the API process, all ranks execute them, an error
-of one is an error of all."""
+"""The workers' loop: rank 0 receives commands from the API process, all ranks execute them, and an
+error on one rank is an error on all."""
 
 from __future__ import annotations
 
@@ -34,20 +34,21 @@ from slime_like.tinker.worker_rpc import LINK_FILE
 
 logger = logging.getLogger(__name__)
 
-IDLE_S = 30.0  # between two signs of life of rank 0: a collective does not wait for ever
+# interval of rank 0's keep-alive broadcasts, so that idle collectives do not time out
+IDLE_S = 30.0
 START_S = 120.0  # for the API process to come up
 AGREE_S = 10.0  # for the other ranks to tell how a command went, once this one has failed
 
 
 class Worker:
-    """One rank. host: executes commands."""
+    """The command loop of one rank. host: executes commands."""
 
     def __init__(self, host: ModelHost, layout: ParallelLayout) -> None:
         self.host, self.layout = host, layout
         self._number = 0  # of the command, equal on all ranks
 
     def serve(self, source: CommandSource | None) -> None:
-        """Until the source ends. source: on rank 0."""
+        """Execute commands until the source ends. source: on rank 0."""
         while True:
             frame = source.next() if source is not None else None
             frame = broadcast_frame(frame)
@@ -61,9 +62,8 @@ class Worker:
                 source.answer({"id": command["id"], **answer})
 
     def execute(self, command: dict[str, object]) -> dict[str, Any]:
-        """The answer to a command, as the API process reads it. Raises RunError when the ranks do
-        not agree on what happened: then some of them are in the middle of a collective, and nobody
-        can go on."""
+        """Execute a command on all ranks; returns the response for the API process. Raises RunError
+        if the ranks cannot agree on the outcome: some of them are then stuck in a collective."""
         self._number += 1
         value, error = None, None
         try:

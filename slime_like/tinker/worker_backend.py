@@ -1,5 +1,4 @@
-"""The models of the server on the workers. Every method is called by all ranks together, with the
-same plain values."""
+"""The server's models on the workers. Every method is collective, with equal arguments."""
 
 from __future__ import annotations
 
@@ -59,7 +58,7 @@ UNCHANGED, GRADIENTS, WEIGHTS = range(3)  # what a command may have changed of i
 
 
 class ModelHost:
-    """What commands ask for. Which models are on the device is `ModelPool`' to know."""
+    """Executes commands. `ModelPool` decides which models are on the device."""
 
     def __init__(
         self,
@@ -86,16 +85,15 @@ class ModelHost:
         self._head = make_head(run, layout, temperature=1.0)
 
     def execute(self, command: Mapping[str, object]) -> object:
-        """What a command asks for, as plain values; of use on rank 0. Raises Refused, ValueError or
-        OSError for what the client can remedy."""
+        """Execute a command; the result, plain values, is valid on rank 0. Raises Refused,
+        ValueError or OSError for errors that the client can fix."""
         self.stage = UNCHANGED
         return getattr(self, f"do_{command['op']}")(
             **{k: v for k, v in command.items() if k not in ("op", "id")}
         )
 
     def recover(self, model: str, stage: int, missing: str) -> bool:
-        """After a command failed: what it has left of its model is undone. Called on all ranks
-        alike.
+        """Undo the partial effects of a failed command on its model. Collective.
 
         Args:
             stage: The furthest that any rank came.

@@ -1,5 +1,5 @@
-"""The API's side of the connection to the workers: one at a time, on a loopback port, opened by
-rank 0 of the workers with a token."""
+"""The API process's side of the connection to the workers: a single connection on a loopback port,
+opened by rank 0 of the workers with a token."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ MAX_HELLO = 2**24
 
 
 class WorkerLink:
-    """Rank 0 of the workers, from the side of the API process.
+    """The API process's link to rank 0 of the workers.
 
-    facts: what the workers said of themselves when they connected; {} before.
+    facts: what the workers reported when they connected; {} before.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class WorkerLink:
             self._streams[1].close()
 
     async def call(self, id: str, command: dict[str, object]) -> object:
-        """What the workers answer to a command.
+        """Execute a command on the workers; returns their response.
 
         Raises:
-            Refused, Failed: As they say.
-            Failed: There are no workers, or they are lost before they answer.
+            Refused, Failed: As reported by the workers.
+            Failed: There are no workers, or they are lost before they respond.
         """
         if not self.connected:
             raise Failed("the workers have ended")

@@ -1,10 +1,9 @@
-"""What changed in a tensor since the last time, without loss: where, and by which bits.
+"""Lossless delta encoding of a tensor: positions of changed elements, and the XOR of their bits.
 
-At the learning rates of reinforcement learning most weights in bfloat16 are the same before and
-after an optimizer step, and those that are not mostly moved to the next number. So the changed
-elements are written as gaps between their places, a byte each, and as the XOR of old and new bits,
-byte by byte of the significance; both compress well. A tensor that changed everywhere is the same
-format with gaps of 0.
+At RL learning rates most bfloat16 weights are unchanged by an optimizer step, and most others move
+to an adjacent value. So changed elements are stored as one-byte gaps between positions, and as the
+XOR of old and new bits, split by byte significance; both compress well. A tensor that changed
+everywhere has gaps of 0 in the same format.
 
     piece:  elements that changed, bytes of gaps (two uint64), gaps, XOR: least significant bytes, ...
     a change: the pieces of `PIECE` elements in their order, compressed by zlib

@@ -1,9 +1,9 @@
-"""Parameters that are cut over ranks -> full tensors, in buckets: messages of bounded size.
+"""Gather sharded parameters into full tensors, in buckets of bounded size.
 
-Every pipeline stage has a sender, its first tensor-parallel rank; of an expert-parallel layer, each
-group of experts has one, its first expert-tensor-parallel rank. Both are of the first of the
-data-parallel copies; the other copies are not asked. What a sender has not itself it gathers from
-the ranks next to it, a bucket with one collective. All ranks know all buckets before any moves.
+Every pipeline stage has one sender, its first tensor-parallel rank; in an MoE layer every group of
+experts has one, its first expert-tensor-parallel rank. Senders are in the first data-parallel
+replica; other replicas are not involved. A sender gathers the other shards of a bucket with one
+collective. All ranks know the plan of all buckets in advance.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The shards of all ranks -> a stream of whole tensors under their Hugging Face names."""
+"""Export the shards of all ranks as a stream of full tensors with Hugging Face names."""
 
 from __future__ import annotations
 

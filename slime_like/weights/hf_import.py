@@ -1,4 +1,5 @@
-"""Hugging Face safetensors -> the shards of this rank. Each rank reads only what it owns."""
+"""Load Hugging Face safetensors into the shards of this rank. Each rank reads only what it
+needs."""
 
 from __future__ import annotations
 
@@ -42,12 +43,17 @@ def load_hf_weights(
     """Fill every parameter of this rank's model chunks from the safetensors files in `folder`, cast
     to its dtype.
 
-    model_chunks: this rank's GPTModels, wrapped or not. An optimizer built before must take the new
-    values over (`reload_model_params`). Padding rows of the vocabulary become zero. value_head: the
-    network is a critic; a head that the files do not have, weight or bias, becomes zero, and the
-    output layer that they may have is left. Raises ValueError, the same on every rank and before
-    any parameter has changed: an unreadable file, tensors that are missing, tensors that the model
-    has no place for, shapes that differ (both are named), dtypes that are no floats.
+    Vocabulary padding becomes zero. An existing optimizer must reload its copies afterwards
+    (`reload_model_params`).
+
+    Args:
+        model_chunks: This rank's GPTModels, wrapped or not.
+        value_head: The network is a critic: a missing head weight or bias becomes zero, and an
+            output layer in the files is ignored.
+
+    Raises:
+        ValueError: Equal on every rank, before any parameter has changed: an unreadable file,
+            missing or unexpected tensors, differing shapes (both are named), non-float dtypes.
     """
     local = dict(global_parameters(model_chunks))
     with WeightFiles(folder) as files:

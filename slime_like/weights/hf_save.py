@@ -1,4 +1,4 @@
-"""A stream of whole tensors -> a Hugging Face folder that transformers reads."""
+"""Write a stream of full tensors as a Hugging Face folder that transformers can load."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""How one megatron-core parameter is made of Hugging Face tensors.
+"""Mappings between megatron-core parameters and Hugging Face tensors.
 
-A mapping says, for each tensor-parallel rank, of which pieces of which Hugging Face tensors that
-rank's shard consists, in order along one dimension. Loading copies these pieces into the shard,
-exporting copies the gathered shards back into the tensors: both directions follow from the one
-statement. A mapping for a layer has "{layer}" in its names; see `Mapping.at`.
+A mapping lists, for each tensor-parallel rank, the pieces of Hugging Face tensors that make up the
+rank's shard, in order along one dimension. Import copies these pieces into the shard, export copies
+gathered shards back into the tensors, so both directions follow from one definition. A per-layer
+mapping has "{layer}" in its names; see `Mapping.at`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A model without its weights: every parameter of this rank by name and shape, and how a
-distributed checkpoint calls its pieces.
+"""A model on the meta device: names and shapes of this rank's parameters, and of their shards in a
+distributed checkpoint.
 
-Conversion goes through a model one parameter at a time, so that it needs memory for a few
-parameters whatever the model's size.
+Conversion processes one parameter at a time, so it only needs memory for a few parameters,
+regardless of the model's size.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every parameter of a model of some family, and how it is made of Hugging Face tensors.
+"""The mapping of every parameter of a model, for any family.
 
 Names are those of the layer spec without Transformer Engine; with it, the norm in front of a linear
 layer is a parameter of that layer, its grouped experts are numbered parameters of one layer, and

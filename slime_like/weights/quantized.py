@@ -1,9 +1,8 @@
-"""Weights that are stored in fewer bits: what they are as float32, some rows at a time, and how a
-new value of one is stored.
+"""Quantised weights: dequantise to float32 in blocks of rows, and quantise new values.
 
-Which format a folder has, its config.json says (arguments/hf/quantization.py); which of its weights
-are quantised, its files: those that the publisher left out (`modules_to_not_convert`, `ignore`) are
-plain tensors there.
+The format is given by the folder's config.json (arguments/hf/quantization.py), and the set of
+quantised weights by its files: weights that the publisher excluded (`modules_to_not_convert`,
+`ignore`) are plain tensors.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The safetensors files of a Hugging Face folder: what they are called, and weights or parts of
-them, read when they are wanted. Quantised weights are dequantised while they are read."""
+"""Read weights, or parts of them, lazily from the safetensors files of a Hugging Face folder.
+Quantised weights are dequantised while reading."""
 
 from __future__ import annotations
 

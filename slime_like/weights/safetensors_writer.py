@@ -1,5 +1,5 @@
-"""Safetensors files of known content, written one tensor at a time, and taken over when they are
-whole already."""
+"""Write safetensors files of planned content one tensor at a time; complete files of an interrupted
+attempt are reused."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""A network of a checkpoint, saved in any layout -> a Hugging Face folder, one parameter at a time.
+"""Convert a network of a checkpoint, saved in any layout, to a Hugging Face folder, one parameter
+at a time.
 
-The processes share the output's files out among themselves, and each reads what its files need
-straight from the checkpoint's. All is written beside the output folder, which appears when it is
-whole; a file that is whole is kept by the next attempt.
+The output files are distributed over the processes, and each reads what it needs directly from the
+checkpoint. Everything is written next to the output folder and renamed when complete; complete
+files are reused by the next attempt.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Hugging Face folder -> a checkpoint of weights that --load, --ref-load and --critic-load read,
-one parameter at a time.
+"""Convert a Hugging Face folder to a weights-only checkpoint for --load, --ref-load and
+--critic-load, one parameter at a time.
 
-Every rank of the layout writes what it would own in a run, in files of bounded size. A file that is
-whole has a note beside it; what an interrupted conversion has left is taken over by the next one of
-the same model in the same layout.
+Every rank of the layout writes the shards that it would own in a run, in files of bounded size. A
+complete file has a marker next to it, and is reused if the conversion of the same model in the same
+layout is repeated after an interruption.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Weights of a Hugging Face folder that a run neither reads nor trains, the layers behind the
-network's own that predict several tokens and vision towers: what is written of the model has them as they were."""
+"""Weights of a Hugging Face folder that a run neither loads nor trains, e.g. MTP layers and vision
+towers: they are copied unchanged when the model is saved."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Is a conversion right? Two judges: the bits of every parameter, and the answers of transformers'
-model beside those of megatron-core's.
+"""Verify a conversion: compare every parameter bit by bit, or the logits of transformers' model
+with those of megatron-core's.
 
-Both work on a network in a checkpoint and a Hugging Face folder, whichever was made of the other,
-in a layout of one rank.
+Both compare a network in a checkpoint with a Hugging Face folder, in either direction of
+conversion, in a layout of one rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Model families, one file each. A new one is a file and its import line."""
+"""Model families, one file each. To add one, add a file and its import line."""
 
 from slime_like.weights.families import (  # noqa: F401  (each registers its family)
     deepseek_v3,

@@ -1,6 +1,6 @@
-"""What distinguishes one architecture of Hugging Face from another: its keys in config.json, and how
-megatron-core's parameters are made of its tensors. Each family is one file here, or one of a user's
-with --import-modules; nothing else in the project asks for an architecture by name.
+"""Interface of a model family: the keys of its config.json, and the mapping from Hugging Face
+tensors to megatron-core parameters. Each family is one file here, or a user's file with
+--import-modules; no other code depends on an architecture's name.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ model_families: Registry[ModelFamily] = Registry("architecture")
 
 
 def register_model_family(family: ModelFamily) -> ModelFamily:
-    """Make `family` what --hf-checkpoint's config.json may name. Raises ValueError when its
-    architecture is registered already."""
+    """Register a model family for --hf-checkpoint. Raises ValueError if its architecture is
+    registered already."""
     model_families.add(family.architecture, family)
     return family
