@@ -130,8 +130,7 @@ class RunCheckpoints:
             return Start(None, root)
         if root != config.save:
             raise ValueError(
-                f"--load {root}: holds neither checkpoints nor a Hugging Face model "
-                "(config.json)"
+                f"--load {root}: holds neither checkpoints nor a Hugging Face model (config.json)"
             )
         if config.exit_on_missing_checkpoint:
             raise ValueError(
