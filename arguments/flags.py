@@ -77,8 +77,8 @@ class Shape:
 
 
 def shape_of(annotation: object) -> Shape | None:
-    """None where the annotation cannot be said in words: callables, dtypes, unions of different
-    kinds."""
+    """The command-line shape of an annotation; None if it has none: callables, dtypes, unions of
+    different kinds."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is bool:
         return Shape("switch")

@@ -230,7 +230,7 @@ def megatron_fields() -> dict[str, tuple[tuple[str, SourceField], ...]]:
 
 
 def megatron_flags() -> list[Flag]:
-    """One flag for each name, whichever configurations it stands in."""
+    """One flag per field name, even if several configurations have it."""
     flags = []
     for name, places in megatron_fields().items():
         group, source = places[0]

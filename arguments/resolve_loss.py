@@ -90,7 +90,7 @@ def _estimator_picks_loss(given: ParsedArgs) -> None:
 
 
 def _slimes_cispo_bounds(given: ParsedArgs) -> None:
-    """slime's cispo is bounded by --eps-clip; ours has bounds of its own."""
+    """slime's cispo is bounded by --eps-clip; ours has separate bounds."""
     values = given.values
     low = values.pop("eps_clip", None)
     high = values.pop("eps_clip_high", low)
@@ -106,7 +106,7 @@ def _slimes_cispo_bounds(given: ParsedArgs) -> None:
 
 
 def _skyrls_gmpo_bounds(given: ParsedArgs) -> None:
-    """SkyRL bounds gmpo by eps_clip_low and eps_clip_high; ours has bounds of its own."""
+    """SkyRL bounds gmpo by eps_clip_low and eps_clip_high; ours has separate bounds."""
     values = given.values
     name = values.get("policy_loss_type")
     if name is None or policy_losses.canonical(name) != "gmpo":
@@ -143,7 +143,7 @@ def _pair_loss_type(given: ParsedArgs) -> None:
 
 
 def _custom_loss_type(given: ParsedArgs) -> None:
-    """slime says --loss-type custom_loss beside the path."""
+    """slime sets --loss-type custom_loss in addition to the path."""
     values: Mapping[str, object] = given.values
     if values.get("loss_type") == "custom_loss":
         given.values["loss_type"] = "policy_loss"

@@ -5,7 +5,7 @@ ten times the layers, whose peaks should be no higher.
     python benchmarks/bench_convert.py --layers 8 80 --folder outputs/bench_convert [--json
     convert.json]
 
-Every measurement is a process of its own, forked from one that has imported everything; the model's
+Every measurement is a separate process, forked from one that has imported everything; the model's
 files are in the page cache. Seconds are those of the whole program but for its imports; whatever is
 written is synced. Peak: the most memory that the process had beyond what it started with, pages of
 mapped files included. Exit status 1 when a conversion's peak grows with the model.

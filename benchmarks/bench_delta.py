@@ -46,7 +46,7 @@ def make_model(hidden: int, layers: int) -> torch.nn.Module:
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One step on 8 sequences of 64 random tokens, each with an advantage of its own."""
+    """One step on 8 sequences of 64 random tokens, each with a separate advantage."""
     tokens = torch.randint(8192, (8, 64))
     log_probs = model(tokens).logits[:, :-1].log_softmax(-1)
     chosen = log_probs.gather(-1, tokens[:, 1:, None]).squeeze(-1).mean(-1)

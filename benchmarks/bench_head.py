@@ -14,7 +14,7 @@ Versions, all with gradients for hidden states and weight:
 Time is the minimum over repetitions, in which all versions take turns; ratios are against the
 fastest version that holds the logits. Peak is what forward and backward allocate beyond inputs and
 warm-up: by a counter of the tensors that are alive (on CUDA by the allocator), and, on CPU, by the
-growth of the process's largest resident size, each version in a process of its own. Exit status 1
+growth of the process's largest resident size, each version in a separate process. Exit status 1
 when a target of this size is missed.
 """
 
@@ -230,7 +230,7 @@ def half_of(p: Problem) -> Tensor:
 
 
 def peaks_apart(name: str, options: argparse.Namespace, *, half: bool) -> dict[str, float]:
-    """`peaks` in a process of its own, forked before this one has threads; on CUDA here, where the
+    """`peaks` in a separate process, forked before this one has threads; on CUDA here, where the
     allocator counts."""
     options = argparse.Namespace(**{**vars(options), "half": half})
     if options.device == "cuda":

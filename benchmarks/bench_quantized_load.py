@@ -60,7 +60,7 @@ def write_model(folder: Path, gigabytes: float) -> int:
 
 
 def measure(folder: Path, count: int) -> Measured:
-    """In this process, whose memory has a mark of its own from here on (Linux)."""
+    """In this process, whose memory has a separate mark from here on (Linux)."""
     rows = torch.zeros(ROWS // 2, COLUMNS, dtype=torch.bfloat16)
     shards = rows, rows.view(ROWS, COLUMNS // 2)  # the same memory
     Path("/proc/self/clear_refs").write_text("5")

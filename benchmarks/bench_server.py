@@ -148,7 +148,7 @@ def message_of(count: int, length: int, seed: int = 0) -> Any:
 
 
 class HttpClient:
-    """A model of its own, asked without the SDK."""
+    """A separate model, asked without the SDK."""
 
     def __init__(self, model: Path, url: str, *, rank: int) -> None:
         import httpx
@@ -369,7 +369,7 @@ class Served:
 def measure_shares(
     model: Path, url: str, clients: int, seconds: float, *, flood: int
 ) -> dict[str, Any]:
-    """`clients` threads ask for `seconds`, each with an adapter of its own; flood: requests that the
+    """`clients` threads ask for `seconds`, each with a separate adapter; flood: requests that the
     first keeps waiting, 0 for one as the
     others."""
     asking = [HttpClient(model, url, rank=8) for _ in range(clients)]

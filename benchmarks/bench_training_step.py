@@ -6,7 +6,7 @@ Face and torch loop; and layout against layout.
 
 Nine of ten responses are short, one of ten is eleven times as long. All methods train the same
 model on the same samples with the PPO loss, a token mean, Adam and clipping, in float32; that they
-compute the same is checked by loss and gradient norm. Every method runs in a process of its own (so
+compute the same is checked by loss and gradient norm. Every method runs in a separate process (so
 that peak memory is its own), in turns, and the fastest step counts. Layouts of experts train a
 Qwen3-MoE. `core s` are the seconds in which a process computes, of the busiest rank where there are
 several: other work on the machine disturbs them less than `s`, the seconds that pass, but they

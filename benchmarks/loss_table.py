@@ -233,7 +233,7 @@ def one_table(results: Sequence[Result], language: str) -> str:
 
 def write_docs(results: Sequence[Result]) -> None:
     """Between the two marks of the page of results, in both languages. The tables of losses and of
-    estimators have marks of their own."""
+    estimators have separate marks."""
     for language in HEADINGS:
         page = ROOT / "docs" / language / "algorithms" / "results.md"
         text = page.read_text(encoding="utf-8")

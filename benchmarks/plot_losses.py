@@ -2,7 +2,7 @@
 benchmarks/plot_losses.py [--output FILE].
 
 A panel shows the token loss (dashed) and the weight of the policy gradient, -(dl / d log_prob) / A
-(solid), of one token in a sequence of its own, under the loss's default settings. On-policy, at
+(solid), of one token in a separate sequence, under the loss's default settings. On-policy, at
 ratio 1, every weight is 1. Of a loss that is a constant weight times the log-prob (cispo,
 rollout_is, topr, up, vespo) look at the gradient weight: the slope of its value is another.
 """

@@ -1,9 +1,9 @@
-"""Many ranks in one process: the code of every rank runs in a thread of its own, over process groups
+"""Many ranks in one process: the code of every rank runs in a separate thread, over process groups
 that count what goes through them.
 
     ranks = run_simulated(1024, LayoutSizes(tp=4, pp=2, ep=64, etp=1), work)
 
-`work(rank)` calls torch.distributed as in a process of its own. Tensors on the meta device travel as
+`work(rank)` calls torch.distributed as in a separate process. Tensors on the meta device travel as
 sizes, others with their bytes. What is not simulated is time. `tests/dist/test_simulated_ranks.py`
 holds the counts to those of gloo processes.
 """

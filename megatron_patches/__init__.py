@@ -4,7 +4,7 @@
     print(report)
 
 megatron-core assumes a CUDA device and, in places, Transformer Engine. Each patch lifts one such
-assumption, lives in a file of its own that says what it changes, why, and for which releases, and
+assumption, is in its own file that documents what it changes, why, and for which releases, and
 applies only where its condition holds: on a machine with CUDA and Transformer Engine only
 `mla_tp_grads`, `mla_no_q_norm`, `rope_thd`, `offload_ckpt` and `safe_checkpoints` are left. Before anything is
 changed, every patch checks that what it is about to change is still there. Importing this package imports neither torch nor megatron-core.

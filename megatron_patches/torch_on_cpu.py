@@ -7,7 +7,7 @@ How       Each of these modules gets a stand-in for `torch` that forwards every 
           factories, `device`, `autocast` and `torch.cuda`. The real torch, and every other
           module's, is left alone, and tensor operations cost nothing extra. (A global
           TorchFunctionMode would do too, but it taxes every torch call.) init_data has the real
-          torch.empty as a default argument, hence a wrapper of its own.
+          torch.empty as a default argument, hence a separate wrapper.
 When      No CUDA device.
 Versions  megatron-core 0.16.1 to 0.19.
 """

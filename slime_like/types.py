@@ -339,7 +339,7 @@ class TokenOutput:
 
 class AutogradContext(Protocol):
     """What a `torch.autograd.Function` passes from its forward to its backward pass. A function that
-    keeps more than tensors names it in a protocol of its own."""
+    keeps more than tensors names it in a separate protocol."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]

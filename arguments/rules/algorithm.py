@@ -323,7 +323,7 @@ SUPERVISED_RULES: tuple[Rule, ...] = (
 
 
 def completed_critic(s: Settings) -> CriticConfig:
-    """Without a critic, as it stands."""
+    """Complete the critic's settings; unchanged without a critic."""
     lr, min_lr, critic = s.core.get("lr"), s.core.get("min_lr") or 0.0, s.critic
     if not has_critic(s) or lr is None:
         return critic

@@ -75,7 +75,7 @@ def teacher_is_of_its_type(s: Settings) -> list[Problem]:
 
 
 def served_teacher_fits(s: Settings) -> list[Problem]:
-    """What SGLang tells about given tokens is at temperature 1, over the whole vocabulary."""
+    """SGLang reports log-probs of given tokens at temperature 1, over the full vocabulary."""
     if not s.distillation.served:
         return []
     found = []
@@ -272,7 +272,7 @@ def keys_of_rows(s: Settings) -> list[Problem]:
 
 
 def _keys_there(spec: str, may_be_bad: int) -> set[str] | None:
-    """Of a file; None where it has a rule of its own, or is read later."""
+    """Of a file; None where it has a separate rule, or is read later."""
     path = file_of(spec)
     known = path.suffix in DATA_SUFFIXES and path.is_file()
     return first_keys(path, may_be_bad) if known else None
@@ -342,7 +342,7 @@ def reward_is_usable(s: Settings) -> list[Problem]:
     name, path = s.reward.rm_type, s.reward.custom_rm_path
     if path is not None and path.startswith(
         SLIME_REWARD
-    ):  # of distillation, which has a rule of its own
+    ):  # of distillation, which has a separate rule
         return []
     if name is not None and path is not None:
         return problem("rm_type", name, "excludes --custom-rm-path; give one of them")

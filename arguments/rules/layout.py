@@ -262,7 +262,7 @@ def global_batch_is_divisible(s: Settings) -> list[Problem]:
     if size is None or dp is None or not s.trains or s.algorithm.use_dynamic_batch_size:
         return []
     if s.algorithm.loss_reduction == "token_mean_legacy" and size % (dp * micro):
-        return []  # the reduction's own rule tells it
+        return []  # reported by the reduction's own rule
     name = "global_batch_size" if s.algorithm.global_batch_size else "rollout_batch_size"
     if size % (dp * micro):
         parts = f"{dp} data-parallel ranks x --micro-batch-size {micro}"

@@ -4,7 +4,7 @@
     python benchmarks/gpu_check/run.py --rehearse          every check on this CPU, at tiny sizes
     python benchmarks/gpu_check/run.py --only head mfu_1.7b_8k
 
-Every check is a process of its own: one that fails, hangs or leaves CUDA unusable is one row of the
+Every check is a separate process: one that fails, hangs or leaves CUDA unusable is one row of the
 page, and the others go on. The exit status is 1 where a check failed, missed its goal or had no
 time left, and where there is no GPU.
 """
@@ -125,7 +125,7 @@ def run_here(check: Check, *, rehearse: bool) -> Row:
 
 
 def run_apart(check: Check, *, rehearse: bool, left_s: float) -> Row:
-    """Run one check in a process of its own, for at most its limit and the time that is left."""
+    """Run one check in a separate process, for at most its limit and the time that is left."""
     if left_s < 5:
         return row_of(check, NO_TIME)
     limit = min(check.limit_s, left_s)

@@ -43,7 +43,7 @@ class _Preloaded:
         self._process: subprocess.Popen[bytes] | None = None
 
     def launch(self, argv: list[str], output: Path, timeout_s: float) -> int | None:
-        """Exit status of `main(argv)` in a session of its own, None when it was killed at the time
+        """Exit status of `main(argv)` in a separate session, None when it was killed at the time
         limit.
 
         Args:

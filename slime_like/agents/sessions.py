@@ -265,7 +265,7 @@ class Session:
         return GenerateRequest(identity, prompt.tokens, seed)
 
     def _new_identity(self) -> int:
-        """Requests of one sample that run together have ids of their own: the engine ends them by id."""
+        """Requests of one sample that run together have separate ids: the engine ends them by id."""
         self.counts["identities"] += 1
         return (1 << 62) + (self.sample_id << 20) + self.counts["identities"] % (1 << 20)
 

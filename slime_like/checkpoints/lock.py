@@ -238,7 +238,7 @@ def confirm_held(folder: str | Path) -> None:
 
 
 def this_process() -> dict[str, object]:
-    """What tells this process from every other one, on any machine."""
+    """A unique identity of this process over all machines."""
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),

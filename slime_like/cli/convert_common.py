@@ -42,7 +42,7 @@ class UsageError(ValueError):
 
 
 def rank_and_world() -> tuple[int, int]:
-    """As torchrun tells them; without it one process."""
+    """Rank and world size set by torchrun; without it one process."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 

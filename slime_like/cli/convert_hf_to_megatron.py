@@ -9,8 +9,7 @@ read, in any layout.
 The checkpoint has step 0 and weights only: a run with `--load` starts at its first rollout.
 `train.py` reads Hugging Face models itself, so this is for models that are loaded often, or by many
 ranks. Several processes write their own part each; the layout need not be the run's. Each process
-holds a few parameters at a time. An interrupted conversion goes on when the same command is given
-again.
+holds a few parameters at a time. To continue an interrupted conversion, repeat the same command.
 """
 
 from __future__ import annotations

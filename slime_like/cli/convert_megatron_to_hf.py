@@ -6,9 +6,9 @@ loads.
     --hf-checkpoint Qwen3-0.6B --output outputs/hf
 
 Several processes write the files of the output side by side; the layout of the checkpoint plays no
-part. Each process holds one parameter at a time. The output folder appears when it is whole. An
-interrupted conversion goes on when the same command is given again: files that are whole are kept,
-by their SHA-256.
+part. Each process holds one parameter at a time. The output folder appears when it is complete. To
+continue an interrupted conversion, repeat the same command: complete files are kept, by their
+SHA-256.
 """
 
 from __future__ import annotations

@@ -249,5 +249,5 @@ def _words(timeout: timedelta) -> str:
 
 
 def environment_meeting() -> Rendezvous | None:
-    """None where this process is a world of its own."""
+    """None if this process is a world by itself."""
     return meeting_of(os.environ) if "RANK" in os.environ else None

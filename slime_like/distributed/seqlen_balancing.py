@@ -188,7 +188,7 @@ def _exchange(
 
 def pack_by_budget(lengths: Sequence[int] | NDArray[np.int64], budget: int) -> list[Indices]:
     """Indices of each row, ascending: as few rows as best-fit decreasing finds, each of at most
-    `budget` tokens. A longer sequence gets a row of its own. O(N log N)."""
+    `budget` tokens. A longer sequence gets a separate row. O(N log N)."""
     tokens = np.asarray(lengths, dtype=np.int64)
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, row), ascending

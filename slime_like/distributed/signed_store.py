@@ -30,7 +30,7 @@ class SignedStore:
         self._key = key
 
     def clone(self) -> SignedStore:
-        """The same values over a connection of its own, for another thread."""
+        """The same values over a separate connection, for another thread."""
         return SignedStore(self._store.clone(), self._key)
 
     def put(self, name: str, text: str) -> None:

@@ -178,7 +178,8 @@ def total_loss(
 ) -> LossOutput:
     """The partial loss of these tokens, and its metrics.
 
-    Metrics beside the policy loss's own: loss, policy_loss, kl_loss, entropy_loss, positive_nll
+    Metrics in addition to the policy loss's own: loss, policy_loss, kl_loss, entropy_loss,
+    positive_nll
     and observation_loss (without their coefficients) are sums under the token weights; kl and entropy are means over
     active tokens; clip_ratio is pg_clipfrac under another name. Without an active token the loss is
     0 with a zero gradient, and the names are the same. Raises ValueError when a tensor is missing

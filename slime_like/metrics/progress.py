@@ -31,7 +31,7 @@ PHASES = (
     "save",
 )  # in the order of a rollout; others are shown after these
 STEP_SECONDS = "perf/step_s"
-SAMPLING_SECONDS = "perf/sampling_s"  # of a thread that samples while the phases go on
+SAMPLING_SECONDS = "perf/sampling_s"  # of the sampling thread, concurrent with the phases
 
 
 def phase_metric(phase: str) -> str:
@@ -40,7 +40,7 @@ def phase_metric(phase: str) -> str:
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
     """Seconds by phase out of logged metrics: every ``perf/<phase>_s`` that is neither the whole
-    step, nor beside it, nor a rate."""
+    step, nor concurrent with it, nor a rate."""
     found = {
         name.removeprefix("perf/").removesuffix("_s"): value
         for name, value in metrics.items()
@@ -151,7 +151,7 @@ class Progress:
         self._spinner = Spinner("dots")
         self._live: Live | None = None
         if show and not plain and self._console.is_terminal:
-            # Live calls _render from a thread of its own, which only reads.
+            # Live calls _render from a separate thread, which only reads.
             self._live = Live(
                 get_renderable=self._render,
                 console=self._console,

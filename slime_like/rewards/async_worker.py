@@ -22,7 +22,7 @@ def serve(
 async def _serve(
     requests: BinaryIO, replies: BinaryIO, function: Callable[..., Any], args: RewardArgs
 ) -> None:
-    """Every job is a task of its own; each ends at its deadline unless the function blocks the
+    """Every job is a separate task; each ends at its deadline unless the function blocks the
     loop, when the parent kills us."""
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[Job | None] = asyncio.Queue()

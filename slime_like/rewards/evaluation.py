@@ -16,7 +16,7 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
-# Expressions without attributes, subscripts, functions of their own, keywords and assignments, by
+# Expressions without attributes, subscripts, lambdas, keywords and assignments, by
 # the names of CPython 3.11 to 3.14
 _OPERATIONS = (
     "CACHE EXTENDED_ARG RESUME NOT_TAKEN PUSH_NULL PRECALL CALL LOAD_NAME LOAD_CONST LOAD_SMALL_INT",

@@ -13,7 +13,7 @@ from decimal import Decimal
 
 from slime_like.rewards.label import missing_label
 
-# A sign belongs to a number only where no operand stands before it ("7-4" holds 7 and 4).
+# A sign belongs to a number only if no operand precedes it ("7-4" has the numbers 7 and 4).
 # Thousands: groups of three.
 _NUMBER = re.compile(
     r"((?<![\w.)])[-\u2212])?\$?(\d{1,3}(?:,\d{3})+(?![\d])(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"

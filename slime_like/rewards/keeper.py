@@ -3,7 +3,7 @@ the run does.
 
 The process that the pool starts becomes the keeper: it forks, the child is the worker, and whatever
 descendants lose their parents become the keeper's children (PR_SET_CHILD_SUBREAPER), so that none
-escapes by a double fork or a session of its own. Elsewhere than on Linux only the process group is
+escapes by a double fork or a separate session. Elsewhere than on Linux only the process group is
 ended.
 """
 

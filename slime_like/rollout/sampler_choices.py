@@ -1,4 +1,5 @@
-"""What an engine tells of each token besides its log-prob, and training replays: the experts that it
+"""What an engine reports for each token besides its log-prob, and training replays: the experts
+that it
 went to (routes), and the tokens that it was sampled from (token sets)."""
 
 from __future__ import annotations

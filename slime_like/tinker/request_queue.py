@@ -228,7 +228,7 @@ class Dispatcher:
                 self._done(request)
 
     def _fail(self, request: Request, error: Exception) -> None:
-        """A lasting failure is an answer of its own, with status 200: clients repeat others."""
+        """A lasting failure is a separate answer, with status 200: clients repeat others."""
         ours = isinstance(error, Refused | Failed)
         text = (
             str(error)

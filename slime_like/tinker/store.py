@@ -1,6 +1,6 @@
 """Persistent store of the API process (sessions, models, checkpoints, requests) in one SQLite file.
 
-Records are JSON; the body of a request and its result are bytes in columns of their own. A write
+Records are JSON; the body of a request and its result are bytes in separate columns. A write
 has reached the operating system when the call returns (synchronous = NORMAL): the death of the
 process loses nothing, that of the machine the last moments.
 

@@ -270,7 +270,8 @@ class CommandSource:
             self._close()
 
     def close(self, reason: str, *, goodbye: bool) -> None:
-        """The workers end. goodbye: the API process is to end too; else it tells clients, and waits
+        """The workers end. goodbye: the API process ends too; otherwise it informs clients and
+        waits
         for other workers for a while."""
         if self._socket is not None:
             with contextlib.suppress(OSError):

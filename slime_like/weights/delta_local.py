@@ -48,7 +48,7 @@ class _Place:
 
 
 class LocalCheckpoint:
-    """One process at a time writes it, and no server loads it meanwhile.
+    """A node's copy of the weights. One process at a time writes it, while no server loads it.
 
     source: the folder of updates. folder: the copy; made where there is none.
     """

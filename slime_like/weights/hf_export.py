@@ -46,7 +46,7 @@ class HfExport:
     once.
 
     Making one is a collective over all ranks, and so is what comes of `stream`. value_head: the
-    network is a critic. own_head: of a tied model, the output layer is a weight of its own in what
+    network is a critic. own_head: of a tied model, the output layer is a separate weight in what
     comes out, for there is a delta to it alone. coded: the weights, by Hugging Face name, that come
     out quantised, as the tensors that they are stored as. Raises RuntimeError when no stage has a
     parameter that the family needs.
@@ -176,7 +176,7 @@ def _parameters(
     coded: MappingOf[str, CodedWeight],
     experts: int,
 ) -> list[Parameter]:
-    """Those that hold tensors of their own, in the order of the network. The tensors that become of
+    """Those that hold separate tensors, in the order of the network. The tensors that become of
     one are in the order of their dtypes' widths: each begins where its dtype may. experts: of a
     layer, on each rank."""
     done: set[str] = set()

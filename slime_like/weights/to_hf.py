@@ -127,7 +127,7 @@ class NetworkSource:
             self.tensors |= {plan.name: (UNTRAINED, plan) for plan in plans}
 
     def _own(self) -> dict[str, Mapping]:
-        """Parameters that hold tensors of their own: a tied output layer has none."""
+        """Parameters that hold separate tensors: a tied output layer has none."""
         seen: set[str] = set()
         own = {}
         for name, mapping in self.family.items():

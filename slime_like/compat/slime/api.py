@@ -1,4 +1,4 @@
-"""What slime's users import in functions of their own, over whichever engine the run has.
+"""The names that slime users import in their functions, for any rollout engine.
 
 All of it is imported from ``slime_like.compat.slime.api``:
 

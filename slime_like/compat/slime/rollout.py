@@ -1,4 +1,4 @@
-"""slime's functions for a rollout of one's own: those of ``slime.rollout.sglang_rollout``,
+"""slime's functions for custom rollouts: those of ``slime.rollout.sglang_rollout``,
 ``slime.rollout.rm_hub`` and ``slime.rollout.base_types``, over whichever engine the run has. Import
 them from `api.py`."""
 

@@ -1,6 +1,6 @@
-"""What is in a checkpoint, and how it gets to the disk and back: megatron-core's distributed format
-for weights and optimizers, safetensors for random states, JSON for the rest. Where the files lie
-and what makes them a checkpoint: slime_like/checkpoints/."""
+"""Content of checkpoints, and saving and loading them: megatron-core's distributed format for
+weights and optimizers, safetensors for random states, JSON for the rest. File layout and
+completeness are handled by slime_like/checkpoints/."""
 
 from slime_like.checkpoints.state import read_trainer_state
 from slime_like.megatron.checkpoint.load import (

@@ -1,6 +1,5 @@
-"""A short number for the exact bits of a network's state on one rank: saved with a checkpoint,
-compared after it was loaded in the same layout. Equal bits of weights, optimizer and position give
-an equal next gradient norm; this gate needs no training step to see it."""
+"""Fingerprint of the exact bits of a network's state on one rank: saved with a checkpoint, and
+compared after loading in the same layout. It detects a wrong resume without a training step."""
 
 from __future__ import annotations
 

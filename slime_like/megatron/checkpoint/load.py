@@ -1,5 +1,5 @@
-"""Loading: verify, check that it is of this model, read, check that what is here now is what was
-saved. Every function is collective, and raises the same error on all ranks."""
+"""Load checkpoints: verify files, check that they belong to this model, read, and compare
+fingerprints. Every function is collective, and raises the same error on all ranks."""
 
 from __future__ import annotations
 
@@ -70,12 +70,19 @@ def load_checkpoint(
     model: Mapping[str, object],
     before_change: Callable[[], None] = lambda: None,
 ) -> TrainerState:
-    """Restore networks, and with load_rng the random states. Returns the trainer's state as it was
-    saved.
+    """Restore networks and, with load_rng, random states.
 
-    model: this run's, by setting, to name what differs. before_change: called before anything of a
-    network is written; an error before it leaves all as it was. Raises ValueError naming the file,
-    setting or tensor at fault; RunError when what was loaded is not what was saved.
+    Args:
+        model: Settings of this run's model, to report differences.
+        before_change: Called before any network is modified; earlier errors leave everything
+            unchanged.
+
+    Returns:
+        The saved trainer state.
+
+    Raises:
+        ValueError: Names the file, setting or tensor at fault.
+        RunError: The loaded state differs from the saved one.
     """
     identity = together(lambda: saved_identity(folder))  # before gigabytes are verified
     _check_model(folder, identity.get("model", {}), model)
@@ -118,7 +125,7 @@ def load_checkpoint(
 
 
 def load_weights(folder: Path, name: str, network: SavedNetwork, *, verify: bool) -> None:
-    """The weights of the network that is called `name` there, into `network`. Raises ValueError."""
+    """Load the weights of the checkpoint's network `name` into `network`. Raises ValueError."""
     there = open_checkpoint(folder, verify=verify)["networks"]
     if name not in there:
         raise ValueError(
@@ -129,7 +136,7 @@ def load_weights(folder: Path, name: str, network: SavedNetwork, *, verify: bool
 
 
 def open_checkpoint(folder: Path, *, verify: bool) -> TrainerState:
-    """The trainer's state of a checkpoint whose files are those of its manifest. Raises ValueError
+    """Check a checkpoint's files against its manifest; returns its trainer state. Raises ValueError
     naming the file."""
 
     def look() -> dict[str, FileRecord]:
@@ -206,7 +213,7 @@ def saved_networks(folder: Path) -> Collection[str]:
 
 
 def is_converted(folder: Path) -> bool:
-    """Whether a checkpoint holds weights that were converted, and nothing to go on from."""
+    """Whether a checkpoint only has converted weights, and nothing to resume from."""
     try:
         return bool(read_trainer_state(folder).get("weights_only"))
     except ValueError:

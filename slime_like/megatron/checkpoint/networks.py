@@ -112,7 +112,7 @@ def adapt_names(wanted: dict[str, object], available: Collection[str]) -> None:
 
 
 def prefer_main_params(wanted: dict[str, object], saved: Mapping[str, object]) -> None:
-    """Weights in fp32 that go on from a run in half precision are the optimizer's fp32 numbers
+    """fp32 weights that resume from a half-precision run are the optimizer's fp32 numbers
     there, not the rounded ones that the model had. In place. wanted: of `sharded_state`, under the
     names of `adapt_names`. saved: storage metadata by name."""
     kinds = (ShardedTensor, ShardedTensorFactory)

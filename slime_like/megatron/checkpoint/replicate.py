@@ -1,10 +1,10 @@
-"""Checkpoints in the memory of the nodes, with a copy of each node's part on the next node
-(--checkpoint-replicas), and what a restart makes of them.
+"""In-memory checkpoints, with replicas of each node's part on the following nodes
+(--checkpoint-replicas), and their recovery after a restart.
 
-Each rank writes its part into a folder of its node, sends it to a rank of the next node, and gets
-one from the node before. A version has its name on every node before the one before it goes. At a
-restart the nodes that are left put their files of the newest whole version into --save, from where
-it is loaded as any other checkpoint is.
+Each rank writes its part to a folder in its node's memory, sends it to a rank of the next node, and
+receives one from the previous node. A version is complete on every node before the previous one is
+removed. After a restart the remaining nodes write the newest complete version to --save, from where
+it is loaded as usual.
 """
 
 from __future__ import annotations

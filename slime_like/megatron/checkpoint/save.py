@@ -1,8 +1,8 @@
-"""Saving: plan, check the disk, write (at once, or behind the training), publish, remove what is
-not to be kept.
+"""Save checkpoints: plan, check disk space, write (synchronously or in the background), publish,
+and remove old ones.
 
-Every method is collective. Nothing of an earlier checkpoint is touched before its successor is on
-the disk under its own name.
+Every method is collective. An earlier checkpoint is not touched before its successor is complete on
+disk under its final name.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ class SavePolicy:
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """A published checkpoint. seconds: from its beginning until it was published. blocked_s: of
-    these, training stood still. removed: steps of older checkpoints that went. free_bytes: of the
-    disk, after that. notes: what did not go well."""
+    """A published checkpoint. seconds: from start to publication. blocked_s: time that training was
+    blocked. removed: steps of removed checkpoints. free_bytes: free disk space afterwards. notes:
+    problems."""
 
     step: int
     bytes: int
@@ -124,7 +124,7 @@ class CheckpointSaver:
     """Writes checkpoints of one run to one folder."""
 
     def __init__(self, root: str | Path, policy: SavePolicy) -> None:
-        """Removes what a killed process has left in `root`; `notes` says what."""
+        """Removes leftovers of killed processes in `root`; `notes` lists them."""
         self.root = Path(root)
         self.policy = policy
         self._pending: _Pending | None = None
@@ -143,10 +143,18 @@ class CheckpointSaver:
         *,
         with_rng: bool,
     ) -> SaveReport | None:
-        """Write checkpoint `step`. networks: the first one's layout is the run's. state: the
-        trainer's, plain JSON, used on rank 0. Returns None when it goes on in the background:
-        `poll` or `finish` reports it. Raises SaveError on all ranks, with earlier checkpoints
-        whole. No other save may be pending."""
+        """Write checkpoint `step`; no other save may be pending.
+
+        Args:
+            networks: The layout of the first one is the run's.
+            state: Trainer state, plain JSON; used on rank 0.
+
+        Returns:
+            The report, or None if the save continues in the background; see `poll` and `finish`.
+
+        Raises:
+            SaveError: On all ranks; earlier checkpoints are intact.
+        """
         assert self._pending is None, "finish() the save before"
         started = time.perf_counter()
         folder = writing_folder(self.root, step)

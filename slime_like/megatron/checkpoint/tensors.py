@@ -1,5 +1,5 @@
-"""Single tensors, and parts of them, out of a distributed checkpoint, whatever layout it was saved
-in. No process group, no model."""
+"""Read single tensors, or parts of them, from a distributed checkpoint saved in any layout, without
+a process group or a model."""
 
 from __future__ import annotations
 

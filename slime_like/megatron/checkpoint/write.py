@@ -1,9 +1,9 @@
-"""One network to files: megatron-core plans who writes what, and this module writes it, in threads,
-hashing on the way.
+"""Write one network to files: megatron-core plans what each rank writes, and this module writes it
+in threads, hashing on the fly.
 
-megatron-core would start a process for every file, and a manager process which imports the whole
-program again; a writer that dies leaves its parent waiting for ever. Threads do as well: hashing
-and writing release the interpreter's lock.
+megatron-core would start a process per file, and a manager process that imports the program again;
+if a writer dies, its parent hangs. Threads are as fast, because hashing and writing release the
+GIL.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ equation 10). A sequence is cut into chunks. Within a chunk the corrections that
 solve a triangular system, which is a matrix product away from the state that enters; so all chunks
 of a micro-batch are prepared at once, and what remains one after another is a few products for each
 chunk. Step j does the j-th chunks of all sequences that are that long together: short sequences
-cost nothing while a long one goes on, and no state and no gradient crosses a sequence.
+cost nothing while a long one continues, and no state and no gradient crosses a sequence.
 
 Every sum has a fixed order, so that the same rows give the same bits, forward and backward.
 """

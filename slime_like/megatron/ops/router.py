@@ -68,8 +68,8 @@ class PackedRouter(TopKRouter):
         )
 
     def begin(self, rows: Sequence[RoutedRows], *, slot: int, record: bool) -> None:
-        """A pass over micro-batches starts; it goes on until the next one. slot: this router's
-        place in `RoutedRows.routes`."""
+        """Start a pass over micro-batches, which lasts until the next `begin`. slot: this router's
+        index in `RoutedRows.routes`."""
         self._pass = _Pass(rows, slot, record)
         self.load.zero_()
 

@@ -1,4 +1,4 @@
-"""Trackers in threads of their own. What one does wrong is reported once and never stops or delays
+"""Trackers in separate threads. What one does wrong is reported once and never stops or delays
 the run."""
 
 from __future__ import annotations

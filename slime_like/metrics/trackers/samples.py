@@ -24,7 +24,7 @@ Rows = list[list[object]]
 
 
 def has_table(step: int) -> bool:
-    """Every rollout at the beginning, and then each tenth: a table is a file of its own."""
+    """Every rollout at the beginning, and then each tenth: a table is a separate file."""
     return step <= ALL_UNTIL or step % THEN_EACH == 0
 
 

@@ -1,5 +1,5 @@
-"""Experts as DeepSeek-V3 and GLM-4.5 have them: chosen by sigmoids and a bias within groups, beside
-shared ones, dense layers first, and layers of multi-token prediction after the model's own."""
+"""MoE as in DeepSeek-V3 and GLM-4.5: sigmoid routing with a bias, limited to groups, with shared
+experts, dense first layers, and MTP layers after the last one."""
 
 from __future__ import annotations
 
