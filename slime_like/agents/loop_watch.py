@@ -8,7 +8,6 @@ import contextlib
 import logging
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
@@ -25,8 +24,7 @@ class LoopWatch:
     code: CodeType
     seconds: float = BLOCKED_S
     _users: int = 0
-    _beat: float = 0.0
-    _thread: int = 0  # that the event loop runs in, which may change
+    _beat: float = 0.0  # by the clock of the event loop, which may stand
     _stop: threading.Event = field(default_factory=threading.Event)
 
     @contextlib.contextmanager
@@ -35,8 +33,9 @@ class LoopWatch:
         self._users += 1
         if self._users == 1:
             self._stop = threading.Event()
-            self._beats(asyncio.get_running_loop(), self._stop)
-            threading.Thread(target=self._watch, args=(self._stop,), daemon=True).start()
+            watched = (asyncio.get_running_loop(), self._stop)
+            self._beats(*watched)
+            threading.Thread(target=self._watch, args=watched, daemon=True).start()
         try:
             yield
         finally:
@@ -45,15 +44,17 @@ class LoopWatch:
                 self._stop.set()
 
     def _beats(self, loop: asyncio.AbstractEventLoop, stop: threading.Event) -> None:
-        self._beat, self._thread = time.monotonic(), threading.get_ident()
+        self._beat = loop.time()
         if not stop.is_set():
             loop.call_later(self.seconds / 10, self._beats, loop, stop)
 
-    def _watch(self, stop: threading.Event) -> None:
+    def _watch(self, loop: asyncio.AbstractEventLoop, stop: threading.Event) -> None:
         while not stop.wait(self.seconds / 10):
-            if time.monotonic() - self._beat < self.seconds:
+            if loop.time() - self._beat < self.seconds:
                 continue
-            place = self._place(sys._current_frames().get(self._thread))
+            # each rollout may run the loop in another thread; None where it does not run
+            thread = loop._thread_id  # type: ignore[attr-defined]
+            place = self._place(sys._current_frames().get(thread))
             if place is not None:
                 logger.error(
                     f"{self.name} blocks the event loop for more than {self.seconds:g} s at {place}: "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -463,3 +464,30 @@ def test_an_answer_that_was_complete_when_it_was_aborted_is_full(makes: Any) -> 
     samples = stream(agent, server, blank(1), lambda: bool(server.log))
     (sample,) = stream(agent, server, samples, lambda: False)
     assert sample.reward == 1.0 and len(trained(sample)) == 5 and server.calls == 1
+
+
+def test_a_function_that_blocks_a_later_rollout_is_named(
+    makes: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each rollout runs the event loop in a thread of its own."""
+    server = Server(words=3)
+
+    async def play(task: Task) -> float:
+        await task.chat([say("a")])
+        while server.version == 1:
+            await asyncio.sleep(0.001)
+        time.sleep(0.8)
+        return 1.0
+
+    agent, samples = makes(play), blank(1)
+    agent._watch.seconds = 0.2
+    until = lambda: server.calls == 1 and not server._rest  # noqa: E731
+    with ThreadPoolExecutor(1) as threads:
+        samples = threads.submit(stream, agent, server, samples, until).result()
+    assert not samples[0].ended and not caplog.records
+    server.version = 2
+    (sample,) = stream(agent, server, samples, lambda: False)
+    assert sample.reward == 1.0
+    (record,) = (r for r in caplog.records if r.levelname == "ERROR")
+    assert "blocks the event loop" in record.message
+    assert f"{__file__}:{play.__code__.co_firstlineno + 4}" in record.message
