@@ -107,15 +107,21 @@ def test_agents_wait_for_the_next_rollout(
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize("engine", ["local", "sglang"])
 def test_programs_wait_for_the_next_rollout(
-    server: TrainServer, work: Workspace, tmp_path: Path
+    server: TrainServer, work: Workspace, tmp_path: Path, engine: str
 ) -> None:
     (tmp_path / "agent.py").write_text(PROGRAM)
-    line = work.flags(
-        tmp_path / "out", **flags_of(tmp_path, agent_command="PROGRAM", tis_ratio_type="token")
-    )
-    line[line.index("PROGRAM")] = f"{sys.executable} {tmp_path}/agent.py"
-    server.train(line, tmp_path / "log").ok()
+    flags = flags_of(tmp_path, agent_command="PROGRAM", tis_ratio_type="token")
+    with FakeServer(str(work.model)) as fake:
+        fake.pace_s = lambda body: 0.05
+        if engine == "sglang":
+            flags |= dict(rollout_slice_len=None, rollout_local_batch_size=None)
+            line = served(work, fake, tmp_path / "out", **flags)
+        else:
+            line = work.flags(tmp_path / "out", **flags)
+        line[line.index("PROGRAM")] = f"{sys.executable} {tmp_path}/agent.py"
+        server.train(line, tmp_path / "log").ok()
     rows = rows_of(tmp_path / "out")
     assert sum(row["rollout/groups_resumed"] for row in rows) > 0
     assert all(row["agent/lost"] == 0 for row in rows)
@@ -135,20 +141,26 @@ def test_agents_wait_while_servers_have_new_weights(
     (tmp_path / "agent.py").write_text(AGENT.format(log=str(log)))
     flags = flags_of(
         tmp_path, agent_function_path=f"{tmp_path}/agent.py:play", rollout_slice_len=slices, tis_ratio_type="token",
-        rollout_local_batch_size=None, eval_interval=2, skip_eval_before_train="", eval_prompt_data=f"few {tmp_path}/texts.jsonl@[0:2]",
+        rollout_local_batch_size=None, save=tmp_path / "c", eval_interval=2, skip_eval_before_train="", eval_prompt_data=f"few {tmp_path}/texts.jsonl@[0:2]",
     )  # fmt: skip
     with FakeServer(str(work.model)) as fake:
         fake.pace_s = lambda body: 0.02
         line = served(work, fake, tmp_path / "out", **flags)
         server.train(line, tmp_path / "log", ranks=ranks).ok()
         assert bool(fake.count("/abort_request")) == (slices is None)
+        played = [line.split()[0] for line in log.read_text().splitlines()]
+        again = flags | dict(num_rollout=6, load=tmp_path / "c")
+        line = served(work, fake, tmp_path / "out", **again)
+        server.train(line, tmp_path / "log2", ranks=ranks).ok()
     rows = [row for row in rows_of(tmp_path / "out") if "rollout/reward_mean" in row]
+    rows, resumed = rows[:4], rows[4:]
+    assert len(resumed) == 2 and sum(row["agent/restarted"] for row in resumed) > 0
+    assert all(min(versions(sample)) > 4 for sample in recorded(tmp_path, 6)[16:])
     assert len(rows) == 4 and sum(row["rollout/groups_resumed"] for row in rows) > 0
     assert all(row["agent/lost"] == row["agent/restarted"] == 0 for row in rows)
     assert all(row["rollout/failed_frac"] == 0 for row in rows) and "eval/few/mean" in rows[3]
     samples = recorded(tmp_path, 4)
     assert len({s.sample_id for s in samples}) == len(samples) == 16
-    played = [line.split()[0] for line in log.read_text().splitlines()]
     begun = Counter(played)
     for sample_id in ("0", "1"):  # evaluations have the same numbers
         begun[sample_id] -= 2
