@@ -35,6 +35,7 @@ NEGATED_ALIASES: Mapping[str, str] = {"--grpo-norm-by-std": "--disable-grpo-std-
 # typed switch -> field name -> value
 PRESETS: Mapping[str, Mapping[str, object]] = {
     "--calculate-per-token-loss": {"loss_reduction": "token_mean"},
+    "--allgather-cp": {"cp_comm_type": "all_gather"},
     "--use-kl-in-reward": {"use_kl_in_reward": True},
     "--use-tis": {"tis_ratio_type": "token"},
     "--use-rotary-position-embeddings": {"position_embedding_type": "rope"},
@@ -68,6 +69,7 @@ NO_EFFECT: Mapping[str, str] = {
     "--no-use-tokenizer-model-from-checkpoint-args": "the tokenizer is --hf-checkpoint's",
     "--use-flash-attn": "--attention-backend alone decides",
     "--auto-detect-ckpt-format": "the format of a checkpoint is always detected",
+    "--freeze-indexer": "the indexers of sparse attention are never trained",
     "--exit-signal-handler": "a run with --save always saves on SIGTERM",
 }
 _DELTA = "changes of weights are sent as XOR of what changed, with SHA-256 of every tensor"
@@ -101,7 +103,6 @@ NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
     _CRITIC: "critic-num-nodes critic-num-gpus-per-node",
     "the critic is a part of every checkpoint in --save, so that both are of the same moment": "critic-save",
     "training a critic or a policy without the other": "critic-train-only",
-    "this exchange of context parallelism; see --cp-comm-type": "allgather-cp",
     "servers that only prefill": "prefill-num-servers",
     _CLUSTER: "train-env-vars qwen-gdn-backend rank local-rank",
     _SYNC: """update-weights-interval keep-old-actor
@@ -117,7 +118,6 @@ NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
     "tools of evaluation sets under a key of their own": "eval-tool-key",
     "this setting of rewards": "eval-reward-key disable-rewards-normalization",
     "this setting of evaluation": """eval-max-prompt-len eval-min-new-tokens eval-max-context-len""",
-    "a sparse attention's indexer; --freeze-params-name-list freezes by name": "freeze-indexer",
     "this model setting": """padded-vocab-size seq-length decoder-seq-length no-rope-freq""",
     "this optimizer setting": "reset-optimizer-states use-stateless-adam use-rollout-entropy",
     "Megatron-LM's own training loop": """train-iters train-samples lr-decay-samples lr-warmup-samples eval-iters data-path split tokenizer-type

@@ -206,7 +206,7 @@ def transformer_config_type(values: Mapping[str, object]) -> type[TransformerCon
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     if values.get("multi_latent_attention"):
-        return MLATransformerConfig
+        return _sparse_config() if values.get("index_topk") else MLATransformerConfig
     return _layer_config() if OF_OWN_LAYERS & values.keys() else TransformerConfig
 
 
@@ -233,6 +233,23 @@ def _layer_config() -> type[TransformerConfig]:
         yarn_correction_range_round_to_int: bool = True
 
     return LayerConfig
+
+
+@functools.cache
+def _sparse_config() -> type[TransformerConfig]:
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    @dataclasses.dataclass
+    class SparseConfig(MLATransformerConfig):
+        """With fields for the indexers of slime_like/megatron/model/sparse_attention.py."""
+
+        index_topk: int = 2048  # keys that are chosen for a query
+        index_n_heads: int = 64
+        index_head_dim: int = 128
+        index_rotary_interleaved: bool = False
+        index_shared: list[int] | None = None  # by layer: 1 takes what the last one before it chose
+
+    return SparseConfig
 
 
 def _fusions(build: Build) -> dict[str, bool]:

@@ -29,8 +29,10 @@ class Feature:
 
 
 IMAGES = Feature("images and other media", "images in prompts", "提示里的图像")
-DSA = Feature(
-    "sparse attention", "sparse attention with an indexer (DSA)", "带索引器的稀疏注意力（DSA）"
+PREFILL = Feature(
+    "servers that only prefill",
+    "servers that only prefill (`--prefill-num-servers`); accepted without that flag",
+    "只做预填充的服务器（`--prefill-num-servers`）；去掉该参数即接受",
 )
 FP8 = Feature("fp8 and fp4 training", "training in fp8", "fp8 训练")
 IFBENCH = Feature(
@@ -55,8 +57,7 @@ REFUSED: Mapping[str, Feature] = {
     "scripts/low_precision/run-qwen3-30b-a3b-fp8.sh": FP8,
     "examples/delta_weight_sync/run-glm4.7-30B-A3B-delta.sh": UNEVEN,
     "scripts/run-glm4.7-30B-A3B.sh": CROWDED,
-    "scripts/run-glm5-744B-A40B.sh": DSA,
-    "scripts/run-glm5.2-744B-A40B.sh": DSA,
+    "scripts/run-glm5-744B-A40B.sh": PREFILL,
 }
 
 

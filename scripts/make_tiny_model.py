@@ -94,7 +94,10 @@ def add_prediction_layers(folder: Path, family: ModelFamily, count: int) -> None
     tensors, hf = load_file(path), read_hf_model(str(folder))
     layers = hf.transformer["num_layers"]
     starts = [f"{names.layers}.".format(layer=n) for n in range(layers)]
-    like = [s for s in starts if any(name.startswith(f"{s}self_attn") for name in tensors)][-1]
+    starts = [s for s in starts if any(name.startswith(f"{s}self_attn") for name in tensors)]
+    # of sparse attention, one with an indexer
+    counts = [sum(name.startswith(s) for name in tensors) for s in starts]
+    like = [s for s, n in zip(starts, counts, strict=True) if n == max(counts)][-1]
     own = {name.removeprefix(like): x for name, x in tensors.items() if name.startswith(like)}
     own_sizes = Sizes(hf.transformer["hidden_size"], *[0] * 5)
     for number in range(count):

@@ -57,11 +57,9 @@ REFUSED_WHEN_SET = {
     "pruned_heads": "pruned heads are not supported",
     "tie_encoder_decoder": "encoder-decoder models are not supported",
 }
-_DSA = "sparse attention with an indexer (DSA)"
 # Architectures that people train and that are not here -> the feature of their networks that is not.
 UNSUPPORTED: Mapping[str, str] = {
-    "DeepseekV32ForCausalLM": _DSA,
-    "GlmMoeDsaForCausalLM": _DSA,
+    "DeepseekV4ForCausalLM": "attention to compressed keys and several residual streams",
 }
 ACTIVATIONS = {"silu": "silu", "swish": "silu"}
 DTYPES = ("float32", "bfloat16", "float16")
@@ -110,6 +108,7 @@ ROPE = ("an object with numbers and a rope_type", _is_rope)
 KINDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
     "architectures": ("a list of names", _list_of(str)),
     "layer_types": ("a list of names", _list_of(str)),
+    "indexer_types": ("a list of names", _list_of(str)),
     "mlp_layer_types": ("a list of names", _list_of(str)),
     "mlp_only_layers": ("a list of layers", _list_of(int)),
     "attn_type_list": ("a list of numbers", _list_of(int)),
@@ -117,7 +116,9 @@ KINDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
     **dict.fromkeys(
         ("quantization_config", "text_config"), ("an object", lambda value: isinstance(value, dict))
     ),
-    **dict.fromkeys(("model_type", "hidden_act", "dtype", "torch_dtype"), TEXT),
+    **dict.fromkeys(
+        ("model_type", "hidden_act", "dtype", "torch_dtype", "index_topk_pattern"), TEXT
+    ),
     **dict.fromkeys(("rope_theta", "partial_rotary_factor", "attention_dropout"), NUMBER),
     **dict.fromkeys(("use_mtp", "use_routing_bias", "use_qk_norm"), SWITCH),
     **dict.fromkeys(

@@ -125,7 +125,7 @@ def read_hf_model(folder: str, *, value_head: bool = False) -> HfModel:
         gpt,
         dtype,
         untrained,
-        family.untrained_prefixes,
+        family.untrained_prefixes + family.unused_weights(reader),
         0 if family.prediction is None else family.prediction.count(reader),
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 from arguments.megatron_configs import resolve_transformer_impl
 from arguments.rules.base import LayoutSettings, Rule, Settings, problem
 from arguments.rules.pipeline import (
+    first_layers,
     interleaved_flags,
     pipeline_divides_the_layers,
     virtual_stages_of,
@@ -93,13 +94,18 @@ def context_parallel_has_limits(s: Settings) -> list[Problem]:
                 s.core[name],
                 "must be 0 with --context-parallel-size above 1, whose ranks would all drop the same positions",
             )
-    local = resolve_transformer_impl(s.model, s.machine) == "local"
-    if local and how not in (None, "all_gather"):
-        found += problem(
-            "cp_comm_type",
-            how,
-            "needs Transformer Engine layers, which are not used here; use all_gather, or leave it out",
+    local, sparse = (
+        resolve_transformer_impl(s.model, s.machine) == "local",
+        s.core.get("index_topk"),
+    )
+    if (local or sparse) and how not in (None, "all_gather"):
+        attention = (
+            "sparse attention does not have"
+            if sparse
+            else "needs Transformer Engine layers, which are not used here"
         )
+        words = f"{attention}; use all_gather, or leave it out"
+        found += problem("cp_comm_type", how, words)
     heads, tensor = s.core.get("num_attention_heads"), s.parallel.tensor_model_parallel_size
     groups = s.core.get("num_query_groups") or heads
     if how == "a2a" and heads and groups and (heads // tensor % size or groups // tensor % size):
@@ -110,6 +116,22 @@ def context_parallel_has_limits(s: Settings) -> list[Problem]:
             f"exchanges heads, so --context-parallel-size {size} must divide {have}; use p2p or all_gather",
         )
     return found
+
+
+def stages_begin_with_an_indexer(s: LayoutSettings) -> list[Problem]:
+    """Of sparse attention: the choice of keys that several layers share stays on a stage."""
+    shared = s.core.get("index_shared")
+    if not shared:
+        return []
+    wrong = [first for first in first_layers(s) if shared[first]]
+    if not wrong:
+        return []
+    own = ", ".join(str(layer) for layer, takes in enumerate(shared) if not takes)
+    words = (
+        f"has a stage that begins with layer {wrong[0]} of 0 to {len(shared) - 1}, which takes the keys that a layer before it "
+        f"chose; begin stages with one of {own} (--pipeline-model-parallel-layout)"
+    )
+    return problem("pipeline_model_parallel_size", s.parallel.pipeline_model_parallel_size, words)
 
 
 def latent_attention_with_context_parallel(s: Settings) -> str | None:
@@ -134,7 +156,8 @@ def backend_is_there(s: Settings) -> list[Problem]:
 
 PARALLEL_RULES: tuple[Rule, ...] = (
     world_is_divisible, sequence_parallel_needs_tensor_parallel, tensor_parallel_divides_the_network,
-    context_parallel_has_limits, delta_nets_share_their_groups, interleaved_flags, pipeline_divides_the_layers, backend_is_there,
+    context_parallel_has_limits, delta_nets_share_their_groups, interleaved_flags, pipeline_divides_the_layers, stages_begin_with_an_indexer,
+    backend_is_there,
 )  # fmt: skip
 
 

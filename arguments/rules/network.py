@@ -14,6 +14,7 @@ from arguments.rules.base import Rule, Settings, problem
 from arguments.rules.declared import has_critic
 from arguments.rules.layout import (
     delta_nets_share_their_groups,
+    stages_begin_with_an_indexer,
     tensor_parallel_divides_the_network,
     world_is_divisible,
 )
@@ -219,6 +220,7 @@ RULES = (
     tensor_parallel_divides_the_network,
     delta_nets_share_their_groups,
     pipeline_divides_the_layers,
+    stages_begin_with_an_indexer,
     expert_parallel_sizes,
 )
 

@@ -3,6 +3,7 @@ last one, the embedding and the loss counted as layers, or every stage written o
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -40,6 +41,27 @@ def stages_of_layout(layout: str) -> list[str]:
     for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)
     return text.split("|")
+
+
+def first_layers(s: LayoutSettings) -> list[int]:
+    """The first layer of every stage but the first, from 0; none where the layers cannot be cut as
+    asked, which has its own rule."""
+    pipeline, core = s.parallel.pipeline_model_parallel_size, s.core
+    if pipeline == 1 or pipeline_divides_the_layers(s):
+        return []
+    stages = pipeline * (virtual_stages_of(s.parallel, core) or 1)
+    if layout := core.get(LAYOUT):
+        sizes = [stage.count("t") for stage in stages_of_layout(layout)]
+    elif any(core.get(name) for name in ENDS):
+        first, last = (core.get(name) for name in ENDS)
+        others = stages - sum(size is not None for size in (first, last))
+        rest = (core["num_layers"] - (first or 0) - (last or 0)) // max(others, 1)
+        sizes = [*([first] if first else []), *[rest] * others, *([last] if last else [])]
+    else:
+        sizes = [_cut(core) // stages] * stages
+        sizes[0] -= bool(core.get(COUNTED[0]))
+    starts = list(itertools.accumulate(sizes))[:-1]
+    return [start for start in starts if start < core["num_layers"]]
 
 
 def interleaved_flags(s: Settings) -> list[Problem]:

@@ -73,7 +73,8 @@ class FrozenParameters:
     ) -> None:
         """`apply` without the checks."""
         for name, parameter in self._named(chunks):
-            parameter.requires_grad_(self.trains(name))
+            if isinstance(parameter, torch.nn.Parameter):  # buffers never are
+                parameter.requires_grad_(self.trains(name))
         carries = config.recompute_granularity is not None or layout.pp_size > 1
         if carries and layout.is_first_stage:
             unwrap(chunks[0]).embedding.register_forward_hook(_begin_graph)

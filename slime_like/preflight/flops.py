@@ -43,6 +43,7 @@ class ForwardFlops:
     matrices: for one token, in products with weights. mixing: for one token, in delta nets between
     their projections. pair: for one token that attends to one other. head: of the output layer, for
     one token. windowed: as pair, in layers where a token attends to `window` tokens at most.
+    Indexers of sparse attention, which have no backward pass, are left out.
     """
 
     matrices: float
@@ -89,14 +90,16 @@ def forward_flops(config: TransformerConfig, gpt: GPTModelConfig) -> ForwardFlop
         shared = config.moe_shared_expert_intermediate_size or 0
         gate = hidden if shared and config.moe_shared_expert_gate else 0
         weights += sparse * (gated * hidden * (inner + shared) + gate + hidden * experts)
-    near = windowed_layers(config)
+    # of sparse attention, in which a token attends to so many tokens at most
+    chosen = getattr(config, "index_topk", 0)
+    near = attentions if chosen else windowed_layers(config)
     return ForwardFlops(
         matrices=2.0 * weights,
         mixing=mixing,
         pair=2.0 * (attentions - near) * heads * widths,
         head=2.0 * hidden * (gpt.vocab_size or 0),
         windowed=2.0 * near * heads * widths,
-        window=config.window_size[0] + 1 if near else 0,
+        window=chosen or (config.window_size[0] + 1 if near else 0),
     )
 
 

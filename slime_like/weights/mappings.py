@@ -46,6 +46,9 @@ class Sizes:
     delta_key: int = 0
     delta_value: int = 0
     delta_taps: int = 0  # of the convolution
+    # the indexer of sparse attention: heads of its queries, and the size of one and of a key
+    index_heads: int = 0
+    index_dim: int = 0
 
     @property
     def query(self) -> int:
@@ -70,6 +73,10 @@ class Sizes:
     @property
     def delta_output(self) -> int:
         return self.delta_heads * self.delta_value
+
+    @property
+    def index_query(self) -> int:
+        return self.index_heads * self.index_dim
 
     @property
     def one(self) -> int:
@@ -185,15 +192,16 @@ class Replicated(Mapping):
 
 @dataclass(frozen=True)
 class ReplicatedRows(Mapping):
-    """[rows, hidden], whole on every tensor-parallel rank: a router, or the gate of a shared
-    expert. rows: a field of Sizes."""
+    """[rows, columns], whole on every tensor-parallel rank: a router, the gate of a shared expert,
+    an indexer's projection. rows, columns: fields of Sizes."""
 
     hf: str
     rows: str
+    columns: str = "hidden"
     sharded: ClassVar[bool] = False
 
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        return {self.hf: (getattr(sizes, self.rows), sizes.hidden)}
+        return {self.hf: (getattr(sizes, self.rows), getattr(sizes, self.columns))}
 
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
         return [Part(self.hf, 0, getattr(sizes, self.rows))]

@@ -73,6 +73,7 @@ _OF_COMPRESSED_QUERIES = tuple(
 # of a family that leaves it to the file whether there are any
 _QKV_BIAS = (f"{ATTENTION}.linear_qkv.bias",)
 _QK_NORMS = (f"{ATTENTION}.q_layernorm.weight", f"{ATTENTION}.k_layernorm.weight")
+_INDEXER = ".self_attention.indexer."  # buffers: it is not trained
 _DELTA_NET = ("in_proj.", "conv_weight", "A_log", "dt_bias", "norm_weight", "out_proj.")
 
 
@@ -118,8 +119,11 @@ def family_map(
     experts = config.num_moe_experts or 0
     sparse_layers = moe_layers(config.moe_layer_freq if experts else None, config.num_layers)
     linear_layers = config.linear_attention_freq or [0] * config.num_layers
+    shared = getattr(config, "index_shared", None) or [0] * config.num_layers
     for layer, (sparse, linear) in enumerate(zip(sparse_layers, linear_layers, strict=True)):
         own = _of_layer(per_layer, sparse=bool(sparse), linear=bool(linear))
+        if shared[layer]:
+            own = {name: mapping for name, mapping in own.items() if _INDEXER not in name}
         whole |= _numbered(own, layer, layer, experts)
     whole.update({name: family[name] for name in ends})
     if value_head:
@@ -233,6 +237,8 @@ def model_sizes(config: TransformerConfig, gpt: GPTModelConfig) -> Sizes:
         shared_ffn=config.moe_shared_expert_intermediate_size or 0,
         **_latent_sizes(config),
         **_delta_sizes(config),
+        index_heads=getattr(config, "index_n_heads", 0),
+        index_dim=getattr(config, "index_head_dim", 0),
     )
 
 
@@ -276,12 +282,12 @@ def unwrap(chunk: MegatronModule) -> MegatronModule:
 
 
 def named_weights(chunk: MegatronModule) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and the routers' biases, which are buffers."""
+    """Parameters, and what is a buffer: the routers' biases and the indexers."""
     yield from chunk.named_parameters()
     yield from (
         (name, buffer)
         for name, buffer in chunk.named_buffers()
-        if name.endswith(".router.expert_bias")
+        if name.endswith(".router.expert_bias") or _INDEXER in name
     )
 
 

@@ -79,6 +79,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
+    "deepseek-v32": (
+        "DeepseekV32",
+        {
+            **{k: v for k, v in DEEPSEEK.items() if k != "num_mtp_layers"},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            **{"index_topk": 8, "index_n_heads": 8, "index_head_dim": 12},
+        },
+    ),
     "deepseek-v3-yarn": (
         "DeepseekV3",
         {**DEEPSEEK, "q_lora_rank": None, "rope_parameters": YARN, "n_group": 1, "topk_group": 1},

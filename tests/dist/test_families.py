@@ -57,6 +57,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "MinistralForCausalLM",
         {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
+    # of which every second layer takes the choice of the one before it
+    "GLM-5.2": ("GlmMoeDsaForCausalLM", {"index_topk_freq": 2, "index_skip_topk_offset": 1}),
+    "DeepSeek-V3.2 with YaRN": (
+        "DeepseekV32ForCausalLM",
+        {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}},
+    ),
     "GLM-4-9B": ("Glm4ForCausalLM", {"attention_bias": False, "tie_word_embeddings": True}),
 }
 CASES = {**{name: (name, {}) for name in model_families.names()}, **VARIANTS}
@@ -66,6 +72,7 @@ LIMITS = {torch.float32: 1e-5, torch.float64: 1e-12}
 # a number for each head, whose gradient is a sum over all tokens of terms that nearly cancel: ten
 # times as far
 CANCELLING = ("A_log", "dt_bias")
+UNTRAINED = ("e_score_correction_bias", ".indexer.")  # parts of names of what has no gradient
 
 
 def objective(logits: Sequence[Tensor], coefficients: Sequence[Tensor]) -> Tensor:
@@ -87,9 +94,11 @@ def of_transformers(
             own.copy_(torch.zeros_like(own) if parameter.grad is None else parameter.grad)
     gradients.save_pretrained(folder)
     model.zero_grad()
-    biases = "e_score_correction_bias"  # which is no parameter
-    found = load_file(folder / "model.safetensors")
-    return [x.detach() for x in logits], {n: t for n, t in found.items() if biases not in n}
+    return [x.detach() for x in logits], trained(load_file(folder / "model.safetensors"))
+
+
+def trained(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {n: t for n, t in tensors.items() if not any(part in n for part in UNTRAINED)}
 
 
 def read(folder: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -121,6 +130,14 @@ CELLS = {
         ("Qwen3NextForCausalLM", "--micro-batch-size 1"),  # DP2
         ("Qwen3_5ForConditionalGeneration", CP2),
         ("Qwen3_5ForConditionalGeneration", TP2),
+        ("DeepseekV32ForCausalLM", TP2_EP2),
+        ("DeepseekV32ForCausalLM", f"{CP2} {EP2} {RECOMPUTE['recompute']}"),
+        ("GLM-5.2", f"{TP2_EP2} {RECOMPUTE['recompute']}"),
+        # DP2, and attention computed again in backward
+        (
+            "GLM-5.2",
+            "--micro-batch-size 1 --recompute-granularity selective --recompute-modules core_attn",
+        ),
     ],
     4: [
         ("Glm4MoeForCausalLM", f"{PP2} {EP2}"),
@@ -133,6 +150,9 @@ CELLS = {
         ("Qwen3NextForCausalLM", f"{PP2} {EP2}"),
         ("Qwen3_5MoeForConditionalGeneration", f"{TP2} {PP2}"),
         ("Qwen3NextForCausalLM", f"{TP2} {CP2} {EP2} {RECOMPUTE['recompute']}"),
+        ("DeepseekV32ForCausalLM", f"{PP2} {EP2}"),
+        ("GLM-5.2", f"{PP2} {TP2_EP2}"),
+        ("GLM-5.2", f"{TP2_EP2} {CP2} {RECOMPUTE['recompute']}"),
     ],
 }
 # what benchmarks/families_table.py runs of every family, by number of processes
@@ -210,7 +230,7 @@ class Ours:
         for p, weight in zip(self.chunks[0].parameters(), weights, strict=True):
             p.data.copy_(weight)
             p.grad = None
-        return {n: t for n, t in found.items() if "e_score_correction_bias" not in n}
+        return trained(found)
 
 
 def apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:

@@ -24,6 +24,7 @@ CASES: dict[int, dict[str, tuple[str, str]]] = {
         "dense": (DENSE, ""),
         "experts and dense layers": ("qwen3-moe-dense-layers", ""),
         "latent attention": ("deepseek-v3", "--use-distributed-optimizer"),
+        "sparse attention": ("deepseek-v32", ""),
     },
     2: {
         "DP2": (DENSE, "--use-distributed-optimizer"),
@@ -33,6 +34,11 @@ CASES: dict[int, dict[str, tuple[str, str]]] = {
         "EP2 latent attention": ("deepseek-v3", EP2),
     },
 }
+LATENT = [
+    "linear_fc1.layer_norm_weight",
+    "up_proj.layer_norm_weight",
+    "experts.linear_fc1.weight0",
+]
 FUSED = {
     DENSE: ["linear_qkv.layer_norm_weight", "linear_fc1.layer_norm_weight"],
     "qwen3-moe": ["linear_qkv.layer_norm_weight", "experts.linear_fc1.weight0"],
@@ -41,11 +47,8 @@ FUSED = {
         "linear_fc1.layer_norm_weight",
         "experts.linear_fc1.weight0",
     ],
-    "deepseek-v3": [
-        "linear_fc1.layer_norm_weight",
-        "up_proj.layer_norm_weight",
-        "experts.linear_fc1.weight0",
-    ],
+    "deepseek-v3": LATENT,
+    "deepseek-v32": LATENT,
 }
 
 

@@ -24,12 +24,13 @@ from tests.dist.float64 import WithoutFloat32
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "DeepseekV3ForCausalLM": ({"num_nextn_predict_layers": 1}, 1),
     "Glm4MoeForCausalLM": ({"num_nextn_predict_layers": 2}, 2),
+    "DeepseekV32ForCausalLM": ({"num_nextn_predict_layers": 1}, 1),
     "Qwen3NextForCausalLM": ({}, 1),
     "Qwen3_5ForConditionalGeneration": ({"mtp_num_hidden_layers": 1}, 1),
     "MiMoForCausalLM": ({"num_nextn_predict_layers": 2, "tie_word_embeddings": True}, 2),
 }
 # whose attention and experts others of the cases have
-IN_EXTENDED = ("Glm4MoeForCausalLM", "Qwen3_5ForConditionalGeneration")
+IN_EXTENDED = ("Glm4MoeForCausalLM", "DeepseekV32ForCausalLM", "Qwen3_5ForConditionalGeneration")
 LAYERS = 4
 LENGTHS = (29, 3, 1, 17)
 

@@ -156,7 +156,7 @@ def test_all_problems_are_collected() -> None:
 SLIME_FLAGS_NOT_HERE = """
 --critic-num-nodes
 --lora-dropout
---moe-shared-expert-overlap --fp8-format --multimodal-keys --freeze-indexer
+--moe-shared-expert-overlap --fp8-format --multimodal-keys
 --critic-train-only
 """.split()  # noqa: SIM905
 

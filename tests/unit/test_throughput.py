@@ -96,6 +96,19 @@ def test_windows(tmp_path: Path) -> None:
     assert cut.of_sequences([16]) == whole.of_sequences([16])
 
 
+def test_sparse_attention(tmp_path: Path) -> None:
+    """Up to so many keys, all of them."""
+    run = tiny(tmp_path, world=1)
+    whole, config = (
+        forward_flops(run.megatron.transformer, run.gpt),
+        copy.copy(run.megatron.transformer),
+    )
+    config.index_topk = 16  # type: ignore[attr-defined]
+    sparse = forward_flops(config, run.gpt)
+    assert (sparse.window, sparse.windowed, sparse.pair) == (16, whole.pair, 0)
+    assert sparse.of_sequences([16]) == whole.of_sequences([16])
+
+
 def test_a_rollout(tmp_path: Path) -> None:
     """Twice the devices: half of the speed of each. An adapter's base needs two products of three."""
     found = {}

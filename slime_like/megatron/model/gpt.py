@@ -58,6 +58,7 @@ MODEL_FUNCTION = {
     "linear_key_head_dim": "", "linear_value_head_dim": "", "linear_conv_kernel_dim": "", "attention_output_gate": "",
     "layernorm_zero_centered_gamma": "", "window_size": "sliding_window", "window_attn_skip_freq": "layer_types",
     "softmax_type": "", "softmax_scale": "query_pre_attn_scalar", "window_rotary_base": "", "embedding_scale": "", "activation_func_clamp_value": "swiglu_limit", "glu_linear_offset": "",
+    "index_topk": "", "index_n_heads": "", "index_head_dim": "", "index_rotary_interleaved": "", "index_shared": "indexer_types",
 }  # fmt: skip
 EMBEDDING_FUNCTION = {
     "position_embedding_type": "", "rotary_base": "rope_theta", "rotary_percent": "partial_rotary_factor",
@@ -115,12 +116,12 @@ def layer_spec(config: TransformerConfig, transformer_impl: str) -> ModuleSpec:
     """The layer spec: "transformer_engine", or "local" with our core attention for packed rows."""
     if transformer_impl == "transformer_engine":
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-        return _with_own_norms(spec, config)
+        return _with_own_parts(spec, config)
     spec = get_gpt_layer_local_spec(
         qk_layernorm=config.qk_layernorm, normalization=config.normalization
     )
     spec.submodules.self_attention.submodules.core_attention = _core_attention(config)
-    return _with_own_norms(spec, config)
+    return _with_own_parts(spec, config)
 
 
 def _core_attention(config: TransformerConfig) -> type[PackedAttention]:
@@ -135,11 +136,15 @@ def _core_attention(config: TransformerConfig) -> type[PackedAttention]:
     return packed_attention(config)
 
 
-def _with_own_norms(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
+def _with_own_parts(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
     if hasattr(config, "qk_norm_of_all_heads"):  # a LayerConfig
         from slime_like.megatron.model.norms import add_norms
 
         add_norms(layer, config)
+    if hasattr(config, "index_topk"):  # a SparseConfig
+        from slime_like.megatron.model.sparse_attention import put_sparse_attention
+
+        put_sparse_attention(layer)
     return layer
 
 
@@ -160,7 +165,7 @@ def decoder_spec(
     for layer in block.layer_specs:
         if transformer_impl != "transformer_engine":
             layer.submodules.self_attention.submodules.core_attention = _core_attention(config)
-        _with_own_norms(layer, config)
+        _with_own_parts(layer, config)
         mlp = layer.submodules.mlp  # a ModuleSpec, or since 0.18 a functools.partial
         parts = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
         if isinstance(parts, MoESubmodules):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -54,6 +54,8 @@ class PackedRows(PackedSeqParams):
     equal: bool = False  # all sequences have one length: the rows are a batch as they are
     context: ContextRows | None = None  # under context parallelism, in place of padded_places
     delta: DeltaRows | None = None  # derived by the first delta net
+    # by layer with an indexer: the keys that it chose, see ops/sparse_attention.py
+    chosen: dict[int, Tensor] = field(default_factory=dict)
 
 
 def packed_rows(cu_seqlens: Tensor, cp_size: int = 1, cp_rank: int = 0) -> PackedRows:

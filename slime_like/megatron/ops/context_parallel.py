@@ -203,11 +203,20 @@ def context_parallel_attention(
     dot-product attention of a batch, with a mask. A chunk gets only the keys up to its end. Returns
     (T / cp, heads, dv).
     """
+    keys, values = gather_keys(key, value, rows, group)
+    return attend_chunks(query, keys, values, rows, attend)
+
+
+def gather_keys(
+    key: Tensor, value: Tensor, rows: ContextRows, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """This rank's rows of keys (T / cp, groups, d) and values (T / cp, groups, dv) -> all natural
+    rows, (T, ...)."""
     parts = [key.flatten(1), value.flatten(1)]
     gathered = gather_rows(torch.cat(parts, dim=1), group)[rows.natural]  # (T, groups * (d + dv))
     columns = gathered.split([part.size(1) for part in parts], dim=1)
     keys, values = (x.unflatten(1, like.shape[1:]) for x, like in zip(columns, (key, value)))
-    return attend_chunks(query, keys, values, rows, attend)
+    return keys, values
 
 
 def attend_chunks(

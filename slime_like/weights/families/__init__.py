@@ -2,6 +2,7 @@
 
 from slime_like.weights.families import (  # noqa: F401  (each registers its family)
     deepseek_v3,
+    deepseek_v32,
     gemma3,
     glm4,
     glm4_moe,

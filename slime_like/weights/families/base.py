@@ -55,6 +55,10 @@ class PredictionNames:
     count: Callable[[ConfigReader], int] = _none
 
 
+def _no_prefixes(reader: ConfigReader) -> tuple[str, ...]:
+    return ()
+
+
 def _no_settings(reader: ConfigReader) -> dict[str, object]:
     return {}
 
@@ -95,7 +99,7 @@ class ModelFamily:
     megatron-core's TransformerConfig (experts, latent attention), from the keys. other_model_types: of files of other publishers, the
     same otherwise. untrained_layers: how many layers the files have after the model's own, which are
     not read. untrained_prefixes: how names of other weights begin that are not read, where the files
-    have some. layer_types: what the file's key of this name may have; beyond "full_attention" the
+    have some; unused_weights: the same of one file. layer_types: what the file's key of this name may have; beyond "full_attention" the
     family's settings say which layer is which. text_config: whether the language model's keys are in
     that object of the file. stand_ins: a required key -> the key that is read where it is absent.
     rope_theta: where the file has none, transformers' default_theta.
@@ -123,6 +127,7 @@ class ModelFamily:
     published: tuple[str, ...] = ()
     tiny: Mapping[str, object] = field(default_factory=dict)
     untrained_prefixes: tuple[str, ...] = ()
+    unused_weights: Callable[[ConfigReader], tuple[str, ...]] = _no_prefixes
     layer_types: frozenset[str] = frozenset({"full_attention"})
     same_as: str | None = None
     rope_theta: float = 10000.0

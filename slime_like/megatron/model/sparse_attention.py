@@ -1,0 +1,209 @@
+"""Sparse latent attention (DeepSeek-V3.2, GLM-5): megatron-core's multi-latent attention, to the
+keys that an indexer chooses for each query.
+
+The indexer is not trained: nothing flows back through a choice, and its weights are buffers. Every
+tensor-parallel rank has it whole and chooses for all its rows; context-parallel ranks gather the
+keys. A layer may take the choice of the last layer before it that has an indexer (GLM-5.2).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from slime_like.megatron.ops.attention import PackedAttention, PackedRows
+from slime_like.megatron.ops.context_parallel import gather_keys, gather_rows
+from slime_like.megatron.ops.sparse_attention import (
+    choose_keys,
+    far_spans,
+    sparse_attention,
+)
+
+KEY_NORM_EPSILON = 1e-6
+
+
+def choosing_layer(config: TransformerConfig, number: int) -> int:
+    """The layer with the indexer that chooses for layer `number`, both from 1. Layers of multi-token
+    prediction, which are behind the others, have their own."""
+    shared = config.index_shared or []
+    while number <= len(shared) and shared[number - 1]:
+        number -= 1
+    return number
+
+
+class Indexer(torch.nn.Module):
+    """The lightning indexer of one layer."""
+
+    wq_b: Tensor
+    wk: Tensor
+    k_norm_weight: Tensor
+    k_norm_bias: Tensor
+    weights_proj: Tensor
+
+    def __init__(self, config: TransformerConfig, groups: Any) -> None:
+        super().__init__()
+        self.config, self.groups = config, groups
+        self.heads, self.dim = config.index_n_heads, config.index_head_dim
+        for name, shape in {
+            "wq_b": (self.heads * self.dim, config.q_lora_rank),
+            "wk": (self.dim, config.hidden_size),
+            "k_norm_weight": (self.dim,),
+            "k_norm_bias": (self.dim,),
+            "weights_proj": (self.heads, config.hidden_size),
+        }.items():
+            self.register_buffer(name, torch.zeros(shape, dtype=config.params_dtype))
+
+    @torch.no_grad()
+    def forward(
+        self, hidden: Tensor, compressed: Tensor, rows: PackedRows, cosines: Tensor, sines: Tensor
+    ) -> Tensor:
+        """[F, topk], see `choose_keys`.
+
+        hidden: [T, H]; compressed: the normalised latent of the queries [T, q_lora_rank]; both of
+        this rank's rows, under sequence parallelism of its part of them. cosines, sines: [positions,
+        rotated].
+        """
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        norm = (self.k_norm_weight, self.k_norm_bias, KEY_NORM_EPSILON)
+        keys = F.layer_norm(F.linear(hidden, self.wk), (self.dim,), *norm)
+        weights = F.linear(hidden.to(wide), self.weights_proj.to(wide))
+        if self.config.sequence_parallel:
+            keys, weights, compressed = (
+                gather_from_sequence_parallel_region(x, group=self.groups.tp)
+                for x in (keys, weights, compressed)
+            )
+        if rows.context is not None:
+            keys = gather_rows(keys, self.groups.cp)[rows.context.natural]
+        far, device = far_spans(rows, self.config.index_topk), keys.device
+        at = torch.cat([torch.arange(a, b) for a, b, _, _ in far]).to(device)
+        places = torch.cat([torch.arange(d - c - (b - a), d - c) for a, b, c, d in far]).to(device)
+        queries = F.linear(compressed[at], self.wq_b).unflatten(1, (self.heads, self.dim))
+        queries = self._rotate(queries, cosines[places], sines[places])
+        places = torch.cat([torch.arange(n) for n in rows.lengths]).to(device)
+        keys = self._rotate(keys.unsqueeze(1), cosines[places], sines[places]).squeeze(1)
+        # the root of the number of heads and that of their size, as in the published code
+        weights = weights[at] * (self.heads * self.dim) ** -0.5
+        return choose_keys(queries, weights, keys, far, self.config.index_topk)
+
+    def _rotate(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        """[T, heads, d], of which the first part is rotated, in halves or in pairs."""
+        size = cosines.size(1)
+        turned, rest = x[..., :size], x[..., size:]
+        if self.config.index_rotary_interleaved:
+            turned = torch.cat([turned[..., 0::2], turned[..., 1::2]], dim=-1)
+        first, second = turned.chunk(2, dim=-1)
+        across = torch.cat([-second, first], dim=-1)
+        cosines, sines = (y.unsqueeze(1).to(x.dtype) for y in (cosines, sines))
+        return torch.cat([turned * cosines + across * sines, rest], dim=-1)
+
+
+class SparseLatentAttention(MLASelfAttention):
+    """megatron-core's. The keys that are chosen are in `PackedRows.chosen` by number of the layer,
+    from which core attention takes them."""
+
+    def __init__(
+        self, config: TransformerConfig, submodules: Any, layer_number: int, **settings: Any
+    ) -> None:
+        super().__init__(config, submodules, layer_number, **settings)
+        self.indexer: Indexer | None = None
+        if choosing_layer(config, layer_number) == layer_number:
+            self.indexer = Indexer(config, self.pg_collection)
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: PackedRows | None = None,
+        **settings: Any,
+    ) -> tuple[Tensor, ...]:
+        """megatron-core's, and the choice of keys where a sequence has more than are chosen."""
+        found: tuple[Tensor, ...] = super().get_query_key_value_tensors(
+            hidden_states, key_value_states, position_ids, packed_seq_params, **settings
+        )
+        rows = packed_seq_params
+        assert isinstance(rows, PackedRows)
+        longest = max(rows.lengths)
+        if self.indexer is not None and longest > self.config.index_topk:
+            angles, scale = self.rotary_pos_emb(longest, packed_seq=True), 1.0
+            if self.config.rope_type == "yarn":
+                angles, scale = angles
+            angles = angles[:, 0, 0]
+            rows.chosen[self.layer_number] = self.indexer(
+                hidden_states.squeeze(1),
+                self._normalised(found[3]),
+                rows,
+                angles.cos() * scale,
+                angles.sin() * scale,
+            )
+        return found
+
+    def _normalised(self, compressed: Tensor) -> Tensor:
+        """Transformer Engine's layers have the norm of the queries' latent in the projection behind
+        it, the local ones before."""
+        projection = self.linear_q_up_proj
+        weight = getattr(projection, "layer_norm_weight", None)
+        if weight is None:
+            return compressed
+        return F.rms_norm(compressed, weight.shape, weight, projection.eps)
+
+    def forward(self, *args: Any, packed_seq_params: Any = None, **settings: Any) -> Any:
+        """megatron-core's."""
+        output = super().forward(*args, packed_seq_params=packed_seq_params, **settings)
+        if not (self.config.index_shared or self.checkpoint_core_attention):
+            packed_seq_params.chosen.pop(self.layer_number, None)
+        return output
+
+
+class SparseAttention(PackedAttention):
+    """Core attention to the chosen keys; to all of them, as `PackedAttention`, where no sequence has
+    more than are chosen."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        **settings: Any,
+    ) -> None:
+        super().__init__(config, layer_number, attn_mask_type, attention_type, **settings)
+        self.chosen_by = choosing_layer(config, layer_number)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        rows = packed_seq_params
+        assert isinstance(rows, PackedRows) and attention_bias is None and attention_mask is None
+        if max(rows.lengths) <= self.config.index_topk:
+            out: Tensor = super().forward(query, key, value, None, packed_seq_params=rows)
+            return out
+        if rows.context is not None:
+            assert self.cp_group is not None
+            key, value = gather_keys(key, value, rows.context, self.cp_group)
+        with self._dropout_rng():
+            out = sparse_attention(query, key, value, rows, rows.chosen[self.chosen_by], self._sdpa)
+        return out.reshape(out.size(0), -1)
+
+
+def put_sparse_attention(layer: ModuleSpec) -> None:
+    """Into the spec of a layer with multi-latent attention."""
+    attention = layer.submodules.self_attention
+    attention.module = SparseLatentAttention
+    attention.submodules.core_attention = SparseAttention

@@ -1,0 +1,144 @@
+"""Attention to the keys that an indexer chose (DeepSeek-V3.2, arXiv 2512.02556, section 2.1), in
+plain torch.
+
+A query that sees at most `topk` keys attends to all of them, and nothing is scored for it; the
+others are called far here. Scores and masks of far queries are made for a piece of them at a time,
+in backward again, so that memory grows with the length of a sequence and not with its square.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils.checkpoint import checkpoint
+
+from slime_like.megatron.ops.attention import PackedRows
+from slime_like.megatron.ops.context_parallel import Attend
+
+# Consecutive queries: own rows [a, b) and the natural rows [c, d) of the keys that the last of them
+# sees; each query before it sees one key less. As in `ContextRows`.
+Span = tuple[int, int, int, int]
+MAX_SCORES = 1 << 26  # of (query, key, head) in a piece
+
+
+def spans_of(rows: PackedRows) -> tuple[Span, ...]:
+    """Of all queries that this rank has, in the order of its rows."""
+    if rows.context is not None:
+        return rows.context.spans
+    bounds = itertools.accumulate(rows.lengths, initial=0)
+    return tuple((start, end, start, end) for start, end in itertools.pairwise(bounds))
+
+
+def near_and_far(span: Span, topk: int) -> tuple[Span, Span]:
+    """The queries that see at most `topk` keys, and the others; either may be none."""
+    first, last, key_first, key_last = span
+    before = (key_last - key_first) - (last - first)  # keys before the first query's own
+    near = min(max(topk - before, 0), last - first)
+    middle = first + near
+    return (first, middle, key_first, key_first + before + near), (middle, last, *span[2:])
+
+
+def far_spans(rows: PackedRows, topk: int) -> list[Span]:
+    found = (near_and_far(span, topk)[1] for span in spans_of(rows))
+    return [span for span in found if span[0] < span[1]]
+
+
+def pieces(spans: Iterable[Span], heads: int) -> Iterator[Span]:
+    """The same queries in spans of at most MAX_SCORES scores, or of one query."""
+    for first, last, key_first, key_last in spans:
+        size = max(1, MAX_SCORES // (heads * (key_last - key_first)))
+        for start in range(first, last, size):
+            end = min(start + size, last)
+            yield start, end, key_first, key_last - (last - end)
+
+
+def index_scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """I = sum_h w_h relu(q_h k), equation 1 of the paper, with its scale in the weights.
+
+    Args:
+        queries: [F, heads, d].
+        weights: [F, heads], in at least float32.
+        keys: [K, d].
+
+    Returns:
+        [F, K], in the weights' dtype.
+    """
+    wide = weights.dtype
+    products = torch.matmul(queries.to(wide), keys.to(wide).t()).relu_()
+    return torch.matmul(weights.unsqueeze(1), products).squeeze(1)
+
+
+def choose_keys(
+    queries: Tensor, weights: Tensor, keys: Tensor, far: Iterable[Span], topk: int
+) -> Tensor:
+    """The keys with the largest scores that each far query sees; of equal ones the earlier.
+
+    Args:
+        queries, weights: as for `index_scores`, of the far queries, in order.
+        keys: [T, d], natural rows.
+
+    Returns:
+        [F, topk] int32, counted from the first key of the query's sequence.
+    """
+    chosen, at = [queries.new_empty(0, topk, dtype=torch.int32)], 0
+    for first, last, key_first, key_last in pieces(far, queries.size(1)):
+        count, seen = last - first, key_last - key_first
+        own = slice(at, at + count)
+        scores = index_scores(queries[own], weights[own], keys[key_first:key_last])
+        later = torch.ones_like(scores, dtype=torch.bool).triu(seen - count + 1)
+        ranked = scores.masked_fill_(later, -torch.inf).sort(dim=1, descending=True, stable=True)
+        chosen.append(ranked.indices[:, :topk].int())
+        at += count
+    return torch.cat(chosen)
+
+
+def attend_chosen(
+    query: Tensor, keys: Tensor, values: Tensor, chosen: Tensor, attend: Attend
+) -> Tensor:
+    """[F, heads, d] to [K, heads, d] and [K, heads, dv] -> [F, heads, dv]."""
+    seen = torch.zeros(chosen.size(0), keys.size(0), dtype=torch.bool, device=chosen.device)
+    seen.scatter_(1, chosen.long(), True)
+    return attend(query[None], keys[None], values[None], seen)[0]
+
+
+def sparse_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: PackedRows,
+    chosen: Tensor,
+    attend: Attend,
+) -> Tensor:
+    """Attention of a rank's queries to the chosen keys of their sequences.
+
+    Args:
+        query: [T / cp, heads, d], this rank's rows.
+        keys, values: [T, heads, d] and [T, heads, dv], natural rows.
+        chosen: [F, topk], of `choose_keys`.
+        attend: scaled dot-product attention of a batch, with a mask.
+
+    Returns:
+        [T / cp, heads, dv].
+    """
+    outputs, at, topk = [], 0, chosen.size(1)
+    for span in spans_of(rows):
+        (first, last, key_first, key_last), far = near_and_far(span, topk)
+        if first < last:
+            outputs.append(_attend_all(query[first:last], keys[key_first:key_last], values[key_first:key_last], attend))  # fmt: skip
+        for first, last, key_first, key_last in pieces([far], query.size(1)):
+            own = chosen[at : at + last - first]
+            of_piece = (query[first:last], keys[key_first:key_last], values[key_first:key_last])
+            outputs.append(checkpoint(attend_chosen, *of_piece, own, attend, use_reentrant=False))
+            at += last - first
+    return torch.cat(outputs)
+
+
+def _attend_all(query: Tensor, keys: Tensor, values: Tensor, attend: Attend) -> Tensor:
+    whole = query.size(0) == keys.size(0)
+    mask: Any = None if whole else causal_lower_right(query.size(0), keys.size(0))
+    return attend(query[None], keys[None], values[None], mask)[0]

@@ -1,0 +1,120 @@
+"""Sparse attention against a loop over queries in float64 (DeepSeek-V3.2, arXiv 2512.02556, equations
+1 and 2), in pieces, and on the rows of context-parallel ranks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slime_like.megatron.ops import sparse_attention as ops
+from slime_like.megatron.ops.attention import PackedRows, packed_rows
+from slime_like.megatron.ops.context_parallel import rows_of_rank
+
+LENGTHS = (16, 4, 32, 8)  # multiples of 2 * 2, for two context-parallel ranks
+HEADS, DIM, VALUE, INDEX_HEADS, INDEX_DIM, TOPK = 3, 6, 4, 5, 7, 6
+
+
+def bounds(lengths: tuple[int, ...]) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+def inputs(rows: int = sum(LENGTHS)) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    shapes = {
+        "query": (rows, HEADS, DIM),
+        "keys": (rows, HEADS, DIM),
+        "values": (rows, HEADS, VALUE),
+        "index_queries": (rows, INDEX_HEADS, INDEX_DIM),
+        "weights": (rows, INDEX_HEADS),
+        "index_keys": (rows, INDEX_DIM),
+    }
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in shapes.items()
+    }
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None).transpose(1, 2)
+
+
+def ours(x: dict[str, Tensor], rows: PackedRows, own: Tensor) -> Tensor:
+    """own: the natural rows that this rank has."""
+    far = ops.far_spans(rows, TOPK)
+    at = own[torch.cat([torch.arange(a, b) for a, b, _, _ in far])]
+    chosen = ops.choose_keys(x["index_queries"][at], x["weights"][at], x["index_keys"], far, TOPK)
+    return ops.sparse_attention(x["query"][own], x["keys"], x["values"], rows, chosen, attend)
+
+
+def by_loop(x: dict[str, Tensor], lengths: tuple[int, ...]) -> Tensor:
+    outputs = []
+    for start, end in itertools.pairwise(bounds(lengths).tolist()):
+        for t in range(start, end):
+            seen = range(start, t + 1)
+            scores = {
+                s: sum(
+                    float(x["weights"][t, h])
+                    * max(float(x["index_queries"][t, h] @ x["index_keys"][s]), 0.0)
+                    for h in range(INDEX_HEADS)
+                )
+                for s in seen
+            }
+            chosen = sorted(sorted(seen, key=lambda s: -scores[s])[:TOPK])
+            heads = []
+            for h in range(HEADS):
+                logits = torch.stack([x["query"][t, h] @ x["keys"][s, h] for s in chosen])
+                share = (logits / math.sqrt(DIM)).softmax(0)
+                heads.append(sum(p * x["values"][s, h] for p, s in zip(share, chosen, strict=True)))
+            outputs.append(torch.stack(heads))
+    return torch.stack(outputs)
+
+
+def gradients(out: Tensor, x: dict[str, Tensor]) -> list[Tensor]:
+    share = torch.arange(out.numel(), dtype=out.dtype).view(out.shape).sin()
+    return list(
+        torch.autograd.grad((out * share).sum(), [x[n] for n in ("query", "keys", "values")])
+    )
+
+
+@pytest.mark.parametrize("most", [1, 300, ops.MAX_SCORES])
+def test_against_a_loop(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Whatever the size of the pieces."""
+    monkeypatch.setattr(ops, "MAX_SCORES", most)
+    x = inputs()
+    for name in ("query", "keys", "values"):
+        x[name].requires_grad_()
+    expected, rows = by_loop(x, LENGTHS), packed_rows(bounds(LENGTHS))
+    found = ours(x, rows, torch.arange(sum(LENGTHS)))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+    for one, other in zip(gradients(found, x), gradients(expected, x), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+
+
+def test_on_the_rows_of_context_parallel_ranks() -> None:
+    x, cu_seqlens = inputs(), bounds(LENGTHS)
+    expected = by_loop(x, LENGTHS)
+    for rank in range(2):
+        own = rows_of_rank(cu_seqlens, 2, rank)
+        found = ours(x, packed_rows(cu_seqlens, 2, rank), own)
+        torch.testing.assert_close(found, expected[own], rtol=1e-12, atol=1e-13)
+
+
+def test_of_equal_scores_the_earlier() -> None:
+    queries, weights = torch.ones(9, 2, 3), torch.ones(9, 2)
+    chosen = ops.choose_keys(queries[4:], weights[4:], torch.zeros(9, 3), [(4, 9, 0, 9)], 4)
+    assert chosen.tolist() == [[0, 1, 2, 3]] * 5
+
+
+def test_pieces_are_bounded_and_hold_every_query_once() -> None:
+    spans = [(0, 700, 0, 1000), (700, 1700, 1000, 2500)]
+    found = list(ops.pieces(spans, heads=1 << 12))
+    assert all((b - a) * (d - c) * (1 << 12) <= ops.MAX_SCORES for a, b, c, d in found)
+    assert [row for a, b, _, _ in found for row in range(a, b)] == list(range(1700))
+    # the last query of a piece sees as many keys as in its span
+    assert all(d == (1000 - (700 - b) if b <= 700 else 2500 - (1700 - b)) for _, b, _, d in found)
