@@ -12,6 +12,7 @@ import torch
 from slime_like.losses.total import LOSS_REDUCTIONS
 from slime_like.rollout.step_plan import (
     StepPlan,
+    check_token_sets,
     map_steps,
     mask_failed,
     step_weights,
@@ -206,6 +207,13 @@ def test_every_sample_has_routes_of_this_network() -> None:
     first, second = with_routes([told, aborted], **sizes)
     assert first.routes is told.routes and second.routes is not None
     assert second.routes.shape == (5, 3, 2) and bool((second.routes == -1).all())
+    blank = dataclasses.replace(make(5), loss_mask=torch.zeros_like(make(5).loss_mask))
+    (third,) = with_routes([blank], **sizes)
+    assert isinstance(third, Sample) and third.routes is not None
+    assert third.routes.shape == (5, 3, 2), "nothing is trained on"
+    check_token_sets([blank, mask_failed(aborted)], wanted=True)
+    with pytest.raises(ValueError, match="sample 4"):
+        check_token_sets([make(4)], wanted=True)
     wrong = [
         torch.zeros(4, 3, 2),
         torch.zeros(5, 2, 2),

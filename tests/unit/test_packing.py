@@ -1,6 +1,8 @@
 """Packing places every response value on the row whose label it speaks about, and unpacking takes
 it back."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -43,6 +45,18 @@ def test_values_stand_on_the_row_that_predicts_their_token() -> None:
     assert batch.places is None
     assert batch.seq_ids.tolist() == [0] * 7 + [1] * 3 + [2] * 6
     assert batch.ref_log_probs is None
+
+
+def test_a_sample_without_token_sets_leaves_those_of_the_others() -> None:
+    """As one that was lost, of which nothing is trained on."""
+    lost = dataclasses.replace(sample(2, 1, 200), loss_mask=torch.tensor([False]))
+    sets = torch.tensor([[102, 7], [103, -1]], dtype=torch.int32)
+    told = dataclasses.replace(sample(2, 2, 100), token_sets=sets)
+    batch = pack([lost, told], multiple=1, device=CPU)
+    assert batch.token_sets is not None
+    assert torch.equal(batch.token_sets[batch.loss_mask], sets)
+    assert bool((batch.token_sets[~batch.loss_mask] == -1).all())
+    assert pack([lost], multiple=1, device=CPU).token_sets is None
 
 
 def test_last_token_of_a_sequence_never_predicts_the_next_sequence() -> None:
