@@ -203,7 +203,7 @@ def test_the_loss_does_not_depend_on_the_cut(
     """A recorded rollout of agents that fork, as the tree's paths, as single answers, and on two
     data-, tensor-, context- and pipeline-parallel ranks: the same loss and weights."""
     (tmp_path / "agent.py").write_text(BRANCHING)
-    shared = SIZES | dict(prompt_data=prompts(tmp_path), apply_chat_template=None, policy_loss_type="ppo", advantage_estimator=method) | METHODS[method]  # fmt: skip
+    shared = SIZES | dict(prompt_data=prompts(tmp_path), apply_chat_template=None, policy_loss_type="ppo", advantage_estimator=method, adam_eps=1e-4) | METHODS[method]  # fmt: skip
     agent = dict(
         agent_function_path=f"{tmp_path}/agent.py:play", custom_rm_path=None, rm_type="zero"
     )
@@ -245,7 +245,7 @@ def test_the_loss_does_not_depend_on_the_cut(
         assert abs(other["train/loss"] - whole["train/loss"]) <= 1e-6
         assert abs(other["train/grad_norm"] - whole["train/grad_norm"]) <= 1e-5
         for key in weights:
-            torch.testing.assert_close(other_weights[key], weights[key], atol=3e-5, rtol=0)
+            torch.testing.assert_close(other_weights[key], weights[key], atol=3e-6, rtol=0)
         if method == "ppo":
             assert whole["train/value_loss"] > 0
             assert abs(other["train/value_loss"] - whole["train/value_loss"]) <= 1e-6
