@@ -1,5 +1,5 @@
-"""Sessions at once: episodes of agents over HTTP, all at the same time, in front of the gateway and the
-local engine. Some of the agents crash, hang or are answered nothing; the others must not notice.
+"""Concurrent agent sessions over HTTP against the gateway and the local engine. Some agents crash,
+hang or get no response; the others must not be affected.
 
     python benchmarks/bench_agents.py --sessions 1000 --json agents.json
 """

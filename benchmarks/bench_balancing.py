@@ -1,4 +1,4 @@
-"""Sequences over data-parallel ranks: how level the loads are, and what it costs on the host.
+"""Balancing sequences over data-parallel ranks: load imbalance, and cost on the host.
 
     python benchmarks/bench_balancing.py [--json balancing.json]
 

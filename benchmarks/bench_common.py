@@ -1,4 +1,4 @@
-"""What the benchmarks share: lengths of sequences, seconds, the machine, a JSON file."""
+"""Shared by the benchmarks: sequence lengths, timing, machine information, JSON output."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a weight update of changes has to move: bytes and seconds of each update, against all weights,
-while a policy in bfloat16 is trained at the learning rates of reinforcement learning.
+"""Size and time of delta weight updates, compared with full ones, while a bfloat16 policy is
+trained at RL learning rates.
 
     python benchmarks/bench_delta.py --lr 1e-6 --updates 20 [--json delta.json]
 

@@ -1,4 +1,4 @@
-"""What a policy loss costs, with all its metrics, as a share of a training step of the demo's
+"""Cost of a policy loss, with all its metrics, as a fraction of a training step of the demo's
 model.
 
     python benchmarks/bench_losses.py                         # every loss; a minute or two

@@ -1,5 +1,4 @@
-"""Sequences into micro-batches under a token budget: how full they are, and what it costs on the
-host.
+"""Packing sequences into micro-batches under a token budget: utilisation, and cost on the host.
 
     python benchmarks/bench_packing.py [--json packing.json]
 

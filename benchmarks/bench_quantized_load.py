@@ -1,6 +1,6 @@
 #!/usr/bin/env python
-"""Memory and time of reading block-quantised fp8 weights as a run does: each of two tensor-parallel
-ranks' shards in turn, dequantised into bf16, which nobody keeps.
+"""Memory and time of loading block-quantised fp8 weights as in a run: the shards of two
+tensor-parallel ranks in turn, dequantised to bf16 and discarded.
 
     python benchmarks/bench_quantized_load.py --gb 1
 """

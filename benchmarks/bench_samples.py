@@ -1,4 +1,4 @@
-"""What it costs to bring the samples of a rollout to the ranks that train on them.
+"""Cost of sending the samples of a rollout to the ranks that train on them.
 
     python benchmarks/bench_samples.py [--ranks 2 4 8 16 32] [--simulated 8 64 1024] [--json F]
 

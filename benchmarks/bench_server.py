@@ -1,5 +1,5 @@
-"""What the API costs, and whether clients get equal shares: a server on this machine against the
-same host of models called directly.
+"""Overhead of the Tinker API, and fairness between clients: a server on this machine against direct
+calls of the same model host.
 
     python benchmarks/bench_server.py [--json server.json] [--seconds 5]
 

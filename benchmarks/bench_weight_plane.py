@@ -1,5 +1,5 @@
-"""What a weight update moves and holds, counted for up to 1,024 ranks that are simulated in one
-process: the real code of every rank, over groups that count, with weights on the meta device.
+"""Communication and memory of a weight update, counted for up to 1,024 ranks simulated in one
+process: the real code of every rank, over counting process groups, with weights on the meta device.
 
     python benchmarks/bench_weight_plane.py [--only qwen3-235b] [--ranks 8 64 1024] [--json F]
 

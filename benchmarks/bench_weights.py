@@ -1,6 +1,6 @@
-"""What it costs to hand a mixture of experts over: collectives, bytes, seconds and memory of every
-way that weights leave their ranks, against a plain broadcast of the same bytes between the same
-processes, and against one parameter at a time, in one run.
+"""Cost of syncing the weights of an MoE model: collectives, bytes, seconds and memory of every way
+to export weights, against a plain broadcast of the same bytes between the same processes, and
+against one parameter at a time, in one run.
 
     python benchmarks/bench_weights.py --layout 2 2 1 4 1 --ranks 8 [--json weights.json]
 

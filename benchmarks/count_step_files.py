@@ -1,4 +1,4 @@
-"""How many of the project's files one training step enters: a measure of what a reader must open.
+"""Count the project's files that one training step executes: a measure of what a reader must open.
 
     python benchmarks/count_step_files.py [--json out.json]
 

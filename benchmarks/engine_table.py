@@ -1,5 +1,5 @@
-"""Put runs of the demo side by side: score, and seconds by phase over the whole reinforcement
-learning, evaluations included.
+"""Compare runs of the demo: score, and seconds by phase over the whole RL stage, including
+evaluations.
 
     python benchmarks/engine_table.py outputs/engines/local-sync outputs/engines/sglang-async
 

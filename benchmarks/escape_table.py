@@ -1,4 +1,5 @@
-"""What refuses each attempt to leave the sandbox, and what gets through where a mechanism is missing.
+"""Which mechanism blocks each attempt to escape the sandbox, and what succeeds if a mechanism is
+missing.
 
     python benchmarks/escape_table.py [--json out.json] [--write-docs]
 

@@ -1,4 +1,4 @@
-"""How large a loss is reported under each reduction: python benchmarks/reduction_table.py
+"""Reported loss values under each reduction: python benchmarks/reduction_table.py
 
 The same recorded rollout (of parity_table.py: 8 responses of uneven lengths, with holes in their
 masks and one without any active token), the same weights and one optimizer step under every

@@ -80,7 +80,7 @@ def served_teacher_fits(s: Settings) -> list[Problem]:
         return []
     found = []
     if s.rollout.rollout_temperature != 1:
-        message = "with --opd-type sglang must be 1: SGLang tells log-probs of given tokens at no other; or take --opd-type megatron"
+        message = "with --opd-type sglang must be 1: SGLang reports log-probs of given tokens at no other; or use --opd-type megatron"
         found += problem("rollout_temperature", s.rollout.rollout_temperature, message)
     if s.rollout.renormalize_sampled_log_probs:
         found += problem(

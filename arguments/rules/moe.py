@@ -174,7 +174,7 @@ def balancing_is_complete(s: Settings) -> list[Problem]:
             found += problem(
                 "moe_router_load_balancing_type",
                 kind,
-                "stands alone; leave it out beside other words",
+                "cannot be combined with other values; leave it out",
             )
     if (s.core.get("moe_z_loss_coeff") or 0.0) < 0:
         found += problem("moe_z_loss_coeff", s.core["moe_z_loss_coeff"], "must be >= 0")

@@ -171,11 +171,11 @@ def rollout_functions(s: Settings) -> list[Problem]:
         ),
         "renormalize_sampled_log_probs": (
             s.rollout.renormalize_sampled_log_probs,
-            "whose samples tell no token sets",
+            "whose samples have no sampling masks",
         ),
         "use_rollout_routing_replay": (
             s.rollout.use_rollout_routing_replay,
-            "whose samples tell no routes",
+            "whose samples have no routed experts",
         ),
         "advantage_estimator": (
             isinstance(estimator, TokenEstimator) and estimator.needs_greedy,

@@ -1,4 +1,4 @@
-"""What the checks share: sizes, seconds and bytes of the device."""
+"""Shared by the checks: sizes, timing and device memory."""
 
 from __future__ import annotations
 

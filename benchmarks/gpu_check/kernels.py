@@ -1,4 +1,5 @@
-"""Checks of the parts that a step spends its time in: head, attention, and what compiling gains."""
+"""Checks of the most expensive parts of a step: output head, attention, and the gain from
+compiling."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What the parity matrix runs: models, losses, layouts, rows, precisions, and the cells that they
-make."""
+"""Cells of the parity matrix: combinations of models, losses, layouts, rows and precisions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How what the parity matrix found is shown."""
+"""Format the results of the parity matrix."""
 
 from __future__ import annotations
 

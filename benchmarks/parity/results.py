@@ -1,5 +1,4 @@
-"""What the parity matrix found, cell by cell, and the folder in which it is kept from one call to
-the next."""
+"""Results of the parity matrix, cell by cell, and the folder that keeps them between calls."""
 
 from __future__ import annotations
 

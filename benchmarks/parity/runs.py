@@ -1,5 +1,5 @@
-"""What the processes of the parity matrix do: the runs that everything is compared with, and the
-cells of one number of processes."""
+"""Work of the parity matrix's processes: the reference runs, and the cells of one number of
+processes."""
 
 from __future__ import annotations
 

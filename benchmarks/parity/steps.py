@@ -1,5 +1,5 @@
-"""Three optimizer steps in one layout, on process groups that exist already, and how far they are
-from those of one process.
+"""Run three optimizer steps in one layout, on existing process groups, and compare them with those
+of one process.
 
 Used by the parity matrix and by tests/dist.
 """

@@ -84,9 +84,7 @@ def exit_status(body: Callable[[], int]) -> int:
             time.sleep(_WAIT_FOR_RANK_0_S)
         return USAGE if isinstance(error, ConfigError | UsageError) else DAMAGE
     except KeyboardInterrupt:
-        print(
-            "interrupted; the same command goes on with what is whole", file=sys.stderr, flush=True
-        )
+        print("interrupted; repeat the same command to continue", file=sys.stderr, flush=True)
         return 130
 
 

@@ -156,7 +156,8 @@ def _explained(error: BaseException, world_size: int) -> BaseException:
         return error
     reason = str(error).splitlines()[0]
     return RunError(
-        f"no answer from {', '.join(silent)}: killed, stuck, or cut off ({reason}). --load goes on from the last checkpoint"
+        f"no answer from {', '.join(silent)}: killed, stuck, or cut off ({reason}). --load "
+        "continues from the last checkpoint"
     )
 
 

@@ -193,7 +193,7 @@ class Watchdog:
         head = f"rank {self._rank} on host {socket.gethostname()}"
         if not told:
             print(
-                f"error: {verdict}. --load goes on from the last checkpoint",
+                f"error: {verdict}. --load continues from the last checkpoint",
                 file=sys.stderr,
                 flush=True,
             )

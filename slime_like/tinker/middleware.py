@@ -140,7 +140,7 @@ def unpacked(body: bytes, most: int) -> bytes | None:
     try:
         size = zstandard.frame_content_size(body)
         if size < 0:
-            raise ValueError("the body is zstd that does not tell its size; pack it whole")
+            raise ValueError("the zstd body does not declare its size; compress it in one piece")
         if size > most:
             return None
         found: bytes = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW).decompress(

@@ -218,7 +218,7 @@ class Registry:
         rest = (
             "it was never saved"
             if newest is None
-            else f"go on from its newest checkpoint, {newest.path}"
+            else f"continue from its newest checkpoint, {newest.path}"
         )
         return f"model {model.id} is lost: {why}; {rest}"
 

@@ -180,7 +180,7 @@ def test_the_workers_may_die(work: Workspace, tmp_path: Path) -> None:
         with pytest.raises(tinker.RequestFailedError, match=r"workers have ended|is lost"):
             training.forward(batch(2), "cross_entropy").result()
         with pytest.raises(
-            tinker.RequestFailedError, match=rf"go on from its newest checkpoint, {path}"
+            tinker.RequestFailedError, match=rf"continue from its newest checkpoint, {path}"
         ):
             training.forward(batch(2), "cross_entropy").result()
         server.process.wait(timeout=200)

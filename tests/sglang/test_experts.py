@@ -82,6 +82,6 @@ def test_servers_that_tell_no_routes_are_named(
     )
     done = programs.train(line, tmp_path / "run", ranks=1, timeout_s=240)
     assert (
-        f"the engine {servers.urls[0]} does not tell which experts its tokens go to; start it with"
+        f"the engine {servers.urls[0]} does not report routed experts; start it with"
         in done.error()
     )

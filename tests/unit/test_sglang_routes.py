@@ -213,6 +213,6 @@ def test_a_server_that_tells_none_is_named_before_the_run(
     server.info = {**server.info, "enable_return_routed_experts": False}
     with pytest.raises(
         RunError,
-        match=f"the engine {server.url} does not tell which experts .*--enable-return-routed-experts",
+        match=f"the engine {server.url} does not report routed experts.*--enable-return-routed-experts",
     ):
         require_routes(engine.fleet)

@@ -192,7 +192,7 @@ def damage(folder: Path, problems: Sequence[str]) -> str:
     remedy = (
         f"--ckpt-step takes another one ({', '.join(map(str, others))})"
         if others
-        else "there is no other one beside it"
+        else "there is no other one in this folder"
     )
     return f"checkpoint {folder} is damaged: {describe(sorted(problems))}; {remedy}"
 

@@ -166,7 +166,8 @@ def require_routes(fleet: Fleet) -> None:
             raise RunError(str(failure)) from None
         if info.get(ROUTES_SETTING) is False:
             raise RunError(
-                f"--use-rollout-routing-replay: the engine {worker.url} does not tell which experts its tokens go to; start it with "
+                f"--use-rollout-routing-replay: the engine {worker.url} does not report routed "
+                "experts; start it with "
                 "--enable-return-routed-experts"
             )
 

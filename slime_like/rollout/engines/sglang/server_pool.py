@@ -277,7 +277,7 @@ class Fleet:
         except RequestFailed as failure:  # an unreachable router adds no servers
             if failure.kind == "bad_answer" and self._router_trouble != str(failure):
                 self._router_trouble = str(failure)
-                logger.warning(f"the router does not tell its engines: {failure}")
+                logger.warning(f"the router does not list its engines: {failure}")
             return
         for url in added:
             self.router.remove(url)
