@@ -63,6 +63,16 @@ def _room_for_conversations(configs: Mapping[str, Any], checkpoint: HfModel) -> 
     return dataclasses.replace(rollout, rollout_max_response_len=max(1, longest))
 
 
+def _with_defaults(given: ParsedArgs, loss: PolicyLoss, program: Program) -> Mapping[str, Any]:
+    """What was given over the defaults of the program and of the kind of run."""
+    values: Mapping[str, Any] = {**program.values, **given.values}
+    if values.get("loss_type") == "sft_loss":
+        values = {**SUPERVISED_DEFAULTS, **(PAIR_DEFAULTS if loss.pairs else {}), **values}
+    if program.default_micro_batches:
+        values = {**values, **default_micro_batches(values)}
+    return {"micro_batch_size": 2, **values} if loss.pairs else values
+
+
 def make_draft(
     given: ParsedArgs,
     loss: PolicyLoss,
@@ -71,14 +81,7 @@ def make_draft(
     world_size: int,
     program: Program,
 ) -> Draft:
-    values: Mapping[str, Any] = {**program.values, **given.values}
-    supervised = values.get("loss_type") == "sft_loss"
-    if supervised:
-        values = {**SUPERVISED_DEFAULTS, **(PAIR_DEFAULTS if loss.pairs else {}), **values}
-    if program.default_micro_batches:
-        values = {**values, **default_micro_batches(values)}
-    if loss.pairs:
-        values = {"micro_batch_size": 2, **values}
+    values = _with_defaults(given, loss, program)
     configs = {name: settings_of(config_type, values) for name, (_, config_type) in GROUPS.items()}
     if checkpoint is not None and "rollout_max_response_len" not in values:
         configs["rollout"] = _room_for_conversations(configs, checkpoint)

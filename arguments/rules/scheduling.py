@@ -122,9 +122,9 @@ def custom_generate_is_async(s: Settings) -> list[Problem]:
     return found
 
 
-def rollout_functions(s: Settings) -> list[Problem]:
-    """What the functions of whole rollouts can be, and what does not go with them."""
-    config, found = s.scheduling, []
+def _wrong_functions(s: Settings) -> list[Problem]:
+    """Those that are slime's own, and asynchronous ones."""
+    config, found = s.scheduling, list[Problem]()
     for name in (ROLLOUT_FUNCTION, EVAL_FUNCTION):
         path = getattr(config, name)
         hint = next(
@@ -148,6 +148,12 @@ def rollout_functions(s: Settings) -> list[Problem]:
                     path,
                     "must be a plain function, not an async one; wait with slime_api.run in it",
                 )
+    return found
+
+
+def rollout_functions(s: Settings) -> list[Problem]:
+    """What the functions of whole rollouts can be, and what does not go with them."""
+    config, found = s.scheduling, _wrong_functions(s)
     if config.eval_function_path is not None and not s.evaluates:
         found += problem(
             EVAL_FUNCTION,

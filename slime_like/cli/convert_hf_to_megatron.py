@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     import torch
 
     from arguments.hf.model import HfModel
+    from arguments.schema import ParallelConfig
+    from slime_like.weights.to_megatron import Converted
 
 
 def parser() -> argparse.ArgumentParser:
@@ -67,23 +69,12 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def convert(chosen: argparse.Namespace) -> int:
-    on_the_cpu()
-    import torch
-
-    import megatron_patches
-    from arguments.hf.model import read_hf_model
+def layout_of(chosen: argparse.Namespace, hf: HfModel, world: int) -> ParallelConfig:
+    """Raises ConfigError for sizes that do not divide the network or the processes."""
     from arguments.rules.network import CutNetwork, layout_problems
     from slime_like.config import ConfigError, SettingsError
-    from slime_like.trainer.launch import quiet_dependencies
+    from slime_like.weights.meta_model import conversion_layout
 
-    quiet_dependencies()
-    megatron_patches.apply()
-    from slime_like.weights.meta_model import conversion_layout, make_blueprint
-
-    rank, world = rank_and_world()
-    value_head = chosen.network == "critic"
-    hf = read_hf_model(chosen.hf_checkpoint, value_head=value_head)
     try:
         parallel = conversion_layout(
             hf,
@@ -96,6 +87,25 @@ def convert(chosen: argparse.Namespace) -> int:
         raise ConfigError(error.problems) from error  # which names flags
     if problems := layout_problems(CutNetwork(parallel, hf.transformer, world)):
         raise ConfigError(problems)
+    return parallel
+
+
+def convert(chosen: argparse.Namespace) -> int:
+    on_the_cpu()
+    import torch
+
+    import megatron_patches
+    from arguments.hf.model import read_hf_model
+    from slime_like.trainer.launch import quiet_dependencies
+
+    quiet_dependencies()
+    megatron_patches.apply()
+    from slime_like.weights.meta_model import make_blueprint
+
+    rank, world = rank_and_world()
+    value_head = chosen.network == "critic"
+    hf = read_hf_model(chosen.hf_checkpoint, value_head=value_head)
+    parallel = layout_of(chosen, hf, world)
     check_workers(chosen.workers)
     warn_of_tokenizer(hf, chosen.hf_checkpoint)
     dtype = getattr(torch, DTYPES[chosen.dtype] if chosen.dtype else hf.dtype or "float32")
@@ -120,15 +130,7 @@ def convert(chosen: argparse.Namespace) -> int:
                     advance=bar,
                 )
         if rank == 0:
-            seconds = time.perf_counter() - started
-            kept = (
-                f", {done.kept} of {done.files} files kept from an interrupted conversion"
-                if done.kept
-                else ""
-            )
-            print(
-                f"{done.folder}: {done.bytes / 1e9:.3f} GB in {seconds:.1f} s ({layout.describe()}, weights only, step 0){kept}"
-            )
+            print(written_words(done, layout.describe(), time.perf_counter() - started))
         lines = verified(chosen, hf, done.folder, done.bytes, dtype) if chosen.verify else []
         if rank == 0:
             flag = "--critic-load" if value_head else "--load or --ref-load"
@@ -141,6 +143,17 @@ def convert(chosen: argparse.Namespace) -> int:
                 )
             )
     return 0
+
+
+def written_words(done: Converted, layout: str, seconds: float) -> str:
+    """What was written, for a line on screen."""
+    kept = ""
+    if done.kept:
+        kept = f", {done.kept} of {done.files} files kept from an interrupted conversion"
+    return (
+        f"{done.folder}: {done.bytes / 1e9:.3f} GB in {seconds:.1f} s "
+        f"({layout}, weights only, step 0){kept}"
+    )
 
 
 def verified(

@@ -37,6 +37,8 @@ from slime_like.logs import set_up_logging, warn_rank_0
 
 if TYPE_CHECKING:
     from slime_like.checkpoints.state import TrainerState
+    from slime_like.weights.meta_model import Blueprint
+    from slime_like.weights.to_hf import Exported, NetworkSource
 
 
 logger = logging.getLogger("slime_like.convert")  # below the package, whose handler prints
@@ -97,6 +99,15 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+def check_flags(chosen: argparse.Namespace) -> None:
+    """Raises UsageError."""
+    if chosen.quantized and chosen.verify:
+        raise UsageError(
+            "--verify goes with no --quantized: quantised weights are not those of the checkpoint"
+        )
+    check_workers(chosen.workers)
+
+
 def convert(chosen: argparse.Namespace) -> int:
     on_the_cpu()
     import torch
@@ -111,11 +122,7 @@ def convert(chosen: argparse.Namespace) -> int:
     set_up_logging(rank)
     size = shard_bytes(chosen.max_shard_size)
     value_head = chosen.network == "critic"
-    if chosen.quantized and chosen.verify:
-        raise UsageError(
-            "--verify goes with no --quantized: quantised weights are not those of the checkpoint"
-        )
-    check_workers(chosen.workers)
+    check_flags(chosen)
     hf = read_hf_model(chosen.hf_checkpoint, value_head=value_head)
     folder = checkpoint_folder(chosen.load, step_of(chosen))
     warn_of_tokenizer(hf, chosen.hf_checkpoint)
@@ -123,32 +130,19 @@ def convert(chosen: argparse.Namespace) -> int:
     from slime_like.megatron.checkpoint.load import open_checkpoint
     from slime_like.megatron.init import process_groups
     from slime_like.weights.meta_model import conversion_layout, make_blueprint
-    from slime_like.weights.safetensors_reader import stored_format
-    from slime_like.weights.to_hf import NetworkSource, convert_to_hf
+    from slime_like.weights.to_hf import convert_to_hf
 
     started = time.perf_counter()
     parallel = conversion_layout(hf)
     with process_groups(parallel, virtual_stages=None, seed=1) as layout:
         state = open_checkpoint(folder, verify=not chosen.no_verify_checkpoint)
-        if chosen.network not in state["networks"]:
-            there = ", ".join(state["networks"]) or "no network"
-            raise UsageError(
-                f"--network {chosen.network}: checkpoint {folder} has {there}; name one of these"
-            )
+        check_network(chosen.network, folder, state)
+        predicting = None if value_head else state["model"].get("mtp_num_layers")
         blueprint = make_blueprint(
-            hf,
-            parallel,
-            layout,
-            torch.float32,
-            value_head=value_head,
-            predicting=None if value_head else state["model"].get("mtp_num_layers"),
+            hf, parallel, layout, torch.float32, value_head=value_head, predicting=predicting
         )
         check_template(chosen.hf_checkpoint, folder, state, blueprint)
-        dtype = getattr(torch, DTYPES[chosen.dtype]) if chosen.dtype else None
-        coded = stored_format(chosen.hf_checkpoint) if chosen.quantized else None
-        source = NetworkSource(
-            blueprint, folder / chosen.network, chosen.hf_checkpoint, dtype, coded
-        )
+        source = source_of(chosen, blueprint, folder)
         total = sum(planned.nbytes for _, planned in source.tensors.values())
         show = rank == 0 and not chosen.no_progress
         with progress(
@@ -165,15 +159,38 @@ def convert(chosen: argparse.Namespace) -> int:
                 workers=chosen.workers,
                 advance=bar,
             )
-        kept = f", {done.kept} of them kept from an interrupted conversion" if done.kept else ""
-        logger.info(
-            f"{chosen.output}: {done.bytes / 1e9:.3f} GB in {done.files} file(s){kept}, {time.perf_counter() - started:.1f} s"
-        )
+        seconds = time.perf_counter() - started
+        logger.info(f"{chosen.output}: {written_words(done)}, {seconds:.1f} s")
         for line in verify(
             chosen.verify, source, chosen.output, share=-(-total // world), show=show
         ):
             logger.info(line)
     return 0
+
+
+def written_words(done: Exported) -> str:
+    """What was written, for a line on screen."""
+    kept = f", {done.kept} of them kept from an interrupted conversion" if done.kept else ""
+    return f"{done.bytes / 1e9:.3f} GB in {done.files} file(s){kept}"
+
+
+def source_of(chosen: argparse.Namespace, blueprint: Blueprint, folder: Path) -> NetworkSource:
+    """The network of a checkpoint, in the dtype or the format that was asked for."""
+    import torch
+
+    from slime_like.weights.safetensors_reader import stored_format
+    from slime_like.weights.to_hf import NetworkSource
+
+    dtype = getattr(torch, DTYPES[chosen.dtype]) if chosen.dtype else None
+    coded = stored_format(chosen.hf_checkpoint) if chosen.quantized else None
+    return NetworkSource(blueprint, folder / chosen.network, chosen.hf_checkpoint, dtype, coded)
+
+
+def check_network(name: str, folder: Path, state: TrainerState) -> None:
+    """Raises UsageError where the checkpoint has no network of this name."""
+    if name not in state["networks"]:
+        there = ", ".join(state["networks"]) or "no network"
+        raise UsageError(f"--network {name}: checkpoint {folder} has {there}; name one of these")
 
 
 def check_template(template: str, folder: Path, state: TrainerState, blueprint: object) -> None:

@@ -82,12 +82,8 @@ def report_rank(run: RunConfig, rank: int, batches: Batches) -> RankReport:
     """Builds the networks of one rank. No process group may be there."""
     gpu = run.preflight.preflight_machine == "gpu"
     frozen_base = bool(run.lora.lora_rank)
-    with world_as_rank(
-        run.parallel,
-        virtual_stages=run.virtual_stages,
-        rank=rank,
-        world_size=run.world_size,
-    ) as layout:
+    stages, world = run.virtual_stages, run.world_size
+    with world_as_rank(run.parallel, virtual_stages=stages, rank=rank, world_size=world) as layout:
         tied = not run.gpt.untie_embeddings_and_output_weights
         built = build_rank(
             run.megatron,
@@ -98,11 +94,11 @@ def report_rank(run: RunConfig, rank: int, batches: Batches) -> RankReport:
             frozen=FrozenParameters.of(run.model, tied=tied),
         )
         passes = run_stage(built, batches.tokens, gpu=gpu)
-        weights, gradients = weight_bytes(built), gradient_bytes(built)
+        weights = weight_bytes(built)
         optimizer = optimizer_bytes(built, gpu=gpu)
         state = {
             "weights": weights,
-            "gradients": gradients,
+            "gradients": gradient_bytes(built),
             "optimizer: fp32 parameters": optimizer.main,
             "optimizer: moments": optimizer.moments,
         }

@@ -51,6 +51,7 @@ def make_app(service: Service) -> FastAPI:
     _work_routes(app, service)
     _session_routes(app, service)
     _list_routes(app, service)
+    _checkpoint_routes(app, service)
     _operator_routes(app, service)
     _download_routes(app, service)
     _metrics_route(app, service)
@@ -242,6 +243,10 @@ def _list_routes(app: FastAPI, service: Service) -> None:
             if c.run == run_id and c.owner == owner_of(request)
         ]
         return answer({"checkpoints": [checkpoint_record(c) for c in mine]})
+
+
+def _checkpoint_routes(app: FastAPI, service: Service) -> None:
+    registry = service.registry
 
     @app.get(f"{ROOT}/checkpoints")
     async def checkpoints(request: Request) -> Response:

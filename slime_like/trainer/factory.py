@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from pathlib import Path
 
 from arguments.run_config import RunConfig
 from slime_like.data.tokenizer import load_tokenizer
+from slime_like.distributed.signals import StopConditions
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.metrics.progress import Progress
@@ -44,6 +45,28 @@ def steps_per_rollout(run: RunConfig) -> int:
         "completed when the command line is parsed"
     )
     return run.algorithm.num_steps_per_rollout
+
+
+def make_progress(
+    run: RunConfig, num_rollouts: int, rank: int, on_phase: Callable[[str], None]
+) -> Progress:
+    """Shown on rank 0."""
+    return Progress(
+        num_rollouts,
+        show=rank == 0,
+        plain=run.logging.no_progress,
+        log_interval=run.logging.log_interval,
+        on_phase=on_phase,
+    )
+
+
+def stop_conditions(run: RunConfig, rank: int) -> StopConditions:
+    """When the run stops before its last rollout."""
+    return StopConditions(
+        every=run.checkpoint.exit_interval,
+        minutes=run.checkpoint.exit_duration_in_mins,
+        announce=rank == 0,
+    )
 
 
 def sampler_gates(run: RunConfig) -> SamplerGates:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 from arguments.run_config import RunConfig
 from slime_like.checkpoints.files import writes_to
 from slime_like.distributed.collectives import any_rank, from_rank_zero
-from slime_like.distributed.signals import ExitRequest, StopConditions
+from slime_like.distributed.signals import ExitRequest
 from slime_like.logs import warn_rank_0
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.metrics.logger import MetricsLogger, to_json
-from slime_like.metrics.progress import Progress, speed_and_memory
+from slime_like.metrics.progress import speed_and_memory
 from slime_like.rollout.evaluate import Evaluator, load_prompts
 from slime_like.rollout.sample_plane import with_branches
 from slime_like.rollout.step_plan import check_token_sets, flatten, mask_failed
@@ -27,11 +27,13 @@ from slime_like.sample_index import UNKNOWN_VERSIONS
 from slime_like.trainer.checkpointing import RunCheckpoints
 from slime_like.trainer.factory import (
     make_batch_maker,
+    make_progress,
     make_train_step,
     num_rollouts,
     run_tokenizer,
     sampler_gates,
     steps_per_rollout,
+    stop_conditions,
 )
 from slime_like.trainer.prompt_source import make_source
 from slime_like.trainer.sampling import Sampling
@@ -70,18 +72,12 @@ class Trainer:
         # before the model is built, so that bad data fails early
         eval_prompts, eval_notes = load_prompts(run, tokenizer)
         self.num_rollouts = num_rollouts(run, source)
-        self.progress = Progress(
-            self.num_rollouts,
-            show=layout.rank == 0,
-            plain=run.logging.no_progress,
-            log_interval=run.logging.log_interval,
-            on_phase=on_phase,
-        )
-        total_steps = self.num_rollouts * steps_per_rollout(run)
+        self.progress = make_progress(run, self.num_rollouts, layout.rank, on_phase)
         self.hooks = make_user_hooks(run)
         if self.hooks is not None:
             self.hooks.megatron_init()
-        self.backend = MegatronBackend(run, layout, total_steps=total_steps)
+        total = self.num_rollouts * steps_per_rollout(run)
+        self.backend = MegatronBackend(run, layout, total_steps=total)
         self._throughput = throughput_of(run, self.backend)
         self._lengths: list[tuple[int, int]] = []  # of the last trained batch, for `Throughput`
         if self.backend.critic is not None and self.backend.critic.layout is not layout:
@@ -99,8 +95,7 @@ class Trainer:
         # version of the policy; the engine's lags until the next sync
         self.weight_version = 1
         self.start = 0
-        # metric prefixes that a user hook logged itself
-        self._unlogged: set[str] = set()
+        self._unlogged: set[str] = set()  # prefixes of metrics that user functions logged
         self._evaluation_due = False  # of rollout `start`, trained before this process resumed
         for note in [*([] if source is None else source.notes), *eval_notes]:
             warn_rank_0(logger, note)
@@ -109,11 +104,7 @@ class Trainer:
         trains = not run.debug.debug_rollout_only
         if run.scheduling.async_rollout and trains and not (self.hooks and self.hooks.converts):
             self.sampling.deliver_ahead(self.batches.deliver_ahead)
-        self.stop = StopConditions(
-            every=run.checkpoint.exit_interval,
-            minutes=run.checkpoint.exit_duration_in_mins,
-            announce=layout.rank == 0,
-        )
+        self.stop = stop_conditions(run, layout.rank)
         self.checkpoints = RunCheckpoints(run, layout, self.backend, tokenizer)
         start = self.checkpoints.load()
         self.updates = make_train_step(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,10 @@ from slime_like.megatron.checkpoint.write import (
 from slime_like.weights.hf_import import LoadPlan, plan_loading
 from slime_like.weights.meta_model import Blueprint
 from slime_like.weights.safetensors_reader import WeightFiles, weight_files
+
+if TYPE_CHECKING:
+    from slime_like.megatron.checkpoint.write import NetworkPlan
+
 
 STEP = 0
 FILE_BYTES = 2**30
@@ -124,29 +128,9 @@ def convert_to_megatron(
             ) from error
     parts = gather(written)
 
-    def complete() -> int:
-        records = {f"{network}/{name}": record for part in parts for name, record, _, _ in part}
-        assert plan.common is not None and plan.metadata is not None, "rank 0 coordinates"
-        records[f"{network}/{common_file()}"] = write_file(plan_folder / common_file(), plan.common)
-        results = [[result for _, _, results, _ in part for result in results] for part in parts]
-        more = write_network_metadata(plan_folder, plan.metadata, results)
-        records |= {f"{network}/{name}": record for name, record in more.items()}
-        state = _trainer_state(blueprint, source, network)
-        records[TRAINER_FILE] = write_file(
-            folder / TRAINER_FILE, json.dumps(state, indent=1, allow_nan=False)
-        )
-        for path in plan_folder.iterdir():
-            if (
-                f"{network}/{path.name}" not in records
-            ):  # notes, and files of an interrupted conversion of something else
-                path.unlink()
-        sync_path(plan_folder)
-        write_manifest(folder, records, {"model": state["model"]})
-        sync_path(folder)
-        publish(root, STEP)
-        return total_bytes(records)
-
-    size = from_rank_zero(complete)
+    size = from_rank_zero(
+        lambda: _complete(blueprint, source, root, network=network, plan=plan, parts=parts)
+    )
     return Converted(
         checkpoint_folder(root, STEP),
         size,
@@ -156,6 +140,41 @@ def convert_to_megatron(
 
 
 Written = tuple[str, FileRecord, list[WriteResult], bool]  # the last: kept from before
+
+
+def _complete(
+    blueprint: Blueprint,
+    source: str,
+    root: str,
+    *,
+    network: str,
+    plan: NetworkPlan,
+    parts: Sequence[Sequence[Written]],
+) -> int:
+    """On rank 0, once all tensors are written: metadata, trainer state and manifest, published.
+    Returns the bytes of the checkpoint."""
+    folder = writing_folder(root, STEP)
+    plan_folder = folder / network
+    records = {f"{network}/{name}": record for part in parts for name, record, _, _ in part}
+    assert plan.common is not None and plan.metadata is not None, "rank 0 coordinates"
+    records[f"{network}/{common_file()}"] = write_file(plan_folder / common_file(), plan.common)
+    results = [[result for _, _, results, _ in part for result in results] for part in parts]
+    more = write_network_metadata(plan_folder, plan.metadata, results)
+    records |= {f"{network}/{name}": record for name, record in more.items()}
+    state = _trainer_state(blueprint, source, network)
+    records[TRAINER_FILE] = write_file(
+        folder / TRAINER_FILE, json.dumps(state, indent=1, allow_nan=False)
+    )
+    for path in plan_folder.iterdir():
+        if (
+            f"{network}/{path.name}" not in records
+        ):  # notes, and files of an interrupted conversion of something else
+            path.unlink()
+    sync_path(plan_folder)
+    write_manifest(folder, records, {"model": state["model"]})
+    sync_path(folder)
+    publish(root, STEP)
+    return total_bytes(records)
 
 
 @dataclass(frozen=True)
