@@ -1,4 +1,4 @@
-"""The gateway while episodes are under way: a server in the event loop that they run in."""
+"""The gateway server, which runs in the event loop of the episodes."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class _Connection(H11Protocol):
 
 
 class Gateway:
-    """Sessions by key, and the server that answers for them. It listens only between the beginning
-    of the first episode and the end of the last."""
+    """Sessions by key, and their HTTP server. It listens only from the start of the first episode
+    to the end of the last."""
 
     def __init__(
         self,
@@ -73,10 +73,10 @@ class Gateway:
         """
         Args:
             host: Address to listen on.
-            port: 0 for a free one.
-            max_body: Bytes of a request.
-            connections: At a time, of all clients.
-            tasks: For agents elsewhere.
+            port: 0: any free port.
+            max_body: Maximum request size in bytes.
+            connections: Maximum concurrent connections of all clients.
+            tasks: Task queue for remote agent workers.
         """
         self._tasks, self._connections = tasks, connections
         self.sessions: dict[str, Session] = {}
@@ -90,7 +90,7 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def episode(self, key: str, session: Session) -> AsyncIterator[None]:
-        """The server knows the session meanwhile; afterwards its requests have ended."""
+        """Serve the session within the block; its requests have ended afterwards."""
         async with self.listening():
             self.sessions[key] = session
             try:
@@ -101,7 +101,7 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """There is a server meanwhile."""
+        """Run the server within the block."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # that of an earlier rollout has ended, perhaps in the middle
             self._loop, self._episodes, self._starting = loop, 0, None

@@ -1,4 +1,4 @@
-"""The conversation of one episode with the engine: requests in, answers out, every token kept."""
+"""An agent's session: the requests and completions of one episode, with every token kept."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ COUNTS_PER_TURN = 8  # prompts that a client may have counted for each answer
 
 
 class TooManyRequests(Exception):
-    """The session has no room for this request now, or at all; the message is for the client."""
+    """The session cannot accept this request, now or at all; the message is for the client."""
 
 
 class EngineGaveUp(Exception):
-    """The engine dropped the request; the client may try again."""
+    """The engine aborted the request; the client may retry."""
 
 
 class SessionEnded(Exception):
-    """The episode is over: no more answers."""
+    """The episode is over; no more completions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request. messages: canonical. tools: for the template. stop: strings that end an
-    answer. max_tokens: of each answer. seed: the client's. overridden: sampling parameters of the
-    client's; the run's hold."""
+    """A parsed request. messages: in canonical form. tools: for the chat template. stop: stop
+    strings. max_tokens: per completion. seed: the client's. overridden: number of the client's
+    sampling parameters that the run's override."""
 
     messages: tuple[Message, ...]
     tools: Any = None
@@ -61,8 +61,8 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer: its message, as a client gets it, the tokens that were generated and what each is
-    in text, with their log-probs. stop: the string that ended it."""
+    """One completion: its message as sent to the client, and the generated tokens with their texts
+    and log-probs. stop: the stop string that ended it."""
 
     message: Message
     finish: Finish
@@ -74,9 +74,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """turns: answers of an episode. concurrent: requests that are answered at a time; waiting: those
-    that wait for it, beyond which a client is asked to come again. answers: most of one request.
-    positions: of the model, None where they do not matter. tokens: most of an answer; None: any."""
+    """Limits of a session. turns: completions per episode. concurrent: concurrent requests.
+    waiting: queued requests; further ones are rejected with a retry hint. answers: completions per
+    request. positions: the model's context length, None: unlimited. tokens: per completion; None:
+    unlimited."""
 
     turns: int = 256
     concurrent: int = 8
@@ -87,8 +88,8 @@ class SessionLimits:
 
 
 class Session:
-    """Of one sample. tree: its answers. counts: see `numbers`. aborted: the run wants no more of it,
-    which on_abort says at once."""
+    """The session of one sample. tree: its turns. counts: see `numbers`. aborted: the run no longer
+    needs the episode; on_abort is called then."""
 
     def __init__(
         self,
@@ -124,11 +125,11 @@ class Session:
         self._begun = False
 
     async def answer(self, ask: Ask) -> list[Choice]:
-        """The answers to a request.
+        """Generate the completions of a request.
 
         Raises:
-            BadRequest: it cannot be answered.
-            TooManyRequests, EngineGaveUp, SessionEnded: see there.
+            BadRequest: The request is invalid.
+            TooManyRequests, EngineGaveUp, SessionEnded: See the classes.
         """
         limits = self._limits
         self._check_open()
@@ -178,7 +179,7 @@ class Session:
             raise TooManyRequests(f"the episode has had its {self._limits.turns} answers")
 
     def end(self) -> None:
-        """No more answers; what is being answered is given up."""
+        """End the session; running requests are aborted."""
         self.ended = True
         for task in list(self._running):
             task.cancel()

@@ -1,8 +1,8 @@
-"""Agents elsewhere: they ask the gateway for tasks, play them against it, and report their rewards.
+"""Remote agent workers: they claim tasks from the gateway, run them against it, and report rewards.
 
-A task that is claimed is its worker's while heartbeats come. One that is not heard of any more is
-given to another, with a new session and key: what the first one was answered is dropped, and its
-key is refused, so that no episode counts twice.
+A worker owns a claimed task while it sends heartbeats. Otherwise the task is reassigned with a new
+session and key; the first session is discarded and its key rejected, so that no episode counts
+twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WAIT_S = 30.0  # most that a claim waits for a task
 
 
 class WorkerLost(Exception):
-    """No heartbeat of an episode's worker: another may play it."""
+    """An episode's worker sent no heartbeat; the task can be reassigned."""
 
 
 @dataclass(eq=False, slots=True)
@@ -41,8 +41,8 @@ class Offer:
 
 @dataclass(slots=True)
 class TaskQueue:
-    """The tasks of a rank. keys: of the workers. timeout_s: for an episode from its claim on, and
-    for the first claim of any worker. heartbeat_s: after which a worker is lost."""
+    """The task queue of a rank. keys: the workers' keys. timeout_s: of an episode after its claim,
+    and of the wait for any worker. heartbeat_s: silence after which a worker is considered lost."""
 
     keys: Collection[str]
     timeout_s: float

@@ -1,7 +1,7 @@
-"""What the model wrote, as thoughts, text and calls of tools.
+"""Parse model output into reasoning, text and tool calls.
 
-There is a format for each family of chat templates, recognised by the marks that the template writes.
-What does not parse stays text, and is counted.
+Each family of chat templates has a format, recognised by the markers in the template. Unparsable
+calls stay text and are counted.
 """
 
 from __future__ import annotations
@@ -280,10 +280,10 @@ def format_of(template: str) -> str:
 def parse(
     text: str, format_name: str, *, open_thought: bool = False, tools: object = True
 ) -> Parsed:
-    """What an answer says.
+    """Parse a completion.
 
     Args:
-        text: Without the token that ended it.
+        text: Without the end token.
         format_name: A key of `FORMATS`, or NO_TOOLS.
         open_thought: The prompt ended inside a thought.
         tools: Of the request; their schemas say which arguments are text. Without any, marks are

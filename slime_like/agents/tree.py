@@ -1,11 +1,10 @@
-"""A session as a tree: every answer keeps the tokens that were generated, and a request that continues
-from it keeps them too.
+"""A session as a tree of turns: a turn keeps the tokens that were generated, and so does every
+request that continues it.
 
-A request is matched against the answers that were given. Where its messages begin with a whole
-conversation that ended in an answer, the next prompt is that answer's prompt and tokens, and after
-them only what is new. Whatever else a client sends (a history that was rewritten or cut, thoughts
-left out, an edited result of a tool, the conversation of a sub-agent) continues the longest
-conversation that does match, or from none: it is a branch.
+A request's history is matched against earlier turns. If it starts with the complete conversation of
+a turn, the next prompt is that turn's prompt and generated tokens, followed only by what is new.
+Any other history (rewritten or truncated, without reasoning, with an edited tool result, or a
+sub-agent's conversation) continues the longest matching conversation, or none: it forms a branch.
 """
 
 from __future__ import annotations
@@ -29,10 +28,9 @@ Cut = Literal["paths", "turns"]
 
 @dataclass(frozen=True, slots=True)
 class NextPrompt:
-    """What the model is given for a request. parent: the turn that it continues, None for a
-    conversation that continues nothing. foreign: answers among its new messages, which the model
-    did not write, or not so. rewritten: the tokens of a matching answer could not be kept, as the
-    template does not show what follows it."""
+    """The prompt of a request. parent: the turn that it continues, or None. foreign: assistant
+    messages among the new ones that the model did not generate in this form. rewritten: the tokens
+    of a matching turn could not be kept, because the chat template renders it differently."""
 
     parent: Turn | None
     tokens: tuple[int, ...]
@@ -67,7 +65,7 @@ class Turn:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """What the prompt of whatever follows begins with."""
+        """The tokens that the prompt of any continuation starts with."""
         return (*self.prompt, *self.tokens)
 
     @property
@@ -106,8 +104,8 @@ class Branch:
 
 @dataclass(slots=True)
 class SessionTree:
-    """The answers of one session in their order. counts: roots, forks, foreign_messages and
-    rewritten_turns, of the requests that were answered."""
+    """The turns of one session in order. counts: roots, forks, foreign_messages and rewritten_turns
+    of completed requests."""
 
     template: ChatTemplate
     turns: list[Turn] = field(default_factory=list)
@@ -115,7 +113,7 @@ class SessionTree:
     _by_history: dict[bytes, Turn] = field(default_factory=dict)
 
     def next_prompt(self, messages: Sequence[Message], tools: object) -> NextPrompt:
-        """The prompt of a request; changes nothing.
+        """Build the prompt of a request, without changing the tree.
 
         Args:
             messages: In canonical form.
@@ -151,7 +149,7 @@ class SessionTree:
         answer: Message,
         output: GenerateOutput,
     ) -> Turn:
-        """An answer that was given. Of equal conversations the newest is the one that continues."""
+        """Add a completed turn. Among equal conversations, later requests continue the newest."""
         routes = output.routes
         if routes is not None and (before := prompt.parent) is not None:
             known, start = before.routes, len(before.kept) - 1
@@ -178,15 +176,15 @@ class SessionTree:
         return turn
 
     def branches(self, cut: Cut = "paths", *, observations: bool = False) -> list[Branch]:
-        """The tree as sequences, in which every answer is trained on once.
+        """Split the tree into sequences in which every turn is trained on exactly once.
 
         Args:
-            cut: "paths": one for each end of the tree, with all of its path that none before it
-                has; "turns": one for each answer. Both have the same tokens to train on, each after
-                the same ones.
-            observations: A sequence that continues an answer begins after it, and not after what
-                the agent saw next: then all of a sequence that the model did not write are
-                observations, and each is in one sequence.
+            cut: "paths": one sequence per leaf, training the turns on its path that no earlier
+                sequence trains; "turns": one sequence per turn. Both train the same tokens in the
+                same contexts.
+            observations: The response of a sequence that continues a turn starts right after that
+                turn, instead of after the observation, so that each observation is in exactly one
+                response.
         """
         if cut == "turns":
             return [_branch([turn], turn, observations) for turn in self.turns if turn.tokens]
