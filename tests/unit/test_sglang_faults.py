@@ -11,7 +11,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -166,6 +168,7 @@ WRONG: dict[str, tuple[Fault, str]] = {
     "no tokens": (changed(lambda a: a.update(output_ids=[])), "0 tokens"),
     "tokens that are words": (changed(lambda a: a.update(output_ids=["a"])), "no token ids"),
     "another count": (changed(meta(completion_tokens=99)), "the server counted 99"),
+    "an answer to another request": (changed(meta(id="r-9\n")), "the response is to request 'r-9\\n'"),
     "another prompt": (changed(meta(prompt_tokens=4)), "the server read 4"),
     "an unknown finish reason": (changed(meta(finish_reason="stop")), "unknown finish_reason"),
     "versions of other tokens": (changed(meta(weight_versions=[{"version": "1", "start": 0, "end": 99}])), "are none of"),
@@ -397,6 +400,37 @@ def test_a_control_call_has_a_total_deadline(in_header: bool) -> None:
         ended.set()
         thread.join(30)
         assert not thread.is_alive()
+
+
+class TooMuch(BaseHTTPRequestHandler):
+    """Answers twice at once, the second time with -1, and sets a cookie of its own each time."""
+
+    protocol_version = "HTTP/1.1"
+    cookies: list[str | None] = []  # noqa: RUF012 (of all requests)
+
+    def do_GET(self) -> None:
+        self.cookies.append(self.headers.get("Cookie"))
+        head = f"HTTP/1.1 200 OK\r\nSet-Cookie: k{len(self.cookies)}=1\r\nContent-Length: 8\r\n\r\n"
+        self.wfile.write(f'{head}{{"a": 1}}{head}{{"a":-1}}'.encode())
+
+    def log_message(self, *args: object) -> None: ...
+
+
+def test_what_a_server_sends_too_much_reaches_no_other_call() -> None:
+    """A surplus response is no answer to the next call, and cookies go to no other server there."""
+    TooMuch.cookies.clear()
+    client = ControlClient(1.0)
+    with ExitStack() as stack:
+        servers = [ThreadingHTTPServer(("127.0.0.1", 0), TooMuch) for _ in range(2)]
+        for server in servers:
+            stack.enter_context(server)
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            stack.callback(server.shutdown)
+        for server in servers * 2:
+            url = f"http://127.0.0.1:{server.server_address[1]}/model_info"
+            assert client.call(url, timeout_s=20, method="GET") == {"a": 1}
+        client.close()
+    assert TooMuch.cookies == [None] * 4
 
 
 @pytest.mark.parametrize("code", [400, 401, 403, 404, 422])

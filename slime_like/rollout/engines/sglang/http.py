@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import TypeVar
 
 import httpx
@@ -74,11 +75,15 @@ class RequestFailed(Exception):
 
 
 def async_client(connections: int) -> httpx.AsyncClient:
-    """An HTTP client for one event loop. connections: keep-alive connections; more may be open."""
+    """An HTTP client for one event loop. connections: keep-alive connections; more may be open.
+
+    Cookies are not kept: they belong to a host, so those of one server would go to all others there.
+    """
     limits = httpx.Limits(
         max_connections=None, max_keepalive_connections=connections, keepalive_expiry=KEEPALIVE_S
     )
-    return httpx.AsyncClient(trust_env=False, limits=limits)
+    no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=[]))
+    return httpx.AsyncClient(trust_env=False, limits=limits, cookies=no_cookies)
 
 
 async def post_once(
@@ -225,7 +230,8 @@ class ControlClient:
 
     def __init__(self, connect_s: float) -> None:
         self._connect_s = connect_s
-        self._client = async_client(16)
+        # a connection for each call: a surplus response would be read as that of the next call
+        self._client = async_client(0)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="sglang-control", daemon=True

@@ -180,10 +180,14 @@ def read_input_tokens(answer: object, rid: str) -> tuple[int, ...]:
 
 
 def meta_of(answer: object, rid: str) -> Mapping[str, object]:
-    """Raises BadAnswer."""
+    """Raises BadAnswer, also for the response to another request: of one prompt length they would
+    be alike otherwise."""
     if not isinstance(answer, dict) or not isinstance(answer.get("meta_info"), dict):
         raise BadAnswer(f"request {rid}: no answer of /generate: {shown(answer)}")
-    return answer["meta_info"]
+    meta = answer["meta_info"]
+    if meta.get("id", rid) != rid:
+        raise BadAnswer(f"request {rid}: the response is to request {shown(meta['id'])}")
+    return meta
 
 
 def _finish_reason(
