@@ -33,7 +33,8 @@ START_LIMIT_S = 120.0  # imports of a user's module on a slow file system
 # an asynchronous function's own deadline comes first; past this its event loop is blocked
 GRACE_S = 1.0
 MOST_PRINTED = 2**16  # bytes of what rewards print, that a round shows
-_MAX_ANSWER = 2**20  # bytes
+# bytes of an answer: of confined code, and of what is not (rewards of all tokens of a group)
+_MAX_ANSWER, _MAX_OWN_ANSWER = 2**20, 2**28
 _MOMENT_S = 1.0
 _QUICK_S = (
     0.005  # jobs below this are sent ahead, so that the worker need not wait for the next one
@@ -81,6 +82,8 @@ class Worker:
             -1: time.monotonic() + START_LIMIT_S
         }  # by job; -1 is the start
         self.hung_up = False  # whether its end of the pipe is closed
+        self.most = _MAX_ANSWER if setup.confined else _MAX_OWN_ANSWER
+        self.broken: str | None = None  # what is wrong with an answer
         self.outgoing = bytearray()
         self.incoming = bytearray()
         self.send(setup)
@@ -99,7 +102,8 @@ class Worker:
             del self.outgoing[: os.write(self.stdin, self.outgoing[: 2**20])]
 
     def receive(self) -> list[Answer] | None:
-        """Whole answers that have come, or None when the process has ended or talks nonsense."""
+        """Whole answers that have come, or None when the process has ended or talks nonsense
+        (`broken`)."""
         try:
             data = os.read(self.stdout, 2**20)
         except BlockingIOError:
@@ -111,7 +115,8 @@ class Worker:
         answers: list[Answer] = []
         while len(self.incoming) >= HEADER.size:
             (length,) = HEADER.unpack_from(self.incoming)
-            if length > _MAX_ANSWER:
+            if length > self.most:
+                self.broken = f"an answer of {length} bytes, more than {self.most}"
                 return None
             end = HEADER.size + length
             if len(self.incoming) < end:
@@ -119,6 +124,7 @@ class Worker:
             try:
                 answers.append(json.loads(self.incoming[HEADER.size : end]))
             except ValueError:
+                self.broken = "an answer that is no JSON"
                 return None
             del self.incoming[:end]
         return answers
@@ -140,7 +146,7 @@ class Worker:
             assert pipe is not None
             with contextlib.suppress(OSError):
                 pipe.close()
-        return f"signal {-code}" if code < 0 else f"exit code {code}"
+        return self.broken or (f"signal {-code}" if code < 0 else f"exit code {code}")
 
     def _ended_by_keeper(self) -> int | None:
         """How the worker behind a keeper ended; None where there is no keeper, or it does not end."""

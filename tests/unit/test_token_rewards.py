@@ -93,6 +93,18 @@ def test_the_grader_keeps_them(tmp_path):
     assert [s.token_rewards.tolist() for s in graded] == [[0.5, 0.5, 0.5], []]
 
 
+def test_those_of_a_long_response_are_taken_up_to_a_limit(tmp_path, monkeypatch):
+    """100,000 numbers of 18 digits; what is too large is named, and the next sample is graded."""
+    with grader(tmp_path, "[0.1234567890123456] * sample.response_length") as ours:
+        (graded,) = ours.grade([sample(0, "1" * 100_000)])
+        assert graded.token_rewards.tolist() == [0.1234567890123456] * 100_000
+    monkeypatch.setattr("slime_like.rewards.pool._MAX_OWN_ANSWER", 1000)
+    with grader(tmp_path, "[0.1234567890123456] * sample.response_length") as ours:
+        failed, graded = ours.grade([sample(0, "1" * 100), sample(1, "1")])
+    assert "an answer of 2" in failed.metadata["failure"] and "more than 1000" in ours.last_failure
+    assert failed.reward is None and graded.reward == 0.1234567890123456
+
+
 def test_their_sum_is_trained_on_where_that_is_asked_for(tmp_path):
     body = "{'score': 7, 'token_rewards': [0.5] * sample.response_length}"
     with grader(tmp_path, body, sum_token_rewards=True) as ours:
