@@ -185,7 +185,7 @@ def meta_of(answer: object, rid: str) -> Mapping[str, object]:
     if not isinstance(answer, dict) or not isinstance(answer.get("meta_info"), dict):
         raise BadAnswer(f"request {rid}: no answer of /generate: {shown(answer)}")
     meta = answer["meta_info"]
-    if meta.get("id", rid) != rid:
+    if not str(meta.get("id", rid)).endswith(rid):  # some versions put a worker's number before it
         raise BadAnswer(f"request {rid}: the response is to request {shown(meta['id'])}")
     return meta
 
