@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 LIMIT_S = 30.0  # for one row, of which a template takes well below a millisecond
+_LONGEST = 2**26  # characters of a rendered row
 P = TypeVar("P")
 T = TypeVar("T")
 _REMEDY = "correct the row or the template (chat_template of the tokenizer), or leave --apply-chat-template out"
@@ -67,7 +68,7 @@ def render_rows(
     def work() -> None:
         try:
             for prompt in prompts:
-                texts.append(render(prompt))
+                texts.append(_text(render(prompt), remedy))
         except BaseException as error:
             errors.append(error)
         finally:
@@ -92,6 +93,20 @@ def render_rows(
             f"{where(len(texts))}: the chat template raised {type(error).__name__}: {words}; {remedy}"
         ) from error
     return texts
+
+
+def _text(rendered: T, remedy: str) -> T:
+    """What was rendered, if a tokenizer takes it. Raises RowProblem."""
+    if isinstance(rendered, str):
+        if len(rendered) > _LONGEST:
+            raise RowProblem(f"the chat template wrote {len(rendered)} characters; {remedy}")
+        try:
+            rendered.encode()
+        except UnicodeEncodeError as error:
+            raise RowProblem(
+                f"the chat template wrote half of a surrogate pair, at character {error.start}; {remedy}"
+            ) from error
+    return rendered
 
 
 def _stop(thread: threading.Thread) -> None:

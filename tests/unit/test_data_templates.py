@@ -31,6 +31,8 @@ def prompts(path: Path, rows: list[Any]) -> DataConfig:
         ("{{ 1 / 0 }}", "raised ZeroDivisionError"),
         ("{{ messages[0]['content'] + 1 }}", "raised TypeError"),
         ("{% for x in %}", "raised TemplateSyntaxError"),
+        ("a{{ '\\ud800' }}", "wrote half of a surrogate pair, at character 1"),
+        ("{{ 'ab ' * 2**25 }}", "wrote 100663296 characters"),
     ],
 )
 def test_a_template_that_raises_names_the_row(tmp_path: Path, template: str, words: str) -> None:
