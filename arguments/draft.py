@@ -65,7 +65,7 @@ def _room_for_conversations(configs: Mapping[str, Any], checkpoint: HfModel) -> 
 
 def _with_defaults(given: ParsedArgs, loss: PolicyLoss, program: Program) -> Mapping[str, Any]:
     """What was given over the defaults of the program and of the kind of run."""
-    values: Mapping[str, Any] = {**program.values, **given.values}
+    values = {**program.values, **given.values}
     if values.get("loss_type") == "sft_loss":
         values = {**SUPERVISED_DEFAULTS, **(PAIR_DEFAULTS if loss.pairs else {}), **values}
     if program.default_micro_batches:

@@ -13,9 +13,9 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import TextIO, cast
 
 from slime_like.text import mask_credentials, printable
 
@@ -131,7 +131,7 @@ class SurvivingStream:
                 self._stream.write(text)
         return len(text)
 
-    def writelines(self, lines: Any) -> None:
+    def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.write(line)
 

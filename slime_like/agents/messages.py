@@ -39,7 +39,7 @@ def canonical(message: object, place: int) -> dict[str, object]:
     where = f"messages[{place}]"
     if not isinstance(message, Mapping) or message.get("role") not in ROLES:
         raise BadRequest(f"{where} must be an object with a role, {', '.join(ROLES)}")
-    found: dict[str, Any] = {"role": message["role"], "content": _text(message, where)}
+    found: dict[str, object] = {"role": message["role"], "content": _text(message, where)}
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     if reasoning:
         if not isinstance(reasoning, str):
@@ -77,7 +77,7 @@ def _text(message: Mapping[str, object], where: str) -> str:
     return "".join(texts)
 
 
-def _call(call: Any, where: str) -> dict[str, Any]:
+def _call(call: Any, where: str) -> dict[str, object]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadRequest(f"{where} must have a function with a name")

@@ -322,7 +322,7 @@ def agent_generate(
     --agent-worker-keys; None without these. Raises ValueError naming the flag."""
     config = run.agents
     tasks: TaskQueue | None = None
-    play: Callable[[Task], Awaitable[Any]]
+    play: Callable[[Task], Awaitable[object]]
     if (path := config.agent_function_path) is not None:
         name = f"{AGENT_FUNCTION} {path}"
         play = load_function(path, AGENT_FUNCTION)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import string
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -56,7 +56,7 @@ def character_tokenizer(
 
 def make_model(
     tokenizer: PreTrainedTokenizerBase, *, hidden_size: int, num_layers: int, seed: int
-) -> Any:
+) -> PreTrainedModel:
     """A Qwen3 model with random weights."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from arguments.run_config import RunConfig
 from slime_like.distributed.collectives import from_rank_zero_within
@@ -25,6 +25,13 @@ from slime_like.rollout.rollouter import Rollouter
 from slime_like.rollout.streaming import Responder, StreamGeneration
 from slime_like.sample_index import AnySample, RemoteSample, untrained
 from slime_like.types import Prompt, SampleGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from arguments.schema.scheduling import SchedulingConfig
+    from slime_like.sample_index import Rows, Versions
+
 
 T = TypeVar("T")
 Groups = Sequence[PendingGroup]
@@ -257,7 +264,9 @@ class Collector:
         assert isinstance(buffer, GroupBuffer)
         own: Collected | None = None
 
-        def work() -> Any:
+        def work() -> tuple[
+            tuple[list[int], Rows, Versions], dict[str, float], Mapping[str, object]
+        ]:
             nonlocal own
             responder = Responder(rollouter, rollouter.engine, self.sampling)
             with StreamGeneration(responder, self.config.rollout_time_limit_s) as generation:
@@ -376,7 +385,7 @@ class Collector:
         )
 
 
-def schedules(config: Any) -> bool:
+def schedules(config: SchedulingConfig) -> bool:
     """Whether the run filters, over-samples or carries over groups."""
     return (
         config.over_sampling_batch_size is not None

@@ -8,7 +8,7 @@ keys. A layer may take the choice of the last layer before it that has an indexe
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,11 @@ from slime_like.megatron.ops.sparse_attention import (
     far_spans,
     sparse_attention,
 )
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+
 
 KEY_NORM_EPSILON = 1e-6
 
@@ -49,7 +54,7 @@ class Indexer(torch.nn.Module):
     k_norm_bias: Tensor
     weights_proj: Tensor
 
-    def __init__(self, config: TransformerConfig, groups: Any) -> None:
+    def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
         super().__init__()
         self.config, self.groups = config, groups
         self.heads, self.dim = config.index_n_heads, config.index_head_dim
@@ -111,7 +116,11 @@ class SparseLatentAttention(MLASelfAttention):
     from which core attention takes them."""
 
     def __init__(
-        self, config: TransformerConfig, submodules: Any, layer_number: int, **settings: Any
+        self,
+        config: TransformerConfig,
+        submodules: MLASelfAttentionSubmodules,
+        layer_number: int,
+        **settings: object,
     ) -> None:
         super().__init__(config, submodules, layer_number, **settings)
         self.indexer: Indexer | None = None
