@@ -1,13 +1,14 @@
-"""Patches to released megatron-core, applied by one explicit call:
+"""Patches for released versions of megatron-core, applied by one explicit call:
 
-    report = megatron_patches.apply()      # once per process, before any model is built; a second call changes nothing
+    report = megatron_patches.apply()  # once per process, before building a model; idempotent
     print(report)
 
-megatron-core assumes a CUDA device and, in places, Transformer Engine. Each patch lifts one such
-assumption, is in its own file that documents what it changes, why, and for which releases, and
-applies only where its condition holds: on a machine with CUDA and Transformer Engine only
-`mla_tp_grads`, `mla_no_q_norm`, `rope_thd`, `offload_ckpt` and `safe_checkpoints` are left. Before anything is
-changed, every patch checks that what it is about to change is still there. Importing this package imports neither torch nor megatron-core.
+megatron-core assumes a CUDA device and, in places, Transformer Engine. Each patch removes one such
+assumption or fixes one bug. It has its own file, which documents the target, the reason and the
+affected versions, and it is applied only where its condition holds: with CUDA and Transformer
+Engine, only `mla_tp_grads`, `mla_no_q_norm`, `rope_thd`, `offload_ckpt` and `safe_checkpoints`
+remain. All patches verify their targets before the first one changes anything. Importing this
+package imports neither torch nor megatron-core.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import importlib
 from megatron_patches.patch import Entry, Patch, Report
 
 ORDER = (
-    "jit_on_cpu",  # first: it is in time only where it imports megatron.core
+    "jit_on_cpu",  # first: it must be the one that imports megatron.core
     "torch_on_cpu",
     "type_strings",
     "tensor_cuda",
@@ -42,7 +43,7 @@ _installed: dict[str, Entry] = {}
 
 
 def load_patch(name: str) -> Patch:
-    """The patch in the file `name`; see ORDER."""
+    """Load the patch from the file `name`; see ORDER."""
     patch = importlib.import_module(f"{__name__}.{name}").PATCH
     assert isinstance(patch, Patch)
     return patch
@@ -51,9 +52,8 @@ def load_patch(name: str) -> Patch:
 def apply() -> Report:
     """Install every patch whose condition holds, in order.
 
-    Returns what is installed (also by an earlier call) and what was skipped, with reasons. Raises
-    RuntimeError, before anything is changed, when megatron-core no longer has what a patch would
-    change.
+    Returns the installed patches (including those of earlier calls) and the skipped ones, with
+    reasons. Raises RuntimeError, before changing anything, if megatron-core lacks a patch's target.
     """
     patches = {name: load_patch(name) for name in ORDER}
     due = [name for name in ORDER if name not in _installed and not patches[name].idle()]

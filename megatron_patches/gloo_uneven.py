@@ -1,11 +1,14 @@
-"""Gathering and scattering parts of different lengths over gloo.
+"""Gather and scatter parts of different lengths over gloo.
 
-Target    _gather_along_first_dim and _reduce_scatter_along_first_dim in tensor_parallel.mappings, when they are given sizes.
-Why       Experts that are both expert- and tensor-parallel gather the tokens that each rank got, which are not equally many, and
-          scatter their sums back. NCCL takes lists of tensors of different lengths for that; gloo
-          refuses them. Padded to the longest part, both are the collectives of equal parts that
-          gloo has. Calls without sizes are left alone.
-When      No CUDA device: the process groups are gloo's.
+Target    tensor_parallel.mappings: _gather_along_first_dim and _reduce_scatter_along_first_dim,
+          when called with sizes.
+Why       With both expert and tensor parallelism, the ranks of an expert's tensor-parallel group
+          gather their tokens, which differ in number, and scatter the summed outputs back. NCCL
+          accepts lists of tensors of different lengths for this, gloo does not.
+Without   The MoE layers raise an error.
+How       The parts are padded to the longest one, so that gloo's collectives of equal parts apply.
+          Calls without sizes go to the original functions.
+When      No CUDA device, i.e. gloo process groups.
 Versions  megatron-core 0.16.1 to 0.19.
 """
 
@@ -30,8 +33,7 @@ TARGETS = {
 
 
 def uneven_gather(part: Tensor, group: object, sizes: Sequence[int]) -> Tensor:
-    """The parts of all ranks one after the other, [sum(sizes), ...]. part: this rank's,
-    [sizes[rank], ...]."""
+    """All-gather `part` [sizes[rank], ...] of every rank into [sum(sizes), ...]."""
     longest = max(sizes)
     padded = part.new_zeros(longest, *part.shape[1:])
     padded[: part.size(0)] = part
@@ -48,8 +50,8 @@ def uneven_gather(part: Tensor, group: object, sizes: Sequence[int]) -> Tensor:
 
 
 def uneven_reduce_scatter(whole: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> Tensor:
-    """The sum over ranks of this rank's part, [sizes[rank], ...]. whole: the parts one after the
-    other, [sum(sizes), ...]."""
+    """Reduce-scatter `whole` [sum(sizes), ...]: the sum over ranks of this rank's part,
+    [sizes[rank], ...]."""
     longest = max(sizes)
     own = whole.new_empty(longest, *whole.shape[1:])
     if longest:

@@ -1,10 +1,13 @@
 """No torch.compile on CPU.
 
-Target    jit.jit_fuser, and the functions that it decorates while megatron.core is imported.
-Why       It is torch.compile. To decorate a function is enough to import TorchInductor, seconds of every start of every
-          rank; to call one would need a C++ compiler and a compilation, for functions of a few operations.
-How       megatron.core is imported with a torch.compile that gives functions back as they are; after that jit_fuser is
-          megatron-core's own noop_decorator. Functions of a megatron.core that was imported earlier stay decorated.
+Target    jit.jit_fuser, and the functions decorated with it when megatron.core is imported.
+Why       jit_fuser is torch.compile.
+Without   The decorator alone imports TorchInductor, which adds seconds to the start of every rank.
+          Calling a decorated function needs a C++ compiler and a compilation, for functions of a
+          few operations.
+How       megatron.core is imported while torch.compile returns functions unchanged; afterwards
+          jit_fuser is megatron-core's own noop_decorator. If megatron.core was imported earlier,
+          its functions stay decorated.
 When      No CUDA device.
 Versions  megatron-core 0.16.1 to 0.19.
 """

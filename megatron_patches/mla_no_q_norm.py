@@ -1,11 +1,13 @@
-"""Latent attention without compressed queries: no norm before their projection.
+"""Multi-latent attention without query compression: no norm before the query projection.
 
-Target    transformer.mla_qk_norm_config: QKNormConfigResolver.resolve, which since 0.19 decides where the norms of queries
-          and keys are.
-Why       With `qk_layernorm` and without `q_lora_rank` (DeepSeek-V2-Lite) the keys' compressed part is normalized and the
-          queries are not. The resolver wants a norm fused into the queries' projection: a network with one norm more, or,
-          in megatron-core's local layers, which have no such module, an error.
-How       In that case the modules are those of the layer spec, as in the releases before.
+Target    transformer.mla_qk_norm_config: QKNormConfigResolver.resolve, which decides since 0.19
+          where queries and keys are normalised.
+Why       With `qk_layernorm` and without `q_lora_rank` (DeepSeek-V2-Lite), the compressed keys and
+          values are normalised and the queries are not. The resolver asks for a norm fused into
+          the query projection.
+Without   The network has one norm too many, or construction fails: megatron-core's local layers
+          have no such fused module.
+How       In this case the modules of the layer spec are used, as in earlier releases.
 When      Always.
 Versions  megatron-core 0.19.
 """

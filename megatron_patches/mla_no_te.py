@@ -1,10 +1,11 @@
-"""Latent attention without Transformer Engine: its output projection.
+"""Multi-latent attention without Transformer Engine: the output projection.
 
 Target    transformer.multi_latent_attention: the global HAVE_TE.
-Why       The module takes Transformer Engine for installed when ModelOpt's layers can be imported, whose TELinear is then None; the
-          constructor asks isinstance(..., None) and raises TypeError.
+Why       The module sets HAVE_TE if ModelOpt's layers can be imported. Without Transformer Engine
+          their TELinear is None, and the constructor calls isinstance(..., None).
+Without   Building an MLA layer raises TypeError.
 When      No Transformer Engine.
-Versions  megatron-core 0.16. 0.17 has mended it.
+Versions  megatron-core 0.16; fixed in 0.17.
 """
 
 from __future__ import annotations

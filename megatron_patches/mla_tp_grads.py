@@ -1,18 +1,21 @@
-"""Latent attention under tensor parallelism: the gradient of the rotated keys, which all heads
-share.
+"""Multi-latent attention under tensor parallelism: the gradient of the rotary part of the keys,
+which all heads share.
 
-Target    transformer.multi_latent_attention: MLASelfAttention.__init__, after which the down-projection of keys and values of the
-          local layers (a ColumnParallelLinear) gives its whole output.
-Why       Each rank holds a part of the columns of that projection. `get_query_key_value_tensors` gathers them, and the backward pass of
-          that gather takes the rank's slice of a gradient that it takes to be whole. Of the
-          compressed part it is: the up-projection sums it over the ranks. The rotated part goes to
-          the heads as it is, and a rank has the gradient of its own heads only. The weights'
-          gradient, and that of the hidden states, miss those of the other ranks' heads.
-How       A forward hook hands out what `get_query_key_value_tensors` expects of a projection that is not cut (as Transformer Engine's):
-          all columns, under sequence parallelism of the rank's rows. It then gathers the rotated
-          part over the rows itself, whose backward pass sums. Without sequence parallelism the hook
-          makes that sum.
-When      Always; it acts on megatron-core's local layers only. Transformer Engine's are not cut.
+Target    transformer.multi_latent_attention: MLASelfAttention.__init__, which gets a hook on the
+          key/value down-projection of the local layers (a ColumnParallelLinear).
+Why       Each rank holds some columns of that projection. `get_query_key_value_tensors` gathers
+          them, and the backward pass of that gather assumes the full gradient and takes the rank's
+          slice. This is right for the compressed part, whose gradient the up-projection sums over
+          the ranks. The rotary part goes directly to the heads, so a rank only has the gradient
+          from its own heads.
+Without   The gradients of these weights and of the hidden states silently lack the contribution of
+          the other ranks' heads.
+How       The hook returns what `get_query_key_value_tensors` expects of an unsharded projection (as
+          Transformer Engine's): all columns, and under sequence parallelism this rank's rows. The
+          method then gathers the rotary part over the rows itself, and the backward pass of that
+          gather sums. Without sequence parallelism the hook adds the sum.
+When      Always. It affects only megatron-core's local layers; Transformer Engine's projection is
+          not sharded.
 Versions  megatron-core 0.16.1 to 0.19.
 """
 
@@ -74,8 +77,9 @@ def _whole(
     inputs: object,
     output: tuple[torch.Tensor, object],
 ) -> tuple[torch.Tensor, object]:
-    """output: [s, b, (kv_lora_rank + qk_pos_emb_head_dim) / tp] -> all columns, [s, b, ...], or [s
-    / tp, b, ...] under sequence parallelism."""
+    """Forward hook of the down-projection: gather its output [s, b, (kv_lora_rank +
+    qk_pos_emb_head_dim) / tp] to all columns, [s, b, ...] or, under sequence parallelism,
+    [s / tp, b, ...]."""
     from megatron.core.tensor_parallel import mappings
 
     columns, bias = output

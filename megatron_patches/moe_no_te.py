@@ -1,10 +1,11 @@
-"""Mixture of experts without Transformer Engine: the router's matrix product.
+"""Mixture of experts without Transformer Engine: the router GEMM.
 
 Target    transformer.moe.moe_utils: the global te_general_gemm.
-Why       The module imports the name from its Transformer Engine extension; where that fails the name does not exist, and
-          the router's product, which asks whether it is None, raises NameError.
+Why       The module imports this name from megatron-core's Transformer Engine extension. If the
+          import fails, the name stays undefined, and the router GEMM compares it with None.
+Without   The router raises NameError.
 When      No Transformer Engine.
-Versions  megatron-core 0.16. 0.17 has mended it.
+Versions  megatron-core 0.16; fixed in 0.17.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Mixture of experts on CPU: the sizes of the all-to-all's parts.
+"""Mixture of experts on CPU: the split sizes of the all-to-all.
 
-Target    maybe_move_tensor_to_cpu in transformer.moe.moe_utils, and token_dispatcher's own name for it.
-Why       The dispatcher hands `as_numpy=True` to get plain sizes for the all-to-all, but the function converts only what
-          it moves away from a GPU; a tensor that was on the CPU from the start stays one, which the
-          collective refuses.
+Target    transformer.moe.moe_utils: maybe_move_tensor_to_cpu, and the name under which
+          token_dispatcher imports it.
+Why       The dispatcher passes `as_numpy=True` to get plain numbers, but the function converts only
+          tensors that it moves from a GPU. A tensor that is already on the CPU stays a tensor.
+Without   The all-to-all rejects the split sizes.
 When      No CUDA device.
 Versions  megatron-core 0.16.1 to 0.19.
 """

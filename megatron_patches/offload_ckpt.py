@@ -1,16 +1,19 @@
 """Checkpoints of the CPU-offloading optimizer.
 
-Target    optimizer.distrib_optimizer: DistributedOptimizer.{sharded_state_dict, state_dict, _set_main_param_and_optimizer_states}.
-Why       1. Before its first step it has no state, and cannot be saved; to load into a fresh one megatron-core takes a step with random
-             gradients first. Here the state of step 0 is made in its place.
-          2. Its groups of parameters hold the classes of its two optimizers, which would be pickled
-            into the checkpoint: reading it could
-             run a program, and ours are read without. Here they are left out; the optimizer that
-             loads has them.
-          3. What is loaded becomes the state as it is: views into tensors of all data-parallel
-            ranks' parameters, which stay in memory
-             as long as the optimizer. Here each rank keeps a copy of its own part.
-When      Always; it acts on HybridDeviceOptimizer only.
+Target    optimizer.distrib_optimizer: DistributedOptimizer.{sharded_state_dict, state_dict,
+          _set_main_param_and_optimizer_states}.
+Why       1. The optimizer has no state before its first step.
+          2. Its parameter groups hold the classes of its two inner optimizers.
+          3. Loaded tensors become its state without a copy.
+Without   1. It cannot be saved before its first step, and for loading into a fresh one
+             megatron-core takes a step with random gradients. Here the initial state is created
+             instead.
+          2. The classes are pickled into the checkpoint. Loading them would take
+             weights_only=False, which could execute code and which we never use. Here they are
+             omitted: the optimizer that loads the checkpoint already has them.
+          3. The state consists of views into tensors of all data-parallel ranks' parameters, which
+             keep those in memory as long as the optimizer lives. Here each rank copies its shard.
+When      Always. It affects only HybridDeviceOptimizer.
 Versions  megatron-core 0.16.1 to 0.19.
 """
 
@@ -44,8 +47,8 @@ def check() -> None:
 
 
 def init_offloaded_state(hybrid: HybridDeviceOptimizer) -> None:
-    """Give a fresh HybridDeviceOptimizer the state it has before its first step, where its
-    optimizers are torch's."""
+    """Create the initial state of a HybridDeviceOptimizer, for inner optimizers that are torch's
+    Adam."""
     for part in hybrid.sub_optimizers:
         if isinstance(part, torch.optim.Adam | torch.optim.AdamW):
             init_adam_state(part)

@@ -1,11 +1,14 @@
-"""The CPU-offloading optimizer where parameters lie on the CPU anyway.
+"""The CPU-offloading optimizer with parameters that are already on the CPU.
 
-Target    optimizer.cpu_offloading.hybrid_optimizer: HybridDeviceOptimizer._get_sub_optimizer_param_groups.
-Why       It offloads parameters that are on a GPU, pins their copies, and its step looks up the copy of every parameter that the CPU's
-          optimizer has: KeyError for one that was never on a GPU.
-How       The same division without a GPU: as large a part of the parameters as `--optimizer-offload-fraction` says is copied, and the
-          CPU's optimizer steps on the copies, whose values come back after the step. It is the code
-          of a GPU run, checkpoints included, and saves nothing: both copies are in host memory.
+Target    optimizer.cpu_offloading.hybrid_optimizer:
+          HybridDeviceOptimizer._get_sub_optimizer_param_groups.
+Why       It offloads parameters that are on a GPU and pins their copies. Its step looks up the copy
+          of every parameter of the CPU optimizer.
+Without   The step raises KeyError, since parameters that were never on a GPU have no copy.
+How       The parameters are divided as on a GPU: the fraction `--optimizer-offload-fraction` is
+          copied, the CPU optimizer updates the copies, and the step copies them back. This runs the
+          code of a GPU run, including checkpoints, but saves no memory: both copies are in host
+          memory.
 When      No CUDA device.
 Versions  megatron-core 0.16.1 to 0.19.
 """
@@ -27,7 +30,7 @@ NAME = "offload_on_cpu"
 CLASS = "optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer"
 
 
-Group = dict[str, object]  # of an optimizer
+Group = dict[str, object]  # parameter group of an optimizer
 Copies = dict[Tensor, Tensor]
 
 
@@ -42,8 +45,12 @@ def install() -> None:
 def sub_optimizer_groups(
     self: HybridDeviceOptimizer, offload_fraction: float
 ) -> tuple[list[Group], list[Group], Copies, Copies, Copies]:
-    """(groups of the CPU's optimizers, groups of the device's, parameter -> offloaded copy, the
-    reverse, parameter -> fp32 copy)."""
+    """Divide the parameters between the two optimizers.
+
+    Returns:
+        (groups of the CPU optimizers, groups of the device optimizers, parameter -> offloaded copy,
+        the inverse, parameter -> fp32 copy).
+    """
     left = offload_fraction * sum(p.numel() for group in self.param_groups for p in group["params"])
     host_groups, device_groups = [], []
     copies: dict[Tensor, Tensor] = {}

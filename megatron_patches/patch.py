@@ -1,5 +1,6 @@
-"""What a patch is: a condition, a check of its targets, an installation; and the report of which
-ones were applied."""
+"""The parts of a patch (condition, check of its targets, installation), and the report of which
+patches were applied.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ VERSIONS = "megatron-core>=0.16.1,<0.20"
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """When a patch applies. words: said when it holds; otherwise: said when it does not."""
+    """When a patch applies. words: reported if it holds; otherwise: reported if it does not."""
 
     words: str
     otherwise: str
@@ -35,8 +36,8 @@ def has_transformer_engine() -> bool:
 
 
 def has_apex() -> bool:
-    """NVIDIA's Apex. What package indexes have under this name is another project, without
-    optimizers."""
+    """Whether NVIDIA's Apex is installed. The package of this name on package indexes is another
+    project, without optimizers."""
     spec = importlib.util.find_spec("apex")
     folders = (spec.submodule_search_locations or []) if spec is not None else []
     return any(Path(folder, "optimizers").is_dir() for folder in folders)
@@ -58,9 +59,9 @@ TORCH_ADAM = Condition(
 class Patch:
     """One change to megatron-core.
 
-    check: raises RuntimeError when a target is gone; changes nothing. install: makes the change;
-    called once. since: the first megatron-core that needs it, as "0.19"; None: the oldest that is
-    supported. mended: the first one that does not need it any more; None: there is none yet.
+    check: raises RuntimeError if a target is missing; changes nothing. install: makes the change;
+    called once. since: first megatron-core release that needs the patch, e.g. "0.19"; None: the
+    oldest supported one. mended: first release that no longer needs it; None: none so far.
     """
 
     name: str
@@ -71,7 +72,7 @@ class Patch:
     mended: str | None = None
 
     def idle(self) -> str:
-        """Why it has nothing to do here; empty when it is due."""
+        """Why the patch is not needed here; empty if it is."""
         if not self.condition.holds():
             return self.condition.otherwise
         if self.since is not None and release() < _numbers(self.since):
@@ -90,7 +91,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `apply()` did; printing it gives a table."""
+    """Result of `apply()`; prints as a table."""
 
     applied: list[Entry]
     skipped: list[Entry]
@@ -113,7 +114,8 @@ def megatron_version() -> str:
 
 
 def release() -> tuple[int, ...]:
-    """(0, 19) of megatron-core 0.19.2. Raises PackageNotFoundError where that is not installed."""
+    """Release of the installed megatron-core: (0, 19) for 0.19.2. Raises PackageNotFoundError if it
+    is not installed."""
     return _numbers(metadata.version("megatron-core"))
 
 
@@ -122,7 +124,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def missing(patch: str, what: str) -> RuntimeError:
-    """The error of a check: `what` is not there any more."""
+    """The error of a failed check. what: the missing target, as a clause."""
     return RuntimeError(
         f"megatron_patches/{patch}.py: {what} in megatron-core {megatron_version()}. "
         f"The patch is written for {VERSIONS}: install such a version, or adapt the patch."
@@ -130,15 +132,14 @@ def missing(patch: str, what: str) -> RuntimeError:
 
 
 def find(patch: str, target: str) -> Any:
-    """The object that ``"module:attribute.path"`` names inside megatron.core; RuntimeError when it
-    is gone.
+    """Look up ``"module:attribute.path"`` inside megatron.core; RuntimeError if it is missing.
 
-    Class attributes come as they are stored (a classmethod object, not a bound method).
+    Class attributes are returned as stored (a classmethod object, not a bound method).
     """
     module_name, _, path = target.partition(":")
     try:
         with warnings.catch_warnings():
-            # The report says what is not installed; five warnings about it do not help.
+            # The report already lists what is not installed; five warnings would add nothing.
             warnings.filterwarnings("ignore", message=r"(Transformer Engine|Apex)")
             found: Any = importlib.import_module(f"megatron.core.{module_name}")
     except ModuleNotFoundError as error:

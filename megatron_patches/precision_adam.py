@@ -1,19 +1,22 @@
-"""Adam whose state may be in bf16, in plain torch: `--use-precision-aware-optimizer` without
+"""Adam with optimizer state in bf16, in plain torch: `--use-precision-aware-optimizer` without
 Transformer Engine.
 
-Target    optimizer: _get_megatron_optimizer_based_on_param_groups, and the name is_te_min_version that it asks; optimizer.clip_grads: the
-          name l2_norm_impl; DistributedOptimizer._copy_model_params_to_main_params.
-Why       megatron-core hands this optimizer the model's bf16 parameters themselves, their gradients apart (`decoupled_grad`), and leaves
-          moments and fp32 main parameters to it: Transformer Engine's FusedAdam, the only class
-          that it knows for it. torch's Adam takes none of these arguments. Without Transformer
-          Engine the question for its version raises TypeError. torch's norm of a bf16 gradient is
-          rounded to bf16. And where weights are written from outside, main parameters kept by the
-          optimizer would stay the old ones, and the next step would bring these back.
-How       `PrecisionAwareAdam` has FusedAdam's interface; everything else, checkpoints too, is megatron-core's own code for it.
-          The norm is replaced when the first such optimizer is built.
+Target    optimizer: _get_megatron_optimizer_based_on_param_groups and its is_te_min_version;
+          optimizer.clip_grads: l2_norm_impl; optimizer.distrib_optimizer:
+          DistributedOptimizer._copy_model_params_to_main_params.
+Why       megatron-core passes this optimizer the bf16 model parameters, with gradients in
+          `decoupled_grad`, and lets it own the moments and the fp32 main parameters. It supports
+          only Transformer Engine's FusedAdam for this.
+Without   torch's Adam rejects the arguments, and without Transformer Engine the check of its
+          version raises TypeError. Two faults would be silent: torch rounds the norm of a bf16
+          gradient to bf16; and after model weights are overwritten, the main parameters in the
+          optimizer keep the old values, which the next step writes back.
+How       `PrecisionAwareAdam` has FusedAdam's interface, and everything else, including
+          checkpoints, is megatron-core's own code. The norm is replaced when the first such
+          optimizer is built.
 When      Neither Transformer Engine nor Apex.
-Versions  megatron-core 0.16.1 to 0.19. (OptimizerConfig's own check for Transformer Engine: see
-arguments/megatron_configs.py.)
+Versions  megatron-core 0.16.1 to 0.19. (arguments/megatron_configs.py handles OptimizerConfig's own
+          check for Transformer Engine.)
 """
 
 from __future__ import annotations
@@ -44,17 +47,17 @@ NAMES = (
 )
 CHUNK = (
     1 << 20
-)  # elements that are computed at once: temporary fp32 copies of bf16 state take 4 bytes of each
+)  # elements per block: bounds the temporary fp32 copies of bf16 state (4 bytes per element)
 
 
 class PrecisionAwareAdam(torch.optim.AdamW):
-    """Adam on fp32 main parameters of its own, with moments of any floating-point type, computed in
-    fp32. With fp32 moments a step has the bits of torch's AdamW (adam_w_mode) or Adam on the main
-    parameters.
+    """Adam that owns fp32 main parameters and stores its moments in any floating-point type. It
+    computes in fp32: with fp32 moments a step is bitwise equal to torch's AdamW (adam_w_mode) or
+    Adam on the main parameters.
 
-    State of a parameter: step, exp_avg, exp_avg_sq, master_param (of an fp32 parameter: the
-    parameter itself). The arguments, and the names of the methods that checkpoints use, are those
-    of Transformer Engine's FusedAdam.
+    State of a parameter: step, exp_avg, exp_avg_sq, master_param (for an fp32 parameter, the
+    parameter itself). The arguments, and the methods that checkpointing calls, have the names of
+    Transformer Engine's FusedAdam.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class PrecisionAwareAdam(torch.optim.AdamW):
         super().__init__(params, **settings)
 
     def initialize_state(self, parameter: Tensor) -> None:
-        """The state before the first step."""
+        """Create the state before the first step."""
         whole = parameter.detach()
         self.state[parameter] = {
             "step": torch.tensor(0.0),
@@ -90,17 +93,18 @@ class PrecisionAwareAdam(torch.optim.AdamW):
         return value
 
     def set_scaled_state(self, parameter: Tensor, name: str, value: Tensor) -> None:
-        """In place, in the state's own type."""
+        """Write `value` into the state in place, converted to its dtype."""
         self.state[parameter][name].copy_(value)
 
     def restart_main_parameters(self) -> None:
-        """From the parameters, which were written from outside."""
+        """Copy the model parameters, which were overwritten, into the main parameters."""
         for parameter, state in self.state.items():
             state["master_param"].copy_(parameter.detach())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but tensors keep their types, where torch gives them the parameter's. Main
-        parameters of fp32 parameters are these themselves, and are not written."""
+        """Like torch's, except that state tensors keep their dtype instead of taking the
+        parameter's. The main parameter of an fp32 parameter is the parameter itself and is not
+        written."""
         super().load_state_dict(state_dict)
         given = [number for group in state_dict["param_groups"] for number in group["params"]]
         own = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -113,7 +117,7 @@ class PrecisionAwareAdam(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # type: ignore[override]
-        """One step for every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         assert closure is None, "megatron-core gives none"
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -140,7 +144,8 @@ class PrecisionAwareAdam(torch.optim.AdamW):
 
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same piece of all, flat: the distributed optimizer's shards are."""
+    """Split equally long tensors into pieces of CHUNK elements. They are flat, as shards of the
+    distributed optimizer are."""
     return zip(*(tensor.view(-1).split(CHUNK) for tensor in tensors), strict=True)
 
 
@@ -155,8 +160,8 @@ def _adam(
     step: float,
     decoupled_decay: bool,
 ) -> None:
-    """Adam (arXiv 1412.6980), with the weight decay of AdamW (1711.05101) or in the gradient; in
-    torch's order of operations. In place."""
+    """One Adam step in place (arXiv 1412.6980), in torch's order of operations. Weight decay is
+    decoupled (AdamW, arXiv 1711.05101) or added to the gradient."""
     (beta1, beta2), rate, decay = group["betas"], group["lr"], group["weight_decay"]
     gradient, first, second = gradient.float(), exp_avg.float(), exp_avg_sq.float()
     if decoupled_decay:
@@ -168,7 +173,7 @@ def _adam(
     denominator = (second.sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
     main.addcdiv_(first, denominator, value=-rate / (1 - beta1**step))
     for stored, computed in ((exp_avg, first), (exp_avg_sq, second), (parameter, main)):
-        if stored.dtype != computed.dtype:  # else it is the same tensor
+        if stored.dtype != computed.dtype:  # otherwise both are the same tensor
             stored.copy_(computed)
 
 
@@ -202,7 +207,7 @@ def install() -> None:
     def norm(
         chunk_size: int, no_op: object, lists: Sequence[Sequence[Tensor]], *args: object
     ) -> object:
-        # a norm that is rounded to bf16 would be off by 0.4 %
+        # rounding the norm to bf16 would cost up to 0.4 %
         return was_norm(
             chunk_size,
             no_op,
@@ -216,8 +221,8 @@ def install() -> None:
 
 
 def _norm_in_fp32(gradient: Tensor) -> Tensor:
-    """What has the same norm: a bf16 gradient's is computed in fp32, and stands for it as one
-    number."""
+    """A tensor of the same norm: for a bf16 gradient its fp32 norm as a scalar, otherwise the
+    gradient itself."""
     if gradient.dtype == torch.bfloat16:
         return torch.linalg.vector_norm(gradient, dtype=torch.float32)
     return gradient

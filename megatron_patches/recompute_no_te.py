@@ -1,9 +1,9 @@
 """Selective recomputation without Transformer Engine.
 
 Target    tensor_parallel.random: CheckpointWithoutOutput.__init__.
-Why       It takes `fp8=False` for true (`fp8 is not None`) and then asks Transformer Engine for the fp8 state: NameError
-          where that is not installed (--recompute-modules layernorm, among others). Without it
-          there is no fp8.
+Why       It tests `fp8 is not None`, so that `fp8=False` counts as fp8, and then asks Transformer
+          Engine for the fp8 state. Without Transformer Engine there is no fp8.
+Without   NameError, with `--recompute-modules layernorm` among others.
 When      No Transformer Engine.
 Versions  megatron-core 0.16.1 to 0.19.
 """

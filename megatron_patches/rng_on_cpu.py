@@ -1,9 +1,11 @@
-"""Random numbers on CPU: the "cuda" generator that megatron-core tracks and forks is the CPU's.
+"""Random numbers on CPU: megatron-core's "cuda" RNG tracker uses the CPU generator.
 
-Target    tensor_parallel.random: _get_cuda_rng_state, _set_cuda_rng_state, CudaRNGStatesTracker.fork.
-Why       The first two reach into torch.cuda. `fork` warns on every use that the CPU's generator has moved, which is here
-          what it is for. Recomputation saves and restores both generators, which are then the same
-          one.
+Target    tensor_parallel.random: _get_cuda_rng_state, _set_cuda_rng_state,
+          CudaRNGStatesTracker.fork.
+Why       The first two call torch.cuda. `fork` warns whenever the CPU generator has advanced, which
+          is intended here. Recomputation saves and restores both generators, which are the same one
+          on CPU.
+Without   An error from torch.cuda.
 When      No CUDA device.
 Versions  megatron-core 0.16.1 to 0.19.
 """
@@ -55,8 +57,8 @@ def install() -> None:
     def fork(
         self: CudaRNGStatesTracker, name: str = module._MODEL_PARALLEL_RNG_TRACKER_NAME
     ) -> Iterator[None]:
-        """Draw from the state called `name` inside the block; forks nest, each state goes on where
-        it was left."""
+        """Draw from the RNG state `name` inside the block. Forks nest, and each state continues
+        where it was left."""
         if name not in self.states_:
             raise ValueError(f"random state {name!r} is unknown; known: {', '.join(self.states_)}")
         outer_name, outer_state = self._current_state_name, torch.get_rng_state()

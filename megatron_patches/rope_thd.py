@@ -1,15 +1,17 @@
-"""Rotary embeddings of packed rows without a loop over the sequences.
+"""Rotary embeddings of packed sequences without a loop over the sequences.
 
 Target    models.common.embeddings.rope_utils: _apply_rotary_pos_emb_thd.
-Why       For queries and keys of every layer it splits the row into its sequences in Python and asks the host for their lengths:
-          on 512 short sequences that is a fifth of a training step, and on a GPU a synchronization at each call. Since 0.19 it also
-          rotates them one by one.
-How       The angles of all rows of a micro-batch are picked with one index, and their cosines and sines taken, once for all layers.
-          The rotation has the bits of megatron-core's in fewer passes over memory; interleaved angles and those of latent attention
-          keep megatron-core's. Angles that are by row already, of a single sequence or of positions that are not 0, 1, 2, ..., go to
-          the original.
-When      Always; with fused kernels (`apply_rope_fusion`) the function is not called.
-Versions  megatron-core 0.16 to 0.19.
+Why       For the queries and keys of every layer it splits the packed rows into sequences in Python
+          and copies their lengths to the host. Since 0.19 it also rotates them one by one.
+Without   Slow: a fifth of a training step with 512 short sequences, and on a GPU one
+          synchronisation per call.
+How       The angles of all rows of a micro-batch are selected by one index, and their cosines and
+          sines computed, once for all layers. The rotation is bitwise equal to megatron-core's, in
+          fewer passes over memory; interleaved and MLA rotations use megatron-core's own. Calls in
+          which the angles are already per row (a single sequence, or positions other than
+          0, 1, 2, ...) go to the original function.
+When      Always. With fused kernels (`apply_rope_fusion`) the function is not called.
+Versions  megatron-core 0.16.1 to 0.19.
 """
 
 from __future__ import annotations
@@ -41,13 +43,16 @@ def check() -> None:
 
 
 def positions_of_rows(cu_seqlens: Tensor, rows: int, cp_size: int, cp_rank: int) -> Tensor:
-    """[rows]: the place in its sequence of each row that a context-parallel rank holds.
+    """Position of each row of a context-parallel rank within its sequence.
 
     Args:
-        cu_seqlens: [S + 1], of the whole sequences. Under context parallelism their lengths are
+        cu_seqlens: [S + 1], of the full sequences. Under context parallelism their lengths are
             multiples of 2 * cp_size, and the rank holds chunks `cp_rank` and
             `2 * cp_size - 1 - cp_rank` of each.
-        rows: this rank's; known without asking the device.
+        rows: Number of rows of this rank, as a host value to avoid a device synchronisation.
+
+    Returns:
+        [rows] int64.
     """
     starts = cu_seqlens[:-1].long() // cp_size
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
@@ -58,7 +63,7 @@ def positions_of_rows(cu_seqlens: Tensor, rows: int, cp_size: int, cp_rank: int)
     if cp_size == 1:
         return places
     chunk = (lengths // (2 * cp_size))[of_row]
-    # the second chunk of a rank lies as far from the end as the first from the start
+    # a rank's second chunk is as far from the end of the sequence as its first from the start
     skipped = torch.where(places < chunk, cp_rank, 2 * (cp_size - 1) - cp_rank)
     return places + skipped * chunk
 
@@ -79,8 +84,8 @@ class Rotation(torch.autograd.Function):
 
 
 def _rotated(rows: Tensor, cos: Tensor, sin: Tensor, *, backward: bool) -> Tensor:
-    """The rotation, or its transpose. Products and sums are rounded one by one, as megatron-core's
-    are: its bits."""
+    """The rotation, or its transpose. Each product and sum is rounded separately, as in
+    megatron-core, so the results are bitwise equal."""
     size = cos.size(-1)
     half = size // 2
     out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
@@ -98,7 +103,7 @@ def _rotated(rows: Tensor, cos: Tensor, sin: Tensor, *, backward: bool) -> Tenso
 
 
 class _Angles:
-    """The angles of a micro-batch's rows, for which all layers ask."""
+    """Angles of the rows of a micro-batch, shared by all layers."""
 
     def __init__(
         self, cu_seqlens: Tensor, freqs: Tensor, rows: int, cp_group: ProcessGroup
@@ -111,7 +116,7 @@ class _Angles:
         return self.source[0] is cu_seqlens and self.source[1] is freqs
 
     def parts(self, dtype: torch.dtype, mscale: float) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, scaled."""
+        """(cosines, sines) of the rows, scaled by `mscale`."""
         if (dtype, mscale) not in self._parts:
             cos, sin = torch.cos(self.freqs), torch.sin(self.freqs)
             self._parts[dtype, mscale] = (cos * mscale).to(dtype), (sin * mscale).to(dtype)
@@ -121,7 +126,7 @@ class _Angles:
 def install() -> None:
     module = find(NAME, MODULE)
     was, rotate = getattr(module, THD), getattr(module, BSHD)
-    last: _Angles | None = None  # of one micro-batch
+    last: _Angles | None = None  # those of the current micro-batch
 
     @functools.wraps(was)
     def apply_rotary_pos_emb_thd(

@@ -1,17 +1,19 @@
-"""Distributed checkpoints are read without running what is in them.
+"""Read distributed checkpoints without executing code from them.
 
-Target    dist_checkpointing.strategies.torch: _get_filesystem_reader, MCoreLoadPlanner.load_bytes;
-          what reads the parts that are not tensors: strategies.common: TorchCommonLoadStrategy.load_common of
-          megatron-core 0.16, dist_checkpointing.serialization: load_common and load_common_state_dict after it.
-Why       A checkpoint has three kinds of pickles. torch 2.13 reads `.metadata` with plain `pickle.load`, and the objects in
-          the `.distcp` files with `torch.load(weights_only=False)`: whoever can write one of these
-          files can run a program in the process that loads it. (Tensors it reads with
-          weights_only=True.) Which entries are objects is told by `.metadata`, so that a tensor's
-          name is enough to get there. `common.pt` is read by torch.load's default, which an
-          environment variable of torch turns off. megatron-core 0.19 looks for an object `common_state` where there is
-          no `common.pt`, and reads it as torch reads objects. Here `.metadata` goes through an unpickler that
-          knows the dozen types of such a file and no others, the files it names must lie beside it,
-          and the rest is read with weights_only=True, whatever the environment says.
+Target    dist_checkpointing.strategies.torch: _get_filesystem_reader, MCoreLoadPlanner.load_bytes.
+          For the part that is not sharded: strategies.common: TorchCommonLoadStrategy.load_common
+          in megatron-core 0.16, dist_checkpointing.serialization: load_common and
+          load_common_state_dict in later versions.
+Why       A checkpoint contains three kinds of pickles. torch 2.13 reads `.metadata` with plain
+          `pickle.load`, and objects in the `.distcp` files with `torch.load(weights_only=False)`.
+          (Tensors are read with weights_only=True, but `.metadata` decides which entries are
+          objects, so any entry can be turned into one.) `common.pt` is read with torch.load's
+          default, which an environment variable can turn into weights_only=False. Without a
+          `common.pt`, megatron-core 0.19 reads an object `common_state` as torch reads objects.
+Without   Whoever can write one of these files can execute code in the process that loads it.
+How       `.metadata` is read by an unpickler that accepts only the dozen types of such a file, the
+          files that it names must be in the same folder, and everything else is read with
+          weights_only=True, whatever the environment says.
 When      Always.
 Versions  megatron-core 0.16.1 to 0.19; torch 2.11 to 2.13.
 """
@@ -46,7 +48,7 @@ COMMON_STRATEGY = "dist_checkpointing.strategies.common:TorchCommonLoadStrategy"
 COMMON_READERS = ("load_common", "load_common_state_dict")  # since 0.17
 COMMON_STATE = "common_state"  # since 0.19
 
-# module -> names that may be called or instantiated. None of them does more than hold values.
+# module -> names that may be called or instantiated. All of them only hold values.
 ALLOWED = {
     "torch.distributed.checkpoint.metadata": (
         "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
@@ -64,27 +66,27 @@ ALLOWED = {
 
 
 def _member(cls: object, name: str) -> object:
-    """How newer Pythons pickle an enum's member: getattr(class, name)."""
+    """Replacement for getattr(class, name), as newer Python versions pickle enum members."""
     if not (isinstance(cls, type) and issubclass(cls, enum.Enum)):
         raise pickle.UnpicklingError(f"takes an attribute of {cls!r}")
     return cls[name]
 
 
-_PythonUnpickler: Any = pickle._Unpickler  # whose steps can be looked at
+_PythonUnpickler: Any = pickle._Unpickler  # in Python, so that single opcodes can be overridden
 
 
 class MetadataUnpickler(_PythonUnpickler):
-    """Loads the metadata of a distributed checkpoint; anything else in the file raises
+    """Load the metadata of a distributed checkpoint; for anything else in the file raise
     pickle.UnpicklingError before it is called.
 
-    Keys of dictionaries are plain: that of a tuple which holds itself twice, sixty times over,
-    takes for ever to hash."""
+    Keys of dictionaries must not nest: hashing a tuple that contains the same tuple twice, sixty
+    levels deep, never ends."""
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(_PythonUnpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> object:
         if module in ("pathlib", "pathlib._local") and name in ALLOWED["pathlib"]:
-            return PurePath  # a name is enough
+            return PurePath  # without access to the file system
         if name in ALLOWED.get(module, ()):
             found = super().find_class(module, name)
             return _of_plain_keys(found) if found in _HASHING else found
@@ -151,11 +153,12 @@ def _check_key(key: object) -> None:
 
 
 def read_metadata(path: str | Path) -> Metadata:
-    """The `.metadata` of a distributed checkpoint, whose files are there and as large as it says.
+    """Read the `.metadata` of a distributed checkpoint and check that the files it names exist and
+    are large enough.
 
     Raises:
-        ValueError: naming the file and what is wrong.
-        FileNotFoundError: there is none.
+        ValueError: The file or an entry is invalid; the message names the file.
+        FileNotFoundError: There is no such file.
     """
     path = Path(path)
     try:
@@ -174,7 +177,8 @@ def read_metadata(path: str | Path) -> Metadata:
 
 
 def _checked_metadata(metadata: object, folder: Path) -> Metadata:
-    """Raises whatever: types, numbers and files of all entries, before anything believes them."""
+    """Validate types, numbers and files of all entries before they are used. On invalid metadata it
+    raises ValueError, OSError, AttributeError or TypeError."""
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
         Metadata,
@@ -240,11 +244,12 @@ def load_metadata(file: BinaryIO, name: str) -> object:
 
 
 def load_tensors(file: Any, name: str) -> Any:
-    """torch.load of tensors and plain values. Raises ValueError naming the file."""
+    """torch.load with weights_only=True: tensors and plain values. Raises ValueError naming the
+    file."""
     try:
         with torch.serialization.safe_globals(
             [io.BytesIO]
-        ):  # Transformer Engine keeps its extra state in these
+        ):  # Transformer Engine stores its extra state in BytesIO
             return torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise
@@ -276,7 +281,8 @@ def install() -> None:
 
 
 def open_checkpoint(folder: str | Path, *args: object, **kwargs: object) -> FileSystemReader:
-    """A FileSystemReader of `folder`. Further arguments, of megatron-core, are about caches."""
+    """Open `folder` with a FileSystemReader that reads `.metadata` safely. megatron-core's further
+    arguments, which configure caches, are ignored."""
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import StorageMeta
 
@@ -294,7 +300,7 @@ def open_checkpoint(folder: str | Path, *args: object, **kwargs: object) -> File
 
 
 def load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
-    """As torch's DefaultLoadPlanner.load_bytes."""
+    """Like torch's DefaultLoadPlanner.load_bytes, with weights_only=True."""
     from torch.distributed.checkpoint._nested_dict import set_element
 
     name = read_item.dest_index.fqn
@@ -306,8 +312,8 @@ def load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO)
 
 
 def load_common(folder: str | Path) -> StateDict:
-    """What is not cut into shards: common.pt, or the object that megatron-core has in its place
-    since 0.19."""
+    """Load the part that is not sharded: common.pt, or the object `common_state` that replaces it
+    since megatron-core 0.19."""
     from torch.distributed import checkpoint
 
     path = Path(folder) / "common.pt"

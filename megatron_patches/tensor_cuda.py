@@ -1,9 +1,11 @@
-"""Tensor.cuda() on CPU is the identity. The only patch that reaches beyond megatron-core.
+"""Make Tensor.cuda() the identity on CPU. The only patch with an effect outside megatron-core.
 
 Target    torch.Tensor.cuda, process-wide.
-Why       megatron-core calls the method on tensors in seven places (tied embeddings, broadcast data, the gradient scaler's
-          state, checkpoint exchange, ...); a method cannot be redirected for one caller only.
-When      No CUDA device, where the method could do nothing but raise.
+Why       megatron-core calls the method on tensors in seven places (tied embeddings, broadcast
+          data, the gradient scaler's state, checkpoint exchange, ...). A method cannot be replaced
+          for one caller only.
+Without   These calls raise an error.
+When      No CUDA device, where the method could only raise.
 Versions  megatron-core 0.16.1 to 0.19.
 """
 

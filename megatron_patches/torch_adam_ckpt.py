@@ -1,19 +1,18 @@
-"""Checkpoints of the distributed optimizer over torch's Adam.
+"""Checkpoints of the distributed optimizer with torch's Adam.
 
-Target    optimizer.distrib_optimizer: DistributedOptimizer.{sharded_state_dict, _set_main_param_and_optimizer_states,
-          load_state_dict}.
-Why       torch's Adam, unlike Transformer Engine's and Apex's, has a tensor `step` in the state of each parameter, and no
-          state at all before its first step. megatron-core's code for it has three faults:
-          1. `sharded_state_dict` reads `step` from the state: a fresh optimizer can be neither
-            saved nor loaded into.
-             Here the state of step 0 is made first: zero moments, as Adam itself would.
-          2. The `fully_reshardable` format leaves `step` out of each parameter's record (it travels
-            with the parameter
-             groups), yet it is looked up there on loading: KeyError. Here the record is completed.
-          3. Silent: `load_state_dict` gives all parameters one shared `step` tensor, to which Adam
-            adds one for every
-             parameter. The first loss after a resume is right, the later ones are not. Here each
-             gets its own.
+Target    optimizer.distrib_optimizer: DistributedOptimizer.{sharded_state_dict,
+          _set_main_param_and_optimizer_states, load_state_dict}.
+Why       Unlike Transformer Engine's and Apex's, torch's Adam keeps a tensor `step` in the state of
+          each parameter, and has no state before its first step.
+Without   megatron-core's code for it fails in three ways:
+          1. `sharded_state_dict` reads `step` from the state, so a fresh optimizer can neither be
+             saved nor loaded into. Here the initial state is created first: zero moments, as Adam
+             itself would.
+          2. The `fully_reshardable` format stores `step` with the parameter groups and not with
+             each parameter, but looks it up there when loading: KeyError. Here `step` is added.
+          3. Silent: `load_state_dict` gives all parameters one shared `step` tensor, which Adam
+             increments once per parameter. The first loss after a resume is right, later ones are
+             wrong. Here each parameter gets its own.
 When      Neither Transformer Engine nor Apex.
 Versions  megatron-core 0.16.1 to 0.19.
 """
@@ -39,7 +38,7 @@ METHODS = ("sharded_state_dict", "_set_main_param_and_optimizer_states", "load_s
 
 
 def init_adam_state(adam: torch.optim.Optimizer) -> None:
-    """Give every parameter of a fresh Adam the state it has before its first step."""
+    """Create the initial state of every parameter that has none yet."""
     for group in adam.param_groups:
         for parameter in group["params"]:
             if adam.state[parameter]:

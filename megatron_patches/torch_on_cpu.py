@@ -1,13 +1,15 @@
-"""torch on CPU: inside the modules below, "cuda" means the CPU.
+"""torch on CPU: in the modules listed below, "cuda" means the CPU.
 
-Target    the global name `torch` of the megatron.core modules in MODULES, and ShardedTensor.init_data.
-Why       They create tensors with device="cuda" or torch.cuda.current_device(), pin memory, and use CUDA streams, events
-          and synchronisation unconditionally.
-How       Each of these modules gets a stand-in for `torch` that forwards every attribute to the real one, except the tensor
-          factories, `device`, `autocast` and `torch.cuda`. The real torch, and every other
-          module's, is left alone, and tensor operations cost nothing extra. (A global
-          TorchFunctionMode would do too, but it taxes every torch call.) init_data has the real
-          torch.empty as a default argument, hence a separate wrapper.
+Target    the global name `torch` of the megatron.core modules in MODULES, and
+          dist_checkpointing.mapping: ShardedTensor.init_data.
+Why       These modules unconditionally create tensors with device="cuda" or
+          torch.cuda.current_device(), pin memory, and use CUDA streams, events and synchronisation.
+Without   They raise an error on a machine without CUDA.
+How       Each module gets a stand-in for `torch` that forwards every attribute to the real one,
+          except the tensor factories, `device`, `autocast` and `torch.cuda`. The real torch and
+          that of other modules stay untouched, and tensor operations have no overhead. (A global
+          TorchFunctionMode would work too, but slows down every torch call.) init_data has the
+          real torch.empty as a default argument and therefore needs its own wrapper.
 When      No CUDA device.
 Versions  megatron-core 0.16.1 to 0.19.
 """
@@ -90,7 +92,7 @@ CPU = torch.device("cpu")
 
 
 class StandIn(types.ModuleType):
-    """A module that answers for another one, with some attributes of its own."""
+    """A module that forwards to another one, except for the attributes in `own`."""
 
     def __init__(self, real: types.ModuleType, **own: object) -> None:
         super().__init__(f"{real.__name__} (on CPU, by megatron_patches)")
@@ -101,7 +103,7 @@ class StandIn(types.ModuleType):
 
 
 class Stream:
-    """A CUDA stream or event where everything is synchronous: there is nothing to wait for."""
+    """CUDA stream or event on CPU: everything is synchronous, so there is nothing to wait for."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -116,7 +118,7 @@ class Stream:
 
 
 def _cpu_device(device: object) -> object:
-    """`device` with CUDA, told by name, by object or by index, turned into the CPU."""
+    """Map a CUDA device, given as name, object or index, to the CPU; return others unchanged."""
     return CPU if isinstance(device, int) or str(device).startswith("cuda") else device
 
 
@@ -148,7 +150,7 @@ def _no_context(*args: object, **kwargs: object) -> contextlib.nullcontext[None]
 
 
 def make_stand_in() -> StandIn:
-    """torch, as a module that knows only the CPU would want it."""
+    """Build the stand-in for torch that maps CUDA to the CPU."""
     only_stream = Stream()
     cuda = StandIn(
         torch.cuda,

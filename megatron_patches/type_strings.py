@@ -1,12 +1,13 @@
-"""Type strings: `param.type() == 'torch.cuda.FloatTensor'` also has to hold on CPU.
+"""Type strings: comparisons like `param.type() == 'torch.cuda.FloatTensor'` must hold on CPU too.
 
-Target    the functions in TARGETS: the optimizers sort parameters into groups, and gradient clipping checks its input, by
-          comparing `Tensor.type()` with 'torch.cuda.FloatTensor', '...HalfTensor' and
-          '...BFloat16Tensor'.
-Why       A CPU tensor's type is 'torch.FloatTensor': the optimizers raise TypeError, or leave bf16 parameters without a
-          main parameter.
-How       The string constants in the compiled functions lose their "cuda.". Copying three functions of up to 150 lines to
-          change one word each would be the alternative; Tensor.type itself stays as it is.
+Target    the functions in TARGETS. The optimizers sort parameters into groups, and gradient
+          clipping checks its input, by comparing `Tensor.type()` with 'torch.cuda.FloatTensor',
+          '...HalfTensor' and '...BFloat16Tensor'.
+Why       The type of a CPU tensor is 'torch.FloatTensor'.
+Without   The optimizers raise TypeError, or keep no main parameter for bf16 parameters.
+How       "cuda." is removed from the string constants of the compiled functions. The alternative
+          would be copies of functions of up to 150 lines that differ in one word. Tensor.type
+          itself stays unchanged.
 When      No CUDA device.
 Versions  megatron-core 0.16.1 to 0.19.
 """
@@ -35,7 +36,7 @@ def _function(target: str) -> types.FunctionType:
 
 
 def _without_cuda(constant: object) -> Any:
-    """A code object's constant, strings rewritten, nested tuples and functions included."""
+    """Rewrite the strings in a constant of a code object, including nested tuples and functions."""
     if isinstance(constant, str):
         return constant.replace("torch.cuda.", "torch.")
     if isinstance(constant, tuple):
