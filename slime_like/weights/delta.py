@@ -17,19 +17,19 @@ import zlib
 import torch
 from torch import Tensor
 
-PIECE = 2**24  # elements at a time, which bounds what is held besides the tensors
-LEVEL = 1  # of zlib
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
-LONG_GAP = 255  # in a byte of gaps: so many unchanged elements, and no changed one behind them
+PIECE = 2**24  # elements per piece; bounds the memory needed in addition to the tensors
+LEVEL = 1  # zlib compression level
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size
+LONG_GAP = 255  # gap byte for 255 unchanged elements that no changed element follows
 _HEADER = struct.Struct("<QQ")
 
 
 def encode(before: Tensor, after: Tensor, itemsize: int) -> bytes | None:
-    """What makes `after` of `before`; None where they are equal.
+    """Encode the difference between two tensors; None if they are equal.
 
     Args:
-        before, after: [bytes] uint8 on the CPU, of as many bytes.
-        itemsize: bytes of an element: 1, 2, 4 or 8.
+        before, after: [bytes] uint8 on the CPU, of equal length.
+        itemsize: Bytes per element: 1, 2, 4 or 8.
     """
     old, new = before.view(WORDS[itemsize]), after.view(WORDS[itemsize])
     packer = zlib.compressobj(LEVEL)
@@ -47,14 +47,14 @@ def encode(before: Tensor, after: Tensor, itemsize: int) -> bytes | None:
 
 
 def apply(change: bytes, tensor: Tensor, itemsize: int) -> None:
-    """Turn what `encode` was given as `before` into its `after`, in place.
+    """Apply a change of `encode` to its `before` in place, which makes it `after`.
 
     Args:
-        change: what `encode` gave.
+        change: Result of `encode`.
         tensor: [bytes] uint8 on the CPU.
 
     Raises:
-        ValueError: it is no change of a tensor of this size. The tensor may have changed.
+        ValueError: The change does not fit a tensor of this size. The tensor may be partly changed.
     """
     words = tensor.view(WORDS[itemsize])
     packer = zlib.decompressobj()
@@ -86,7 +86,7 @@ def apply(change: bytes, tensor: Tensor, itemsize: int) -> None:
 
 
 def _gaps(places: Tensor) -> Tensor:
-    """Ascending places -> the number of unchanged elements before each, as bytes."""
+    """Convert ascending positions to the number of unchanged elements before each, as bytes."""
     gaps = torch.diff(places, prepend=places.new_full((1,), -1)) - 1
     long = gaps // LONG_GAP
     ends = torch.cumsum(long + 1, 0) - 1

@@ -19,13 +19,13 @@ from slime_like.weights.delta_updates import updates_in
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.2
-COPIES = "copies"  # below the folder of updates: a file for each copy
+COPIES = "copies"  # subfolder of the updates folder with one status file per copy
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """What a node says of its copy. engines: the servers that may load it. run, number: of the
-    update that it is; error: why it is not the newest."""
+    """Status of a node's copy. engines: servers that may load it. run, number: the update that the
+    copy contains. error: why the copy is not at the newest update."""
 
     engines: tuple[str, ...]
     folder: str
@@ -39,7 +39,7 @@ class Copy:
 
 
 def copy_for(source: Path, engine: str) -> Copy | None:
-    """Of the node that names the server; None where none does."""
+    """Status of the copy that serves `engine`; None if no node lists this server."""
     for path in (source / COPIES).glob("*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError):
             found = Copy(**read_json(path))
@@ -49,8 +49,8 @@ def copy_for(source: Path, engine: str) -> Copy | None:
 
 
 def follow(local: LocalCheckpoint, engines: list[str], stop: threading.Event) -> None:
-    """Bring the copy to the newest update, again and again, until `stop`. What goes wrong is
-    tried again, and the trainer knows of it."""
+    """Keep the copy at the newest update until `stop` is set. Errors are reported to the trainer
+    through the status file and retried."""
     own = tuple(sorted(engine.rstrip("/") for engine in engines))
     name = hashlib.sha256("\n".join(own).encode()).hexdigest()[:16]
     path = local.source / COPIES / f"{name}.json"
@@ -66,7 +66,7 @@ def follow(local: LocalCheckpoint, engines: list[str], stop: threading.Event) ->
             except (RunError, ValueError, OSError) as error:
                 stated = dataclasses.replace(stated, number=0, error=str(error))
         if stated != before or not is_stated:
-            with contextlib.suppress(OSError):  # it comes with the next one
+            with contextlib.suppress(OSError):  # the next status is written again
                 path.parent.mkdir(parents=True, exist_ok=True)
                 replace_file(path, json.dumps(dataclasses.asdict(stated)))
                 is_stated = True

@@ -32,25 +32,26 @@ from slime_like.weights.delta_updates import (
 from slime_like.weights.hf_save import put_in_place
 from slime_like.weights.safetensors_reader import StoredTensor, stored_tensors, weight_files
 
-STATE = "slime_like_update.json"  # in a copy: what it is; empty while it is not whole
+STATE = "slime_like_update.json"  # run and number of a copy; empty while the copy is incomplete
 
 
 class _Damaged(Exception):
-    """The copy is not what it should be."""
+    """The copy does not have the expected tensors or bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor's bytes are. flat: of the mapped file."""
+    """Bytes of a tensor in a copy. flat: view of the memory-mapped file."""
 
     flat: Tensor
     itemsize: int
 
 
 class LocalCheckpoint:
-    """A node's copy of the weights. One process at a time writes it, while no server loads it.
+    """A node's copy of the weights. Only one process writes it at a time, and only while no server
+    loads it.
 
-    source: the folder of updates. folder: the copy; made where there is none.
+    source: folder of the updates. folder: the copy; created if missing.
     """
 
     def __init__(self, source: str | Path, folder: str | Path) -> None:
@@ -58,13 +59,13 @@ class LocalCheckpoint:
         self.folder = Path(folder)
 
     def bring(self, number: int) -> Update:
-        """Make the copy that of update `number`: by the changes since the one that it has, or, where
-        they are gone or it has none, from the newest full one. A copy that was left half written, or
-        that is not what the trainer sent, is made anew.
+        """Bring the copy to update `number`: apply the changes since the copy's own update, or
+        start from the newest full update if those are gone or there is no copy yet. An incomplete
+        or damaged copy is rebuilt.
 
         Raises:
-            RunError: the update is not there, or its files are damaged. The copy is not to be used.
-            ValueError: the folder holds something else.
+            RunError: The update is missing, or its files are damaged. The copy must not be used.
+            ValueError: The folder holds something else.
         """
         try:
             return self._bring(number)
@@ -79,7 +80,7 @@ class LocalCheckpoint:
                 self._apply(chain, {}, update)
                 return update
             except (_Damaged, OSError, SafetensorError, ValueError):
-                pass  # as one that was left half written
+                pass  # rebuild it, like an incomplete copy
         base = self._seed(update)
         try:
             sums = _sums(self.source, base)
@@ -89,7 +90,7 @@ class LocalCheckpoint:
         return update
 
     def _state(self) -> tuple[str, int] | None:
-        """Run and number of the copy; None: it is not whole."""
+        """Run and number of the copy; None if it is incomplete."""
         try:
             found = read_json(self.folder / STATE)
             return str(found["run"]), int(found["number"])
@@ -100,14 +101,14 @@ class LocalCheckpoint:
         return (self.folder / STATE).is_file()
 
     def _chain(self, update: Update) -> list[Update] | None:
-        """The updates that are to be applied to what there is; None: it cannot become `update`."""
+        """Updates to apply to the existing copy; None if they do not lead to `update`."""
         state = self._state()
         if state is None or state[0] != update.run or state[1] > update.number:
             return None
         return self._between(state[1], update)
 
     def _between(self, number: int, update: Update) -> list[Update] | None:
-        """Those behind `number`, up to `update`; None where one is gone."""
+        """Updates after `number` up to `update`; None if one is missing or from another run."""
         try:
             found = [read_update(self.source, n) for n in range(number + 1, update.number + 1)]
         except FileNotFoundError:
@@ -115,7 +116,7 @@ class LocalCheckpoint:
         return found if all(each.run == update.run for each in found) else None
 
     def _seed(self, update: Update) -> Update:
-        """Copy the newest full update that leads to `update`."""
+        """Replace the copy by the newest full update of the same run up to `update`."""
         for number in reversed(updates_in(self.source)):
             if number <= update.number:
                 base = read_update(self.source, number)
@@ -128,15 +129,15 @@ class LocalCheckpoint:
             raise ValueError(f"{self.folder} holds something else than a copy; name another folder")
         temporary = self.folder.with_name(f".{self.folder.name}.new")
         shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(self.folder, ignore_errors=True)  # never two on a node's disk
+        shutil.rmtree(self.folder, ignore_errors=True)  # a node's disk never holds two copies
         shutil.copytree(source, temporary)
         replace_file(temporary / STATE, "{}")
         put_in_place(temporary, self.folder)
         return base
 
     def _apply(self, chain: list[Update], sums: Mapping[str, str], update: Update) -> None:
-        """Write the changes into the files, and compare every tensor of `sums` with what it must be
-        in the end. The copy is not whole meanwhile."""
+        """Write the changes into the files, then check the hash of every changed tensor and of
+        those in `sums`. The copy is marked incomplete until this succeeds."""
         replace_file(self.folder / STATE, "{}")
         wanted = dict(sums)
         with ExitStack() as stack, ThreadPoolExecutor(THREADS) as threads:
@@ -155,7 +156,7 @@ class LocalCheckpoint:
         replace_file(self.folder / STATE, json.dumps(state))
 
     def _map(self, stack: ExitStack) -> dict[str, _Place]:
-        """The tensors of all files, in memory that is the files."""
+        """Memory-map all files; returns the tensors by name."""
         places: dict[str, _Place] = {}
         for path in weight_files(self.folder):
             size = path.stat().st_size
@@ -197,7 +198,7 @@ def _files(source: Path, update: Update) -> list[Path]:
 
 
 def _sums(source: Path, update: Update) -> dict[str, str]:
-    """SHA-256 by name of what the update changed, of a full one of every tensor."""
+    """SHA-256 by name of the tensors that the update changed; of all tensors for a full update."""
     found: dict[str, str] = {}
     for path in _files(source, update):
         with safe_open(path, framework="pt") as file:

@@ -34,16 +34,16 @@ from slime_like.weights.gather import TensorPlan, WeightBuckets, WeightStream, v
 from slime_like.weights.hf_save import save_hf, write_hf
 from slime_like.weights.safetensors_writer import save_tensors
 
-FILE_BYTES = 2**29  # of a Hugging Face file, and of what is collected for a file of changes
-THREADS = 4  # zlib, SHA-256 and torch leave the interpreter's lock
-SUMS = "sha256"  # in the metadata of a file: names -> hexadecimal digits
+FILE_BYTES = 2**29  # size of a Hugging Face file, and of the changes collected for one file
+THREADS = 4  # zlib, SHA-256 and torch release the GIL
+SUMS = "sha256"  # metadata key of a file: tensor names -> hexadecimal digests
 _NUMBER = re.compile(r"update-(\d{8,})\.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One that is whole. run: of the trainer's process that wrote it. version: of the weights.
-    nbytes: of the files of changes."""
+    """A complete update. run: the trainer process that wrote it. version: of the weights. nbytes:
+    size of the files with changes."""
 
     run: str
     number: int
@@ -66,13 +66,14 @@ def full_path(root: Path, number: int) -> Path:
 
 
 def updates_in(root: Path) -> list[int]:
-    """Numbers of those that are whole, in their order."""
+    """Numbers of the complete updates, ascending."""
     names = [path.name for path in root.iterdir()] if root.is_dir() else []
     return sorted(int(found[1]) for found in map(_NUMBER.fullmatch, names) if found)
 
 
 def read_update(root: Path, number: int) -> Update:
-    """Raises FileNotFoundError where it is gone, ValueError for another file."""
+    """Read an update's record. Raises FileNotFoundError if it does not exist, ValueError if the
+    file is invalid."""
     path = record_path(root, number)
     try:
         found = Update(**read_json(path))
@@ -82,7 +83,7 @@ def read_update(root: Path, number: int) -> Update:
 
 
 def remove_update(root: Path, number: int) -> None:
-    """Its record first, so that nobody begins to read it."""
+    """Remove an update. The record goes first, so that no reader starts on it."""
     with suppress(FileNotFoundError):
         record_path(root, number).unlink()
     for folder in (changes_path(root, number), full_path(root, number)):
@@ -90,34 +91,35 @@ def remove_update(root: Path, number: int) -> None:
 
 
 def sha256(flat: Tensor) -> str:
-    """Of [bytes] uint8 on the CPU."""
+    """Hexadecimal SHA-256 of `flat`, [bytes] uint8 on the CPU."""
     return hashlib.sha256(memoryview(flat.numpy())).hexdigest()  # type: ignore[arg-type]
 
 
 @dataclass(slots=True)
 class Sent:
-    """A tensor as it was sent last. flat: [bytes] uint8 on the CPU."""
+    """A tensor as last sent. flat: [bytes] uint8 on the CPU."""
 
     plan: TensorPlan
     flat: Tensor
     sum: str
 
 
-_sent: dict[str, dict[str, Sent]] = {}  # of this rank, by folder; then by name
+_sent: dict[str, dict[str, Sent]] = {}  # tensors last sent by this rank: folder -> name -> tensor
 
 
 def forget(root: str) -> None:
-    """Give the memory of the latest weights back."""
+    """Free the memory of the weights last sent."""
     _sent.pop(root, None)
 
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """An update to be written, by all ranks that have weights; it travels from rank 0.
+    """An update to be written by all ranks that have weights; broadcast from rank 0.
 
-    root: the folder. source: Hugging Face folder of config.json and tokenizer. fresh: not a change
-    of what was sent before. full: with a Hugging Face folder. buffer_bytes: of changes that a rank
-    collects before it writes them."""
+    root: folder of the updates. source: Hugging Face folder with config.json and tokenizer. fresh:
+    do not encode against previously sent weights. full: also write a Hugging Face folder.
+    buffer_bytes: changes that a rank collects before writing a file.
+    """
 
     root: str
     source: str
@@ -132,8 +134,8 @@ class Publication:
         self.write(weights)
 
     def write(self, weights: WeightStream) -> Update:
-        """A collective. Every rank that has weights writes what it has, where all see the folder;
-        else rank 0 writes all. Raises, on every rank, ValueError or RunError when that fails."""
+        """Write the update. Collective. If all ranks see the folder, every rank writes the weights
+        that it has; otherwise rank 0 writes all. Raises ValueError or RunError on every rank."""
         changes = changes_path(Path(self.root), self.number)
         from_rank_zero(lambda: changes.mkdir(parents=True, exist_ok=True))
         shared = all(gather(changes.is_dir()))
@@ -145,7 +147,8 @@ class Publication:
         return from_rank_zero(lambda: self._finish([part for parts in found for part in parts]))
 
     def write_alone(self, weights: WeightBuckets) -> Update:
-        """By this process, which has all of `weights`. Raises as `write`."""
+        """Write the update from this process alone, which has all of `weights`. Raises like
+        `write`."""
         changes_path(Path(self.root), self.number).mkdir(parents=True, exist_ok=True)
         parts = self._write(weights)
         if self.full:
@@ -154,18 +157,18 @@ class Publication:
         return self._finish(parts)
 
     def _whole(self) -> Iterator[tuple[str, Tensor]]:
-        """What this rank has of the weights, from its memory."""
+        """This rank's weights, from its memory."""
         for name, sent in _sent.get(self.root, {}).items():
             yield name, views(sent.flat, [sent.plan])[name]
 
     def _write(self, weights: WeightBuckets) -> list[tuple[str, int]]:
-        """File names and bytes. Takes the stream to its end."""
+        """Write the changes; returns (file name, bytes). Always consumes the whole stream."""
         try:
             return self._write_changes(weights)
         except (OSError, RuntimeError) as error:
             raise RunError(f"writing a weight update to {self.root}: {error}") from error
         finally:
-            for _ in weights:  # a collective
+            for _ in weights:  # collective, so it must be consumed
                 pass
 
     def _write_changes(self, weights: WeightBuckets) -> list[tuple[str, int]]:
@@ -204,7 +207,7 @@ def _as_bytes(tensor: TensorPlan) -> TensorPlan:
 
 
 def _take(job: tuple[TensorPlan, Tensor, dict[str, Sent]]) -> tuple[str, bytes | None, str]:
-    """Name, change and SHA-256 of a tensor, which is what was sent last from now on."""
+    """Name, change and SHA-256 of a tensor; records it as last sent."""
     plan, flat, kept = job
     before = kept.get(plan.name)
     if before is None:
@@ -220,8 +223,8 @@ def _take(job: tuple[TensorPlan, Tensor, dict[str, Sent]]) -> tuple[str, bytes |
 
 
 class _ChangeFiles:
-    """What a rank writes of an update: safetensors files of compressed changes. sums: to go with
-    the next one."""
+    """Writes a rank's part of an update: safetensors files of compressed changes. sums: digests to
+    store with the next file."""
 
     def __init__(self, folder: Path) -> None:
         self.written: list[tuple[str, int]] = []

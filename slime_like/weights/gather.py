@@ -19,12 +19,12 @@ from torch import Tensor
 from slime_like.distributed.collectives import gather
 from slime_like.megatron.parallel_layout import ParallelLayout
 
-DEFAULT_BUCKET_BYTES = 512 * 2**20  # of --update-weight-buffer-size
+DEFAULT_BUCKET_BYTES = 512 * 2**20  # default of --update-weight-buffer-size
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """What a weight will be."""
+    """Name, shape and dtype of a weight to come."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,8 +40,8 @@ class TensorPlan:
 
 
 def fits(size: int, tensors: Sequence[TensorPlan], max_bytes: int) -> bool:
-    """Whether `tensors` may follow in a bucket that has `size` bytes: within the limit, and each
-    where its dtype may begin. An empty bucket takes whatever comes."""
+    """Whether `tensors` fit into a bucket that already has `size` bytes: within the limit, and each
+    aligned to its dtype. An empty bucket accepts anything."""
     start = size
     for tensor in tensors:
         if start % tensor.dtype.itemsize:
@@ -52,9 +52,9 @@ def fits(size: int, tensors: Sequence[TensorPlan], max_bytes: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Weights that travel together. flat: [bytes] uint8, the weights one after another without
-    gaps, which is what SGLang's load format "flattened_bucket" expects. is_last: nothing comes
-    after it."""
+    """Weights that are transferred together. flat: [bytes] uint8, the weights concatenated without
+    padding, as SGLang's load format "flattened_bucket" expects. is_last: whether this is the last
+    bucket."""
 
     tensors: tuple[TensorPlan, ...]
     flat: Tensor
@@ -74,12 +74,12 @@ class Bucket:
 
     @property
     def weights(self) -> list[tuple[str, Tensor]]:
-        """Views of `flat`."""
+        """(name, view of `flat`) of every weight."""
         return list(views(self.flat, self.tensors).items())
 
 
 def views(flat: Tensor, tensors: Sequence[TensorPlan]) -> dict[str, Tensor]:
-    """The weights of a bucket's bytes, by name."""
+    """Split a bucket's bytes into weights by name, as views."""
     found, start = {}, 0
     for tensor in tensors:
         end = start + tensor.nbytes
@@ -94,8 +94,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def in_buckets(weights: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:
-    """At most `max_bytes` each, or one weight. At any time one bucket, the weights that it is made
-    of, and the weight behind them are held."""
+    """Pack weights into buckets of at most `max_bytes`, or of one larger weight. Holds one bucket,
+    its source weights and the next weight at a time."""
     pending: list[tuple[TensorPlan, Tensor]] = []
     size = 0
 
@@ -115,9 +115,9 @@ def in_buckets(weights: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterato
 
 
 class WeightBuckets(Iterator[tuple[str, Tensor]]):
-    """A stream of (Hugging Face name, tensor) pairs that comes in buckets: take the pairs, or
-    `buckets`, and all of them. Neither holds what was taken when it makes the next. shapes, nbytes:
-    of what has been taken."""
+    """A stream of (Hugging Face name, tensor) pairs that is produced in buckets. Consume either the
+    pairs or `buckets`, completely. What was consumed is released before the next is produced.
+    shapes, nbytes: of what has been consumed."""
 
     def __init__(self, buckets: Iterator[Bucket]) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -143,22 +143,24 @@ class WeightBuckets(Iterator[tuple[str, Tensor]]):
 
 
 def as_buckets(weights: Iterator[tuple[str, Tensor]], max_bytes: int) -> WeightBuckets:
-    """The stream itself where it comes in buckets, else in those of `in_buckets`."""
+    """The stream itself if it is already bucketed, otherwise packed by `in_buckets`."""
     if isinstance(weights, WeightBuckets):
         return weights
     return WeightBuckets(in_buckets(weights, max_bytes))
 
 
-ALIGNMENT = 16  # of a rank's part of a bucket, for any dtype
+ALIGNMENT = 16  # alignment of a rank's part of a bucket, enough for any dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One that some ranks hold, or hold shards of. stage: the pipeline stage that has it. expert:
-    its number; None: not an expert's. shape: of a shard. sharded: over the tensor-parallel ranks
-    (an expert's: the expert-tensor-parallel ones), else each has the whole. dtype: of the shards.
-    outputs: the tensors that are made of it. stacked: it is that parameter of all experts of its
-    layer, one above the other, and a rank has those of the experts it holds."""
+    """A parameter that some ranks hold, fully or as shards.
+
+    stage: its pipeline stage. expert: the expert's number; None for other parameters. shape, dtype:
+    of a shard. sharded: over tensor-parallel ranks (expert-tensor-parallel for experts); otherwise
+    each rank has the full parameter. outputs: tensors that are made of it. stacked: the parameter
+    of all experts of a layer, stacked; a rank holds the rows of its experts.
+    """
 
     name: str
     stage: int
@@ -171,13 +173,13 @@ class Parameter:
 
 
 EVERY_EXPERT = -1
-# pipeline stage, and expert-parallel rank of experts; `EVERY_EXPERT` where they are stacked
+# pipeline stage and the experts' expert-parallel rank; `EVERY_EXPERT` for stacked parameters
 Place = tuple[int, int | None]
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """sender: the global rank that puts it together."""
+    """Parameters of one bucket. sender: global rank that assembles it."""
 
     place: Place
     sender: int
@@ -198,8 +200,8 @@ def plan_buckets(
     experts_per_rank: int,
     max_bytes: int,
 ) -> list[BucketPlan]:
-    """Of at most `max_bytes` each, or one parameter, every one of a single sender's; parameters of
-    a sender are in their order. The same on every rank."""
+    """Assign parameters to buckets of at most `max_bytes`, or of one larger parameter. Each bucket
+    has one sender and keeps the order of its parameters. Equal on every rank."""
     open_buckets: dict[Place, list[Parameter]] = {}
     sizes: dict[Place, int] = {}
     plan: list[BucketPlan] = []
@@ -223,7 +225,7 @@ def plan_buckets(
 
 
 def find_senders(layout: ParallelLayout) -> dict[Place, int]:
-    """The global rank that sends for each place. Collective over all ranks."""
+    """The global rank of the sender of each place. Collective over all ranks."""
     mine: list[Place] = []
     if layout.tp_rank == 0 and _is_first_copy(layout, None):
         mine.append((layout.pp_rank, None))
@@ -234,22 +236,23 @@ def find_senders(layout: ParallelLayout) -> dict[Place, int]:
 
 
 def _is_first_copy(layout: ParallelLayout, expert_rank: int | None) -> bool:
-    """Whether this rank is of the first data-parallel copy of what it holds."""
+    """Whether this rank is in the first data-parallel replica of its parameters."""
     if expert_rank is None:
         return layout.dp_rank == 0 and layout.cp_rank == 0
     return layout.expert_dp_rank == 0
 
 
 class WeightStream(WeightBuckets):
-    """All weights, once, in one of three ways; a collective over all ranks, which take the same way
-    to its end. As an iterator it is `everywhere`.
+    """A single pass over all weights, in one of three ways: iterate for all weights on every rank,
+    or use `own` or `to_rank_zero`. Collective: all ranks choose the same way and consume it
+    completely.
 
-    plan: the same on all ranks. shard: of this rank, of a parameter that it has. assemble: writes
-    the outputs of a parameter, given with their names, from its shards. device: of all of it.
+    plan: equal on all ranks. shard: returns this rank's shard of a parameter. assemble: writes a
+    parameter's outputs, given by name, from its shards. device: of the weights.
 
-    Next to what the caller still holds, a sender has at most two buckets at a time: the shards of
-    all ranks, and what is made of them; other ranks have their own part, or the bucket that they
-    receive.
+    In addition to what the caller holds, a sender needs at most two buckets of memory: the shards
+    of all ranks and the assembled tensors. Other ranks need their own shards or the received
+    bucket.
     """
 
     def __init__(
@@ -269,11 +272,12 @@ class WeightStream(WeightBuckets):
         self._rank = dist.get_rank()
 
     def own(self) -> WeightBuckets:
-        """On each sender what it sends; on the other ranks nothing. Every weight is on one rank."""
+        """On each sender the weights that it assembles, elsewhere nothing. Every weight is on one
+        rank."""
         return WeightBuckets(self._own())
 
     def to_rank_zero(self) -> WeightBuckets:
-        """All on rank 0, nothing on the other ranks."""
+        """All weights on rank 0, nothing elsewhere."""
         return WeightBuckets(self._to_rank_zero())
 
     def _everywhere(self) -> Iterator[Bucket]:
@@ -318,19 +322,20 @@ class WeightStream(WeightBuckets):
         return torch.empty(planned.nbytes, dtype=torch.uint8, device=self._device)
 
     def _collect(self, planned: BucketPlan) -> Tensor | None:
-        """The bucket's bytes, on its sender; None elsewhere, where this rank's part was given."""
+        """Assemble a bucket; returns its bytes on its sender, None on ranks that only contribute
+        shards."""
         layout, (stage, expert_rank) = self._layout, planned.place
         if stage != layout.pp_rank or not _is_first_copy(layout, expert_rank):
             return None
         if expert_rank not in (None, EVERY_EXPERT, layout.ep_rank):
             return None
-        if expert_rank == EVERY_EXPERT:  # there are no expert-tensor-parallel ranks
+        if expert_rank == EVERY_EXPERT:  # experts have no tensor parallelism here
             size, group = layout.ep_size, layout.ep_group
         elif expert_rank is None:
             size, group = layout.tp_size, layout.tp_group
         else:
             size, group = layout.etp_size, layout.etp_group
-        # the widest dtypes first: each begins where it may
+        # widest dtypes first, so that each is aligned
         cut = sorted(
             (p for p in planned.parameters if (p.sharded or p.stacked) and size > 1),
             key=lambda p: -p.dtype.itemsize,
@@ -349,7 +354,7 @@ class WeightStream(WeightBuckets):
     def _gather(
         self, cut: Sequence[Parameter], sender: int, size: int, group: dist.ProcessGroup
     ) -> Tensor | None:
-        """[ranks, bytes] uint8 on the sender: each rank's shards, one after another."""
+        """Gather the shards of all ranks on the sender, [ranks, bytes] uint8; None elsewhere."""
         parts = [as_bytes(self._shard(parameter)) for parameter in cut]
         size_here = sum(part.numel() for part in parts)
         mine = torch.cat([*parts, parts[0].new_zeros(-size_here % ALIGNMENT)])

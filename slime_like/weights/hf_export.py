@@ -42,14 +42,13 @@ if TYPE_CHECKING:
 
 
 class HfExport:
-    """How a network is exported, as often as wanted: what its ranks have to ask each other is asked
-    once.
+    """Exports a network any number of times; the metadata exchange between ranks happens once.
 
-    Making one is a collective over all ranks, and so is what comes of `stream`. value_head: the
-    network is a critic. own_head: of a tied model, the output layer is a separate weight in what
-    comes out, for there is a delta to it alone. coded: the weights, by Hugging Face name, that come
-    out quantised, as the tensors that they are stored as. Raises RuntimeError when no stage has a
-    parameter that the family needs.
+    The constructor and the iteration of `stream` are collectives over all ranks. value_head: the
+    network is a critic. own_head: export the output layer of a tied model as a separate weight,
+    because only it has a delta. coded: weights, by Hugging Face name, that are exported quantised,
+    with the tensors that store them. Raises RuntimeError if no stage has a parameter that the
+    family needs.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class HfExport:
         if own_head:
             self._family = {**self._family, OUTPUT_LAYER: VocabParallel(LM_HEAD)}
         self._copies: dict[str, list[RowCopy]] = {}  # by parameter; shards keep their shapes
-        # updates write into these parameters; none is replaced by another
+        # optimizer steps update these parameters in place
         self._local = self._local_parameters()
         experts, owners = self._sizes.experts // layout.ep_size, _owners(self._local, layout)
         self._plan = plan_buckets(
@@ -89,12 +88,13 @@ class HfExport:
         )
 
     def stream(self, deltas: MappingOf[str, Callable[[], Tensor]] | None = None) -> WeightStream:
-        """Every Hugging Face tensor, in buckets of at most `bucket_bytes`, or one parameter.
+        """Every Hugging Face tensor, in buckets of at most `bucket_bytes`, or of one larger
+        parameter.
 
-        A sender's tensors are in the order of the network. Tensors are new ones on the model's
-        device, in `dtype` or that of the parameter. Padding is dropped; a tied output layer is not
-        repeated. deltas: by a parameter's canonical name, what is added to this rank's shard of it,
-        in float32.
+        Each sender keeps the order of the network. Tensors are newly allocated on the model's
+        device, in `dtype` or the parameter's dtype, without vocabulary padding and without a tied
+        output layer. deltas: canonical parameter name -> function that returns a float32 delta to
+        add to this rank's shard.
         """
         local, added = self._local, deltas or {}
 
@@ -135,7 +135,7 @@ class HfExport:
         """This rank's parameters, by canonical name."""
         local = dict(global_parameters(self._chunks))
         if self._own_head and self._layout.is_last_stage and OUTPUT_LAYER not in local:
-            # the only stage; with several the last has the embedding's twin
+            # a single stage; with several, the last one has its own copy of the embedding
             local[OUTPUT_LAYER] = local[EMBEDDING]
         return local
 
@@ -146,7 +146,7 @@ def export_hf_weights(
     deltas: MappingOf[str, Callable[[], Tensor]] | None = None,
     **settings: Any,
 ) -> WeightStream:
-    """Once, with the settings of `HfExport`."""
+    """Export once, with the settings of `HfExport`."""
     return HfExport(model_chunks, **settings).stream(deltas)
 
 
@@ -154,9 +154,9 @@ Owner = tuple[int, tuple[int, ...], torch.dtype]
 
 
 def _owners(local: dict[str, Tensor], layout: ParallelLayout) -> dict[str, Owner]:
-    """Which pipeline stage has each parameter, and its shard's shape and dtype there. The first one
-    where several have it. Experts without their numbers: the stages' ranks in one group have the
-    same ones."""
+    """The pipeline stage of each parameter with the shape and dtype of its shard there; the first
+    stage if several have it. Experts are listed without their numbers, because the ranks of a stage
+    have equal ones."""
     mine = {
         any_expert(name): (layout.pp_rank, tuple(parameter.shape), parameter.dtype)
         for name, parameter in local.items()
@@ -176,9 +176,8 @@ def _parameters(
     coded: MappingOf[str, CodedWeight],
     experts: int,
 ) -> list[Parameter]:
-    """Those that hold separate tensors, in the order of the network. The tensors that become of
-    one are in the order of their dtypes' widths: each begins where its dtype may. experts: of a
-    layer, on each rank."""
+    """Parameters that hold separate tensors, in the order of the network. The outputs of a
+    parameter are sorted by dtype width, so that each is aligned. experts: per layer and rank."""
     done: set[str] = set()
     found = []
     for name, mapping in family.items():
@@ -207,8 +206,8 @@ def _parameters(
 def gather_full_tensors(
     mapping: Mapping, shards: Sequence[Tensor], sizes: Sizes
 ) -> dict[str, Tensor]:
-    """The Hugging Face tensors of one parameter, put together from the shards of all
-    tensor-parallel ranks."""
+    """Merge the shards of all tensor-parallel ranks into the Hugging Face tensors of one
+    parameter."""
     whole = {name: shards[0].new_empty(shape) for name, shape in mapping.hf_shapes(sizes).items()}
     put_together(mapping, shards, sizes, whole)
     return whole
@@ -217,7 +216,7 @@ def gather_full_tensors(
 def put_together(
     mapping: Mapping, shards: Sequence[Tensor], sizes: Sizes, whole: MappingOf[str, Tensor]
 ) -> None:
-    """As `gather_full_tensors`, into tensors that are there."""
+    """Like `gather_full_tensors`, into existing tensors."""
     copy_rows(copies_of(mapping, shards, sizes), shards, whole)
 
 
@@ -225,8 +224,8 @@ def put_together(
 class RowCopy:
     """Rows of a shard that are rows of a Hugging Face tensor, along dimension `dim`.
 
-    shard: which tensor-parallel rank's. position: of the first row in it. start: in the tensor
-    `hf`, or in a matrix inside of it. length: how many.
+    shard: index of the tensor-parallel rank. position: first row in the shard. start: first row in
+    the tensor `hf`, or in a matrix within it. length: number of rows.
     """
 
     shard: int
@@ -239,7 +238,7 @@ class RowCopy:
 
 
 def copies_of(mapping: Mapping, shards: Sequence[Tensor], sizes: Sizes) -> list[RowCopy]:
-    """What the shards of all tensor-parallel ranks, of these shapes, consist of."""
+    """The rows of which the shards of all tensor-parallel ranks consist."""
     found = []
     for tp_rank, shard in enumerate(shards):
         position = 0
@@ -254,7 +253,7 @@ def copies_of(mapping: Mapping, shards: Sequence[Tensor], sizes: Sizes) -> list[
 def copy_rows(
     copies: Sequence[RowCopy], shards: Sequence[Tensor], whole: MappingOf[str, Tensor]
 ) -> None:
-    """Shards of all tensor-parallel ranks into full tensors that are there."""
+    """Copy the shards of all tensor-parallel ranks into existing full tensors."""
     for copy in copies:
         target = whole[copy.hf]
         if copy.inside is not None:

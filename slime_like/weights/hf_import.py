@@ -73,15 +73,15 @@ def load_hf_weights(
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """How this rank's parameters are made of a Hugging Face folder's tensors, all of which have
-    been checked. absent: parts of a critic's head that are not there."""
+    """Checked plan for filling this rank's parameters from the tensors of a Hugging Face folder.
+    absent: parts of a critic's head that the folder does not have."""
 
     family: MappingOf[str, Mapping]
     parts: MappingOf[str, Sequence[Part]]
     absent: frozenset[str]
 
     def fill(self, name: str, shard: Tensor, files: WeightFiles) -> None:
-        """Write the parameter `name` of this rank into `shard`, which has its shape."""
+        """Write the parameter `name` into `shard`, this rank's shard of it."""
         if name in self.absent:
             shard.zero_()
         else:
@@ -99,9 +99,8 @@ def plan_loading(
     layout: ParallelLayout,
     value_head: bool = False,
 ) -> LoadPlan:
-    """local: this rank's parameters by canonical name; only their shapes are looked at. chunk: one
-    of its model chunks. Raises as
-    `load_hf_weights`."""
+    """Check a folder and plan its loading. local: this rank's parameters by canonical name; only
+    their shapes are used. chunk: any of its model chunks. Raises like `load_hf_weights`."""
     config = unwrap(chunk).config
     sizes = model_sizes(config, gpt)
     family = family_map(
@@ -151,7 +150,8 @@ def _fill(shard: Tensor, dim: int, parts: Sequence[Part], files: WeightFiles) ->
 def _parts(
     name: str, parameter: Tensor, mapping: Mapping, sizes: Sizes, layout: ParallelLayout
 ) -> list[Part]:
-    """What this rank's shard consists of; ValueError when that does not give the parameter's shape."""
+    """The pieces of this rank's shard. Raises ValueError if they do not match the parameter's
+    shape."""
     rank, size = (
         (layout.tp_rank, layout.tp_size)
         if expert_number(name) is None
@@ -170,7 +170,7 @@ def _parts(
 def _check_model(
     local: dict[str, Tensor], family: dict[str, Mapping], architecture: str, experts: range
 ) -> None:
-    """The model's layers have exactly the parameters of the family, of the experts those in
+    """Check that the model's layers have exactly the parameters of the family, and the experts in
     `experts`."""
     layers = {found[0] for name in local if (found := LAYER.match(name))}
 
@@ -198,7 +198,7 @@ def _check_names(
     problems = []
     if missing := wanted - files.names:
         problems.append(f"missing tensors: {listed(missing)}")
-    # A tied model's file may repeat the embedding as lm_head, and old files hold rotary tables:
+    # Files of tied models may repeat the embedding as lm_head, and old files contain rotary tables;
     # transformers ignores both.
     surplus = {
         name

@@ -29,7 +29,7 @@ from slime_like.weights.safetensors_writer import (
     write_index,
 )
 
-# What a folder needs besides weights and config.json: tokenizer, chat template, generation
+# Files of a folder other than weights and config.json: tokenizer, chat template, generation
 # settings.
 COPIED = (
     "tokenizer*",
@@ -45,7 +45,7 @@ COPIED = (
     "tekken.json",
     "chat_template*",
     "generation_config.json",
-    "preprocessor_config.json",  # of images and videos
+    "preprocessor_config.json",  # for images and videos
     "video_preprocessor_config.json",
     "processor_config.json",
 )
@@ -62,18 +62,26 @@ def save_hf(
     *,
     every_rank: bool = False,
 ) -> None:
-    """Write `stream` as safetensors (in shards, with an index, when over `max_shard_bytes`), with
-    config.json and the tokenizer files of `config_source_folder`. Collective. more: what rank 0
-    writes besides. copies: names under which a tensor is written once more, where the source has
-    them -> its own. every_rank: of a stream that is no `WeightStream`, each rank has a part, and
-    writes it; all see the folder.
+    """Write `stream` as safetensors (sharded, with an index, if over `max_shard_bytes`), with
+    config.json and the tokenizer files of `config_source_folder`. Collective.
 
-    Of a `WeightStream` that is more than one file every sender writes what it has, where all ranks
-    see the folder; else rank 0 writes all. The writers of a host hold at most `max_shard_bytes` of tensors (or one tensor each)
-    in CPU memory. All is written beside `folder` and renamed once it is on disk: a reader sees a
-    whole folder or none. An earlier save at `folder` is replaced. Raises, on every rank: ValueError
-    when `folder` holds something other than a Hugging Face model or is the source itself, or the
-    source has no config.json; RunError when writing fails (disk full, no permission).
+    If a `WeightStream` needs more than one file and all ranks see the folder, every sender writes
+    its own weights; otherwise rank 0 writes everything. The writers of a host hold at most
+    `max_shard_bytes` of tensors (or one tensor each) in CPU memory. The output is written next to
+    `folder` and renamed when it is on disk, so readers never see a partial folder. An earlier save
+    at `folder` is replaced.
+
+    Args:
+        more: Additional weights, written by rank 0.
+        copies: Name of a duplicate -> tensor that it repeats; written if the source has the
+            duplicate.
+        every_rank: The stream is not a `WeightStream`, and each rank writes its own part into a
+            shared folder.
+
+    Raises:
+        ValueError: On every rank: `folder` holds something other than a Hugging Face model or is
+            the source itself, or the source has no config.json.
+        RunError: On every rank: writing failed (disk full, no permission).
     """
     target, source = Path(folder), Path(config_source_folder)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.new")
@@ -90,7 +98,7 @@ def save_hf(
                 whole = chain(own, more) if rank_zero else own
                 return _write_parts(temporary, whole, max_shard_bytes) if writes else []
         finally:
-            for _ in mine:  # after an error, and where nothing is written: a collective
+            for _ in mine:  # collective: consume it after errors and on ranks that write nothing
                 pass
 
     def finish() -> None:
@@ -139,7 +147,7 @@ def write_hf(
     source: Path,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
-    """As `save_hf`, by this process alone, which has all of `stream`."""
+    """Like `save_hf`, by this process alone, which has all of `stream`."""
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.new")
     try:
         _make_temporary(temporary, folder, source)
@@ -155,7 +163,7 @@ def _make_temporary(temporary: Path, folder: Path, source: Path) -> Path:
 
 
 def _finish(temporary: Path, folder: Path, source: Path, parts: Sequence[Part]) -> None:
-    """How many files there are, and so their names, is known now."""
+    """Rename the parts, now that their number is known, and complete the folder."""
     shards = [
         ShardPlan(name, part.tensors)
         for name, part in zip(file_names(len(parts)), parts, strict=True)
@@ -179,19 +187,20 @@ def finish_folder(
     value_task: str | None = None,
     own_head: bool = False,
 ) -> None:
-    """Give a folder that has the weights all the rest, config.json last, and then its name. dtype:
-    of most weights; None: they are stored as the source's config.json says, quantised. value_task: of a model with a scalar
-    head, how transformers' class for it ends. own_head: the output layer's weight is among them, and so is not the
-    embedding, whatever the source says."""
+    """Complete a folder that has the weights: copy the other files, write config.json last, and
+    rename the folder. dtype: of most weights; None: as in the source's config.json, quantised.
+    value_task: class name suffix in transformers of a model with a scalar head. own_head: the
+    output layer's weight is among the weights, so the embedding is not tied, whatever the source
+    says."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    own_code = ("*.py",) if config.get("auto_map") else ()  # that the key names
+    own_code = ("*.py",) if config.get("auto_map") else ()  # code files that auto_map refers to
     for pattern in (*COPIED, *own_code):
         for path in source.glob(pattern):
             if path.is_file():
                 shutil.copyfile(path, temporary / path.name)
     for part in (config, config.get("text_config") or {}):
         if dtype is not None:
-            # transformers 4, transformers 5
+            # the key in transformers 4 and 5
             part["torch_dtype" if "torch_dtype" in part else "dtype"] = dtype
             part.pop("quantization_config", None)
         if own_head and part.get("tie_word_embeddings"):
@@ -222,7 +231,7 @@ def check_folders(folder: Path, source: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A file before it has its name."""
+    """A file before its final name is known."""
 
     file_name: str
     tensors: tuple[TensorPlan, ...]

@@ -22,31 +22,32 @@ M = TypeVar("M", bound="Mapping")
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of the whole model, not of a shard; mappings name them by field or property."""
+    """Sizes of the full model (not of a shard); mappings refer to them by field or property
+    name."""
 
     hidden: int
     ffn: int
     heads: int
-    groups: int  # of query heads that share keys and values
+    groups: int  # query groups, which share keys and values
     head_dim: int
     vocab: int  # without padding
     experts: int = 0  # of an expert layer
     expert_ffn: int = 0  # inner size of one expert
     shared_ffn: int = 0  # inner size of the shared expert
-    # latent attention: ranks of the compressed queries, and of keys and values with the part that
-    # is rotated
+    # multi-head latent attention: ranks of the query and key-value compressions, and the number of
+    # rotary dimensions
     q_latent: int = 0
     kv_latent: int = 0
     rotary: int = 0
-    head_key: int = 0  # of one head: the query or key without and with that part, the value
+    head_key: int = 0  # per head: query or key without and with rotary dimensions, and the value
     head_value: int = 0
-    # gated delta nets: heads of keys, which are groups of those of values, and the size of one head
+    # gated delta nets: number of key heads, which are the groups of value heads, and head sizes
     delta_groups: int = 0
     delta_heads: int = 0
     delta_key: int = 0
     delta_value: int = 0
-    delta_taps: int = 0  # of the convolution
-    # the indexer of sparse attention: heads of its queries, and the size of one and of a key
+    delta_taps: int = 0  # kernel size of the convolution
+    # indexer of sparse attention: number of query heads, size of a query head and of the key
     index_heads: int = 0
     index_dim: int = 0
 
@@ -89,23 +90,24 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class OfExpert:
-    """Where a file has the experts of a layer as one tensor [experts, columns, rows], or biases
-    [experts, rows]: those rows of one expert that are one matrix, every `step`th."""
+    """Selects one expert's matrix from a tensor with all experts of a layer [experts, columns,
+    rows], or from biases [experts, rows]: every `step`th row."""
 
     expert: int
     offset: int = 0
     step: int = 1
 
     def matrix(self, stored: Tensor) -> Tensor:
-        """A view [rows / step, columns] of the expert's own [columns, rows]; of a bias [rows / step]."""
+        """A view [rows / step, columns] of the expert's [columns, rows]; of a bias, [rows /
+        step]."""
         rows = stored if stored.dim() == 1 else stored.transpose(0, 1)
         return rows[self.offset :: self.step]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows [start, stop) of the tensor `hf` along the mapping's dimension; `hf` None: so many rows
-    of padding. inside: rows of a matrix within the tensor."""
+    """Rows [start, stop) of the tensor `hf` along the mapping's dimension; with `hf` None, that
+    many padding rows. inside: selects a matrix within the tensor."""
 
     hf: str | None
     start: int
@@ -118,11 +120,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Mapping(ABC):
-    """Base of all. dim: the dimension along which the shards are cut. sharded: False when every
-    rank has the whole.
+    """Base class of mappings. dim: the dimension along which shards are cut. sharded: False if
+    every rank has the full parameter.
 
-    "Tensor-parallel" means the experts' own tensor parallelism where the parameter is one of an
-    expert."""
+    For an expert's parameter, "tensor-parallel" means expert-tensor-parallel.
+    """
 
     dim: ClassVar[int] = 0
     sharded: ClassVar[bool] = True
@@ -133,17 +135,17 @@ class Mapping(ABC):
 
     @abstractmethod
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
-        """What the shard of `tp_rank` consists of. rows: its length along `dim`; only padding
+        """The pieces of the shard of `tp_rank`. rows: the shard's length along `dim`; only padding
         depends on it."""
 
     def shard_shape(self, sizes: Sizes, rows: int) -> tuple[int, ...]:
-        """Of a shard that is `rows` long along `dim`."""
+        """Shape of a shard with `rows` along `dim`."""
         shape = list(next(iter(self.hf_shapes(sizes).values())))
         shape[self.dim] = rows
         return tuple(shape)
 
     def at(self: M, layer: int, expert: int = 0) -> M:
-        """The mapping with its names filled in for the global layer number `layer` and, in expert
+        """The mapping with its names filled in for the global layer number `layer` and, in MoE
         layers, `expert` (both from 0)."""
         names = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return dataclasses.replace(
@@ -157,7 +159,7 @@ class Mapping(ABC):
 
 
 def renamed(mapping: M, old: str, new: str) -> M:
-    """The mapping with `new` in place of `old` at the start of its Hugging Face names."""
+    """The mapping with the prefix `old` of its Hugging Face names replaced by `new`."""
     names = {field.name: getattr(mapping, field.name) for field in dataclasses.fields(mapping)}
     return dataclasses.replace(
         mapping,
@@ -170,14 +172,14 @@ def renamed(mapping: M, old: str, new: str) -> M:
 
 
 def share_of(total: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
-    """Bounds of one rank's equal share of `total` rows."""
+    """Bounds [start, stop) of one rank's equal share of `total` rows."""
     return total * tp_rank // tp_size, total * (tp_rank + 1) // tp_size
 
 
 @dataclass(frozen=True)
 class Replicated(Mapping):
-    """The whole tensor on every tensor-parallel rank: norm weights. size: a field of Sizes, the
-    only dimension."""
+    """A vector replicated on every tensor-parallel rank: norm weights. size: its length, a field of
+    Sizes."""
 
     hf: str
     size: str = "hidden"
@@ -192,8 +194,8 @@ class Replicated(Mapping):
 
 @dataclass(frozen=True)
 class ReplicatedRows(Mapping):
-    """[rows, columns], whole on every tensor-parallel rank: a router, the gate of a shared expert,
-    an indexer's projection. rows, columns: fields of Sizes."""
+    """[rows, columns], replicated on every tensor-parallel rank: a router, the gate of a shared
+    expert, an indexer's projection. rows, columns: fields of Sizes."""
 
     hf: str
     rows: str
@@ -209,8 +211,9 @@ class ReplicatedRows(Mapping):
 
 @dataclass(frozen=True)
 class JoinedProjection(Mapping):
-    """[hidden, 2 * hidden], whole on every tensor-parallel rank: of an embedding and a hidden state,
-    in this order here. hidden_first: the file has the columns of hidden states first."""
+    """[hidden, 2 * hidden], replicated on every tensor-parallel rank: projection of an embedding
+    and a hidden state, concatenated in this order. hidden_first: the file has the hidden state's
+    columns first."""
 
     hf: str
     hidden_first: bool = False
@@ -227,8 +230,8 @@ class JoinedProjection(Mapping):
 
 @dataclass(frozen=True)
 class RowParallel(Mapping):
-    """[hidden, inner], the input dimension cut: a projection back into the residual stream. inner:
-    a field of Sizes."""
+    """[hidden, inner], sharded along the input dimension: a projection back into the residual
+    stream. inner: a field of Sizes."""
 
     hf: str
     inner: str
@@ -243,7 +246,7 @@ class RowParallel(Mapping):
 
 @dataclass(frozen=True)
 class ColumnParallel(Mapping):
-    """[rows, columns], the output dimension cut. rows, columns: fields of Sizes."""
+    """[rows, columns], sharded along the output dimension. rows, columns: fields of Sizes."""
 
     hf: str
     rows: str
@@ -258,7 +261,7 @@ class ColumnParallel(Mapping):
 
 @dataclass(frozen=True)
 class HeadParallel(Mapping):
-    """A number for each head [heads], of which a rank has its own."""
+    """A vector [heads] with one number per head, sharded by heads."""
 
     hf: str
 
@@ -271,8 +274,8 @@ class HeadParallel(Mapping):
 
 @dataclass(frozen=True)
 class VocabParallel(Mapping):
-    """[vocab, hidden], the vocabulary cut: embedding and output layer. megatron-core's last rows
-    are padding."""
+    """[vocab, hidden], sharded along the vocabulary: embedding and output layer. megatron-core pads
+    the last rows."""
 
     hf: str
 
@@ -287,8 +290,8 @@ class VocabParallel(Mapping):
 
 @dataclass(frozen=True)
 class GatedMLP(Mapping):
-    """Gate and up projection [inner, hidden], one above the other: each rank has its share of both.
-    inner: a field of Sizes."""
+    """Gate and up projection [inner, hidden], stacked; each rank has its share of both. inner: a
+    field of Sizes."""
 
     gate: str
     up: str
@@ -304,8 +307,8 @@ class GatedMLP(Mapping):
 
 @dataclass(frozen=True)
 class StackedGatedMLP(Mapping):
-    """Gate and up projection that the file has as one tensor [2 * inner, hidden]. inner: a field of
-    Sizes."""
+    """Gate and up projection stored in the file as one tensor [2 * inner, hidden]. inner: a field
+    of Sizes."""
 
     hf: str
     inner: str = "ffn"
@@ -321,11 +324,11 @@ class StackedGatedMLP(Mapping):
 
 @dataclass(frozen=True)
 class QKV(Mapping):
-    """Query, key and value projections, interleaved: for each group its query heads, its key head,
-    its value head.
+    """Query, key and value projections, interleaved: for each group its query heads, its key head
+    and its value head.
 
-    Weights [out, hidden] or, with bias=True, biases [out]. A rank's share of the interleaved rows
-    need not hold whole groups: with more ranks than groups it holds a part of one.
+    Weights [out, hidden] or, with bias=True, biases [out]. Shards of the interleaved rows need not
+    align with groups: with more ranks than groups, a rank has a part of a group.
     """
 
     query: str
@@ -357,15 +360,15 @@ class QKV(Mapping):
 
 @dataclass(frozen=True)
 class GatedQKV(QKV):
-    """As QKV, of attention with a gate on its output: each head of the query projection has its
-    gate's rows behind its own. Here a group's gates stand between its queries and its key."""
+    """Like QKV, for attention with an output gate. The file has each query head followed by its
+    gate; megatron-core has a group's gates between its queries and its key."""
 
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         shapes = super().hf_shapes(sizes)
         return shapes | {self.query: (2 * sizes.query, *shapes[self.query][1:])}
 
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
-        # whole groups on each rank, as megatron-core needs them where the output has a gate
+        # megatron-core needs complete groups on each rank if the output has a gate
         first, last = share_of(sizes.groups, tp_rank, tp_size)
         return [part for g in range(first, last) for part in self._group(sizes, g)]
 

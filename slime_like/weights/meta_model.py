@@ -32,15 +32,14 @@ if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
 
 
-TIMEOUT_MINUTES = 24 * 60.0  # a rank may write for long while the others have done their part
+TIMEOUT_MINUTES = 24 * 60.0  # a rank may keep writing long after the others are done
 NO_ACCELERATOR = Machine(cuda=False, transformer_engine=False, gradient_fusion=False)
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """chunks: this rank's GPTModels, on the meta device. state: their sharded state, as checkpoints
-    are written from. parameters: the canonical name of each parameter -> itself, on the meta
-    device."""
+    """This rank's model on the meta device. chunks: its GPTModels. state: their sharded state dict,
+    as used for checkpoints. parameters: canonical name -> meta parameter."""
 
     hf: HfModel
     gpt: GPTModelConfig
@@ -52,10 +51,10 @@ class Blueprint:
     _entries: dict[str, Any]
 
     def pieces(self, name: str, data: Tensor | None = None) -> list[ShardedTensor]:
-        """What a checkpoint holds of a parameter: one tensor, or several (gate and up projection).
-        data: views of it are the pieces' data; None: of the parameter on the meta device."""
+        """The shards of a parameter in a checkpoint: one tensor, or several (gate and up
+        projection). data: the tensor that they are views of; None: the meta parameter."""
         entry = self._entries[name]
-        if data is not None:  # of any dtype; a factory takes that of its data
+        if data is not None:  # of any dtype; a factory takes the dtype of its data
             entry = dataclasses.replace(
                 entry,
                 data=data,
@@ -64,7 +63,7 @@ class Blueprint:
         return list(_built(entry))
 
     def shape(self) -> dict[str, int | bool | None]:
-        """Settings that tell one model from another."""
+        """Settings that distinguish one model from another."""
         return model_shape(self.chunks[0].config, self.gpt)
 
 
@@ -76,8 +75,8 @@ def conversion_layout(
     expert: int = 1,
     expert_tensor: int | None = None,
 ) -> ParallelConfig:
-    """The layout in which a model is converted; the default is one rank's, which every process has
-    for itself."""
+    """The layout in which a model is converted; by default a single rank, in every process
+    separately."""
     return ParallelConfig(
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
@@ -86,7 +85,7 @@ def conversion_layout(
         sequence_parallel=tensor > 1
         and bool(
             hf.transformer.get("num_moe_experts")
-        ),  # megatron-core wants it; weights do not depend on it
+        ),  # required by megatron-core; weights do not depend on it
         distributed_backend="gloo",
         distributed_timeout_minutes=TIMEOUT_MINUTES,
     )
@@ -101,7 +100,8 @@ def make_blueprint(
     value_head: bool,
     predicting: int | None = None,
 ) -> Blueprint:
-    """predicting: layers of multi-token prediction. Raises ConfigError with what megatron-core has against the model in this layout."""
+    """Build the model on the meta device. predicting: number of multi-token prediction layers.
+    Raises ConfigError with megatron-core's objections to the model in this layout."""
     core = merge_network({"perform_initialization": False}, hf.transformer, {})
     built, problems = build_megatron_configs(
         core,
@@ -134,7 +134,7 @@ def make_blueprint(
 
 
 class OnMeta(TorchFunctionMode):
-    """New tensors have shapes and no memory, whatever device was asked for."""
+    """Creates all new tensors on the meta device, whatever device was requested."""
 
     def __torch_function__(
         self, func: Any, types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None

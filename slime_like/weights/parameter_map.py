@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-# Transformer Engine's layers have the down-projections whole on every tensor-parallel rank
+# Transformer Engine's layers replicate the down-projections on every tensor-parallel rank
 _WHOLE_DOWN_PROJECTIONS: dict[str, Mapping] = {
     f"{ATTENTION}.linear_q_down_proj.weight": ReplicatedRows(
         f"{HF_ATTENTION}.q_a_proj.weight", "q_latent"
@@ -43,15 +43,15 @@ _WHOLE_DOWN_PROJECTIONS: dict[str, Mapping] = {
     ),
 }
 
-# A critic's head, under the names of *ForTokenClassification. *ForSequenceClassification has the
-# same weight and no bias.
+# A critic's head under the names of *ForTokenClassification. *ForSequenceClassification has the
+# same weight but no bias.
 SCORE = "score.weight"
 VALUE_HEAD: dict[str, Mapping] = {
     "output_layer.weight": ReplicatedRows(SCORE, "one"),
     "output_layer.bias": Replicated("score.bias", "one"),
 }
 
-# Norms that Transformer Engine fuses into the following linear layer.
+# Norms that Transformer Engine fuses into the next linear layer.
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -59,7 +59,7 @@ _FUSED_NORMS = {
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
     "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
 }
-# Transformer Engine's grouped experts: one layer, a weight and perhaps a bias for each.
+# Transformer Engine's grouped experts: one layer with a weight, and optionally a bias, per expert.
 _GROUPED_EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.")
 _LOCAL_EXPERT = re.compile(r"(\.experts\.local_experts\.)(\d+)(\.)")
@@ -73,7 +73,7 @@ _OF_COMPRESSED_QUERIES = tuple(
 # of a family that leaves it to the file whether there are any
 _QKV_BIAS = (f"{ATTENTION}.linear_qkv.bias",)
 _QK_NORMS = (f"{ATTENTION}.q_layernorm.weight", f"{ATTENTION}.k_layernorm.weight")
-_INDEXER = ".self_attention.indexer."  # buffers: it is not trained
+_INDEXER = ".self_attention.indexer."  # buffers: the indexer is not trained
 _DELTA_NET = ("in_proj.", "conv_weight", "A_log", "dt_bias", "norm_weight", "out_proj.")
 
 
@@ -85,14 +85,18 @@ def family_map(
     value_head: bool = False,
     predicting: int | None = None,
 ) -> dict[str, Mapping]:
-    """Every parameter of the whole model, in the order of the network. Layer numbers are global,
+    """Every parameter of the full model, in the order of the network. Layer numbers are global,
     from 0.
 
-    config: the model's TransformerConfig. tied: the output layer is the embedding. (Where they are
-    on different pipeline stages megatron-core keeps a copy of it as the last stage's
-    output_layer.weight.) value_head: a critic, which has no output layer. predicting: its layers of
-    multi-token prediction. Raises ValueError for an
-    architecture that is not registered.
+    Args:
+        config: The model's TransformerConfig.
+        tied: The output layer is the embedding. (If they are on different pipeline stages,
+            megatron-core keeps a copy in the last stage's output_layer.weight.)
+        value_head: The model is a critic, without an output layer.
+        predicting: Number of multi-token prediction layers.
+
+    Raises:
+        ValueError: The architecture is not registered.
     """
     registered = model_families.get(architecture)
     family = dict(registered.parameters)
@@ -140,7 +144,7 @@ def family_map(
 def _of_layer(
     per_layer: MappingOf[str, Mapping], *, sparse: bool, linear: bool
 ) -> dict[str, Mapping]:
-    """What a layer with or without experts, with a delta net or attention, has."""
+    """Parameters of one layer, dense or MoE, with a delta net or attention."""
     return {
         name: mapping
         for name, mapping in per_layer.items()
@@ -151,7 +155,7 @@ def _of_layer(
 def _of_prediction(
     per_layer: MappingOf[str, Mapping], names: PredictionNames
 ) -> dict[str, Mapping]:
-    """Of a layer of multi-token prediction, out of what a layer of the model has."""
+    """Parameters of a multi-token prediction layer, derived from those of the model's layers."""
     layer, start = "decoder.layers.{layer}.", "mtp.layers.{layer}."
     return {
         **{start + name: mapping for name, mapping in names.parameters.items()},
@@ -167,7 +171,8 @@ def _of_prediction(
 def _numbered(
     own: MappingOf[str, Mapping], number: int, layer: int, experts: int
 ) -> dict[str, Mapping]:
-    """number: of the layer in our names. layer: in those of the file."""
+    """Fill in layer numbers. number: the layer's number in our names; layer: in the file's
+    names."""
     found: dict[str, Mapping] = {}
     for name, mapping in own.items():
         if "{expert}" not in name:
@@ -180,24 +185,22 @@ def _numbered(
 
 
 def _of_sparse_layers(name: str) -> bool | None:
-    """Whether a map's parameter is in layers with experts only (True), in dense ones only (False),
-    or in all (None)."""
+    """Whether a parameter belongs to MoE layers only (True), to dense layers only (False), or to
+    all (None)."""
     _, in_mlp, rest = name.partition(".mlp.")
     return rest.startswith(("router.", "experts.", "shared_experts.")) if in_mlp else None
 
 
 def _of_delta_nets(name: str) -> bool | None:
-    """As `_of_sparse_layers`, of layers with a delta net."""
+    """Like `_of_sparse_layers`, for layers with a delta net."""
     _, in_attention, rest = name.partition(".self_attention.")
     return rest.startswith(_DELTA_NET) if in_attention else None
 
 
 def expert_number(name: str) -> int | None:
-    """The expert that a parameter belongs to, by its canonical name; None for parameters that are
-    not an expert's.
+    """The expert that a parameter belongs to, from its canonical name; None for other parameters.
 
-    The experts' parameters are cut and replicated by the grid of expert-tensor- and expert-parallel
-    ranks.
+    Expert parameters are sharded and replicated over expert-tensor- and expert-parallel ranks.
     """
     _, found, rest = name.partition(".mlp.experts.local_experts.")
     return int(rest.partition(".")[0]) if found else None
@@ -209,19 +212,19 @@ def of_expert(name: str, expert: int) -> str:
 
 
 def own_experts(sizes: Sizes, layout: ParallelLayout) -> range:
-    """The experts of each layer that this rank has, or a part of."""
+    """The experts of each layer that this rank holds, fully or in part."""
     share = sizes.experts // layout.ep_size
     return range(layout.ep_rank * share, (layout.ep_rank + 1) * share)
 
 
 def any_expert(name: str) -> str:
-    """The name of an expert's parameter without its number: what holds for one expert of a layer
-    holds for all."""
+    """The name of an expert's parameter without the expert's number, for properties that all
+    experts of a layer share."""
     return _LOCAL_EXPERT.sub(r"\1*\3", name)
 
 
 def model_sizes(config: TransformerConfig, gpt: GPTModelConfig) -> Sizes:
-    """Sizes of the whole model. config: the model's TransformerConfig."""
+    """Sizes of the full model. config: its TransformerConfig."""
     assert gpt.vocab_size is not None, (
         "the vocabulary size is known once the command line is parsed"
     )
@@ -267,7 +270,7 @@ def _delta_sizes(config: TransformerConfig) -> dict[str, int]:
 
 
 def canonical_name(name: str) -> str:
-    """A parameter's name under either layer spec -> its name without Transformer Engine."""
+    """Convert a parameter's name from either layer spec to the spec without Transformer Engine."""
     for fused, plain in _FUSED_NORMS.items():
         if name.endswith("." + fused):
             return name.removesuffix(fused) + plain
@@ -282,7 +285,7 @@ def unwrap(chunk: MegatronModule) -> MegatronModule:
 
 
 def named_weights(chunk: MegatronModule) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and what is a buffer: the routers' biases and the indexers."""
+    """Parameters, and buffers that are weights: router biases and indexers."""
     yield from chunk.named_parameters()
     yield from (
         (name, buffer)
@@ -292,8 +295,8 @@ def named_weights(chunk: MegatronModule) -> Iterator[tuple[str, Tensor]]:
 
 
 def global_parameters(model_chunks: Sequence[MegatronModule]) -> Iterator[tuple[str, Tensor]]:
-    """(canonical name with the global layer number and the global expert number, parameter) of
-    everything on this rank."""
+    """(canonical name with global layer and expert numbers, parameter) of everything on this
+    rank."""
     for chunk in map(unwrap, model_chunks):
         for name, parameter in named_weights(chunk):
             full = canonical_name(name)
@@ -302,7 +305,7 @@ def global_parameters(model_chunks: Sequence[MegatronModule]) -> Iterator[tuple[
                 part, local, rest = found[1], int(found[2]), full[found.end() :]
                 if part == "decoder":
                     layer = chunk.decoder.layers[local]
-                    full = f"decoder.layers.{layer.layer_number - 1}.{rest}"  # it counts from 1
+                    full = f"decoder.layers.{layer.layer_number - 1}.{rest}"  # 1-based
                 else:
                     layer = chunk.mtp.layers[local].transformer_layer
                 if expert_number(full) is not None:

@@ -19,20 +19,20 @@ from torch import Tensor
 from arguments.hf.quantization import SUPPORTED, Quantization
 from slime_like.weights.gather import TensorPlan
 
-ReadRows = Callable[[str, int, int], Tensor]  # a stored tensor's rows [first, last), as stored
+ReadRows = Callable[[str, int, int], Tensor]  # a stored tensor's rows [first, last)
 FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
-CHUNK_ELEMENTS = 2**22  # of a weight that are in float32 at a time
-MX_COLUMNS = 32  # of one scale
+CHUNK_ELEMENTS = 2**22  # elements of a weight that are in float32 at a time
+MX_COLUMNS = 32  # columns per scale
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-MX_BIAS, MX_NAN = 127, 255  # of a scale's exponent; no number
-# Of activations and of the cache of keys and values: nothing that is trained.
+MX_BIAS, MX_NAN = 127, 255  # bias of a scale's exponent, and its NaN code
+# Scales of activations and of the KV cache, which are not trained.
 OTHER_SCALES = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale")
 
 
 @dataclass(frozen=True, slots=True)
 class CodedWeight(ABC):
-    """A weight that is stored as several tensors. shape: of the weight. stored: the tensors, those
-    of the widest dtype first."""
+    """A weight that is stored as several tensors. shape: of the weight. stored: these tensors,
+    sorted by descending dtype width."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,16 +40,17 @@ class CodedWeight(ABC):
 
     @abstractmethod
     def decode(self, read: ReadRows, first: int, last: int) -> Tensor:
-        """Rows [first, last) along the first dimension, float32. Raises ValueError when what is
-        stored is no number."""
+        """Dequantise rows [first, last) along the first dimension to float32. Raises ValueError if
+        the stored data is not a number."""
 
     @abstractmethod
     def encode(self, weight: Tensor) -> dict[str, Tensor]:
-        """The tensors of `stored` for a new value of the weight, on its device. Raises ValueError
-        where the format is only read."""
+        """Quantise a new value of the weight: the tensors of `stored`, on its device. Raises
+        ValueError if the format is read-only."""
 
     def chunks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """[start, stop) in parts of whole blocks and about `CHUNK_ELEMENTS` elements."""
+        """Split [start, stop) into ranges of complete blocks with about `CHUNK_ELEMENTS` elements
+        each."""
         many = max(1, CHUNK_ELEMENTS // max(1, math.prod(self.shape[1:])))
         while start < stop:
             last = min(stop, start + many)
@@ -59,8 +60,9 @@ class CodedWeight(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ScaledMatrix(CodedWeight):
-    """[rows, columns]: codes times scales [rows / block rows, columns / block columns], both rounded
-    up. codes, scales: names of the stored tensors. block: 0 for all rows or columns."""
+    """[rows, columns]: codes times scales of shape [rows / block rows, columns / block columns],
+    rounded up. codes, scales: names of the stored tensors. block: size of a block; 0 for all rows
+    or columns."""
 
     codes: str
     scales: str
@@ -69,7 +71,7 @@ class ScaledMatrix(CodedWeight):
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Rows and columns of one scale."""
+        """Rows and columns of one scale's block."""
         return self.block[0] or max(1, self.shape[0]), self.block[1] or max(1, self.shape[1])
 
     def decode(self, read: ReadRows, first: int, last: int) -> Tensor:
@@ -98,7 +100,7 @@ class ScaledMatrix(CodedWeight):
         return {name: tensor.view(plans[name].shape) for name, tensor in found.items()}
 
     def _tiles(self, weight: Tensor) -> Tensor:
-        """[scale rows, rows, scale columns, columns], zeros at the lower and right edge."""
+        """Split into blocks: [scale rows, rows, scale columns, columns], zero-padded."""
         rows, columns = self.tile
         padding = (0, -weight.shape[1] % columns, 0, -weight.shape[0] % rows)
         padded = F.pad(weight, padding)
@@ -109,16 +111,16 @@ class ScaledMatrix(CodedWeight):
 
     @abstractmethod
     def _values(self, read: ReadRows, first: int, last: int) -> Tensor:
-        """What the codes stand for, float32 [last - first, columns]."""
+        """Unscaled values of the codes, float32 [last - first, columns]."""
 
     @abstractmethod
     def _encode_rows(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and scales of whole blocks of rows [n, columns] float32."""
+        """Codes and scales of complete blocks of rows, float32 [n, columns]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Matrix(ScaledMatrix):
-    """Codes are e4m3 numbers. power_of_two: new scales are rounded up to one."""
+    """FP8 matrix with e4m3 codes. power_of_two: new scales are rounded up to powers of two."""
 
     power_of_two: bool
 
@@ -139,8 +141,9 @@ class Fp8Matrix(ScaledMatrix):
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix(ScaledMatrix):
-    """Codes are integers of `bits` bits, offset by half their range, in int32 words; the first is in
-    the lowest bits. size: the stored tensor with the weight's shape."""
+    """Matrix of packed integers: codes of `bits` bits, offset by half their range, packed into
+    int32 words from the lowest bits up. size: the stored tensor that contains the weight's
+    shape."""
 
     size: str
     bits: int
@@ -163,12 +166,12 @@ class PackedMatrix(ScaledMatrix):
     def encode(self, weight: Tensor) -> dict[str, Tensor]:
         dtype = next(plan.dtype for plan in self.stored if plan.name == self.size)
         size = torch.tensor(self.shape, dtype=dtype, device=weight.device)
-        # not super(): a dataclass with slots is another class than the one that is being defined
+        # not super(): dataclass(slots=True) replaces the class object that super() refers to
         return {**ScaledMatrix.encode(self, weight), self.size: size}
 
     def _encode_rows(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Round to nearest, with the scale, of two that clip nothing, that errs less: with it a
-        weight that was stored so is stored as before."""
+        """Round to nearest with one of two scales that avoid clipping, whichever has the smaller
+        error. This way an unchanged weight is quantised to the codes that it was loaded from."""
         tiles, half = self._tiles(weight), 2 ** (self.bits - 1)
         largest, least = tiles.amax(dim=(1, 3)), tiles.amin(dim=(1, 3))
         codes, scales, error = None, None, None
@@ -190,7 +193,8 @@ class PackedMatrix(ScaledMatrix):
         return self._packed(self._untiled(codes, len(weight)).long() + half), scales
 
     def _packed(self, codes: Tensor) -> Tensor:
-        """[n, words] int32 of unsigned codes [n, columns]; what is left of the last word is 0."""
+        """Pack unsigned codes [n, columns] into [n, words] int32; unused bits of the last word are
+        0."""
         shifts = self._shifts.long().to(codes.device)
         padded = F.pad(codes, (0, -codes.shape[1] % len(shifts))).unflatten(1, (-1, len(shifts)))
         words = (padded << shifts).sum(-1)
@@ -199,9 +203,9 @@ class PackedMatrix(ScaledMatrix):
 
 @dataclass(frozen=True, slots=True)
 class MxExperts(CodedWeight):
-    """The experts of a layer [experts, columns, rows] in MXFP4, stored transposed: bytes of two e2m1
-    numbers [experts, rows, groups, 16], the first in the lower half, and a power of two for each
-    group of 32 [experts, rows, groups]."""
+    """The experts of a layer [experts, columns, rows] in MXFP4, stored transposed: [experts, rows,
+    groups, 16] bytes of two e2m1 numbers each, the first in the low half, and [experts, rows,
+    groups] power-of-two scales, one per group of 32 numbers."""
 
     blocks: str
     scales: str
@@ -224,12 +228,12 @@ class MxExperts(CodedWeight):
 
 
 def _never_zero(scales: Tensor) -> Tensor:
-    """1 in place of 0, which is that of zeros."""
+    """Replace scales of 0, which blocks of zeros have, by 1."""
     return torch.where(scales.float() == 0, torch.ones_like(scales), scales)
 
 
 class _Finder:
-    """The quantised weights among a folder's tensors."""
+    """Finds the quantised weights among a folder's tensors."""
 
     def __init__(self, tensors: Mapping[str, TensorPlan], how: Quantization, folder: str) -> None:
         self._tensors = tensors
@@ -320,20 +324,21 @@ class _Finder:
 def coded_weights(
     tensors: Mapping[str, TensorPlan], how: Quantization, folder: str
 ) -> dict[str, CodedWeight]:
-    """The quantised weights of a folder, by name. tensors: all that it stores. Raises ValueError
-    naming a tensor that is missing or not as `how` says."""
+    """The quantised weights of a folder, by name. tensors: all stored tensors. Raises ValueError
+    naming a tensor that is missing or inconsistent with `how`."""
     return {coded.name: coded for coded in _Finder(tensors, how, folder).all()}
 
 
 def stored_plans(plan: TensorPlan, coded: Mapping[str, CodedWeight]) -> tuple[TensorPlan, ...]:
-    """The tensors that a weight becomes."""
+    """The tensors as which a weight is stored."""
     return coded[plan.name].stored if plan.name in coded else (plan,)
 
 
 def encode_tensors(
     tensors: Mapping[str, Tensor], coded: Mapping[str, CodedWeight]
 ) -> dict[str, Tensor]:
-    """Weights by name -> the tensors that they become."""
+    """Quantise weights for storage: those in `coded` become several tensors, others are
+    unchanged."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         found |= coded[name].encode(tensor) if name in coded else {name: tensor}

@@ -27,9 +27,9 @@ TORCH_DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F64": torch.float64,
-}  # by safetensors' names
+}  # by safetensors' dtype names
 DTYPES = tuple(TORCH_DTYPES)
-# of what quantised weights are stored as
+# dtypes of the tensors that store quantised weights
 _STORED_DTYPES = {
     **TORCH_DTYPES,
     "F8_E4M3": torch.float8_e4m3fn,
@@ -38,18 +38,18 @@ _STORED_DTYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
-# Qwen3.5 without its vision tower: transformers may save it with the names of the whole
+# Qwen3.5 without its vision tower: transformers may save it with the names of the full model
 TEXT_ONLY = ({"Qwen3_5ForCausalLM"}, {"Qwen3_5MoeForCausalLM"})
 LANGUAGE_MODEL = "model.language_model."
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 DTYPE_NAMES = {dtype: name for name, dtype in _STORED_DTYPES.items()}
-END_BYTES = 4096  # of a tensor, for `weights_digest`
-READ_BYTES = 16 * 2**20  # at a time
-MAX_NAMED = 8  # names in one error message
+END_BYTES = 4096  # bytes of a tensor's start and end in `weights_digest`
+READ_BYTES = 16 * 2**20  # bytes per read
+MAX_NAMED = 8  # names listed in an error message
 
 
 def file_names(number: int) -> list[str]:
-    """What transformers calls the files of a model that is in so many of them."""
+    """transformers' file names of a model in `number` files."""
     return (
         [SINGLE]
         if number == 1
@@ -59,8 +59,8 @@ def file_names(number: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies. start: byte in the file. size: bytes. dtype: safetensors' name, perhaps
-    one that we cannot read."""
+    """Location of a tensor. start: first byte in the file. size: bytes. dtype: safetensors' name,
+    possibly of an unsupported dtype."""
 
     file: int  # descriptor
     start: int
@@ -71,12 +71,14 @@ class StoredTensor:
 
 class WeightFiles:
     """The weights of a Hugging Face folder, opened lazily. A context manager; raises ValueError
-    naming what is wrong.
+    naming the problem.
 
-    stored: the tensors of its files; of experts that are one tensor of three dimensions, a layer's,
-    each projection of each. A weight is one of them, or, where config.json has a
-    `quantization_config`, what some of them stand for: `coded`, by name. Files are read, not mapped: pages of a mapped file count as this process's memory for as long as
-    it is open, which for the whole of a model are as many bytes as it has."""
+    A weight is a stored tensor or, if config.json has a `quantization_config`, dequantised from
+    several of them (`coded`, by name). stored: the tensors of the files; a layer's 3-D tensor of
+    all experts is split into one entry per expert and projection. Files are read instead of
+    memory-mapped, because mapped pages count towards the process's memory, up to the size of the
+    model.
+    """
 
     def __init__(self, folder: str) -> None:
         self._files: list[int] = []
@@ -120,11 +122,11 @@ class WeightFiles:
         return self.coded[name].shape if name in self.coded else self.stored[name].shape
 
     def dtype(self, name: str) -> str:
-        """safetensors' name of what `read` gives."""
+        """safetensors' name of the dtype that `read` returns."""
         return "F32" if name in self.coded else self.stored[name].dtype
 
     def stored_dtype(self, name: str) -> torch.dtype:
-        """Of a stored tensor. Raises ValueError for one that we cannot read."""
+        """Dtype of a stored tensor. Raises ValueError if it is not supported."""
         dtype = _STORED_DTYPES.get(self.stored[name].dtype)
         if dtype is None:
             raise ValueError(
@@ -133,7 +135,7 @@ class WeightFiles:
         return dtype
 
     def ends(self, name: str) -> bytes:
-        """The first and the last bytes of a stored tensor, `END_BYTES` of each."""
+        """The first and last `END_BYTES` bytes of a stored tensor."""
         stored = self.stored[name]
         count = min(stored.size, END_BYTES)
         return os.pread(stored.file, count, stored.start) + os.pread(
@@ -141,8 +143,8 @@ class WeightFiles:
         )
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) along `dim` (0 or 1), in the file's dtype; of a quantised weight
-        float32. Along dimension 1 whole rows are read, some at a time."""
+        """Rows [start, stop) along `dim` (0 or 1), in the file's dtype, or float32 for a quantised
+        weight. Along dimension 1, full rows are read, a few at a time."""
         if name not in self.coded:
             return self._read_stored(name, dim, start, stop)
         shape = list(self.shape(name))
@@ -152,7 +154,7 @@ class WeightFiles:
         return out
 
     def read_stored(self, name: str) -> Tensor:
-        """A stored tensor, whole."""
+        """A stored tensor, in full."""
         shape = self.stored[name].shape
         return self._read_stored(name, 0, 0, shape[0] if shape else 1).view(shape)
 
@@ -173,8 +175,8 @@ class WeightFiles:
         return out
 
     def read_into(self, out: Tensor, name: str, dim: int, start: int, stop: int) -> None:
-        """`read`, cast to the dtype of `out`. Of a quantised weight a few million elements are in
-        memory besides."""
+        """`read`, cast to the dtype of `out`. A quantised weight needs a few million elements of
+        additional memory."""
         if name not in self.coded:
             out.copy_(self.read(name, dim, start, stop))
             return
@@ -186,9 +188,9 @@ class WeightFiles:
 
 
 def weights_digest(folder: str) -> str:
-    """Tells a Hugging Face folder's weights from others' without reading them whole: of every
-    tensor its name, dtype, shape, first and last bytes. Raises ValueError naming a file that cannot
-    be read."""
+    """Fingerprint of a Hugging Face folder's weights that does not read them in full: a digest of
+    every tensor's name, dtype, shape, first and last bytes. Raises ValueError naming an unreadable
+    file."""
     digest = hashlib.sha256()
     with WeightFiles(folder) as files:
         for name, stored in sorted(files.stored.items()):
@@ -198,7 +200,7 @@ def weights_digest(folder: str) -> str:
 
 
 def stored_format(folder: str) -> Mapping[str, CodedWeight]:
-    """How the folder stores its quantised weights, by name. Raises as `WeightFiles`."""
+    """How the folder stores its quantised weights, by name. Raises like `WeightFiles`."""
     with WeightFiles(folder) as files:
         return files.coded
 
@@ -216,7 +218,8 @@ def _coded(stored: Mapping[str, StoredTensor], folder: str) -> Mapping[str, Code
 
 
 def stored_tensors(file: int) -> dict[str, StoredTensor]:
-    """The header of a safetensors file that the library has checked: 8 bytes of length, then JSON."""
+    """Parse the header of a safetensors file that the library has validated: 8 bytes of length,
+    then JSON."""
     length = int.from_bytes(os.pread(file, 8, 0), "little")
     header = json.loads(os.pread(file, length, 8))
     return {
@@ -233,7 +236,7 @@ def stored_tensors(file: int) -> dict[str, StoredTensor]:
 
 
 def _own_names(stored: Mapping[str, StoredTensor], folder: str) -> dict[str, StoredTensor]:
-    """By the names that the class in config.json has, each expert's by themselves."""
+    """Rename the tensors to the names of the class in config.json, with one entry per expert."""
     path = Path(folder) / "config.json"
     config = read_json(path) if path.is_file() else {}
     named = config.get("architectures") if isinstance(config, dict) else None
@@ -244,8 +247,8 @@ def _own_names(stored: Mapping[str, StoredTensor], folder: str) -> dict[str, Sto
 
 
 def _each_expert(stored: Mapping[str, StoredTensor], layers: str) -> dict[str, StoredTensor]:
-    """Qwen3.5's files have a layer's experts as [experts, rows, columns], gate above up: here under
-    the names that other files have, where the bytes are."""
+    """Split Qwen3.5's tensors of all experts of a layer [experts, rows, columns], gate stacked on
+    up, into entries under the names that other files have."""
     found = {}
     for name, tensor in stored.items():
         block, _, last = name.rpartition(".")
@@ -263,7 +266,7 @@ def _each_expert(stored: Mapping[str, StoredTensor], layers: str) -> dict[str, S
 
 
 def _read_into(tensor: Tensor, file: int, position: int) -> None:
-    """Fill a contiguous tensor with a file's bytes from `position` on. Raises ValueError when the
+    """Fill a contiguous tensor from the file, starting at byte `position`. Raises ValueError if the
     file ends early."""
     if not tensor.numel():
         return
@@ -277,7 +280,7 @@ def _read_into(tensor: Tensor, file: int, position: int) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a Hugging Face folder: the ones its index names, else
+    """The safetensors files of a Hugging Face folder: those listed in its index, otherwise
     model.safetensors."""
     index = folder / INDEX
     if index.is_file():

@@ -24,8 +24,8 @@ NOTE = ".done.json"
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """A file of tensors. Raises OSError where the disk does not take it, which the library has an
-    error of its own for."""
+    """Write a file of tensors. Raises OSError if the disk fails, in place of the library's own
+    error."""
     try:
         save_file(tensors, path, metadata=metadata)
     except SafetensorError as error:
@@ -37,7 +37,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """One file and its tensors, in their order."""
+    """One file and its tensors, in order."""
 
     file_name: str
     tensors: tuple[TensorPlan, ...]
@@ -48,7 +48,7 @@ class ShardPlan:
 
 
 def plan_shards(tensors: Iterable[TensorPlan], max_shard_bytes: int) -> list[ShardPlan]:
-    """Cut a model into files of at most `max_shard_bytes` (or one tensor)."""
+    """Split a model into files of at most `max_shard_bytes`, or of one larger tensor."""
     groups: list[list[TensorPlan]] = []
     size = 0
     for tensor in tensors:
@@ -64,13 +64,13 @@ def plan_shards(tensors: Iterable[TensorPlan], max_shard_bytes: int) -> list[Sha
 
 
 def is_quantized(shards: Sequence[ShardPlan]) -> bool:
-    """Whether some tensors are no weights, but what quantised ones are stored as."""
+    """Whether some of the tensors are parts of quantised weights."""
     plain = TORCH_DTYPES.values()
     return any(tensor.dtype not in plain for shard in shards for tensor in shard.tensors)
 
 
 def main_dtype(shards: Sequence[ShardPlan]) -> str:
-    """That of most bytes, as config.json calls it."""
+    """The dtype with the most bytes, under its name in config.json."""
     by_dtype: Counter[torch.dtype] = Counter()
     for shard in shards:
         for tensor in shard.tensors:
@@ -79,7 +79,7 @@ def main_dtype(shards: Sequence[ShardPlan]) -> str:
 
 
 def write_index(folder: Path, shards: Sequence[ShardPlan]) -> None:
-    """Which file has which tensor; nothing for a single file."""
+    """Write the index of tensor names to files; nothing for a single file."""
     if len(shards) > 1:
         weight_map = {tensor.name: shard.file_name for shard in shards for tensor in shard.tensors}
         index = {
@@ -96,8 +96,8 @@ def write_shard(
     identity: str,
     advance: Callable[[int], None],
 ) -> FileRecord:
-    """Write the file under another name, sync, rename, and leave a note that it is whole. `tensors`
-    gives the plan's, in its order."""
+    """Write the file under a temporary name, sync, rename it, and write a marker that it is
+    complete. `tensors` yields the plan's tensors in order."""
     part = folder / (plan.file_name + ".part")
     with hashed_file(part) as file:
         file.write(header(plan.tensors))
@@ -119,7 +119,7 @@ def write_shard(
 
 
 def kept_shard(folder: Path, plan: ShardPlan, identity: str) -> FileRecord | None:
-    """The file, if it was written with the same `identity` and is whole."""
+    """The file, if it is complete and was written with the same `identity`."""
     try:
         note = json.loads((folder / (plan.file_name + NOTE)).read_text())
         record = FileRecord(note["size"], note["sha256"])
@@ -133,8 +133,8 @@ def kept_shard(folder: Path, plan: ShardPlan, identity: str) -> FileRecord | Non
 
 
 def header(tensors: Sequence[TensorPlan]) -> bytes:
-    """What a safetensors file begins with: the length of the JSON in 8 bytes, and the JSON, padded
-    to a multiple of 8."""
+    """The header of a safetensors file: 8 bytes of length and the JSON, padded to a multiple of
+    8."""
     entries: dict[str, Mapping[str, object]] = {"__metadata__": {"format": "pt"}}
     position = 0
     for tensor in tensors:

@@ -13,9 +13,9 @@ S = TypeVar("S", bound="StackedExpert")
 
 @dataclass(frozen=True)
 class StackedExpert(Mapping):
-    """One expert's parameter, of a file that has those of a layer's experts as one tensor: weights
-    transposed, [experts, columns, rows], or biases [experts, rows]. All experts of the layer make
-    the tensor together."""
+    """One expert's parameter, in files with one tensor for all experts of a layer: transposed
+    weights [experts, columns, rows], or biases [experts, rows]. All experts of the layer together
+    make up the tensor."""
 
     hf: str
     bias: bool = False
@@ -27,7 +27,7 @@ class StackedExpert(Mapping):
 
 @dataclass(frozen=True)
 class StackedGateUp(StackedExpert):
-    """Gate and up projection. Their rows take turns in the file; here one is above the other."""
+    """Gate and up projection: interleaved rows in the file, stacked here."""
 
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         columns = () if self.bias else (sizes.hidden,)
@@ -43,7 +43,7 @@ class StackedGateUp(StackedExpert):
 
 @dataclass(frozen=True)
 class StackedDown(StackedExpert):
-    """Projection back into the residual stream, the input dimension cut."""
+    """Projection back into the residual stream, sharded along the input dimension."""
 
     dim: ClassVar[int] = 1
 
@@ -60,7 +60,7 @@ class StackedDown(StackedExpert):
 
 @dataclass(frozen=True)
 class StackedDownBias(StackedExpert):
-    """The bias of that projection, whole on every rank."""
+    """The bias of that projection, replicated on every tensor-parallel rank."""
 
     sharded: ClassVar[bool] = False
 

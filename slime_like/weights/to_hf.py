@@ -56,14 +56,15 @@ from slime_like.weights.untrained import (
 )
 
 PARTIAL = ".partial"
-UNTRAINED = ""  # in place of a parameter's name
+UNTRAINED = ""  # used instead of a parameter's name
 NOT_WEIGHTS = ("optimizer.", "chained_", "_extra_state")
 Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """kept: files of an interrupted conversion that were whole."""
+    """Result of a conversion. kept: number of complete files reused from an interrupted
+    conversion."""
 
     bytes: int
     files: int
@@ -71,7 +72,7 @@ class Exported:
 
 
 class NetworkSource:
-    """The Hugging Face tensors of a network in a checkpoint. blueprint: of the template, in a
+    """The Hugging Face tensors of a network in a checkpoint. blueprint: model of the template, in a
     layout of one rank."""
 
     def __init__(
@@ -82,8 +83,9 @@ class NetworkSource:
         dtype: torch.dtype | None,
         coded: MappingOf[str, CodedWeight] | None = None,
     ) -> None:
-        """dtype: None: as stored. coded: the weights that are quantised, by name. Raises ConfigError when the template is of another model,
-        ValueError when the checkpoint is damaged."""
+        """dtype: None keeps the stored dtype. coded: the quantised weights, by name. Raises
+        ConfigError if the template is a different model, ValueError if the checkpoint is
+        damaged."""
         self.blueprint, self._template = blueprint, template
         self.stored = CheckpointTensors(folder)
         self._dtype, self._coded = dtype, coded or {}
@@ -127,7 +129,7 @@ class NetworkSource:
             self.tensors |= {plan.name: (UNTRAINED, plan) for plan in plans}
 
     def _own(self) -> dict[str, Mapping]:
-        """Parameters that hold separate tensors: a tied output layer has none."""
+        """Parameters with separate tensors: excludes a tied output layer."""
         seen: set[str] = set()
         own = {}
         for name, mapping in self.family.items():
@@ -162,8 +164,8 @@ class NetworkSource:
         return self._dtype or self.stored.dtype(self._keys[self.blueprint.pieces(name)[0].key])
 
     def parameter(self, name: str) -> Tensor:
-        """The whole of a parameter as one rank would have it; padding of the vocabulary, which
-        differs between layouts, is zero."""
+        """A full parameter, as in a layout of one rank; its vocabulary padding, which differs
+        between layouts, is zero."""
         whole = torch.zeros(self.blueprint.parameters[name].shape, dtype=self.dtype_of(name))
         for piece in self.blueprint.pieces(name, whole):
             assert piece.data is not None
@@ -175,25 +177,25 @@ class NetworkSource:
         return whole
 
     def stream(self, shard: ShardPlan) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a file; a parameter is read once for those of its tensors that follow each
-        other."""
+        """The tensors of a file. A parameter is read once for all of its tensors that are adjacent
+        in the file."""
         at: str | None = None
         made: dict[str, Tensor] = {}
         for planned in shard.tensors:
             name, _ = self.tensors[planned.name]
-            if name == UNTRAINED:  # the last ones
+            if name == UNTRAINED:  # they come last
                 made = {}
                 yield from self._untrained(shard)
                 return
             if name != at:
-                made = {}  # before the next one is read
+                made = {}  # freed before the next parameter is read
                 full = self._whole(name)
                 at, made = name, encode_tensors(full, self._coded)
                 del full
             yield planned.name, made.pop(self._repeated.get(planned.name, planned.name))
 
     def _whole(self, name: str) -> dict[str, Tensor]:
-        """The tensors of a parameter, of all experts where they have them together."""
+        """The tensors of a parameter; of all experts if they are stored as one tensor."""
         full = gather_full_tensors(self.family[name], [self.parameter(name)], self.sizes)
         if isinstance(self.family[name], StackedExpert):
             for expert in range(1, self.sizes.experts):
@@ -219,8 +221,8 @@ def convert_to_hf(
     advance: Advance = lambda size: None,
 ) -> Exported:
     """Write the network as a Hugging Face folder at `output`. Collective; each of `workers` threads
-    writes a file and holds one parameter, twice, at a time. Raises ValueError or OSError on every
-    rank; what was written stays for the next attempt, beside `output`."""
+    writes one file at a time and holds two copies of one parameter. Raises ValueError or OSError on
+    every rank; partial output is kept next to `output` for the next attempt."""
     folder, value_head = Path(output), source.blueprint.value_head
     from_rank_zero(lambda: check_folders(folder, Path(template)))
     shards = plan_shards((planned for _, planned in source.tensors.values()), max_shard_bytes)
@@ -258,7 +260,7 @@ def convert_to_hf(
 
 
 def _identity(checkpoint: Path, shards: list[ShardPlan]) -> str:
-    """What the bytes of the output depend on."""
+    """Fingerprint of everything that determines the bytes of the output."""
     plan = [
         (shard.file_name, [(t.name, t.shape, str(t.dtype)) for t in shard.tensors])
         for shard in shards
@@ -269,8 +271,8 @@ def _identity(checkpoint: Path, shards: list[ShardPlan]) -> str:
 
 
 def _prepare(partial: Path, shards: list[ShardPlan], identity: str) -> dict[str, FileRecord]:
-    """The folder to write in, with nothing in it but whole files of the same conversion. Returns
-    these."""
+    """Prepare the working folder: keep only complete files of the same conversion, and return
+    them."""
     partial.mkdir(parents=True, exist_ok=True)
     kept = {
         shard.file_name: record
@@ -289,8 +291,8 @@ def _prepare(partial: Path, shards: list[ShardPlan], identity: str) -> dict[str,
 
 
 def model_differences(saved: dict[str, object], blueprint: Blueprint) -> list[str]:
-    """Settings of the checkpoint's model that the template's has otherwise. saved: "model" of the
-    trainer's state. A critic has no output weights, and a tied policy is told by its tensors."""
+    """Settings in which the checkpoint's model differs from the template's. saved: "model" of the
+    trainer's state. Tied embeddings are not compared for a critic, which has no output layer."""
     here = blueprint.shape()
     names = [
         name

@@ -65,12 +65,13 @@ if TYPE_CHECKING:
 STEP = 0
 FILE_BYTES = 2**30
 NOTE = ".done.json"
-Advance = Callable[[int], None]  # gets the bytes of one more tensor
+Advance = Callable[[int], None]  # called with the bytes of every converted tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """kept: files of an interrupted conversion that were whole. All over all ranks."""
+    """Result of a conversion, summed over ranks. kept: complete files reused from an interrupted
+    conversion."""
 
     folder: Path
     bytes: int
@@ -89,11 +90,12 @@ def convert_to_megatron(
     advance: Advance = lambda size: None,
 ) -> Converted:
     """Write the model in `source` as checkpoint 0 in `root`, under the name `network` ("policy" or
-    "critic"). Collective.
+    "critic"). Collective; each of `workers` threads holds one parameter of this rank.
 
-    Each of `workers` threads holds one parameter of this rank. Raises, on every rank: ValueError
-    when the model's files are not as its config.json says; ConfigError when `root` has checkpoints
-    already; RunError when writing fails.
+    Raises:
+        ValueError: On every rank: the model's files do not match its config.json.
+        ConfigError: On every rank: `root` already has checkpoints.
+        RunError: On every rank: writing failed.
     """
     folder = writing_folder(root, STEP)
     from_rank_zero(lambda: _check_root(Path(root)))
@@ -139,7 +141,7 @@ def convert_to_megatron(
     )
 
 
-Written = tuple[str, FileRecord, list[WriteResult], bool]  # the last: kept from before
+Written = tuple[str, FileRecord, list[WriteResult], bool]  # last: reused file
 
 
 def _complete(
@@ -151,8 +153,8 @@ def _complete(
     plan: NetworkPlan,
     parts: Sequence[Sequence[Written]],
 ) -> int:
-    """On rank 0, once all tensors are written: metadata, trainer state and manifest, published.
-    Returns the bytes of the checkpoint."""
+    """Rank 0, after all tensors are written: write metadata, trainer state and manifest, and
+    publish the checkpoint. Returns its size in bytes."""
     folder = writing_folder(root, STEP)
     plan_folder = folder / network
     records = {f"{network}/{name}": record for part in parts for name, record, _, _ in part}
@@ -168,7 +170,7 @@ def _complete(
     for path in plan_folder.iterdir():
         if (
             f"{network}/{path.name}" not in records
-        ):  # notes, and files of an interrupted conversion of something else
+        ):  # markers, and files of an interrupted conversion of another model
             path.unlink()
     sync_path(plan_folder)
     write_manifest(folder, records, {"model": state["model"]})
@@ -179,7 +181,7 @@ def _complete(
 
 @dataclass(frozen=True)
 class _Job:
-    """One rank's part."""
+    """One rank's part of a conversion."""
 
     blueprint: Blueprint
     files: WeightFiles
@@ -189,8 +191,8 @@ class _Job:
     advance: Advance
 
     def split(self, items: Sequence[tuple[Any, Any]], file_bytes: int) -> list[FilePlan]:
-        """Write items into files of about `file_bytes`, the pieces of one parameter beside each
-        other."""
+        """Split write items into files of about `file_bytes`, keeping the shards of a parameter
+        together."""
         order = {place: number for number, place in enumerate(self._places())}
         items = sorted(items, key=lambda item: order.get(_place(item[0].index), -1))
         plans: list[FilePlan] = []
@@ -204,7 +206,7 @@ class _Job:
         return plans
 
     def _places(self) -> dict[tuple[str, tuple[int, ...]], tuple[str, int]]:
-        """(key, global offset) in the checkpoint -> (parameter, number of its piece)."""
+        """(key, global offset) in the checkpoint -> (parameter, index of its shard)."""
         return {
             (piece.key, tuple(piece.global_offset)): (name, number)
             for name in self.blueprint.parameters
@@ -247,8 +249,8 @@ class _Job:
         return plan.name, record, results, False
 
     def _kept(self, plan: FilePlan) -> Written | None:
-        """The file, if a conversion of the same model in the same layout has written it and it is
-        whole."""
+        """The file, if it is complete and was written by a conversion of the same model in the same
+        layout."""
         try:
             note = json.loads((self.folder / (plan.name + NOTE)).read_text())
             record = FileRecord(note["size"], note["sha256"])
@@ -273,7 +275,7 @@ class _Job:
     def _filled(
         self, plan: FilePlan, places: dict[tuple[str, tuple[int, ...]], tuple[str, int]]
     ) -> Iterator[tuple[object, object]]:
-        """The items with their data: objects as they are, tensors read from the model's files one
+        """Add data to the write items: objects unchanged, tensors read from the model's files one
         parameter at a time."""
         at: str | None = None
         pieces: list[Tensor] = []
@@ -283,19 +285,19 @@ class _Job:
                 continue
             name, number = places[_place(item.index)]
             if name != at:
-                pieces.clear()  # before the next one is read
+                pieces.clear()  # freed before the next parameter is read
                 shell = self.blueprint.parameters[name]
                 shard = torch.empty(shell.shape, dtype=shell.dtype)
                 self.loading.fill(name, shard, self.files)
                 at, pieces = name, [piece.data for piece in self.blueprint.pieces(name, shard)]
             piece = pieces[number].view(data.shape)
-            # torch.save writes the whole storage of a view
+            # torch.save would write a view's full storage
             yield item, piece.clone() if piece.untyped_storage().nbytes() != piece.nbytes else piece
             self.advance(piece.nbytes)
 
 
 class _Filled:
-    """Items that are made as they are written."""
+    """Write items that are filled lazily."""
 
     def __init__(self, items: Iterator[tuple[object, object]]) -> None:
         self._items = items
@@ -331,7 +333,7 @@ def _check_space(root: str, needed: int) -> None:
 
 
 def _identity(blueprint: Blueprint, source: str, file_bytes: int) -> str:
-    """What the bytes of a file depend on beside its name."""
+    """Fingerprint of everything except its name that determines the bytes of a file."""
     stats = [
         (path.name, path.stat().st_size, path.stat().st_mtime_ns)
         for path in weight_files(Path(source))
@@ -363,10 +365,10 @@ def _trainer_state(blueprint: Blueprint, source: str, network: str) -> dict[str,
         "networks": {network: {"optimizer": [], "optimizer_step": 0.0, "scheduler": None}},
         "fingerprints": [
             {network: {}} for _ in range(layout.world_size)
-        ],  # the manifest vouches for the files
+        ],  # the manifest has the digests of the files
     }
 
 
 def discard(root: str) -> None:
-    """Remove what an interrupted conversion has left."""
+    """Remove leftovers of an interrupted conversion."""
     remove_folder(writing_folder(root, STEP))

@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 def untrained_prefixes(hf: HfModel, predicting: int | None = None) -> tuple[str, ...]:
-    """With which the names of these weights begin. predicting: layers of multi-token prediction that
-    are trained."""
+    """Name prefixes of these weights. predicting: number of multi-token prediction layers that are
+    trained."""
     first = hf.transformer["num_layers"]
     layers = tuple(f"model.layers.{first + n}." for n in range(hf.untrained_layers))
     prefixes = layers + hf.untrained_prefixes
@@ -32,14 +32,14 @@ def untrained_prefixes(hf: HfModel, predicting: int | None = None) -> tuple[str,
 
 
 def prediction_starts(names: PredictionNames, num_layers: int, count: int) -> list[str]:
-    """How the names of tensors of each layer of multi-token prediction begin."""
+    """Name prefixes of the tensors of each multi-token prediction layer."""
     first = num_layers if names.after_the_last else 0
     return [f"{names.layer}.".format(layer=first + n) for n in range(count)]
 
 
 def repeated_tensors(hf: HfModel, predicting: int | None) -> dict[str, str]:
-    """What a file with trained layers of multi-token prediction may hold twice: name -> that of the
-    model's own tensor."""
+    """Duplicates that a file with trained multi-token prediction layers may contain: name -> name
+    of the model's own tensor."""
     names = model_families.get(hf.architecture).prediction
     if not predicting or names is None:
         return {}
@@ -54,8 +54,9 @@ def repeated_tensors(hf: HfModel, predicting: int | None) -> dict[str, str]:
 def untrained_plans(
     files: WeightFiles, hf: HfModel, predicting: int | None, *, quantized: bool
 ) -> list[TensorPlan]:
-    """What is written of them. predicting: see `untrained_prefixes`. quantized: the tensors that a quantised folder stores; else its
-    weights, in the dtype that config.json names."""
+    """Plans of these weights for saving. predicting: see `untrained_prefixes`. quantized: as the
+    stored tensors of a quantised folder; otherwise as weights in the dtype that config.json
+    names."""
     names = files.stored if quantized else files.names
     dtype = getattr(torch, hf.dtype or "float32")
     return [
@@ -78,8 +79,9 @@ def read_untrained(files: WeightFiles, plan: TensorPlan) -> Tensor:
 def untrained_weights(
     hf: HfModel, folder: str, predicting: int | None = None, *, quantized: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Those of `folder`, one at a time; predicting, quantized: see `untrained_plans`. None, with a warning, where the folder's
-    weights cannot be read, as where it has but config.json and tokenizer."""
+    """Yield these weights of `folder`, one at a time; for predicting and quantized see
+    `untrained_plans`. Yields nothing, with a warning, if the weights cannot be read, e.g. if the
+    folder has only config.json and tokenizer."""
     if not untrained_prefixes(hf, predicting):
         return
     try:

@@ -23,17 +23,17 @@ from slime_like.weights.parameter_map import named_weights
 from slime_like.weights.safetensors_reader import WeightFiles
 from slime_like.weights.to_hf import NetworkSource
 
-TOKENS = 64  # of the sequence whose logits are compared
-# of the largest difference, over the standard deviation of all logits; two networks that differ are
-# near 1
+TOKENS = 64  # length of the sequence for comparing logits
+# largest difference, relative to the standard deviation of all logits; for two different networks
+# it is near 1
 TOLERANCE = 1e-3
 
 
 def compare_bits(
     source: NetworkSource, folder: str, advance: Callable[[int], None] = lambda size: None
 ) -> int:
-    """Read the folder as a run would, and compare every parameter with the checkpoint's, bit by bit
-    in the source's dtype. Collective; the ranks share the parameters out. Returns their number.
+    """Load the folder as a run would, and compare every parameter with the checkpoint's, bit by bit
+    in the source's dtype. Collective; parameters are distributed over ranks. Returns their number.
     Raises ValueError naming those that differ."""
     blueprint, rank, world = source.blueprint, dist.get_rank(), dist.get_world_size()
     names = [name for name in source.family if name in blueprint.parameters]
@@ -64,8 +64,8 @@ def compare_bits(
 
 
 def _without_padding(parameter: Tensor, source: NetworkSource, name: str) -> None:
-    """Loading makes the padding of the vocabulary zero; a trained checkpoint may have other numbers
-    there."""
+    """Zero the vocabulary padding in place, as loading does; trained checkpoints may have other
+    values."""
     mapping = source.family[name]
     position = 0
     for part in mapping.parts(source.sizes, 0, 1, rows=parameter.shape[mapping.dim]):
@@ -75,9 +75,9 @@ def _without_padding(parameter: Tensor, source: NetworkSource, name: str) -> Non
 
 
 def compare_logits(source: NetworkSource, folder: str) -> float:
-    """The largest difference between the logits (a critic: values) of both models on `TOKENS` fixed
-    tokens, over their standard deviation. In float32, whatever the weights' dtype. Collective; rank
-    0 computes, and holds one whole model at a time. Raises ValueError above
+    """The largest difference between the logits (values of a critic) of both models on `TOKENS`
+    fixed tokens, divided by their standard deviation; in float32 for any dtype of the weights.
+    Collective; rank 0 computes, and holds one full model at a time. Raises ValueError above
     `TOLERANCE`."""
 
     def compare() -> float:
@@ -101,7 +101,7 @@ def compare_logits(source: NetworkSource, folder: str) -> float:
 
 @torch.no_grad()
 def megatron_logits(source: NetworkSource, tokens: Tensor) -> Tensor:
-    """[T, vocabulary] float32 of the sequence `tokens` [T]; of a critic its values [T, 1]."""
+    """Logits [T, vocabulary] float32 of the sequence `tokens` [T]; values [T, 1] for a critic."""
     blueprint = source.blueprint
     (chunk,) = build_chunks(
         blueprint.chunks[0].config,
@@ -122,8 +122,8 @@ def megatron_logits(source: NetworkSource, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def transformers_logits(folder: str, tokens: Tensor, *, value_head: bool) -> Tensor:
-    """As `megatron_logits`. A critic's head, or its bias, that the folder does not have is zero, as
-    where a run loads it."""
+    """Like `megatron_logits`. A critic's head or bias that the folder does not have is zero, as
+    when a run loads it."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -135,7 +135,7 @@ def transformers_logits(folder: str, tokens: Tensor, *, value_head: bool) -> Ten
     more: dict[str, object] = {"num_labels": 1} if value_head else {}
     settings: dict[str, object] = {"dtype": torch.float32, "attn_implementation": "eager"}
     with WeightFiles(folder) as files:
-        if files.coded:  # transformers dequantises on some GPUs, and its own way
+        if files.coded:  # transformers dequantises differently, and only on some GPUs
             config = transformers.AutoConfig.from_pretrained(
                 folder, trust_remote_code=False, **more
             )

@@ -12,21 +12,21 @@ from typing import Any, Protocol
 from slime_like.registry import Registry
 from slime_like.weights import mappings
 
-# The start of names, in megatron-core and in most Hugging Face files.
+# Prefixes of names in megatron-core and in most Hugging Face files.
 ATTENTION, HF_ATTENTION = "decoder.layers.{layer}.self_attention", "model.layers.{layer}.self_attn"
 MLP, HF_MLP = "decoder.layers.{layer}.mlp", "model.layers.{layer}.mlp"
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
-LM_HEAD = "lm_head.weight"  # Hugging Face's name of it
+LM_HEAD = "lm_head.weight"  # the Hugging Face name
 
 
 class ConfigReader(Protocol):
-    """config.json, and what is wrong with it; implemented by arguments/hf/model.py."""
+    """A config.json and its problems; implemented by arguments/hf/model.py."""
 
     config: dict[str, Any]
 
     def refuse(self, message: str) -> None:
-        """Note a problem: the file is not read."""
+        """Report a problem: the file is rejected."""
 
     def number(self, key: str, default: float | None = None, *, whole: bool = True) -> Any:
         """A positive number; `default` where the key is absent or null."""
@@ -38,13 +38,15 @@ def _none(reader: ConfigReader) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PredictionNames:
-    """Layers of multi-token prediction in a file.
+    """Names of multi-token prediction layers in a file.
 
-    layer: how the names of one begin, with "{layer}" for its number. layers: the same of
-    the model's own layers. after_the_last: whether they are numbered after these, or
-    from 0. parameters: what a layer has beyond a transformer layer, by our name within it, under
-    names of the file that are made as those of its layers. copies: what a file may repeat, by the
-    name of the model's own tensor. count: of a file.
+    layer: Prefix of such a layer, with "{layer}" for its number.
+    parameters: Parameters in addition to those of a transformer layer, by our name within the
+        layer.
+    layers: Prefix of the model's own layers, from which the layer's other names are derived.
+    after_the_last: Numbering continues after the model's own layers; otherwise it starts at 0.
+    copies: Own tensor of the model -> name under which a file may repeat it.
+    count: Number of such layers in a file.
     """
 
     layer: str
@@ -64,50 +66,54 @@ def _no_settings(reader: ConfigReader) -> dict[str, object]:
 
 
 def half_rotary(reader: ConfigReader) -> float:
-    """Of GLM's files that do not say it."""
+    """Rotary share of GLM files without `partial_rotary_factor`."""
     return 0.5
 
 
 def every_layer(reader: ConfigReader) -> list[bool]:
-    """Windows wherever `sliding_window` is set."""
+    """A window in every layer if `sliding_window` is set."""
     return [True] * int(reader.number("num_hidden_layers"))
 
 
 def after_max_window_layers(reader: ConfigReader) -> list[bool]:
-    """Windows as Qwen's files switch them on; 28 is transformers' default."""
+    """Layers with a window in Qwen's files; 28 is transformers' default of `max_window_layers`."""
     first = 28 if (given := reader.config.get("max_window_layers")) is None else given
     used = bool(reader.config.get("use_sliding_window"))
     return [used and layer >= first for layer in range(reader.number("num_hidden_layers"))]
 
 
-WINDOWS = frozenset({"full_attention", "sliding_attention"})  # what `layer_types` may then have
+WINDOWS = frozenset({"full_attention", "sliding_attention"})  # `layer_types` with windows
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
     """One architecture.
 
-    architecture: as config.json has it under ``architectures``. parameters: megatron-core's
-    parameter -> how it is made of Hugging Face tensors, in the network's order; "{layer}" in a name
-    is the layer's number, "{expert}" the expert's. required: keys of config.json, beyond those of
-    every architecture, that must be there. keys: further ones that are read, or have no effect; any
-    other key is an error. qkv_bias, qk_norm: of the attention; `settings` may say otherwise of
-    one file, which then lacks these parameters. rotary_percent: the share of a head's dimensions that
-    is rotated in files without `partial_rotary_factor`; None: all, and another one is refused.
-    windows: which layers have a sliding window in files without `layer_types`; None: windows are
-    refused. settings: further fields of
-    megatron-core's TransformerConfig (experts, latent attention), from the keys. other_model_types: of files of other publishers, the
-    same otherwise. untrained_layers: how many layers the files have after the model's own, which are
-    not read. untrained_prefixes: how names of other weights begin that are not read, where the files
-    have some; unused_weights: the same of one file. layer_types: what the file's key of this name may have; beyond "full_attention" the
-    family's settings say which layer is which. text_config: whether the language model's keys are in
-    that object of the file. stand_ins: a required key -> the key that is read where it is absent.
-    rope_theta: where the file has none, transformers' default_theta.
-    published: how the names of published models begin.
-    same_as: the model_type of transformers' class of this function, where it has none of this name.
-    prediction: how the files have layers of multi-token prediction, where they can be trained.
-    tiny: keys of a tiny model's config.json beyond those of every family
-    (scripts/make_tiny_model.py).
+    architecture: Value of ``architectures`` in config.json.
+    parameters: megatron-core parameter -> mapping from Hugging Face tensors, in the order of
+        the network; "{layer}" in a name is the layer's number, "{expert}" the expert's.
+    required: Required keys of config.json, beyond those of every architecture.
+    keys: Other keys that are read or have no effect; any further key is an error.
+    qkv_bias, qk_norm: Properties of the attention; `settings` may disable them for a file
+        without these parameters.
+    rotary_percent: Share of the head dimension that is rotated if a file has no
+        `partial_rotary_factor`; None: everything, and a partial factor is rejected.
+    windows: Layers with a sliding window if a file has no `layer_types`; None: windows are
+        rejected.
+    settings: Further fields of TransformerConfig, computed from the keys.
+    other_model_types: Equivalent model types of other publishers.
+    untrained_layers: Number of layers after the model's own that are not loaded.
+    text_config: The language model's keys are in this object of the file.
+    stand_ins: Required key -> key that is read if it is absent.
+    published: Prefixes of the names of published models.
+    tiny: Additional config.json keys of a tiny model (scripts/make_tiny_model.py).
+    untrained_prefixes: Name prefixes of other weights that are not loaded.
+    unused_weights: Further such prefixes, computed for one file.
+    layer_types: Accepted values of the file's `layer_types`; `settings` maps those other than
+        "full_attention".
+    same_as: Model type of an equivalent class in transformers, if it has none of this name.
+    rope_theta: transformers' default_theta, for files without one.
+    prediction: Names of the multi-token prediction layers, if they can be trained.
     """
 
     architecture: str

@@ -47,7 +47,7 @@ YARN = {
 
 
 def deepseek_settings(reader: ConfigReader) -> dict[str, object]:
-    """MLATransformerConfig's fields. What is unsupported is told to the reader."""
+    """Fields of MLATransformerConfig. Reports unsupported settings to the reader."""
     if reader.config.get("rope_interleave") not in (None, True):
         reader.refuse("rope_interleave False is not supported; the only legal value is True")
     heads, groups = (
@@ -68,8 +68,8 @@ def deepseek_settings(reader: ConfigReader) -> dict[str, object]:
         "qk_head_dim": reader.number("qk_nope_head_dim"),
         "qk_pos_emb_head_dim": rope_dim,
         "v_head_dim": reader.number("v_head_dim"),
-        "kv_channels": rope_dim,  # what the file calls head_dim
-        "qk_layernorm": True,  # of the latents
+        "kv_channels": rope_dim,  # config.json's head_dim
+        "qk_layernorm": True,  # norms of the latents
         **_rotary(reader),
         **sigmoid_experts(reader),
     }
@@ -109,8 +109,8 @@ def _rotary(reader: ConfigReader) -> dict[str, object]:
     return settings | {key: float(value) for key, value in yarn.items()}
 
 
-# megatron-core turns the rotated part of queries and keys from pairs into halves itself, as the
-# file's architecture does
+# megatron-core itself converts the rotated dimensions of queries and keys from interleaved pairs
+# to halves, like the reference model
 PARAMETERS: dict[str, Mapping] = {
     **{
         name: mapping

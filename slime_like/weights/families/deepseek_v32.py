@@ -60,7 +60,7 @@ def _glm(reader: ConfigReader) -> dict[str, Any]:
 
 
 def indexer_types(reader: ConfigReader) -> list[str]:
-    """Of each layer, "full" or "shared". What is unsupported goes to the reader."""
+    """Kind of each layer, "full" or "shared". Reports unsupported settings to the reader."""
     layers, given = reader.number("num_hidden_layers"), reader.config.get("indexer_types")
     scheduled = _schedule(reader, layers)
     kinds = scheduled if given is None else given
@@ -77,7 +77,7 @@ def indexer_types(reader: ConfigReader) -> list[str]:
 
 
 def _schedule(reader: ConfigReader, layers: int) -> list[str]:
-    """As transformers derives it where `indexer_types` is absent."""
+    """The schedule that transformers derives if `indexer_types` is absent."""
     if (pattern := reader.config.get("index_topk_pattern")) is not None:
         return [KINDS.get(letter, letter) for letter in pattern]
     every = reader.number("index_topk_freq", default=1)
@@ -86,7 +86,7 @@ def _schedule(reader: ConfigReader, layers: int) -> list[str]:
 
 
 def _indexers_without_use(reader: ConfigReader) -> tuple[str, ...]:
-    """Of layers that take another's choice: some files have them."""
+    """Indexer weights of layers that reuse another layer's selection; some files contain them."""
     return tuple(
         f"{HF_INDEXER}.".format(layer=layer)
         for layer, kind in enumerate(indexer_types(reader))

@@ -25,7 +25,7 @@ from slime_like.weights.mappings import (
 )
 
 HF_DELTA = "model.layers.{layer}.linear_attn"
-# config.json's key -> TransformerConfig's field
+# config.json key -> TransformerConfig field
 SIZES = {
     "linear_num_key_heads": "linear_num_key_heads",
     "linear_num_value_heads": "linear_num_value_heads",
@@ -44,12 +44,12 @@ REQUIRED = ("num_key_value_heads", "head_dim", *SIZES)
 
 
 def quarter_rotary(reader: ConfigReader) -> float:
-    """Of files that do not say it."""
+    """Rotary share of files without `partial_rotary_factor`."""
     return 0.25
 
 
 def delta_settings(reader: ConfigReader) -> dict[str, object]:
-    """TransformerConfig's fields. What is unsupported is told to the reader."""
+    """Fields of TransformerConfig. Reports unsupported settings to the reader."""
     sizes = {field: reader.number(key) for key, field in SIZES.items()}
     groups, heads = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]
     if heads % groups:
@@ -67,7 +67,7 @@ def delta_settings(reader: ConfigReader) -> dict[str, object]:
 
 
 def _linear_layers(reader: ConfigReader) -> list[int]:
-    """1 for a delta net, 0 for attention."""
+    """Pattern of layers: 1 for a delta net, 0 for attention."""
     layers = reader.number("num_hidden_layers")
     kinds = reader.config.get("layer_types")
     if kinds is None:
@@ -80,8 +80,8 @@ def _linear_layers(reader: ConfigReader) -> list[int]:
 
 @dataclass(frozen=True)
 class ByGroup(Mapping):
-    """A tensor of a delta net, a rank's share of which is its groups' rows, one group after
-    another."""
+    """A delta-net tensor sharded by groups: a rank has the rows of its groups, group after
+    group."""
 
     @abstractmethod
     def group(self, sizes: Sizes, group: int) -> Iterator[Part]:
@@ -97,12 +97,12 @@ def heads_of_group(sizes: Sizes) -> int:
 
 
 def _rows(hf: str, start: int, size: int, group: int) -> Part:
-    """The rows of one group, where those of all begin at `start`."""
+    """Rows of one group in a section that starts at row `start`."""
     return Part(hf, start + group * size, start + (group + 1) * size)
 
 
 def _query_key_value(hf: str, sizes: Sizes, group: int) -> Iterator[Part]:
-    """From a tensor of all queries, then all keys, then all values."""
+    """Rows of one group in a tensor with all queries, then all keys, then all values."""
     keys = sizes.delta_groups * sizes.delta_key
     yield _rows(hf, 0, sizes.delta_key, group)
     yield _rows(hf, keys, sizes.delta_key, group)
@@ -115,8 +115,8 @@ def _all_query_key_value(sizes: Sizes) -> int:
 
 @dataclass(frozen=True)
 class DeltaProjection(ByGroup):
-    """Into a delta net: for each group query, key, values, gates, rates and decays. The file has
-    the first four in one tensor, and the last two in another, in this order already."""
+    """Input projection of a delta net: query, key, values, gates, rates and decays of each group.
+    The file has the first four in one tensor and the last two in another, already in this order."""
 
     qkvz: str
     ba: str
@@ -136,8 +136,8 @@ class DeltaProjection(ByGroup):
 
 @dataclass(frozen=True)
 class DeltaProjections(ByGroup):
-    """As `DeltaProjection`, of files with a tensor of all queries, keys and values, and one each of
-    gates, rates and decays."""
+    """Like `DeltaProjection`, for files with one tensor for queries, keys and values and one tensor
+    each for gates, rates and decays."""
 
     qkv: str
     z: str
@@ -163,7 +163,7 @@ class DeltaProjections(ByGroup):
 
 @dataclass(frozen=True)
 class DeltaConv(ByGroup):
-    """The convolution's weight [channels, 1, taps]."""
+    """Convolution weight [channels, 1, taps]."""
 
     hf: str
 
@@ -176,7 +176,7 @@ class DeltaConv(ByGroup):
 
 @dataclass(frozen=True)
 class OfHeads(ByGroup):
-    """One number for each head of values."""
+    """A vector with one number per value head."""
 
     hf: str
 
@@ -188,7 +188,8 @@ class OfHeads(ByGroup):
 
 
 def delta_parameters(projection: Mapping) -> dict[str, Mapping]:
-    """Of all layers but their MLPs. projection: into the delta nets."""
+    """Parameters of all layers except their MLPs. projection: mapping of the delta net's input
+    projection."""
     return {
         **llama.PARAMETERS,
         f"{ATTENTION}.linear_qkv.weight": GatedQKV(

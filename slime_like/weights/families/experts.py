@@ -14,19 +14,18 @@ from slime_like.weights.mappings import GatedMLP, Mapping, ReplicatedRows, RowPa
 
 EXPERT = f"{MLP}.experts.local_experts.{{expert}}"
 REQUIRED = ("num_key_value_heads", "num_experts_per_tok")
-# Of the training loss of transformers, or of its outputs; here --moe-aux-loss-coeff alone decides.
+# Keys for transformers' training loss or outputs; here --moe-aux-loss-coeff alone decides.
 WITHOUT_EFFECT = frozenset({"router_aux_loss_coef", "output_router_logits"})
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertKeys:
-    """Where a family's config.json says what about its experts.
+    """Names of the keys in a family's config.json that configure its experts.
 
-    experts: names of the number of experts; files have one of them. ffn: the inner size of one
-    expert. norm_topk: key of the switch that renormalises the chosen weights, with its default, or
-    None where they always are. dense_layers: whether some layers may be dense (`mlp_only_layers`,
-    `decoder_sparse_step`). shared: key of the shared expert's inner size, whose output has a gate,
-    or None.
+    experts: alternative names of the number of experts; a file has one of them. ffn: inner size of
+    an expert. norm_topk: key that enables renormalising the selected weights, with its default;
+    None if they are always renormalised. dense_layers: some layers may be dense (`mlp_only_layers`,
+    `decoder_sparse_step`). shared: inner size of the gated shared expert; None if there is none.
     """
 
     experts: tuple[str, ...]
@@ -37,7 +36,7 @@ class ExpertKeys:
 
     @property
     def keys(self) -> frozenset[str]:
-        """Every key of config.json that is read or has no effect here."""
+        """Every config.json key that is read or has no effect here."""
         keys = {*self.experts, self.ffn, "num_experts_per_tok", *WITHOUT_EFFECT}
         keys |= {"mlp_only_layers", "decoder_sparse_step"} if self.dense_layers else set()
         keys |= {key for key in (self.norm_topk and self.norm_topk[0], self.shared) if key}
@@ -45,8 +44,8 @@ class ExpertKeys:
 
 
 def expert_parameters(block: str, gate: str, up: str, down: str) -> dict[str, Mapping]:
-    """Router and experts of a layer. block: the layer's name in the file; gate, up, down: an
-    expert's three projections."""
+    """Router and experts of a layer. block: name of the MoE block in the file; gate, up, down:
+    names of an expert's three projections."""
     expert = f"{block}.experts.{{expert}}"
     return {
         f"{MLP}.router.weight": ReplicatedRows(f"{block}.gate.weight", "experts"),
@@ -58,7 +57,7 @@ def expert_parameters(block: str, gate: str, up: str, down: str) -> dict[str, Ma
 
 
 def expert_settings(reader: ConfigReader, keys: ExpertKeys) -> dict[str, object]:
-    """TransformerConfig's fields about experts. What is unsupported is told to the reader."""
+    """Expert fields of TransformerConfig. Reports unsupported settings to the reader."""
     given = [key for key in keys.experts if reader.config.get(key) is not None]
     experts = reader.number((given or keys.experts)[0])
     topk = reader.number("num_experts_per_tok")
@@ -86,7 +85,7 @@ def expert_settings(reader: ConfigReader, keys: ExpertKeys) -> dict[str, object]
 
 
 def _layer_pattern(reader: ConfigReader) -> int | list[int]:
-    """1 for a layer with experts, 0 for a dense one; just 1 when all have experts."""
+    """1 for an MoE layer, 0 for a dense one; a plain 1 if all layers have experts."""
     layers, step = (
         reader.number("num_hidden_layers"),
         reader.number("decoder_sparse_step", default=1),

@@ -14,7 +14,7 @@ from slime_like.weights.families.base import (
 )
 from slime_like.weights.mappings import Mapping, Replicated
 
-# megatron-core's norm -> the file's
+# megatron-core norm -> Hugging Face norm
 NORMS = {
     "post_self_attn_layernorm": "post_attention_layernorm",
     "pre_mlp_layernorm": "pre_feedforward_layernorm",
@@ -58,7 +58,7 @@ def _settings(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _window_theta(reader: ConfigReader) -> float:
-    """Of the layers with a window, in the keys of either generation of transformers."""
+    """rope_theta of the layers with a window, from the keys of either version of transformers."""
     own = (reader.config.get("rope_parameters") or {}).get("sliding_attention") or {}
     theta = own.get("rope_theta") or reader.number("rope_local_base_freq", 10000.0, whole=False)
     if own.get("rope_type", "default") != "default":

@@ -32,8 +32,8 @@ PARAMETERS: dict[str, Mapping] = {
 }
 EXPERTS = ExpertKeys(experts=("num_local_experts",), ffn="intermediate_size")
 ALPHA = 1.702  # of megatron-core's quick GELU, x * sigmoid(1.702 x)
-# `experts_per_token` and `initial_context_length` stand in the published files for keys that they
-# have too
+# published files have `experts_per_token` and `initial_context_length` as duplicates of keys that
+# they also contain
 KEYS = {"attention_bias", "swiglu_limit", "swiglu_alpha"}
 RESTATED = {"experts_per_token", "initial_context_length"}
 

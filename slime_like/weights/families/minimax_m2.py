@@ -29,7 +29,7 @@ PARAMETERS: dict[str, Mapping] = {
     f"{MLP}.router.expert_bias": Replicated(f"{BLOCK}.e_score_correction_bias", "experts"),
 }
 EXPERTS = ExpertKeys(experts=("num_local_experts",), ffn="intermediate_size")
-# Key -> its value in every published file, the only one here.
+# Key -> the only supported value, which every published file has.
 FIXED: dict[str, object] = {
     "scoring_func": "sigmoid",
     "use_routing_bias": True,
@@ -40,7 +40,7 @@ FIXED: dict[str, object] = {
     "layernorm_linear_attention_beta": 1.0,
     "layernorm_mlp_beta": 1.0,
 }
-# Of linear attention, of dense layers and of shared experts, which M2 does not have
+# Settings of linear attention, dense layers and shared experts, which M2 does not have.
 WITHOUT_EFFECT = {"mlp_intermediate_size", "shared_moe_mode", "attn_type_list"}
 MTP = {"use_mtp", "num_mtp_modules", "mtp_transformer_layers"}
 

@@ -7,17 +7,18 @@ from slime_like.weights.mappings import JoinedProjection, Mapping, Replicated
 
 
 def next_layers(reader: ConfigReader) -> int:
-    """By DeepSeek's key."""
+    """Number of prediction layers under DeepSeek's key."""
     return int(reader.config.get("num_nextn_predict_layers") or 0)
 
 
 def one_layer(reader: ConfigReader) -> int:
-    """Of files that always have one, and do not say it."""
+    """For files that always have one prediction layer without a key for it."""
     return int(reader.config.get("num_nextn_predict_layers", 1))
 
 
 def _parts(joined: Mapping, embedding: str, hidden: str, last: str) -> dict[str, Mapping]:
-    """joined: the projection. The others are the names of its norms, and of the last one."""
+    """Parameters in addition to a transformer layer. joined: mapping of the projection; embedding,
+    hidden, last: names of its two norms and of the final norm."""
     return {
         "enorm.weight": Replicated(embedding),
         "hnorm.weight": Replicated(hidden),

@@ -44,7 +44,7 @@ EXPERTS = dataclasses.replace(
     dense_layers=False,
     shared=qwen2_moe.SHARED_FFN,
 )
-# of the layer for predicting several tokens, and of images
+# settings of the multi-token prediction layer and of images
 UNUSED = frozenset(
     """mtp_num_hidden_layers mtp_use_dedicated_embeddings output_gate_type vision_config language_model_only
     image_token_id video_token_id vision_start_token_id vision_end_token_id""".split()  # noqa: SIM905
@@ -68,7 +68,7 @@ def _prediction_layers(reader: ConfigReader) -> int:
 
 
 def _in_language_model(parameters: Mapping[str, mappings.Mapping]) -> dict[str, mappings.Mapping]:
-    """With the names of files that also have a vision tower."""
+    """Rename for files that also contain a vision tower."""
 
     return {
         name: mappings.renamed(mapping, "model.", "model.language_model.")

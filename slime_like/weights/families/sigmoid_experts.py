@@ -41,7 +41,7 @@ EXPERT_PARAMETERS: dict[str, Mapping] = {
 
 
 def sigmoid_experts(reader: ConfigReader) -> dict[str, object]:
-    """TransformerConfig's fields about experts. What is unsupported is told to the reader."""
+    """Expert fields of TransformerConfig. Reports unsupported settings to the reader."""
     for key, legal in FIXED.items():
         value = reader.config.get(key)
         if value is not None and value != legal:
@@ -72,7 +72,7 @@ def sigmoid_experts(reader: ConfigReader) -> dict[str, object]:
         "moe_router_topk": topk,
         "moe_ffn_hidden_size": ffn,
         "moe_layer_freq": [0] * dense + [1] * (layers - dense) if dense else 1,
-        # megatron-core's condition on group-limited routing; a sigmoid has no softmax
+        # required by megatron-core for group-limited routing; a sigmoid has no softmax
         "moe_router_pre_softmax": True,
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
@@ -87,7 +87,7 @@ def sigmoid_experts(reader: ConfigReader) -> dict[str, object]:
 
 
 def _dense_layers(reader: ConfigReader) -> int:
-    """The first layers, which have no experts, by either of the keys."""
+    """Number of leading dense layers, from either key."""
     kinds = reader.config.get("mlp_layer_types")
     if kinds is None:
         return int(reader.config.get("first_k_dense_replace") or 0)
@@ -98,5 +98,5 @@ def _dense_layers(reader: ConfigReader) -> int:
 
 
 def untrained_layers(reader: ConfigReader) -> int:
-    """Of multi-token prediction: they stand after the model's own."""
+    """Number of multi-token prediction layers, which follow the model's own."""
     return int(reader.config.get("num_nextn_predict_layers") or 0)
