@@ -37,7 +37,7 @@ megatron_patches.apply()
 
 import transformers  # noqa: E402
 
-import slime_like.weights.verify  # noqa: E402, F401  for the processes that are forked
+import slime_like.conversion.verify  # noqa: E402, F401  for the processes that are forked
 from benchmarks.bench_common import machine, write_json  # noqa: E402
 from scripts import convert_hf_to_megatron, convert_megatron_to_hf  # noqa: E402
 from slime_like.checkpoints.files import sync_path  # noqa: E402

@@ -38,6 +38,7 @@ from benchmarks.bench_common import write_json
 from benchmarks.bench_weights import build, make_config
 from benchmarks.parity.steps import parallel
 from benchmarks.simulated_ranks import LayoutSizes, SimulatedRank, run_simulated
+from slime_like.conversion.meta_model import OnMeta, conversion_layout
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.preflight.fake_world import world_as_rank
 from slime_like.preflight.live_bytes import LiveBytes, group_key
@@ -45,7 +46,6 @@ from slime_like.rollout.engines.sglang.weight_transfer.sending_ranks import Send
 from slime_like.weights import hf_export
 from slime_like.weights.gather import WeightStream
 from slime_like.weights.hf_export import HfExport
-from slime_like.weights.meta_model import OnMeta, conversion_layout
 
 T = TypeVar("T")
 MIB, GIB = 2**20, 2**30

@@ -16,7 +16,7 @@ from slime_like.errors import RunError
 
 if TYPE_CHECKING:
     from arguments.hf.model import HfModel
-    from slime_like.weights.to_hf import NetworkSource
+    from slime_like.conversion.to_hf import NetworkSource
 
 USAGE, DAMAGE = 2, 1
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -102,7 +102,7 @@ def verify(
 ) -> list[str]:
     """Collective. What was found to be right, as lines for the user. share: bytes that this rank
     compares. Raises ValueError."""
-    from slime_like.weights.verify import TOKENS, compare_bits, compare_logits
+    from slime_like.conversion.verify import TOKENS, compare_bits, compare_logits
 
     lines = []
     if "checksums" in kinds:

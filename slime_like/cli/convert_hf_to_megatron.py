@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from arguments.hf.model import HfModel
     from arguments.schema import ParallelConfig
-    from slime_like.weights.to_megatron import Converted
+    from slime_like.conversion.to_megatron import Converted
 
 
 def parser() -> argparse.ArgumentParser:
@@ -73,7 +73,7 @@ def layout_of(chosen: argparse.Namespace, hf: HfModel, world: int) -> ParallelCo
     """Raises ConfigError for sizes that do not divide the network or the processes."""
     from arguments.rules.network import CutNetwork, layout_problems
     from slime_like.config import ConfigError, SettingsError
-    from slime_like.weights.meta_model import conversion_layout
+    from slime_like.conversion.meta_model import conversion_layout
 
     try:
         parallel = conversion_layout(
@@ -100,7 +100,7 @@ def convert(chosen: argparse.Namespace) -> int:
 
     quiet_dependencies()
     megatron_patches.apply()
-    from slime_like.weights.meta_model import make_blueprint
+    from slime_like.conversion.meta_model import make_blueprint
 
     rank, world = rank_and_world()
     value_head = chosen.network == "critic"
@@ -109,8 +109,8 @@ def convert(chosen: argparse.Namespace) -> int:
     check_workers(chosen.workers)
     warn_of_tokenizer(hf, chosen.hf_checkpoint)
     dtype = getattr(torch, DTYPES[chosen.dtype] if chosen.dtype else hf.dtype or "float32")
+    from slime_like.conversion.to_megatron import convert_to_megatron
     from slime_like.megatron.init import model_parallel_groups, world_of_processes
-    from slime_like.weights.to_megatron import convert_to_megatron
 
     started = time.perf_counter()
     show = rank == 0 and not chosen.no_progress
@@ -161,9 +161,9 @@ def verified(
 ) -> list[str]:
     """What --verify found to be right, as lines. size: bytes of the checkpoint `folder`. Raises
     ValueError."""
+    from slime_like.conversion.meta_model import conversion_layout, make_blueprint
+    from slime_like.conversion.to_hf import NetworkSource
     from slime_like.megatron.init import model_parallel_groups
-    from slime_like.weights.meta_model import conversion_layout, make_blueprint
-    from slime_like.weights.to_hf import NetworkSource
 
     rank, world = rank_and_world()
     parallel = conversion_layout(hf)

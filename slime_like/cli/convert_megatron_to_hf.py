@@ -37,8 +37,8 @@ from slime_like.logs import set_up_logging, warn_rank_0
 
 if TYPE_CHECKING:
     from slime_like.checkpoints.state import TrainerState
-    from slime_like.weights.meta_model import Blueprint
-    from slime_like.weights.to_hf import Exported, NetworkSource
+    from slime_like.conversion.meta_model import Blueprint
+    from slime_like.conversion.to_hf import Exported, NetworkSource
 
 
 logger = logging.getLogger("slime_like.convert")  # below the package, whose handler prints
@@ -127,10 +127,10 @@ def convert(chosen: argparse.Namespace) -> int:
     folder = checkpoint_folder(chosen.load, step_of(chosen))
     warn_of_tokenizer(hf, chosen.hf_checkpoint)
     megatron_patches.apply()
+    from slime_like.conversion.meta_model import conversion_layout, make_blueprint
+    from slime_like.conversion.to_hf import convert_to_hf
     from slime_like.megatron.checkpoint.load import open_checkpoint
     from slime_like.megatron.init import process_groups
-    from slime_like.weights.meta_model import conversion_layout, make_blueprint
-    from slime_like.weights.to_hf import convert_to_hf
 
     started = time.perf_counter()
     parallel = conversion_layout(hf)
@@ -178,8 +178,8 @@ def source_of(chosen: argparse.Namespace, blueprint: Blueprint, folder: Path) ->
     """The network of a checkpoint, in the dtype or the format that was asked for."""
     import torch
 
+    from slime_like.conversion.to_hf import NetworkSource
     from slime_like.weights.safetensors_reader import stored_format
-    from slime_like.weights.to_hf import NetworkSource
 
     dtype = getattr(torch, DTYPES[chosen.dtype]) if chosen.dtype else None
     coded = stored_format(chosen.hf_checkpoint) if chosen.quantized else None
@@ -195,7 +195,7 @@ def check_network(name: str, folder: Path, state: TrainerState) -> None:
 
 def check_template(template: str, folder: Path, state: TrainerState, blueprint: object) -> None:
     """Raises UsageError naming the settings that differ."""
-    from slime_like.weights.to_hf import model_differences
+    from slime_like.conversion.to_hf import model_differences
 
     different = model_differences(state.get("model", {}), blueprint)  # type: ignore[arg-type]
     if different:

@@ -11,13 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from slime_like.distributed.collectives import gather
-from slime_like.megatron.parallel_layout import ParallelLayout
+
+if TYPE_CHECKING:
+    from slime_like.megatron.parallel_layout import ParallelLayout
 
 DEFAULT_BUCKET_BYTES = 512 * 2**20  # default of --update-weight-buffer-size
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from arguments.hf.model import HfModel
 from arguments.schema import GPTModelConfig
-from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.weights.families import EMBEDDING, LM_HEAD, OUTPUT_LAYER
 from slime_like.weights.gather import (
     DEFAULT_BUCKET_BYTES,
@@ -39,6 +38,8 @@ from slime_like.weights.stacked_experts import StackedExpert
 
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
+
+    from slime_like.megatron.parallel_layout import ParallelLayout
 
 
 class HfExport:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from arguments.hf.model import HfModel
 from arguments.schema import GPTModelConfig
-from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.weights.mappings import Mapping, Part, Sizes
 from slime_like.weights.parameter_map import (
     LAYER,
@@ -29,6 +28,8 @@ from slime_like.weights.untrained import repeated_tensors, untrained_prefixes
 
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
+
+    from slime_like.megatron.parallel_layout import ParallelLayout
 
 
 def load_hf_weights(

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from arguments.hf.moe import moe_layers
 from arguments.schema import GPTModelConfig
-from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.weights.families import EMBEDDING, OUTPUT_LAYER, model_families
 from slime_like.weights.families.base import ATTENTION, HF_ATTENTION, PredictionNames
 from slime_like.weights.mappings import (
@@ -31,6 +30,8 @@ from slime_like.weights.mappings import (
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from slime_like.megatron.parallel_layout import ParallelLayout
 
 
 # Transformer Engine's layers replicate the down-projections on every tensor-parallel rank

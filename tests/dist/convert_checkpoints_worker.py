@@ -14,13 +14,13 @@ from arguments.hf.model import read_hf_model
 megatron_patches.apply()
 
 from slime_like.checkpoints.folders import checkpoint_folder  # noqa: E402
+from slime_like.conversion.meta_model import conversion_layout, make_blueprint  # noqa: E402
+from slime_like.conversion.to_hf import NetworkSource, convert_to_hf  # noqa: E402
+from slime_like.conversion.to_megatron import convert_to_megatron  # noqa: E402
+from slime_like.conversion.verify import compare_bits  # noqa: E402
 from slime_like.megatron.checkpoint import SavedNetwork, load_weights  # noqa: E402
 from slime_like.weights.hf_export import export_hf_weights  # noqa: E402
-from slime_like.weights.meta_model import conversion_layout, make_blueprint  # noqa: E402
-from slime_like.weights.to_hf import NetworkSource, convert_to_hf  # noqa: E402
-from slime_like.weights.to_megatron import convert_to_megatron  # noqa: E402
 from slime_like.weights.untrained import untrained_prefixes  # noqa: E402
-from slime_like.weights.verify import compare_bits  # noqa: E402
 from tests.dist.convert_worker import build, parallel, stored_weights  # noqa: E402
 
 

@@ -235,7 +235,7 @@ def kill_in_shard(rank: int, number: str) -> None:
 def exchange_gate_and_up(rank: int, layer: str) -> None:
     """A map that is wrong while the files are written, and right afterwards: the gate and the up
     projection of one expert change places."""
-    from slime_like.weights import to_hf
+    from slime_like.conversion import to_hf
 
     whole = to_hf.gather_full_tensors
 

@@ -37,7 +37,7 @@ PRELOADED = (
     "torch.utils.tensorboard",
     "megatron.core.dist_checkpointing.strategies.torch",
     "transformers.models.qwen3.modeling_qwen3",
-    "slime_like.weights.verify",
+    "slime_like.conversion.verify",
 )
 ENVIRONMENT = {
     "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),

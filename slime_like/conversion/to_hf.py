@@ -26,6 +26,7 @@ from slime_like.checkpoints.files import FileRecord, hash_file
 from slime_like.checkpoints.folders import free_bytes
 from slime_like.checkpoints.manifest import MANIFEST
 from slime_like.config import ConfigError, Problem
+from slime_like.conversion.meta_model import Blueprint
 from slime_like.distributed.collectives import from_rank_zero, together
 from slime_like.megatron.checkpoint.networks import available_name
 from slime_like.megatron.checkpoint.tensors import CheckpointTensors
@@ -33,7 +34,6 @@ from slime_like.weights.gather import TensorPlan
 from slime_like.weights.hf_export import gather_full_tensors, put_together
 from slime_like.weights.hf_save import check_folders, finish_folder
 from slime_like.weights.mappings import Mapping
-from slime_like.weights.meta_model import Blueprint
 from slime_like.weights.parameter_map import family_map, model_sizes, of_expert
 from slime_like.weights.quantized import CodedWeight, encode_tensors, stored_plans
 from slime_like.weights.safetensors_reader import WeightFiles

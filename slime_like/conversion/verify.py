@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime_like.conversion.to_hf import NetworkSource
 from slime_like.distributed.collectives import from_rank_zero, gather, together
 from slime_like.megatron.checkpoint.fingerprint import bit_sums
 from slime_like.megatron.model.gpt import build_chunks
@@ -21,7 +22,6 @@ from slime_like.megatron.ops.attention import packed_rows
 from slime_like.weights.hf_import import plan_loading
 from slime_like.weights.parameter_map import named_weights
 from slime_like.weights.safetensors_reader import WeightFiles
-from slime_like.weights.to_hf import NetworkSource
 
 TOKENS = 64  # length of the sequence for comparing logits
 # largest difference, relative to the standard deviation of all logits; for two different networks

@@ -43,6 +43,7 @@ from slime_like.checkpoints.folders import (
 from slime_like.checkpoints.manifest import total_bytes, write_manifest
 from slime_like.checkpoints.state import TRAINER_FILE
 from slime_like.config import ConfigError, Problem
+from slime_like.conversion.meta_model import Blueprint
 from slime_like.distributed.collectives import from_rank_zero, gather, together
 from slime_like.errors import RunError
 from slime_like.megatron.checkpoint.save import MIB
@@ -55,7 +56,6 @@ from slime_like.megatron.checkpoint.write import (
     write_network_metadata,
 )
 from slime_like.weights.hf_import import LoadPlan, plan_loading
-from slime_like.weights.meta_model import Blueprint
 from slime_like.weights.safetensors_reader import WeightFiles, weight_files
 
 if TYPE_CHECKING:
