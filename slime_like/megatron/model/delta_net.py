@@ -1,10 +1,10 @@
-"""Gated delta nets (Qwen3-Next, Qwen3.5) in attention's place in a layer, and the norm with weights
-around 0 that such models have.
+"""Gated delta nets (Qwen3-Next, Qwen3.5), which replace attention in a layer, and the zero-centered
+norms of such models.
 
-The input projection gives, for each group (the heads of values that share one head of keys), its
-query, key, values, gates, rates and decays. Tensor-parallel ranks share the groups. Context-parallel
-ranks, which have parts of every sequence, exchange them for whole sequences of a part of the groups,
-and back before the output projection: the recurrence and its convolution run over whole sequences.
+The input projection yields query, key, values, gates, rates and decays per group (the value heads
+that share one key head). Groups are sharded over tensor-parallel ranks. The recurrence and its
+convolution need full sequences: context-parallel ranks exchange their parts of all groups for full
+sequences of some groups by an all-to-all, and back before the output projection.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from slime_like.megatron.ops.delta_rule import (
     fla_rule,
 )
 
-IN_CHECKPOINTS = "self_attention.in_proj.layer_norm_"  # of the norm before it
-SHARDED = ("conv_weight", "A_log", "dt_bias")  # by groups
+IN_CHECKPOINTS = "self_attention.in_proj.layer_norm_"  # name of the input norm in checkpoints
+SHARDED = ("conv_weight", "A_log", "dt_bias")  # over groups
 
 
 class GatedAttention(SelfAttention):
-    """megatron-core's, of layers without Transformer Engine: its gate is compiled when it is first
-    used, which takes seconds, and is rounded to float32."""
+    """megatron-core's SelfAttention with another output gate, for layers without Transformer
+    Engine: the original compiles on first use, which takes seconds, and rounds to float32."""
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -55,9 +55,9 @@ class GatedAttention(SelfAttention):
 
 
 class GatedDeltaNet(MegatronModule):
-    """[T, 1, hidden] -> the same; under sequence parallelism this rank's part of the rows, under
-    context parallelism its chunks of every sequence. submodules: of the attention in that
-    place, of which the two projections are used."""
+    """Gated delta net: [T, 1, hidden] -> [T, 1, hidden], with this rank's rows under sequence or
+    context parallelism. submodules: those of the attention that it replaces, of which only the two
+    projections are used."""
 
     def __init__(
         self,
@@ -72,10 +72,10 @@ class GatedDeltaNet(MegatronModule):
         self.layer_number = layer_number
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
-        self.heads = config.linear_num_value_heads // config.linear_num_key_heads  # of a group
+        self.heads = config.linear_num_value_heads // config.linear_num_key_heads  # per group
         self.groups = config.linear_num_key_heads // self.tp_group.size()
         values = self.heads * self.value_dim
-        self.channels = 2 * self.key_dim + values  # of a group, that the convolution mixes
+        self.channels = 2 * self.key_dim + values  # convolution channels per group
         self.widths = (self.channels, values, self.heads, self.heads)
         linear: dict[str, object] = dict(
             config=config, bias=False, is_expert=False, tp_group=self.tp_group
@@ -104,8 +104,8 @@ class GatedDeltaNet(MegatronModule):
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)
 
     def _own_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """As such layers are born: decays between exp(-1) and exp(-16) a token at rate softplus(1),
-        as in Mamba."""
+        """Parameters besides the projections, initialised as in Mamba: A = exp(A_log) is uniform in
+        [1, 16] and dt_bias is 1."""
         heads, taps = self.groups * self.heads, self.config.linear_conv_kernel_dim
         dtype = self.config.params_dtype
         conv = torch.empty(self.groups * self.channels, 1, taps, dtype=dtype)
@@ -143,10 +143,10 @@ class GatedDeltaNet(MegatronModule):
         return output, bias
 
     def _whole_sequences(self, x: Tensor) -> Tensor:
-        """[T / cp, groups, n] of this rank's rows -> [T, groups / cp, n], the rows of one rank after
-        those of another."""
+        """All-to-all from this rank's rows [T / cp, groups, n] to all rows of some groups
+        [T, groups / cp, n], in rank order."""
         ranks = self.cp_group.size()
-        sent = x.unflatten(1, (ranks, -1)).transpose(0, 1)  # by the rank that gets them
+        sent = x.unflatten(1, (ranks, -1)).transpose(0, 1)  # by receiving rank
         received: Tensor = all_to_all(self.cp_group, sent)
         return received.flatten(0, 1)
 
@@ -157,8 +157,8 @@ class GatedDeltaNet(MegatronModule):
         return received.transpose(0, 1).flatten(1, 2)
 
     def _delta(self, x: Tensor, rows: DeltaRows, first: int) -> Tensor:
-        """x: [T, G, width] of whole sequences, for the G groups from `first` of this rank's. Returns
-        [T, G, heads of a group * value_dim]."""
+        """Convolution, delta rule and gated norm of full sequences. x: [T, G, width], the G groups
+        of this rank from index `first`. Returns [T, G, heads per group * value_dim]."""
         size = x.size(1)
         wide = torch.promote_types(x.dtype, torch.float32)
         heads = slice(first * self.heads, (first + size) * self.heads)
@@ -177,9 +177,9 @@ class GatedDeltaNet(MegatronModule):
         return self._gated_norm(out, gate.reshape(value.shape)).view(x.size(0), size, -1)
 
     def _gated_norm(self, out: Tensor, gate: Tensor) -> Tensor:
-        """[T, heads, value_dim]: the norm of each head, times silu of its gate."""
+        """RMSNorm of each head times silu of its gate. out, gate: [T, heads, value_dim]."""
         wide = torch.promote_types(out.dtype, torch.float32)
-        # whole on every rank, each of which sees its heads alone
+        # replicated weight, sharded heads: backward sums its gradient over the ranks
         weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self.tp_group)
         normed = F.rms_norm(out.to(wide), out.shape[-1:], eps=self.config.layernorm_epsilon)
         return (weight * normed.to(out.dtype) * F.silu(gate.to(wide))).to(out.dtype)
@@ -190,7 +190,7 @@ class GatedDeltaNet(MegatronModule):
         sharded_offsets: Sequence[tuple[int, int, int]] = (),
         metadata: dict[str, object] | None = None,
     ) -> dict[str, object]:
-        """As megatron-core's modules give it."""
+        """As for megatron-core's modules."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         own: dict[str, object] = {}
         self._save_to_state_dict(own, "", keep_vars=True)
@@ -215,8 +215,9 @@ def put_delta_nets(
     transformer_impl: str,
     vp_stage: int | None,
 ) -> None:
-    """Give the layers of a model chunk, all of which have attention, the delta nets and norms of
-    `config`. Transformer Engine's norms know weights around 0 themselves."""
+    """Put the gated delta nets and zero-centered norms of `config` into the layer specs of a model
+    chunk, which so far all have attention. Transformer Engine's norms support zero-centered weights
+    themselves."""
     local = transformer_impl != "transformer_engine"
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     for number, layer in enumerate(block.layer_specs):
@@ -242,7 +243,7 @@ def put_delta_nets(
 
 
 def _delta_rows_of(packed: PackedRows) -> DeltaRows:
-    if packed.delta is None:  # all layers ask for it
+    if packed.delta is None:  # shared by all layers
         packed.delta = delta_rows(packed.cu_seqlens_q, packed.lengths)
     rows: DeltaRows = packed.delta
     return rows

@@ -39,7 +39,7 @@ MODEL_SHAPE = (
     "kv_channels",
     "num_moe_experts",
 )
-# Further settings that change what the weights compute -> their name in config.json, if different.
+# Other settings that change what the weights compute -> name in config.json, if different.
 MODEL_FUNCTION = {
     "normalization": "", "layernorm_epsilon": "rms_norm_eps", "qk_layernorm": "", "gated_linear_unit": "",
     "add_bias_linear": "", "add_qkv_bias": "attention_bias",
@@ -68,7 +68,7 @@ EMBEDDING_FUNCTION = {
 
 
 LATENT_EPSILON = 1e-6
-# The last two: Transformer Engine's, with the norm in the projection.
+# The last two are Transformer Engine's projections with a fused norm.
 LATENT_NORMS = (".q_layernorm", ".kv_layernorm", ".linear_q_up_proj", ".linear_kv_up_proj")
 
 
@@ -293,7 +293,7 @@ def to_model_precision(
     """Wrap chunks for bf16; fp32 chunks are returned as they are. fp64 is for the parity matrix."""
     if config.bf16:
         return [HalfPrecisionModule(config, chunk) for chunk in chunks]
-    if config.params_dtype == torch.float64:  # which megatron-core's norms and routers do not read
+    if config.params_dtype == torch.float64:  # megatron-core's norms and routers ignore it
         return [chunk.double() for chunk in chunks]
     return list(chunks)
 

@@ -1,5 +1,6 @@
-"""Norms in places where megatron-core's layers have none, plugged in by the layer spec: after
-attention and MLP (GLM-4, Gemma 3, where layers with a window also have their own angles), and over all heads of queries or keys at once (MiniMax-M2)."""
+"""Norms that megatron-core's layers lack, added through the layer spec: post-norms after attention
+and MLP (GLM-4; Gemma 3, where layers with a sliding window also have their own rotary base), norms
+over all heads of queries or keys at once (MiniMax-M2), and zero-centered norms."""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ WithBias = tuple[Tensor, Tensor | None]
 
 
 class RMSNorm(torch.nn.Module):
-    """Of each row, in at least float32, as transformers takes it. Under sequence parallelism a rank
-    has its part of the rows, and megatron-core sums the gradients of weights with that mark."""
+    """RMSNorm computed in float32 or wider, as in transformers. Under sequence parallelism a rank
+    has some of the rows, and megatron-core sums the gradient of weights marked `sequence_parallel`.
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -38,7 +40,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class ZeroCenteredRMSNorm(torch.nn.Module):
-    """x / rms(x) * (1 + weight), of layers without Transformer Engine. Its arguments follow
+    """x / rms(x) * (1 + weight), for layers without Transformer Engine. It has the arguments of
     megatron-core's norms."""
 
     def __init__(
@@ -56,7 +58,8 @@ class ZeroCenteredRMSNorm(torch.nn.Module):
 
 
 class PostNormLayer(TransformerLayer):
-    """A layer that normalises what attention and MLP give before it adds them to the stream."""
+    """A layer that normalises the outputs of attention and MLP before adding them to the residual
+    stream."""
 
     self_attn_bda: Any
     mlp_bda: Any
@@ -69,7 +72,7 @@ class PostNormLayer(TransformerLayer):
         if config.post_mlp_layernorm:
             self.post_mlp_layernorm = _norm(config)
             self.mlp_bda = _after(self.post_mlp_layernorm, self.mlp_bda)
-        self.rotary_base: float | None = None  # in place of the model's
+        self.rotary_base: float | None = None  # replaces that of the model
         size, layers = config.window_size, config.window_attn_skip_freq
         if is_layer_window_attention(size, layers, self.layer_number):
             self.rotary_base = config.window_rotary_base
@@ -87,7 +90,8 @@ def _norm(config: TransformerConfig) -> torch.nn.Module:
 
 
 def _angles(like: Tensor, base: float) -> Tensor:
-    """[positions, 1, 1, d]: of a plain rotary embedding with another base."""
+    """Angles of a plain rotary embedding with base `base`, in the shape of `like`:
+    [positions, 1, 1, d]."""
     positions, dim = like.size(0), like.size(-1)
     steps = torch.arange(0, dim, 2, dtype=torch.float32, device=like.device) / dim
     rows = torch.arange(positions, dtype=torch.float32, device=like.device)
@@ -96,7 +100,7 @@ def _angles(like: Tensor, base: float) -> Tensor:
 
 
 def _after(norm: torch.nn.Module, add: Callable[..., Any]) -> Callable[..., Any]:
-    """megatron-core's function that adds to the residual stream, of normalised terms."""
+    """Wrap megatron-core's bias-dropout-add so that its input is normalised first."""
 
     def with_norm(training: bool, fused: bool) -> Callable[..., Tensor]:
         plain = add(training, fused)
@@ -113,11 +117,11 @@ def _after(norm: torch.nn.Module, add: Callable[..., Any]) -> Callable[..., Any]
 
 
 class NormOfAllHeads(torch.nn.Module):
-    """[T, 1, heads / tp, d] -> the same: RMSNorm over all heads of the layer; the tensor-parallel
-    ranks sum its mean square.
+    """RMSNorm over all heads of a layer, [T, 1, heads / tp, d] -> the same. The mean square is
+    reduced over the tensor-parallel ranks.
 
-    The weight [heads * d] is whole on every rank; of its gradient a rank has the part of its heads,
-    and megatron-core sums the parts, as it does for every parameter of `q_layernorm` and
+    The weight [heads * d] is replicated. Each rank computes the gradient for its own heads, and
+    megatron-core sums them over the ranks, as for all parameters of `q_layernorm` and
     `k_layernorm`.
     """
 
@@ -130,7 +134,7 @@ class NormOfAllHeads(torch.nn.Module):
         weight = self.weight.view(self.group.size(), *x.shape[-2:])[self.group.rank()]
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         squares = wide.square().sum((-2, -1), keepdim=True)
-        if self.group.size() > 1:  # the ranks' sum, and in backward that of their gradients by it
+        if self.group.size() > 1:  # all-reduce, in forward and in backward
             squares = reduce_from_tensor_model_parallel_region(squares, group=self.group)
             squares = copy_to_tensor_model_parallel_region(squares, group=self.group)
         scale = torch.rsqrt(squares / self.weight.numel() + self.eps)
@@ -138,14 +142,15 @@ class NormOfAllHeads(torch.nn.Module):
 
 
 class QueryNorm(NormOfAllHeads):
-    """Its arguments follow megatron-core's norms; hidden_size: of a head."""
+    """`NormOfAllHeads` of the queries, with the arguments of megatron-core's norms. hidden_size:
+    head dimension."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__(config.num_attention_heads, hidden_size, eps, config.params_dtype)
 
 
 class KeyNorm(NormOfAllHeads):
-    """As `QueryNorm`."""
+    """`NormOfAllHeads` of the keys; see `QueryNorm`."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         heads = config.num_query_groups or config.num_attention_heads
@@ -153,7 +158,7 @@ class KeyNorm(NormOfAllHeads):
 
 
 def add_norms(layer: ModuleSpec, config: TransformerConfig) -> None:
-    """Put into a layer's spec what `transformer_config_type` has fields for."""
+    """Add the norms that `config` asks for to a layer spec."""
     if config.post_self_attn_layernorm or config.post_mlp_layernorm:
         layer.module = PostNormLayer
     if config.qk_norm_of_all_heads:

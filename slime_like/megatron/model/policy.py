@@ -114,8 +114,8 @@ def as_policy(model: GPTModel) -> PolicyModel:
 
 
 class HalfPrecisionModule(Float16Module):
-    """megatron-core's, but without converting the last stage's output to float32: that is hidden
-    states here, and only active rows are needed."""
+    """megatron-core's Float16Module, without the conversion of the last stage's output to float32:
+    here that output is hidden states, of which only active rows are used."""
 
     def forward(self, *inputs: object, fp32_output: bool = False, **keywords: object) -> Tensor:
         output: Tensor = super().forward(*inputs, fp32_output=fp32_output, **keywords)
@@ -153,7 +153,7 @@ class LogProbHead:
     def log_probs_of_sets(
         self, hidden: Tensor, weight: Tensor, batch: MicroBatch
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `log_probs_and_entropy`, and the log-probs [T, K] of the batch's label sets."""
+        """Like `log_probs_and_entropy`, plus the log-probs [T, K] of the batch's label sets."""
         assert batch.label_sets is not None
         labels = torch.cat([batch.labels[0].unsqueeze(1), batch.label_sets], dim=1)
         log_probs, entropy, *_ = self._columns(hidden, weight, batch, labels)
@@ -168,8 +168,8 @@ class LogProbHead:
         *,
         squared: bool = False,
     ) -> tuple[Tensor, ...]:
-        """As `log_probs_and_entropy`, of labels [T] or [T, K]; squared: and the sum of squared
-        probabilities."""
+        """Like `log_probs_and_entropy`, for labels [T] or [T, K]; with `squared`, plus the sum of
+        squared probabilities [T]."""
         rows = active_rows(batch)
         wide = weight.dtype if weight.dtype == torch.float64 else torch.float32
         squares = torch.zeros(rows.numel(), dtype=wide, device=hidden.device) if squared else None
@@ -211,7 +211,7 @@ class LogProbHead:
         return self._on_all_rows(found, rows, batch)
 
     def _on_all_rows(self, column: Tensor, rows: Tensor, batch: MicroBatch) -> Tensor:
-        """[N] or [N, K] of the active rows -> of all T, 0 elsewhere."""
+        """Scatter [N] or [N, K] of the active rows to all T rows, 0 elsewhere."""
         empty = column.new_zeros(batch.loss_mask.numel(), *column.shape[1:])
         return empty.index_copy(0, rows, column)
 
@@ -229,7 +229,7 @@ class LogProbHead:
         return TokenOutput(columns)
 
     def _top_tokens(self, hidden: Tensor, weight: Tensor, batch: MicroBatch) -> Tensor:
-        """[T, top_k] int64, 0 at inactive rows."""
+        """The most likely tokens, [T, top_k] int64, 0 at inactive rows."""
         rows = active_rows(batch)
         tokens = top_tokens(
             hidden[0],

@@ -1,11 +1,10 @@
-"""Multi-token prediction (DeepSeek-V3, 2412.19437, section 2.2): layers behind the last one, each of
-which predicts one token further.
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): layers after the last one,
+each of which predicts one token further ahead.
 
-Layer k joins what the one before it gave at a token (the first: the model's last hidden states)
-with the embedding of the k-th token after it, and its output predicts the token that follows that
-one, by the model's own output layer. Nothing flows back from here: hidden states, embedding and
-output layer are taken as they are, and only these layers learn. They have no dropout and no
-auxiliary losses of routers.
+For a token at position t, layer k combines the output of layer k - 1 at t (for k = 1 the final
+hidden states of the model) with the embedding of token t + k. Its output predicts token t + k + 1
+through the model's output layer. Hidden states, embedding and output layer are detached, so only
+these layers are trained. They have no dropout and no auxiliary router losses.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from slime_like.types import MicroBatch
 
 
 class RowsAhead:
-    """Values of the rows that are `steps` further in the same sequence.
+    """Shift values by `steps` rows within each sequence. Context-parallel ranks all-gather them.
 
-    cu_seqlens: [S + 1], of the whole sequences. A context-parallel rank asks the others for theirs.
+    cu_seqlens: [S + 1], of the full sequences.
     """
 
     def __init__(self, cu_seqlens: Tensor, steps: int, layout: ParallelLayout) -> None:
@@ -54,7 +53,7 @@ class RowsAhead:
             self._source = places_over_ranks(cu_seqlens, layout.cp_size)[self._source]
 
     def __call__(self, values: Tensor) -> Tensor:
-        """[T, ...] of this rank's rows -> the same; zero, or False, behind the end of a sequence."""
+        """Shift [T, ...] of this rank's rows; zero or False after the end of a sequence."""
         if self._group is not None:
             whole = values.new_empty(self._group.size() * values.size(0), *values.shape[1:])
             dist.all_gather_into_tensor(_bytes(whole), _bytes(values), group=self._group)
@@ -65,14 +64,15 @@ class RowsAhead:
 
 
 def _bytes(values: Tensor) -> Tensor:
-    """Bools travel as bytes."""
+    """View bools as bytes for communication."""
     values = values.contiguous()
     return values.view(torch.uint8) if values.dtype == torch.bool else values
 
 
 class _Joined(torch.nn.Linear):
-    """[T, 1, 2 H] -> [T, 1, H], whole on every tensor-parallel rank; with sequence parallelism each
-    sees its part of the rows, and megatron-core adds up the gradients of weights with that mark."""
+    """Projection [T, 1, 2 H] -> [T, 1, H], replicated over tensor-parallel ranks. Under sequence
+    parallelism each rank has some of the rows, and megatron-core sums the gradient of weights
+    marked `sequence_parallel`."""
 
     def __init__(self, config: TransformerConfig) -> None:
         size = config.hidden_size
@@ -84,7 +84,7 @@ class _Joined(torch.nn.Linear):
 
 
 class PredictionLayer(MegatronModule):
-    """One of them; its parts have megatron-core's names."""
+    """One multi-token prediction layer; its submodules are named as in megatron-core."""
 
     def __init__(
         self,
@@ -93,13 +93,13 @@ class PredictionLayer(MegatronModule):
         number: int,
         vp_stage: int | None,
     ) -> None:
-        """number: from 1."""
+        """number: index of the layer, from 1."""
         super().__init__(config=config)
         norm = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         self.enorm = build_module(block.layer_norm, config=config, **norm)
         self.hnorm = build_module(block.layer_norm, config=config, **norm)
         self.eh_proj = _Joined(config)
-        # the layer itself adds the offset of this stage
+        # the layer adds the offset of this stage itself
         offset = get_transformer_layer_offset(config, vp_stage)
         assert block.layer_specs is not None
         self.transformer_layer = build_module(
@@ -112,13 +112,13 @@ class PredictionLayer(MegatronModule):
 
     @property
     def mtp_model_layer(self) -> object:
-        """What megatron-core's schedules look for: its name of `transformer_layer` since 0.17, which
-        checkpoints keep as it was."""
+        """Name under which megatron-core's schedules look for `transformer_layer` since 0.17;
+        checkpoints keep the old name."""
         return self.transformer_layer
 
     def forward(self, hidden: Tensor, embedded: Tensor, **layer: object) -> Tensor:
-        """[T, 1, H] each, [T / tp, 1, H] under sequence parallelism. layer: further arguments of the
-        transformer layer."""
+        """hidden, embedded, and the result: [T, 1, H], or [T / tp, 1, H] under sequence
+        parallelism. layer: further arguments of the transformer layer."""
         joined = torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1)
         out = self.transformer_layer(
             hidden_states=F.linear(joined, self.eh_proj.weight), attention_mask=None, **layer
@@ -128,10 +128,10 @@ class PredictionLayer(MegatronModule):
 
 
 class PredictionLayers(MegatronModule):
-    """All of a model, a part of its last chunk.
+    """All multi-token prediction layers of a model, part of its last chunk.
 
-    embedding: [V_padded / tp, H], where the embedding itself is on another pipeline stage; see
-    `bring_embedding`.
+    embedding: [V_padded / tp, H], the detached embedding weight or a copy of it if the embedding is
+    on another pipeline stage; see `bring_embedding`.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class PredictionLayers(MegatronModule):
         count: int,
         vp_stage: int | None,
     ) -> None:
-        """block: of one layer, as `prediction_block` gives it."""
+        """block: submodules of a one-layer block, from `prediction_block`."""
         config = copy.copy(config)
         config.hidden_dropout = config.attention_dropout = 0.0
         config.moe_router_load_balancing_type, config.moe_aux_loss_coeff = "none", 0.0
@@ -160,10 +160,20 @@ class PredictionLayers(MegatronModule):
         batch: MicroBatch,
         layout: ParallelLayout,
     ) -> list[Tensor]:
-        """What each layer gives, [1, T, H] like the model's own `hidden`, on one micro-batch. rotary:
-        the model's embedding of positions. packed: of the micro-batch. Collective over tensor- and context-parallel ranks."""
+        """Compute the outputs of all layers for one micro-batch. Collective over tensor- and
+        context-parallel ranks.
+
+        Args:
+            hidden: [1, T, H], final hidden states of the model ([1, T / tp, H] under sequence
+                parallelism).
+            rotary: The model's rotary embedding.
+            packed: Packed sequences of the micro-batch.
+
+        Returns:
+            Hidden states of each layer, in the shape of `hidden`.
+        """
         assert self.embedding is not None
-        # the layers' rows are this rank's under sequence parallelism, [T / tp, 1, H]
+        # [T, 1, H], or this rank's [T / tp, 1, H] under sequence parallelism
         states, found = hidden.detach().transpose(0, 1).contiguous(), []
         layer = {"rotary_pos_emb": rotary, "packed_seq_params": packed}
         tracker = tensor_parallel.get_cuda_rng_tracker()
@@ -176,7 +186,7 @@ class PredictionLayers(MegatronModule):
 
     @torch.no_grad()
     def _embedded(self, tokens: Tensor, layout: ParallelLayout) -> Tensor:
-        """[T] -> [T, 1, H], or this rank's rows under sequence parallelism."""
+        """Embed tokens [T] to [T, 1, H], or this rank's rows under sequence parallelism."""
         assert self.embedding is not None
         size = self.embedding.size(0)
         local = tokens - layout.tp_rank * size
@@ -195,7 +205,7 @@ class PredictionLayers(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, object] | None = None,
     ) -> dict[str, object]:
-        """As megatron-core's modules give it."""
+        """As for megatron-core's modules."""
         state: dict[str, object] = {}
         for number, module in enumerate(self.layers):
             assert isinstance(module, PredictionLayer)
@@ -205,8 +215,8 @@ class PredictionLayers(MegatronModule):
 
 
 def one_layer(config: TransformerConfig) -> TransformerConfig:
-    """The settings of a network of one layer like the last ones: with attention, and experts where
-    there are any."""
+    """Config of a one-layer network with the kind of layer that prediction layers have: attention,
+    and MoE if the model has it."""
     single = copy.copy(config)
     single.num_layers = single.pipeline_model_parallel_size = 1
     single.virtual_pipeline_model_parallel_size = single.pipeline_model_parallel_layout = None
@@ -220,12 +230,12 @@ def one_layer(config: TransformerConfig) -> TransformerConfig:
 
 
 def prediction_block(config: TransformerConfig, spec: object) -> TransformerBlockSubmodules:
-    """config: `one_layer`. spec: of its decoder."""
+    """Submodules of the one-layer block. config: from `one_layer`. spec: its `decoder_spec`."""
     return _get_block_submodules(config, spec, None, 0)
 
 
 def prediction_of(chunks: Sequence[MegatronModule]) -> PredictionLayers | None:
-    """Of a model's chunks, on the ranks that have it."""
+    """The prediction layers among a model's chunks; None on ranks without them."""
     found = getattr(unwrap_model(chunks[-1]), "mtp", None)
     assert found is None or isinstance(found, PredictionLayers)
     return found
@@ -233,9 +243,9 @@ def prediction_of(chunks: Sequence[MegatronModule]) -> PredictionLayers | None:
 
 @torch.no_grad()
 def bring_embedding(chunks: Sequence[MegatronModule], layout: ParallelLayout) -> None:
-    """Show the prediction layers the embedding as it is now: before a training pass, where weights
-    may have changed. With pipeline stages the first one sends it to the last, unless that has its
-    twin, the output layer of a tied model."""
+    """Give the prediction layers the current embedding weight; to be called before each training
+    pass, as weights may have changed. With pipeline parallelism the first stage sends it to the
+    last, unless the embedding is tied to the output layer there."""
     layers, last = prediction_of(chunks), unwrap_model(chunks[-1])
     if layout.pp_size == 1 or last.share_embeddings_and_output_weights:
         if layers is not None:

@@ -1,8 +1,8 @@
-"""A chunk of the policy that a function of the user's builds (--custom-model-provider-path), as
-slime calls it: ``function(pre_process, post_process, vp_stage=None)``, which returns a GPTModel.
+"""Policy chunks from a user's model provider (--custom-model-provider-path), with slime's
+interface: ``function(pre_process, post_process, vp_stage=None)`` returns a GPTModel.
 
-The network is trained as ours are: it ends at hidden states, its rows are packed, and its parameters
-are converted under their names. What would break one of these is refused here.
+The model is trained like the built-in one: it ends at hidden states, sequences are packed, and
+parameters are converted by name. Models that cannot be trained this way are rejected here.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from slime_like.megatron.model.policy import PolicyModel, as_policy
 from slime_like.megatron.ops.router import PackedRouter
 
 PROVIDER = "--custom-model-provider-path"
-_settings: Mapping[str, object] | None = None  # of the chunk that is being built
+_settings: Mapping[str, object] | None = None  # settings of the chunk under construction
 
 
 def model_settings() -> dict[str, object]:
-    """The arguments that the run would give GPTModel for this chunk, all but pre_process and
+    """Arguments that the run would pass to GPTModel for this chunk, except pre_process and
     post_process. Raises RuntimeError outside a model provider."""
     if _settings is None:
         raise RuntimeError(
@@ -35,16 +35,16 @@ def model_settings() -> dict[str, object]:
 def provided_chunk(
     path: str, settings: Mapping[str, object], *, pre_process: bool, post_process: bool
 ) -> PolicyModel:
-    """What the function at `path` builds, as a chunk of the policy.
+    """Call the model provider at `path` and make its model a policy chunk.
 
     Args:
         path: ``module.function`` or ``file.py:function``.
-        settings: of `GPTModel`; see `model_settings`.
-        pre_process: Whether the embedding is on this chunk.
-        post_process: Whether the output layer is.
+        settings: Arguments of `GPTModel`; see `model_settings`.
+        pre_process: Whether this chunk has the embedding.
+        post_process: Whether this chunk has the output layer.
 
     Raises:
-        ValueError: naming the flag, where the function raises, or what it returns cannot be trained.
+        ValueError: The function raises, or its model cannot be trained; names the flag.
     """
     global _settings
     function = load_function(path, PROVIDER)

@@ -1,9 +1,9 @@
-"""Sparse latent attention (DeepSeek-V3.2, GLM-5): megatron-core's multi-latent attention, to the
-keys that an indexer chooses for each query.
+"""DeepSeek sparse attention (DeepSeek-V3.2, GLM-5): megatron-core's multi-latent attention,
+restricted to the keys that an indexer selects for each query.
 
-The indexer is not trained: nothing flows back through a choice, and its weights are buffers. Every
-tensor-parallel rank has it whole and chooses for all its rows; context-parallel ranks gather the
-keys. A layer may take the choice of the last layer before it that has an indexer (GLM-5.2).
+The indexer is not trained: there is no gradient through the selection, and its weights are buffers.
+It is replicated over tensor-parallel ranks; context-parallel ranks gather its keys. A layer may
+reuse the selection of the closest preceding layer with an indexer (GLM-5.2).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ KEY_NORM_EPSILON = 1e-6
 
 
 def choosing_layer(config: TransformerConfig, number: int) -> int:
-    """The layer with the indexer that chooses for layer `number`, both from 1. Layers of multi-token
-    prediction, which are behind the others, have their own."""
+    """Number of the layer whose indexer selects keys for layer `number`, both from 1. Multi-token
+    prediction layers, which come last, have their own indexers."""
     shared = config.index_shared or []
     while number <= len(shared) and shared[number - 1]:
         number -= 1
@@ -71,11 +71,15 @@ class Indexer(torch.nn.Module):
     def forward(
         self, hidden: Tensor, compressed: Tensor, rows: PackedRows, cosines: Tensor, sines: Tensor
     ) -> Tensor:
-        """[F, topk], see `choose_keys`.
+        """Select the keys of the far queries of this rank; see `choose_keys`.
 
-        hidden: [T, H]; compressed: the normalised latent of the queries [T, q_lora_rank]; both of
-        this rank's rows, under sequence parallelism of its part of them. cosines, sines: [positions,
-        rotated].
+        Args:
+            hidden: [T, H], this rank's rows, also under sequence or context parallelism.
+            compressed: [T, q_lora_rank], normalised query latent of the same rows.
+            cosines, sines: [positions, rotary dimensions].
+
+        Returns:
+            [F, topk] int32.
         """
         wide = torch.promote_types(hidden.dtype, torch.float32)
         norm = (self.k_norm_weight, self.k_norm_bias, KEY_NORM_EPSILON)
@@ -95,12 +99,13 @@ class Indexer(torch.nn.Module):
         queries = self._rotate(queries, cosines[places], sines[places])
         places = torch.cat([torch.arange(n) for n in rows.lengths]).to(device)
         keys = self._rotate(keys.unsqueeze(1), cosines[places], sines[places]).squeeze(1)
-        # the root of the number of heads and that of their size, as in the published code
+        # 1 / sqrt(heads) and 1 / sqrt(dim), as in the published code
         weights = weights[at] * (self.heads * self.dim) ** -0.5
         return choose_keys(queries, weights, keys, far, self.config.index_topk)
 
     def _rotate(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        """[T, heads, d], of which the first part is rotated, in halves or in pairs."""
+        """Apply the rotary embedding, by halves or interleaved, to the first dimensions of
+        [T, heads, d]."""
         size = cosines.size(1)
         turned, rest = x[..., :size], x[..., size:]
         if self.config.index_rotary_interleaved:
@@ -112,8 +117,8 @@ class Indexer(torch.nn.Module):
 
 
 class SparseLatentAttention(MLASelfAttention):
-    """megatron-core's. The keys that are chosen are in `PackedRows.chosen` by number of the layer,
-    from which core attention takes them."""
+    """megatron-core's MLA with an indexer. It stores the selected keys in `PackedRows.chosen` by
+    layer number, where core attention reads them."""
 
     def __init__(
         self,
@@ -135,7 +140,7 @@ class SparseLatentAttention(MLASelfAttention):
         packed_seq_params: PackedRows | None = None,
         **settings: Any,
     ) -> tuple[Tensor, ...]:
-        """megatron-core's, and the choice of keys where a sequence has more than are chosen."""
+        """As in megatron-core; it also selects keys if a sequence is longer than `index_topk`."""
         found: tuple[Tensor, ...] = super().get_query_key_value_tensors(
             hidden_states, key_value_states, position_ids, packed_seq_params, **settings
         )
@@ -157,8 +162,8 @@ class SparseLatentAttention(MLASelfAttention):
         return found
 
     def _normalised(self, compressed: Tensor) -> Tensor:
-        """Transformer Engine's layers have the norm of the queries' latent in the projection behind
-        it, the local ones before."""
+        """Normalise the query latent if its norm is fused into the up-projection, as in Transformer
+        Engine's layers; in the local ones it already is normalised."""
         projection = self.linear_q_up_proj
         weight = getattr(projection, "layer_norm_weight", None)
         if weight is None:
@@ -166,7 +171,8 @@ class SparseLatentAttention(MLASelfAttention):
         return F.rms_norm(compressed, weight.shape, weight, projection.eps)
 
     def forward(self, *args: Any, packed_seq_params: Any = None, **settings: Any) -> Any:
-        """megatron-core's."""
+        """As in megatron-core; it then drops the selection if no later layer or recomputation needs
+        it."""
         output = super().forward(*args, packed_seq_params=packed_seq_params, **settings)
         if not (self.config.index_shared or self.checkpoint_core_attention):
             packed_seq_params.chosen.pop(self.layer_number, None)
@@ -174,8 +180,8 @@ class SparseLatentAttention(MLASelfAttention):
 
 
 class SparseAttention(PackedAttention):
-    """Core attention to the chosen keys; to all of them, as `PackedAttention`, where no sequence has
-    more than are chosen."""
+    """Core attention to the selected keys. If no sequence is longer than `index_topk`, it is the
+    full attention of `PackedAttention`."""
 
     def __init__(
         self,
@@ -212,7 +218,7 @@ class SparseAttention(PackedAttention):
 
 
 def put_sparse_attention(layer: ModuleSpec) -> None:
-    """Into the spec of a layer with multi-latent attention."""
+    """Replace MLA by sparse attention in a layer spec."""
     attention = layer.submodules.self_attention
     attention.module = SparseLatentAttention
     attention.submodules.core_attention = SparseAttention

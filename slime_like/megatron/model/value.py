@@ -1,7 +1,7 @@
-"""The critic's network: the policy's transformer with a scalar head in place of the vocabulary
+"""The critic network: the policy's transformer with a scalar head instead of the vocabulary
 projection.
 
-A critic that is an adapter has the head alone of this module: `lora/adapter.py`."""
+A critic trained as a LoRA adapter uses only the head: see `lora/adapter.py`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 
 
 class ValueHead(torch.nn.Module):
-    """hidden states [T, 1, hidden] -> values [T, 1, 1] float32, a linear layer with a bias as in
+    """Hidden states [T, 1, hidden] -> values [T, 1, 1] float32: a linear layer with bias, as in
     Hugging Face's *ForTokenClassification.
 
-    It is whole on every tensor-parallel rank. It starts at zero: every value is 0 in the first
-    rollout, so that its advantages are the discounted returns and hold no noise of an untrained
-    head, and every layout starts from the same numbers. Computed in float32: values are compared
-    with their targets to fewer digits than bfloat16 has.
+    It is replicated over tensor-parallel ranks and initialised to zero. All values are 0 in the
+    first rollout, so its advantages are discounted returns without noise from an untrained head,
+    and all layouts start from the same numbers. It computes in float32, because bfloat16 is too
+    coarse for the difference between values and their targets.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -29,12 +29,12 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(
             torch.zeros(1, config.hidden_size, dtype=config.params_dtype)
         )
-        # megatron-core's mark of its own output layer: the optimizer treats both alike
+        # set by megatron-core on its own output layer, so that the optimizer treats both alike
         self.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
         self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
         for parameter in self.parameters():
-            # each rank sees its part of the sequence there, and megatron-core adds the gradients of
-            # parameters with this mark
+            # each rank has some of the rows; megatron-core sums the gradients of parameters with
+            # this mark
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(
@@ -43,33 +43,32 @@ class ValueHead(torch.nn.Module):
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, None]:
-        """Called as megatron-core calls its output layer; weight and runtime_gather_output are that
-        layer's."""
+        """Interface of megatron-core's output layer; the other two arguments are unused."""
         return self.values(hidden), None
 
     def values(self, hidden: Tensor) -> Tensor:
         values = F.linear(hidden.float(), self.weight.float(), self.bias.float())
         if self.sequence_parallel:
-            # the loss that follows is the same on every tensor-parallel rank: backward takes this
-            # rank's part, and adds nothing up
+            # all tensor-parallel ranks compute the same loss: backward takes this rank's part and
+            # does not sum
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values
 
 
 class ValueModel(GPTModel):
-    """A chunk of the critic. The last pipeline stage gives values [1, T, 1], on every
-    tensor-parallel rank."""
+    """A chunk of the critic. The last pipeline stage returns values [1, T, 1], equal on all
+    tensor-parallel ranks."""
 
     def __init__(self, config: TransformerConfig, **settings: object) -> None:
-        # the embedding has no twin on the last stage
+        # the value head cannot be tied to the embedding
         settings["share_embeddings_and_output_weights"] = False
         super().__init__(config=config, **settings)
         if self.post_process:
             self.output_layer = ValueHead(config)
 
     def sharded_state_dict(self, *arguments: object, **keywords: object) -> object:
-        """megatron-core lets the output layer be cut or padded on loading, for vocabularies differ.
-        A value head must not be made of one."""
+        """megatron-core allows the output layer to be truncated or padded when loading, since
+        vocabulary sizes differ. A value head must not be loaded from such a layer."""
         state = super().sharded_state_dict(*arguments, **keywords)
         for name in ("output_layer.weight", "output_layer.bias"):
             if name in state:

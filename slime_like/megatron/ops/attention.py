@@ -1,11 +1,10 @@
-"""Core attention for packed rows in plain torch: what a layer uses where Transformer Engine is
-absent.
+"""Core attention over packed sequences in plain torch, for layers without Transformer Engine.
 
-megatron-core's own `DotProductAttention` refuses packed rows. This module takes the same place in
-the layer spec. Sequences of similar length are padded on the right into one batch (under a causal
-mask no real token can see the padding, so no mask tensor is needed); when padding would waste more
-than it saves, each sequence is computed alone. Attention never crosses sequences. Under context
-parallelism a rank has its own rows only, and gathers keys and values: see context_parallel.py.
+megatron-core's `DotProductAttention` does not support packed sequences; this module replaces it in
+the layer spec. Sequences of similar length are right-padded into one batch (under a causal mask no
+real token attends to padding, so no mask tensor is needed). If padding would waste more than it
+saves, each sequence is computed separately. Attention never crosses sequences. Under context
+parallelism a rank holds only its own rows and gathers keys and values; see context_parallel.py.
 """
 
 from __future__ import annotations
@@ -36,31 +35,31 @@ from slime_like.types import AutogradContext
 if TYPE_CHECKING:
     from slime_like.megatron.ops.delta_rule import DeltaRows
 
-# Padding costs S * max(L)^2 in place of sum(L^2); above this factor the sequences are computed one
-# by one.
+# Padding costs S * max(L)^2 instead of sum(L^2); above this factor the sequences are computed
+# separately.
 MAX_PADDING_FACTOR = 2.0
 
 
 @dataclass
 class PackedRows(PackedSeqParams):
-    """megatron-core's description of packed rows, plus what our attention derives from it once per
-    micro-batch. Under context parallelism lengths are those of the whole sequences, which
-    Transformer Engine and the rotary embedding expect too."""
+    """megatron-core's description of packed sequences, plus indices that our attention derives from
+    it once per micro-batch. Under context parallelism the lengths are those of the full sequences,
+    as Transformer Engine and the rotary embedding expect."""
 
     lengths: tuple[int, ...] = ()  # S sequence lengths; they sum to T
-    # [T]: place of each row in the padded batch, flattened to [S * max L]; None: compute each
-    # sequence alone
+    # [T]: index of each row in the padded batch, flattened to [S * max L]; None: compute each
+    # sequence separately
     padded_places: Tensor | None = None
-    equal: bool = False  # all sequences have one length: the rows are a batch as they are
-    context: ContextRows | None = None  # under context parallelism, in place of padded_places
-    delta: DeltaRows | None = None  # derived by the first delta net
-    # by layer with an indexer: the keys that it chose, see ops/sparse_attention.py
+    equal: bool = False  # all sequences have the same length, so no padding is needed
+    context: ContextRows | None = None  # under context parallelism, instead of padded_places
+    delta: DeltaRows | None = None  # set by the first gated delta net
+    # layer number -> keys that its indexer selected, see ops/sparse_attention.py
     chosen: dict[int, Tensor] = field(default_factory=dict)
 
 
 def packed_rows(cu_seqlens: Tensor, cp_size: int = 1, cp_rank: int = 0) -> PackedRows:
-    """Describe rows packed at `cu_seqlens` [S + 1] (int32, starting at 0), of which a
-    context-parallel rank holds its chunks."""
+    """Describe sequences packed at `cu_seqlens` [S + 1] (int32, starting at 0). A context-parallel
+    rank holds its chunks of each."""
     bounds = cu_seqlens.tolist()
     lengths = tuple(b - a for a, b in itertools.pairwise(bounds))
     longest = max(lengths)
@@ -84,9 +83,9 @@ def packed_rows(cu_seqlens: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Packe
 
 
 class _Pad(torch.autograd.Function):
-    """Rows (T, ...) as a batch (S, max L, ...) with zeros as padding. Every row has one place, so
-    that the gradient is a plain copy too: indexing's own adds up duplicates, which costs more than
-    the attention of short sequences."""
+    """Pad rows (T, ...) with zeros to a batch (S, max L, ...). No row is used twice, so backward is
+    a plain copy as well; the backward pass of indexing accumulates duplicates, which costs more
+    than the attention of short sequences."""
 
     @staticmethod
     def forward(
@@ -107,7 +106,7 @@ class _UnpadContext(AutogradContext, Protocol):
 
 
 class _Unpad(torch.autograd.Function):
-    """The inverse: what is at the places of rows, (T, ...)."""
+    """The inverse of `_Pad`: a batch (S, max L, ...) to rows (T, ...)."""
 
     @staticmethod
     def forward(ctx: _UnpadContext, padded: Tensor, places: Tensor) -> Tensor:
@@ -124,8 +123,8 @@ class _Unpad(torch.autograd.Function):
 
 
 class PackedAttention(MegatronModule):
-    """Scaled dot-product attention over packed rows, with grouped queries. Its call follows
-    megatron-core's core_attention."""
+    """Scaled dot-product attention over packed sequences, with grouped-query attention. It has the
+    interface of megatron-core's core_attention."""
 
     def __init__(
         self,
@@ -137,7 +136,7 @@ class PackedAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
-        k_channels: int | None = None,  # of latent attention, with keys longer than its values
+        k_channels: int | None = None,  # set by MLA, where keys are wider than values
         v_channels: int | None = None,
     ) -> None:
         super().__init__(config=config)
@@ -154,7 +153,7 @@ class PackedAttention(MegatronModule):
         self,
         query: Tensor,  # (T, heads, d), T / cp rows under context parallelism
         key: Tensor,  # (T, groups, d)
-        value: Tensor,  # (T, groups, dv); d, but for latent attention
+        value: Tensor,  # (T, groups, dv); dv = d except for MLA
         attention_mask: Tensor | None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
@@ -194,8 +193,8 @@ class PackedAttention(MegatronModule):
     def _sdpa(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
     ) -> Tensor:
-        """Attention of (batch, length, heads, d), causal or with a mask that broadcasts to (batch,
-        heads, queries, keys)."""
+        """Attention over a batch (batch, length, heads, d): causal, or with a mask that broadcasts
+        to (batch, heads, queries, keys)."""
         out = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
@@ -209,8 +208,8 @@ class PackedAttention(MegatronModule):
         return out.transpose(1, 2)
 
     def _dropout_rng(self) -> AbstractContextManager[None]:
-        # Heads differ between tensor-parallel ranks, so their dropout must; sequence parallelism
-        # already forks the generator.
+        # Tensor-parallel ranks hold different heads and need different dropout; with sequence
+        # parallelism the generator is already forked.
         if self.dropout and self.training and not self.config.sequence_parallel:
             return tensor_parallel.get_cuda_rng_tracker().fork()
         return nullcontext()
@@ -221,5 +220,5 @@ class PackedAttention(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, object] | None = None,
     ) -> dict[str, object]:
-        """Nothing to save."""
+        """Empty: there are no parameters."""
         return {}

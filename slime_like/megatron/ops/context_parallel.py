@@ -1,10 +1,10 @@
-"""Context parallelism: the ranks of a group share the rows of every packed sequence, and attention
-gathers keys and values.
+"""Context parallelism for packed sequences: each sequence is split over the ranks of a group, and
+attention gathers keys and values.
 
-A sequence is cut into 2 * cp chunks of equal length; rank r holds chunks r and 2 * cp - 1 - r of
-every sequence, so that all ranks have the same number of rows, and under a causal mask the same
-work. "Natural" rows are those of the whole micro-batch in the order of its sequences; a rank's own
-rows are in that order too.
+A sequence is split into 2 * cp chunks of equal length; rank r holds chunks r and 2 * cp - 1 - r of
+every sequence, so that all ranks have the same number of rows and, under a causal mask, the same
+work. "Natural" rows are all rows of the micro-batch in sequence order; a rank's own rows are in the
+same order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from slime_like.types import AutogradContext, MicroBatch
 
-# Above this many (query, key) pairs in the mask of a padded batch, each sequence is computed alone,
+# If the mask of a padded batch has more (query, key) pairs, each sequence is computed separately,
 # without such a mask.
 MAX_MASK_ELEMENTS = 1 << 24
 Attend = Callable[
@@ -30,10 +30,10 @@ Attend = Callable[
 
 
 def places_over_ranks(cu_seqlens: Tensor, cp_size: int) -> Tensor:
-    """Map natural rows to their places in the concatenation of the rows of ranks 0 .. cp - 1.
+    """Index of each natural row in the concatenation of the rows of ranks 0 .. cp - 1.
 
     Args:
-        cu_seqlens: [S + 1]; every sequence is a multiple of 2 * cp long.
+        cu_seqlens: [S + 1]; sequence lengths are multiples of 2 * cp.
 
     Returns:
         [T] int64.
@@ -47,9 +47,9 @@ def places_over_ranks(cu_seqlens: Tensor, cp_size: int) -> Tensor:
     start = bounds[:-1].repeat_interleave(lengths)
     chunk_length = (lengths // (2 * cp_size)).repeat_interleave(lengths)
     chunk, offset = (rows - start) // chunk_length, (rows - start) % chunk_length
-    # Zig-zag: chunk c < cp belongs to rank c, and chunk 2 * cp - 1 - c to the same rank. Under a
-    # causal mask an early chunk attends to few keys and its mirror image to many, so that each
-    # pair costs the same; contiguous shares would leave rank 0 idle while the last rank computes.
+    # Zig-zag: chunks c < cp and 2 * cp - 1 - c belong to rank c. Under a causal mask an early chunk
+    # attends to few keys and its mirror image to many, so that all pairs cost the same; with
+    # contiguous shards rank 0 would wait for the last rank.
     second = chunk >= cp_size
     rank = torch.where(second, 2 * cp_size - 1 - chunk, chunk)
     return (
@@ -61,13 +61,13 @@ def places_over_ranks(cu_seqlens: Tensor, cp_size: int) -> Tensor:
 
 
 def rows_of_rank(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
-    """The natural rows that rank `cp_rank` holds, ascending: [T / cp] int64."""
+    """Natural rows held by rank `cp_rank`, ascending: [T / cp] int64."""
     share = int(cu_seqlens[-1]) // cp_size
     return places_over_ranks(cu_seqlens, cp_size).argsort()[cp_rank * share : (cp_rank + 1) * share]
 
 
 def rows_of_context_rank(batch: MicroBatch, cp_size: int, cp_rank: int) -> MicroBatch:
-    """What a context-parallel rank holds of a whole micro-batch."""
+    """Select the rows of one context-parallel rank from a full micro-batch."""
     rows = rows_of_rank(batch.cu_seqlens, cp_size, cp_rank)
     held: dict[str, Any] = {}
     for f in fields(batch):
@@ -80,9 +80,9 @@ def rows_of_context_rank(batch: MicroBatch, cp_size: int, cp_rank: int) -> Micro
 
 
 def join_context_ranks(values: Tensor, batches: Sequence[MicroBatch], cp_size: int) -> Tensor:
-    """Values of all ranks' rows in the order of the whole micro-batches, [n, T] for T rows in all.
+    """Reorder the values of all ranks' rows to natural order: [n, T], T rows over all `batches`.
 
-    values: [cp_size, n, T / cp_size], each rank's rows of `batches` one micro-batch after another.
+    values: [cp_size, n, T / cp_size], each rank's rows with the micro-batches concatenated.
     """
     parts = values.split([batch.tokens.numel() for batch in batches], dim=2)
     whole = [
@@ -112,36 +112,37 @@ class _GatherRows(torch.autograd.Function):
 
 
 def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[n, ...] of every rank, one after another: [cp * n, ...]. Backward sums the gradients of all
-    ranks."""
+    """All-gather [n, ...] to [cp * n, ...]. Backward reduce-scatters the gradients."""
     gathered: Tensor = _GatherRows.apply(x, group)
     return gathered
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedChunk:
-    """One of a rank's two chunks of all S sequences, padded to a batch with H queries and K keys."""
+    """The first or second chunk of all S sequences of a rank, padded to a batch with H queries and
+    K keys."""
 
-    queries: Tensor  # [S, H] into the rank's own rows
-    keys: Tensor  # [S, K] into natural rows
-    mask: Tensor  # [S, 1, H, K] bool: which keys a query sees
+    queries: Tensor  # [S, H] indices into the rank's own rows
+    keys: Tensor  # [S, K] indices into natural rows
+    mask: Tensor  # [S, 1, H, K] bool: which keys a query attends to
 
 
 @dataclass(frozen=True, slots=True)
 class ContextRows:
-    """Which rows attend to which, for one rank. Derived once per micro-batch."""
+    """Attention indices of one rank, computed once per micro-batch."""
 
     natural: Tensor  # [T]: `places_over_ranks`
     spans: tuple[
         tuple[int, int, int, int], ...
-    ]  # of each chunk: own rows [a, b), natural rows of the keys it sees [c, d)
-    padded: tuple[PaddedChunk, ...] = ()  # the two chunks; empty: compute each span alone
-    # [T / cp]: place of each own row in the flattened outputs of the padded chunks
+    ]  # per chunk: own rows [a, b), natural rows [c, d) of the keys that they attend to
+    padded: tuple[PaddedChunk, ...] = ()  # the two chunks; empty: compute each span separately
+    # [T / cp]: index of each own row in the flattened outputs of the padded chunks
     scatter: Tensor | None = None
 
 
 def context_rows(cu_seqlens: Tensor, cp_size: int, cp_rank: int, *, batched: bool) -> ContextRows:
-    """batched: whether the sequences are alike enough in length to be padded into one batch."""
+    """Build the attention indices of one rank. batched: whether the sequence lengths are similar
+    enough to pad them into one batch."""
     natural = places_over_ranks(cu_seqlens, cp_size)
     spans = []
     for start, end in itertools.pairwise(cu_seqlens.tolist()):
@@ -162,15 +163,15 @@ def context_rows(cu_seqlens: Tensor, cp_size: int, cp_rank: int, *, batched: boo
 
 
 def _padded_chunk(spans: Tensor) -> PaddedChunk:
-    """spans: [S, 4]. A padded query or key repeats the chunk's last; a padded key is masked, a
-    padded query's output is not used."""
+    """Pad one chunk of each sequence. spans: [S, 4]. Padding repeats the last query or key of the
+    chunk; padded keys are masked, and outputs of padded queries are not used."""
     first, last, key_first, key_last = spans.unsqueeze(2).unbind(1)  # [S, 1] each
     query_columns = torch.arange(int((last - first).max()), device=spans.device)
     key_columns = torch.arange(int((key_last - key_first).max()), device=spans.device)
-    # the chunk ends where its keys do, so that query j of n sees all keys but the last n - 1 - j
+    # a chunk ends with its last key, so query j of n attends to all keys but the last n - 1 - j
     seen = (
         (key_last - key_first) - (last - first) + query_columns
-    )  # [S, H]: the last key that it sees
+    )  # [S, H]: index of the last key that the query attends to
     mask = key_columns <= torch.minimum(seen, key_last - key_first - 1).unsqueeze(2)
     return PaddedChunk(
         queries=torch.minimum(first + query_columns, last - 1),
@@ -180,7 +181,7 @@ def _padded_chunk(spans: Tensor) -> PaddedChunk:
 
 
 def _scatter_index(padded: tuple[PaddedChunk, ...], own_rows: int) -> Tensor:
-    """The first of the padded places that hold each own row."""
+    """First index of each own row in the flattened padded chunks."""
     held = torch.cat([chunk.queries.flatten() for chunk in padded])
     places = torch.arange(held.numel(), device=held.device)
     return torch.full((own_rows,), held.numel(), device=held.device).scatter_reduce(
@@ -197,11 +198,16 @@ def context_parallel_attention(
     attend: Attend,
 ) -> Tensor:
     """Causal attention of this rank's queries to the keys of their sequences on all ranks of
-    `group`.
+    `group`. A chunk computes only the keys up to its end.
 
-    query: (T / cp, heads, d); key: (T / cp, groups, d); value: (T / cp, groups, dv). attend: scaled
-    dot-product attention of a batch, with a mask. A chunk gets only the keys up to its end. Returns
-    (T / cp, heads, dv).
+    Args:
+        query: (T / cp, heads, d).
+        key: (T / cp, groups, d).
+        value: (T / cp, groups, dv).
+        attend: Scaled dot-product attention of a batch, with a mask.
+
+    Returns:
+        (T / cp, heads, dv).
     """
     keys, values = gather_keys(key, value, rows, group)
     return attend_chunks(query, keys, values, rows, attend)
@@ -210,8 +216,8 @@ def context_parallel_attention(
 def gather_keys(
     key: Tensor, value: Tensor, rows: ContextRows, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """This rank's rows of keys (T / cp, groups, d) and values (T / cp, groups, dv) -> all natural
-    rows, (T, ...)."""
+    """Gather keys (T / cp, groups, d) and values (T / cp, groups, dv) of all ranks to natural rows,
+    (T, ...)."""
     parts = [key.flatten(1), value.flatten(1)]
     gathered = gather_rows(torch.cat(parts, dim=1), group)[rows.natural]  # (T, groups * (d + dv))
     columns = gathered.split([part.size(1) for part in parts], dim=1)
@@ -222,8 +228,8 @@ def gather_keys(
 def attend_chunks(
     query: Tensor, keys: Tensor, values: Tensor, rows: ContextRows, attend: Attend
 ) -> Tensor:
-    """Attention of a rank's queries (T / cp, heads, d) to natural rows of keys (T, groups, d) and
-    values (T, groups, dv)."""
+    """Attention of a rank's queries (T / cp, heads, d) to keys (T, groups, d) and values (T,
+    groups, dv) in natural rows. Returns (T / cp, heads, dv)."""
     if rows.scatter is not None:
         outputs = [
             attend(query[c.queries], keys[c.keys], values[c.keys], c.mask) for c in rows.padded

@@ -1,17 +1,17 @@
-"""The gated delta rule and its short convolution over packed rows, in plain torch.
+"""The gated delta rule and its short convolution over packed sequences, in plain torch.
 
-One head has a state S [dk, dv], zero before the first token of each sequence:
+Each head has a state S [dk, dv], zero before the first token of a sequence:
 
     S_t = a_t S_{t-1} + k_t (b_t (v_t - a_t S_{t-1}^T k_t))^T,    o_t = S_t^T q_t
 
 with decay a_t in (0, 1] and learning rate b_t in (0, 1) (Gated Delta Networks, arXiv 2412.06464,
-equation 10). A sequence is cut into chunks. Within a chunk the corrections that its tokens write
-solve a triangular system, which is a matrix product away from the state that enters; so all chunks
-of a micro-batch are prepared at once, and what remains one after another is a few products for each
-chunk. Step j does the j-th chunks of all sequences that are that long together: short sequences
-cost nothing while a long one continues, and no state and no gradient crosses a sequence.
+equation 10). A sequence is split into chunks. The updates that the tokens of a chunk write are the
+solution of a triangular system, linear in the incoming state. The systems of all chunks of a
+micro-batch are therefore solved at once, and only a few matrix products per chunk remain
+sequential. Step j computes the j-th chunk of every sequence that has one: short sequences cost
+nothing while a long one continues, and neither state nor gradient crosses sequences.
 
-Every sum has a fixed order, so that the same rows give the same bits, forward and backward.
+Every sum has a fixed order, so results are deterministic, forward and backward.
 """
 
 from __future__ import annotations
@@ -25,18 +25,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64  # tokens
-EPSILON = 1e-6  # of the norms of queries and keys, as flash-linear-attention's kernels have it
+EPSILON = 1e-6  # of the L2 norms of queries and keys, as in flash-linear-attention
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaRows:
-    """Where the sequences of a micro-batch lie, and their chunks of C tokens. Derived once per
+    """Indices between the rows of a micro-batch and chunks of C tokens, computed once per
     micro-batch.
 
-    positions: [T], the place of each row in its sequence. gather: [N, C], the row at each place of
-    each chunk; T, a row of zeros, behind a sequence's end. Chunks are in the order of the steps; in
-    each the longest sequences come first, so that those with further chunks are the first ones. scatter:
-    [T], the place of each row in the flattened chunks. steps: how many chunks each step has.
+    Chunks are ordered by step and, within a step, by decreasing sequence length, so that the
+    sequences that continue in the next step come first.
+
+    Args:
+        cu_seqlens: [S + 1].
+        positions: [T], position of each row within its sequence.
+        gather: [N, C], row of each token of each chunk; T (a row of zeros) after the end of a
+            sequence.
+        scatter: [T], index of each row in the flattened chunks.
+        steps: Number of chunks of each step.
     """
 
     cu_seqlens: Tensor
@@ -47,8 +53,10 @@ class DeltaRows:
 
 
 def delta_rows(cu_seqlens: Tensor, lengths: Sequence[int], chunk: int = CHUNK) -> DeltaRows:
-    """cu_seqlens: [S + 1], from 0 to T. lengths: of the S sequences, on the host; of at most
-    `chunk` tokens if they all are."""
+    """Split packed sequences into chunks of `chunk` tokens, or fewer if all sequences are shorter.
+
+    cu_seqlens: [S + 1], from 0 to T. lengths: the S sequence lengths, as host values.
+    """
     chunk = min(chunk, max(lengths))
     by_length = sorted(range(len(lengths)), key=lambda s: -lengths[s])
     counts = [-(-lengths[s] // chunk) for s in by_length]
@@ -71,9 +79,9 @@ def delta_rows(cu_seqlens: Tensor, lengths: Sequence[int], chunk: int = CHUNK) -
 
 
 def causal_conv(x: Tensor, weight: Tensor, rows: DeltaRows) -> Tensor:
-    """Each channel's weighted sum of a row and the rows before it in its sequence.
+    """Causal depthwise convolution within each sequence.
 
-    x: [T, channels]; weight: [channels, K], the last for the row itself. Returns [T, channels].
+    x: [T, channels]. weight: [channels, K], the last tap for the row itself. Returns [T, channels].
     """
     taps = weight.unbind(1)
     out = x * taps[-1]
@@ -84,19 +92,24 @@ def causal_conv(x: Tensor, weight: Tensor, rows: DeltaRows) -> Tensor:
 
 
 def unit(x: Tensor) -> Tensor:
-    """The last dimension with norm 1."""
+    """L2-normalise the last dimension."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)
 
 
 def delta_rule(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, rate: Tensor, rows: DeltaRows
 ) -> Tensor:
-    """The rule of this module's docstring; queries and keys are brought to norm 1 and queries
-    divided by sqrt(dk).
+    """The gated delta rule (see the module docstring) with L2-normalised queries and keys; queries
+    are divided by sqrt(dk).
 
-    query, key: [T, groups, dk], each group's of heads / groups heads in a row; value: [T, heads,
-    dv]; log_decay, rate: [T, heads], logarithms of a and b itself. Returns [T, heads, dv] in the
-    value's dtype; computed in float32, or float64 where the inputs are.
+    Args:
+        query, key: [T, groups, dk], each shared by heads / groups consecutive heads.
+        value: [T, heads, dv].
+        log_decay: [T, heads], log a.
+        rate: [T, heads], b.
+
+    Returns:
+        [T, heads, dv] in the dtype of `value`; computed in float32, or float64 for float64 inputs.
     """
     wide = torch.promote_types(value.dtype, torch.float32)
     share = value.size(1) // key.size(1)
@@ -107,7 +120,7 @@ def delta_rule(
     )  # [N, heads, C, ...]
     decay = decay.cumsum(-1)
     later = torch.ones(q.size(2), q.size(2), dtype=torch.bool, device=q.device).triu(1)
-    # the decay between two places of a chunk: exp of what may not overflow
+    # decay between two tokens of a chunk; exp of a difference, which cannot overflow
     between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(later, -torch.inf).exp()
     since_start, to_end = decay.exp().unsqueeze(-1), (decay[..., -1:] - decay).exp().unsqueeze(-1)
     k_rate = k * b.unsqueeze(-1)
@@ -140,13 +153,21 @@ def _in_turn(
     whole: Tensor,
     steps: Sequence[int],
 ) -> Tensor:
-    """Pass the states from chunk to chunk. written [N, heads, C, dv]: what a chunk would write into
-    a state of zeros; read [N, heads, C, dk]: what of the state that enters is subtracted from it;
-    within [N, heads, C, C]: scores of keys in the chunk; query [N, heads, C, dk], key [N, heads,
-    dk, C]: decayed from the chunk's start, and to its end; whole [N, heads, 1, 1]: over the chunk.
-    Returns [N, heads, C, dv]."""
+    """Compute the outputs step by step, passing the state from chunk to chunk.
+
+    Args:
+        written: [N, heads, C, dv], updates that a chunk writes if its incoming state is zero.
+        read: [N, heads, C, dk]; read @ state is subtracted from them.
+        within: [N, heads, C, C], scores of the keys within the chunk.
+        query: [N, heads, C, dk], decayed from the start of the chunk.
+        key: [N, heads, dk, C], decayed to the end of the chunk.
+        whole: [N, heads, 1, 1], decay over the chunk.
+
+    Returns:
+        [N, heads, C, dv].
+    """
     parts = [x.split(list(steps)) for x in (written, read, within, query, key, whole)]
-    state: Tensor | None = None  # [sequences with such a chunk, heads, dk, dv]
+    state: Tensor | None = None  # [chunks of the step, heads, dk, dv]
     outputs = []
     for number, (new, old, scores, q, k, decay) in enumerate(zip(*parts, strict=True)):
         if state is None:
@@ -163,8 +184,8 @@ def _in_turn(
 
 @functools.cache
 def fla_rule() -> Callable[..., Tensor] | None:
-    """`delta_rule` by flash-linear-attention's kernels, which take bf16 on a GPU; None where they
-    are not installed."""
+    """`delta_rule` with flash-linear-attention's kernels, for bf16 on a GPU; None if the package is
+    not installed."""
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     except ImportError:

@@ -1,19 +1,18 @@
-"""Log-probability of the label and entropy, from hidden states: the vocabulary projection without
-its logits.
+"""Log-probability of the label and entropy from hidden states: vocabulary projection and softmax
+fused, without materialising the logits.
 
-The projection runs block by block, rows x columns of the vocabulary, through one small workspace;
-[T, V] never exists, forward or backward. Forward keeps a running maximum and two running sums for
-each row ("online softmax", arXiv 1805.02867, with the sum that the entropy needs beside the
-normaliser). Backward computes each block again, turns it into the gradient of its logits,
+The projection runs in blocks of rows x vocabulary columns through one small workspace; [T, V] never
+exists, forward or backward. Forward keeps a running maximum and two running sums per row ("online
+softmax", arXiv 1805.02867, with a second sum for the entropy). Backward recomputes each block,
+turns it into the gradient of its logits,
 
     d log p(label) / d z_v = 1[v = label] - p_v          d H / d z_v = -p_v (log p_v + H),
 
-and multiplies it into the gradients of hidden states and weight at once. A fourth matrix product
-takes the place of several passes over [T, V] in main memory: the elementwise work happens in cache.
+and multiplies it into the gradients of hidden states and weight. This costs a fourth matrix product
+but saves several passes over [T, V] in main memory: the elementwise work happens in cache.
 
-Columns are the outer loop, so that each slice of the weight, and of its gradient, passes through
-the cache once.
-`vocab_parallel.py` computes the same from logits.
+Columns are the outer loop, so that each slice of the weight and of its gradient passes through the
+cache once. `vocab_parallel.py` computes the same from logits.
 """
 
 from __future__ import annotations
@@ -33,30 +32,30 @@ from torch import Tensor
 from slime_like.types import AutogradContext
 
 DEFAULT_CHUNK_SIZE = 1024  # rows of a block; benchmarks/bench_head.py --block-sizes compares
-# Elements of a block. On CPU two of them in float32 are the size of a core's second-level cache; a
-# GPU wants larger matrix products.
+# Elements of a block. On CPU two float32 blocks fit the L2 cache of a core; a GPU needs larger
+# matrix products.
 BLOCK_ELEMENTS_CPU = 2**18
 BLOCK_ELEMENTS_GPU = 2**25
 MIN_COLUMNS = 128
-LOWEST = -1e20  # in place of -inf, whose product with a probability of 0 would be NaN
+LOWEST = -1e20  # instead of -inf, since -inf times a probability of 0 is NaN
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """The projection of this rank's slice of the vocabulary, cut into blocks. Tensors as in
-    `lean_log_probs`, hidden [N, H]."""
+    """Projection to this rank's slice of the vocabulary, in blocks. Tensors as in `lean_log_probs`,
+    with hidden [N, H]."""
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
     temperature: float
-    num_columns: int  # of this rank, without padding
+    num_columns: int  # columns of this rank, without padding
     chunk_size: int
-    token_sets: Tensor | None = None  # [N, K] int64, counted from this rank's first token
+    token_sets: Tensor | None = None  # [N, K] int64, relative to this rank's first token
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of everything but the matrix products, which are in the weight's."""
+        """Dtype of everything but the matrix products, which use the dtype of the weight."""
         return (
             torch.float32
             if self.weight.dtype in (torch.bfloat16, torch.float16)
@@ -82,7 +81,8 @@ class Projection:
         return _slices(self.num_columns, self.block_shape[1])
 
     def blocks(self, workspace: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
-        """The scaled logits of a block, and room for another of its shape; both in the workspace."""
+        """Compute the scaled logits of a block. Returns them and a scratch block of the same shape,
+        both views of the workspace."""
         hidden, weight = self.hidden[rows], self.weight[columns]
         shape = (hidden.size(0), weight.size(0))
         logits, other = (half[: shape[0] * shape[1]].view(shape) for half in workspace)
@@ -104,8 +104,8 @@ class Projection:
     def restrict(
         self, logits: Tensor, rows: slice, columns: slice, column: Tensor, here: Tensor
     ) -> None:
-        """Ban, in place, what lies outside the token sets; not the label, which is at `column`
-        where `here`."""
+        """Set logits outside the token sets to -inf in place, except that of the label, which is at
+        `column` if `here`."""
         if self.token_sets is not None:
             width = logits.size(1)
             place = self.token_sets[rows] - columns.start
@@ -118,7 +118,7 @@ class Projection:
             )
 
     def shifted(self, logits: Tensor, by: Tensor) -> Tensor:
-        """logits - by, in place and finite from below."""
+        """Subtract `by` per row, in place, with a finite lower bound."""
         logits.sub_(by.unsqueeze(1))
         return logits.clamp_(min=LOWEST) if self.bans else logits
 
@@ -126,7 +126,7 @@ class Projection:
 def columns_of_rank(
     weight: Tensor, vocab_size: int, group: dist.ProcessGroup | None
 ) -> tuple[int, int]:
-    """(first, number) of the tokens whose rows of the weight this rank has, without padding."""
+    """(first token, number of tokens) of this rank's slice of the vocabulary, without padding."""
     start = 0 if group is None else group.rank() * weight.size(0)
     return start, max(0, min(weight.size(0), vocab_size - start))
 
@@ -136,7 +136,8 @@ def _slices(total: int, size: int) -> Iterator[slice]:
 
 
 def _in_block(local_labels: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Column within the block [N, K], clamped, and whether the label is there [N, K]."""
+    """Column of each label within the block, clamped, and whether the label is in it; [N, K]
+    each."""
     column = local_labels - columns.start
     width = columns.stop - columns.start
     return column.clamp(0, width - 1), (column >= 0) & (column < width)
@@ -149,8 +150,12 @@ def _softmax_statistics(
     *,
     squares: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(logits of the labels [N, K], log normaliser, entropy, sum of squared probabilities), [N] each,
-    over the whole vocabulary; the last is 0 unless asked for. No host waits for the device."""
+    """Softmax statistics over the full vocabulary, without a device synchronisation.
+
+    Returns:
+        (logits of the labels [N, K], log normaliser [N], entropy [N], sum of squared probabilities
+        [N], 0 unless `squares`).
+    """
     size = head.hidden.size(0)
     top = head.hidden.new_full((size,), LOWEST, dtype=head.dtype)
     total, weighted, squared = top.new_zeros((3, size))
@@ -184,7 +189,7 @@ def _softmax_statistics(
 
 
 def _rescale(total: Tensor, weighted: Tensor, squared: Tensor, change: Tensor) -> None:
-    """Sums of e^(z - a), of e^(z - a) (z - a) and of e^(2 (z - a)), in place, to those with a maximum
+    """Rescale the sums of e^(z - a), e^(z - a) (z - a) and e^(2 (z - a)) in place to a new maximum
     b >= a. change: a - b."""
     factor = change.exp()
     weighted.add_(total * change).mul_(factor)
@@ -233,7 +238,7 @@ class _LeanLogProbs(torch.autograd.Function):
         hidden, weight, bias, local_labels, log_normaliser, entropy, token_sets = ctx.saved_tensors
         temperature, num_columns, chunk_size = ctx.settings
         head = Projection(hidden, weight, bias, temperature, num_columns, chunk_size, token_sets)
-        # grad z = p (slope (z - log normaliser) + offset), and at a label that of its log-prob
+        # grad z = p (slope (z - log normaliser) + offset), plus of_label at the labels
         of_label = (
             entropy.new_zeros(local_labels.shape)
             if grad_log_probs is None
@@ -265,24 +270,22 @@ class _LeanLogProbs(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Gradients:
-    """Gradients that are wanted, summed in the precision of `Projection.dtype`."""
+    """The required gradients, accumulated in `Projection.dtype`."""
 
     head: Projection
     hidden: Tensor | None  # [N, H]
-    weight: (
-        Tensor | None
-    )  # [V/tp, H] in the weight's own dtype: the sum over rows is taken beside it
+    weight: Tensor | None  # [V/tp, H] in the dtype of the weight; weight_sum accumulates over rows
     bias: Tensor | None  # [V/tp]
     weight_sum: (
         Tensor | None
-    )  # [columns of a block, H], only where weight's dtype is narrower and there are several blocks of rows
+    )  # [columns of a block, H]; only for a narrower weight and several row blocks
 
     @classmethod
     def like(cls, head: Projection, wanted: tuple[bool, ...]) -> _Gradients:
         hidden = torch.zeros_like(head.hidden, dtype=head.dtype) if wanted[0] else None
         weight = torch.empty_like(head.weight) if wanted[1] else None
         if weight is not None:
-            # padding; everything where there is no row
+            # zero the padding, or everything if there are no rows
             weight[head.num_columns if head.hidden.size(0) else 0 :] = 0
         bias = (
             torch.zeros_like(head.bias, dtype=head.dtype)
@@ -302,7 +305,7 @@ class _Gradients:
         return cls(head, hidden, weight, bias, weight_sum)
 
     def add(self, of_logits: Tensor, rows: slice, columns: slice) -> None:
-        """Take in a block's gradient; blocks come with columns outermost."""
+        """Accumulate the gradient of one block. Blocks come with columns as the outer loop."""
         head = self.head
         if self.bias is not None:
             self.bias[columns] += of_logits.sum(dim=0)
@@ -355,22 +358,28 @@ def lean_log_probs(
     token_sets: Tensor | None = None,
     squared_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(log-prob of labels [N], entropy [N]) of softmax((hidden weight^T + bias) / temperature),
-    float32 for narrower inputs.
+    """Log-probs of labels and entropy of softmax((hidden weight^T + bias) / temperature).
 
-    hidden: [T, H]; under sequence parallelism this rank's [T / tp, H]. weight, bias: [V_padded /
-    tp, H] and [V_padded / tp], this rank's columns; a bias may hold -inf, which bans a token.
-    labels: [T] int64 over the whole vocabulary, or [T, K] for log-probs [N, K]. rows: [N] int64, the rows of the T that are
-    computed, in this order; None: all. vocab_size: tokens without padding; padded columns get no
-    probability and no gradient. chunk_size: rows of a block; -1: all. token_sets: [T, K] tokens
-    over the whole vocabulary, filled up with -1: only they, what top-k and top-p left to the
-    sampler, share the probability; one label is never banned. squared_out: [N], filled with the sum
-    of the squared probabilities of all tokens, without gradient.
+    Matrix products are computed in the dtype of the weight, everything else in float32 or wider.
+    Results are equal on all ranks of `tp_group`. Each rank gets the gradient of its own columns and
+    that of its hidden states, already summed over the ranks. All ranks of the group must run
+    backward together, even with no rows.
 
-    Matrix products are in the weight's dtype, all else in float32. Results are equal on all ranks
-    of `tp_group`. Each rank gets the gradient of its own columns, and that of its hidden states,
-    already summed over the ranks. All ranks of the group must run backward together, also with no
-    rows at all.
+    Args:
+        hidden: [T, H]; under sequence parallelism this rank's [T / tp, H].
+        weight: [V_padded / tp, H], this rank's columns of the vocabulary.
+        labels: [T] int64 over the full vocabulary, or [T, K].
+        vocab_size: Number of tokens without padding; padded columns get no probability and no
+            gradient.
+        rows: [N] int64, rows to compute, in this order; None: all.
+        bias: [V_padded / tp]; -inf bans a token.
+        chunk_size: Rows per block; -1: all.
+        token_sets: [T, K] over the full vocabulary, padded with -1: the tokens that top-k and top-p
+            left to the sampler. Only these and the label get probability. Not with labels [T, K].
+        squared_out: [N], filled with the sum of squared probabilities, without gradient.
+
+    Returns:
+        (log-probs [N], or [N, K] for labels [T, K]; entropy [N]), float32 for narrower inputs.
     """
     single = labels.dim() == 1
     assert single or token_sets is None, "some of K labels may be banned"
@@ -393,7 +402,8 @@ def rows_to_score(
     *,
     sequence_parallel: bool,
 ) -> Tensor:
-    """[N, H] as `lean_log_probs` takes them, equal on all ranks; backward sums over the ranks."""
+    """Hidden states [N, H] of the rows to compute, equal on all ranks; backward sums over ranks.
+    Arguments as for `lean_log_probs`."""
     parallel = tp_group is not None and tp_group.size() > 1
     if parallel and sequence_parallel:
         hidden = gather_from_sequence_parallel_region(

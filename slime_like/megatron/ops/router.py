@@ -1,17 +1,16 @@
-"""The router of an expert layer for packed rows: what megatron-core's TopKRouter lacks, in its
-place in the layer spec.
+"""MoE router for packed sequences, which replaces megatron-core's TopKRouter in the layer spec.
 
-- Padding is routed (somebody has to compute it) and stays out of every statistic: auxiliary losses,
-  z-loss, expert bias, loads.
-- The sequence-wise auxiliary loss is that of the packed sequences; megatron-core would take the
-  whole row for one.
-- The choice of experts can be recorded, and replayed in a later pass. Replay changes who is chosen;
-  weights and gradients still come from the current router's scores of those experts (routing
-  replay: 2507.18071; as in slime).
+- Padding is routed like other rows, but excluded from all statistics: auxiliary losses, z-loss,
+  expert bias, loads.
+- The sequence-wise auxiliary loss is computed per packed sequence; megatron-core would treat all
+  rows as one sequence.
+- The selected experts can be recorded and replayed in a later pass. Replay changes only the
+  selection; weights and gradients still come from the current router's scores of those experts
+  (routing replay: arXiv 2507.18071; as in slime).
 
-A router is called with hidden states alone. Which micro-batch they are of follows from the order of
-calls: forward passes and recomputations each go through the micro-batches in order, and under
-activation checkpointing a layer's first call has no gradient and its second has.
+A router is called with hidden states only, so it derives the micro-batch from the order of calls:
+forward passes and recomputations each go through the micro-batches in order, and under activation
+checkpointing a layer's first call runs without gradients and the second with them.
 """
 
 from __future__ import annotations
@@ -28,61 +27,61 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RoutedRows:
-    """The rows of one micro-batch that this rank routes: t of its T rows, 1 / tp of them under
-    sequence parallelism."""
+    """The rows of one micro-batch that this rank routes: t = T, or T / tp under sequence
+    parallelism."""
 
     seq_ids: Tensor  # [t] int64
     num_seqs: int
-    padding: Tensor  # [t] bool, True at rows of no sample
-    # [t, expert layers of this rank, topk]: experts to choose, negative where the router's own
-    # choice counts
+    padding: Tensor  # [t] bool
+    # [t, MoE layers of this rank, topk]: experts to replay, negative where the router selects
     routes: Tensor | None = None
 
 
 @dataclass(slots=True)
 class _Pass:
-    """One pass over micro-batches, as one router sees it."""
+    """State of one router during one pass over micro-batches."""
 
     rows: Sequence[RoutedRows]
-    slot: int  # of this router among the rank's
+    slot: int  # index of this router among the rank's routers
     record: bool
-    started: int = 0  # micro-batches whose forward has begun
+    started: int = 0  # number of micro-batches with a forward call so far
     to_recompute: deque[int] = field(default_factory=deque)
-    recorded: list[Tensor] = field(default_factory=list)  # [t, topk] for each micro-batch
-    # tokens whose own choice of experts would have been another than the replayed one
+    recorded: list[Tensor] = field(default_factory=list)  # [t, topk] per micro-batch
+    # tokens for which the router would have selected other experts than the replayed ones
     differing: int = 0
     compared: int = 0
 
 
 class PackedRouter(TopKRouter):
-    """See the module. Without `begin` it routes as TopKRouter does."""
+    """TopKRouter for packed sequences, with recording and replay; see the module docstring. Before
+    the first `begin` it behaves like TopKRouter."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self._pass: _Pass | None = None
-        self._rows: RoutedRows | None = None  # of the call that is going on
-        self._first_call = True  # not a recomputation
-        self.router_replay = _Choice(self)  # what TopKRouter asks for the top k
+        self._rows: RoutedRows | None = None  # rows of the current call
+        self._first_call = True  # False in a recomputation
+        self.router_replay = _Choice(self)  # TopKRouter calls it for the top k
         self.register_buffer(
             "load", torch.zeros(self.num_experts, device=self.weight.device), persistent=False
         )
 
     def begin(self, rows: Sequence[RoutedRows], *, slot: int, record: bool) -> None:
-        """Start a pass over micro-batches, which lasts until the next `begin`. slot: this router's
-        index in `RoutedRows.routes`."""
+        """Start a pass over micro-batches; it lasts until the next `begin`. slot: index of this
+        router in `RoutedRows.routes`. record: keep the selected experts."""
         self._pass = _Pass(rows, slot, record)
         self.load.zero_()
 
     @property
     def recorded(self) -> list[Tensor]:
-        """The chosen experts [t, topk] int64 of each micro-batch of the pass."""
+        """Experts selected in this pass, [t, topk] int64 per micro-batch."""
         assert self._pass is not None and self._pass.record
         return self._pass.recorded
 
     @property
     def disagreement(self) -> tuple[int, int]:
-        """(tokens whose own choice would have been another than the replayed one, tokens with a
-        replayed choice) of the pass."""
+        """(tokens for which the router would have selected other experts than the replayed ones,
+        replayed tokens) of the pass."""
         return (0, 0) if self._pass is None else (self._pass.differing, self._pass.compared)
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -118,8 +117,8 @@ class PackedRouter(TopKRouter):
         routing_map: Tensor,
         with_padding_mask: bool = False,
     ) -> Tensor:
-        """Switch Transformer's balance loss (2101.03961) over the micro-batch; 0 where that is
-        padding only, which megatron-core divides by."""
+        """Load-balancing loss of Switch Transformer (arXiv 2101.03961) over the micro-batch. It is
+        0 if all rows are padding, where megatron-core would divide by zero."""
         coefficient = self.get_aux_loss_coeff("aux_loss")
         if coefficient == 0:
             return probs
@@ -138,8 +137,8 @@ class PackedRouter(TopKRouter):
         bsz: int,
         with_padding_mask: bool = False,
     ) -> Tensor:
-        """DeepSeek-V2's sequence-wise balance loss (2405.04434, section 2.2.3), averaged over the
-        micro-batch's sequences."""
+        """Sequence-wise load-balancing loss of DeepSeek-V2 (arXiv 2405.04434, section 2.2.3),
+        averaged over the sequences of the micro-batch."""
         coefficient = self.get_aux_loss_coeff("seq_aux_loss")
         if coefficient == 0:
             return probs
@@ -155,12 +154,15 @@ class PackedRouter(TopKRouter):
         )
 
     def _imbalance(self, scores: Tensor, routing_map: Tensor, ids: Tensor, num: int) -> Tensor:
-        """E * sum of f_e * P_e over experts, averaged over the parts of the micro-batch that have
-        tokens.
+        """Compute E * sum_e f_e * P_e per segment, averaged over the non-empty segments.
 
-        scores, routing_map: [t, E], zero at padding. ids: [t], which of the `num` parts a row
-        belongs to. A part may lie on several tensor- and context-parallel ranks: counts are those
-        of the whole, each rank adds its own scores' share.
+        A segment may span several tensor- and context-parallel ranks: token counts are reduced over
+        them, and each rank contributes its own scores.
+
+        Args:
+            scores, routing_map: [t, E], zero at padding.
+            ids: [t], segment of each row.
+            num: Number of segments.
         """
         empty = scores.new_zeros(num, self.num_experts)
         counts = reduce_from_tensor_model_parallel_region(
@@ -180,7 +182,7 @@ class PackedRouter(TopKRouter):
         routing_map: Tensor,
         with_padding_mask: bool = False,
     ) -> Tensor:
-        """megatron-core's, where any rank has tokens: it would divide by their number."""
+        """megatron-core's loss, skipped if no rank has tokens, where it would divide by zero."""
         if self.get_aux_loss_coeff("global_aux_loss") == 0:
             return probs
         tokens = reduce_from_tensor_model_parallel_region(routing_map.sum(), self.tp_dp_cp_group)
@@ -193,8 +195,8 @@ class PackedRouter(TopKRouter):
         )
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Count the tokens of each expert for the update of its bias: once for each token that is
-        trained on."""
+        """Count the tokens of each expert for the update of the expert bias, once per token of a
+        training pass; recomputation does not count twice."""
         if not (self.enable_expert_bias and self.training and torch.is_grad_enabled()):
             return
         with torch.no_grad():
@@ -206,7 +208,8 @@ class PackedRouter(TopKRouter):
     def choose(
         self, scores: Tensor, default: Callable[..., tuple[Tensor, Tensor]], *arguments: object
     ) -> tuple[Tensor, Tensor]:
-        """(scores, experts) [t, topk] of the chosen experts. default: megatron-core's choice."""
+        """Select experts: replayed ones where given, otherwise those of `default`, megatron-core's
+        top-k. Returns (scores, experts), [t, topk] each."""
         current, rows = self._pass, self._rows
         values, own = default(scores, *arguments)
         if current is None or rows is None:
@@ -226,10 +229,10 @@ class PackedRouter(TopKRouter):
 
 
 class _Choice:
-    """What megatron-core calls for the top k, under the name of its own replay."""
+    """Adapter for megatron-core's `router_replay` hook, through which it selects the top k."""
 
     def __init__(self, router: PackedRouter) -> None:
-        self._router = [router]  # in a list: a module would become a submodule of itself
+        self._router = [router]  # in a list, so that it is not registered as a submodule
 
     def get_replay_topk(
         self,

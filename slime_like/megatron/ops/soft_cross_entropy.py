@@ -1,10 +1,10 @@
-"""Cross-entropy of one distribution over the vocabulary with another, both from hidden states through
-the same projection, without the logits of either:
+"""Cross-entropy between two distributions over the vocabulary, both given by hidden states and the
+same projection, without materialising logits:
 
     H(q, p) = -sum_v q_v log p_v = log sum_v e^(z_v) - sum_v q_v z_v        dH / dz_v = p_v - q_v
 
-with z the logits of p. Block by block as fused_linear_logprob.py, with one more running sum. Nothing
-flows back to q or to the projection.
+with z the logits of p. Computed in blocks as in fused_linear_logprob.py, with one more running sum.
+Neither q nor the projection gets a gradient.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
 def _statistics(
     p: Projection, q: Projection, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log normalisers of p and of q, and the mean under q of p's logits; [N] each."""
+    """(log normaliser of p, log normaliser of q, mean of p's logits under q), [N] each."""
     size = p.hidden.size(0)
     top_p, top_q = p.hidden.new_full((2, size), LOWEST, dtype=p.dtype)
     total_p, total_q, mean = top_p.new_zeros((3, size))
@@ -111,10 +111,15 @@ def soft_cross_entropy(
     sequence_parallel: bool = False,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
 ) -> Tensor:
-    """[N], with the gradient by hidden; float32 for narrower inputs.
+    """Cross-entropy H(q, p) per row, differentiable only in `hidden`.
 
-    targets: [N, H], states that give q, equal on all ranks of `tp_group`. rows: [N] int64, the rows
-    of hidden. The others: as of `lean_log_probs`.
+    Args:
+        hidden: Hidden states that give p; see `lean_log_probs`, also for other arguments.
+        targets: [N, H], hidden states that give q, equal on all ranks of `tp_group`.
+        rows: [N] int64, rows of `hidden` to compute.
+
+    Returns:
+        [N], float32 for narrower inputs.
     """
     hidden = rows_to_score(hidden, rows, tp_group, sequence_parallel=sequence_parallel)
     settings = (vocab_size, temperature, tp_group, chunk_size)

@@ -1,9 +1,9 @@
-"""Attention to the keys that an indexer chose (DeepSeek-V3.2, arXiv 2512.02556, section 2.1), in
-plain torch.
+"""Sparse attention to the keys selected by an indexer (DeepSeek-V3.2, arXiv 2512.02556, section
+2.1), in plain torch.
 
-A query that sees at most `topk` keys attends to all of them, and nothing is scored for it; the
-others are called far here. Scores and masks of far queries are made for a piece of them at a time,
-in backward again, so that memory grows with the length of a sequence and not with its square.
+A query with at most `topk` preceding keys (its own included) attends to all of them and needs no
+index scores. The other queries are called far. Scores and masks of far queries are computed in
+pieces, and recomputed in backward, so that memory grows linearly with the sequence length.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch.utils.checkpoint import checkpoint
 from slime_like.megatron.ops.attention import PackedRows
 from slime_like.megatron.ops.context_parallel import Attend
 
-# Consecutive queries: own rows [a, b) and the natural rows [c, d) of the keys that the last of them
-# sees; each query before it sees one key less. As in `ContextRows`.
+# Consecutive queries: own rows [a, b) and natural rows [c, d) of the keys that the last query
+# attends to; each earlier query attends to one key less. As in `ContextRows`.
 Span = tuple[int, int, int, int]
-MAX_SCORES = 1 << 26  # of (query, key, head) in a piece
+MAX_SCORES = 1 << 26  # (query, key, head) scores of a piece
 
 
 def spans_of(rows: PackedRows) -> tuple[Span, ...]:
-    """Of all queries that this rank has, in the order of its rows."""
+    """Spans of all queries of this rank, in row order."""
     if rows.context is not None:
         return rows.context.spans
     bounds = itertools.accumulate(rows.lengths, initial=0)
@@ -35,9 +35,10 @@ def spans_of(rows: PackedRows) -> tuple[Span, ...]:
 
 
 def near_and_far(span: Span, topk: int) -> tuple[Span, Span]:
-    """The queries that see at most `topk` keys, and the others; either may be none."""
+    """Split a span into the queries that attend to at most `topk` keys and the far ones; either may
+    be empty."""
     first, last, key_first, key_last = span
-    before = (key_last - key_first) - (last - first)  # keys before the first query's own
+    before = (key_last - key_first) - (last - first)  # keys before that of the first query
     near = min(max(topk - before, 0), last - first)
     middle = first + near
     return (first, middle, key_first, key_first + before + near), (middle, last, *span[2:])
@@ -49,7 +50,7 @@ def far_spans(rows: PackedRows, topk: int) -> list[Span]:
 
 
 def pieces(spans: Iterable[Span], heads: int) -> Iterator[Span]:
-    """The same queries in spans of at most MAX_SCORES scores, or of one query."""
+    """Split spans into pieces of at most MAX_SCORES scores, or of one query."""
     for first, last, key_first, key_last in spans:
         size = max(1, MAX_SCORES // (heads * (key_last - key_first)))
         for start in range(first, last, size):
@@ -58,15 +59,16 @@ def pieces(spans: Iterable[Span], heads: int) -> Iterator[Span]:
 
 
 def index_scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
-    """I = sum_h w_h relu(q_h k), equation 1 of the paper, with its scale in the weights.
+    """Index scores I = sum_h w_h relu(q_h k), equation 1 of the paper; the weights include the
+    scale.
 
     Args:
         queries: [F, heads, d].
-        weights: [F, heads], in at least float32.
+        weights: [F, heads], float32 or wider.
         keys: [K, d].
 
     Returns:
-        [F, K], in the weights' dtype.
+        [F, K], in the dtype of the weights.
     """
     wide = weights.dtype
     products = torch.matmul(queries.to(wide), keys.to(wide).t()).relu_()
@@ -76,14 +78,15 @@ def index_scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
 def choose_keys(
     queries: Tensor, weights: Tensor, keys: Tensor, far: Iterable[Span], topk: int
 ) -> Tensor:
-    """The keys with the largest scores that each far query sees; of equal ones the earlier.
+    """Select the `topk` keys with the largest index scores for each far query; ties go to the
+    earlier key.
 
     Args:
-        queries, weights: as for `index_scores`, of the far queries, in order.
+        queries, weights: As for `index_scores`, for the far queries in row order.
         keys: [T, d], natural rows.
 
     Returns:
-        [F, topk] int32, counted from the first key of the query's sequence.
+        [F, topk] int32, relative to the first key of the query's sequence.
     """
     chosen, at = [queries.new_empty(0, topk, dtype=torch.int32)], 0
     for first, last, key_first, key_last in pieces(far, queries.size(1)):
@@ -100,7 +103,8 @@ def choose_keys(
 def attend_chosen(
     query: Tensor, keys: Tensor, values: Tensor, chosen: Tensor, attend: Attend
 ) -> Tensor:
-    """[F, heads, d] to [K, heads, d] and [K, heads, dv] -> [F, heads, dv]."""
+    """Attention of queries [F, heads, d] to the selected ones of keys [K, heads, d] and values [K,
+    heads, dv]. Returns [F, heads, dv]."""
     seen = torch.zeros(chosen.size(0), keys.size(0), dtype=torch.bool, device=chosen.device)
     seen.scatter_(1, chosen.long(), True)
     return attend(query[None], keys[None], values[None], seen)[0]
@@ -114,13 +118,13 @@ def sparse_attention(
     chosen: Tensor,
     attend: Attend,
 ) -> Tensor:
-    """Attention of a rank's queries to the chosen keys of their sequences.
+    """Attention of a rank's queries to the selected keys of their sequences.
 
     Args:
         query: [T / cp, heads, d], this rank's rows.
         keys, values: [T, heads, d] and [T, heads, dv], natural rows.
-        chosen: [F, topk], of `choose_keys`.
-        attend: scaled dot-product attention of a batch, with a mask.
+        chosen: [F, topk], the result of `choose_keys`.
+        attend: Scaled dot-product attention of a batch, with a mask.
 
     Returns:
         [T / cp, heads, dv].

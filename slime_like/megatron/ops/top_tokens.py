@@ -1,5 +1,5 @@
-"""The likeliest tokens of a distribution, from hidden states: the vocabulary projection without its
-logits, as in fused_linear_logprob.py."""
+"""The k most likely tokens from hidden states, without materialising the logits; see
+fused_linear_logprob.py."""
 
 from __future__ import annotations
 
@@ -27,15 +27,18 @@ def top_tokens(
     sequence_parallel: bool = False,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
 ) -> Tensor:
-    """[N, k] int64 over the whole vocabulary, the likeliest first, equal on all ranks of `tp_group`.
+    """The k most likely tokens of each row. There is no temperature: it does not change their
+    order.
 
-    k: at most vocab_size. The others: as of `lean_log_probs`; the order of tokens does not depend
-    on a temperature.
+    k: at most vocab_size. Other arguments as for `lean_log_probs`.
+
+    Returns:
+        [N, k] int64 over the full vocabulary, most likely first; equal on all ranks of `tp_group`.
     """
     hidden = rows_to_score(hidden, rows, tp_group, sequence_parallel=sequence_parallel)
     start, num_columns = columns_of_rank(weight, vocab_size, tp_group)
     head = Projection(hidden, weight, None, 1.0, num_columns, chunk_size)
-    # a rank may have fewer columns than k: what stays -inf is chosen on no rank
+    # a rank may have fewer than k columns; entries that stay -inf are not selected in the end
     best = hidden.new_full((hidden.size(0), k), float("-inf"), dtype=head.dtype)
     tokens = torch.zeros(best.shape, dtype=torch.int64, device=hidden.device)
     workspace = head.workspace()
@@ -54,13 +57,13 @@ def top_tokens(
 
 
 def _best(values: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row, and their tokens. values, tokens: [N, more than k]."""
+    """The k largest values of each row and their tokens. values, tokens: [N, at least k]."""
     values, places = values.topk(k, dim=1)
     return values, tokens.gather(1, places)
 
 
 def _gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[N, k] of each rank -> [N, ranks * k]."""
+    """All-gather [N, k] to [N, ranks * k]."""
     parts = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(parts, own.contiguous(), group=group)
     return torch.cat(parts, dim=1)

@@ -1,9 +1,9 @@
-"""Packed attention by torch's own flash attention: `torch.nn.attention.varlen`, which takes the
-sequences of a row by their bounds, so that nothing is padded and no sequence is computed alone.
+"""Packed attention with torch's flash attention: `torch.nn.attention.varlen` takes the sequence
+boundaries, so sequences are neither padded nor computed separately.
 
-Its limits, from torch 2.11 to 2.13: bf16 or fp16 on a GPU of compute capability 8.0 or newer, keys
-and values of one width, a multiple of 8 up to 256, no dropout, no learned score in the softmax.
-Query heads may share keys. `why_not_varlen` is the one place that chooses.
+Its limits in torch 2.11 to 2.13: bf16 or fp16, a GPU of compute capability 8.0 or newer, head
+dimensions that are equal for keys and values and a multiple of 8 up to 256, no dropout, no
+attention sinks. Grouped-query attention is supported. `why_not_varlen` decides whether it is used.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from slime_like.megatron.ops.attention import PackedAttention, PackedRows
 
 logger = logging.getLogger(__name__)
 
-CAUSAL = (-1, 0)  # tokens before and after its own that a query sees; -1: all
+CAUSAL = (-1, 0)  # window of a query: tokens before and after its own; -1: all
 MAX_HEAD_DIM = 256
-# consumer chips have too little shared memory for the backward pass of wider heads
+# consumer GPUs have too little shared memory for the backward pass of wider heads
 SMALL_CHIPS, MAX_HEAD_DIM_THERE = ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1)), 192
-# torch 2.11 has no such parameter and takes shared keys as they are
+# torch 2.11 supports grouped-query attention without this parameter
 SHARED_KEYS: dict[str, object] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
 
 
 class VarlenAttention(PackedAttention):
-    """As `PackedAttention`, where `why_not_varlen` has nothing against it."""
+    """`PackedAttention` with torch's flash attention, used if `why_not_varlen` returns None."""
 
     attend: Callable[..., Any] = staticmethod(varlen_attn)
 
@@ -70,19 +70,19 @@ class VarlenAttention(PackedAttention):
 
 
 def packed_attention(config: TransformerConfig) -> type[PackedAttention]:
-    """What computes the attention of this run's packed rows on this process's GPU; logged once."""
+    """Choose the core attention for packed sequences on this process's GPU; logged once."""
     reason = why_not_varlen(config, flash_capability())
     _log(reason)
     return VarlenAttention if reason is None else PackedAttention
 
 
 def why_not_varlen(config: TransformerConfig, capability: tuple[int, int] | None) -> str | None:
-    """What keeps `varlen_attn` from computing this model's attention; None: nothing does.
+    """Why `varlen_attn` cannot compute this model's attention; None if it can.
 
     Args:
-        config: megatron-core's TransformerConfig. Windows and sinks are not asked for: the layers
-            of such models have an attention of their own.
-        capability: of the GPU; None where torch has no flash attention for it.
+        config: megatron-core's TransformerConfig. Windows and sinks are not checked: such models
+            use `WindowAttention`.
+        capability: Compute capability of the GPU; None if torch has no flash attention for it.
     """
     width = config.kv_channels
     if capability is None:
@@ -104,7 +104,8 @@ def why_not_varlen(config: TransformerConfig, capability: tuple[int, int] | None
 
 
 def flash_capability() -> tuple[int, int] | None:
-    """Compute capability of the current GPU; None where torch has no flash attention for one."""
+    """Compute capability of the current GPU; None if there is none or torch has no flash attention
+    for it."""
     if torch.version.hip or not torch.backends.cuda.is_flash_attention_available():
         return None
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None

@@ -1,9 +1,8 @@
-"""Log-probability of the label and entropy of the distribution, from logits that are split over the
-vocabulary.
+"""Log-probability of the label and entropy from vocabulary-parallel logits.
 
-Each tensor-parallel rank holds the logits of its own slice of the (padded) vocabulary. Both results
-come from one softmax: three all-reduces of [T] vectors forward, none backward. The gradient is
-exact for both outputs,
+Each tensor-parallel rank holds the logits of its slice of the padded vocabulary. Both results come
+from one softmax, with two all-reduces forward (the maximum [T], and three sums [3, T]) and none
+backward. Both gradients are exact,
 
     d log p(label) / d z_v = 1[v = label] - p_v          d H / d z_v = -p_v (log p_v + H).
 """
@@ -38,7 +37,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         z = logits.float() / temperature  # (T, V/tp)
         local_columns = z.size(1)
         padding = vocab_start + local_columns - vocab_size
-        if padding > 0:  # columns that only pad the vocabulary are no tokens
+        if padding > 0:  # mask the padding of the vocabulary
             z[:, max(0, local_columns - padding) :] = float("-inf")
         reduce = group is not None and group.size() > 1
 
@@ -90,11 +89,17 @@ def vocab_parallel_log_probs(
     temperature: float = 1.0,
     tp_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(log-prob of labels [T], entropy [T]) in float32, of softmax(logits / temperature).
+    """Log-probs of labels and entropy of softmax(logits / temperature).
 
-    logits: [T, V_padded / tp], this rank's columns. labels: [T] int64 over the whole vocabulary.
-    vocab_size: tokens without padding; padded columns get no probability and no gradient. Equal on
-    all ranks of `tp_group`; each gets the gradient of its own columns.
+    Args:
+        logits: [T, V_padded / tp], this rank's columns.
+        labels: [T] int64 over the full vocabulary.
+        vocab_size: Number of tokens without padding; padded columns get no probability and no
+            gradient.
+
+    Returns:
+        (log-probs [T], entropy [T]), float32 and equal on all ranks of `tp_group`. Each rank gets
+        the gradient of its own columns.
     """
     rank = 0 if tp_group is None else tp_group.rank()
     log_probs, entropy = _VocabParallelLogProbs.apply(

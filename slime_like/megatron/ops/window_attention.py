@@ -1,9 +1,9 @@
-"""Packed attention with sliding windows, and with sinks that are learned (gpt-oss).
+"""Packed attention with sliding windows and learnable attention sinks (gpt-oss).
 
-A window of w tokens is megatron-core's `window_size` (w - 1, 0): a query sees itself and the w - 1
-tokens before it; `window_attn_skip_freq` says in which layers. A sink is one more score of each
-head in the softmax's denominator, `softmax_type` "learnable". Here it is the score of one more key,
-with the value zero, that every query sees: the kernels are those of plain attention.
+A window of w tokens is megatron-core's `window_size` (w - 1, 0): a query attends to itself and the
+w - 1 tokens before it. `window_attn_skip_freq` selects the layers. A sink (`softmax_type`
+"learnable") is an additional score per head in the softmax denominator. It is implemented as an
+additional key with value zero that every query attends to, so the kernels of plain attention apply.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from slime_like.megatron.ops.attention import PackedAttention
 
 
 class WindowAttention(PackedAttention):
-    """As `PackedAttention`. softmax_offset: the sinks of this rank's heads [heads / tp], under the
-    name that megatron-core's and Transformer Engine's attention have for them."""
+    """`PackedAttention` with windows and sinks. softmax_offset: sinks of this rank's heads
+    [heads / tp], named as in megatron-core and Transformer Engine."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class WindowAttention(PackedAttention):
         groups = settings.get("pg_collection")
         self.tp_group = None if groups is None else groups.tp
         size, layers = config.window_size, config.window_attn_skip_freq
-        # how many tokens before its own a query sees; None: all
+        # how many tokens before its own a query attends to; None: all
         self.before: int | None = None
         if size is not None and is_layer_window_attention(size, layers, layer_number):
             self.before = size[0]
@@ -53,8 +53,9 @@ class WindowAttention(PackedAttention):
     def _sdpa(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
     ) -> Tensor:
-        """The mask is none of causal attention, one of queries that end with the keys, or says of
-        each query how many of the first keys it sees."""
+        """Attention with window and sinks. mask: None (causal), a CausalBias for queries that are
+        the last of the keys' positions, or a bool mask in which each query attends to a prefix of
+        the keys."""
         by_position = mask is None or isinstance(mask, CausalBias)
         queries, keys = query.size(1), key.size(1)
         if by_position and self.before is not None and keys - queries > self.before:
@@ -79,11 +80,12 @@ class WindowAttention(PackedAttention):
     def _with_sinks(
         self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor, sinks: Tensor
     ) -> Tensor:
-        # heads that share keys differ in their sinks: these are in the queries, in one more
-        # dimension, where the sink's key is 1 and all others are 0
+        # Heads that share keys have different sinks. The sink score is therefore an additional
+        # dimension of the query, in which the sink's key is 1 and all other keys are 0.
         scores = (sinks / self.softmax_scale).to(query.dtype)
         query = torch.cat([query, scores.expand(query.shape[:-1]).unsqueeze(-1)], dim=-1)
-        # before the first key; values get the dimension too, for kernels that want one size
+        # the sink becomes the first key; values get the dimension too, for kernels that need
+        # equal sizes
         key, value = (F.pad(x, (0, 1, 0, 0, 1, 0)) for x in (key, value))
         key[:, 0, :, -1] = 1.0
         out = super()._sdpa(query, key, value, F.pad(seen, (1, 0), value=True))
@@ -95,7 +97,7 @@ class WindowAttention(PackedAttention):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, object] | None = None,
     ) -> dict[str, object]:
-        """The sinks."""
+        """The sinks, sharded over heads."""
         if self.softmax_offset is None:
             return {}
         metadata = ensure_metadata_has_dp_cp_group(metadata)
