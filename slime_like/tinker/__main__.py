@@ -18,21 +18,22 @@ from slime_like.logs import set_up_logging
 from slime_like.metrics.startup import Startup
 
 ANSWERS = {"--help", "-h", "--version"}
-logger = logging.getLogger("slime_like.tinker")  # __name__ is __main__, of which nobody hears
+logger = logging.getLogger("slime_like.tinker")  # __name__ is __main__, a logger without handlers
 
 
 def main() -> int:
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
         return serve(rank, world_size)
-    except KeyboardInterrupt:  # while it starts
+    except KeyboardInterrupt:  # during startup
         if rank == 0:
             print("interrupted", file=sys.stderr, flush=True)
         return CTRL_C_STATUS
 
 
 def serve(rank: int, world_size: int) -> int:
-    """Returns the exit status. Raises SystemExit for what the command line asks or gets wrong."""
+    """Start the server on this rank; returns the exit status. Raises SystemExit for --help and for
+    errors in the command line."""
     asks = bool(ANSWERS & set(sys.argv))
     if not asks:
         set_up_logging(rank)
@@ -49,7 +50,7 @@ def serve(rank: int, world_size: int) -> int:
         except (FolderInUse, OSError) as error:
             logger.error("%s", error)
             return 1
-    # torch and megatron-core are imported only when the command line is right
+    # torch and megatron-core are imported only after the command line was validated
     from slime_like.tinker.launch import run
 
     try:

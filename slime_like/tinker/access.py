@@ -17,14 +17,14 @@ OPERATOR = "operator"
 
 
 class KeyRing:
-    """The keys of a file, read again when it changes. A change that cannot be read is reported, and
-    the keys before it stay."""
+    """The API keys of a file, reloaded when the file changes. If the new file is invalid, this is
+    reported and the previous keys stay valid."""
 
     def __init__(self, path: str, read: Callable[[str], list[str]]) -> None:
         """
         Args:
-            path: A file with one key a line.
-            read: Its keys; ValueError or OSError for a file that has none.
+            path: A file with one key per line.
+            read: Reads the keys of a file; raises ValueError or OSError for a file without keys.
         """
         self._path, self._read = Path(path), read
         self._seen: tuple[float, ...] = ()
@@ -36,7 +36,8 @@ class KeyRing:
         return len(self._owners)
 
     def owner(self, key: bytes) -> str | None:
-        """Whose key it is, or None. Every key is compared, in the same time."""
+        """The owner of a key, or None for an unknown key. Compares with every key in constant
+        time."""
         if time.monotonic() - self._checked > REREAD_S:
             self._reload()
         digest, found = hashlib.sha256(key).digest(), None
@@ -63,25 +64,24 @@ class KeyRing:
 
 
 def owner_name(key: str) -> str:
-    """Tells one key's sessions from another's, without the key."""
+    """A name that identifies a key's sessions without revealing the key."""
     return "key-" + hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
 class Visitors:
-    """Which requests come from programs that mean this server, where no key tells them apart from
-    those of a web page: a name that somebody points at this address (DNS rebinding), or a form or
-    script of another site."""
+    """For servers without keys: rejects requests of web pages, which arrive through DNS rebinding (a
+    foreign host name that resolves to this address), or from a form or script of another site."""
 
     def __init__(self, host: str, more: Sequence[str] = ()) -> None:
         """
         Args:
             host: Address that the server listens on.
-            more: Further names under which clients know it.
+            more: Additional host names that clients use.
         """
         self._names = {"localhost", host.lower(), *(name.lower() for name in more)}
 
     def refusal(self, headers: Mapping[bytes, bytes]) -> str | None:
-        """Why a request is refused; None where it is not."""
+        """Reason for rejecting a request; None if it is accepted."""
         host = headers.get(b"host", b"").decode("latin1")
         if not self._known(host_name(host)):
             return f"Host {host[:256]!r} is none of this server's names; --allowed-hosts takes more"
@@ -97,7 +97,7 @@ class Visitors:
 
 
 def host_name(host: str) -> str | None:
-    """Of a Host header, without the port."""
+    """The name in a Host header, without the port."""
     try:
         return urlsplit(f"//{host}").hostname
     except ValueError:

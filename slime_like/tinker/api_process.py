@@ -38,14 +38,14 @@ from slime_like.tinker.supervision import supervised
 from slime_like.tinker.worker_rpc import WorkerLink
 
 log = logging.getLogger("slime_like.tinker")
-API_FOLDER = "api"  # whose lock the API process has; the folder's own is of the workers
+API_FOLDER = "api"  # subfolder that the API process locks; the workers lock the folder itself
 JOURNAL_FILE = "journal.sqlite"
 LOG_FILE = "server.log"
 LOG_BYTES, LOG_FILES = 50_000_000, 5
 HOUSEKEEPING_S = 5.0
-OLD_API_S = 30.0  # for the API process of another command line to end
-LOCAL_BATCH = 64  # sampling requests that go to a local engine in one command
-CONTEXT_WITHOUT_POSITIONS = 2**17  # of a model whose config tells none
+OLD_API_S = 30.0  # seconds for a replaced API process to exit
+LOCAL_BATCH = 64  # sampling requests per command to a local engine
+CONTEXT_WITHOUT_POSITIONS = 2**17  # for models without a context length in their config
 
 
 def key_ring(path: str | None) -> KeyRing | None:
@@ -57,7 +57,7 @@ def base_model_of(run: RunConfig) -> BaseModel:
     assert folder is not None, "checked on the command line"
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     architecture = (config.get("architectures") or ["unknown"])[0]
-    supports_lora = run.model.transformer_impl == "local"  # as on the command line of train.py
+    supports_lora = run.model.transformer_impl == "local"  # like train.py
     tied = not run.gpt.untie_embeddings_and_output_weights
     supports_unembed = not (tied and run.rollout.rollout_engine == "sglang")
     return BaseModel(
@@ -85,10 +85,11 @@ def make_service(
     call: Callable[[str, dict[str, object]], Awaitable[object]],
     has_workers: Callable[[], bool] = lambda: True,
 ) -> Service:
-    """
+    """Build the service.
+
     Args:
         call: Executes a command on the workers.
-        has_workers: Whether there are workers.
+        has_workers: Whether workers are connected.
     """
     root = Path(run.server.server_dir).resolve()
     make_folders(root)
@@ -111,14 +112,14 @@ def make_service(
 
 
 class ApiProcess:
-    """Owns what lives as long as the process."""
+    """Owner of everything that lives as long as the process."""
 
     def __init__(self, run: RunConfig) -> None:
         self.run = run
         root = Path(run.server.server_dir).resolve()
         make_folders(root)
         self.lock = take_over(root / API_FOLDER)
-        write_log(root / LOG_FILE)  # two processes may not rotate one file
+        write_log(root / LOG_FILE)  # two processes must not rotate the same file
         self.journal = Journal(root / JOURNAL_FILE)
         self.link = WorkerLink(
             root,
@@ -136,8 +137,8 @@ class ApiProcess:
         self._tasks: list[asyncio.Task[object]] = []
 
     async def serve(self) -> int:
-        """Until the workers say goodbye, or are gone for good, or a signal comes. Returns the exit
-        status."""
+        """Run until the workers say goodbye, do not come back, or a signal arrives. Returns the
+        exit status."""
         config = self.run.server
         listening = await listen(config.host, config.port)
         await self.link.start()
@@ -184,7 +185,7 @@ class ApiProcess:
         return model.reason if model is not None and model.state == "ended" else None
 
     def _problem(self) -> str | None:
-        """Why requests are not executed; None when they are."""
+        """Reason why requests are not executed at the moment; None if they are."""
         if self.fault is not None or self.journal.problem is not None:
             return self.fault or self.journal.problem
         return None if self.link.connected else "there are no workers"
@@ -220,7 +221,7 @@ class ApiProcess:
         self._wait_for_workers()
 
     def _wait_for_workers(self) -> None:
-        """The process ends when none come."""
+        """End the process if no workers connect within --worker-restart-s."""
         self._deserted = asyncio.get_running_loop().call_later(
             self.run.server.worker_restart_s, self._ended.set
         )
@@ -235,7 +236,8 @@ class ApiProcess:
 
 
 def take_over(folder: Path) -> FolderLock:
-    """The lock of an API process, once the one before it has ended. Raises FolderInUse."""
+    """Lock the folder of an API process, waiting for its predecessor to exit. Raises
+    FolderInUse."""
     lock, deadline = FolderLock(folder, "--server-dir"), time.monotonic() + OLD_API_S
     while True:
         try:
@@ -248,7 +250,7 @@ def take_over(folder: Path) -> FolderLock:
 
 
 class ServerLog(RotatingFileHandler):
-    """Where its disk is full the server continues, and says so once."""
+    """Log file of the server. On a full disk the server continues, with a single warning."""
 
     warned = False
 
@@ -277,12 +279,12 @@ def write_log(path: Path) -> None:
 
 
 async def listen(host: str, port: int) -> socket.socket:
-    """A socket on the address, which is tried again for a while: an API process that is about to
-    end may still have it. Raises Failed."""
+    """Listen on the address. Retries for a few seconds, since an exiting API process may still use
+    it. Raises Failed."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for attempt in range(20):
-        # by its protocol's number asyncio knows TCP, and turns off the waiting for more to send,
-        # which costs 40 ms an answer
+        # with an explicit protocol number asyncio recognises TCP and sets TCP_NODELAY, which saves
+        # 40 ms per response
         found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -298,13 +300,13 @@ async def listen(host: str, port: int) -> socket.socket:
 
 
 def main() -> int:
-    """argv: the world size, then the server's command line."""
+    """Run the API process. argv: the world size, then the server's command line."""
     logging.basicConfig(level=logging.WARNING, format="slime_like.tinker: %(message)s")
     world_size, argv = int(sys.argv[1]), sys.argv[2:]
     run = parse_or_exit(argv, world_size, 0, SERVER)
     try:
         return asyncio.run(_serve(run))
-    except (Failed, FolderInUse, JournalError, OSError) as error:  # OSError: a full disk
+    except (Failed, FolderInUse, JournalError, OSError) as error:  # OSError: e.g. a full disk
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
 

@@ -32,7 +32,7 @@ from slime_like.tinker.service import Service
 
 ROOT = "/api/v1"
 B = TypeVar("B", bound=schemas.Body)
-# Nothing here has to be negotiated: what is not implemented stays off.
+# Nothing needs to be negotiated: features that are not implemented are off.
 CLIENT_CONFIG = {
     "pjwt_auth_enabled": False, "parallel_fwdbwd_chunks": True, "fwdbwd_max_chunk_len": 1024,
     "fwdbwd_max_chunk_bytes_count": 5_000_000, "sample_use_retrieve_futures": False, "custom_loss_server_side": False,
@@ -40,7 +40,7 @@ CLIENT_CONFIG = {
 }  # fmt: skip
 METADATA_ONLY_BYTES = (
     2**20
-)  # results above this are announced by their size first, where the client allows it
+)  # larger results are announced with their size first, if the client supports it
 
 
 def make_app(service: Service) -> FastAPI:
@@ -59,7 +59,7 @@ def make_app(service: Service) -> FastAPI:
 
 
 def answer(value: Any, status: int = 200) -> Response:
-    """ASCII: a text of a client may hold what UTF-8 cannot say."""
+    """A JSON response in ASCII, because a client's text may not be encodable in UTF-8."""
     return Response(
         json.dumps(value, allow_nan=False), status_code=status, media_type="application/json"
     )
@@ -72,7 +72,7 @@ async def _told(request: Request, error: Exception) -> Response:
     unknown = error.detail in (
         "Not Found",
         "Method Not Allowed",
-    )  # Starlette's words where no route is
+    )  # Starlette's text for an unknown route
     detail = (
         f"{request.method} {request.url.path[:256]} is not offered here"
         if unknown
@@ -82,7 +82,8 @@ async def _told(request: Request, error: Exception) -> Response:
 
 
 async def read(request: Request, kind: type[B]) -> B:
-    """The body of a request. Raises HttpError 400 for what is no JSON, 422 for another shape."""
+    """Parse the body of a request. Raises HttpError 400 for invalid JSON, 422 for an invalid
+    structure."""
     try:
         value = json.loads(await request.body() or b"{}")
     except (ValueError, RecursionError) as error:
@@ -100,8 +101,8 @@ def owner_of(request: Request) -> str:
 
 
 def _posts(app: FastAPI, service: Service) -> None:
-    """Routes that take a body in JSON and answer at once; what needs the workers is answered by a
-    future's id."""
+    """Routes with a JSON body that respond immediately; those that need the workers return the id
+    of a future."""
 
     def post(path: str, kind: type[B], does: Callable[[B, str], object]) -> None:
         async def route(request: Request) -> Response:
@@ -115,7 +116,7 @@ def _posts(app: FastAPI, service: Service) -> None:
             openapi_extra=takes(kind),
         )
 
-    # packing costs more than it saves where bodies do not leave the machine
+    # compression costs more than it saves unless bodies cross a network
     packed = {"proto_compress_fwdbwd": unpacks() and not is_loopback(service.config.host)}
     post("client/config", schemas.ClientConfig, lambda body, owner: CLIENT_CONFIG | packed)
     post(
@@ -140,7 +141,7 @@ def _posts(app: FastAPI, service: Service) -> None:
 
 
 def _work_routes(app: FastAPI, service: Service) -> None:
-    """Bodies and results that are no JSON."""
+    """Routes with bodies or results other than JSON."""
 
     @app.post(f"{ROOT}/forward_backward")
     async def forward_backward(request: Request) -> Response:
@@ -165,7 +166,7 @@ def _work_routes(app: FastAPI, service: Service) -> None:
     @app.post(f"{ROOT}/telemetry")
     async def telemetry(request: Request) -> Response:
         """Accepted, and thrown away unread."""
-        return answer({"status": "accepted"})  # and thrown away, unread
+        return answer({"status": "accepted"})  # discarded unread
 
 
 def _session_routes(app: FastAPI, service: Service) -> None:
@@ -285,7 +286,8 @@ def _checkpoint_routes(app: FastAPI, service: Service) -> None:
 
 
 def _download_routes(app: FastAPI, service: Service) -> None:
-    """Links need a key, the files behind them do not: the signature in the path is the key."""
+    """Download routes. Links require a key; the files behind them do not, since their path is
+    signed."""
     downloads = Downloads(service.registry)
 
     @app.get(
@@ -314,7 +316,7 @@ def _metrics_route(app: FastAPI, service: Service) -> None:
 
 
 def _operator_routes(app: FastAPI, service: Service) -> None:
-    """Who holds what, of all keys."""
+    """Routes for operators, covering all keys."""
 
     def check(request: Request) -> None:
         if not request.scope[IS_OPERATOR]:

@@ -10,8 +10,8 @@ from slime_like.tinker.errors import Refused
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """folder: of the Hugging Face model. name: for clients. arch: its class. supports_unembed:
-    samplers can take an output layer that was trained."""
+    """The base model. folder: its Hugging Face folder. name: shown to clients. arch: its class.
+    supports_unembed: samplers can load a trained output layer."""
 
     folder: str
     name: str
@@ -23,7 +23,7 @@ class BaseModel:
         return name in (self.name, self.folder)
 
     def check_name(self, name: str) -> None:
-        """Raises Refused for another model."""
+        """Raise Refused for any other model."""
         if not self.is_called(name):
             raise Refused(f"base_model {name!r} is not served here; it is {self.name!r}")
 
@@ -31,9 +31,9 @@ class BaseModel:
 def adapter_of(
     lora: schemas.LoraConfig | None, role: str, base: BaseModel
 ) -> dict[str, object] | None:
-    """The settings of a model's adapter; None trains all weights, as rank 0 does. A critic has no
-    output layer, so `train_unembed`, which the SDK asks for unless it is told otherwise, says
-    nothing there and is kept as False. Raises Refused."""
+    """Adapter settings of a new model; None trains all weights, as does rank 0. For a critic
+    `train_unembed`, which the SDK sets by default, has no effect and is stored as False, because a
+    critic has no output layer. Raises Refused."""
     if lora is None or lora.rank == 0:
         return None
     if not base.supports_lora:
@@ -51,7 +51,7 @@ def adapter_of(
 
 
 def check_unembed(lora: dict[str, object] | None, base: BaseModel) -> None:
-    """Raises Refused for an adapter whose merged weights the sampler cannot take."""
+    """Raise Refused for an adapter whose merged weights the sampler cannot load."""
     if lora is not None and lora["train_unembed"] and not base.supports_unembed:
         raise Refused(
             "train_unembed is not offered with --rollout-engine sglang for this model, whose output layer is its embedding: SGLang's servers "
@@ -60,6 +60,6 @@ def check_unembed(lora: dict[str, object] | None, base: BaseModel) -> None:
 
 
 def check_optimizer(config: schemas.OptimizerConfig | None) -> None:
-    """Raises Refused."""
+    """Raise Refused for an unsupported optimizer configuration."""
     if config is not None and config.type != "adamw":
         raise Refused(f"optimizer {config.type!r} is not offered here; the only one is adamw")

@@ -11,13 +11,13 @@ import json
 import struct
 from typing import Any
 
-BYTES = "$bytes"  # {"$bytes": i} stands for the i-th byte string
+BYTES = "$bytes"  # {"$bytes": i} refers to the i-th byte string
 _SIZE = struct.Struct("<Q")
 
 
 def encode(value: object) -> bytes:
-    """Raises TypeError for a value that is not plain, ValueError for a dict that looks like a byte
-    string."""
+    """Encode a value. Raises TypeError for unsupported types, ValueError for a dict with the
+    byte-string key."""
     blobs: list[bytes] = []
 
     def plain(item: Any) -> Any:
@@ -36,7 +36,7 @@ def encode(value: object) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """What `encode` was given."""
+    """Inverse of `encode`."""
     (size,) = _SIZE.unpack_from(data)
     start = _SIZE.size + size
     structure, sizes = json.loads(data[_SIZE.size : start])
@@ -59,12 +59,12 @@ def decode(data: bytes) -> Any:
 
 
 def framed(data: bytes) -> bytes:
-    """With its size in front, for a stream."""
+    """Prefix data with its size, for a stream."""
     return _SIZE.pack(len(data)) + data
 
 
 def frame_size(head: bytes) -> int:
-    """From the first `HEAD` bytes of a frame in a stream."""
+    """Size of a frame, from its first `HEAD` bytes."""
     return int(_SIZE.unpack(head)[0])
 
 

@@ -38,7 +38,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the model and the server can take. vocab_size and max_length in tokens."""
+    """Limits of the model and the server. vocab_size and max_length in tokens."""
 
     vocab_size: int
     max_length: int
@@ -47,8 +47,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackwardInput:
-    """A checked request. fields: by the names of TrainSample, one array for each datum, as long as
-    the datum; of label sets [N, K]."""
+    """A validated request. fields: by TrainSample field name, one array per datum with the datum's
+    length; [N, K] for label sets."""
 
     loss: ServedLoss
     forward_only: bool
@@ -56,8 +56,8 @@ class ForwardBackwardInput:
     fields: dict[str, list[Array]]
 
     def command(self) -> dict[str, Any]:
-        """As plain values, for the workers: datums one after another. widths: K of each datum with
-        label sets, which are filled up to the largest with labels of weight 0."""
+        """The command for the workers, as plain values with datums concatenated. widths: K of each
+        datum with label sets, which are padded to the largest K with labels of weight 0."""
         widths = [sets.shape[1] for sets in self.fields.get("label_sets", [])]
         told: dict[str, Any] = {"widths": widths} if widths else {}
         return told | {
@@ -79,15 +79,15 @@ class ForwardBackwardInput:
 
 
 def filled(arrays: list[Array], widths: Sequence[int]) -> list[Array]:
-    """Arrays [N, K] of one K."""
+    """Pad arrays [N, K] to the largest K."""
     return [
         np.pad(a, ((0, 0), (0, max(widths) - a.shape[1]))) if a.ndim == 2 else a for a in arrays
     ]
 
 
 def parse_request(body: bytes) -> Message:
-    """The message. Raises HttpError 400 for bytes that are none, or name no model and place in its
-    sequence."""
+    """Parse the protobuf message. Raises HttpError 400 for invalid bytes, or if model or sequence
+    number are missing."""
     request = proto.ForwardBackwardRequest()
     try:
         request.ParseFromString(body)
@@ -101,7 +101,7 @@ def parse_request(body: bytes) -> Message:
 
 
 def check_pass(request: Message, *, role: str, limits: Limits) -> ForwardBackwardInput:
-    """Raises Refused naming the model and the datum. role: of the model."""
+    """Validate a request. role: of the model. Raises Refused naming the model and the datum."""
     who = f"model {request.model_id}"
     config = loss_config(request)
     loss = check_role(request.loss_fn, config, role, who)
@@ -153,7 +153,7 @@ def field_of(name: str, array: Array) -> str:
 
 
 def loss_config(request: Message) -> dict[str, float | str]:
-    """The second form, where it is there, holds the first."""
+    """The loss configuration: loss_fn_config, overridden by loss_fn_config_v2."""
     config: dict[str, float | str] = dict(request.loss_fn_config.items())
     for key, value in request.loss_fn_config_v2.items():
         which = value.WhichOneof("value")
@@ -177,7 +177,7 @@ def check_role(name: str, config: dict[str, float | str], role: str, who: str) -
 
 
 def model_input(chunks: Sequence[Message], where: str, limits: Limits) -> Array:
-    """Token ids [N] of the chunks of a datum."""
+    """Concatenate the chunks of a datum into token ids [N]."""
     parts = []
     for chunk in chunks:
         kind = chunk.WhichOneof("chunk")
@@ -195,7 +195,8 @@ def model_input(chunks: Sequence[Message], where: str, limits: Limits) -> Array:
 
 
 def check_tokens(tokens: Array, where: str, limits: Limits, *, room: int = 0) -> None:
-    """Raises Refused. room: tokens that have to follow."""
+    """Raise Refused for invalid token ids or too many of them. room: number of further tokens that
+    must fit."""
     if tokens.size == 0:
         raise Refused(f"{where}: it has no tokens")
     if tokens.size + room > limits.max_length:
@@ -219,7 +220,7 @@ def check_tensors(
     *,
     forward_only: bool,
 ) -> dict[str, Array]:
-    """The tensors of one datum by name."""
+    """Validate the tensors of one datum; returns them by name."""
     given = set(inputs)
     known = loss.required | loss.optional
     if loss.is_critic:
@@ -264,8 +265,8 @@ def _check_pair(given: set[str], where: str, *, forward_only: bool) -> None:
 
 
 def soft_targets(inputs: Message, length: int, where: str, limits: Limits) -> dict[str, Array]:
-    """target_tokens and weights [N, K], dense or sparse: entries that a sparse tensor leaves out
-    are token 0 and weight 0."""
+    """target_tokens and weights [N, K] from dense or sparse tensors; missing entries of sparse
+    tensors are token 0 with weight 0."""
     width = int(inputs["target_tokens"].shape[1])
     if not 0 < width <= limits.vocab_size:
         raise Refused(
@@ -295,7 +296,7 @@ def soft_targets(inputs: Message, length: int, where: str, limits: Limits) -> di
 def tensor(
     message: Message, name: str, length: int, where: str, *, critic: bool, width: int | None = None
 ) -> Array:
-    """An array [length], or [length, width], of finite numbers: int64 for tokens, float32
+    """Decode an array [length] or [length, width] of finite numbers: int64 for tokens, float32
     otherwise."""
     wanted = [length] if width is None else [length, width]
     shape = list(message.shape)
@@ -339,8 +340,7 @@ def numbers(data: bytes, dtype: np.dtype[Any], what: str) -> Array:
 
 
 def dense_of(csr: Message, dtype: np.dtype[Any], rows: int, columns: int, what: str) -> Array:
-    """[rows * columns], with 0 where the compressed rows have no entry. Raises Refused for indices
-    that describe no such matrix."""
+    """Convert a CSR matrix to dense [rows * columns]. Raises Refused for invalid indices."""
     index = np.dtype("<i8")
     values = numbers(csr.values, dtype, f"{what}: values")
     ends, places = (

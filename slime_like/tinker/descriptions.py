@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slime_like.tinker import schemas
 
-# of routes with a body in JSON, by their path below /api/v1
+# descriptions of routes with a JSON body, by path below /api/v1
 POSTS = {
     "client/config": "What the SDK may use of this server: switches by name.",
     "client/dynamic_config": "The same for switches that may change while a client runs.",
@@ -26,6 +26,6 @@ POSTS = {
 
 
 def takes(kind: type[schemas.Body]) -> dict[str, object]:
-    """A route's body, as FastAPI's openapi_extra."""
+    """Schema of a route's body, for FastAPI's openapi_extra."""
     content = {"application/json": {"schema": kind.model_json_schema()}}
     return {"requestBody": {"content": content}}

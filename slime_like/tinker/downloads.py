@@ -17,22 +17,22 @@ LINKS_S = 3600
 
 
 class Downloads:
-    """Makes links and resolves them. A link is valid for LINKS_S seconds, and no longer than this
-    process: the secret of the signatures is drawn when it starts."""
+    """Creates and resolves download links. A link is valid for LINKS_S seconds and only in this
+    process, because the signing secret is drawn at startup."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._secret = secrets.token_bytes(32)
 
     def links(self, checkpoint: Checkpoint, base_url: str) -> dict[str, object]:
-        """A link for every file, in the form that `get_external_weights_urls` of the SDK reads.
+        """Links for every file, in the format of the SDK's `get_external_weights_urls`.
 
         Args:
-            checkpoint: An external one.
-            base_url: Of /api/v1/downloads/, at the address that the client used.
+            checkpoint: A checkpoint of kind external.
+            base_url: URL of /api/v1/downloads/ at the address that the client used.
 
         Returns:
-            `urls`, by file name, and `expires`, a time in ISO 8601.
+            `urls`, by file name, and `expires`, an ISO 8601 time.
 
         Raises:
             HttpError: 422 for a checkpoint that is not external.
@@ -53,16 +53,16 @@ class Downloads:
         """The file behind a link.
 
         Args:
-            expires: Unix time, in seconds, from the link.
-            signature: Of `expires` and `path`, in hexadecimal digits.
+            expires: Unix time in seconds, from the link.
+            signature: Signature of `expires` and `path`, hexadecimal.
             path: run/kind/name/file.
 
         Returns:
             A file inside a checkpoint's folder.
 
         Raises:
-            HttpError: 403 for a link that this process did not sign or that has expired, 404 for a
-                checkpoint or file that is gone.
+            HttpError: 403 for a link that has expired or was not signed by this process, 404 if the
+                checkpoint or file does not exist any more.
         """
         if not hmac.compare_digest(self._sign(expires, path).encode(), signature.encode()):
             raise HttpError(403, "this link was not made by this server")
@@ -80,7 +80,7 @@ class Downloads:
 
 
 def files_of(checkpoint: Checkpoint) -> dict[str, Path]:
-    """Regular files by their names relative to the checkpoint; symbolic links are left out."""
+    """Regular files by their path relative to the checkpoint; symbolic links are excluded."""
     root = Path(checkpoint.folder)
     return {
         str(path.relative_to(root)): path

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 
 class Refused(ValueError):
-    """A valid but unsupported or illegal request, which the client has to change. Its future fails
-    with category "user"."""
+    """A well-formed request that is unsupported or invalid and must be changed by the client. Its
+    future fails with category "user"."""
 
 
 class Failed(RuntimeError):
-    """A failure of the server: category "server". broken: the model is no longer usable."""
+    """A server error; futures fail with category "server". broken: the model is not usable any
+    more."""
 
     def __init__(self, message: str, *, broken: bool = False) -> None:
         super().__init__(message)
@@ -17,8 +18,8 @@ class Failed(RuntimeError):
 
 
 class HttpError(Exception):
-    """A request that gets no future. status: 4xx; not 408, 409 or 429 unless the client is to try
-    again."""
+    """An error response without a future. status: 4xx; 408, 409 and 429 only if the client should
+    retry."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)

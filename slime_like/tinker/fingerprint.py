@@ -13,7 +13,8 @@ from arguments.run_config import RunConfig
 
 
 def fingerprint_of(run: RunConfig) -> str:
-    """A digest of all settings, including those of a --config file, and of the model's config.json."""
+    """Digest of all settings, including those of a --config file, and of the model's
+    config.json."""
     assert run.model.hf_checkpoint is not None, "checked on the command line"
     folder = Path(run.model.hf_checkpoint).resolve()
     settings = {

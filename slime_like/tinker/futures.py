@@ -18,10 +18,10 @@ JSON, PROTOBUF = "application/json", "application/x-protobuf"
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """queue: of the model or sampler. seq: place there. digest: of the body as it came, so that a
-    repetition can be told from another request. body: plain values for its operation, dropped once
-    it is done. content_type: of the result; "" for an error, whose category is user or server.
-    extra: told with the request's id."""
+    """A request and its result. queue: of the model or sampler. seq: number within the queue.
+    digest: of the original body, to distinguish a retry from a different request. body: plain
+    values for the operation, dropped when done. content_type: of the result; "" for an error, whose
+    category is user or server. extra: sent together with the request's id."""
 
     id: str
     op: str
@@ -55,7 +55,7 @@ class Request:
         self.done.set()
 
     def record(self) -> dict[str, object]:
-        """For the journal."""
+        """The request's journal entry."""
         names = (
             "id",
             "op",
@@ -85,17 +85,18 @@ class Request:
 
 
 def json_result(value: dict[str, object]) -> tuple[bytes, str]:
-    """No successful answer has a field `error`: clients would take it for a failure."""
+    """Serialise a result. Successful responses have no field `error`, because clients would treat
+    them as failures."""
     assert "error" not in value
     return json.dumps(value, allow_nan=False).encode(), JSON
 
 
 class Queue:
-    """Requests of one model, executed in the order of their numbers however they arrive; or of one
-    sampler, in the order of arrival."""
+    """Requests of a model, executed by sequence number regardless of arrival order; or requests of
+    a sampler, executed in order of arrival."""
 
     def __init__(self, key: str, *, next_seq: int | None) -> None:
-        """next_seq: None for a queue without an order."""
+        """next_seq: first sequence number; None for order of arrival."""
         self.key = key
         self.next_seq = next_seq
         self._waiting: list[Request] = []
@@ -119,7 +120,7 @@ class Queue:
         return self._waiting[0]
 
     def take(self) -> Request:
-        """The next request; its number is used up, whatever becomes of it."""
+        """Remove and return the next request; its sequence number is consumed."""
         assert self.ready
         if self.next_seq is None:
             return self._waiting.pop(0)
@@ -127,20 +128,22 @@ class Queue:
         return heapq.heappop(self._waiting)
 
     def take_like(self, first: Request, alike: Any, most: int) -> list[Request]:
-        """Of a queue without an order: waiting requests that `alike(first, other)`, at most `most`."""
+        """Remove up to `most` waiting requests for which `alike(first, other)` holds; only for
+        order of arrival."""
         chosen = [r for r in self._waiting if alike(first, r)][:most]
         self._waiting = [r for r in self._waiting if r not in chosen]
         return chosen
 
     def take_all(self) -> list[Request]:
-        """Everything that waits, and with it all the numbers up to the last."""
+        """Remove all waiting requests, and consume all sequence numbers up to the last of them."""
         taken, self._waiting = sorted(self._waiting), []
         if taken and self.next_seq is not None:
             self.next_seq = taken[-1].seq + 1
         return taken
 
     def missing_since(self) -> float | None:
-        """When the first of the requests came that wait for one before them; None when none does."""
+        """Arrival time of the oldest request that waits for a missing sequence number; None if
+        there is no gap."""
         if self.next_seq is None or not self._waiting or self.ready:
             return None
         return min(request.created for request in self._waiting)

@@ -17,9 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 def run(config: RunConfig, rank: int, startup: Say) -> int:
-    """Returns the exit status. startup: called with what begins, up to the first request."""
+    """Run one rank of the server; returns the exit status. startup: called with the name of each
+    startup phase."""
     prepare(config, rank, config.warnings)
-    # megatron-core reads its globals on import, so this comes after the patches
+    # megatron-core reads its globals on import, so it must be imported after patching
     from slime_like.megatron.init import process_groups
     from slime_like.tinker.worker import Terminated, serve
 
@@ -40,7 +41,7 @@ def run(config: RunConfig, rank: int, startup: Say) -> int:
                 return INTERRUPTED
             except Exception as error:
                 return fail(error, layout)
-    except RunError as error:  # the ranks could not meet: each tells what it saw
+    except RunError as error:  # the ranks could not connect: each one prints its own error
         logger.error("%s", error)
         return FAILED
     return 0

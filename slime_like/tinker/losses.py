@@ -17,12 +17,12 @@ from slime_like.tinker.errors import Refused
 from slime_like.tinker.schemas import LARGEST, SMALLEST
 
 CRITIC_LOSS = "ppo_critic"
-# what is known by name and not offered
+# known names that are not supported
 NOT_OFFERED = {
     "stable_reinforce": "it needs provenance spans and sampling records of the server, and its formula is not public",
     "custom": "losses that clients define run in the client: forward_backward_custom without an uploaded loss",
 }
-# tensors of a datum -> field of TrainSample
+# tensor of a datum -> field of TrainSample
 FIELDS = {
     "target_tokens": "labels",
     "weights": "loss_weights",
@@ -35,9 +35,9 @@ FIELDS = {
     "values": "values",
     "returns": "returns",
 }
-SETS = {"target_tokens": "label_sets", "weights": "label_weights"}  # where they are of shape [N, K]
-ENTROPY = "entropy_coef"  # of every loss of ours, as --entropy-coef
-SOFT_LOSS = "cross_entropy"  # whose targets may be
+SETS = {"target_tokens": "label_sets", "weights": "label_weights"}  # for shape [N, K]
+ENTROPY = "entropy_coef"  # setting of all slime_like losses, equal to --entropy-coef
+SOFT_LOSS = "cross_entropy"  # the loss that accepts [N, K] targets
 INTEGERS = {"target_tokens"}
 MASKS = {"mask", "sequence_ratio_mask"}
 _RL = frozenset({"target_tokens", "logprobs", "advantages"})
@@ -45,9 +45,9 @@ _RL = frozenset({"target_tokens", "logprobs", "advantages"})
 
 @dataclass(frozen=True, slots=True)
 class ServedLoss:
-    """name: the client's. kind: a registered policy loss, or CRITIC_LOSS. settings: of its
-    configuration. required, optional: tensors of a datum. entropy_coef: the weight of each token's
-    entropy, which comes off its loss."""
+    """A loss function of the API. name: the client's name. kind: a registered policy loss, or
+    CRITIC_LOSS. settings: of its configuration. required, optional: tensors of a datum.
+    entropy_coef: weight of the per-token entropy bonus, which is subtracted from the loss."""
 
     name: str
     kind: str
@@ -62,8 +62,8 @@ class ServedLoss:
 
 
 def served_loss(name: str, config: Mapping[str, float | str]) -> ServedLoss:
-    """Raises Refused for an unknown loss or setting, a setting that is missing, or a value that is
-    not legal."""
+    """Resolve a loss and its configuration. Raises Refused for an unknown loss or setting, a
+    missing setting, or an illegal value."""
     if name in NOT_OFFERED:
         raise Refused(f"loss_fn {name!r} is not offered here: {NOT_OFFERED[name]}")
     if name in _OF_TINKER:
@@ -78,7 +78,7 @@ def known_losses() -> list[str]:
 
 
 class _Config:
-    """A loss_fn_config whose keys are taken one by one."""
+    """A loss_fn_config that is consumed key by key."""
 
     def __init__(self, loss: str, given: Mapping[str, float | str]) -> None:
         self.loss, self.given, self.known = loss, given, []  # type: tuple[str, Mapping[str, float | str], list[str]]
@@ -106,7 +106,7 @@ class _Config:
             )
 
     def thresholds(self, low: float | None, high: float | None) -> tuple[float, float]:
-        """Absolute bounds of a ratio."""
+        """Bounds of a ratio as absolute values."""
         below = self.number(
             "clip_low_threshold", low, lambda x: 0 <= x <= 1, "a ratio, 0 <= x <= 1"
         )
@@ -177,8 +177,8 @@ _OF_TINKER: dict[str, Callable[[_Config], ServedLoss]] = {
 
 
 def _own_loss(name: str, config: Mapping[str, float | str]) -> ServedLoss:
-    """A loss of slime_like by its name, with the names of its flags as settings. `mask` tells which
-    tokens it counts."""
+    """A slime_like loss, by its own name, with flag names as settings. `mask` selects the tokens
+    that it counts."""
     kind = policy_losses.canonical(name)
     loss = policy_losses.get(kind)
     hints = typing.get_type_hints(loss.config_type)
@@ -216,7 +216,7 @@ def fits_float32(value: float) -> bool:
 
 
 def _typed(loss: str, key: str, value: float | str, hint: object) -> Any:
-    """Numbers come as doubles."""
+    """Convert a setting to its type; protobuf transmits numbers as doubles."""
     kinds = typing.get_args(hint) or (hint,)
     if isinstance(value, str):
         if str in kinds:

@@ -13,21 +13,21 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from slime_like.tinker.access import KeyRing, Visitors
 
-OWNER = "slime_like.owner"  # entries of the scope
+OWNER = "slime_like.owner"  # keys in the ASGI scope
 IS_OPERATOR = "slime_like.is_operator"
 OPEN = ("/api/v1/healthz",)
-DOWNLOADS = "/api/v1/downloads/"  # whose path is the key
+DOWNLOADS = "/api/v1/downloads/"  # authenticated by the signature in the path
 BODY_S = 60.0
 HEADERS_S = 20.0
 MAX_HEADERS = 100
 ZSTD = b"zstd"
-MAX_WINDOW = 2**27  # bytes that unpacking may look back
+MAX_WINDOW = 2**27  # maximum window size of compressed bodies, in bytes
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Gate:
-    """Refuses requests before any route sees them."""
+    """ASGI middleware that rejects requests before routing."""
 
     def __init__(
         self,
@@ -40,9 +40,10 @@ class Gate:
     ) -> None:
         """
         Args:
-            keys: Those that are let in; None lets in everybody whom `visitors` does not refuse.
-            max_body: Bytes of a body, which is read whole.
-            operators: Keys that see and end the sessions of all; without `keys` everybody may.
+            keys: Accepted API keys; None accepts every client that `visitors` accepts.
+            max_body: Maximum size of a body in bytes; bodies are read in full.
+            operators: Keys that may list and end the sessions of all keys; everyone may if neither
+                kind of keys is given.
         """
         self.app = app
         self.max_body = max_body
@@ -99,7 +100,8 @@ class Gate:
         await self.app(scope, again, send)
 
     def _owner(self, headers: dict[bytes, bytes], scope: Scope) -> str | None:
-        """None for a key that is not let in. Sets whether it is an operator's."""
+        """Owner of the request's key; None if the key is rejected. Records in `scope` whether it is
+        an operator's."""
         key = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(
             b"Bearer "
         )
@@ -112,12 +114,12 @@ class Gate:
         return self._keys.owner(key) or operator
 
     async def _body(self, receive: Receive) -> bytes | None:
-        """None when it is too large."""
+        """Read the body; None if it is too large."""
         parts, size = [], 0
         while True:
             message = await receive()
             if message["type"] != "http.request":
-                return b""  # the client has gone
+                return b""  # the client disconnected
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             if size > self.max_body:
@@ -128,13 +130,13 @@ class Gate:
 
 @functools.cache
 def unpacks() -> bool:
-    """Whether bodies may come compressed: the library is there."""
+    """Whether compressed bodies are supported: zstandard is installed."""
     return importlib.util.find_spec("zstandard") is not None
 
 
 def unpacked(body: bytes, most: int) -> bytes | None:
-    """What a body of zstd holds; None when that is more than `most` bytes. Raises ValueError for
-    other bytes."""
+    """Decompress a zstd body; None if the result exceeds `most` bytes. Raises ValueError for
+    invalid data."""
     import zstandard
 
     try:
@@ -163,8 +165,8 @@ async def refuse(send: Send, status: int, text: str) -> None:
 
 
 class PatientProtocol(H11Protocol):
-    """uvicorn's, which waits for headers without an end: a connection that has not sent a request
-    after a while is closed."""
+    """uvicorn's protocol with a timeout for request headers: connections without a complete request
+    are closed after a while."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

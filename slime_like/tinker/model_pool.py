@@ -21,14 +21,15 @@ from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.megatron.trained_network import TrainedNetwork
 from slime_like.tinker.errors import Failed, Refused
 
-LORA_ALPHA = 32.0  # the API does not say it; this is what its own service trains with
+LORA_ALPHA = 32.0  # the API does not specify it; this is the value of the official service
 
 
 @dataclass(slots=True)
 class HostedModel:
-    """slot: of all weights, where they are resident; else stored is their state. adapter: its
-    network; outside: while it waits in host memory. used: when, by the host's clock. passes: made,
-    for losses that draw random numbers. incomplete: why gradients are missing for the next step."""
+    """A model of a client. slot: index of its network if all weights are trained and resident;
+    otherwise `stored` is its state. adapter: its LoRA network; outside: its copy in host memory
+    while offloaded. used: logical time of last use. passes: forward passes so far, a seed for
+    losses that draw random numbers. incomplete: why gradients for the next step are missing."""
 
     id: str
     role: str
@@ -60,8 +61,8 @@ class ModelPool:
         max_models: int | None,
         max_adapters: int | None,
     ) -> None:
-        """base: folder of the base model, and hf what that says. seed: of adapters that name none.
-        max_models, max_adapters: on the device; None for any number."""
+        """base: folder of the base model; hf: its configuration. seed: for adapters without one.
+        max_models, max_adapters: maximum on the device; None for no limit."""
         assert not settings.ddp.overlap_grad_reduce, "refused on the command line"
         self.settings, self.layout, self.hf = settings, layout, hf
         self.base, self.seed = base, seed
@@ -74,7 +75,7 @@ class ModelPool:
     def create(
         self, model: str, role: str, policy: str | None, lora: Mapping[str, object] | None
     ) -> None:
-        """Raises Refused for an adapter with nothing to train."""
+        """Create a model. Raises Refused for an adapter with nothing to train."""
         assert model not in self.models, model
         created = HostedModel(model, role)
         if lora is not None:
@@ -103,7 +104,7 @@ class ModelPool:
             self._free(hosted)
 
     def network(self, model: str) -> TrainedNetwork:
-        """With this model in it, brought back from host memory if it has to be."""
+        """The model's network, restored from host memory if needed."""
         if model not in self.models:
             raise Failed(f"the workers do not have model {model}", broken=True)
         hosted = self.models[model]
@@ -118,7 +119,7 @@ class ModelPool:
             assert hosted.stored is not None
             try:
                 hosted.stored.restore(self._network(hosted))
-            except BaseException:  # its state is still in host memory
+            except BaseException:  # the state is still in host memory
                 self._free(hosted)
                 raise
             hosted.stored = None
@@ -132,11 +133,12 @@ class ModelPool:
     # --- all weights ------------------------------------------------------------------------------------------------
 
     def _start_critic(self, critic: TrainedNetwork, policy: str | None) -> None:
-        """From its policy's weights as they are now, of an adapter from the base, with values of 0."""
+        """Initialise a critic from its policy's current weights (from the base if the policy is an
+        adapter), so that its values are 0."""
         if policy is not None:
             start_from_policy(critic, self.network(policy))
             return
-        # a critic that is about to be loaded: any weights will do
+        # weights are irrelevant for a critic that is about to be loaded
         source = HostedModel("~base", "policy")
         try:
             start_from_policy(critic, self._network(source))
@@ -149,8 +151,8 @@ class ModelPool:
             hosted.slot = None
 
     def _network(self, hosted: HostedModel) -> TrainedNetwork:
-        """A network for a model: a free one, a new one while there may be more, else the one whose
-        model was not used for longest."""
+        """A network for a model: a free one, a new one if allowed, otherwise that of the least
+        recently used model."""
         self._use(hosted)
         free = next(
             (
@@ -188,15 +190,16 @@ class ModelPool:
         return network
 
     def _training(self) -> dict[str, Any]:
-        """How a network is trained. The schedule is never stepped: each optimizer step brings its
-        settings, which are written into the optimizer's own."""
+        """Training settings of a network. The schedule is unused: each optim_step brings its own
+        settings, which are written into the optimizer."""
         own = dataclasses.replace(self.settings.optimizer)
         return self.settings.training(total_steps=1, optimizer=own)
 
     # --- adapters ---------------------------------------------------------------------------------------------------
 
     def _make_room_for_an_adapter(self) -> None:
-        """Those that were not used for longest go to host memory, until one more may come."""
+        """Offload the least recently used adapters to host memory until there is room for one
+        more."""
         most = self.max_adapters
         inside = sorted(
             (m for m in self.models.values() if m.adapter is not None and m.outside is None),
@@ -207,8 +210,9 @@ class ModelPool:
             out.outside = OffloadedNetwork(out.adapter)
 
     def _new_adapter(self, lora: Mapping[str, Any], role: str) -> LoraNetwork:
-        """On the one frozen base, which is made with the first adapter. A critic's starts from that
-        base, with values of 0. Raises Refused when there is nothing to train."""
+        """Create an adapter on the shared frozen base, which is created with the first adapter. A
+        critic's adapter starts from that base, with zero values. Raises Refused if there is nothing
+        to train."""
         parts = {
             "attn": lora["train_attn"],
             "mlp": lora["train_mlp"],

@@ -19,8 +19,7 @@ KINDS = {"training": "weights", "sampler": "sampler_weights", "external": "exter
 
 @dataclass(slots=True)
 class Session:
-    """owner: of the key that created it. clients: copies of its sampling clients that asked for a
-    number."""
+    """A client's session. owner: of the key that created it."""
 
     id: str
     owner: str
@@ -33,9 +32,9 @@ class Session:
 
 @dataclass(slots=True)
 class Model:
-    """state: creating, ready, or ended, with the reason why. corrupted: it ended by a failure and
-    not by its client. policy: of a critic, the model that it belongs to. next_seq: of the request
-    that is executed next."""
+    """A training model. state: creating, ready or ended, with the reason. corrupted: it ended by a
+    failure, not by its client. policy: of a critic, the model that it belongs to. next_seq:
+    sequence number of the next request."""
 
     id: str
     session: str
@@ -55,8 +54,9 @@ class Model:
 
 @dataclass(slots=True)
 class Sampler:
-    """folder: of its weights, a Hugging Face model. source: the checkpoint's path, or None for the
-    base model or a snapshot without a name."""
+    """A sampling session. folder: Hugging Face folder of its weights. source: the checkpoint's
+    path; None for the base model or an unnamed snapshot. clients: number of clients that have
+    joined."""
 
     id: str
     session: str
@@ -69,8 +69,8 @@ class Sampler:
 
 @dataclass(slots=True)
 class Checkpoint:
-    """path: as clients know it. kind: training, sampler or external. expires: a time, or None for
-    never."""
+    """A saved checkpoint. path: as clients see it. kind: training, sampler or external. expires:
+    time, or None for never."""
 
     path: str
     run: str
@@ -109,8 +109,8 @@ _KIND_OF = {record: kind for kind, record in _TABLES.items()}
 class Quota:
     """How many models or sessions one key may hold.
 
-    what: for messages. most, flag: of all keys. per_key, key_flag: of one; None lets a key of
-    several have as many as it leaves free for the others.
+    what: for messages. most, flag: limit over all keys. per_key, key_flag: limit per key; None:
+    with several keys, a key may hold at most as many as are still free.
     """
 
     what: str
@@ -120,10 +120,10 @@ class Quota:
     key_flag: str
 
     def refusal(self, owners: Sequence[str], owner: str, *, several: bool) -> str | None:
-        """Why `owner` gets no further one; None where it does.
+        """Reason why `owner` cannot have another one; None if it can.
 
         Args:
-            owners: Of those that are there.
+            owners: Owners of the existing ones.
             several: Whether there are several keys.
         """
         local = sum(1 for other in owners if other == owner)
@@ -142,7 +142,8 @@ class Quota:
 
 @dataclass
 class Registry:
-    """Every change goes through `keep` or `forget`, which write it down."""
+    """Sessions, models, samplers and checkpoints. Every change goes through `keep` or `forget`,
+    which write it to the journal."""
 
     journal: Journal
     sessions: dict[str, Session] = field(default_factory=dict)
@@ -190,8 +191,7 @@ class Registry:
         return session
 
     def session(self, id: str, owner: str) -> Session:
-        """An open session. Raises HttpError 404 for one that is not there, 410 for one that has
-        ended."""
+        """An open session. Raises HttpError 404 if it does not exist, 410 if it has ended."""
         session = self.sessions.get(id)
         if session is None or session.owner != owner:
             raise HttpError(404, f"session {id} does not exist")
@@ -213,7 +213,7 @@ class Registry:
         return model
 
     def lost(self, model: Model, why: str) -> str:
-        """A sentence: that a model is lost, why, and which checkpoint to continue from."""
+        """Message that a model is lost, why, and from which checkpoint to continue."""
         newest = self.newest_checkpoint(model.id)
         rest = (
             "it was never saved"
@@ -226,8 +226,8 @@ class Registry:
         return [m for m in self.models.values() if m.state != "ended"]
 
     def policy_for_critic(self, session: str) -> str:
-        """The policy that a new critic of a session belongs to: the newest without one. Raises
-        Refused."""
+        """The policy that a session's new critic belongs to: the newest one without a critic.
+        Raises Refused."""
         mine = [m for m in self.models.values() if m.session == session and m.state != "ended"]
         policies = [m for m in mine if m.role == "policy"]
         if not policies:
@@ -241,8 +241,8 @@ class Registry:
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def checkpoint(self, path: str, owner: str, kind: str | None = None) -> Checkpoint:
-        """Raises Refused when there is none of this path and kind for this owner, or it has
-        expired."""
+        """Look up a checkpoint. Raises Refused if this owner has none with this path and kind, or
+        it has expired."""
         found = self.checkpoints.get(path)
         if (
             found is None
@@ -262,7 +262,7 @@ class Registry:
 
 
 def role_of(user_metadata: dict[str, object] | None, raw: str | None) -> str:
-    """The role of a new model, declared in either way. Raises Refused."""
+    """The role of a new model, from either way of declaring it. Raises Refused."""
     told = (user_metadata or {}).get("model_role")
     if told is not None and raw is not None and told != raw:
         raise Refused(f"model_role is {raw!r} and user_metadata says {told!r}; give one of them")

@@ -22,11 +22,10 @@ from slime_like.types import MicroBatch, TokenOutput
 
 @dataclass(frozen=True, slots=True)
 class PolicySum:
-    """An `Objective` summed over tokens with the weight of each: the loss of a server's policy.
+    """A policy `Objective` as a weighted sum over tokens, as the Tinker API defines losses.
 
-    Columns: log-probs of the labels (of K labels: one after another), and the weighted losses.
-    Where a batch has a keep mask, the loss counts those tokens alone, and log-probs are computed
-    for the others too.
+    Columns: log-probs of the labels (for K labels, K columns), and the weighted losses. If a batch
+    has a keep mask, the loss counts only those tokens, but log-probs are computed for all.
     """
 
     head: LogProbHead
@@ -54,7 +53,7 @@ class PolicySum:
 def soft_targets(
     head: LogProbHead, weight: Tensor, batch: MicroBatch, hidden: Tensor
 ) -> TokenOutput:
-    """Cross-entropy with K weighted labels at each token, -sum_k w_k log p(label_k)."""
+    """Cross-entropy with K weighted labels per token, -sum_k w_k log p(label_k)."""
     assert batch.label_weights is not None
     _, entropy, of_sets = head.log_probs_of_sets(hidden, weight, batch)
     label_weights = torch.where(batch.loss_mask.unsqueeze(1), batch.label_weights, 0.0)
@@ -65,7 +64,7 @@ def soft_targets(
 
 @dataclass(frozen=True, slots=True)
 class ValueSum:
-    """The critic's loss summed over tokens. Columns: values, and the weighted losses."""
+    """The critic's loss as a sum over tokens. Columns: values, and the weighted losses."""
 
     config: ValueLossConfig
 
@@ -81,6 +80,7 @@ class ValueSum:
 def summed(
     scores: tuple[Tensor, ...], losses: Tensor, metrics: Mapping[str, Metric]
 ) -> TokenOutput:
-    """scores, losses: [T]; the losses are weighted, with grad, and are the last column."""
+    """Build the output from its columns. scores, losses: [T]; the losses are weighted, require
+    grad, and are the last column."""
     columns = tuple(column.detach().float() for column in (*scores, losses))
     return TokenOutput(columns, losses.sum(), metrics)

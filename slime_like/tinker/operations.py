@@ -22,14 +22,14 @@ Call = Callable[[str, dict[str, Any]], Awaitable[Any]]
 
 
 class EndModel(Protocol):
-    """See SessionManager.end_model."""
+    """Signature of SessionManager.end_model."""
 
     def __call__(self, model: Model, reason: str, *, corrupted: bool = False) -> None: ...
 
 
 class ServerOperations:
-    """call: gives a command to the workers. folder: of everything that the server keeps. base:
-    folder of the base model."""
+    """Executes requests. call: sends a command to the workers. folder: of everything that the
+    server stores. base: folder of the base model."""
 
     def __init__(
         self, registry: Registry, call: Call, *, folder: Path, base: str, max_snapshots: int
@@ -56,19 +56,19 @@ class ServerOperations:
                 raise
             if error.broken and model.state != "ended":
                 self.end_model(model, self.registry.lost(model, str(error)), corrupted=True)
-            if model.corrupted:  # now, or meanwhile: its workers ended
+            if model.corrupted:  # by this failure, or because its workers ended
                 raise Failed(model.reason) from error
             raise
 
     def needs_workers(self, request: Request) -> bool:
-        """False for what is refused, and for what asks for a model that has ended."""
+        """False for requests that are rejected anyway, and for those of ended models."""
         if request.op == "unload":
             return True
         model = self.registry.models.get(request.body.get("model", ""))
         return "refusal" not in request.body and (model is None or model.state != "ended")
 
     def executed(self, request: Request) -> None:
-        """A request of a model's queue is done: its number is used up."""
+        """Record that a model's request is done and its sequence number consumed."""
         model = self.registry.models.get(request.queue)
         if model is None:
             return
@@ -188,7 +188,8 @@ class ServerOperations:
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     async def _save(self, request: Request) -> Result:
-        """kind: training (everything, to go on from), sampler or external (a Hugging Face model)."""
+        """Save a checkpoint. kind: training (full state, to resume from), sampler or external (a
+        Hugging Face model)."""
         model, body = self._ready(request), request.body
         path = f"tinker://{model.id}/{KINDS[body['kind']]}/{body['name']}"
         before = self.registry.checkpoints.get(path)
@@ -235,7 +236,7 @@ class ServerOperations:
         self.registry.keep(checkpoint)
 
     async def _snapshot(self, request: Request) -> Result:
-        """Fixed weights for a new sampling session, without a name."""
+        """Export the model for a new sampling session without a named checkpoint."""
         model, sampler_id = self._ready(request), request.body["sampler"]
         folder = self.folder / "snapshots" / f"{model.id}.{request.seq}"
         await self.call(request.id, {"op": "export", "model": model.id, "folder": str(folder)})
@@ -246,7 +247,8 @@ class ServerOperations:
         return json_result({"sampling_session_id": sampler_id, "type": "save_weights_for_sampler"})
 
     def _drop_old_snapshots(self, owner: str) -> None:
-        """Of one key, so that nobody's snapshots push out another's."""
+        """Remove a key's least recently used snapshots over --max-snapshots; the limit is per
+        key."""
         root = self.folder / "snapshots"
         mine = sorted(
             (
@@ -260,7 +262,7 @@ class ServerOperations:
             self.drop_sampler(sampler)
 
     def drop_sampler(self, sampler: Sampler) -> None:
-        """Forget a sampler, with its weights where they are its own."""
+        """Forget a sampler, and delete its weights if they are a snapshot."""
         self.registry.forget(sampler)
         if Path(sampler.folder).parent == self.folder / "snapshots":
             remove_tree(Path(sampler.folder))

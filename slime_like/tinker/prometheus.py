@@ -8,11 +8,12 @@ from slime_like.tinker.futures import Request
 from slime_like.tinker.service import Service
 
 PREFIX = "slime_like_tinker"
-SECONDS = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0)  # bounds of buckets
+SECONDS = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0)  # histogram buckets
 
 
 class ServerMetrics:
-    """Counts requests as they end; gauges are read from the service when Prometheus asks."""
+    """Prometheus metrics: request counters are updated when requests end, gauges are read from the
+    service on each scrape."""
 
     def __init__(self, service: Service) -> None:
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -58,14 +59,14 @@ class ServerMetrics:
             Gauge(f"{PREFIX}_{name}", words, registry=self.registry).set_function(count)
 
     def done(self, request: Request) -> None:
-        """Count a request that has ended."""
+        """Count a finished request."""
         self._requests.labels(request.op, request.category or "ok").inc()
         if request.started:
             self._waited.labels(request.op).observe(request.started - request.created)
             self._took.labels(request.op).observe(request.finished - request.started)
 
     def text(self) -> bytes:
-        """In Prometheus's text format."""
+        """All metrics in Prometheus' text format."""
         from prometheus_client import generate_latest
 
         return bytes(generate_latest(self.registry))

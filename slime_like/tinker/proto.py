@@ -23,8 +23,8 @@ ENUMS = {
 }
 STOP_REASON_STOP, STOP_REASON_LENGTH = range(2)
 DTYPE_FLOAT32, DTYPE_INT64, DTYPE_INT32 = 1, 2, 3
-# A line is a message: its fields from number 1 on, as name:type. * is repeated, ? optional, {...} a
-# map from strings, |name a oneof.
+# One line per message: its fields, numbered from 1, as name:type. * is repeated, ? optional,
+# {...} a map with string keys, |name a member of that oneof.
 MESSAGES = """
 SampleResponse          sequences:SampledSequence* prompt_logprobs:bytes? topk_prompt_logprobs:TopkLogprobs? prompt_cache_hit_tokens:int32 target_prompt_logprobs:Tensor? prompt_alt_tokens:PromptAltTokens?
 PromptAltTokens         tokens:Tensor logprobs:Tensor
@@ -55,7 +55,7 @@ _SCALARS = {
 
 
 def file_of_messages() -> descriptor_pb2.FileDescriptorProto:
-    """What protoc would make of the table."""
+    """The descriptor that protoc would generate for the table."""
     file = descriptor_pb2.FileDescriptorProto(
         name="tinker_public.proto", package=PACKAGE, syntax="proto3"
     )
@@ -68,7 +68,7 @@ def file_of_messages() -> descriptor_pb2.FileDescriptorProto:
         message = file.message_type.add(name=name)
         for number, text in enumerate(fields, start=1):
             _add_field(message, number, *text.split(":", 1))
-        for field in message.field:  # the compiler puts these behind the oneofs that have a name
+        for field in message.field:  # protoc places these after the named oneofs
             if field.proto3_optional:
                 field.oneof_index = len(message.oneof_decl)
                 message.oneof_decl.add(name=f"_{field.name}")
@@ -114,7 +114,7 @@ _POOL.AddSerializedFile(file_of_messages().SerializeToString())
 
 
 def message(name: str) -> type[Message]:
-    """The class of a message."""
+    """The generated class of a message."""
     return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f"{PACKAGE}.{name}"))
 
 

@@ -20,20 +20,20 @@ from slime_like.tinker.store import Journal, JournalError
 from slime_like.tinker.supervision import supervised
 
 log = logging.getLogger(__name__)
-# how long a result is kept after it was fetched: an answer may be lost on the way
+# seconds that a result is kept after it was fetched, because a response may be lost
 FETCHED_FOR_S = 120.0
-KEPT_FOR_S = 3600.0  # and one that nobody fetched
-KEPT_OF_A_QUEUE = 2000  # requests whose repetition is recognised
+KEPT_FOR_S = 3600.0  # seconds that an unfetched result is kept
+KEPT_OF_A_QUEUE = 2000  # finished requests per queue for which retries are recognised
 MAX_WAITING_BYTES = 2**30
 SWEEP_S = 1.0
-REWRITE_S = 0.5  # between two attempts to write the journal
+REWRITE_S = 0.5  # seconds between attempts to write the journal
 
-Result = tuple[bytes, str]  # and its content type
+Result = tuple[bytes, str]  # with its content type
 
 
 class Operations(Protocol):
-    """What a request means. `alike`: whether a second request of a sampler can be executed together
-    with the first. `needs_workers`: False when it fails whoever executes it."""
+    """Executes requests. `alike`: whether another request of a sampler can be batched with the
+    first. `needs_workers`: False for a request that fails in any case."""
 
     async def execute(self, requests: Sequence[Request]) -> Sequence[Result | Exception]: ...
 
@@ -57,10 +57,10 @@ class Dispatcher:
     ) -> None:
         """
         Args:
-            most_waiting: Requests, of all queues.
-            gap_s: How long requests wait for one before them, in seconds.
+            most_waiting: Maximum number of waiting requests over all queues.
+            gap_s: Maximum time in seconds that requests wait for a missing sequence number.
             batch: Samples executed together.
-            has_workers: Whether there are workers to execute a request; `wake` when that changes.
+            has_workers: Whether workers are connected; call `wake` when this changes.
         """
         self.journal = journal
         self.operations = operations
@@ -71,11 +71,12 @@ class Dispatcher:
         self.on_done: Callable[[Request], None] = lambda request: None  # for metrics
         self._wake = asyncio.Event()
         self._last = ""
-        self._bytes: dict[str, int] = {}  # of the bodies that wait or are executed, by queue
+        self._bytes: dict[str, int] = {}  # of waiting and running bodies, by queue
         self._tasks: list[asyncio.Task[object]] = []
 
     def start(self, on_fault: Callable[[str], None] = log.error) -> None:
-        """on_fault: called with a sentence when one of the tasks ends, which none should."""
+        """Start the background tasks. on_fault: called with a message if one of them ends
+        unexpectedly."""
         self._tasks = [
             supervised("execution of requests", self._run(), on_fault),
             supervised("expiry of results", self._sweep(), on_fault),
@@ -96,8 +97,8 @@ class Dispatcher:
     # --- accepting --------------------------------------------------------------------------------------------------
 
     def known(self, key: str, seq: int, digest: str) -> Request | None:
-        """The request that was accepted at this place before. Raises HttpError 422 when it was
-        another one, or is long done."""
+        """The previously accepted request with this sequence number, or None. Raises HttpError 422
+        if that was a different request, or one that is not kept any more."""
         before = self.requests.get(request_id(key, seq))
         if before is not None:
             if before.digest != digest:
@@ -109,15 +110,15 @@ class Dispatcher:
         return None
 
     def accept(self, request: Request, *, internal: bool = False) -> Request:
-        """Put a new request into its queue. A queue may take as much room as it leaves free, so
-        that one that is flooded leaves some for the others.
+        """Put a new request into its queue. A queue may use at most as much space as it leaves
+        free, so that a flooded queue leaves space for the others.
 
         Args:
-            internal: From the server itself: always accepted.
+            internal: A request of the server itself, which is always accepted.
 
         Raises:
-            HttpError: 429 when too much is waiting, 503 when the journal cannot be written; clients
-                try again later after both.
+            HttpError: 429 if too much is waiting, 503 if the journal cannot be written; clients
+                retry after both.
         """
         body = codec.encode(request.body)
         request.size = len(body)
@@ -149,10 +150,10 @@ class Dispatcher:
         self._bytes[request.queue] = self._bytes.get(request.queue, 0) + request.size
 
     def restore(self, interrupted: Callable[[Request], str | None]) -> None:
-        """Load the journal's requests. Queues are there already.
+        """Load the journal's requests into their queues, which must exist.
 
         Args:
-            interrupted: Why a request that was not done cannot be executed any more, or None.
+            interrupted: Returns why an unfinished request cannot be executed any more, or None.
         """
         for id, record, body, result in list(self.journal.entries("request")):
             request = Request.from_journal(record, body, result)
@@ -183,22 +184,25 @@ class Dispatcher:
                 await self._execute(batch)
 
     def wake(self) -> None:
-        """Look again for what can be executed."""
+        """Check again for requests that can be executed."""
         self._wake.set()
 
     async def _results_written(self) -> None:
-        """Until the last results are in the journal: a restart would execute their requests again."""
+        """Wait until the last results are in the journal; otherwise a restart would execute their
+        requests again."""
         while self.journal.problem is not None and not self.journal.flush():
             await asyncio.sleep(REWRITE_S)
 
     def _can_execute(self, queue: Queue) -> bool:
-        """Without workers, only what fails without them: its callers need not wait for others."""
+        """Whether the queue's next request can be executed. Without workers only requests that fail
+        anyway are, so that their clients need not wait."""
         if not queue.ready:
             return False
         return self._has_workers() or not self.operations.needs_workers(queue.first())
 
     def _next_batch(self) -> list[Request]:
-        """Of the queue after the one that was served last: its next request, of a sampler several."""
+        """Requests to execute next, round-robin over queues: one of a model, or several of a
+        sampler."""
         keys = sorted(self.queues)
         start = next((i for i, key in enumerate(keys) if key > self._last), 0)
         for key in keys[start:] + keys[:start]:
@@ -228,7 +232,8 @@ class Dispatcher:
                 self._done(request)
 
     def _fail(self, request: Request, error: Exception) -> None:
-        """A lasting failure is a separate answer, with status 200: clients repeat others."""
+        """Finish a request with an error. The response has status 200, because clients retry
+        others."""
         ours = isinstance(error, Refused | Failed)
         text = (
             str(error)
@@ -249,11 +254,11 @@ class Dispatcher:
         try:
             self.operations.executed(request)
             self._report(request)
-        except Exception:  # of one request; the others go on
+        except Exception:  # the other requests continue
             log.exception("after executing %s", request.id)
 
     def _report(self, request: Request) -> None:
-        """One line for the log, and the numbers for the metrics."""
+        """Log a finished request and report it to the metrics."""
         started = request.started or request.finished
         log.info(
             "request %s (%s) of %s: %s, waited %.3f s, took %.3f s",
@@ -267,14 +272,14 @@ class Dispatcher:
         self.on_done(request)
 
     def fail_all(self, key: str, error: Exception, *, forget: bool = False) -> None:
-        """Fail what waits in a queue; forget: the queue too."""
+        """Fail all waiting requests of a queue. forget: remove the queue as well."""
         queue = self.queues.get(key)
         for request in queue.take_all() if queue is not None else []:
             self._fail(request, error)
         if forget:
             self.queues.pop(key, None)
 
-    # --- in the course of time --------------------------------------------------------------------------------------
+    # --- periodic -------------------------------------------------------------------------------------------------------
 
     async def _sweep(self) -> None:
         while True:
@@ -290,8 +295,8 @@ class Dispatcher:
             self.expire(now)
 
     def expire(self, now: float) -> None:
-        """Forget results that were fetched, or that nobody wants; a queue's oldest requests where
-        it has very many."""
+        """Forget results that were fetched or are too old, and the oldest results of long
+        queues."""
         done: dict[str, list[Request]] = {}
         for request in list(self.requests.values()):
             if request.state != "done":
@@ -314,7 +319,8 @@ class Dispatcher:
     # --- results ----------------------------------------------------------------------------------------------------
 
     def find(self, id: str, owner: str) -> Request:
-        """Raises HttpError 404 for a request that never was, 410 for one whose result is gone."""
+        """Look up a request. Raises HttpError 404 if it never existed, 410 if its result is
+        gone."""
         request = self.requests.get(id)
         if request is not None:
             if request.owner != owner:
@@ -331,8 +337,8 @@ class Dispatcher:
         raise HttpError(404, f"request {id} does not exist")
 
     async def result(self, request: Request, *, hold_s: float) -> dict[str, Any] | Result:
-        """What `retrieve_future` answers: the result and its type, or JSON for a failure and for
-        "not yet" after `hold_s`."""
+        """Response of `retrieve_future`: the result and its type, or JSON for a failure or, after
+        `hold_s` seconds, for "try again"."""
         try:
             async with asyncio.timeout(hold_s):
                 await request.done.wait()

@@ -26,12 +26,12 @@ def pass_output(
     *,
     critic: bool,
 ) -> tuple[bytes, str]:
-    """Of forward_backward: `logprobs` (of a critic `values`) and `elementwise_loss` of every datum,
-    and metrics `name:reduction`.
+    """Result of forward_backward: `logprobs` (`values` of a critic) and `elementwise_loss` of every
+    datum, and metrics `name:reduction`.
 
-    widths: targets a token of each datum, where there are several; its `logprobs` are [N, K] then.
-    value: scores and losses as float32 bytes, datum after datum, and metrics as {name: [kind,
-    number]}. Raises Failed where the loss is not finite.
+    value: scores and losses as concatenated float32 bytes, and metrics as {name: [kind, number]}.
+    widths: number of targets per token of each datum, if there are several; its `logprobs` are then
+    [N, K]. Raises Failed if the loss is not finite.
     """
     losses = np.frombuffer(value["losses"], dtype="<f4")
     total = float(losses.sum(dtype=np.float64))
@@ -57,7 +57,7 @@ def pass_output(
         )
         return output.SerializeToString(), PROTOBUF
     scores, start = np.frombuffer(value["scores"], dtype="<f4").reshape(-1, max(widths)), 0
-    for length, width in zip(lengths, widths, strict=True):  # a record has one K
+    for length, width in zip(lengths, widths, strict=True):  # all datums of a record have equal K
         rows = slice(start, start + length)
         _add_record(
             output,
@@ -75,7 +75,7 @@ def pass_output(
 def _add_record(
     output: Message, lengths: Sequence[int], fields: dict[str, bytes], width: int | None = None
 ) -> None:
-    """Datums one after another. width: of `logprobs`, where they are [N, K]."""
+    """Append a record with all datums concatenated. width: K, if `logprobs` are [N, K]."""
     record = output.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(lengths))
     ends = np.concatenate([[0], np.cumsum(lengths)])
     for name, data in fields.items():
@@ -90,7 +90,8 @@ def _add_record(
 
 
 def _metric_name(name: str, *, critic: bool) -> str:
-    """Exactly one colon separates a name from its reduction."""
+    """The name with its colons replaced; the API separates name and reduction by exactly one
+    colon."""
     name = name.replace(":", "_")
     return {"value_clipfrac": "values_clipfrac"}.get(name, name) if critic else name
 
@@ -100,9 +101,9 @@ def sample_output(
     prompt_log_probs: bytes | None,
     top_prompt: dict[str, Any] | None = None,
 ) -> tuple[bytes, str]:
-    """Of asample. sequences: tokens as int32 and log_probs as float32 bytes, stopped: by a stop
-    token or text. prompt_log_probs: float32, NaN for the first token. top_prompt, and `top` of a
-    sequence: its likeliest tokens, see `sampler.top_of`."""
+    """Result of asample. sequences: tokens as int32 bytes and log_probs as float32 bytes; stopped:
+    ended by a stop token or text. prompt_log_probs: float32, NaN for the first token. top_prompt,
+    and `top` of a sequence: the most likely tokens, see `sampler.top_of`."""
     response = proto.SampleResponse()
     for sequence in sequences:
         added = response.sequences.add(tokens=sequence["tokens"], logprobs=sequence["log_probs"])

@@ -28,12 +28,12 @@ from slime_like.weights.untrained import untrained_prefixes
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MISSING_LOG_PROB = -99999.0  # of the SDK (tinker.types.topk_logprobs)
+MISSING_LOG_PROB = -99999.0  # the SDK's value (tinker.types.topk_logprobs)
 
 
 @dataclass(frozen=True, slots=True)
 class SampleCommand:
-    """A command to sample. prompts: their tokens. wanted: (prompt, number of its sample), for all
+    """A batch to sample. prompts: their tokens. wanted: (prompt index, sample index) of all
     samples."""
 
     params: SamplingParams
@@ -44,7 +44,8 @@ class SampleCommand:
     def of(
         cls, sampling: Mapping[str, Any], prompts: Sequence[bytes], counts: Sequence[int]
     ) -> SampleCommand:
-        """Of plain values. prompts: little-endian int32. counts: samples of each prompt."""
+        """Build from plain values. prompts: little-endian int32. counts: number of samples per
+        prompt."""
         params = SamplingParams(
             **{
                 **sampling,
@@ -58,7 +59,7 @@ class SampleCommand:
     def requests(
         self, places: Sequence[tuple[int, int]], seeds: Sequence[int]
     ) -> list[GenerateRequest]:
-        """For these of `wanted`, numbered in their order. seeds: of each prompt."""
+        """Requests for a subset of `wanted`, numbered in order. seeds: one per prompt."""
         return [
             GenerateRequest(n, self.prompts[i], seed_of(seeds[i], j))
             for n, (i, j) in enumerate(places)
@@ -66,8 +67,8 @@ class SampleCommand:
 
 
 class SnapshotSampler:
-    """Keeps at most `max_engines` engines per rank; the least recently used one loads the next
-    snapshot."""
+    """Samples from exported models with at most `max_engines` local engines per rank; the least
+    recently used engine loads the next snapshot."""
 
     def __init__(
         self,
@@ -79,7 +80,8 @@ class SnapshotSampler:
         local_batch_size: int | None,
         dtype: torch.dtype,
     ) -> None:
-        """model: the base; tokenizer: its; dtype: of the engines' weights. local_batch_size: of an engine."""
+        """model, tokenizer: of the base model. dtype: of the engines' weights. local_batch_size: of
+        an engine."""
         self.model, self.layout, self.max_engines = model, layout, max_engines
         self._local_batch_size, self._dtype = local_batch_size, dtype
         self._engines: OrderedDict[str, LocalEngine] = OrderedDict()
@@ -98,9 +100,9 @@ class SnapshotSampler:
         top_k_prompt: int = 0,
         top_k_sample: int = 0,
     ) -> list[dict[str, Any]]:
-        """For each prompt its samples, as plain values, on every rank. seeded: whether the client
-        gave the seeds; here they always count. top_k_prompt, top_k_sample: likeliest tokens wanted
-        at each position; 0 for none."""
+        """Samples of each prompt, as plain values, on every rank. seeded: whether the client set
+        the seeds; ignored here, where seeds always apply. top_k_prompt, top_k_sample: number of
+        most likely tokens to return per position; 0 for none."""
         together(lambda: self._engine(folder))
         engine = self._engine(folder)
         asked = SampleCommand.of(sampling, prompts, counts)
@@ -135,7 +137,7 @@ class SnapshotSampler:
         ]
 
     def close(self) -> None:
-        """It has nothing outside this process."""
+        """Nothing to do: there are no external resources."""
 
     def _engine(self, folder: str) -> LocalEngine:
         engine = self._engines.pop(folder, None)
@@ -147,7 +149,7 @@ class SnapshotSampler:
         return engine
 
     def _free_engine(self, *, tied: bool) -> LocalEngine:
-        """A new one, or the oldest, whose weights are about to be replaced. tied: see `is_tied`."""
+        """A new engine, or the least recently used one, for new weights. tied: see `is_tied`."""
         if len(self._engines) >= self.max_engines:
             oldest = self._engines.popitem(last=False)[1]
             if oldest.tied == tied:
@@ -167,7 +169,7 @@ class SnapshotSampler:
 
 
 def seed_of(seed: int, sample: int) -> int:
-    """Of the j-th sample of a request, 63 bits that depend on both alone."""
+    """63-bit seed of the j-th sample of a request, a function of both numbers only."""
     return (
         int.from_bytes(hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest(), "big")
         >> 1
@@ -175,8 +177,8 @@ def seed_of(seed: int, sample: int) -> int:
 
 
 def is_tied(folder: str) -> bool:
-    """Whether output layer and embedding are one weight: not after training with an adapter on the
-    output layer. Raises ValueError when the folder is gone."""
+    """Whether output layer and embedding share a weight, which is not the case after training an
+    adapter on the output layer. Raises ValueError if the folder is gone."""
     try:
         config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     except OSError as error:
@@ -185,8 +187,8 @@ def is_tied(folder: str) -> bool:
 
 
 def weights_in(folder: str) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of what a Hugging Face folder's network has, dequantised. Raises ValueError
-    when there is none."""
+    """Yield (name, tensor) of a Hugging Face folder's network, dequantised. Raises ValueError if
+    there is none."""
     if not any(Path(folder).glob("*.safetensors")):
         raise ValueError(f"the snapshot {folder} is gone")
     untrained = untrained_prefixes(read_hf_model(folder))
@@ -207,7 +209,7 @@ def plain(output: GenerateOutput) -> dict[str, Any]:
 
 
 def with_nan(scores: tuple[float, ...]) -> bytes:
-    """Of a prompt, whose first token has no log-prob."""
+    """Prompt log-probs as float32 bytes, with NaN for the first token, which has none."""
     return np.array([float("nan"), *scores], dtype="<f4").tobytes()
 
 
@@ -217,7 +219,8 @@ def add_top(
     samples: Mapping[tuple[int, int], dict[str, Any]],
     k: int,
 ) -> None:
-    """Give each sample, by (prompt, number), its likeliest tokens at the sampling temperature."""
+    """Add to each sample, by (prompt, sample) index, its most likely tokens at the sampling
+    temperature."""
     for (i, _), sample in samples.items():
         prompt = asked.prompts[i]
         row = (*prompt, *np.frombuffer(sample["tokens"], dtype="<i4").tolist())
@@ -227,8 +230,8 @@ def add_top(
 def top_of(
     engine: LocalEngine, tokens: Sequence[int], first: int, k: int, temperature: float
 ) -> dict[str, object]:
-    """The k likeliest tokens at positions `first` to N - 1, as plain values. Position 0 has no
-    log-probs and gets what the SDK reads as missing: token 0, MISSING_LOG_PROB."""
+    """The k most likely tokens at positions `first` to N - 1, as plain values. Position 0 has no
+    log-probs and gets the SDK's values for missing: token 0, MISSING_LOG_PROB."""
     ids, scores = engine.top_log_probs(tokens, max(first, 1), k, temperature)
     if first == 0:
         ids = torch.nn.functional.pad(ids, (0, 0, 1, 0))

@@ -11,7 +11,7 @@ from slime_like.tinker.errors import Refused
 from slime_like.tinker.schemas import Sample, SamplingParams
 
 MAX_TOP_K = 1024
-# fields that SDK 0.38 has and that are not offered here, with the value that means "not wanted"
+# fields of SDK 0.38 that are not supported, with the value that leaves them off
 NOT_OFFERED: dict[str, object] = {
     "target_prompt_logprobs": None,
     "prompt_alt_tokens_k": 0,
@@ -21,7 +21,8 @@ NOT_OFFERED: dict[str, object] = {
 
 
 def sample_body(request: Sample, limits: Limits) -> dict[str, object]:
-    """As plain values: prompt, number of samples, seed, settings. Raises Refused."""
+    """Validate a sampling request; returns prompt, number of samples, seed and settings as plain
+    values. Raises Refused."""
     for name, unwanted in NOT_OFFERED.items():
         if getattr(request, name) not in (unwanted, None):
             raise Refused(f"{name} is not offered here; leave it out")
@@ -64,7 +65,7 @@ def sample_body(request: Sample, limits: Limits) -> dict[str, object]:
 
 
 def _top_k(request: Sample, length: int, longest: int, limits: Limits) -> dict[str, int]:
-    """How many of the likeliest tokens are wanted at each position. length: of the prompt. longest:
+    """Number of most likely tokens to return per position. length: of the prompt. longest: maximum
     tokens of a sample. Raises Refused."""
     most = min(MAX_TOP_K, limits.vocab_size)
     wanted = {}
@@ -81,7 +82,8 @@ def _top_k(request: Sample, length: int, longest: int, limits: Limits) -> dict[s
 
 
 def _stops(params: SamplingParams, limits: Limits) -> dict[str, object]:
-    """None keeps the model's own end, an empty list takes it away, others are added to it."""
+    """Stop conditions. None keeps the model's own end tokens, an empty list disables them, other
+    values are added."""
     stop = [params.stop] if isinstance(params.stop, str) else params.stop
     texts = [s for s in stop or [] if isinstance(s, str)]
     tokens = [s for s in stop or [] if not isinstance(s, str)]

@@ -9,13 +9,13 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_vali
 from slime_like.config import GREEDY_OR_TEMPERATURE
 
 MAX_SEED = 2**63 - 1
-# of settings: squares and reciprocals of what is beyond are not finite in float32
+# bounds of settings: squares and reciprocals of values beyond these are not finite in float32
 SMALLEST, LARGEST = 1e-18, 1e18
 MAX_METADATA = 64  # entries
 MAX_METADATA_TEXT = 4096
 
 Id = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[A-Za-z0-9_:.-]+$")]
-# of a checkpoint: no separators, no hidden or parent folder
+# name of a checkpoint: no separators, no hidden or parent folder
 Name = Annotated[
     str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")
 ]
@@ -173,7 +173,7 @@ class JoinSamplingSession(Body):
 class PromptChunk(Body):
     model_config = ConfigDict(
         extra="allow", strict=True
-    )  # of other kinds of chunks, which are refused by name
+    )  # fields of other kinds of chunks, which are rejected with a message
 
     type: str = Field(default="encoded_text", max_length=64)
     tokens: list[Token] | None = None

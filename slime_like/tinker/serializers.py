@@ -16,7 +16,7 @@ LONGEST_PAGE = 1000
 
 
 def page_of(records: list[T], query: Mapping[str, str]) -> tuple[list[T], dict[str, int]]:
-    """The part that `limit` and `offset` of the query ask for. Raises HttpError."""
+    """Select the page given by the query's `limit` and `offset`. Raises HttpError."""
     try:
         limit, offset = int(query.get("limit", PAGE)), int(query.get("offset", 0))
     except ValueError:
@@ -35,7 +35,7 @@ def moment(seconds: float) -> str:
 
 
 def texts(metadata: Mapping[str, object] | None) -> dict[str, str] | None:
-    """Clients read texts alone."""
+    """Metadata with string values only, as clients require."""
     return None if metadata is None else {key: str(value) for key, value in metadata.items()}
 
 
@@ -85,7 +85,7 @@ def run_record(registry: Registry, model: Model) -> dict[str, object]:
 
 
 def holdings(registry: Registry) -> list[dict[str, object]]:
-    """Open sessions with what they hold, for operators."""
+    """Open sessions with their models and samplers, for operators."""
     return [
         {
             "session_id": session.id,

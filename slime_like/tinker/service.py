@@ -38,7 +38,7 @@ class Service:
         self.registry = registry
         self.dispatcher = dispatcher
         self.operations = operations
-        self.problem: Callable[[], str | None] = lambda: None  # reason for not executing requests
+        self.problem: Callable[[], str | None] = lambda: None  # why requests are not executed
         self.lifetimes = SessionManager(config, registry, dispatcher, operations)
         for model in registry.models.values():
             dispatcher.queue(model.id, next_seq=model.next_seq)
@@ -161,7 +161,7 @@ class Service:
         return self._accept("load_new", id, 0, owner, digest, request)
 
     def unload_model(self, body: schemas.ModelRequest, owner: str) -> dict[str, object]:
-        """End a model, whose memory is free once the future is done."""
+        """End a model; its memory is free when the future is done."""
         model = self.registry.model(body.model_id, owner)
         if model.state == "ended":
             raise HttpError(410, model.reason)
@@ -307,7 +307,7 @@ class Service:
             "sample", sampler.id, body.seq_id, owner, digest, request, sample_sequence_ids=ids
         )
 
-    # --- what is asked about ----------------------------------------------------------------------------------------
+    # --- queries --------------------------------------------------------------------------------------------------------
 
     def get_info(self, body: schemas.ModelRequest, owner: str) -> dict[str, object]:
         model = self.registry.model(body.model_id, owner)

@@ -19,7 +19,7 @@ from slime_like.tinker.request_queue import Dispatcher
 log = logging.getLogger(__name__)
 HOUSEKEEPING = "~server"  # queue of the server's own requests to the workers
 SILENT_S = 60.0  # clients send a heartbeat every 10 s
-FORGOTTEN_AFTER_S = 86400.0  # sessions and models that have ended
+FORGOTTEN_AFTER_S = 86400.0  # after sessions and models have ended
 
 
 class SessionManager:
@@ -37,7 +37,7 @@ class SessionManager:
         operations.end_model = self.end_model
         dispatcher.queue(HOUSEKEEPING, next_seq=None)
         self._housekeeping = 0
-        self.keys: Callable[[], int] = lambda: 1  # how many there are
+        self.keys: Callable[[], int] = lambda: 1  # number of API keys
         self.sessions_quota = Quota(
             "sessions",
             config.max_sessions,
@@ -67,13 +67,14 @@ class SessionManager:
         return {"session_id": session.id, "type": "create_session"}
 
     def make_room(self, quota: Quota, owner: str, owners: Callable[[], list[str]]) -> None:
-        """For one more model or session of `owner`; sessions that are silent make room.
+        """Make room for another model or session of `owner`, by ending silent sessions if
+        necessary.
 
         Args:
-            owners: Of those that are there.
+            owners: Returns the owners of the existing ones.
 
         Raises:
-            HttpError: 403, there is none.
+            HttpError: 403 if there is no room.
         """
         silent = sorted(
             (
@@ -90,13 +91,13 @@ class SessionManager:
             self.finish_session(gone.id, gone.owner, "silent, and another needs its room")
 
     def room_for_a_model(self, owner: str) -> None:
-        """Raises HttpError 403 when there is none."""
+        """Make room for another model. Raises HttpError 403 if there is none."""
         self.make_room(
             self.models_quota, owner, lambda: [m.owner for m in self.registry.live_models()]
         )
 
     def unload_model(self, model: Model, digest: str) -> Request:
-        """End a model for its client. Returns the request that is done once its memory is free."""
+        """End a model for its client. Returns a request that is done when its memory is free."""
         self.end_model(model, f"model {model.id} was unloaded by its client", unload=False)
         return self._unload(model, digest)
 
@@ -135,7 +136,7 @@ class SessionManager:
     def end_model(
         self, model: Model, reason: str, *, unload: bool = True, corrupted: bool = False
     ) -> None:
-        """End a model; its queued and later requests fail with the reason.
+        """End a model; its waiting and later requests fail with the reason.
 
         Args:
             unload: Unload it from the workers.
@@ -152,7 +153,7 @@ class SessionManager:
         for critic in [
             m for m in self.registry.models.values() if m.policy == model.id and m.state != "ended"
         ]:
-            critic.policy = None  # it goes on without
+            critic.policy = None  # the critic continues without a policy
             self.registry.keep(critic)
         if unload and had_weights:
             self._unload(model)
@@ -174,7 +175,8 @@ class SessionManager:
         return self.dispatcher.accept(request, internal=True)
 
     def workers_came(self, hello: dict[str, Any]) -> None:
-        """The models that these workers do not have are lost, unless they were never made."""
+        """Handle new workers: models that they do not have are lost, except those still to be
+        created."""
         held = set(hello["facts"]["models"])
         for model in list(self.registry.live_models()):
             if model.state == "ready" and model.id not in held:

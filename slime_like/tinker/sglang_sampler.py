@@ -45,7 +45,7 @@ from slime_like.rollout.engines.sglang.weight_transfer.updater import WeightUpda
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.sampler import SampleCommand, is_tied, plain, with_nan
 
-ATTEMPTS = 3  # to give the servers a snapshot; each one less costs a server
+ATTEMPTS = 3  # attempts to update the servers; every failed one costs a server
 NO_SEED = "seed is not honoured by the SGLang servers of this server; start them with --sglang-enable-deterministic-inference, or leave it out"
 NO_TOP_K = (
     "top-k log-probs (topk_prompt_logprobs, topk_sample_logprobs) are not offered by this server, which samples with --rollout-engine sglang: leave "
@@ -58,24 +58,24 @@ UNTIED = (
 
 
 class SnapshotTransport(DiskTransport):
-    """Weights that lie in a folder already. folder: what the next update gives the servers."""
+    """Transport for weights that are already on disk. folder: source of the next update."""
 
     folder = Path()
 
     def update(self, ranks: SendingRanks, version: int, workers: Sequence[Worker]) -> None:
-        for _ in ranks.whole():  # names and shapes, which are compared with the base model's
+        for _ in ranks.whole():  # names and shapes, to compare with the base model
             pass
         self.load_everywhere(self.folder, version, workers)
 
 
 def snapshot_updater(fleet: Fleet, base: str, folder: Path, timeout_s: float) -> WeightUpdater:
-    """base: the folder that the servers were started with."""
+    """An updater that loads snapshots. base: the folder that the servers were started with."""
     settings = UpdateSettings("disk", timeout_s=timeout_s, disk_dir=str(folder), keep_files=True)
     return WeightUpdater(fleet, settings, base, torch.device("cpu"), SnapshotTransport)
 
 
 def snapshots_of(updater: WeightUpdater | None) -> SnapshotTransport | None:
-    """The transport of a `snapshot_updater`; None on other ranks than 0."""
+    """The transport of a `snapshot_updater`; None except on rank 0."""
     if updater is None:
         return None
     assert isinstance(updater.transport, SnapshotTransport)
@@ -83,8 +83,8 @@ def snapshots_of(updater: WeightUpdater | None) -> SnapshotTransport | None:
 
 
 class SglangSampler:
-    """In place of a `SnapshotSampler`. Rank 0 talks to the servers. snapshots: the engine's
-    transport, on rank 0 only."""
+    """Counterpart of `SnapshotSampler` for SGLang servers, which rank 0 talks to. snapshots: the
+    engine's transport, on rank 0 only."""
 
     def __init__(
         self,
@@ -93,9 +93,9 @@ class SglangSampler:
         settings: RequestSettings,
         base: str,
     ) -> None:
-        """A collective. base: folder of the model that the servers were started with."""
+        """Collective. base: folder of the model that the servers were started with."""
         self._engine, self._snapshots, self._settings = engine, snapshots, settings
-        self._folder = ""  # whose weights the servers have
+        self._folder = ""  # source of the servers' current weights
         self._version = 0
         self._tied = from_rank_zero(lambda: is_tied(base))
         self._numbers = itertools.count()
@@ -113,9 +113,9 @@ class SglangSampler:
         top_k_prompt: int = 0,
         top_k_sample: int = 0,
     ) -> list[dict[str, Any]]:
-        """For each prompt its samples, as plain values, on rank 0. Raises Refused for top-k
-        log-probs and seeds that would not count, RunError where the servers do not answer as they
-        should; both on all ranks."""
+        """Samples of each prompt, as plain values, on rank 0. On all ranks, raises Refused for
+        top-k log-probs and for seeds without effect, RunError if the servers do not respond
+        properly."""
         if top_k_prompt or top_k_sample:
             raise Refused(NO_TOP_K)
         if seeded and not self.honours_seeds:
@@ -128,7 +128,7 @@ class SglangSampler:
         self._engine.close()
 
     def _give(self, folder: str) -> None:
-        """The servers have the folder's weights when it returns. A collective."""
+        """Update the servers to the folder's weights. Collective."""
         self._engine.check_health()
         if folder == self._folder and self._engine.weight_version == self._version:
             return
@@ -176,7 +176,7 @@ class SglangSampler:
         ]
 
     async def _score_all(self, prompts: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
-        """Of each prompt the log-probs of all tokens but the first, at temperature 1."""
+        """For each prompt the log-probs of all tokens except the first, at temperature 1."""
         slots = asyncio.Semaphore(self._settings.concurrency)
         async with async_client(self._settings.concurrency) as client:
 
@@ -213,7 +213,7 @@ class SglangSampler:
 
 
 def make_sglang_sampler(run: RunConfig, layout: ParallelLayout) -> SglangSampler:
-    """A collective; see `start_servers`."""
+    """Start the servers and build the sampler. Collective; see `start_servers`."""
     assert run.model.hf_checkpoint is not None
     model, root = run.model.hf_checkpoint, Path(run.server.server_dir).resolve()
 
@@ -231,7 +231,7 @@ def make_sglang_sampler(run: RunConfig, layout: ParallelLayout) -> SglangSampler
 
 
 def seeds_count(fleet: Fleet | None) -> bool:
-    """Whether every server's samples follow from the seeds that they are given."""
+    """Whether every server samples deterministically from the given seeds."""
     if fleet is None:
         return False
     for worker in fleet.alive():
@@ -245,8 +245,8 @@ def seeds_count(fleet: Fleet | None) -> bool:
 
 
 def shapes_in(folder: str) -> dict[str, Tensor]:
-    """Of the weights of a Hugging Face folder: tensors without numbers. Raises ValueError when it
-    has none."""
+    """Shapes of the weights in a Hugging Face folder, as tensors without data. Raises ValueError if
+    there are none."""
     shapes = checkpoint_shapes(folder)
     if not shapes:
         raise ValueError(f"the snapshot {folder} is gone")

@@ -23,26 +23,26 @@ create table if not exists entries (
     kind text not null, id text not null, record text not null, body blob, result blob, primary key (kind, id)
 ) without rowid
 """
-OPEN_S = 30.0  # how long another process may hold the file at the start
-BUSY_S = 0.2  # and at a write: clients are not answered meanwhile
+OPEN_S = 30.0  # seconds that another process may lock the file at startup
+BUSY_S = 0.2  # and during a write, which blocks all responses
 Row = tuple[str, bytes | None, bytes | None]
 
 
 class JournalError(Exception):
-    """A required write failed; nothing of it is kept."""
+    """A required write failed and was rolled back."""
 
 
 class Journal:
-    """Entries by kind and id.
+    """Persistent entries by kind and id.
 
-    problem: why the last write failed; None when everything is written.
+    problem: why the last write failed; None if everything is written.
     """
 
     def __init__(self, path: str | Path) -> None:
         """Open or create the journal.
 
         Args:
-            path: A file; ":memory:" for none.
+            path: A file, or ":memory:".
 
         Raises:
             JournalError: The file cannot be opened or written.
@@ -71,7 +71,7 @@ class Journal:
         """Add or replace an entry, including its bytes.
 
         Raises:
-            JournalError: The write failed and is `required`.
+            JournalError: The write is `required` and failed.
         """
         key, row = (kind, id), (json.dumps(record), body, result)
         self._unwritten[key] = row
@@ -87,8 +87,8 @@ class Journal:
             self.flush()
 
     def flush(self) -> bool:
-        """Write what has not been written yet; whether that succeeded."""
-        if self.problem is not None:  # only a write shows that writes succeed again
+        """Write pending entries; returns whether everything is written."""
+        if self.problem is not None:  # only a successful write clears the problem
             self._unwritten.setdefault(("probe", "probe"), ("{}", None, None))
         try:
             for (kind, id), row in list(self._unwritten.items()):
@@ -122,6 +122,6 @@ class Journal:
             yield id, json.loads(record), body, result
 
     def close(self) -> None:
-        """Write what is left, as far as possible."""
+        """Write pending entries if possible, and close."""
         self.flush()
         self._db.close()

@@ -12,11 +12,11 @@ log = logging.getLogger(__name__)
 def supervised(
     name: str, coroutine: Coroutine[object, object, object], on_fault: Callable[[str], None]
 ) -> asyncio.Task[object]:
-    """Start a task that is to run until it is cancelled.
+    """Start a task that should run until it is cancelled.
 
     Args:
-        name: What it does, for the message.
-        on_fault: Called with a sentence when it returns or raises.
+        name: Its purpose, for the message.
+        on_fault: Called with a message if it returns or raises.
     """
     task = asyncio.create_task(coroutine, name=name)
 

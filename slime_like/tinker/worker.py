@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 # interval of rank 0's keep-alive broadcasts, so that idle collectives do not time out
 IDLE_S = 30.0
-START_S = 120.0  # for the API process to come up
-AGREE_S = 10.0  # for the other ranks to tell how a command went, once this one has failed
+START_S = 120.0  # for the API process to start
+AGREE_S = 10.0  # for the other ranks to report on a command that failed on this one
 
 
 class Worker:
@@ -48,7 +48,7 @@ class Worker:
         self._number = 0  # of the command, equal on all ranks
 
     def serve(self, source: CommandSource | None) -> None:
-        """Execute commands until the source ends. source: on rank 0."""
+        """Execute commands until the source ends. source: on rank 0 only."""
         while True:
             frame = source.next() if source is not None else None
             frame = broadcast_frame(frame)
@@ -82,26 +82,26 @@ class Worker:
         }
 
     def _recover(self, command: dict[str, Any], outcome: dict[str, Any]) -> bool:
-        """Whether the model of a failed command is lost."""
+        """Undo a failed command; returns whether its model is lost."""
         never_made = command["op"] == "create" and outcome["category"] == "user"
         if "model" not in command or never_made:
             return False
-        # a step that failed has been answered; a pass is missing for the next step
+        # the client knows of a failed step; after a failed pass the next step lacks gradients
         missing = outcome["error"] if command["op"] == "pass" else ""
         lost = self.host.recover(command["model"], outcome["stage"], missing)
         return lost or command["model"] not in self.host.models
 
     def _agree(self, error: Exception | None) -> dict[str, object] | None:
-        """What went wrong on any rank.
+        """Agree on the outcome of a command.
 
-        The ranks exchange it through the store of their process group, for one that failed may have
-        left the others in a collective.
+        The ranks communicate through the store of their process group, because a failed rank may
+        have left the others in a collective.
 
         Returns:
-            None when nothing failed; else error, category and stage (the furthest of all ranks).
+            None on success; otherwise error, category and stage (the furthest of all ranks).
 
         Raises:
-            RunError: Some rank does not answer, or is in the middle of a collective.
+            RunError: Some rank does not respond, or was interrupted in a collective.
         """
         explained = is_of_user(error) or is_out_of_memory(error) or isinstance(error, Failed)
         if error is not None and not explained:
@@ -118,7 +118,7 @@ class Worker:
         failed = {rank: o for rank, o in sorted(found.items()) if o["error"] is not None}
         if not failed:
             return None
-        if any(o["lost"] for o in failed.values()):  # a collective broke off: no other would work
+        if any(o["lost"] for o in failed.values()):  # no later collective would work
             raise RunError(cause_of(failed))
         everybody = len(failed) == self.layout.world_size
         user = everybody and all(o["user"] for o in failed.values())
@@ -129,7 +129,7 @@ class Worker:
         }
 
     def _exchange(self, local: dict[str, object]) -> dict[int, dict[str, object]]:
-        """What each rank has to say of a command, by rank. Raises RunError."""
+        """Exchange the outcomes of a command; returns them by rank. Raises RunError."""
         store: dist.Store = dist.distributed_c10d._get_default_store()
         store.set(self._key(self.layout.rank), json.dumps(local))
         self._forget(store)
@@ -157,7 +157,7 @@ class Worker:
         }
 
     def failure_elsewhere(self) -> str | None:
-        """What another rank reported of the command that is executed now, if it has failed."""
+        """Error that another rank has reported for the current command, if any."""
         if self.layout.world_size == 1:
             return None
         with contextlib.suppress(RuntimeError):
@@ -170,7 +170,7 @@ class Worker:
         return f"slime_like/tinker/{self._number - back}/{rank}"
 
     def _forget(self, store: dist.Store) -> None:
-        """Every rank has read what was told before the command before."""
+        """Delete the outcome of two commands ago, which every rank has read."""
         if self._number > 2:
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 store.delete_key(self._key(self.layout.rank, back=2))
@@ -181,7 +181,7 @@ def is_of_user(error: BaseException | None) -> bool:
 
 
 def cause_of(failed: Mapping[int, Mapping[str, object]]) -> str:
-    """The failure that the others follow from, with its rank."""
+    """The root failure, with its rank."""
     rank, first = min(failed.items(), key=lambda item: (item[1]["lost"], item[0]))
     return f"rank {rank}: {first['error']}"
 
@@ -195,7 +195,7 @@ def words_of(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """On a GPU, or of the host, which torch reports as a RuntimeError."""
+    """Whether the GPU or the host ran out of memory; torch reports the latter as RuntimeError."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
@@ -218,7 +218,7 @@ def broadcast_frame(frame: bytes | None) -> bytes:
 
 
 class CommandSource:
-    """Rank 0's connection to the API process, which it starts, and starts again when it ends."""
+    """Rank 0's connection to the API process, which it starts, and restarts when it exits."""
 
     def __init__(self, run: RunConfig, facts: Callable[[], dict[str, object]]) -> None:
         self.folder = Path(run.server.server_dir).resolve()
@@ -239,8 +239,8 @@ class CommandSource:
         self.busy = False
 
     def next(self) -> bytes:
-        """The next command, or a sign of life when there is none. Raises RunError when the API
-        process cannot be kept up."""
+        """The next command, or "idle" after `IDLE_S`. Raises RunError if the API process cannot be
+        kept running."""
         while True:
             if self._socket is None:
                 self._connect()
@@ -260,8 +260,8 @@ class CommandSource:
             return frame
 
     def answer(self, message: dict[str, Any]) -> None:
-        """Kept until the next command: an API process that has ended in the meantime asks for it
-        when it is there again."""
+        """Send a response. It is kept until the next command, for an API process that has
+        restarted."""
         self._last, self.busy = message, False
         assert self._socket is not None
         try:
@@ -270,8 +270,7 @@ class CommandSource:
             self._close()
 
     def close(self, reason: str, *, goodbye: bool) -> None:
-        """The workers end. goodbye: the API process ends too; otherwise it informs clients and
-        waits
+        """Disconnect. goodbye: the API process exits too; otherwise it informs clients and waits
         for other workers for a while."""
         if self._socket is not None:
             with contextlib.suppress(OSError):
@@ -293,7 +292,7 @@ class CommandSource:
             part = self._socket.recv(min(missing, 2**20))
             if not part:
                 raise ConnectionError("closed")
-            self._socket.settimeout(None)  # what has begun comes whole
+            self._socket.settimeout(None)  # no timeout within a frame
             parts.append(part)
             missing -= len(part)
         return b"".join(parts)
@@ -304,7 +303,7 @@ class CommandSource:
             self._socket = None
 
     def _connect(self) -> None:
-        """To an API process that is there (one that outlived the workers before us), or to a new
+        """Connect to a running API process (which may have outlived earlier workers), or start
         one."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
@@ -347,7 +346,7 @@ class CommandSource:
         except OSError:
             opened.close()
             return None
-        if not ours:  # it reads the same in our first message, and ends
+        if not ours:  # the API process sees this in our hello as well, and exits
             logger.info(
                 "slime_like.tinker: the API process that is there has another command line; "
                 "a new one takes its place"
@@ -358,15 +357,15 @@ class CommandSource:
 
 
 def facts_of(host: ModelHost) -> dict[str, object]:
-    """What the API process has to know of the workers."""
+    """What the API process needs to know about the workers."""
     return {"layout": host.layout.describe(), "models": sorted(host.models)}
 
 
 def serve(run: RunConfig, layout: ParallelLayout, startup: Say = lambda what: None) -> None:
-    """The life of a rank. startup: called with what begins."""
+    """Run a rank of the server. startup: called with the name of each startup phase."""
     startup("importing transformers, loading the tokenizer and the base model")
     assert run.model.hf_checkpoint is not None, "checked on the command line"
-    tokenizer = load_tokenizer(  # before the model is built
+    tokenizer = load_tokenizer(  # before building the model
         run.model.hf_checkpoint,
         vocab_size=run.gpt.vocab_size,
         trust_remote_code=run.model.trust_remote_code,
@@ -378,7 +377,7 @@ def serve(run: RunConfig, layout: ParallelLayout, startup: Say = lambda what: No
     reason, goodbye = "they were stopped", True
     try:
         worker.serve(source)
-    except Terminated:  # which is also how torchrun ends this rank when another has died
+    except Terminated:  # also how torchrun ends this rank when another one died
         reason = worker.failure_elsewhere() or "they were terminated"
         goodbye = source is None or (layout.world_size == 1 and not source.busy)
         raise
@@ -392,7 +391,7 @@ def serve(run: RunConfig, layout: ParallelLayout, startup: Say = lambda what: No
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM."""
+    """Raised on SIGTERM."""
 
 
 __all__: Sequence[str] = ("CommandSource", "Worker", "serve")

@@ -46,15 +46,15 @@ if TYPE_CHECKING:
 
     from slime_like.tinker.sglang_sampler import SglangSampler
 
-PASS_TOKENS = 8192  # of a micro-batch, where --max-tokens-per-gpu is not given
+PASS_TOKENS = 8192  # tokens per micro-batch without --max-tokens-per-gpu
 SPACE_REMEDY = (
     "delete checkpoints of the server that are not needed (delete_checkpoint, or a ttl_seconds when "
     "they are saved), or start it with a --server-dir on a larger disk"
 )
-CHECKPOINT_STEP = 1  # every saved state is a checkpoint folder of its own
+CHECKPOINT_STEP = 1  # every saved state has its own checkpoint folder
 WHOLE_NUMBERS = ("tokens", "labels", "label_sets")
-SETS = ("label_sets", "label_weights")  # several numbers at each token
-UNCHANGED, GRADIENTS, WEIGHTS = range(3)  # what a command may have changed of its model
+SETS = ("label_sets", "label_weights")  # fields with several numbers per token
+UNCHANGED, GRADIENTS, WEIGHTS = range(3)  # what a command may have changed in its model
 
 
 class ModelHost:
@@ -66,7 +66,7 @@ class ModelHost:
         layout: ParallelLayout,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        """tokenizer: of the base model, for texts that end a sample; None without them."""
+        """tokenizer: of the base model, for stop texts; None disables them."""
         assert run.model.hf_checkpoint is not None
         self.run, self.layout = run, layout
         self.base = run.model.hf_checkpoint
@@ -96,8 +96,8 @@ class ModelHost:
         """Undo the partial effects of a failed command on its model. Collective.
 
         Args:
-            stage: The furthest that any rank came.
-            missing: Why the next step has no gradients of this command; "" where it needs none.
+            stage: The furthest stage that any rank reached.
+            missing: Why the next step lacks gradients of this command; "" if it does not need them.
 
         Returns:
             Whether the model is lost.
@@ -137,7 +137,7 @@ class ModelHost:
         tokens: bytes,
         fields: Mapping[str, bytes],
     ) -> dict[str, object] | None:
-        """Forward, and unless forward_only backward, over samples; returns per-token results and
+        """Forward pass, and backward pass unless forward_only; returns per-token results and
         metrics on rank 0."""
         network, hosted = self.residents.network(model), self.models[model]
         samples = samples_of(lengths, tokens, fields)
@@ -163,7 +163,7 @@ class ModelHost:
         return self._collect(mine, found, len(samples))
 
     def _before_gradients(self) -> None:
-        """From here on an error leaves gradients of which a part may be missing."""
+        """From here on an error may leave incomplete gradients."""
         self.stage = GRADIENTS
 
     def _computation(self, loss: Mapping[str, Any]) -> TokenComputation:
@@ -176,7 +176,8 @@ class ModelHost:
         )
 
     def _collect(self, mine: list[int], found: PassOutput, count: int) -> dict[str, object] | None:
-        """Per-token results of all data-parallel ranks, in the order of the samples, on rank 0."""
+        """Gather the per-token results of all data-parallel ranks on rank 0, in the order of the
+        samples."""
         layout = self.layout
         told = None
         if layout.is_last_stage:
@@ -232,14 +233,14 @@ class ModelHost:
         return {"stepped": stepped, "grad_norm": told}
 
     def _before_change(self) -> None:
-        """From here on an error loses the model: its weights may be partly old and partly new."""
+        """From here on an error loses the model, since its weights may be partly updated."""
         self.stage = WEIGHTS
 
     # --- files ------------------------------------------------------------------------------------------------------
 
     def do_save(self, model: str, folder: str) -> None:
-        """A checkpoint of weights and optimizer. Gradients that no step has taken yet are not in
-        it."""
+        """Save a checkpoint of weights and optimizer, without gradients accumulated since the last
+        step."""
         network = self._network_to_keep(model)
         saver = CheckpointSaver(folder, SavePolicy(space_remedy=SPACE_REMEDY))
         state = {"model": self._shape(model)}
@@ -251,8 +252,8 @@ class ModelHost:
         )
 
     def do_load(self, model: str, folder: str, optimizer: bool) -> None:
-        """Weights of a checkpoint, and its optimizer or a fresh one. A checkpoint that is refused
-        before anything was read into the model leaves it as it was."""
+        """Load the weights of a checkpoint, and its optimizer or a fresh one. If the checkpoint is
+        rejected before anything was loaded, the model is unchanged."""
         network = self.residents.network(model)
         saved = network.saved(with_optimizer=optimizer, with_schedule=False)
         load_checkpoint(
@@ -272,7 +273,7 @@ class ModelHost:
             network.start_afresh()
 
     def do_export(self, model: str, folder: str) -> None:
-        """A Hugging Face model, of all its weights; an adapter is merged into them."""
+        """Export all weights as a Hugging Face model, with an adapter merged."""
         network = self._network_to_keep(model)
         Path(folder).parent.mkdir(parents=True, exist_ok=True)
         more = untrained_weights(self.hf, self.base, quantized=bool(self._coded))
@@ -280,13 +281,15 @@ class ModelHost:
 
     @cached_property
     def _coded(self) -> Mapping[str, CodedWeight]:
-        """The weights that SGLang servers have quantised, as the base model's folder has them."""
+        """Weights that are quantised on the SGLang servers, in the format of the base model's
+        folder."""
         if self.run.rollout.rollout_engine == "local":
             return {}
         return from_rank_zero(lambda: stored_format(self.base))
 
     def _network_to_keep(self, model: str) -> TrainedNetwork:
-        """Of a model that is about to be written. Raises Refused where it has NaN or infinity."""
+        """The network of a model that is about to be saved. Raises Refused if it has NaN or
+        infinity."""
         network = self.residents.network(model)
         network.finish_updates()
         if network.has_non_finite():
@@ -306,14 +309,14 @@ class ModelHost:
         return self.sampler.sample(**request)
 
     def close(self) -> None:
-        """What was started for it ends."""
+        """Stop the sampler."""
         self.sampler.close()
 
 
 def make_sampler(
     run: RunConfig, layout: ParallelLayout, tokenizer: PreTrainedTokenizerBase | None
 ) -> SnapshotSampler | SglangSampler:
-    """Of --rollout-engine. tokenizer: of the base model. A collective."""
+    """The sampler for --rollout-engine. tokenizer: of the base model. Collective."""
     if run.rollout.rollout_engine == "local":
         return SnapshotSampler(
             run.model,
@@ -329,7 +332,7 @@ def make_sampler(
 
 
 def samples_of(lengths: list[int], tokens: bytes, fields: Mapping[str, bytes]) -> list[TrainSample]:
-    """Datums as samples whose every row is scored."""
+    """Convert datums to samples in which every row is scored."""
 
     def parts(name: str, data: bytes) -> tuple[Tensor, ...]:
         whole = torch.from_numpy(
@@ -356,7 +359,7 @@ def samples_of(lengths: list[int], tokens: bytes, fields: Mapping[str, bytes]) -
                 **values,
             )
         )
-    if not columns.keys() & {"returns", "labels", "label_sets"}:  # a critic that is only asked
+    if not columns.keys() & {"returns", "labels", "label_sets"}:  # forward pass of a critic
         samples = [
             dataclasses.replace(s, values=s.loss_weights * 0, returns=s.loss_weights * 0)
             for s in samples

@@ -24,7 +24,7 @@ MAX_HELLO = 2**24
 
 
 class WorkerLink:
-    """The API process's link to rank 0 of the workers.
+    """The API process's connection to rank 0 of the workers.
 
     facts: what the workers reported when they connected; {} before.
     """
@@ -41,11 +41,11 @@ class WorkerLink:
     ) -> None:
         """
         Args:
-            fingerprint: Of the configuration; workers with another one are not taken.
-            on_connect: Called with the first message of workers that have come.
-            on_loss: Called with the reason when they have gone.
-            on_other_settings: Called when workers with another configuration come.
-            on_fault: Called with a sentence when the connection fails for a reason of ours.
+            fingerprint: Of the configuration; workers with a different one are rejected.
+            on_connect: Called with the first message of new workers.
+            on_loss: Called with the reason when the workers are gone.
+            on_other_settings: Called when workers with a different configuration connect.
+            on_fault: Called with a message if the connection fails by an internal error.
         """
         self.facts: dict[str, object] = {}
         self._folder = folder
@@ -61,7 +61,7 @@ class WorkerLink:
         self.said_goodbye = False
 
     async def start(self) -> None:
-        """Listen, and leave address and token where only this user can read them."""
+        """Listen, and write port and token to a file that only this user can read."""
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         port = self._server.sockets[0].getsockname()[1]
         path = self._folder / LINK_FILE
@@ -89,7 +89,7 @@ class WorkerLink:
             raise Failed("the workers have ended")
         if (
             self._late is not None and self._late["id"] == id
-        ):  # executed for an API process that ended before it heard
+        ):  # executed for an earlier API process that exited before the response arrived
             message, self._late = self._late, None
             return value_of(message)
         assert self._streams is not None
@@ -98,14 +98,14 @@ class WorkerLink:
         try:
             writer = self._streams[1]
             writer.write(codec.framed(codec.encode({"id": id, **command})))
-            with contextlib.suppress(ConnectionError):  # told by the reader
+            with contextlib.suppress(ConnectionError):  # reported by the reader
                 await writer.drain()
             return value_of(await answer)
         finally:
             self._waiting = None
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A connection, until it ends."""
+        """Serve one connection until it ends."""
         try:
             async with asyncio.timeout(HELLO_S):
                 hello = await self._read(reader, MAX_HELLO)
@@ -164,7 +164,7 @@ class WorkerLink:
 
 
 def value_of(message: dict[str, Any]) -> object:
-    """Of the workers' answer. Raises Refused or Failed."""
+    """Result of a command from the workers' response. Raises Refused or Failed."""
     if message["ok"]:
         return message["value"]
     if message["category"] == "user":
