@@ -14,7 +14,7 @@ from slime_like.rewards.worker import ASYNC_SLOTS, Job, _read, _write, answer_to
 def serve(
     requests: BinaryIO, replies: BinaryIO, function: Callable[..., Any], args: RewardArgs
 ) -> None:
-    """Say that the worker is ready, and answer jobs until the pipe closes."""
+    """Report that the worker is ready, and serve jobs until the pipe closes."""
     _write(replies, {"ready": ASYNC_SLOTS})
     asyncio.run(_serve(requests, replies, function, args))
 
@@ -22,8 +22,8 @@ def serve(
 async def _serve(
     requests: BinaryIO, replies: BinaryIO, function: Callable[..., Any], args: RewardArgs
 ) -> None:
-    """Every job is a separate task; each ends at its deadline unless the function blocks the
-    loop, when the parent kills us."""
+    """Run every job as its own task, which ends at its deadline. If the function blocks the event
+    loop, the parent kills this process."""
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[Job | None] = asyncio.Queue()
 

@@ -23,7 +23,7 @@ from slime_like.rewards import sandbox
 _FENCED = re.compile(
     r"```[ \t]*(?:python|py|python3)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE
 )
-MOST_SECONDS, MOST_MEMORY_MB = 600.0, 4096  # a worker that grades has no more memory itself
+MOST_SECONDS, MOST_MEMORY_MB = 600.0, 4096  # the grading worker has no more memory itself
 DEFAULT = sandbox.Limits()
 
 
@@ -48,13 +48,13 @@ def problem(label: object, metadata: Mapping[str, object]) -> str | None:
 
 
 def prepare() -> None:
-    """Start the sandbox. Raises SandboxError where programs cannot be run safely."""
+    """Start the sandbox. Raises SandboxError if programs cannot be run safely."""
     sandbox.warm_up()
 
 
 def score(response: str, label: object, metadata: Mapping[str, Any]) -> float:
-    """Raises ValueError when the tests are missing or wrong, SandboxError where nothing is known
-    about the program."""
+    """1 if the program passes all tests, otherwise 0. Raises ValueError for missing or invalid
+    tests, SandboxError if the sandbox failed."""
     if words := problem(label, metadata):
         raise ValueError(words)
     timeout = float(metadata.get("timeout_s", DEFAULT.wall_s))
@@ -75,7 +75,7 @@ def passes(program: str, test: Mapping[str, str], limits: sandbox.Limits) -> boo
 
 
 def program_of(response: str) -> str:
-    """The last fenced block of the response; without one, all of it."""
+    """The last fenced code block of the response; without one, the full response."""
     blocks = _FENCED.findall(response)
     return blocks[-1] if blocks else response
 

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping
 
 from slime_like.rewards import seccomp as seccomp_filter
 
-DISABLE = "SLIME_LIKE_SANDBOX_WITHOUT"  # environment: layers that are left out, with commas
+DISABLE = "SLIME_LIKE_SANDBOX_WITHOUT"  # environment variable: comma-separated layers to disable
 LAYERS = {
     "namespaces": "files outside the Python installation can be looked at (names, sizes), and "
     "System V memory is shared",
@@ -42,19 +42,19 @@ _NAMESPACES = 0x10000000 | 0x40000000 | 0x08000000 | 0x04000000 | 0x00020000  # 
 _SYSCALLS = {"x86_64": {"capset": 126, "pivot_root": 155, "seccomp": 317}, "aarch64": {"capset": 91, "pivot_root": 41, "seccomp": 277}}  # fmt: skip
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
-_IN_WORKSPACE = 0x75BF  # all but devices and sockets: their making, and ioctl of the first
-_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # how many bits of file rights an ABI knows; later 16
+_IN_WORKSPACE = 0x75BF  # all rights except creating devices and sockets, and ioctl on devices
+_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # file rights per Landlock ABI; later 16
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND = 1, 2, 4, 32, 4096
 _MS_REC, _MS_PRIVATE, _MNT_DETACH = 16384, 1 << 18, 2
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECUREBITS, _PR_SET_NO_NEW_PRIVS = 1, 4, 28, 38
-_NO_ROOT = 3  # SECBIT_NOROOT and its lock: a program that is started as root gets no capabilities
+_NO_ROOT = 3  # SECBIT_NOROOT and its lock: programs started as root get no capabilities
 _NEW_PID = 0x20000000
 _NOBODY = 65534
 _SYSTEM = (
     "/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime",
     "/dev/null", "/dev/urandom",
 )  # fmt: skip
-_known: list[dict[str, str]] = []  # what `missing` found
+_known: list[dict[str, str]] = []  # result of `missing`
 _PROBE = "import sys; sys.path.insert(0, sys.argv[1]); from slime_like.rewards import confinement as c; c.own_namespaces(c.readable_paths(packages=False))"
 
 
@@ -63,19 +63,19 @@ def package_root() -> str:
 
 
 def disabled() -> set[str]:
-    """Layers that a test leaves out."""
+    """Layers that a test disables."""
     return set(filter(None, os.environ.get(DISABLE, "").split(",")))
 
 
 def missing() -> dict[str, str]:
-    """Layers that this host does not offer, each with the reason. Asked once in a process."""
+    """Layers that this host does not support, with reasons. Evaluated once per process."""
     if not _known:
         _known.append(_find_missing())
     return _known[0]
 
 
 def assume(missing: dict[str, str]) -> None:
-    """Take over what another process of this host found missing."""
+    """Adopt the result of `missing` from another process of this host."""
     _known[:] = [missing]
 
 
@@ -103,13 +103,13 @@ def _find_missing() -> dict[str, str]:
 
 
 def unenforced() -> list[str]:
-    """A sentence for each layer that is missing here; empty where all are there."""
+    """One message for each layer that is missing on this host."""
     return [f"{name} ({why}): {LAYERS[name]}" for name, why in missing().items()]
 
 
 def refusal() -> str | None:
-    """Why text of a model may not be executed here, or None: seccomp, and one of the layers about
-    files, must be there."""
+    """Reason why model output must not be executed on this host, or None. Requires seccomp and at
+    least one of the file-system layers."""
     out = missing()
     lacking = [name for name in ("seccomp",) if name in out]
     if "landlock" in out and "namespaces" in out:
@@ -126,8 +126,7 @@ def landlock_abi() -> int:
 
 
 def die_with(parent: int) -> None:
-    """Be killed when the parent ends, whatever this process is doing. Entering a namespace resets
-    it."""
+    """Let the kernel kill this process when its parent ends. Entering a namespace resets this."""
     if sys.platform == "linux":
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -135,7 +134,7 @@ def die_with(parent: int) -> None:
 
 
 def readable_paths(packages: bool) -> list[str]:
-    """What confined code may read: libraries of the system, the standard library, and perhaps
+    """Paths that confined code may read: system libraries, the standard library, and optionally
     installed packages."""
     import sysconfig
 
@@ -148,25 +147,24 @@ def readable_paths(packages: bool) -> list[str]:
 
 
 def outermost(paths: Iterable[str]) -> list[str]:
-    """Those that exist, without what lies in another of them."""
+    """The existing paths, without those inside another one."""
     there = {path for path in paths if os.path.exists(path)}
     return sorted(p for p in there if not any(_holds(other, p) for other in there))
 
 
 def _holds(folder: str, path: str) -> bool:
-    """Whether `path` lies in `folder`, and not behind a link there."""
+    """Whether `path` is in `folder` without passing through a symbolic link there."""
     inside = path.startswith(folder + "/")
     return inside and os.path.realpath(path) == os.path.realpath(folder) + path[len(folder) :]
 
 
 def own_namespaces(paths: Iterable[str]) -> None:
-    """Enter namespaces of users, network, IPC, host name and files; the last has nothing but
-    `paths`, read-only.
+    """Enter new user, network, IPC, UTS and mount namespaces; only `paths` are mounted, read-only.
 
-    Before any thread is started. Raises OSError where this user may not do it.
+    Must be called before starting threads. Raises OSError if this user may not do it.
     """
     user, group = os.geteuid(), os.getegid()
-    if user == 0:  # limits on processes do not hold for the real user root
+    if user == 0:  # process limits do not apply to the real root user
         os.setresuid(_NOBODY, 0, 0)
     _call("unshare", _NAMESPACES)
     for name, text in (
@@ -177,11 +175,11 @@ def own_namespaces(paths: Iterable[str]) -> None:
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
     _mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE)
-    # opened here: some may lie in /tmp, and another namespace's cannot be bound
+    # open them now: some may be in /tmp, and mounts of another namespace cannot be bound
     kept = [(p, os.open(p, os.O_PATH | os.O_CLOEXEC)) for p in paths]
     _mount(b"tmpfs", b"/tmp", b"tmpfs", _MS_NOSUID | _MS_NODEV)
     os.mkdir("/tmp/tmp")
-    # libraries want to write while they are imported; `lock` ends that
+    # libraries want to write during import; `lock` forbids it
     _mount(b"tmpfs", b"/tmp/tmp", b"tmpfs", _MS_NOSUID | _MS_NODEV, b"size=64m")
     for path, file_descriptor in kept:
         _bind(path, file_descriptor)
@@ -195,13 +193,13 @@ def own_namespaces(paths: Iterable[str]) -> None:
 
 def _bind(path: str, file_descriptor: int) -> None:
     target = "/tmp" + path
-    source = f"/proc/self/fd/{file_descriptor}"  # `path` itself may be hidden below the new /tmp
+    source = f"/proc/self/fd/{file_descriptor}"  # `path` itself may be hidden by the new /tmp
     os.makedirs(target if os.path.isdir(source) else os.path.dirname(target), exist_ok=True)
     if not os.path.isdir(source):
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o600))
     _mount(source.encode(), target.encode(), None, _MS_BIND | _MS_REC)
     flags = _MS_BIND | _MS_REMOUNT | _MS_RDONLY | _MS_NOSUID
-    # flags that the mount has already are locked in a user namespace
+    # a user namespace cannot clear the existing flags of a mount
     for extra in (0, _MS_NODEV, _MS_NODEV | 8, _MS_NODEV | 1024, _MS_NODEV | 8 | 1024):
         if _LIBC.mount(None, target.encode(), None, ctypes.c_ulong(flags | extra), None) == 0:
             break
@@ -209,12 +207,13 @@ def _bind(path: str, file_descriptor: int) -> None:
 
 
 def lock(paths: Iterable[str], *, seccomp: bool = True, fork: bool = False) -> None:
-    """Landlock over `paths`, no capabilities, and the filter. Nothing gives these rights back.
+    """Irrevocably apply Landlock over `paths`, drop capabilities, and install the seccomp filter.
     Raises OSError.
 
     Args:
-        seccomp: With the filter; without it nothing of a model may run here, but in children after
-        `lock_child`. fork: The filter lets this process fork; children then call `lock_child`.
+        seccomp: Install the filter. Without it, model output must only run in children after
+            `lock_child`.
+        fork: Let the filter permit forking; children must then call `lock_child`.
     """
     out = missing()
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
@@ -228,9 +227,9 @@ def lock(paths: Iterable[str], *, seccomp: bool = True, fork: bool = False) -> N
 
 
 def lock_shell(paths: Iterable[str], workspace: str) -> None:
-    """As `lock`, for a shell and the programs that it starts: those in `paths` may be executed, and
-    files below `workspace` written. Within new namespaces, that of processes included. Raises
-    OSError."""
+    """Like `lock`, for a shell and the programs that it starts: those in `paths` may be executed,
+    and files below `workspace` may be written. Requires new namespaces, including a PID namespace.
+    Raises OSError."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     _prctl(_PR_SET_SECUREBITS, _NO_ROOT)
     if "landlock" not in (out := missing()):
@@ -243,12 +242,14 @@ def lock_shell(paths: Iterable[str], workspace: str) -> None:
 
 
 def new_process_namespace() -> None:
-    """For the next child, and what it starts: all end with it. Raises OSError."""
+    """Create a PID namespace for the next child and its descendants, which all end with that child.
+    Raises OSError."""
     _call("unshare", _NEW_PID)
 
 
 def lock_child() -> None:
-    """In a child of a locked process: the filter, without processes. Raises OSError."""
+    """In a child of a locked process: install the filter that forbids new processes. Raises
+    OSError."""
     if "seccomp" not in missing():
         seccomp_filter.install(fork=False)
 
@@ -261,15 +262,15 @@ def limit(
     threads: int = 64,
     file_bytes: int = 0,
 ) -> None:
-    """Resource limits of this process. Threads are counted where the user is alone in a namespace
-    of users.
+    """Set resource limits of this process. Threads are counted per user, so the user must be alone
+    in a user namespace.
 
     Args:
-        memory: Bytes of address space.
-        open_files: File descriptors; None: as they are.
-        cpu_s: Seconds of processor time; None: unlimited.
+        memory: Address space in bytes.
+        open_files: File descriptors; None: unchanged.
+        cpu_s: CPU time in seconds; None: unlimited.
         threads: Of this sandbox.
-        file_bytes: Of each file that is written.
+        file_bytes: Maximum size of a written file.
     """
     wanted = {
         resource.RLIMIT_AS: memory,
@@ -288,11 +289,11 @@ def limit(
 
 
 def _landlock(rights: Mapping[str, int], *, scopes: bool) -> None:
-    """rights: by path; those that are of folders alone are left out for a file."""
+    """Apply Landlock. rights: by path; rights that apply only to folders are dropped for files."""
     abi = landlock_abi()
     attributes = [(1 << _FILE_RIGHTS.get(abi, 16)) - 1]
     if abi >= 4:
-        attributes.append(3)  # bind and connect of TCP
+        attributes.append(3)  # TCP bind and connect
     if scopes:
         attributes.append(3)  # abstract sockets, signals
     packed = struct.pack(f"{len(attributes)}Q", *attributes)

@@ -42,12 +42,14 @@ class RewardSample:
 
 
 def load_function(path: str, flag: str = "--custom-rm-path") -> Callable[..., Any]:
-    """See `slime_like.import_utils`; workers answer what a reward raises, an exit too."""
+    """Load a function, see `slime_like.import_utils`. An exception in it, or an exit, is reported
+    as the reward's failure."""
     return import_utils.load_function(path, flag, may_exit=True)
 
 
 def is_async(function: Callable[..., object]) -> bool:
-    """Whether calls give an awaitable: an ``async def``, or an object with such a ``__call__``."""
+    """Whether calls return an awaitable: an ``async def``, or an object with an async
+    ``__call__``."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004
     )

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from slime_like.rewards.gsm8k import last_boxed
 from slime_like.rewards.label import missing_label
 
-LOOKED_AT = 300  # last characters of a response
+LOOKED_AT = 300  # number of last characters of a response that are graded
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _TEXT = re.compile(r"\\(?:text|textbf|mbox|overline|mathrm)\{([^{}]*)\}")
 _SIGNS = re.compile(
@@ -29,7 +29,8 @@ def problem(label: object, metadata: Mapping[str, object]) -> str | None:
 
 
 def score(response: str, label: object, metadata: Mapping[str, object]) -> float:
-    """Raises ValueError when the label is no number. Decimals of a label are cut off, as in slime."""
+    """1 for a correct answer, -1 otherwise. Raises ValueError if the label is not a number.
+    Decimals of a label are truncated, like in slime."""
     if (expected := _whole(str(label))) is None:
         raise ValueError(problem(label, metadata))
     found = _ANSWER.findall(response[-LOOKED_AT:])
@@ -37,7 +38,7 @@ def score(response: str, label: object, metadata: Mapping[str, object]) -> float
 
 
 def plain_answer(text: str) -> str:
-    """What is right of the last ``=``, without LaTeX's wrapping, units and spaces."""
+    """The part after the last ``=``, without LaTeX markup, units and spaces."""
     text = text.rpartition("=")[2]
     boxed = last_boxed(text)
     text = _TEXT.sub(r"\1", text if boxed is None else boxed)

@@ -16,8 +16,8 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
-# Expressions without attributes, subscripts, lambdas, keywords and assignments, by
-# the names of CPython 3.11 to 3.14
+# Opcodes of expressions without attributes, subscripts, lambdas, keyword arguments and
+# assignments, in CPython 3.11 to 3.14
 _OPERATIONS = (
     "CACHE EXTENDED_ARG RESUME NOT_TAKEN PUSH_NULL PRECALL CALL LOAD_NAME LOAD_CONST LOAD_SMALL_INT",
     "RETURN_VALUE RETURN_CONST UNARY_NEGATIVE UNARY_POSITIVE UNARY_NOT UNARY_INVERT BINARY_OP COMPARE_OP IS_OP",
@@ -26,31 +26,31 @@ _OPERATIONS = (
 _HARMLESS = frozenset(
     dis.opmap[name] for name in " ".join(_OPERATIONS).split() if name in dis.opmap
 )
-_BINARY, _PLAIN_OPERATORS = dis.opmap["BINARY_OP"], 13  # those above assign, or look up
-# What may be named, and called: neither sympy's nor Python's do more than compute. Names of one
-# letter are a task's unknowns, or constants and functions of sympy.
+_BINARY, _PLAIN_OPERATORS = dis.opmap["BINARY_OP"], 13  # above: in-place, subscript
+# Names that may be used and called: these functions of sympy and Python only compute. One-letter
+# names are a task's unknowns, or sympy's constants and functions.
 _MAKERS = "Integer Float Rational Symbol Function"
 _NUMBERS = "pi oo zoo nan Abs abs sign floor ceiling factorial binomial gcd lcm Integral Add Mul Pow Max Min max min round int float sum"
 _FUNCTIONS = (
     "exp log ln sqrt cbrt sin cos tan cot sec csc asin acos atan sinh cosh tanh asinh acosh atanh"
 )
 _KNOWN = frozenset(" ".join((_MAKERS, _NUMBERS, _FUNCTIONS)).split())
-_OF_SYMPY = compile("from sympy import *", "<string>", "exec")  # the names of each `parse_expr`
+_OF_SYMPY = compile("from sympy import *", "<string>", "exec")  # for names in `parse_expr`
 
 
 class _Apart(BaseException):
-    """Ends a scoring that goes on in a fork; no scorer's `except Exception` takes it."""
+    """Aborts a scoring that is repeated in a fork; a BaseException, so scorers do not catch it."""
 
 
 class _Watch:
-    """on: whether code is looked at. refused: whether any was."""
+    """State of the audit hook. on: code is checked. refused: some code was rejected."""
 
     on = refused = hooked = False
 
 
 def watched(score: Callable[[], Result]) -> Result | None:
-    """The result of `score`; None where it would have run code that is not known to be harmless,
-    or called `apart`."""
+    """The result of `score`; None if it called `apart`, or would have run code that is not known to
+    be harmless."""
     if not _Watch.hooked:
         sys.addaudithook(_hook)
         _Watch.hooked = True
@@ -65,14 +65,15 @@ def watched(score: Callable[[], Result]) -> Result | None:
 
 
 def apart() -> None:
-    """Go on in a fork; nothing within one."""
+    """Continue this scoring in a fork; does nothing inside a fork."""
     if _Watch.on:
         _Watch.refused = True
         raise _Apart
 
 
 def is_harmless(code: CodeType) -> bool:
-    """Whether this code computes a value of its names and constants, and changes nothing."""
+    """Whether this code only computes a value from its names and constants, without side
+    effects."""
     operations = code.co_code
     return (
         _HARMLESS.issuperset(operations[::2])
@@ -86,8 +87,8 @@ def is_harmless(code: CodeType) -> bool:
 
 
 def _only_names_functions(code: CodeType) -> bool:
-    """Whether sympy's `Function` is used as in Function('f'): further arguments would be the bases
-    and methods of a class."""
+    """Whether sympy's `Function` is only used as in Function('f'); more arguments would define a
+    class with bases and methods."""
     steps = [
         step
         for step in dis.get_instructions(code)
@@ -105,6 +106,6 @@ def _hook(event: str, args: tuple[object, ...]) -> None:
         return
     (code,) = args
     assert isinstance(code, CodeType), "what runs is a code object"
-    module = not code.co_filename.startswith("<")  # of a file that is imported
+    module = not code.co_filename.startswith("<")  # of an imported file
     if _Watch.refused or not (module or code == _OF_SYMPY or is_harmless(code)):
         apart()

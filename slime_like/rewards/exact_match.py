@@ -8,7 +8,8 @@ from slime_like.rewards.label import missing_label
 
 
 def score(response: str, label: object, metadata: Mapping[str, object]) -> float:
-    """Compares the two without surrounding white space. Raises ValueError when there is no label."""
+    """1 if response and label are equal after stripping white space, otherwise 0. Raises ValueError
+    without a label."""
     if words := missing_label(label, metadata):
         raise ValueError(words)
     return float(response.strip() == str(label).strip())

@@ -7,13 +7,13 @@ import string
 from collections import Counter
 from collections.abc import Mapping
 
-ALONE = frozenset({"yes", "no", "noanswer"})  # right as a whole, or wrong
+ALONE = frozenset({"yes", "no", "noanswer"})  # graded by exact match only
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def score(response: str, label: object, metadata: Mapping[str, object]) -> float:
-    """2 precision recall / (precision + recall) of the words, without case, punctuation and
+    """F1 over words, 2 precision recall / (precision + recall), ignoring case, punctuation and
     articles."""
     words, expected = plain_words(response), plain_words(str(label))
     if words != expected and {" ".join(words), " ".join(expected)} & ALONE:

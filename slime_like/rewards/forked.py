@@ -13,18 +13,18 @@ from typing import NoReturn
 from slime_like.rewards import confinement
 from slime_like.rewards.sandbox import SandboxError
 
-_MOST = 2**20  # bytes of an answer
-_OPEN = "not confined"  # key of the answer of a child that did not call `score`
+_MOST = 2**20  # bytes of a response
+_OPEN = "not confined"  # key in the response of a child that did not call `score`
 
 
 def in_child(score: Callable[[], dict[str, object]]) -> dict[str, object]:
-    """The answer of `score`, called in a child that has no rights but to compute and to answer.
+    """Call `score` in a forked child that may only compute and respond.
 
     Returns:
-        The answer, or ``{"died": how}``.
+        The child's answer, or ``{"died": how}``.
 
     Raises:
-        SandboxError: The child's rights could not be taken away.
+        SandboxError: The child's rights could not be revoked.
     """
     parent = os.getpid()
     reader, writer = os.pipe()
@@ -69,7 +69,7 @@ def _confined(score: Callable[[], dict[str, object]]) -> dict[str, object]:
 
 def _answer(score: Callable[[], dict[str, object]], writer: int, parent: int) -> NoReturn:
     try:
-        gc.disable()  # it ends soon, and a collection would copy what it looks at
+        gc.disable()  # the child is short-lived, and a collection would copy pages that it touches
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         confinement.die_with(parent)
         os.closerange(3, writer)

@@ -14,7 +14,7 @@ from typing import Any
 
 from slime_like.rewards.label import missing_label
 
-LETTERS = tuple(string.ascii_uppercase[:10])  # where neither letters nor choices are given
+LETTERS = tuple(string.ascii_uppercase[:10])  # used if the row has neither letters nor choices
 _CHOSEN = tuple(
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
@@ -33,7 +33,8 @@ def problem(label: object, metadata: Mapping[str, object]) -> str | None:
 
 
 def score(response: str, label: object, metadata: Mapping[str, Any]) -> float:
-    """Label: a letter, the number of a choice from 0, or its text."""
+    """1 for the correct letter, otherwise 0. Label: a letter, the 0-based index of a choice, or its
+    text."""
     choices = _choices(metadata)
     letters = tuple(str(letter).upper() for letter in metadata.get("valid_letters") or ())
     letters = letters or (tuple(string.ascii_uppercase[: len(choices)]) if choices else LETTERS)
@@ -49,7 +50,8 @@ def score(response: str, label: object, metadata: Mapping[str, Any]) -> float:
 
 
 def chosen_letter(answer: str, letters: Sequence[str]) -> str | None:
-    """The letter that the answer names, else the last alone; None where none is legal."""
+    """The letter that the answer names, otherwise its last standalone letter; None if neither is
+    legal."""
     for pattern in _CHOSEN:
         if (found := pattern.search(answer)) is not None and found[1].upper() in letters:
             return found[1].upper()

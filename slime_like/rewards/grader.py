@@ -31,12 +31,12 @@ from slime_like.rewards.worker import REMOTE, Answer, Job, Setup, Text
 from slime_like.text import clean
 from slime_like.types import REWARD_DETAILS, Sample, SampleStatus
 
-_MOST_WORKERS = 4  # of the automatic choice
-_BATCH, _BATCH_CHARACTERS = 256, 2**20  # texts that a worker is given at once, of a bounded reward
-_NONE: dict[str, object] = {}  # one for all, which pickle writes once
+_MOST_WORKERS = 4  # limit of the automatic choice
+_BATCH, _BATCH_CHARACTERS = 256, 2**20  # texts in a worker's batch, for a bounded reward
+_NONE: dict[str, object] = {}  # shared, so that pickle writes it once
 _UNGRADED = (SampleStatus.FAILED, SampleStatus.ABORTED, SampleStatus.PARTIAL)
 _FIELDS = [field.name for field in dataclasses.fields(Sample)]
-# a sample whose fields can still be set, in the same memory
+# a copy of a frozen sample's class with settable fields and the same memory layout
 _Open = dataclasses.make_dataclass("_Open", _FIELDS, slots=True)
 _values_of = operator.attrgetter(*_FIELDS)
 
@@ -77,12 +77,12 @@ class Grader:
         self.args = RewardArgs(
             rm_type, custom_rm_path, reward_key, rm_timeout_s, max_abs_reward, group_rm, rm_url
         )
-        self._most = min(max_abs_reward, sys.float_info.max)  # infinity is beyond any limit
+        self._most = min(max_abs_reward, sys.float_info.max)  # infinity exceeds any limit
         self.last_counts: dict[str, int] = {}
         self.last_failure: str | None = None
         self.last_nonfinite: str | None = None
         self._num_workers = rm_num_workers or _default_workers()
-        self._rewards: dict[str, Reward] = {}  # that have their library and confinement
+        self._rewards: dict[str, Reward] = {}  # prepared ones: library and confinement were checked
         self._pool: WorkerPool | None = None
         self._remote_pool: WorkerPool | None = None
 
@@ -116,8 +116,8 @@ class Grader:
         ]
 
     def grade_groups(self, groups: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
-        """As `grade`, with --group-rm: the custom function gets all samples of a group, including
-        failed ones, and returns a reward per sample. Graded groups are returned unchanged."""
+        """Like `grade`, for --group-rm: the custom function gets all samples of a group, including
+        failed ones, and returns one reward per sample. Graded groups are returned unchanged."""
         counts = Counter(graded=0, nonfinite=0, raised=0, timeout=0, died=0, skipped=0)
         self.last_counts, self.last_failure, self.last_nonfinite = counts, None, None
         wanted = [
@@ -141,7 +141,7 @@ class Grader:
         return graded
 
     def close(self) -> None:
-        """End the workers; further grading starts new ones."""
+        """Stop the workers; further grading starts new ones."""
         for pool in (self._pool, self._remote_pool):
             if pool is not None:
                 pool.close()
@@ -154,7 +154,7 @@ class Grader:
         self.close()
 
     def _type_of(self, sample: Sample) -> str | None:
-        """The reward of one sample; None is the custom function."""
+        """Name of a sample's reward; None for the custom function."""
         if self.args.custom_rm_path is not None:
             return None
         usual = self.args.rm_type
@@ -168,7 +168,7 @@ class Grader:
     def _answers(
         self, samples: Sequence[Sample], types: Mapping[str | None, list[int]]
     ) -> dict[int, Answer]:
-        """types: indices of the samples by their reward; None is the custom function."""
+        """Grade samples. types: sample indices by reward name; None is the custom function."""
         answers: dict[int, Answer] = {}
         local: dict[str, list[int]] = {}
         jobs: list[Job] = []
@@ -197,8 +197,8 @@ class Grader:
     def _local_answers(
         self, samples: Sequence[Sample], local: Mapping[str, list[int]], jobs: list[Job]
     ) -> dict[int, Answer]:
-        """Of `jobs`, and of the samples under each reward of this project. A batch that is lost is
-        asked one by one."""
+        """Answers to `jobs`, and to the samples of each built-in reward. If a batch is lost, its
+        samples are retried individually."""
         pool = self._pool_for(set(local))
         batches = [[job.id] for job in jobs]
         for name, indices in local.items():
@@ -224,8 +224,8 @@ class Grader:
         return answers
 
     def _pool_for(self, names: set[str]) -> WorkerPool:
-        """A pool whose workers have prepared these rewards; a new one when a reward is needed for
-        the first time."""
+        """A pool whose workers have prepared these rewards; replaced when a new reward is
+        needed."""
         ready = set(self._pool.setup.rm_types) if self._pool is not None else set()
         if self._pool is None or not names <= ready:
             if self._pool is not None:
@@ -271,7 +271,7 @@ class Grader:
             )
             return _replace(
                 sample,
-                reward=math.nan,  # left out of the group's statistics; the reason keeps the value
+                reward=math.nan,  # excluded from group statistics; the failure text keeps the value
                 metadata={**sample.metadata, "failure": _words_of(value)},
             )
         largest = max([value, *(tokens or ())], key=abs)
@@ -293,8 +293,8 @@ class Grader:
         )
 
     def _failure(self, answer: Answer) -> tuple[str, str] | None:
-        """How the sample failed (a key of `last_counts`) and the words for it."""
-        if "raised" in answer:  # a forked scorer may have written anything
+        """How the sample failed (a key of `last_counts`), and the reason as text."""
+        if "raised" in answer:  # the output of a forked scorer is untrusted
             return "raised", clean(f"the reward raised {answer['raised']}")
         if "timeout" in answer:
             return (
@@ -327,7 +327,7 @@ class Grader:
 
 
 def _default_workers() -> int:
-    """This process's share of the cores that the job may use."""
+    """This process's share of the available cores."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -335,8 +335,8 @@ def _default_workers() -> int:
 
 
 def _replace(sample: Sample, **changes: object) -> Sample:
-    """As `dataclasses.replace`, at a quarter of its cost, which was most of what a short text's
-    reward costs here: a frozen class sets each of its fields by a call."""
+    """Like `dataclasses.replace`, but four times faster. With short texts it dominated the cost of
+    grading, because a frozen dataclass sets each field through a function call."""
     new: Any = _Open(*_values_of(sample))
     for name, value in changes.items():
         setattr(new, name, value)
@@ -351,7 +351,7 @@ def _words_of(value: float | None) -> str:
 
 
 def _batches(samples: Sequence[Sample], indices: Sequence[int]) -> list[list[int]]:
-    """Consecutive samples, bounded in number and in characters."""
+    """Consecutive samples, limited in number and characters."""
     batches: list[list[int]] = []
     room = 0
     for i in indices:
@@ -365,7 +365,7 @@ def _batches(samples: Sequence[Sample], indices: Sequence[int]) -> list[list[int
 
 
 def _text(sample: Sample, bounded: bool) -> Text:
-    """What a reward of this project looks at; a bounded one does not look at metadata."""
+    """Input of a built-in reward; a bounded one does not need metadata."""
     return sample.response, sample.label, _NONE if bounded else dict(sample.metadata)
 
 

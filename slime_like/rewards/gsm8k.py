@@ -14,7 +14,7 @@ from decimal import Decimal
 from slime_like.rewards.label import missing_label
 
 # A sign belongs to a number only if no operand precedes it ("7-4" has the numbers 7 and 4).
-# Thousands: groups of three.
+# Thousands separators: groups of three digits.
 _NUMBER = re.compile(
     r"((?<![\w.)])[-\u2212])?\$?(\d{1,3}(?:,\d{3})+(?![\d])(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
 )
@@ -31,7 +31,8 @@ def problem(label: object, metadata: Mapping[str, object]) -> str | None:
 
 
 def score(response: str, label: object, metadata: Mapping[str, object]) -> float:
-    """Label: the number after ``####``, or a bare number. Raises ValueError when it holds none."""
+    """1 for the correct number, otherwise 0. Label: the number after ``####``, or a bare number.
+    Raises ValueError for a label without a number."""
     expected = label_number(str(label))
     if expected is None:
         raise ValueError(_no_number(label))
@@ -40,8 +41,7 @@ def score(response: str, label: object, metadata: Mapping[str, object]) -> float
 
 @functools.lru_cache(maxsize=256)  # the samples of a group share their label
 def label_number(label: str) -> Decimal | None:
-    """The number after the last ``####`` of a label, or the only kind of answer it has: its last
-    number."""
+    """The number after the last ``####`` of a label, or without that marker its last number."""
     marked = _marked_number(label)
     return marked if marked is not None else _last_number(label)
 
@@ -65,7 +65,7 @@ def last_boxed(text: str) -> str | None:
     if _BOXED not in text:
         return None
     best = (-1, -1)
-    opened: list[int] = []  # where the content of each open brace starts; -1: not of a box
+    opened: list[int] = []  # start of each open brace's content; -1 if it is not a box
     for match in _BRACE.finditer(text):
         if match[0] == "}" and opened:
             best = max(best, (opened.pop(), match.start()))
@@ -79,7 +79,8 @@ def _no_number(label: object) -> str:
 
 
 def _marked_number(text: str) -> Decimal | None:
-    """The first number on the line after a ``####``; of several such lines the last that has one."""
+    """The first number on the line after ``####``; of several such lines, the last one with a
+    number."""
     for line in reversed(_MARKED.findall(text)):
         match = _NUMBER.search(_plain(line))
         if match:
@@ -95,7 +96,7 @@ def _last_number(text: str) -> Decimal | None:
 
 
 def _plain(text: str) -> str:
-    """Without LaTeX's ways to write a thousands comma and a dollar sign."""
+    """Remove LaTeX notation of thousands commas and dollar signs."""
     return text.replace("{,}", ",").replace(",\\!", ",").replace("\\$", "$")
 
 

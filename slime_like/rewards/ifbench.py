@@ -23,7 +23,7 @@ NLTK_DATA = (
 
 
 def prepare() -> None:
-    """Import the verifiers. Raises RuntimeError where their data is not there."""
+    """Import the verifiers. Raises RuntimeError if their data is missing."""
     _verifiers()
     import nltk
 
@@ -48,7 +48,8 @@ def problem(label: object, metadata: Mapping[str, object]) -> str | None:
 
 
 def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
-    """The label is not read. Raises ValueError for an instruction that the package does not have."""
+    """1 if the response follows all instructions, otherwise 0; the label is unused. Raises
+    ValueError for an instruction that the package does not know."""
     names = [name for value in metadata["instruction_id_list"] if (name := _name(value))]
     settings = _settings(metadata.get("kwargs"), len(names))
     unknown = [name for name in names if name not in _verifiers()]
@@ -70,8 +71,8 @@ def _follows(response: str, name: str, settings: Mapping[str, object], prompt: s
 
 
 def _settings(given: object, count: int) -> list[dict[str, object]]:
-    """Of each instruction, without those that are None. As in slime one object is for all of them,
-    and the last of a list that is too short for those beyond it."""
+    """Settings of each instruction, without None values. Like in slime, a single object applies to
+    all instructions, and the last object of a short list to the remaining ones."""
     objects: Sequence[Any] = given if isinstance(given, list) else [given]
     found = [dict(value) if isinstance(value, Mapping) else {} for value in objects] or [{}]
     found += [found[-1]] * (count - len(found))
@@ -84,7 +85,7 @@ def _name(value: object) -> str:
 
 @functools.cache
 def _verifiers() -> Mapping[str, Any]:
-    """By instruction."""
+    """Verifier classes by instruction."""
     from ifbench.instructions_registry import INSTRUCTION_DICT
 
     found: Mapping[str, Any] = INSTRUCTION_DICT

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-END = signal.SIGRTMIN + 5 if sys.platform == "linux" else signal.SIGTERM  # asks a keeper to end
+END = signal.SIGRTMIN + 5 if sys.platform == "linux" else signal.SIGTERM  # tells a keeper to end
 SIGNALLED = 128  # exit codes above are signals
 
 
 def split() -> None:
-    """Returns in the worker; the caller's process keeps it. Before any thread is started."""
+    """Fork a worker and return in it; the calling process becomes its keeper. Must be called before
+    starting threads."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
@@ -45,7 +46,8 @@ def split() -> None:
 
 
 def _keep(worker: int) -> NoReturn:
-    """Wait for the worker's end or for END, kill what is left, and exit as the worker did."""
+    """Wait until the worker ends or END arrives, kill remaining descendants, and exit with the
+    worker's status."""
     for file in (0, 1):  # the worker's pipes
         os.close(file)
     os.closerange(3, 256)
@@ -65,7 +67,7 @@ def _keep(worker: int) -> NoReturn:
 
 
 def _reap() -> dict[int, int]:
-    """Exit codes of the children that have ended, by process."""
+    """Exit codes of ended children, by process id."""
     ended = {}
     with suppress(ChildProcessError):
         while (pair := os.waitpid(-1, os.WNOHANG))[0]:
@@ -75,7 +77,7 @@ def _reap() -> dict[int, int]:
 
 
 def _children() -> list[int]:
-    """All processes below this one; they become its children as their parents die."""
+    """All descendants of this process; they become its children when their parents die."""
     me = os.getpid()
     with suppress(OSError):
         return list(map(int, Path(f"/proc/{me}/task/{me}/children").read_text().split()))

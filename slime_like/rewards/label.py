@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def missing_label(label: object, metadata: Mapping[str, object]) -> str | None:
-    """Why no response to this row can be scored, where it has no label; else None."""
+    """Why no response to this row can be scored, if it has no label; otherwise None."""
     return (
         "the label is missing or null; name its field with --label-key" if label is None else None
     )

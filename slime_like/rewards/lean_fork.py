@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 _MADV_COLLAPSE = 25
-_HUGE = 2**21  # bytes of a huge page, where pages have 4 KiB
+_HUGE = 2**21  # bytes of a huge page, with pages of 4 KiB
 
 
 def map_of_memory() -> BinaryIO | None:
-    """For `settle`, opened while this process sees /proc; None elsewhere than on Linux."""
+    """This process's memory map for `settle`, opened while /proc is still visible; None except on
+    Linux."""
     try:
         return Path("/proc/self/maps").open("rb")
     except OSError:
@@ -26,8 +27,8 @@ def map_of_memory() -> BinaryIO | None:
 
 
 def settle(memory: BinaryIO | None) -> None:
-    """Once all is imported that forks need: no collection of garbage looks at it again, which would
-    touch, and thereby copy, every page; and it lies in huge pages where the kernel makes them.
+    """Prepare memory for forking after all imports: freeze the garbage collector, which would
+    otherwise touch and thereby copy every page, and use huge pages where the kernel supports it.
     memory: `map_of_memory`, which is closed."""
     gc.collect()
     gc.freeze()
@@ -37,7 +38,7 @@ def settle(memory: BinaryIO | None) -> None:
 
 
 def _collapse(memory: str) -> None:
-    """Best effort: what cannot be collapsed stays as it is."""
+    """Collapse memory into huge pages, as far as possible."""
     libc = ctypes.CDLL(None, use_errno=True)
     for start, end in _own_memory(memory):
         first, last = -(-start // _HUGE) * _HUGE, end // _HUGE * _HUGE
@@ -48,7 +49,7 @@ def _collapse(memory: str) -> None:
 
 
 def _own_memory(memory: str) -> Iterator[tuple[int, int]]:
-    """First and last address of what is private, writable and of no file."""
+    """(start, end) addresses of private, writable, anonymous memory."""
     for line in memory.splitlines():
         addresses, rights, _, _, inode, *name = line.split(None, 5)
         ours = not name or name[0] == "[heap]"

@@ -16,23 +16,23 @@ from slime_like.rewards.label import missing_label
 
 
 def prepare() -> None:
-    """Import the library, so that no sample's deadline pays for it."""
+    """Import the library, so that its import does not count towards a sample's deadline."""
     _extraction()
-    # It warns once in every process that its own limits are off.
+    # Suppress its once-per-process warning that its own time limits are disabled.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def problem(label: object, metadata: Mapping[str, object]) -> str | None:
-    """Why no response to this row can be scored, or None. Whether the label can be read is seen
-    when it is graded: parsing takes long."""
+    """Why no response to this row can be scored, or None. Unparsable labels are only detected in
+    grading, because parsing is slow."""
     if words := missing_label(label, metadata):
         return words
     return None if str(label).strip() else "the label (--label-key) is empty"
 
 
 def score(response: str, label: object, metadata: Mapping[str, object]) -> float:
-    """Label: LaTeX or a plain expression, with or without ``$`` or ``\\boxed{}``. Raises ValueError
-    when it cannot be read."""
+    """1 for an equivalent answer, otherwise 0. Label: LaTeX or a plain expression, with or without
+    ``$`` or ``\\boxed{}``. Raises ValueError for an unparsable label."""
     from math_verify import parse, verify
 
     text = str(label)
@@ -45,8 +45,8 @@ def score(response: str, label: object, metadata: Mapping[str, object]) -> float
 
 
 def equal(answer: str, truth: str) -> bool:
-    """Whether two expressions, without box or dollar signs, are the same; False where one cannot be
-    read."""
+    """Whether two expressions without box or dollar signs are equivalent; False if one is
+    unparsable."""
     from math_verify import parse, verify
 
     gold = parse(f"${truth}$", parsing_timeout=None)

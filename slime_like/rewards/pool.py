@@ -32,15 +32,15 @@ from slime_like.text import clean, printable
 START_LIMIT_S = 120.0  # imports of a user's module on a slow file system
 # an asynchronous function's own deadline comes first; past this its event loop is blocked
 GRACE_S = 1.0
-MOST_PRINTED = 2**16  # bytes of what rewards print, that a round shows
-# bytes of an answer: of confined code, and of what is not (rewards of all tokens of a group)
+MOST_PRINTED = 2**16  # bytes of the rewards' output that is shown per round
+# bytes of an answer: of confined code, and of other code (e.g. token rewards of a group)
 _MAX_ANSWER, _MAX_OWN_ANSWER = 2**20, 2**28
 _MOMENT_S = 1.0
 _QUICK_S = (
     0.005  # jobs below this are sent ahead, so that the worker need not wait for the next one
 )
 _AHEAD = 16
-_END_S = 10.0  # for a keeper to end what a reward has started
+_END_S = 10.0  # seconds for a keeper to end the processes that a reward started
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from slime_like.rewards.worker import main; main()"
 _KEPT_ENVIRONMENT = (
     "PATH", "PYTHONHOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR", confinement.DISABLE,
@@ -48,7 +48,7 @@ _KEPT_ENVIRONMENT = (
 
 
 class Worker:
-    """One process, its pipes, and the jobs it holds. slots: jobs it takes at once; 0 until it is
+    """A worker process, its pipes and its jobs. slots: number of concurrent jobs; 0 until it is
     ready."""
 
     def __init__(self, setup: Setup) -> None:
@@ -74,16 +74,16 @@ class Worker:
         for file in (self.stdin, self.stdout, self.stderr):
             os.set_blocking(file, False)
         self.slots = 0
-        # sent behind the job that runs, oldest first: their deadlines start when their turn comes
+        # sent in advance, oldest first; the deadline of each starts when it is its turn
         self.queued: deque[int] = deque()
         self.quick = False  # whether the last job took less than _QUICK_S
-        self.started = time.monotonic()  # of the last job
+        self.started = time.monotonic()  # start of the last job
         self.deadlines: dict[int, float] = {
             -1: time.monotonic() + START_LIMIT_S
         }  # by job; -1 is the start
-        self.hung_up = False  # whether its end of the pipe is closed
+        self.hung_up = False  # whether the worker closed its end of the pipe
         self.most = _MAX_ANSWER if setup.confined else _MAX_OWN_ANSWER
-        self.broken: str | None = None  # what is wrong with an answer
+        self.broken: str | None = None  # description of an invalid answer
         self.outgoing = bytearray()
         self.incoming = bytearray()
         self.send(setup)
@@ -97,12 +97,12 @@ class Worker:
         self.outgoing += HEADER.pack(len(body)) + body
 
     def flush(self) -> None:
-        """Write what the pipe takes now. A dead reader is noticed by `receive`."""
+        """Write as much as the pipe accepts now. A dead reader is detected by `receive`."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             del self.outgoing[: os.write(self.stdin, self.outgoing[: 2**20])]
 
     def receive(self) -> list[Answer] | None:
-        """Whole answers that have come, or None when the process has ended or talks nonsense
+        """Complete answers received so far; None if the process ended or sent invalid data
         (`broken`)."""
         try:
             data = os.read(self.stdout, 2**20)
@@ -130,14 +130,13 @@ class Worker:
         return answers
 
     def printed(self) -> bytes:
-        """What the reward has printed since, bounded by a pipe's size."""
+        """Output of the reward since the last call, limited by a pipe's capacity."""
         with contextlib.suppress(BlockingIOError):
             return os.read(self.stderr, 2**16)
         return b""
 
     def kill(self) -> str:
-        """End the process, and all that it has started, at once, and say how the process itself
-        ended."""
+        """Kill the process and all its descendants; returns how the process itself ended."""
         code = self._ended_by_keeper()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -149,10 +148,11 @@ class Worker:
         return self.broken or (f"signal {-code}" if code < 0 else f"exit code {code}")
 
     def _ended_by_keeper(self) -> int | None:
-        """How the worker behind a keeper ended; None where there is no keeper, or it does not end."""
+        """Exit code of the worker behind a keeper; None without a keeper, or if the keeper does not
+        end."""
         if not self.kept_by_keeper:
             return None
-        if self.hung_up:  # files are closed a moment before the keeper can see how a worker ended
+        if self.hung_up:  # files are closed a moment before the keeper sees that the worker ended
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(_MOMENT_S)
         with contextlib.suppress(ProcessLookupError):
@@ -165,8 +165,7 @@ class Worker:
 
 
 class WorkerPool:
-    """Grades jobs in at most `num_workers` processes, started when there is work. Not for use from
-    several threads."""
+    """Grades jobs in at most `num_workers` processes, which start on demand. Not thread-safe."""
 
     def __init__(self, setup: Setup, num_workers: int) -> None:
         self.setup = replace(setup, missing=confinement.missing()) if setup.confined else setup
@@ -176,10 +175,10 @@ class WorkerPool:
         self._finalizer = weakref.finalize(self, _kill_all, self._workers, os.getpid())
 
     def run(self, jobs: Sequence[Job]) -> list[Answer]:
-        """One answer a job, in order: a worker's answer, ``{"timeout": True}`` or ``{"died":
-        how}``.
+        """Run jobs; returns one answer per job, in order: a worker's answer, ``{"timeout": True}``
+        or ``{"died": how}``.
 
-        Raises RuntimeError when a worker cannot start.
+        Raises RuntimeError if a worker cannot start.
         """
         try:
             return _Round(self, jobs).run()
@@ -191,8 +190,7 @@ class WorkerPool:
         _kill_all(self._workers, os.getpid())
 
     def staff(self, wanted: int) -> None:
-        """Have as many workers as `wanted`, within the limit; those that ended while idle are
-        replaced."""
+        """Ensure `wanted` workers, up to the limit; workers that ended while idle are replaced."""
         for worker in [w for w in self._workers if not w.deadlines]:
             if worker.process.poll() is not None or worker.receive() is None:
                 self.discard(worker)
@@ -209,8 +207,8 @@ class WorkerPool:
 
 
 class _Round:
-    """The state of one `run`. A job whose worker held others when it had to be killed is tried once
-    more, by itself: of several jobs in one blocked event loop only the guilty one is lost."""
+    """State of one `run`. Jobs of a worker that is killed while it has several are retried once,
+    individually: of several jobs in a blocked event loop only the blocking one fails."""
 
     def __init__(self, pool: WorkerPool, jobs: Sequence[Job]) -> None:
         self.pool = pool
@@ -247,13 +245,13 @@ class _Round:
                     worker.send(self.jobs[worker.queued[-1]])
 
     def _start(self, worker: Worker, number: int) -> None:
-        """Its time runs from now on."""
+        """Start a job's timer."""
         grace = GRACE_S if worker.slots > 1 else 0.0
         worker.started = time.monotonic()
         worker.deadlines[number] = worker.started + self.pool.setup.args.rm_timeout_s + grace
 
     def _exchange(self) -> None:
-        """Wait for the first answer or the nearest deadline, and move bytes both ways."""
+        """Wait for the next answer or deadline, and transfer data in both directions."""
         workers = self.pool.workers
         nearest = min(deadline for w in workers for deadline in w.deadlines.values())
         with selectors.DefaultSelector() as selector:
@@ -265,7 +263,7 @@ class _Round:
             events = selector.select(max(0.0, nearest - time.monotonic()))
         for key, mask in events:
             if key.data not in self.pool.workers:
-                continue  # ended while this batch of events was handled
+                continue  # ended while this batch of events was processed
             if mask & selectors.EVENT_WRITE:
                 key.data.flush()
             elif key.fd == key.data.stderr:
@@ -274,7 +272,7 @@ class _Round:
                 self._receive(key.data)
 
     def _show(self, data: bytes) -> None:
-        """Pass on what a reward prints, up to a limit for each round."""
+        """Forward the rewards' output, up to a limit per round."""
         left = MOST_PRINTED - self.printed
         self.printed += len(data)
         if left > 0 and data:
@@ -306,7 +304,7 @@ class _Round:
                     self._start(worker, worker.queued.popleft())
 
     def _take_back(self, worker: Worker) -> None:
-        """What was sent ahead to a worker that ends before it came to it."""
+        """Requeue jobs that were sent in advance to a worker that ended before starting them."""
         self.waiting.extendleft(reversed(worker.queued))
         worker.queued.clear()
 
@@ -317,8 +315,8 @@ class _Round:
                 self._lose(worker, {"timeout": True})
 
     def _lose(self, worker: Worker, answer: Answer | None) -> None:
-        """Kill a worker. Its only job gets `answer` (None: that it died); several are tried again,
-        each alone."""
+        """Kill a worker. A single job gets `answer` (None: that it died); several are retried
+        individually."""
         words = worker.printed()
         self._show(words)
         self._take_back(worker)

@@ -58,7 +58,7 @@ class Reward:
     extra: str | None = "tasks"
 
     def missing_library(self) -> str | None:
-        """The distribution that has to be installed, and how; or None."""
+        """The distribution to install, and how; None if nothing is missing."""
         if self.library is None or importlib.util.find_spec(self.library[0]) is not None:
             return None
         name = self.library[1]
@@ -150,16 +150,16 @@ register_reward(
 def reward_of(
     rm_type: str | None, metadata: Mapping[str, object], *, from_metadata: bool = False
 ) -> str:
-    """The reward of a row.
+    """Name of the reward of a row.
 
     Args:
-        rm_type: --rm-type; None: `task` where the row carries a reasoning-gym task, which thereby
-        scores itself. metadata: Of the row. ``rm_type`` in it comes first. from_metadata:
-        --rm-type-from-metadata: the row may choose another reward than the run's. Data that someone
-            else wrote would otherwise decide which scorers and programs run here.
+        rm_type: --rm-type. If None, rows with a reasoning-gym task use the reward `task`.
+        metadata: Of the row; its ``rm_type`` has priority.
+        from_metadata: --rm-type-from-metadata: rows may choose a different reward than the run's.
+            Otherwise untrusted data could decide which scorers and programs run here.
 
     Raises:
-        ValueError: There is none, one that does not exist, or one that the row may not choose.
+        ValueError: There is no reward, it is unknown, or the row may not choose it.
     """
     own = metadata.get("rm_type")
     if own is not None and own != rm_type and not from_metadata:
@@ -178,15 +178,15 @@ def reward_of(
 
 
 def require_library(name: str) -> None:
-    """Raises ValueError where the reward's library is not installed. Walks sys.path: not to be
-    called for every row."""
+    """Raise ValueError if the reward's library is not installed. Searches sys.path: do not call it
+    for every row."""
     missing = rewards.get(name).missing_library()
     if missing:
         raise ValueError(f"the reward {name} needs {missing}")
 
 
 def require_confinement(name: str) -> None:
-    """Raises ValueError where text would be executed and this host cannot confine it."""
+    """Raise ValueError if the reward executes model output and this host cannot confine it."""
     executes = name == "code" or rewards.get(name).evaluates
     if executes and (words := confinement.refusal()):
         raise ValueError(f"the reward {name} executes text of the model, and {words}")
@@ -195,8 +195,8 @@ def require_confinement(name: str) -> None:
 def answer_check(
     rm_type: str | None, custom_rm_path: str | None, *, from_metadata: bool = False
 ) -> AnswerCheck:
-    """Why no response to a row can be graded, or None; for `data.prompts`. A custom function takes
-    any row."""
+    """Function that returns why no response to a row can be graded, or None; for `data.prompts`. A
+    custom function accepts every row."""
     ready: set[str] = set()
 
     def check(label: object, metadata: Mapping[str, object]) -> str | None:

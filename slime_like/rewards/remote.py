@@ -19,7 +19,7 @@ from typing import Any
 from slime_like.rewards.custom import RewardArgs, RewardSample
 from slime_like.text import clean, mask_url
 
-MOST_BYTES = 2**20  # of an answer
+MOST_BYTES = 2**20  # bytes of a response
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 
 
@@ -33,7 +33,7 @@ def prepare() -> None:
 
 @cache
 def _certificates() -> ssl.SSLContext:
-    """Read once: reading them takes longer than a request does."""
+    """Cached, because loading takes longer than a request."""
     import httpx
 
     return httpx.create_ssl_context(trust_env=False)
@@ -44,16 +44,16 @@ def only_remote(response: str, label: object, metadata: Mapping[str, object]) ->
 
 
 async def score(args: RewardArgs, sample: RewardSample) -> object:
-    """What the server says. Raises RuntimeError with URL and status where that is final, or there
-    is no time for another try."""
+    """Query the reward server. Raises RuntimeError with URL and status if the error is permanent or
+    there is no time to retry."""
     import httpx
 
     body = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
     assert args.rm_url is not None
     pause, tries = FIRST_PAUSE_S, 0
     deadline = asyncio.get_running_loop().time() + args.rm_timeout_s
-    # a connection for each request: a worker that is killed leaves none behind, and proxies of the
-    # environment are not asked
+    # one connection per request: a killed worker leaves none behind; proxies in the environment are
+    # ignored
     async with httpx.AsyncClient(
         timeout=args.rm_timeout_s, trust_env=False, verify=_certificates()
     ) as client:
@@ -72,7 +72,7 @@ async def score(args: RewardArgs, sample: RewardSample) -> object:
 
 
 class _Retry(Exception):
-    """Later it may go well."""
+    """A temporary error."""
 
 
 async def _ask(client: Any, url: str, body: dict[str, Any]) -> object:

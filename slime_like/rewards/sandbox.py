@@ -27,20 +27,20 @@ from slime_like.rewards import confinement
 from slime_like.rewards.sandbox_child import BROKEN, ENDED, HEADER, READY
 
 _BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from slime_like.rewards.sandbox_child import main; main()"
-_START_S = 60.0  # for the zygote, or a forked program, to be there, on a loaded machine
-_END_S = 10.0  # for a killed program to be gone
+_START_S = 60.0  # seconds until the zygote or a forked program has started, on a loaded machine
+_END_S = 10.0  # seconds until a killed program is gone
 
 Status = Literal["ok", "error", "timeout", "output", "killed"]
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed: nothing is known about the program."""
+    """The sandbox itself failed; nothing is known about the program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """wall_s: deadline. cpu_s: processor time. memory_mb: address space. output_bytes: of standard
-    output and error together."""
+    """Limits of a program. wall_s: deadline. cpu_s: CPU time. memory_mb: address space.
+    output_bytes: of standard output and error together."""
 
     wall_s: float = 5.0
     cpu_s: int = 5
@@ -51,9 +51,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """status: "ok" (ended by itself, and the check after it passed), "error" (raised, or exited
-    otherwise), "timeout", "output" (wrote too much), "killed" (by a signal, as one that uses too
-    much processor time is)."""
+    """Result of a program. status: "ok" (it ended by itself, and the check passed), "error"
+    (exception or nonzero exit), "timeout", "output" (wrote too much), "killed" (by a signal, e.g.
+    for too much CPU time)."""
 
     status: Status
     stdout: str
@@ -69,17 +69,18 @@ def problem() -> str | None:
 def run(
     program: str, *, stdin: str = "", check: str | None = None, limits: Limits | None = None
 ) -> Outcome:
-    """Run `program` as a script, then `check` in the same names; both must end without an
+    """Run `program` as a script, then `check` in the same namespace; both must end without an
     exception.
 
     Args:
         program: Python source.
-        stdin: What it reads from standard input.
-        check: Statements that run after it; None: the program alone, which may also leave by
-        sys.exit(0). limits: What it may use.
+        stdin: Standard input of the program.
+        check: Statements that run after it; None: only the program, which may also end with
+            sys.exit(0).
+        limits: Resource limits.
 
     Raises:
-        SandboxError: The sandbox could not start or broke.
+        SandboxError: The sandbox could not start, or broke.
     """
     zygote = _idle.pop() if _idle else Zygote()
     try:
@@ -92,18 +93,18 @@ def run(
 
 
 def warm_up() -> None:
-    """Have a zygote, for a process that will not be able to start one. Raises SandboxError."""
+    """Start a zygote now, for a process that cannot start one later. Raises SandboxError."""
     if not _idle:
         _idle.append(Zygote())
 
 
 class Zygote:
-    """The process that programs are forked from, one at a time.
+    """The process from which programs are forked, one at a time.
 
-    Pipes: requests (a frame of JSON, read by the forked child), kills (a byte each), reports (a
-    letter, 2 bytes of length, a body: R ready, B broken and why, E ended and its exit status), and
-    standard output and error. All processes that held the latter are gone before E is written: what
-    is left in them belongs to this program.
+    Pipes: requests (a frame of JSON, read by the forked child), kills (one byte each), reports (a
+    letter, 2 bytes of length and a body: R ready, B broken and why, E ended and its exit status),
+    standard output and standard error. E is written after all processes with the output pipes are
+    gone, so the remaining output belongs to this program.
     """
 
     def __init__(self) -> None:
@@ -137,7 +138,7 @@ class Zygote:
         self._expect_ready(time.monotonic() + _START_S)
 
     def run(self, program: str, stdin: str, check: str | None, limits: Limits) -> Outcome:
-        """As the function `run`."""
+        """Like the function `run`."""
         proof = secrets.token_hex(16)
         body = {"program": program, "stdin": stdin, "check": check, "proof": proof}
         request = json.dumps({**body, "limits": asdict(limits)}).encode()
@@ -171,7 +172,7 @@ class Zygote:
             raise SandboxError(f"the sandbox cannot start: {words}")
 
     def _report(self, deadline: float) -> tuple[bytes, bytes]:
-        """The next report; kind b"" where the process has ended. Raises SandboxError at the
+        """The next report; kind b"" if the process has ended. Raises SandboxError at the
         deadline."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._reports, selectors.EVENT_READ)
@@ -185,8 +186,8 @@ class Zygote:
         ) else b""
 
     def _follow(self, limits: Limits) -> tuple[dict[str, bytearray], Status | None, int]:
-        """Read both streams until the program has ended. A status where it had to be killed: too
-        long, or too much written."""
+        """Read both streams until the program ends. Returns a status if it was killed for its time
+        or its output."""
         streams = {"stdout": bytearray(), "stderr": bytearray()}
         status: Status | None = None
         deadline = time.monotonic() + limits.wall_s
@@ -223,7 +224,7 @@ class Zygote:
         return streams, status, struct.unpack("<i", body)[0]
 
     def _take(self, name: str, data: bytearray) -> int:
-        """Read what is there now; the number of bytes."""
+        """Read available data; returns the number of bytes."""
         try:
             part = os.read(self._streams[name], 2**16)
         except BlockingIOError:

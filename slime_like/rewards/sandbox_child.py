@@ -35,13 +35,13 @@ READY, ENDED, BROKEN = b"R", b"E", b"B"
 
 
 class Pipes:
-    """File descriptors of this process, as `sandbox.Zygote` made them."""
+    """File descriptors of this process, created by `sandbox.Zygote`."""
 
     def __init__(self, requests: int, kills: int, reports: int) -> None:
         self.requests, self.kills, self.reports = requests, kills, reports
 
     def read(self, size: int) -> bytes:
-        """`size` bytes of the requests, or fewer at their end."""
+        """Read `size` bytes of the requests, or fewer at their end."""
         data = b""
         while len(data) < size and (part := os.read(self.requests, size - len(data))):
             data += part
@@ -56,8 +56,8 @@ class Pipes:
 
 
 def main() -> None:
-    """argv: [-c, folder, pid of the parent, pipes, layers that are missing]. Ends with the pipe of
-    requests."""
+    """argv: [-c, folder, pid of the parent, pipes, missing layers]. Runs until the request pipe
+    closes."""
     pipes = Pipes(*json.loads(sys.argv[3]))
     confinement.assume(json.loads(sys.argv[4]))
     try:
@@ -71,7 +71,7 @@ def main() -> None:
     gc.freeze()  # a collection in a child would touch, and thereby copy, every page
     pipes.report(READY)
     while len(header := pipes.read(HEADER.size)) == HEADER.size:
-        for stream in (0, 1, 2):  # an earlier program may have changed it for all on the pipe
+        for stream in (0, 1, 2):  # an earlier program may have changed flags of the shared pipes
             os.set_blocking(stream, True)
         if (child := os.fork()) == 0:
             _run(_prepare(pipes, HEADER.unpack(header)[0]))
@@ -82,18 +82,18 @@ def _confine(parent: int) -> None:
     paths = confinement.readable_paths(packages=False)
     if "namespaces" not in confinement.missing():
         confinement.own_namespaces(paths)
-    confinement.lock(paths, seccomp=False)  # the children's filter; no program runs here
+    confinement.lock(paths, seccomp=False)  # the filter is for the children; no program runs here
     confinement.die_with(parent)
 
 
 def _watch(child: int, pipes: Pipes) -> None:
-    """Kill the child when asked to, and report how it ended."""
+    """Kill the child on request, and report how it ended."""
     handle = os.pidfd_open(child)
     while handle not in (ready := select.select([pipes.kills, handle], [], [])[0]):
         if ready and os.read(pipes.kills, 1):
             os.kill(child, signal.SIGKILL)
         else:
-            os.kill(child, signal.SIGKILL)  # nobody waits for it any more
+            os.kill(child, signal.SIGKILL)  # the parent no longer waits for it
             break
     os.close(handle)
     _, status = os.waitpid(child, 0)
@@ -101,7 +101,7 @@ def _watch(child: int, pipes: Pipes) -> None:
 
 
 def _prepare(pipes: Pipes, size: int) -> dict[str, object]:
-    """Read the request and give up the rest of the rights; a failure is reported and ends the
+    """Read the request and drop the remaining rights; a failure is reported and ends the
     process."""
     try:
         request: dict[str, Any] = json.loads(pipes.read(size))
@@ -123,7 +123,7 @@ def _prepare(pipes: Pipes, size: int) -> dict[str, object]:
 
 
 def _own_stdin(text: str) -> None:
-    """As a file in memory, so that every way to read standard input works."""
+    """Provide standard input as a memory file, so that every way of reading it works."""
     file = os.memfd_create("stdin")
     os.write(file, text.encode("utf-8", "surrogatepass"))
     os.lseek(file, 0, os.SEEK_SET)
@@ -133,7 +133,7 @@ def _own_stdin(text: str) -> None:
 
 
 def _run(request: dict[str, Any]) -> NoReturn:
-    """The program, then the check in the same names; ends as an interpreter does."""
+    """Run the program, then the check in the same namespace; exits like an interpreter."""
     names: dict[str, object] = {"__name__": "__main__", "__builtins__": __builtins__}
     code = 0
     try:

@@ -17,7 +17,7 @@ import struct
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH_*
 
-# (x86_64, aarch64); None: the architecture has no such call
+# (x86_64, aarch64) numbers; None: the architecture does not have this call
 _ALLOWED: dict[str, tuple[int | None, int | None]] = {
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "stat": (4, None), "fstat": (5, 80), "lstat": (6, None),
     "poll": (7, None), "lseek": (8, 62), "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214),
@@ -40,8 +40,8 @@ _ALLOWED: dict[str, tuple[int | None, int | None]] = {
     "membarrier": (324, 283), "statx": (332, 291), "rseq": (334, 293), "close_range": (436, 436),
     "faccessat2": (439, 439),
 }  # fmt: skip
-_WAITING = {"wait4": (61, 260), "waitid": (247, 95)}  # of a process that may fork
-# of a shell in a namespace of processes, and of what it starts
+_WAITING = {"wait4": (61, 260), "waitid": (247, 95)}  # for a process that may fork
+# for a shell in a PID namespace, and for its programs
 _SHELL: dict[str, tuple[int | None, int | None]] = {
     "open": (2, None), "creat": (85, None), "openat": (257, 56), "execve": (59, 221), "execveat": (322, 281),
     "fork": (57, None), "vfork": (58, None), "kill": (62, 129), "tgkill": (234, 131), "setpgid": (109, 154),
@@ -68,7 +68,7 @@ _PRCTLS = (3, 15, 16, 0x53564D41)  # PR_GET_DUMPABLE, PR_SET_NAME, PR_GET_NAME, 
 # O_WRONLY O_RDWR O_CREAT O_TRUNC O_APPEND O_ASYNC, and O_TMPFILE without O_DIRECTORY
 _WRITING = 0o1 | 0o2 | 0o100 | 0o1000 | 0o2000 | _O_ASYNC | 0o20000000
 _CLONE_THREAD = 0x00010000
-_OF_THREADS = 0x007D0F00  # what the C library sets for a thread
+_OF_THREADS = 0x007D0F00  # flags that the C library uses for threads
 _OF_FORKS = 0x01200011  # CHILD_SETTID, CHILD_CLEARTID, SIGCHLD
 _OF_SPAWNS = 0x00004100  # VFORK, VM
 
@@ -81,12 +81,13 @@ Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, k
 
 
 def install(*, fork: bool, shell: bool = False) -> None:
-    """Confine this thread, and what it starts. PR_SET_NO_NEW_PRIVS must be on. Raises OSError.
+    """Install a filter for this thread and its children. PR_SET_NO_NEW_PRIVS must be set. Raises
+    OSError.
 
     Args:
-        fork: Processes may be forked and waited for; a second filter takes that away from a child.
-        shell: Programs may be started too, and files written where Landlock and mounts allow it;
-            for a namespace of processes, as any may be sent signals.
+        fork: Processes may be forked and waited for; a second filter revokes this for a child.
+        shell: Programs may also be started, and files written where Landlock and mounts allow it;
+            requires a PID namespace, since signals may be sent to any process.
     """
     program = _program(fork=fork, shell=shell)
     code = b"".join(struct.pack("HBBI", *line) for line in program)
@@ -117,16 +118,16 @@ def _program(*, fork: bool, shell: bool = False) -> list[Instruction]:
 
 
 def _bodies(fork: bool, shell: bool) -> dict[str, list[Instruction]]:
-    """What decides on a call by its arguments; every path through a body returns."""
+    """Filters of calls that depend on arguments; every path through a body returns."""
     me = os.getpid()
     setfl = _one_of(1, (_F_SETFL,), then=_without_bits(2, _O_ASYNC), other=_one_of(1, _FCNTLS))
     threads = _without_bits(0, ~_OF_THREADS & 0xFFFFFFFF)
     flags = _OF_FORKS | (_OF_SPAWNS if shell else 0)
     forks = _without_bits(0, ~flags & 0xFFFFFFFF) if fork else [(_RETURN, 0, 0, _REFUSE)]
-    # programs that copy lists of access rights expect this of a file system without them
+    # programs that copy ACLs expect this error from a file system without them
     unsupported: list[Instruction] = [(_RETURN, 0, 0, _ERRNO | errno.EOPNOTSUPP)]
     clone = [(_LOAD, 0, 0, _low(0)), (_ANY_BIT, 0, len(threads), _CLONE_THREAD), *threads, *forks]
-    limits: list[Instruction] = [  # limits are read (the new ones are null), and this process's
+    limits: list[Instruction] = [  # this process's limits may be read (new limits null)
         (_LOAD, 0, 0, _low(0)), (_EQUAL, 0, 5, 0),
         (_LOAD, 0, 0, _low(2)), (_EQUAL, 0, 3, 0),
         (_LOAD, 0, 0, _low(2) + 4), (_EQUAL, 0, 1, 0),
@@ -147,8 +148,8 @@ def _bodies(fork: bool, shell: bool) -> dict[str, list[Instruction]]:
 
 
 def _low(argument: int) -> int:
-    """Offset of an argument's low half (both architectures are little-endian). The kernel reads no
-    more of an int."""
+    """Offset of an argument's low half (both architectures are little-endian). The kernel ignores
+    the upper half of an int."""
     return 16 + 8 * argument
 
 

@@ -25,7 +25,7 @@ from slime_like.rewards.sandbox import SandboxError
 from slime_like.rewards.shell_child import HEADER
 
 _BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from slime_like.rewards.shell_child import main; main()"
-_START_S = 60.0  # beyond the deadline, for the sandbox itself, on a loaded machine
+_START_S = 60.0  # seconds in addition to the deadline for starting the sandbox on a loaded machine
 _NEEDED = ("namespaces", "seccomp")
 
 Status = Literal["ok", "timeout", "files"]
@@ -33,9 +33,9 @@ Status = Literal["ok", "timeout", "files"]
 
 @dataclass(frozen=True, slots=True)
 class ShellLimits:
-    """wall_s: deadline of a command. cpu_s: processor time of each process. memory_mb: address space
-    of each. files_mb: of all files. output_bytes: that are kept of what a command writes, the first
-    and the last. processes: at a time."""
+    """Limits of commands. wall_s: deadline of a command. cpu_s: CPU time per process. memory_mb:
+    address space per process. files_mb: of all files. output_bytes: amount of a command's output
+    that is kept, from its start and its end. processes: number at a time."""
 
     wall_s: float = 30.0
     cpu_s: int = 30
@@ -48,9 +48,9 @@ class ShellLimits:
 
 @dataclass(frozen=True, slots=True)
 class ShellOutcome:
-    """status: "ok" (the command ended), "timeout", "files" (they are more than their limit, and stay
-    as they were before the command). exit_status: of the command, as a shell has it; 124 after a
-    timeout. output: standard output and error."""
+    """Result of a command. status: "ok" (the command ended), "timeout", "files" (over their size
+    limit; all changes of the command are dropped). exit_status: as in a shell; 124 after a timeout.
+    output: standard output and error."""
 
     status: Status
     exit_status: int
@@ -58,34 +58,34 @@ class ShellOutcome:
 
 
 def problem() -> str | None:
-    """Why no shell can be confined here, or None."""
+    """Why no shell can be confined on this host, or None."""
     out = confinement.missing()
     lacking = [f"{name}: {out[name]}" for name in _NEEDED if name in out]
     return f"the shell's sandbox cannot be set up here: {'; '.join(lacking)}" if lacking else None
 
 
 class Workspace:
-    """The files of one episode, and commands over them, one at a time."""
+    """The files of one episode, and commands that run on them, one at a time."""
 
     def __init__(self, limits: ShellLimits | None = None) -> None:
-        """Raises SandboxError where no shell can be confined."""
+        """Raises SandboxError if no shell can be confined."""
         if words := problem():
             raise SandboxError(words)
         self.limits = limits or ShellLimits()
         self._archive = b""
 
     def run(self, command: str, files: Mapping[str, str] | None = None) -> ShellOutcome:
-        """Run a command of /bin/sh in the folder of the files. `python` is this interpreter, without
-        installed packages.
+        """Run a command of /bin/sh in the folder of the files. `python` is this interpreter,
+        without installed packages.
 
         Args:
-            command: For ``sh -c``.
-            files: Written before it, by their path in the folder. Text that UTF-8 cannot say is
-                replaced.
+            command: Argument of ``sh -c``.
+            files: Written before the command, by path in the folder. Text that is not valid UTF-8
+                is replaced.
 
         Raises:
-            SandboxError: The sandbox could not start or broke; the files are as before.
-            ValueError: for a path that leads out of the folder.
+            SandboxError: The sandbox could not start, or broke; the files are unchanged.
+            ValueError: A path leads out of the folder.
         """
         for path in files or ():
             if not path or os.path.isabs(path) or ".." in path.split("/") or "\0" in path:
@@ -106,14 +106,14 @@ class Workspace:
         return outcome
 
     def write(self, path: str, text: str) -> None:
-        """Write a file; folders on the way are made. Raises as `run`, and ValueError where it cannot
-        be written."""
+        """Write a file, creating parent folders. Raises like `run`, and ValueError if it cannot be
+        written."""
         outcome = self.run("true", {path: text})
         if outcome.exit_status:
             raise ValueError(outcome.output)
 
     def read(self, path: str) -> str | None:
-        """The beginning of a file; None where it cannot be read."""
+        """The beginning of a file; None if it cannot be read."""
         outcome = self.run(f"cat -- {shlex.quote(path)}")
         return outcome.output if outcome.exit_status == 0 else None
 
@@ -134,7 +134,7 @@ def _ask(request: bytes, limits: ShellLimits) -> bytes:
     except subprocess.TimeoutExpired:
         raise SandboxError("the shell's sandbox does not answer") from None
     finally:
-        process.kill()  # and with it the namespace of processes
+        process.kill()  # this also ends its PID namespace
         process.wait()
     if process.returncode:
         words = errors.decode(errors="replace").strip()[-500:] or "it says nothing"
@@ -143,7 +143,7 @@ def _ask(request: bytes, limits: ShellLimits) -> bytes:
 
 
 def _parse(answer: bytes) -> tuple[ShellOutcome, bytes]:
-    """What the command came to, and the archive. Raises SandboxError for anything else."""
+    """The command's result and the archive. Raises SandboxError for invalid data."""
     if len(answer) < HEADER.size:
         raise SandboxError("the shell's sandbox has ended without an answer")
     size, archive_size = HEADER.unpack_from(answer)

@@ -22,14 +22,14 @@ from typing import Any
 from slime_like.rewards import confinement
 
 HEADER = struct.Struct("<QQ")  # lengths of the JSON and of the archive that follow
-WORKSPACE, PROGRAMS = "/tmp/work", "/tmp/bin"  # in a file system in memory that the sandbox makes
+WORKSPACE, PROGRAMS = "/tmp/work", "/tmp/bin"  # in the in-memory file system of the sandbox
 TIMEOUT_STATUS = 124
 _SHELL = "/bin/sh"
 _SYSTEM = ("/bin", "/usr/bin", "/dev/zero")
 
 
 def main() -> None:
-    """argv: [-c, folder, pid of the parent, layers that are missing]."""
+    """argv: [-c, folder, pid of the parent, missing layers]."""
     confinement.assume(json.loads(sys.argv[3]))
     size, archive_size = HEADER.unpack(_read(HEADER.size))
     request: dict[str, Any] = json.loads(_read(size))
@@ -63,9 +63,9 @@ def _read(size: int) -> bytes:
 def _work(
     request: dict[str, Any], archive: bytes, paths: list[str]
 ) -> tuple[dict[str, object], bytes]:
-    """What the command came to, and the files after it."""
+    """Run the command; returns its result, and the files after it."""
     limits = request["limits"]
-    confinement.die_with(0)  # of the parent outside nothing is seen in here
+    confinement.die_with(0)  # the parent is outside of this PID namespace, so its id is 0
     os.mkdir(WORKSPACE)
     os.mkdir(PROGRAMS)
     for name in ("python", "python3"):
@@ -87,7 +87,7 @@ def _work(
     try:
         _write(request["files"])
         answer = _run(request["command"], limits)
-    except OSError as error:  # of a file that is asked for
+    except OSError as error:  # of a requested file
         answer = {"status": "ok", "exit_status": 1, "output": str(error)}
     files = _pack(most)
     if files is None:
@@ -123,7 +123,7 @@ def _run(command: str, limits: dict[str, Any]) -> dict[str, Any]:
 
 
 def _wait(shell: int, deadline: float) -> int | None:
-    """The exit status as a shell has it; None at the deadline. Reaps what others left."""
+    """Exit status as in a shell; None at the deadline. Reaps orphaned processes."""
     pause = 0.001
     while time.monotonic() < deadline:
         found, status = os.waitpid(-1, os.WNOHANG)
@@ -137,7 +137,8 @@ def _wait(shell: int, deadline: float) -> int | None:
 
 
 def _end_others() -> None:
-    """Kill all but this process, the first of its namespace, and wait until they are gone."""
+    """Kill all processes except this one, the first of its namespace, and wait until they are
+    gone."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
@@ -146,7 +147,7 @@ def _end_others() -> None:
 
 
 def _shown(file: int, most: int) -> str:
-    """A file's text, without its middle where it is longer than `most` bytes."""
+    """A file's text, shortened in the middle to `most` bytes."""
     size = os.fstat(file).st_size
     if size <= most:
         return os.pread(file, most, 0).decode("utf-8", "replace")
@@ -156,8 +157,8 @@ def _shown(file: int, most: int) -> str:
 
 
 def _pack(most: int) -> bytes | None:
-    """The workspace as an archive; None where its files are more than `most` bytes. Files that their
-    owner may not read, pipes and the like are left out."""
+    """Archive the workspace; None if its files exceed `most` bytes. Unreadable files, pipes and the
+    like are skipped."""
     packed, total = io.BytesIO(), 0
     with tarfile.open(fileobj=packed, mode="w") as tar:
         for folder, folders, names in os.walk("."):
@@ -165,7 +166,7 @@ def _pack(most: int) -> bytes | None:
                 path = os.path.join(folder, name)
                 with contextlib.suppress(OSError):
                     info = tar.gettarinfo(path)
-                    if info.islnk():  # another name of a file, which becomes a second file
+                    if info.islnk():  # a hard link becomes a second file
                         info.type, info.linkname = tarfile.REGTYPE, ""
                         info.size = os.lstat(path).st_size
                     total += 512 + info.size

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
 
-_LONGEST = 10000  # characters of an answer: what parses more may use up the stack of its process
+_LONGEST = 10000  # characters of an answer; parsing longer ones may overflow the stack
 _REGISTERED = re.compile(r"(?:register_dataset\(\s*|DATASET_NAME\s*=\s*)[\"']([a-z0-9_]+)[\"']")
 
 
@@ -31,8 +31,8 @@ def prepare() -> None:
 
 
 def problem(label: object, metadata: Mapping[str, object]) -> str | None:
-    """Why no response to this row can be scored, or None: ``task`` (name, options) and ``entry``
-    must be in its metadata."""
+    """Why no response to this row can be scored, or None: its metadata needs ``task`` (name,
+    options) and ``entry``."""
     task, entry = metadata.get("task"), metadata.get("entry")
     if (
         isinstance(task, Mapping)
@@ -47,8 +47,8 @@ def problem(label: object, metadata: Mapping[str, object]) -> str | None:
 
 
 def score(response: str, label: object, metadata: Mapping[str, Any]) -> float:
-    """What the task's verifier says about the answer in the response. Raises ValueError when the
-    sample has no task."""
+    """Score of the task's verifier for the answer in the response. Raises ValueError if the sample
+    has no task."""
     if words := problem(label, metadata):
         raise ValueError(words)
     answer = extract_answer(response)
@@ -58,7 +58,7 @@ def score(response: str, label: object, metadata: Mapping[str, Any]) -> float:
 
 
 def _dataset(metadata: Mapping[str, Any]) -> ProceduralDataset:
-    """The row's task as reasoning-gym has it, made once."""
+    """The row's reasoning-gym dataset, created once."""
     task = metadata["task"]
     key = task["name"] + json.dumps(task["options"], sort_keys=True, default=str)
     if key not in _datasets:
@@ -69,10 +69,10 @@ def _dataset(metadata: Mapping[str, Any]) -> ProceduralDataset:
 
 
 def unknown(spec: str) -> str | None:
-    """What is wrong with the name in ``reasoning_gym:<task>?...``, with the nearest names, or None.
+    """Problem with the task name in ``reasoning_gym:<task>?...``, with similar names, or None.
 
-    The package's text is searched first: importing it takes seconds, which only a name that seems
-    wrong is worth.
+    Searches the package's source first, because importing it takes seconds and is only needed if
+    the name seems wrong.
     """
     name = spec.partition(":")[2].partition("?")[0]
     if name in _written_names():
@@ -89,7 +89,7 @@ def unknown(spec: str) -> str | None:
 
 @functools.cache
 def _written_names() -> frozenset[str]:
-    """Names of tasks that the installed package's source registers."""
+    """Task names that the installed package's source registers."""
     spec = importlib.util.find_spec("reasoning_gym")
     folders = [] if spec is None else list(spec.submodule_search_locations or [])
     text = "".join(
@@ -99,7 +99,7 @@ def _written_names() -> frozenset[str]:
 
 
 def extract_answer(response: str) -> str:
-    """The text within the last ``<answer></answer>``, else the whole response; stripped."""
+    """The text within the last ``<answer></answer>``, otherwise the full response; stripped."""
     end = response.rfind("</answer>")
     start = response.rfind("<answer>", 0, max(end, 0))
     return (response if start < 0 else response[start + len("<answer>") : end]).strip()

@@ -39,12 +39,12 @@ from slime_like.rewards.sandbox import SandboxError
 from slime_like.text import clean
 
 HEADER = struct.Struct("<Q")
-ASYNC_SLOTS = 64  # samples that an asynchronous function is given at once
+ASYNC_SLOTS = 64  # concurrent samples of an asynchronous function
 BUILTIN_MEMORY = (
     4 * 2**30
 )  # bytes of address space: a power tower in an answer must not take the machine's memory
-SCORE, TOKEN_REWARDS = "score", "token_rewards"  # keys of a dict with rewards of tokens
-REMOTE = "remote_rm"  # asked for in an event loop, in workers of its own
+SCORE, TOKEN_REWARDS = "score", "token_rewards"  # keys of a dict with token rewards
+REMOTE = "remote_rm"  # served in an event loop, in separate workers
 _PR_SET_PDEATHSIG = 1
 
 Answer = dict[str, Any]
@@ -53,10 +53,11 @@ Text = tuple[str, object, dict[str, object]]  # response, label, metadata
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """args.custom_rm_path is loaded where it is set, else the named rewards are prepared.
+    """What a worker prepares. args.custom_rm_path is loaded if set, otherwise the named rewards
+    are.
 
-    missing: what `confinement.missing` found in the process that starts the workers. modules: of
-    the user's, where some of the named rewards are.
+    missing: result of `confinement.missing` in the process that starts the workers. modules: user
+    modules that define some of the named rewards.
     """
 
     args: RewardArgs
@@ -66,15 +67,15 @@ class Setup:
 
     @property
     def confined(self) -> bool:
-        """Whether the workers run only this project's own code on texts; a reward server needs the
+        """Whether the workers only run built-in code on texts; a reward server needs the
         network."""
         return self.args.custom_rm_path is None and self.rm_types != (REMOTE,)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """rm_type None: the custom function, with `sample` (a list: all samples of a group,
-    --group-rm); else `texts`."""
+    """A unit of work. rm_type None: the custom function, with `sample` (a list: all samples of a
+    group, --group-rm); otherwise `texts`."""
 
     id: int
     rm_type: str | None
@@ -85,14 +86,14 @@ class Job:
 def main() -> None:
     """Serve until the pipe closes. argv: [pid of the parent]."""
     _die_with(int(sys.argv[-1]))
-    # A cluster tells every process of a job that its time is up. The trainer finishes its rollout
-    # then, and needs the grades; what a reward function starts is not affected, as handlers do not
-    # outlive exec.
+    # A cluster sends its termination signal to every process of a job. The trainer still finishes
+    # its rollout and needs the grades, so workers ignore it; processes started by a reward function
+    # are not affected, because signal handlers are reset on exec.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     requests, replies = _take_pipes()
     setup: Setup = _read(requests)
     confinement.assume(setup.missing)
-    # some tasks import it, and it warns at length that it has no folder for its files here
+    # some tasks import it, and it logs long warnings about its missing cache folder
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     if setup.args.custom_rm_path is not None:
         keeper.split()
@@ -110,14 +111,14 @@ def main() -> None:
     while (job := _read(requests)) is not None:
         try:
             answer = _grade(job, function, setup.args)
-        except SandboxError as error:  # cannot be started again in here
+        except SandboxError as error:  # the sandbox cannot be restarted in here
             _write(replies, {"job": job.id, "last": True, **raised(error)})
             return
         _write(replies, {"job": job.id, **answer})
 
 
 def _die_with(parent: int) -> None:
-    """Be killed when the parent dies, also in the middle of a call that never returns."""
+    """Let the kernel kill this process when the parent dies, even inside a blocking call."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -125,7 +126,7 @@ def _die_with(parent: int) -> None:
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Standard input and output for the protocol alone; what a reward prints goes to standard
+    """Reserve standard input and output for the protocol; output of rewards goes to standard
     error."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -149,14 +150,14 @@ def _prepare(setup: Setup) -> Callable[..., object] | None:
 
 
 def _confine(names: tuple[str, ...]) -> None:
-    """Import what the rewards need, and give up this process's rights. Raises OSError,
+    """Import what the rewards need, and drop this process's rights. Raises OSError,
     RuntimeError."""
-    if "code" in names:  # its own sandbox is started before this process can start nothing
+    if "code" in names:  # its sandbox must start before rights are dropped
         rewards.get("code").prepare()  # type: ignore[misc]
     parent = os.getppid()
     paths = confinement.readable_paths(packages=True)
     linux = sys.platform == "linux"
-    memory = lean_fork.map_of_memory()  # in its namespaces it sees no /proc
+    memory = lean_fork.map_of_memory()  # /proc is not visible in the new namespaces
     if linux and "namespaces" not in confinement.missing():
         confinement.own_namespaces(paths)
     for name in names:
@@ -176,7 +177,7 @@ def _confine(names: tuple[str, ...]) -> None:
 
 
 def _read(pipe: BinaryIO) -> Any:
-    """The next frame, or None at the end."""
+    """Read the next frame; None at the end."""
     header = pipe.read(HEADER.size)
     if len(header) < HEADER.size:
         return None
@@ -212,8 +213,8 @@ def _grade(job: Job, function: Callable[..., Any] | None, args: RewardArgs) -> A
 
 
 def _plain_values(reward: Reward, texts: list[Text]) -> list[float] | None:
-    """Of several texts, under a bounded reward, as nearly always: a short message. None where one
-    raises or is anything else than a number."""
+    """Scores of several texts under a bounded reward, in a compact form. None if a score raises or
+    is not a number."""
     try:
         values = [reward.score(*text) for text in texts]
     except (Exception, SystemExit):
@@ -222,7 +223,7 @@ def _plain_values(reward: Reward, texts: list[Text]) -> list[float] | None:
 
 
 def _score(reward: Reward, text: Text) -> Answer:
-    """One text under a reward of this project. Raises SandboxError."""
+    """Score one text with a built-in reward. Raises SandboxError."""
     if not reward.evaluates:
         return _call(reward, text)
     answer = evaluation.watched(lambda: _call(reward, text))
@@ -243,7 +244,7 @@ async def _finish(awaitable: Any) -> Any:
 
 
 def answer_to(job: Job, value: Any, reward_key: str | None) -> Answer:
-    """As `to_answer`; of a group, one answer for each sample under ``group``."""
+    """Like `to_answer`; for a group, one answer per sample under ``group``."""
     if not isinstance(job.sample, list):
         return to_answer(value, reward_key)
     if isinstance(value, dict | str) or not hasattr(value, "__len__"):
@@ -256,11 +257,11 @@ def answer_to(job: Job, value: Any, reward_key: str | None) -> Answer:
 
 
 def to_answer(value: Any, reward_key: str | None) -> Answer:
-    """A reward function's value as an answer.
+    """Convert a reward function's value to an answer.
 
-    `details` are the other numbers of a dict. `tokens` are rewards of the response's tokens: a list,
-    or the key ``token_rewards`` of a dict; the response's own reward is then what the dict has under
-    `reward_key` (or ``score``), or their sum.
+    `details` are the other numbers of a dict. `tokens` are token rewards: a list, or the key
+    ``token_rewards`` of a dict. The response's reward is then the dict's value under `reward_key`
+    (or ``score``), otherwise their sum.
     """
     if type(value) is float:
         return {"value": value}
@@ -294,8 +295,8 @@ def to_answer(value: Any, reward_key: str | None) -> Answer:
 
 
 def _row_of_numbers(value: Any) -> list[float] | None:
-    """Of a list or tuple, or of an array or tensor of one dimension; None of anything else, and of
-    an array of one element, which is a number."""
+    """Numbers of a list, tuple or 1-D array or tensor; None for anything else, and for arrays of
+    one element, which count as numbers."""
     if getattr(value, "ndim", 0) == 1 and len(value) != 1:
         value = value.tolist()
     if isinstance(value, list | tuple) and all(isinstance(item, numbers.Real) for item in value):
@@ -308,8 +309,8 @@ def raised(error: BaseException) -> Answer:
 
 
 def _reason(error: BaseException) -> str:
-    """Type, message, and the last place in code that is not this project's, a library's or the
-    interpreter's."""
+    """Type, message, and the innermost code location outside of this project, libraries and the
+    interpreter."""
     words = f"{type(error).__name__}: {_message(error)}"
     folder = os.path.dirname(os.path.abspath(__file__))
     places = [
