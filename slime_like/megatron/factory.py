@@ -63,8 +63,8 @@ class NetworkSettings:
     def training(
         self, *, total_steps: int, optimizer: OptimizerConfig | None = None
     ) -> dict[str, Any]:
-        """The keyword arguments of a `TrainedNetwork`. total_steps: of the schedule. optimizer: in
-        place of these settings'."""
+        """The keyword arguments of a `TrainedNetwork`. total_steps: length of the schedule.
+        optimizer: overrides that of these settings."""
         return dict(
             ddp=self.ddp,
             optimizer=self.optimizer if optimizer is None else optimizer,
@@ -74,7 +74,7 @@ class NetworkSettings:
 
 
 def network_settings(run: RunConfig) -> NetworkSettings:
-    """Of the policy."""
+    """The settings of the policy."""
     megatron, impl = run.megatron, run.model.transformer_impl
     shape = (megatron.transformer, run.gpt, impl)
     return NetworkSettings(*shape, megatron.ddp, megatron.optimizer, run.schedule)

@@ -1,7 +1,7 @@
 """Muon: momentum, orthogonalised by a Newton-Schulz iteration (Jordan et al. 2024, "Muon: An
-optimizer for hidden layers in neural networks"), as megatron-core has it.
+optimizer for hidden layers in neural networks"), as implemented in megatron-core.
 
-It steps weight matrices; embeddings, output layers, norms and biases have AdamW.
+It updates weight matrices; embeddings, output layers, norms and biases use AdamW.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from slime_like.distributed.collectives import gather
 def build_muon(
     config: OptimizerConfig, chunks: Sequence[DistributedDataParallel]
 ) -> MegatronOptimizer:
-    """megatron-core's chain of Muon and AdamW over the wrapped chunks; a collective. Raises
-    ValueError where the model has no trained parameter for one of the two."""
+    """Build megatron-core's chain of Muon and AdamW over the wrapped chunks. Collective. Raises
+    ValueError if the model has no trained parameter for one of the two."""
     trained = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
     for kind, wanted in (("weight matrix", True), ("norm, bias, embedding or output layer", False)):
         if not any(gather(any(has_muon(p) is wanted for p in trained))):
@@ -39,7 +39,7 @@ def build_muon(
 
 
 def has_muon(parameter: Tensor) -> bool:
-    """Whether Muon steps this parameter, rather than AdamW; megatron-core's condition."""
+    """Whether Muon updates this parameter, rather than AdamW; megatron-core's condition."""
     is_end = getattr(parameter, "is_embedding_or_output_parameter", False)
     return parameter.dim() == 2 and not is_end
 
@@ -50,7 +50,7 @@ def is_muon(plain: torch.optim.Optimizer) -> bool:
 
 
 def init_momentum(muon: Any) -> None:
-    """Give every parameter of a fresh Muon the state it has before its first step."""
+    """Create the initial state of every parameter that has none yet."""
     for group in muon.param_groups:
         for parameter in group["params"]:
             if not muon.state[parameter]:

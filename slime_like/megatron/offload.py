@@ -112,7 +112,7 @@ class OffloadedNetwork:
         self._spare = spare
         for storage in storages_of(network):
             if torch.cuda.is_available() and storage.device.type == "cpu":
-                continue  # shared with an optimizer that stays
+                continue  # shared with an optimizer that is not offloaded
             if not storage.resizable():
                 assert storage.device.type == "cpu"
                 continue
@@ -126,7 +126,7 @@ class OffloadedNetwork:
             storage.resize_(0)
 
     def restore(self) -> None:
-        """Everything is where it was."""
+        """Copy everything back to where it was."""
         for storage, outside in self._stored:
             storage.resize_(outside.numel())
             bytes_of(storage).copy_(outside)
@@ -136,8 +136,8 @@ class OffloadedNetwork:
 
 
 class TrainerMemory:
-    """Of networks that wait in host memory while servers on the same GPUs generate. The host memory
-    is kept: pinning it takes longer than the copies."""
+    """Offloads networks while servers on the same GPUs generate. The host buffers are kept, since
+    pinning them takes longer than the copies."""
 
     def __init__(self, networks: Sequence[TrainedNetwork]) -> None:
         self._networks = networks
@@ -145,15 +145,15 @@ class TrainerMemory:
         self._offloaded: list[OffloadedNetwork] = []
 
     def release(self) -> int:
-        """Bytes that were freed on this rank's device."""
+        """Offload the networks; returns the bytes freed on this rank's device."""
         if not self._offloaded:
             self._offloaded = [OffloadedNetwork(each, self._spare) for each in self._networks]
             if torch.cuda.is_available():
-                torch.cuda.empty_cache()  # other processes are to have it
+                torch.cuda.empty_cache()  # make the memory available to other processes
         return sum(each.nbytes for each in self._offloaded)
 
     def restore(self) -> None:
-        """Everything is where it was; nothing to do where it is."""
+        """Copy everything back to where it was; no-op if nothing is offloaded."""
         for each in self._offloaded:
             each.restore()
         self._offloaded = []
@@ -165,7 +165,7 @@ def _host_memory(storage: torch.UntypedStorage) -> Tensor:
 
 
 def storages_of(network: TrainedNetwork) -> list[torch.UntypedStorage]:
-    """The memory of all that makes the network what it is."""
+    """Storages of all state of the network; see `TrainedNetwork.tensors`."""
     found = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in network.tensors()}
     return [storage for storage in found.values() if storage.nbytes()]
 
@@ -188,7 +188,7 @@ class StoredState:
 
     @torch.no_grad()
     def restore(self, network: TrainedNetwork) -> None:
-        """Write them into a network of the same shape."""
+        """Write the tensors into a network of the same shape."""
         for tensor, stored in zip(network.tensors(), self._stored, strict=True):
             tensor.copy_(stored)
         network.gradients = self._gradients

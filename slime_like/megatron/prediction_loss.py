@@ -1,5 +1,5 @@
-"""The loss of the layers of multi-token prediction (model/prediction.py), which is added to the
-policy's and does not reach it."""
+"""Loss of the multi-token prediction layers (model/prediction.py). It is added to the policy loss
+and has no gradient for the policy."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from slime_like.types import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class PredictionLoss:
-    """factor: of the layers' mean loss. Each is the cross-entropy of the tokens that the policy
-    learns from, with the weights of its reduction, at the temperature of its log-probs; soft: with
-    the policy's own distribution of each of these tokens in the token's place."""
+    """The loss of each layer is the cross-entropy of the tokens that the policy is trained on, with
+    the same token weights and temperature. factor: weight of the mean over layers. soft: use the
+    policy's distribution as target instead of the token."""
 
     head: LogProbHead
     factor: float
@@ -32,7 +32,7 @@ class PredictionLoss:
     def __call__(
         self, model: torch.nn.Module, batch: MicroBatch, hidden: Tensor
     ) -> tuple[Tensor, Mapping[str, Metric]]:
-        """The loss of a micro-batch, 0-d, and its metrics. hidden: of the last stage."""
+        """Loss (0-d) and metrics of a micro-batch. hidden: output of the last stage."""
         policy, layout = unwrap_model(model), self.head.layout
         assert isinstance(policy, PolicyModel)
         weight = head_weight(model).detach()
@@ -61,7 +61,6 @@ class PredictionLoss:
         return self.factor / len(predicted) * total, {"mtp_loss": reduce(Metric.merge, sums)}
 
     def _whole(self, hidden: Tensor) -> Tensor:
-        """[T, H] without gradient, of this rank's rows and not of its part under sequence
-        parallelism."""
+        """Detach and gather over sequence-parallel ranks: [T, H]."""
         layout, parts = self.head.layout, self.head.sequence_parallel
         return rows_to_score(hidden.detach()[0], None, layout.tp_group, sequence_parallel=parts)

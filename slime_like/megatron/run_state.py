@@ -153,6 +153,7 @@ def _in_full_precision(backend: MegatronBackend) -> AbstractContextManager[None]
 
 
 def _model_shape(backend: MegatronBackend, networks: Collection[str]) -> dict[str, object]:
-    """networks: by name, what the checkpoint holds of this run's."""
+    """Settings that identify the model, for those of this run's networks that are in a
+    checkpoint."""
     critic = {"critic_lora_rank": backend.critic_rank} if "critic" in networks else {}
     return {**model_shape(backend.transformer, backend.gpt), **backend.adapter_shape, **critic}

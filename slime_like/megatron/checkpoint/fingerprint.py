@@ -18,18 +18,18 @@ from slime_like.megatron.checkpoint.networks import (
 )
 
 COLUMNS = 4096
-KIND = "names and words"  # of sums; a fingerprint of another kind is not compared
+KIND = "names and words"  # scheme of the digests; fingerprints of other kinds are not compared
 THREADS = 4
 
 
 def fingerprint(network: SavedNetwork) -> dict[str, str]:
-    """By part ("weights"; of the optimizer "main_params", "exp_avg", "exp_avg_sq", "step"): the
-    digest of the network's names and the part's shapes, a colon, that of the bits."""
+    """Digests by part: "weights", and for the optimizer "main_params", "exp_avg", "exp_avg_sq" and
+    "step". Each is "<digest of parameter names and shapes>:<digest of the bits>"."""
     kind = hashlib.sha256(" ".join([KIND, *(name for name, _ in _weights(network))]).encode())
     shapes: dict[str, Any] = {}
     bits: dict[str, Any] = {}
     parts = list(_parts(network))
-    with ThreadPoolExecutor(THREADS) as pool:  # torch computes without the interpreter's lock
+    with ThreadPoolExecutor(THREADS) as pool:  # torch releases the GIL
         for (part, tensor), sums in zip(
             parts, pool.map(lambda item: bit_sums(item[1]), parts), strict=True
         ):
@@ -44,9 +44,10 @@ def fingerprint(network: SavedNetwork) -> dict[str, str]:
 
 
 def differences(saved: dict[str, str], found: dict[str, str]) -> list[str]:
-    """Parts that hold other bits. A part of other shapes cannot be compared: an optimizer may cut
-    its tensors in another way (distributed or not, other buckets) in the same layout, weights may
-    have another precision, and modules other names (Transformer Engine's layers)."""
+    """Parts with equal shapes and different bits. Parts with different names or shapes cannot be
+    compared: in the same layout an optimizer may shard its tensors differently (distributed or not,
+    other buckets), weights may have another precision, and modules other names (Transformer
+    Engine's layers)."""
     return sorted(
         p
         for p in saved.keys() & found.keys()
@@ -56,16 +57,16 @@ def differences(saved: dict[str, str], found: dict[str, str]) -> list[str]:
 
 @torch.no_grad()
 def bit_sums(tensor: Tensor) -> bytes:
-    """Row and column sums of the tensor's bytes, taken as 64-bit integers and cut into rows of
-    4096. They tell any one changed element, and two elements or rows that changed places. Reads the
-    tensor twice and copies nothing, unless it does not begin at a multiple of 8 bytes."""
+    """Row and column sums of the tensor's bytes, viewed as 64-bit integers in rows of 4096. They
+    detect any single changed element, and two swapped elements or rows. Reads the tensor twice,
+    without a copy if it starts at a multiple of 8 bytes."""
     flat = tensor.detach().contiguous().view(-1)
     if flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone()
     flat = flat.view(torch.uint8)
     whole = flat.numel() // 8 // COLUMNS * COLUMNS * 8
     table = flat[:whole].view(torch.int64).view(-1, COLUMNS)
-    sums = (table.sum(dim=0), table.sum(dim=1), flat[whole:])  # sums of so many wrap around
+    sums = (table.sum(dim=0), table.sum(dim=1), flat[whole:])  # sums wrap around
     return b"".join(part.cpu().numpy().tobytes() for part in sums)
 
 
@@ -80,7 +81,7 @@ def _parts(network: SavedNetwork) -> Iterator[tuple[str, Tensor]]:
 
 
 def _weights(network: SavedNetwork) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers of all chunks, by name."""
+    """Parameters and buffers of all chunks, sorted by name."""
     for chunk in network.chunks:
         named = sorted(
             (name, value)

@@ -88,7 +88,7 @@ def load_checkpoint(
     _check_model(folder, identity.get("model", {}), model)
     state = open_checkpoint(folder, verify=verify)
     _check_model(folder, state.get("model", {}), model)
-    unchanged = {}  # networks in the layout that they were saved in
+    unchanged = {}  # networks with the layout they were saved in
     for name, network in networks.items():
         saved = state.get("networks", {}).get(name)
         if saved is None:
@@ -108,10 +108,10 @@ def load_checkpoint(
             folder / name,
             step=None if same_optimizer and step else step,
             before_change=before_change,
-        )  # step 0 is not in megatron-core's part
+        )  # megatron-core does not store step 0
         if same_layout:
             unchanged[name] = network
-    if unchanged:  # the same ones on all ranks
+    if unchanged:  # equal on all ranks
         _check_fingerprints(folder, unchanged, state["fingerprints"][dist.get_rank()])
     if load_rng:
         if not state.get("has_rng"):
@@ -170,8 +170,8 @@ def open_checkpoint(folder: Path, *, verify: bool) -> TrainerState:
 
 
 def _state_of(folder: Path, records: Mapping[str, FileRecord]) -> TrainerState:
-    """trainer.json of a checkpoint whose files are regular ones of the right size, verified or not.
-    Raises ValueError."""
+    """Read trainer.json after checking that all files are regular and have the right size. Raises
+    ValueError."""
     found = (size_problem(folder, name, record.size) for name, record in records.items())
     wrong = [text for text in found if text is not None]
     if wrong:
@@ -185,7 +185,7 @@ def _state_of(folder: Path, records: Mapping[str, FileRecord]) -> TrainerState:
 
 
 def damage(folder: Path, problems: Sequence[str]) -> str:
-    """The message about a damaged checkpoint, with what to take in its place."""
+    """Error message about a damaged checkpoint, with the other checkpoints that could be used."""
     others = [
         step for step in complete_steps(folder.parent) if not folder.name.endswith(f"{step:07d}")
     ]
@@ -198,14 +198,13 @@ def damage(folder: Path, problems: Sequence[str]) -> str:
 
 
 def saved_identity(folder: Path) -> dict[str, dict[str, object]]:
-    """`read_identity`; nothing where there is no manifest, which `open_checkpoint` reports in its own
-    words."""
+    """`read_identity`, or {} if there is no manifest, which `open_checkpoint` reports."""
     return read_identity(folder) if (folder / MANIFEST).is_file() else {}
 
 
 def saved_networks(folder: Path) -> Collection[str]:
-    """Names of the networks in a checkpoint; none where it cannot be read, which `load_checkpoint`
-    will tell."""
+    """Names of the networks in a checkpoint; empty if it cannot be read, which `load_checkpoint`
+    reports."""
     try:
         return list(read_trainer_state(folder)["networks"])
     except ValueError:
@@ -213,7 +212,7 @@ def saved_networks(folder: Path) -> Collection[str]:
 
 
 def is_converted(folder: Path) -> bool:
-    """Whether a checkpoint only has converted weights, and nothing to resume from."""
+    """Whether a checkpoint only contains converted weights and cannot be resumed from."""
     try:
         return bool(read_trainer_state(folder).get("weights_only"))
     except ValueError:
@@ -244,16 +243,19 @@ def _load_network(
     step: float | None = None,
     before_change: Callable[[], None] = lambda: None,
 ) -> None:
-    """In the network's own layout. step: of Adam, when the parts of the optimizer's state that are
-    not tensors are of another layout or kind of optimizer, and this run's own stand in for them:
-    its groups of parameters. Their learning rates and weight decay come from the schedule."""
+    """Load one network, in its own layout.
+
+    step: Adam's step count, given if the saved non-tensor state of the optimizer (its parameter
+    groups) is from another layout or kind of optimizer. This run's own is used instead; its
+    learning rates and weight decay come from the schedule.
+    """
     wanted = sharded_state(network, is_loading=True)
     own = None
     if network.optimizer is not None:
         own = extract_sharded_base(extract_nonpersistent(wanted["optimizer"])[1])[1]
         wanted[OWN_OPTIMIZER] = wanted.pop(
             "optimizer"
-        )  # so that the saved parts that are not tensors do not mix with it
+        )  # so that the saved non-tensor state is not merged into it
 
     def fit() -> None:
         saved = read_metadata(folder / METADATA_FILE).state_dict_metadata
@@ -264,13 +266,13 @@ def _load_network(
             raise ValueError(f"checkpoint {folder} does not fit this model: {describe(problems)}")
 
     together(fit)
-    before_change()  # megatron-core reads into the parameters themselves
+    before_change()  # megatron-core reads directly into the parameters
     optimizer = {name: wanted.pop(name) for name in (OWN_OPTIMIZER,) if name in wanted}
     try:
         loaded = dist_checkpointing.load(wanted, str(folder))
-        if optimizer:  # by itself: its fp32 parameters may be the same entries as the weights
+        if optimizer:  # separately: its fp32 parameters may be the same entries as the weights
             loaded |= dist_checkpointing.load(optimizer, str(folder))
-    except (Exception, CheckpointException) as error:  # megatron-core and torch raise many kinds
+    except (Exception, CheckpointException) as error:  # megatron-core and torch raise many types
         raise ValueError(
             f"checkpoint {folder} is damaged or does not fit this model: {_reason(error)}"
         ) from error
@@ -296,7 +298,8 @@ def _load_network(
 def _check_fingerprints(
     folder: Path, networks: Mapping[str, SavedNetwork], saved: Mapping[str, dict[str, str]]
 ) -> None:
-    """In the same layout this rank's bits are those that were saved."""
+    """Raise RunError on all ranks if the loaded bits of a rank differ from the saved ones. For
+    networks in the layout they were saved in."""
     wrong = []
     for name, network in networks.items():
         wrong += [
@@ -325,7 +328,8 @@ def _load_random_states(
     *,
     seed: int,
 ) -> None:
-    """owner: the network whose layout it is, see `layouts_of`."""
+    """Restore the random states of one layout, or draw new ones with a warning if the checkpoint
+    has another layout. owner: name of the layout, from `layouts_of`."""
     saved = state.get("random_states", {"policy": state["layout"]}).get(owner)
     if saved is not None and _same_layout(state, saved, layout):
         together(
@@ -342,8 +346,7 @@ def _load_random_states(
 
 
 def _reason(error: BaseException) -> str:
-    """torch reports the failures of all ranks with their tracebacks; the first one's own words are
-    enough."""
+    """The message of the first failure; torch reports those of all ranks with their tracebacks."""
     while isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     return str(error) or type(error).__name__

@@ -1,5 +1,5 @@
-"""A network as megatron-core's checkpointing sees it: names of tensors, global shapes, this rank's
-part."""
+"""Sharded state of a network for megatron-core's checkpointing: tensor names, global shapes and
+this rank's shards."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
 
 
-# the format that can be loaded into another layout; megatron-core's default breaks without
-# Transformer Engine
+# the format that can be loaded in another layout; megatron-core's default fails without Transformer
+# Engine
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-# A layer of megatron-core's local modules and one of Transformer Engine's, which has norms as
-# parameters of the linear layer behind them, call these differently: the norm before a mixture of
-# experts, and the norms of latent attention and before a dense layer beside it. (The others have
-# Transformer Engine's names in checkpoints of megatron-core's local specification too.)
+# Parameters with different names in the local and the Transformer Engine layer spec, which fuses
+# norms into the following linear layer: the norm before an MoE layer, and in models with MLA the
+# input norm and the norms of the latents. (Other norms have Transformer Engine's names in
+# checkpoints of the local spec too.)
 NAMES_OF_SPECS = (
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
@@ -42,9 +42,9 @@ NAMES_OF_SPECS = (
     ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
     ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
 )
-EXTRA_STATE = "_extra_state"  # of fp8, which no flag asks for
-# fp32 parameters of the distributed optimizer and of the plain one in half precision; a plain one
-# in fp32 has the weights themselves
+EXTRA_STATE = "_extra_state"  # for fp8, which no flag enables
+# prefixes of fp32 parameters: of the distributed optimizer, and of the non-distributed one in half
+# precision; in fp32 the latter uses the weights themselves
 MAIN_PARAMS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 OWN_OPTIMIZER = "own_optimizer"
 MUON = " of Muon"
@@ -52,8 +52,8 @@ MUON = " of Muon"
 
 @dataclass(frozen=True, slots=True)
 class SavedNetwork:
-    """chunks: this rank's megatron-core modules, unwrapped. optimizer: None leaves it out.
-    scheduler: None for a network without one."""
+    """A network to save or load. chunks: this rank's megatron-core modules, unwrapped. optimizer:
+    None to leave it out. scheduler: None for a network without one."""
 
     chunks: Sequence[MegatronModule]
     optimizer: MegatronOptimizer | None
@@ -62,7 +62,7 @@ class SavedNetwork:
 
 
 def layouts_of(networks: Mapping[str, SavedNetwork]) -> dict[str, ParallelLayout]:
-    """Each layout once, under the name of the first network that has it."""
+    """The distinct layouts, each by the name of the first network that has it."""
     layouts: dict[str, ParallelLayout] = {}
     for name, network in networks.items():
         if all(network.layout is not layout for layout in layouts.values()):
@@ -72,9 +72,10 @@ def layouts_of(networks: Mapping[str, SavedNetwork]) -> dict[str, ParallelLayout
 
 @in_own_layout
 def sharded_state(network: SavedNetwork, *, is_loading: bool) -> ShardedStateDict:
-    """Collective while saving with a distributed optimizer, whose parts are gathered."""
+    """Sharded state dict of model chunks and optimizer. Collective if it gathers a distributed
+    optimizer for saving."""
     if network.optimizer is not None:
-        # one that has not stepped yet has no state, and what is not saved cannot be loaded
+        # before its first step it has no state, and missing state could not be loaded
         allocate_moments(network.optimizer)
     metadata = dict(METADATA)  # megatron-core writes its process group into it
     state: ShardedStateDict = {
@@ -91,9 +92,9 @@ def sharded_state(network: SavedNetwork, *, is_loading: bool) -> ShardedStateDic
 
 
 def leave_out_extra_state(chunk: dict[str, object]) -> None:
-    """Linear layers have an extra state, of fp8: nothing in megatron-core's local ones, and in
-    Transformer Engine's a tensor of bytes that is unpickled when it is loaded. It is neither
-    written nor read. In place."""
+    """Remove the fp8 extra state of linear layers, in place; it is neither saved nor loaded. It is
+    empty in megatron-core's local layers, and in Transformer Engine's a byte tensor that is
+    unpickled when loaded."""
     for name in [
         name
         for name, value in chunk.items()
@@ -103,8 +104,8 @@ def leave_out_extra_state(chunk: dict[str, object]) -> None:
 
 
 def adapt_names(wanted: dict[str, object], available: Collection[str]) -> None:
-    """Ask for what a checkpoint of the other layer specification (local, or Transformer Engine's)
-    calls otherwise by the name that it has there. In place."""
+    """Rename tensors, in place, to the names they have in a checkpoint of the other layer spec
+    (local or Transformer Engine)."""
     for tensor in _leaves(
         wanted, lambda leaf: isinstance(leaf, ShardedTensor | ShardedTensorFactory)
     ):
@@ -112,16 +113,18 @@ def adapt_names(wanted: dict[str, object], available: Collection[str]) -> None:
 
 
 def prefer_main_params(wanted: dict[str, object], saved: Mapping[str, object]) -> None:
-    """fp32 weights that resume from a half-precision run are the optimizer's fp32 numbers
-    there, not the rounded ones that the model had. In place. wanted: of `sharded_state`, under the
-    names of `adapt_names`. saved: storage metadata by name."""
+    """Load fp32 weights from the optimizer's fp32 parameters if the checkpoint's model weights are
+    in half precision. In place.
+
+    wanted: from `sharded_state`, after `adapt_names`. saved: storage metadata by name.
+    """
     kinds = (ShardedTensor, ShardedTensorFactory)
     for name, part in wanted.items():
         for value in (
             _leaves(part, lambda leaf: isinstance(leaf, kinds)) if name.startswith("model") else ()
         ):
             entry = saved.get(value.key)
-            # what is no tensor there is told by `shape_problems`
+            # `shape_problems` reports entries that are not tensors
             rounded = (
                 isinstance(entry, TensorStorageMetadata)
                 and value.data.dtype == torch.float32 != entry.properties.dtype
@@ -133,8 +136,8 @@ def prefer_main_params(wanted: dict[str, object], saved: Mapping[str, object]) -
 
 
 def available_name(name: str, available: Collection[str]) -> str:
-    """`name`, or what a checkpoint of another layer specification or kind of optimizer calls it, if
-    that is `available`."""
+    """`name`, or its name with another layer spec or kind of optimizer, whichever is `available`;
+    `name` if none is."""
     prefix = next((p for p in MAIN_PARAMS if name.startswith(p)), None)
     alike = (
         [name]
@@ -152,7 +155,7 @@ def available_name(name: str, available: Collection[str]) -> str:
 
 
 def optimizer_kind(network: SavedNetwork) -> list[str]:
-    """What the parts of a state depend on that are not tensors: the classes of the optimizer."""
+    """Classes of the optimizers, which determine the format of their non-tensor state."""
     optimizer: object = network.optimizer
     parts = [] if optimizer is None else getattr(optimizer, "chained_optimizers", [optimizer])
     return [type(part).__name__ + _detail(part.optimizer) for part in parts]
@@ -165,12 +168,12 @@ def _detail(plain: Any) -> str:
 
 
 def optimizer_name(kinds: Sequence[str]) -> str:
-    """The value of --optimizer behind `optimizer_kind`."""
+    """The value of --optimizer that an `optimizer_kind` belongs to."""
     return "muon" if any(kind.endswith(MUON) for kind in kinds) else "adam"
 
 
 def optimizer_step(network: SavedNetwork) -> float:
-    """Steps that Adam has taken; 0 for a fresh one."""
+    """Number of steps that the optimizer has taken; 0 for a fresh one."""
     for part in plain_optimizers(network.optimizer):
         steps = [state["step"] for state in part.state.values() if "step" in state] + [
             g["step"] for g in part.param_groups if "step" in g
@@ -181,9 +184,9 @@ def optimizer_step(network: SavedNetwork) -> float:
 
 
 def set_step(common: object, step: float, *, distributed: bool = False) -> None:
-    """In the part of an optimizer's state that is not tensors, in place: what its load_state_dict
-    takes the step of Adam from. A distributed optimizer has it in its groups, a plain one in an
-    entry of its own, which is not there before the first step."""
+    """Set Adam's step count in the non-tensor state of an optimizer, in place, where
+    load_state_dict reads it: in the parameter groups of a distributed optimizer, or in a separate
+    entry of others, which is missing before the first step."""
     if isinstance(common, list):
         for value in common:
             set_step(value, step, distributed=distributed)
@@ -203,8 +206,8 @@ def set_step(common: object, step: float, *, distributed: bool = False) -> None:
 
 
 def shape_problems(wanted: dict[str, object], saved: Mapping[str, object]) -> list[str]:
-    """How this model's tensors differ from those of a checkpoint: absent, or of another global
-    shape. saved: storage metadata by name."""
+    """Descriptions of this model's tensors that are missing in a checkpoint or have another global
+    shape there. saved: storage metadata by name."""
     problems = []
     for tensor in sharded_tensors(wanted):
         there = saved.get(tensor.key)
@@ -218,8 +221,8 @@ def shape_problems(wanted: dict[str, object], saved: Mapping[str, object]) -> li
 
 
 def sharded_tensors(state: dict[str, object]) -> Iterator[ShardedTensor]:
-    """Every tensor of a state, those that factories make (gate and up projection of a gated MLP)
-    included."""
+    """All tensors of a state, including those built by factories (gate and up projection of a gated
+    MLP)."""
     yield from _leaves(load_preprocess(state)[0], lambda value: isinstance(value, ShardedTensor))
 
 

@@ -1,10 +1,10 @@
-"""In-memory checkpoints, with replicas of each node's part on the following nodes
+"""In-memory checkpoints with a replica of each node's part on the next node
 (--checkpoint-replicas), and their recovery after a restart.
 
 Each rank writes its part to a folder in its node's memory, sends it to a rank of the next node, and
-receives one from the previous node. A version is complete on every node before the previous one is
-removed. After a restart the remaining nodes write the newest complete version to --save, from where
-it is loaded as usual.
+receives that of a rank of the previous node. A version is complete on every node before the
+previous one is removed. After a restart the remaining nodes write the newest complete version to
+--save, from where it is loaded as usual.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from slime_like.megatron.checkpoint.save import (
     check_space,
 )
 
-CHUNK_BYTES = 16 * 2**20  # of a message between nodes
+CHUNK_BYTES = 16 * 2**20  # size of a message between nodes
 
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """The ranks of each node, in their order. Equal on all ranks."""
+    """The ranks of each node, ascending; equal on all ranks."""
 
     ranks: tuple[tuple[int, ...], ...]
 
@@ -64,11 +64,11 @@ class Nodes:
         return next(number for number, ranks in enumerate(self.ranks) if rank in ranks)
 
     def leads(self, rank: int) -> bool:
-        """Whether this rank does what is done once on its node."""
+        """Whether `rank` is the first of its node and does the work that is done once per node."""
         return rank == self.ranks[self.of(rank)][0]
 
     def copies_to(self, rank: int) -> int | None:
-        """The rank that gets this one's part; None where there is one node."""
+        """The rank of the next node that receives the part of `rank`; None with a single node."""
         if len(self.ranks) == 1:
             return None
         node = self.of(rank)
@@ -80,11 +80,11 @@ class Nodes:
 
 
 class ReplicaSaver(CheckpointSaver):
-    """Writes to the memory of the nodes. Every method is collective.
+    """Saves checkpoints in the memory of the nodes. Every method is collective.
 
     Args:
-        save: the run's folder of checkpoints.
-        base: of --checkpoint-replica-dir.
+        save: The run's checkpoint folder.
+        base: Value of --checkpoint-replica-dir.
     """
 
     def __init__(self, save: str | Path, base: str | None) -> None:
@@ -121,12 +121,12 @@ class ReplicaSaver(CheckpointSaver):
         return SaveReport(step, size, seconds, seconds, (), 0)
 
     def drop(self) -> None:
-        """What is in memory is of no use any more: --save has it, or what came after it."""
+        """Remove the checkpoints in memory, after an equal or newer one was written to --save."""
         self._on_each_node(lambda: self._remove_all_but(None))
 
     def restore(self) -> str:
-        """Put the newest whole checkpoint that the nodes hold into --save, if it is newer than those
-        there. Returns what there is to say about it."""
+        """Write the newest complete checkpoint in memory to --save, if it is newer than those
+        there. Returns a message for the log."""
         newest = from_rank_zero(lambda: _newest_on_disk(self.save_root))
         steps = self._of_nodes(lambda: complete_steps(self.root))
         newer = sorted({step for node in steps for step in node if step > newest}, reverse=True)
@@ -144,7 +144,8 @@ class ReplicaSaver(CheckpointSaver):
         return "the nodes hold nothing in memory that --save has not"
 
     def _bring(self, step: int, shares: Sequence[Sequence[str]]) -> int:
-        """Returns the checkpoint's bytes. shares: the files that each node copies."""
+        """Write checkpoint `step` from memory to --save; returns its size in bytes. shares: files
+        that each node copies."""
         source, target = checkpoint_folder(self.root, step), writing_folder(self.save_root, step)
         mine = shares[self.nodes.of(self.rank)]
         has_all = next(number for number, names in enumerate(shares) if names)
@@ -169,11 +170,12 @@ class ReplicaSaver(CheckpointSaver):
         return size
 
     def _on_each_node(self, action: Callable[[], Any]) -> Any:
-        """What `action` returns where this rank leads; an error of one is raised by all."""
+        """Run `action` once per node; returns its result on the leading rank, None on others. An
+        error is raised on all ranks."""
         return together(lambda: action() if self._leads else None)
 
     def _of_nodes(self, action: Callable[[], Any]) -> list[Any]:
-        """What `action` returns on each node, on every rank."""
+        """Run `action` once per node; returns the results of all nodes, on every rank."""
         found = gather(self._on_each_node(action))
         return [found[ranks[0]] for ranks in self.nodes.ranks]
 
@@ -199,8 +201,9 @@ class ReplicaSaver(CheckpointSaver):
                 remove_checkpoint(self.root, other)
 
     def _exchange(self, folder: Path, of_ranks: Sequence[Mapping[str, FileRecord]]) -> None:
-        """Send this rank's files to the next node and take those of the one before. What cannot be
-        read or written is found by `_check_part`: the messages have to come all the same."""
+        """Send this rank's files to the next node and receive those of the previous one. Read and
+        write errors are ignored here, since the other ranks expect every message; `_check_part`
+        detects them."""
         to, sources = self.nodes.copies_to(self.rank), self.nodes.copies_from(self.rank)
         outgoing = _chunks_of(of_ranks[self.rank]) if to is not None else []
         incoming = {rank: _chunks_of(of_ranks[rank]) for rank in sources}
@@ -227,7 +230,8 @@ class ReplicaSaver(CheckpointSaver):
         content: Mapping[str, bytes],
         of_ranks: Sequence[Mapping[str, FileRecord]],
     ) -> None:
-        """The files of the node before are those that it wrote; those of nobody are written."""
+        """Verify the files received from the previous node, and write the files that belong to no
+        rank."""
         mine = self.nodes.ranks[self.nodes.of(self.rank)]
         sources = {source for rank in mine for source in self.nodes.copies_from(rank)}
         records = {name: record for source in sources for name, record in of_ranks[source].items()}
@@ -238,11 +242,14 @@ class ReplicaSaver(CheckpointSaver):
 
 
 def shares_of(held: Sequence[Held | None]) -> list[list[str]] | None:
-    """Which node copies which files, so that together they are a whole checkpoint: each file once,
-    those that one node alone has first. None where they hold no whole one.
+    """Assign each file of a checkpoint to one of the nodes that hold it, starting with the files
+    held by the fewest nodes.
 
     Args:
-        held: of each node.
+        held: What each node holds.
+
+    Returns:
+        File names by node, or None if the nodes together hold no complete checkpoint.
     """
     for manifest in {one.manifest for one in held if one is not None}:
         nodes = [one if one is not None and one.manifest == manifest else None for one in held]
@@ -270,7 +277,7 @@ def _held(folder: Path) -> Held | None:
 def _newest_on_disk(root: Path) -> int:
     try:
         return newest_step(root)[0] if is_checkpoint_root(root) else 0
-    except ValueError:  # the load says what is wrong
+    except ValueError:  # reported when it is loaded
         return 0
 
 

@@ -14,8 +14,8 @@ TRACKED = "tracker."
 
 
 def random_state_file(rank: int, owner: str = "policy") -> str:
-    """Its path inside a checkpoint. owner: the network whose layout they are of; "critic" only
-    where it has one of its own."""
+    """Path of a random-state file inside a checkpoint. owner: name of the layout, from
+    `layouts_of`; "critic" only if the critic has a separate layout."""
     return (
         f"rng/rank_{rank:05d}.safetensors"
         if owner == "policy"
@@ -31,7 +31,7 @@ def random_states(layout: ParallelLayout) -> bytes:
 
 
 def restore_random_states(path: Path, layout: ParallelLayout) -> None:
-    """Raises ValueError naming the file."""
+    """Restore the random states of `random_states`. Raises ValueError naming the file."""
     try:
         states = load_file(str(path))
         tracked = {
@@ -48,6 +48,7 @@ def restore_random_states(path: Path, layout: ParallelLayout) -> None:
 
 
 def new_random_states(seed: int, step: int, layout: ParallelLayout) -> None:
-    """In a layout that the checkpoint has no states for: fresh ones that no earlier step has used."""
+    """Seed random states that no earlier step has used, for a layout without states in the
+    checkpoint."""
     with layout.activate():
         seed_stage(seed + 1_000_003 * step, layout.pp_rank)

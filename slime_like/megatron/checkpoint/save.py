@@ -62,21 +62,21 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-IDENTITY = ("model", "tokenizer")  # of the trainer's state: what the manifest has as well
-WRITERS = 4  # threads of one rank
+IDENTITY = ("model", "tokenizer")  # keys of the trainer state that are copied to the manifest
+WRITERS = 4  # threads per rank
 MIB = 2**20
-TRAINER_BYTES = 4 * MIB  # of its state and the metadata, at most
+TRAINER_BYTES = 4 * MIB  # upper bound for trainer state and metadata
 
 
 class SaveError(RunError):
-    """A checkpoint could not be written. Earlier ones are whole."""
+    """A checkpoint could not be written; earlier ones are intact."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavePolicy:
-    """keep_last, keep_every: see `folders.steps_to_remove`. asynchronous: write behind the
-    training. space_remedy: what a user may do about a full disk, in the words of the program's own
-    flags."""
+    """keep_last, keep_every: see `folders.steps_to_remove`. asynchronous: write in the background
+    while training continues. space_remedy: advice for a full disk, naming the flags of the
+    program."""
 
     keep_last: int | None = None
     keep_every: int | None = None
@@ -108,7 +108,7 @@ class _Pending:
     step: int
     plans: dict[str, NetworkPlan]
     state: ShardedStateDict
-    random: dict[str, bytes]  # by file
+    random: dict[str, bytes]  # random states by file name
     started: float
     blocked_s: float = 0.0
     written: Written = field(default_factory=Written)
@@ -214,7 +214,7 @@ class CheckpointSaver:
         return SaveReport(pending.step, size, now - pending.started, blocked, removed, free, notes)
 
     def _check_space(self, step: int, sizes: Sequence[int]) -> None:
-        """Raise SaveError where the disk has no room. sizes: bytes of each rank's part."""
+        """Raise SaveError if the disk is too full. sizes: bytes of each rank's part."""
         needed = sum(sizes) + TRAINER_BYTES
         free = self._or_fail(step, lambda: check_space(self.root, needed, self.policy.space_remedy))
         logger.info(
@@ -222,7 +222,7 @@ class CheckpointSaver:
         )
 
     def _publish(self, pending: _Pending, parts: list[tuple[str | None, Written]]) -> int:
-        """On rank 0: the checkpoint's bytes."""
+        """Complete and publish the checkpoint, on rank 0; returns its size in bytes."""
         records = self._complete(pending, parts)
         publish(self.root, pending.step)
         return total_bytes(records)
@@ -230,7 +230,8 @@ class CheckpointSaver:
     def _complete(
         self, pending: _Pending, parts: list[tuple[str | None, Written]]
     ) -> dict[str, FileRecord]:
-        """On rank 0: write what is not one rank's, the manifest last."""
+        """Write the files that belong to no single rank, the manifest last; on rank 0. Returns the
+        records of all files."""
         for rank, (error, _) in enumerate(parts):
             if error is not None:
                 raise OSError(f"rank {rank}: {error}")
@@ -253,7 +254,8 @@ class CheckpointSaver:
         return records
 
     def _remove_old(self, newest: int) -> tuple[tuple[int, ...], tuple[str, ...], int]:
-        """On rank 0, once `newest` is published: (steps removed, notes, bytes free then)."""
+        """Remove old checkpoints after `newest` is published, on rank 0. Returns (removed steps,
+        notes, free bytes afterwards)."""
         removed, notes = [], []
         steps = complete_steps(self.root)
         for step in steps_to_remove(
@@ -267,8 +269,8 @@ class CheckpointSaver:
         return tuple(removed), tuple(notes), free_bytes(self.root)
 
     def _or_fail(self, step: int, action: Callable[[], T]) -> T:
-        """`action` on rank 0. An error removes what was written of this checkpoint, and is raised on
-        all ranks."""
+        """Run `action` on rank 0. An OSError removes the unfinished checkpoint and is raised as
+        SaveError on all ranks."""
 
         def guarded() -> T:
             try:
@@ -292,7 +294,7 @@ def _description(
     *,
     with_rng: bool,
 ) -> dict[str, object]:
-    """What a checkpoint says about its networks, plain JSON. A collective."""
+    """Description of a checkpoint's networks for trainer.json, plain JSON. Collective."""
     described = {owner: layout.describe() for owner, layout in layouts.items()}
     return {
         "world_size": dist.get_world_size(),
@@ -319,7 +321,7 @@ def _make_folders(folder: Path, networks: Mapping[str, SavedNetwork]) -> None:
 
 
 def check_space(root: Path, needed: int, remedy: str) -> int:
-    """The free bytes of the disk. Raises OSError when they are too few."""
+    """Free bytes of the disk. Raises OSError if they are fewer than `needed`."""
     if (free := free_bytes(root)) < needed:
         raise OSError(
             f"it needs {needed / 1e9:.3f} GB and the disk has {free / 1e9:.3f} GB free; {remedy}"
@@ -328,7 +330,7 @@ def check_space(root: Path, needed: int, remedy: str) -> int:
 
 
 def _write_all(folder: Path, pending: _Pending) -> None:
-    """This rank's files. Errors are kept for `finish`: this may be a thread."""
+    """Write this rank's files. Errors are stored for `finish`, since this may run in a thread."""
     try:
         written = pending.written
         with no_crc32(), ThreadPoolExecutor(WRITERS) as pool:
@@ -351,4 +353,4 @@ def _write_all(folder: Path, pending: _Pending) -> None:
     except Exception as error:
         pending.error = str(error) or type(error).__name__
     for plan in pending.plans.values():
-        plan.files = []  # the copies are of no use any more
+        plan.files = []  # free the copies

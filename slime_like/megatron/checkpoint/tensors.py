@@ -45,9 +45,12 @@ class CheckpointTensors:
         ]
 
     def read_into(self, target: Tensor, key: str, offset: tuple[int, ...]) -> None:
-        """Fill `target`, which has as many dimensions as the stored tensor, with the region that
-        begins at `offset`, in target's dtype. Holds one stored piece at a time. Raises ValueError
-        where the stored pieces do not cover it, or a file is damaged."""
+        """Fill `target` with the region of the stored tensor that starts at `offset`, converted to
+        target's dtype. Holds one stored piece in memory at a time. Raises ValueError if the stored
+        pieces do not cover the region or a file is damaged.
+
+        target: with as many dimensions as the stored tensor.
+        """
         filled = 0
         for chunk in self.entries[key].chunks:
             low = [max(o, c) for o, c in zip(offset, chunk.offsets, strict=True)]

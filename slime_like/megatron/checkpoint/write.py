@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
 FORMAT = ("torch_dist", 1)
 METADATA_FILE = ".metadata"
-FILES = 2  # of each rank, at most
+FILES = 2  # maximum number of files per rank
 MANY_STRATEGIES = release() >= (0, 17)
-OVERHEAD_BYTES = 2048  # of one tensor's container in a file, at most
+OVERHEAD_BYTES = 2048  # maximum size of one tensor's container in a file
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class FilePlan:
 
 @dataclass(slots=True)
 class NetworkPlan:
-    """What this rank writes of one network. common: what is not cut into shards, written by rank 0.
+    """What this rank writes for one network. common: state that is not sharded, written by rank 0.
     metadata: on rank 0 only."""
 
     files: list[FilePlan]
@@ -75,21 +75,21 @@ class NetworkPlan:
 
 @dataclass(slots=True)
 class Written:
-    """Of one rank. results: where each item lies, by network. records: by path inside the
-    checkpoint."""
+    """Result of writing on one rank. records: by path inside the checkpoint. results: location of
+    each item, by network."""
 
     records: dict[str, FileRecord] = field(default_factory=dict)
     results: dict[str, list[WriteResult]] = field(default_factory=dict)
 
 
 class _Planner(TorchDistSaveShardedStrategy):
-    """megatron-core's planning without its writing."""
+    """megatron-core's save planning, without writing."""
 
     def __init__(self) -> None:
         super().__init__(*FORMAT, thread_count=FILES)
 
     def plan(self, state: dict[str, object], folder: Path) -> tuple[Any, Metadata | None]:
-        # since 0.17 another package's planning is the default
+        # since 0.17 the default strategy is from another package
         self.async_save(state, folder, **({"async_strategy": "mcore"} if MANY_STRATEGIES else {}))
         return self._planned
 
@@ -103,13 +103,18 @@ class _Planner(TorchDistSaveShardedStrategy):
 def plan_network(
     state: dict[str, object], folder: Path, *, rank: int, detached: bool
 ) -> NetworkPlan:
-    """Collective; `folder` exists. state: of `sharded_state`. detached: copy tensors to memory of
-    their own, so that training may go on while they are written."""
+    """Plan what this rank writes for a network. Collective.
+
+    Args:
+        state: From `sharded_state`.
+        folder: Existing folder of the network.
+        detached: Copy tensors, so that training may continue while they are written.
+    """
     sharded, common = save_preprocess(state)
     live = {data.data_ptr() for data in _tensors_of(sharded)}
     filesystem_async._results_queue = (
         queue.SimpleQueue()
-    )  # else megatron-core starts a manager process for the results, which we do not use
+    )  # otherwise megatron-core starts a manager process for the results, which we do not use
     writer, metadata = _Planner().plan(sharded, folder)
     files = []
     for _, name, (objects, tensors) in writer.write_buckets or ():
@@ -121,8 +126,8 @@ def plan_network(
 
 @contextmanager
 def no_crc32() -> Iterator[None]:
-    """torch computes a CRC of every tensor that it saves, and never compares it; the manifest's
-    SHA-256 is compared."""
+    """Disable torch's CRC of every saved tensor, which is never verified; the SHA-256 of the
+    manifest is."""
     was = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -132,8 +137,7 @@ def no_crc32() -> Iterator[None]:
 
 
 def write_file_plan(folder: Path, plan: FilePlan) -> tuple[FileRecord, list[WriteResult]]:
-    """Write and sync one file in torch's format for distributed checkpoints. To be called within
-    `no_crc32`."""
+    """Write and sync one file in torch's distributed checkpoint format. Call within `no_crc32`."""
     transforms = _StorageWriterTransforms()
     results = []
     with hashed_file(folder / plan.name) as file:
@@ -156,8 +160,8 @@ def write_file_plan(folder: Path, plan: FilePlan) -> tuple[FileRecord, list[Writ
 def write_network_metadata(
     folder: Path, metadata: Metadata, results: Sequence[Sequence[WriteResult]]
 ) -> dict[str, FileRecord]:
-    """What makes the files of all ranks a distributed checkpoint that megatron-core and torch can
-    load. On rank 0, at the end."""
+    """Write the metadata that make the files of all ranks a distributed checkpoint for
+    megatron-core and torch. On rank 0, after all ranks have written."""
     metadata.version = CURRENT_DCP_VERSION
     metadata.storage_data = {
         result.index: result.storage_data for of_rank in results for result in of_rank
@@ -165,11 +169,11 @@ def write_network_metadata(
     metadata.storage_meta = StorageMeta()
     vars(metadata).pop(
         "all_local_plans", None
-    )  # megatron-core's, to skip planning in the next run; larger than the rest
+    )  # megatron-core's cache of save plans; larger than the rest
     content = pickle.dumps(metadata)
     load_metadata(
         io.BytesIO(content), METADATA_FILE
-    )  # what cannot be loaded again must not be written
+    )  # check that it can be loaded before writing it
     return {
         METADATA_FILE: write_file(folder / METADATA_FILE, content),
         CONFIG_FNAME: write_file(
@@ -186,7 +190,7 @@ def _common_bytes(common: Mapping[str, object]) -> bytes:
     buffer = io.BytesIO()
     torch.save(common, buffer)
     buffer.seek(0)
-    load_tensors(buffer, COMMON_STATE_FNAME)  # what cannot be loaded again must not be written
+    load_tensors(buffer, COMMON_STATE_FNAME)  # check that it can be loaded before writing it
     return buffer.getvalue()
 
 
@@ -195,7 +199,7 @@ def _detached(tensor: torch.Tensor, live: set[int]) -> torch.Tensor:
         return tensor.cpu()
     return (
         tensor.clone() if tensor.data_ptr() in live else tensor
-    )  # the others are copies that planning has made
+    )  # others are already copies, made by the planning
 
 
 def _tensors_of(container: Any) -> list[torch.Tensor]:

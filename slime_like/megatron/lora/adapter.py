@@ -53,7 +53,7 @@ class AdapterChunk(MegatronModule):
 
     @property
     def acting(self) -> dict[str, Callable[[Tensor], Tensor]]:
-        """The argument of `LoraBase.active`."""
+        """This chunk's layers, as an argument of `LoraBase.active`."""
         return (
             dict(self.layers)
             if self.value_head is None
@@ -72,7 +72,7 @@ class AdapterChunk(MegatronModule):
                 yield parameter, ranks.group
         if (
             self.value_head is not None and self.config.sequence_parallel
-        ):  # sequence parallel: it sees this rank's tokens
+        ):  # each rank only has its part of the tokens
             for parameter in self.value_head.parameters():
                 yield parameter, self.layout.tp_group
 
@@ -184,5 +184,5 @@ def _replica_rank(layout: ParallelLayout, factor: Factor) -> int:
 
 
 def _key(name: str) -> str:
-    """A name that a module's parameter may have."""
+    """Parameter name without dots, which torch does not allow."""
     return name.replace(".", "/")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-VALUE_HEAD = "value_head"  # the slot of one
+VALUE_HEAD = "value_head"  # name of its slot
 LATENT = (
     "linear_q_proj",
     "linear_q_down_proj",
@@ -70,7 +70,8 @@ class LoraBase(Network):
 
     @contextmanager
     def active(self, layers: Sequence[Mapping[str, Callable[[Tensor], Tensor]]]) -> Iterator[None]:
-        """layers: of each chunk, by the weight's canonical name; a value head by `VALUE_HEAD`."""
+        """Make an adapter active within the block. layers: per chunk, by the canonical name of the
+        weight; a value head by `VALUE_HEAD`."""
         assert not any(slot.active for slots in self.slots for slot in slots.values()), (
             "another adapter is active"
         )
@@ -96,7 +97,8 @@ class LoraBase(Network):
 
 
 def _slots(chunk: MegatronModule, *, has_head: bool) -> dict[str, Slot]:
-    """Hooks on all linear layers of a chunk; a slot for each, by the canonical name of its weight."""
+    """Add a hook to every linear layer of a chunk. Returns a slot for each, by the canonical name
+    of its weight."""
     names = {id(parameter): name for name, parameter in global_parameters([chunk])}
     slots = {}
     for module in unwrap(chunk).decoder.modules():
@@ -104,8 +106,8 @@ def _slots(chunk: MegatronModule, *, has_head: bool) -> dict[str, Slot]:
         name = None if weight is None else names[id(weight)]
         if name is not None and _is_linear(name):
             slots[name] = Slot()
-            # before others, which see the layer with its adapter: megatron_patches/mla_tp_grads.py
-            # has one
+            # before other hooks (megatron_patches/mla_tp_grads.py), which must get the output
+            # including the adapter
             module.register_forward_hook(_Hook(slots[name]), prepend=True)
     if has_head:
         slots[HEAD] = unwrap(chunk).head_slot

@@ -5,8 +5,8 @@ sharded:
 
     column-parallel (query, key, value; gate, up)    lora_A replicated; lora_B: rows of this rank
     row-parallel (attention output, down)            lora_A: columns of this rank; lora_B replicated
-    output layer                                     lora_A replicated; lora_B: this rank's
-    vocabulary
+    output layer                                     lora_A replicated; lora_B: vocabulary of this
+                                                     rank
 
 Without sequence parallelism every rank has the full gradient of a replicated factor. With it, a
 rank only sees its tokens; in an expert only its part of the output or input, and at the output
@@ -54,7 +54,8 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class ColumnLora:
-    """first: [rank, in] of each module; second: [out / tp, rank]. order: of the output."""
+    """LoRA of a column-parallel layer, which may fuse several modules. first: lora_A [rank, in] per
+    module. second: lora_B [out / tp, rank] per module. order: pieces of the fused output."""
 
     first: Sequence[Tensor]
     second: Sequence[Tensor]
@@ -63,8 +64,8 @@ class ColumnLora:
     ranks: Ranks
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: the layer's input [..., in], under sequence parallelism this rank's part -> [..., out
-        / tp] over all tokens."""
+        """x: [..., in], input of the layer; under sequence parallelism this rank's tokens. Returns
+        [..., out / tp] over all tokens."""
         rank = self.first[0].size(0)
         low = _product(
             x, torch.cat(list(self.first)) if len(self.first) > 1 else self.first[0]
@@ -91,7 +92,7 @@ class ColumnLora:
         return torch.cat(pieces, -1)
 
     def delta(self) -> Tensor:
-        """[out / tp, in]: what the adapter adds to the layer's weight, in float32."""
+        """The update of the layer's weight, [out / tp, in] float32."""
         products = [
             self.scale * (b.float() @ a.float())
             for a, b in zip(self.first, self.second, strict=True)
@@ -107,7 +108,7 @@ class ColumnLora:
 
 @dataclass(frozen=True, slots=True)
 class RowLora:
-    """first: [rank, in / tp]; second: [out, rank]."""
+    """LoRA of a row-parallel layer. first: lora_A [rank, in / tp]. second: lora_B [out, rank]."""
 
     first: Tensor
     second: Tensor
@@ -115,8 +116,8 @@ class RowLora:
     ranks: Ranks
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [..., in / tp] -> [..., out], under sequence parallelism over this rank's part of the
-        tokens; of an expert: this rank's term."""
+        """x: [..., in / tp]. Returns [..., out]; under sequence parallelism for this rank's tokens,
+        in an expert the partial sum of this rank."""
         low = _product(x, self.first)
         if self.ranks.exchange:
             if self.ranks.sequence_parallel:
@@ -131,8 +132,8 @@ class RowLora:
 
 @dataclass(frozen=True, slots=True)
 class HeadLora:
-    """LoRA of the output layer, merged into the weight that fused_linear_logprob.py gets. first:
-    [rank, hidden]; second: [vocab_padded / tp, rank]."""
+    """LoRA of the output layer, merged into the weight passed to fused_linear_logprob.py. first:
+    lora_A [rank, hidden]. second: lora_B [vocab_padded / tp, rank]."""
 
     first: Tensor
     second: Tensor

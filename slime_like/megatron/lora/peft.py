@@ -1,5 +1,5 @@
-"""An adapter as a folder in PEFT's format: adapter_config.json and adapter_model.safetensors. Exact
-both ways: PEFT has the same factors."""
+"""Save and load adapters in PEFT's format: adapter_config.json and adapter_model.safetensors. The
+conversion is exact in both directions, since PEFT uses the same factors."""
 
 from __future__ import annotations
 
@@ -31,13 +31,15 @@ from slime_like.weights.safetensors_writer import save_tensors
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-BASE_HEAD = "lm_head.base_layer"  # PEFT writes it beside the factors of an output layer
+BASE_HEAD = "lm_head.base_layer"  # PEFT saves it with the factors of an output layer
 
 
 def save_adapter(folder: str, network: LoraNetwork, base_model: str | None) -> None:
-    """Collective; rank 0 writes, and the folder is there whole or not at all. base_model: as PEFT
-    is to find it. Raises OSError or ValueError on every rank: the folder holds something that is no
-    adapter, the disk is full."""
+    """Save the adapter of `network`. Collective; rank 0 writes, atomically.
+
+    base_model: model name or path for PEFT. Raises OSError (e.g. a full disk), or ValueError if the
+    folder contains something other than an adapter; on every rank.
+    """
     tensors = {
         _peft_name(name): tensor.cpu().contiguous() for name, tensor in gather_factors(network)
     }
@@ -51,9 +53,12 @@ def save_adapter(folder: str, network: LoraNetwork, base_model: str | None) -> N
 
 
 def load_adapter(folder: str, network: LoraNetwork, base_model: str) -> None:
-    """Collective. base_model: its Hugging Face folder. Raises ValueError, the same on every rank
-    and before a number has changed: another rank or alpha, tensors that are missing, surplus, of
-    another shape, or not finite, an output layer other than the base's."""
+    """Load an adapter into `network`. Collective.
+
+    base_model: Hugging Face folder of the base model. Raises ValueError on every rank, before
+    anything is modified, for another rank or alpha, for tensors that are missing, unexpected, not
+    finite or of another shape, and for an output layer that differs from the base model's.
+    """
 
     def read() -> dict[str, Tensor]:
         _check_config(folder, read_adapter_config(folder), network)
@@ -132,7 +137,8 @@ def _read_tensors(path: Path, network: LoraNetwork, base_model: str) -> dict[str
 
 
 def head_of(folder: str) -> Tensor:
-    """The output layer of a Hugging Face folder, [vocabulary, hidden]."""
+    """Read the output layer weight of a Hugging Face folder, [vocabulary, hidden]; the embedding if
+    they are tied."""
     with WeightFiles(folder) as files:
         name = LM_HEAD
         if name not in files.names:

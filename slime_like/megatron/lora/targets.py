@@ -1,9 +1,9 @@
-"""Which weights an adapter has factors for: the whole model's, in the network's order, whatever the
+"""Weights that an adapter targets: those of the full model, in network order, independent of the
 layout.
 
-A weight of megatron-core may be several of Hugging Face's (query, key and value; gate and up
-projection). Each of these projections has factors of its own, as in PEFT: lora_A [rank, in] and
-lora_B [out, rank], so that adapters are exchanged with PEFT without a change, and any subset of the
+A megatron-core weight may fuse several Hugging Face weights (query, key and value; gate and up
+projection). As in PEFT, each of these projections has separate factors, lora_A [rank, in] and
+lora_B [out, rank]. Adapters can therefore be exchanged with PEFT unchanged, and any subset of the
 projections can be trained.
 """
 
@@ -30,10 +30,10 @@ HEAD = OUTPUT_LAYER
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """One of a projection's two matrices. name: as PEFT has it, without the prefix. shape: of the
-    whole. dim: along which the tensor-parallel ranks share it; None: each has the whole. expert:
-    its number in the whole model, None outside of experts (whose factors are shared by the experts'
-    tensor-parallel ranks)."""
+    """lora_A or lora_B of one projection. name: PEFT's, without the prefix. shape: of the full
+    matrix. dim: dimension that is sharded over tensor-parallel ranks, None if replicated. expert:
+    global index of the expert, which is sharded over expert-tensor-parallel ranks; None outside of
+    experts."""
 
     name: str
     shape: tuple[int, int]
@@ -42,7 +42,7 @@ class Factor:
 
     @property
     def is_first(self) -> bool:
-        """lora_A, which the input meets first."""
+        """Whether this is lora_A."""
         return self.name.endswith(".lora_A")
 
     @property
@@ -52,10 +52,10 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A weight of megatron-core with an adapter. modules: the Hugging Face modules that it is made
-    of and that are targeted, in order."""
+    """A megatron-core weight with an adapter. modules: the targeted ones among the Hugging Face
+    modules that it fuses, in order."""
 
-    parameter: str  # canonical name, of the whole model
+    parameter: str  # canonical name in the full model
     mapping: Mapping
     modules: tuple[str, ...]
     factors: tuple[tuple[Factor, Factor], ...]  # (lora_A, lora_B) of each module
@@ -64,9 +64,16 @@ class Target:
 def targets_of(
     spec: LoraSpec, family: MappingOf[str, Mapping], sizes: Sizes, *, tied: bool
 ) -> list[Target]:
-    """family: every parameter of the model, see `family_map`. tied: the output layer is the
-    embedding; lm_head's factors are then of the output layer alone. Raises ValueError naming
-    targets that the model does not have."""
+    """The weights that `spec` targets.
+
+    Args:
+        family: All parameters of the model; see `family_map`.
+        tied: The output layer shares the embedding weight; factors of lm_head then apply to the
+            output layer only.
+
+    Raises:
+        ValueError: The model has none of the targets; names them.
+    """
     family = {**family, HEAD: VocabParallel(LM_HEAD)} if tied else family
     targets = [
         target
@@ -97,7 +104,7 @@ def _target(spec: LoraSpec, name: str, mapping: Mapping, sizes: Sizes) -> Target
         return None
     in_dim, out_dim = (
         (1, None) if mapping.dim == 1 else (None, 0)
-    )  # the input of a row-parallel layer is cut, of others the output
+    )  # row-parallel layers are sharded along the input, others along the output
     expert = expert_number(name)
     pairs = tuple(
         (
@@ -115,8 +122,8 @@ def _last(module: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OutputPiece:
-    """Rows [start, stop) of a rank's share of one module's output; module: its index among the
-    targeted ones, None: it has no adapter."""
+    """Rows [start, stop) of a rank's shard of one module's output. module: index among the targeted
+    modules, None if it has no adapter."""
 
     module: int | None
     start: int
@@ -126,7 +133,7 @@ class OutputPiece:
 def output_order(
     target: Target, sizes: Sizes, tp_rank: int, tp_size: int
 ) -> tuple[OutputPiece, ...]:
-    """What the output of a column-parallel layer consists of on one rank, in order."""
+    """Pieces that make up the output of a column-parallel layer on one rank, in order."""
     pieces = []
     for part in target.mapping.parts(sizes, tp_rank, tp_size, rows=0):
         assert part.hf is not None, (
