@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from slime_like.checkpoints.state import HealthState
 
 
-WINDOW = 5  # rollouts: means are over the first and the last so many
-PATIENCE = 3  # rollouts in a row without any difference between rewards
-FLAT = 1e-6  # standard deviation of rewards up to which they are all the same
-NO_SPREAD = 0.9  # share of groups without a difference between their rewards
-TRUNCATED = 0.5  # share of responses cut at the limit of length, from the start on
-TRUNCATED_MORE = 0.2  # by how much the share is above that of the first rollouts
-COLLAPSE = 0.25  # length in terms of that of the first rollouts
-ENTROPY_COLLAPSE = 0.1  # entropy in terms of that of the first rollouts
-IMPROVED = 0.25  # standard deviations of the first rewards by which the mean reward must be up
+WINDOW = 5  # rollouts whose mean is compared, at the start and at the end
+PATIENCE = 3  # consecutive rollouts with equal rewards
+FLAT = 1e-6  # rewards with a standard deviation up to this count as equal
+NO_SPREAD = 0.9  # share of groups with equal rewards
+TRUNCATED = 0.5  # share of truncated responses, from the start on
+TRUNCATED_MORE = 0.2  # increase of that share over the first rollouts
+COLLAPSE = 0.25  # length relative to the first rollouts
+ENTROPY_COLLAPSE = 0.1  # entropy relative to the first rollouts
+IMPROVED = 0.25  # required increase of the mean reward, in standard deviations of the first rewards
 
 REWARD, REWARD_STD = "rollout/reward_mean", "rollout/reward_std"
 SPREADLESS, SINGLE = "reward/zero_spread_group_frac", "reward/singleton_groups"
@@ -65,7 +65,7 @@ class Series:
         return sum(self.last) / len(self.last)
 
     def newest(self, count: int) -> list[float]:
-        """The last `count` values; none where there are fewer."""
+        """The last `count` values; none if there are fewer."""
         return list(self.last)[-count:] if len(self.last) >= count else []
 
 
@@ -153,7 +153,8 @@ REWARD_RULES = frozenset({"no_reward", "constant_reward", "no_spread"})
 
 
 def _improved(seen: History) -> bool:
-    """The mean reward is up since the first rollouts, by more than it varies."""
+    """Whether the mean reward has increased since the first rollouts, by more than its
+    variation."""
     reward, spread = seen[REWARD], seen[REWARD_STD]
     if not reward.full or not spread.full:
         return False
@@ -164,8 +165,8 @@ class HealthMonitor:
     """Applies the rules to every rollout.
 
     Args:
-        reward_trains: rewards are what is learned from; False where a teacher is (on-policy
-            distillation with --rm-type zero), and rules about rewards are left out.
+        reward_trains: Rewards are the training signal. False if a teacher is (on-policy
+            distillation with --rm-type zero), which disables the rules about rewards.
     """
 
     def __init__(self, *, reward_trains: bool = True) -> None:
@@ -176,14 +177,14 @@ class HealthMonitor:
         self._shown: list[str] = []
 
     def check(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
-        """Look at the metrics of one rollout.
+        """Evaluate the rules on the metrics of one rollout.
 
         Args:
-            metrics: what is logged of it; those that are missing or not finite are passed over.
+            metrics: Logged metrics; missing or non-finite ones are ignored.
 
         Returns:
-            The metrics ``health/warnings`` and ``health/<rule>`` (1) of the rules that hold, and
-            the sentences of those that hold for the first time in the run.
+            The metrics ``health/warnings`` and ``health/<rule>`` (1) of the rules that fire, and
+            the messages of those that fire for the first time in the run.
         """
         for name in WATCHED:
             if name in metrics:
@@ -196,12 +197,12 @@ class HealthMonitor:
         return counted, [f"{name} (health/{name}): {holding[name]}" for name in fresh]
 
     def state_dict(self) -> dict[str, object]:
-        """Plain JSON, for a checkpoint."""
+        """State for a checkpoint, as plain JSON."""
         series = {name: [list(s.first), list(s.last)] for name, s in self._seen.items()}
         return {"series": series, "shown": list(self._shown)}
 
     def load_state_dict(self, state: HealthState) -> None:
-        """Continue where `state_dict` was taken; metrics that the state does not know start anew."""
+        """Continue from a `state_dict`; metrics that are not in it start empty."""
         for name, (first, last) in state["series"].items():
             if name in self._seen:
                 self._seen[name] = Series(first, last)

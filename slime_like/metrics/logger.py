@@ -33,14 +33,14 @@ _RESERVED = frozenset({"step", "time"})
 
 
 class MetricsLogger:
-    """Writes metrics of one process (rank 0). Lines of an earlier run in `output_dir` with step <
-    start_step are kept, later ones dropped: a resumed run repeats them. A line that was cut off
-    when the process died is dropped too.
+    """Writes metrics of one process (rank 0). On resume, lines of an earlier run in `output_dir`
+    with step < start_step are kept, and later ones dropped, since they are written again. A
+    truncated last line is dropped as well.
 
-    tensorboard_dir: None writes no TensorBoard files. last: metrics of step start_step - 1 as its
-    checkpoint has them (`to_json`); a process that was killed between the checkpoint and the line
-    has not written the line, and it is written now. trackers: are given the same metrics. Raises
-    ValueError with file and line for a damaged metrics.jsonl.
+    tensorboard_dir: None writes no TensorBoard files. last: metrics of step start_step - 1 from its
+    checkpoint (`to_json`); they are written now if the process was killed after saving the
+    checkpoint and before writing the line. trackers: receive the same metrics. Raises ValueError
+    with file and line for a damaged metrics.jsonl.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class MetricsLogger:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             kept = _drop_from(self.path, start_step) if self.path.exists() else None
             self._file = self._open()
-        self._waiting: dict[int, str] = {}  # lines that the disk has no room for, by step
+        self._waiting: dict[int, str] = {}  # pending lines, by step
         self.trackers = trackers
         self._board: SummaryWriter | None = None
         if tensorboard_dir is not None:
@@ -72,8 +72,8 @@ class MetricsLogger:
             )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one line, and have it on disk when this returns (not synced: a power cut may lose
-        it). Without room on the disk it is kept and written with the next one."""
+        """Write one line before returning (without fsync: a power failure may lose it). On a full
+        disk the line is kept and written with the next one."""
         assert not _RESERVED & values.keys(), f"metrics may not be called {sorted(_RESERVED)}"
         row: dict[str, object] = {"step": step, "time": round(time.time(), 3)}
         row.update(to_json(values))
@@ -84,13 +84,14 @@ class MetricsLogger:
             self.trackers.log(step, values)
 
     def _open(self) -> FileIO:
-        """Unbuffered: what was not written is ours to keep."""
+        """Unbuffered, so that a failed write leaves no data in a buffer."""
         file = self.path.open("ab", buffering=0)
         self._size = file.tell()
         return file
 
     def _write_waiting_lines(self) -> None:
-        """A full disk is warned of when it begins, and its end is told."""
+        """Write the pending lines; warns when the disk becomes full, and when it can be written
+        again."""
         late = len(self._waiting) - 1
         error = self._write("".join(self._waiting.values()).encode())
         if error is None:
@@ -106,7 +107,7 @@ class MetricsLogger:
             )
 
     def _write(self, data: bytes) -> OSError | None:
-        """All of it or nothing."""
+        """Append all of `data`, or nothing."""
         written = 0
         try:
             while written < len(data):
@@ -119,7 +120,7 @@ class MetricsLogger:
         return None
 
     def _log_to_board(self, step: int, values: Mapping[str, float]) -> None:
-        """Until a write fails: its writer ends with the first error."""
+        """Write to TensorBoard until the first error, after which its writer is unusable."""
         if self._board is None:
             return
         try:
@@ -134,12 +135,12 @@ class MetricsLogger:
             self._board = None
 
     def attach(self, path: Path) -> None:
-        """Show a file of the run, as its plot, in the trackers."""
+        """Attach a file of the run, such as its plot, to the trackers."""
         if self.trackers is not None:
             self.trackers.attach(path)
 
     def amend(self, step: int, values: Mapping[str, float]) -> None:
-        """Add metrics to the line of `step`, the last one; without it this writes one."""
+        """Add metrics to the line of `step`, if it is the last one; otherwise write a new line."""
         before = self.row(step)
         if step not in self._waiting:
             self._file.close()
@@ -149,14 +150,15 @@ class MetricsLogger:
         self.log(step, {**before, **values})
 
     def row(self, step: int) -> dict[str, float]:
-        """The metrics of a step that was written; none where it was not."""
+        """The metrics of a written step; empty if there is none."""
         lines = [self._waiting[step]] if step in self._waiting else []
         rows = [_parse(line) for line in lines] or read_metrics(self.path)
         found = next((row for row in rows if row["step"] == step), {})
         return {name: value for name, value in found.items() if name not in _RESERVED}
 
     def close(self, finish_s: float | None = None) -> None:
-        """finish_s: for the trackers; None for as long as they have at the end of a run."""
+        """Write pending lines and close everything. finish_s: time limit for the trackers; None:
+        their usual limit."""
         if self._write("".join(self._waiting.values()).encode()) is not None:
             logger.warning(
                 f"--output-dir {self.path}: the metrics of {len(self._waiting)} steps, from step {min(self._waiting)} on, are lost"
@@ -175,8 +177,8 @@ class MetricsLogger:
 
 
 def _tell_errors_of_its_thread_once() -> None:
-    """TensorBoard writes in a thread. What fails there, as on a full disk, is raised again by the
-    next call of its writer, and has no need of the traceback that Python prints for threads."""
+    """Suppress tracebacks of TensorBoard's writer thread: an error in it, such as a full disk, is
+    raised again by the next call of the writer."""
     before: Callable[[threading.ExceptHookArgs], object] = threading.excepthook
     if getattr(before, "passes_tensorboard", False):
         return
@@ -190,13 +192,13 @@ def _tell_errors_of_its_thread_once() -> None:
 
 
 def to_json(values: Mapping[str, float]) -> dict[str, float | str]:
-    """Numbers, and words for those that JSON has none for."""
+    """JSON-compatible values: NaN and infinity become strings."""
     return {name: _to_json(float(value)) for name, value in values.items()}
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
-    """The rows of a metrics.jsonl in order, non-finite values included. A cut-off last line is left
-    out; any other damage raises ValueError with file and line."""
+    """The rows of a metrics.jsonl in order, with non-finite values. A truncated last line is
+    ignored; any other damage raises ValueError with file and line."""
     return [row for _, row in _rows(Path(path))]
 
 
@@ -240,8 +242,7 @@ def _from_json(name: str, value: object) -> float:
 
 
 def _drop_from(path: Path, start_step: int) -> set[float]:
-    """Rewrite the file without steps >= start_step; a reader, or a crash, sees the old file or the
-    new one. Returns the steps that are left."""
+    """Atomically rewrite the file without steps >= start_step. Returns the remaining steps."""
     left = [(line, row["step"]) for line, row in _rows(path) if row["step"] < start_step]
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as file:

@@ -43,9 +43,9 @@ PHASE_COLOURS = {
     "save": WINE,
 }
 PHASES_TITLE = "Seconds per rollout, by phase"
-OTHER_COLOUR = GREY  # of time that no phase claims
+OTHER_COLOUR = GREY  # time outside of all phases
 PHASES_LEGEND_IN = 1.35  # inches to the right of the last panel
-SMOOTH_FROM = 40  # points from which a curve gets a smoothed one over it
+SMOOTH_FROM = 40  # number of points from which a smoothed curve is added
 NO_MATPLOTLIB = "the plot needs matplotlib, which is not installed: pip install 'slime_like[tasks]'"
 
 Rows = Sequence[dict[str, float]]
@@ -54,9 +54,9 @@ Points = list[tuple[int, float]]  # (rollout, value)
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One plot. curves: (label, metric, colour); a metric that was never logged has no curve, a
-    panel without curves is left out. band: metric of a standard deviation, drawn around the first
-    curve. is_share: values between 0 and 1, on an axis that shows both."""
+    """One plot. curves: (label, metric, colour); metrics that were never logged are skipped, and so
+    are panels without curves. band: metric of a standard deviation, drawn around the first curve.
+    is_share: values between 0 and 1, with both on the axis."""
 
     title: str
     curves: tuple[tuple[str, str, str], ...]
@@ -116,7 +116,7 @@ PANELS = (
 
 
 def series(rows: Rows, metric: str) -> Points:
-    """(rollout, value) wherever the metric was logged, non-finite values included."""
+    """(rollout, value) wherever the metric was logged, with non-finite values."""
     return [(int(row["step"]), row[metric]) for row in rows if metric in row]
 
 
@@ -126,7 +126,7 @@ def eval_metrics(rows: Rows) -> list[str]:
 
 def smoothed(values: Sequence[float]) -> list[float]:
     """Centred moving average over about a tenth of the curve, narrower at its ends; non-finite
-    values are passed over."""
+    values are ignored."""
     half = max(len(values) // 20, 1)
     result = []
     for i in range(len(values)):
@@ -141,15 +141,15 @@ def write_plot(rows: Rows, path: str | Path, title: str = "", *, only: Sequence[
     """Draw the curves as a PNG.
 
     Args:
-        rows: of metrics.jsonl.
-        path: the file to write; folders are made.
-        title: above all panels.
-        only: beginnings of panel titles in any case, to draw those alone; empty for all that have
-        data.
+        rows: Of metrics.jsonl.
+        path: The file to write; folders are created.
+        title: Above all panels.
+        only: Prefixes of panel titles, case-insensitive, to select panels; empty for all panels
+            with data.
 
     Raises:
-        ModuleNotFoundError: matplotlib is absent; the message says what to install.
-        ValueError: there is no row, or no panel of these titles has data.
+        ModuleNotFoundError: matplotlib is missing; the message says what to install.
+        ValueError: There are no rows, or no panel with these titles has data.
     """
     if not rows:
         raise ValueError("no rollout was logged: nothing to plot")
@@ -179,7 +179,7 @@ def write_plot(rows: Rows, path: str | Path, title: str = "", *, only: Sequence[
     width, height = 5.4 * columns, 3.6 * lines + 0.4
     figure = Figure(figsize=(width, height))
     FigureCanvasAgg(figure)  # no display, and no pyplot state
-    # constant margins: measuring every label, as a layout engine does, takes longer than drawing
+    # constant margins: a layout engine measures every label, which takes longer than drawing
     grid = {
         "left": 0.7 / width,
         "right": 1 - (PHASES_LEGEND_IN if has_phases else 0.15) / width,
@@ -241,8 +241,8 @@ def _draw_panel(axis: Axes, panel: Panel, rows: Rows) -> None:
 
 
 def _draw_phases(axis: Axes, rows: Rows) -> None:
-    """Seconds of each phase, stacked; on top what no phase claims. A rollout is as wide as one step
-    of the axis."""
+    """Seconds of each phase, stacked, with the remaining time on top. A rollout is as wide as one
+    step of the axis."""
     names = list(phase_seconds({name: 0.0 for row in rows for name in row}))
     rows = [row for row in rows if STEP_SECONDS in row or phase_seconds(row)]
     steps = [int(row["step"]) for row in rows]
@@ -281,10 +281,10 @@ def _is_chosen(title: str, only: Sequence[str]) -> bool:
 
 
 def phase_colour(name: str) -> str:
-    """The colour of a phase: the same in every plot, whichever other phases a run has.
+    """The colour of a phase: the same in every plot, independent of a run's other phases.
 
     Args:
-        name: as in ``perf/<name>_s``; a phase that is not known shares the colour of one that is.
+        name: As in ``perf/<name>_s``; an unknown phase shares the colour of a known one.
     """
     known = list(PHASE_COLOURS.values())
     return PHASE_COLOURS.get(name, known[zlib.crc32(name.encode()) % len(known)])

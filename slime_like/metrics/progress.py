@@ -31,7 +31,7 @@ PHASES = (
     "save",
 )  # in the order of a rollout; others are shown after these
 STEP_SECONDS = "perf/step_s"
-SAMPLING_SECONDS = "perf/sampling_s"  # of the sampling thread, concurrent with the phases
+SAMPLING_SECONDS = "perf/sampling_s"  # time of the sampling thread, concurrent with the phases
 
 
 def phase_metric(phase: str) -> str:
@@ -39,8 +39,8 @@ def phase_metric(phase: str) -> str:
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by phase out of logged metrics: every ``perf/<phase>_s`` that is neither the whole
-    step, nor concurrent with it, nor a rate."""
+    """Seconds by phase from logged metrics: every ``perf/<phase>_s`` except the full step,
+    concurrent times and rates."""
     found = {
         name.removeprefix("perf/").removesuffix("_s"): value
         for name, value in metrics.items()
@@ -54,9 +54,9 @@ def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 class PhaseTimer:
-    """Sums the seconds of each phase until they are taken. A phase entered twice in one rollout
-    adds up; phases do not nest, so that their sum never exceeds the step. Work queued on a GPU
-    counts where the host waits for it."""
+    """Accumulates the seconds of each phase until they are taken. A phase that is entered twice in
+    one rollout adds up. Phases do not nest, so their sum never exceeds the step. GPU work counts
+    where the host waits for it."""
 
     def __init__(self) -> None:
         self.current: str | None = None
@@ -77,8 +77,8 @@ class PhaseTimer:
             self.current = None
 
     def take(self) -> dict[str, float]:
-        """``perf/<phase>_s`` of every phase since the last call, and ``perf/step_s``, all the time
-        since then; starts the next step."""
+        """``perf/<phase>_s`` of every phase since the last call, and ``perf/step_s``, the total
+        time since then; starts the next step."""
         now = time.perf_counter()
         seconds = {phase_metric(name): value for name, value in self._seconds.items()}
         seconds[STEP_SECONDS] = now - self._step_start
@@ -87,7 +87,7 @@ class PhaseTimer:
 
 
 def speed_and_memory(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Tokens a second over the whole step, and the peak memory of this process in GiB."""
+    """Tokens per second over the full step, and the peak memory of this process in GiB."""
     speed = {}
     if "rollout/tokens" in metrics and metrics.get(STEP_SECONDS):
         speed["perf/tokens_per_s"] = metrics["rollout/tokens"] / metrics[STEP_SECONDS]
@@ -97,8 +97,8 @@ def speed_and_memory(metrics: Mapping[str, float]) -> dict[str, float]:
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 24
-ETA_WINDOW = 20  # rollouts whose median time predicts the rest
-# label, metric, format; both displays show these
+ETA_WINDOW = 20  # the remaining time is estimated from the median of this many rollouts
+# label, metric, format; shown by both displays
 _COLUMNS = (
     ("reward", "rollout/reward_mean", "{:.4f}"),
     ("kl", "train/kl", "{:.2e}"),
@@ -112,11 +112,11 @@ _COLUMNS = (
 
 
 class Progress:
-    """Times the phases of every rollout on every rank, and shows them where `show` (rank 0).
+    """Times the phases of every rollout on every rank, and shows them if `show` (rank 0).
 
-    plain: lines in place of the live display; always so where stdout is no terminal. log_interval:
-    rollouts between two plain lines, the last rollout always has one. on_phase: told of every phase
-    that begins, and of the time after it.
+    plain: print lines instead of the live display; always the case if stdout is not a terminal.
+    log_interval: rollouts between two plain lines; the last rollout always has one. on_phase:
+    called with every phase that begins, and at the start of the time after it.
 
         with Progress(num_rollouts, show=rank == 0) as progress:
             for step in range(num_rollouts):
@@ -145,7 +145,7 @@ class Progress:
         self._latest: dict[str, float] = {}
         self._rewards: tuple[
             float, ...
-        ] = ()  # replaced, not changed: the display's thread reads it
+        ] = ()  # replaced, not mutated: the display's thread reads it
         self._durations: deque[float] = deque(maxlen=ETA_WINDOW)
         self._started = self._step_started = time.monotonic()
         self._spinner = Spinner("dots")
@@ -160,7 +160,7 @@ class Progress:
             )
 
     def start_at(self, rollout: int) -> None:
-        """The first rollout, above 0 for a resumed run."""
+        """Set the first rollout, above 0 for a resumed run."""
         self._done = rollout
 
     def __enter__(self) -> Progress:
@@ -189,8 +189,8 @@ class Progress:
         return self._timer.take()
 
     def rollout_done(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the numbers of rollout `step` (from 0). Metrics that do not come every rollout, as
-        eval, stay until they come again."""
+        """Show the metrics of rollout `step` (from 0). Metrics that are not logged every rollout,
+        such as evaluations, stay visible until they are updated."""
         now = time.monotonic()
         self._durations.append(now - self._step_started)
         self._step_started = now
@@ -205,7 +205,7 @@ class Progress:
             )
 
     def _print_above(self, line: str) -> None:
-        """A line of the log above the live display, as it is: not wrapped, and without markup."""
+        """Print a log line above the live display verbatim: without wrapping and markup."""
         self._console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     def _remaining_s(self) -> float | None:
@@ -214,7 +214,7 @@ class Progress:
         return statistics.median(self._durations) * max(self._num_rollouts - self._done, 0)
 
     def _numbers(self) -> list[tuple[str, str]]:
-        """(label, value) of the columns seen so far, then the mean of every evaluation set."""
+        """(label, value) of the columns seen so far, then the mean of each evaluation set."""
         shown = [
             (label, form.format(self._latest[name]))
             for label, name, form in _COLUMNS
@@ -266,7 +266,7 @@ class Progress:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """One character a value, lowest to highest; a non-finite value is a question mark."""
+    """One character per value, lowest to highest; a question mark for a non-finite value."""
     finite = [v for v in values if abs(v) < float("inf")]
     low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0

@@ -20,8 +20,8 @@ from slime_like.metrics.logger import FILE_NAME, read_metrics
 from slime_like.metrics.plot import Rows, eval_metrics, series, write_plot
 from slime_like.metrics.progress import STEP_SECONDS
 
-# Rows of the table: metric and what is best about it; eval/<set>/... and perf/... rows are added
-# where logged.
+# Rows of the table: metric and which value is best; eval/<set>/... and perf/... rows are added
+# if logged.
 Best = Literal["max", "min", None]
 TABLE_METRICS: tuple[tuple[str, Best], ...] = (
     ("rollout/reward_mean", "max"),
@@ -48,11 +48,11 @@ TABLE_METRICS: tuple[tuple[str, Best], ...] = (
 
 
 def summary_table(rows: Rows) -> Table:
-    """First, last and best value of the metrics that matter; the number of non-finite values where
-    there were any."""
+    """First, last and best value of the main metrics, and the number of non-finite values if there
+    are any."""
     rollouts = sum(
         any(name.startswith(("rollout/", "train/")) for name in row) for row in rows
-    )  # a row may be of an evaluation alone
+    )  # a row may contain only an evaluation
     table = Table(
         title="1 rollout" if rollouts == 1 else f"{rollouts} rollouts",
         title_justify="left",
@@ -63,7 +63,7 @@ def summary_table(rows: Rows) -> Table:
     )
     table.add_column(
         "metric", overflow="fold"
-    )  # in a narrow terminal the names give way, not the numbers
+    )  # in a narrow terminal the names are shortened, not the numbers
     for name in ("first", "last", "best"):
         table.add_column(name, justify="right", no_wrap=True, min_width=9)
     table.add_column("rollout", justify="right", no_wrap=True, min_width=7)
@@ -91,7 +91,7 @@ def summary_table(rows: Rows) -> Table:
 
 
 def health_lines(rows: Rows) -> list[str]:
-    """One line a rule of `health` that held: in how many rollouts, and since which."""
+    """One line per rule of `health` that fired: in how many rollouts, and since which."""
     names = sorted({name for row in rows for name in row if name.startswith("health/")})
     lines = []
     for name in names:
@@ -112,10 +112,9 @@ def write_report(
     only: Sequence[str] = (),
     plot: bool = True,
 ) -> Path | None:
-    """Print the table and write the plot (default ``report.png`` beside the metrics). Returns the
-    plot's path; None without `plot`, and, with a line saying why, where there is no matplotlib or
-    nothing was logged.
-    """
+    """Print the table and write the plot (default: ``report.png`` next to the metrics). Returns the
+    plot's path; None without `plot`, or, after printing the reason, without matplotlib or
+    metrics."""
     metrics_path, console = Path(metrics_path), console or Console()
     rows = read_metrics(metrics_path)
     if not rows:

@@ -10,7 +10,8 @@ Say = Callable[[str], None]
 
 
 class Startup:
-    """Called with what begins now; shows it with the seconds since this object was made."""
+    """Called at the start of each startup phase; shows its name, with the seconds since this object
+    was created."""
 
     def __init__(self, rank: int) -> None:
         self._show = rank == 0

@@ -7,19 +7,19 @@ import time
 from pathlib import Path
 
 FOLDER = "timeline"
-BETWEEN = "after "  # how `Progress` names what follows a phase
+BETWEEN = "after "  # prefix in `Progress` for the time after a phase
 
 
 class PhaseTimeline:
-    """Writes a line ``[phase, begin, seconds, processor seconds]`` for each phase that has ended;
-    begin in seconds since the epoch. Waiting for other ranks takes no processor time on gloo, so
-    that a slow rank is the one that is busy.
+    """Writes a line ``[phase, begin, seconds, CPU seconds]`` for each completed phase; begin in
+    seconds since the epoch. With gloo, waiting for other ranks takes no CPU time, which
+    distinguishes a slow rank from those that wait for it.
 
     Args:
-        output_dir: of the run.
-        rank: of this process.
-        resumed: adds to the files of the run that it continues; any other replaces them.
-        world_size: files of ranks beyond it are of an earlier run.
+        output_dir: Of the run.
+        rank: Of this process.
+        resumed: Append to the files of the resumed run; otherwise they are replaced.
+        world_size: Files of ranks beyond it belong to an earlier run.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class PhaseTimeline:
         self._begun: tuple[str, float, float, float] | None = None
 
     def enter(self, phase: str) -> None:
-        """As `Progress` calls it: the phase's name, then "after " and the name."""
+        """Called by `Progress` with the phase's name, then with "after " and the name."""
         if self._begun is not None and phase == BETWEEN + self._begun[0]:
             name, begin, clock, busy = self._begun
             seconds = (begin, time.monotonic() - clock, time.process_time() - busy)

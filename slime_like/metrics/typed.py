@@ -19,9 +19,9 @@ Kind = Literal["mean", "std", "sum", "min", "max"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One partial value. value, count, square: 0-d float tensors. A mean is value/count over
-    everything; std is the population's standard deviation, from value, count and the float64 sum of
-    squares. count and square are None otherwise."""
+    """A partial value with its reduction. value, count, square: 0-d float tensors. A mean is
+    value/count over all ranks and micro-batches; std is the population standard deviation, from
+    value, count and the float64 sum of squares. count and square are None for other kinds."""
 
     kind: Kind
     value: Tensor
@@ -49,8 +49,8 @@ class Metric:
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Metric:
-    """Mean of x over active tokens, or the share of them where x is True. x [T], mask [T] bool;
-    masked values never enter, NaN included."""
+    """Mean of x over active tokens, or the share of active tokens where x is True. x [T], mask [T]
+    bool; masked values have no effect, even if NaN."""
     if x.dtype == torch.bool:
         return Metric("mean", (x & mask).sum(dtype=torch.float32), _count(mask))
     x = torch.where(mask, x.detach().float(), zero(mask.device, torch.float32))
@@ -59,7 +59,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Metric:
 
 @cache
 def zero(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """0-d, to select against: torch makes one for each call with a plain 0."""
+    """A cached 0-d zero for torch.where, which would otherwise create a tensor per call."""
     with torch.inference_mode(False):
         return torch.zeros((), device=device, dtype=dtype)
 
@@ -68,8 +68,8 @@ _counted: tuple[weakref.ref[Tensor], int, Tensor] | None = None
 
 
 def _count(mask: Tensor) -> Tensor:
-    """Active tokens, 0-d float32. The metrics of a loss have one mask in common, which is counted
-    once."""
+    """Number of active tokens, 0-d float32; cached, since all metrics of a loss have the same
+    mask."""
     global _counted
     if mask.is_inference():
         return mask.sum(dtype=torch.float32)
@@ -81,29 +81,30 @@ def _count(mask: Tensor) -> Tensor:
 
 
 def masked_std(x: Tensor, mask: Tensor) -> Metric:
-    """Standard deviation of x over active tokens, without Bessel's correction. Sums in float64,
-    which numbers around 1 need."""
+    """Standard deviation of x over active tokens, without Bessel's correction. Accumulates in
+    float64, which values around 1 need."""
     x = torch.where(mask, x.detach().double(), 0.0)
     return Metric("std", x.sum(), mask.sum(dtype=torch.float64), x.square().sum())
 
 
 def masked_min(x: Tensor, mask: Tensor) -> Metric:
-    """Least x over active tokens, infinite without any. x, mask: [T], T may be 0."""
+    """Minimum of x over active tokens; infinity if there are none. x, mask: [T], T may be 0."""
     if x.numel() == 0:
         return Metric("min", x.new_full((), float("inf"), dtype=torch.float32))
     return Metric("min", torch.where(mask, x.detach().float(), float("inf")).amin())
 
 
 def masked_max(x: Tensor, mask: Tensor) -> Metric:
-    """Largest x over active tokens, minus infinity without any. x, mask: [T], T may be 0."""
+    """Maximum of x over active tokens; minus infinity if there are none. x, mask: [T], T may be
+    0."""
     if x.numel() == 0:
         return Metric("max", x.new_full((), float("-inf"), dtype=torch.float32))
     return Metric("max", torch.where(mask, x.detach().float(), float("-inf")).amax())
 
 
 class MetricAccumulator:
-    """Collects metrics of the micro-batches of one step and reduces them over a process group in at
-    most three collectives."""
+    """Collects metrics over the micro-batches of one step and reduces them over a process group
+    with at most three collectives."""
 
     def __init__(self) -> None:
         self._metrics: dict[str, Metric] = {}
@@ -114,13 +115,12 @@ class MetricAccumulator:
             self._metrics[name] = metric if seen is None else seen.merge(metric)
 
     def kind(self, name: str) -> Kind:
-        """Of a metric that is there."""
+        """Kind of an accumulated metric."""
         return self._metrics[name].kind
 
     def reduce(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
-        """Values by name, equal on all ranks of `group` (None: this process alone). Every rank of
-        the group must hold the same names. A mean over nothing, or an extreme over nothing, is left
-        out."""
+        """Values by name, equal on all ranks of `group` (None: this process only). Every rank of
+        the group must have the same names. Means and extremes over nothing are omitted."""
         names = sorted(self._metrics)
         additive: list[Tensor] = []
         extremes: dict[str, list[Tensor]] = {"min": [], "max": []}
@@ -137,7 +137,7 @@ class MetricAccumulator:
             self._reduce(extremes["min"], dist.ReduceOp.MIN, group),
             self._reduce(extremes["max"], dist.ReduceOp.MAX, group),
         ]
-        # the only place where the host waits for the device
+        # the only host-device synchronisation
         values = torch.cat([part for part in parts if part is not None]).tolist() if names else []
         first, last = len(additive), len(additive) + len(extremes["min"])
         sums, lows, highs = iter(values[:first]), iter(values[first:last]), iter(values[last:])
@@ -161,10 +161,10 @@ class MetricAccumulator:
     def _reduce(
         values: list[Tensor], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
     ) -> Tensor | None:
-        """[n] float64 on the device; None where there are no values, on any rank."""
+        """[n] float64 on the device; None if no rank has values."""
         if not values:
             return None
-        stacked = torch.stack(values).double()  # stack takes fp32 and fp64 together
+        stacked = torch.stack(values).double()  # stack accepts mixed fp32 and fp64
         if group is not None and group.size() > 1:
             dist.all_reduce(stacked, op=op, group=group)
         return stacked

@@ -14,7 +14,7 @@ STATE = ("weights", "gradients", "optimizer: fp32 parameters", "optimizer: momen
 
 
 def flags_that_help(run: RunConfig, rank: RankReport, batches: Batches) -> list[str]:
-    """Three: two against the largest term, where there are two, and one against the next."""
+    """Three suggestions: up to two for the largest term of memory, and one for the next."""
     parallel, transformer = run.parallel, run.megatron.transformer
     tensor = parallel.tensor_model_parallel_size
     tp = f"--tensor-model-parallel-size {2 * tensor}"
@@ -63,14 +63,14 @@ def flags_that_help(run: RunConfig, rank: RankReport, batches: Batches) -> list[
 
 
 def _deeper(run: RunConfig) -> list[int]:
-    """The next number of stages that divides the layers."""
+    """The next larger pipeline size that divides the number of layers."""
     layers, stages = run.megatron.transformer.num_layers, run.parallel.pipeline_model_parallel_size
     return [n for n in range(stages + 1, layers + 1) if layers % n == 0][:1]
 
 
 def with_flags(run: RunConfig, flags: Sequence[str]) -> RunConfig | None:
-    """The command line followed by `flags`, the last of which count; None where the rules refuse
-    it."""
+    """The run with `flags` appended to its command line (later flags win); None if validation
+    rejects it."""
     try:
         return parse_args([*run.argv, *flags], run.world_size)
     except ConfigError:

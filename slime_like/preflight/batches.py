@@ -23,18 +23,19 @@ from slime_like.distributed.seqlen_balancing import (
 )
 from slime_like.megatron.micro_batching import micro_batch_size, work_per_token
 
-CHARACTERS_PER_TOKEN = 4.0  # of English text, where prompts cannot be tokenised here
+CHARACTERS_PER_TOKEN = 4.0  # for English text, if prompts cannot be tokenised here
 PROMPTS_READ = 10_000
-DEFAULT_PROMPT = 256  # tokens, where neither prompts nor --rollout-max-prompt-len are given
+DEFAULT_PROMPT = 256  # tokens, without prompts and --rollout-max-prompt-len
 LENGTHS = "--preflight-lengths"
 
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """Of one optimizer step. longest, mean: tokens of a sample. samples: of the step. number: of
-    micro-batches on every data-parallel rank. tokens: that the largest may hold, over all
-    context-parallel ranks. used: share of the budget that is filled; None without one. imbalance:
-    work of the busiest data-parallel rank over the mean. prompts: where their lengths come from."""
+    """Micro-batches of one optimizer step. longest, mean: tokens of a sample. samples: number in
+    the step. number: micro-batches on every data-parallel rank. tokens: capacity of the largest
+    micro-batch, over all context-parallel ranks. used: filled share of the token budget; None
+    without one. imbalance: work of the busiest data-parallel rank divided by the mean. prompts:
+    source of the prompt lengths."""
 
     longest: int
     mean: float
@@ -48,7 +49,7 @@ class Batches:
 
 
 def batches_of(run: RunConfig) -> Batches:
-    """Raises ConfigError for a distribution that cannot be read."""
+    """Compute the micro-batches. Raises ConfigError for an invalid length distribution."""
     samples = run.algorithm.global_batch_size or 1
     lengths, source = sample_lengths(run, samples)
     size = micro_batch_size(run.algorithm, run.parallel.context_parallel_size, forward_only=False)
@@ -87,12 +88,12 @@ def batches_of(run: RunConfig) -> Batches:
 
 
 def sample_lengths(run: RunConfig, count: int) -> tuple[NDArray[np.int64], str]:
-    """[count] tokens of prompt and response, the same in every call; and where those of prompts are
-    from."""
+    """[count] tokens of prompt and response, deterministic; and the source of the prompt
+    lengths."""
     random = np.random.default_rng(0)
     prompts, source = prompt_lengths(run)
     drawn = random.choice(prompts, size=count)
-    if run.learns_conversations:  # these are whole
+    if run.learns_conversations:  # prompt and response together
         return drawn, source
     return drawn + response_lengths(run, count, random), source
 
@@ -116,20 +117,20 @@ def response_lengths(run: RunConfig, count: int, random: np.random.Generator) ->
 
 
 def longest_sequence(run: RunConfig) -> int:
-    """Tokens of prompt and response, or of the longest conversation to learn from."""
+    """Maximum tokens of prompt and response, or of a training conversation."""
     whole = run.learns_conversations
     return prompt_limit(run) + (0 if whole else run.rollout.rollout_max_response_len)
 
 
 def prompt_limit(run: RunConfig) -> int:
-    """Tokens of the longest prompt that is let in."""
+    """Maximum tokens of an accepted prompt."""
     limit = run.data.rollout_max_prompt_len
     return int(prompt_lengths(run)[0].max()) if limit is None else limit
 
 
 def prompt_lengths(run: RunConfig) -> tuple[NDArray[np.int64], str]:
-    """Tokens of prompts by their characters, from the first rows of --prompt-data, where that is a
-    JSONL file; else one length."""
+    """Prompt lengths in tokens, estimated from the characters of the first rows of --prompt-data if
+    it is a JSONL file; otherwise a single length."""
     path, limit = run.data.prompt_data, run.data.rollout_max_prompt_len
     characters = list(_characters(path, run.data.input_key)) if path is not None else []
     if not characters:

@@ -17,7 +17,7 @@ from slime_like.preflight.shape import shape_of
 
 
 def check(run: RunConfig, ranks: list[int] | None = None) -> Preflight:
-    """ranks: to look at; None: those of `chosen_ranks`. Raises ConfigError."""
+    """Run the preflight. ranks: ranks to examine; None: `chosen_ranks`. Raises ConfigError."""
     start, cpu = time.monotonic(), time.process_time()
     batches = batches_of(run)
     reports = [report_rank(run, rank, batches) for rank in ranks or chosen_ranks(run)]
@@ -48,12 +48,12 @@ def _flops(run: RunConfig, batches: Batches) -> float:
 
 
 def chosen_ranks(run: RunConfig) -> list[int]:
-    """The first rank, the last, and one of the stage between them that has most to hold: of those
-    with most expert layers the earliest, which has most micro-batches in flight. Ranks of one stage
-    differ in nothing but the padding of their shards. With --preflight-all-ranks, the first rank of
-    every stage and the last of all."""
+    """The first rank, the last, and one of the intermediate stage with the most memory: among those
+    with the most MoE layers the earliest one, which has the most micro-batches in flight. Ranks of
+    one stage differ only in the padding of their shards. With --preflight-all-ranks, the first rank
+    of every stage and the last rank."""
     stages = run.parallel.pipeline_model_parallel_size
-    of_stage = run.world_size // stages  # megatron-core's order: the pipeline is outermost
+    of_stage = run.world_size // stages  # in megatron-core's order the pipeline is outermost
     last = run.world_size - 1
     if run.preflight.preflight_all_ranks:
         return sorted({*(stage * of_stage for stage in range(stages)), last})

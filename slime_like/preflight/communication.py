@@ -10,11 +10,11 @@ from slime_like.preflight.batches import Batches
 from slime_like.preflight.memory import RankReport
 from slime_like.preflight.shape import Shape
 
-INDEX_BYTES = 200  # of a sample, on all ranks: ids, lengths, reward, status, versions
-# of a token: its id (int64), mask, log-probs of sampler and trainer, advantage, weight (fp32)
+INDEX_BYTES = 200  # per sample, on all ranks: ids, lengths, reward, status, versions
+# per token: id (int64), mask, log-probs of engine and trainer, advantage, weight (fp32)
 TOKEN_BYTES = 8 + 1 + 4 * 4
 
-NAMES = {  # of torch's operators
+NAMES = {  # names of torch's operators
     "allreduce": "all_reduce",
     "allgather_base": "all_gather",
     "reduce_scatter_base": "reduce_scatter",
@@ -24,7 +24,7 @@ NAMES = {  # of torch's operators
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """bytes: that one rank has in its buffers for it, in one optimizer step."""
+    """One kind of collective. bytes: size of one rank's buffers for it, per optimizer step."""
 
     name: str
     dimension: str
@@ -34,9 +34,9 @@ class Collective:
 
 
 def collectives_of_step(run: RunConfig, rank: RankReport, batches: Batches) -> list[Collective]:
-    """Tensor-, expert- and context-parallel ones as a micro-batch was seen to call them;
-    data-parallel ones by the sizes of megatron-core's buffers; the pipeline's by the size of what
-    stages exchange."""
+    """Collectives of an optimizer step. Tensor-, expert- and context-parallel ones are observed in
+    a micro-batch, data-parallel ones follow from the sizes of megatron-core's buffers, pipeline
+    ones from the size of the activations between stages."""
     found = [
         Collective(
             NAMES.get(name, name),
@@ -69,15 +69,17 @@ def collectives_of_step(run: RunConfig, rank: RankReport, batches: Batches) -> l
 
 
 def bubble(run: RunConfig, batches: Batches) -> float:
-    """Share of a step in which a stage waits: (P - 1) / (V M + P - 1) (arXiv 2104.04473, 2.2)."""
+    """Pipeline bubble, the idle share of a step: (P - 1) / (V M + P - 1) (arXiv 2104.04473,
+    2.2)."""
     stages, chunks = run.parallel.pipeline_model_parallel_size, run.virtual_stages or 1
     return (stages - 1) / (chunks * batches.number + stages - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Planes:
-    """samples: bytes of all of a rollout, and index: of what every rank knows of them. share: of
-    one data-parallel rank. weights: bytes of an update, and messages. checkpoint: on disk."""
+    """Data volumes outside of training steps. samples: bytes of a full rollout; index: bytes of its
+    metadata, which every rank has. share: of one data-parallel rank. weights, messages: bytes and
+    number of messages of a weight update. checkpoint: bytes on disk."""
 
     samples: int
     index: int
@@ -88,7 +90,7 @@ class Planes:
 
 
 def planes(run: RunConfig, shape: Shape, batches: Batches) -> Planes:
-    """Of the whole job."""
+    """Data volumes of the whole job."""
     number = batches.samples * batches.steps
     per_token = TOKEN_BYTES
     if run.rollout.use_rollout_routing_replay:

@@ -19,12 +19,12 @@ from slime_like.megatron.parallel_layout import ParallelLayout
 def world_as_rank(
     parallel: ParallelConfig, *, virtual_stages: int | None, rank: int, world_size: int
 ) -> Iterator[ParallelLayout]:
-    """The layout as `rank` of `world_size` sees it. No process group may be there already."""
+    """The layout as seen by `rank` of `world_size`. Requires that no process group exists yet."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     make = parallel_state.create_group
 
     def without_backend(*positional: object, **named: object) -> object:
-        named.pop("backend", None)  # gloo, for checkpoints: its groups would look for peers
+        named.pop("backend", None)  # gloo, for checkpoints: its groups would connect to peers
         return make(*positional, **named)
 
     parallel_state.create_group = without_backend

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 TERA = 1e12
-# Dense bf16 (V100: fp16) products with sums in fp32, TFLOP/s, as the makers' data sheets have them
-# without sparsity. By words of the device's name, of which the longest count.
+# Dense bf16 (V100: fp16) TFLOP/s with fp32 accumulation, without sparsity, from the vendors'
+# data sheets. Keys match words of the device name; the longest match wins.
 PEAK_TFLOPS = {
     "B300": 2250.0, "GB200": 2500.0, "B200": 2250.0, "H200": 989.4, "GH200": 989.4, "H100": 989.4, "H100 PCIe": 756.0,
     "H100 NVL": 835.0, "H800": 989.4, "H20": 148.0, "A100": 312.0, "A800": 312.0, "A10": 125.0, "A30": 165.0, "A40": 149.7,
@@ -38,12 +38,12 @@ PEAK_TFLOPS = {
 
 @dataclass(frozen=True, slots=True)
 class ForwardFlops:
-    """Of a forward pass through all layers.
+    """FLOPs of a forward pass through all layers.
 
-    matrices: for one token, in products with weights. mixing: for one token, in delta nets between
-    their projections. pair: for one token that attends to one other. head: of the output layer, for
-    one token. windowed: as pair, in layers where a token attends to `window` tokens at most.
-    Indexers of sparse attention, which have no backward pass, are left out.
+    matrices: per token, in matrix products with weights. mixing: per token, in delta nets between
+    their projections. pair: per pair of tokens in attention. head: of the output layer, per token.
+    windowed: like pair, for layers that attend to at most `window` tokens. Indexers of sparse
+    attention, which have no backward pass, are not counted.
     """
 
     matrices: float
@@ -54,8 +54,8 @@ class ForwardFlops:
     window: int = 0
 
     def of_sequences(self, lengths: Iterable[int]) -> tuple[float, float]:
-        """(in products with weights, in attention and delta nets) of sequences of so many tokens,
-        without the output layer. Causal attention has half of a square of pairs."""
+        """FLOPs (in products with weights, in attention and delta nets) of sequences with the given
+        lengths, without the output layer. Causal attention has half of the square of pairs."""
         tokens, pairs, near = 0, 0.0, 0.0
         for length in lengths:
             tokens += length
@@ -90,7 +90,7 @@ def forward_flops(config: TransformerConfig, gpt: GPTModelConfig) -> ForwardFlop
         shared = config.moe_shared_expert_intermediate_size or 0
         gate = hidden if shared and config.moe_shared_expert_gate else 0
         weights += sparse * (gated * hidden * (inner + shared) + gate + hidden * experts)
-    # of sparse attention, in which a token attends to so many tokens at most
+    # sparse attention, in which a token attends to at most this many tokens
     chosen = getattr(config, "index_topk", 0)
     near = attentions if chosen else windowed_layers(config)
     return ForwardFlops(
@@ -104,7 +104,7 @@ def forward_flops(config: TransformerConfig, gpt: GPTModelConfig) -> ForwardFlop
 
 
 def windowed_layers(config: TransformerConfig) -> int:
-    """Layers with a sliding window, as `arguments.hf.windows` sets them."""
+    """Number of layers with a sliding window, as set by `arguments.hf.windows`."""
     if config.window_size is None:
         return 0
     used = config.window_attn_skip_freq
@@ -112,21 +112,21 @@ def windowed_layers(config: TransformerConfig) -> int:
 
 
 def step_flops(flops: ForwardFlops, lengths: Iterable[int], head_rows: float) -> float:
-    """Of an optimizer step on all weights: forward and backward. head_rows: tokens that have a
-    log-prob."""
+    """FLOPs of an optimizer step on all weights: forward and backward. head_rows: number of tokens
+    with a log-prob."""
     weights, rest = flops.of_sequences(lengths)
     return 3 * (weights + rest + flops.head * head_rows)
 
 
 def _delta_rule(config: TransformerConfig) -> float:
-    """For one token in one delta net: its convolution, and for each head three products with its
-    state, which read, correct and read again (arXiv 2412.06464, equation 10)."""
+    """FLOPs per token in one delta net: its convolution, and for each head three products with its
+    state, to read, correct and read again (arXiv 2412.06464, equation 10)."""
     state = config.linear_key_head_dim * config.linear_value_head_dim
     convolution = 2 * config.linear_conv_kernel_dim * delta_channels(config)
     return float(convolution + 6 * config.linear_num_value_heads * state)
 
 
 def peak_tflops(device: str) -> float | None:
-    """Of a device by its name, as torch has it; None for one that is not known."""
+    """Peak TFLOP/s of a device, by torch's name of it; None if unknown."""
     known = [name for name in PEAK_TFLOPS if re.search(rf"(?<!\w){name}(?!\w)", device, re.I)]
     return PEAK_TFLOPS[max(known, key=len)] if known else None

@@ -18,20 +18,20 @@ from torch.utils._pytree import tree_iter
 
 @dataclass(slots=True)
 class Traffic:
-    """calls: of one kind of collective in one group. bytes: of the larger of a rank's input and
-    output, over all calls."""
+    """One kind of collective in one group. calls: their number. bytes: the larger of a rank's input
+    and output, summed over calls."""
 
     calls: int = 0
     bytes: int = 0
 
 
 class LiveBytes(TorchDispatchMode):
-    """now, peak: bytes of storages made inside this mode that are alive. traffic: by (collective,
-    name of the group)."""
+    """Dispatch mode that tracks memory and communication. now, peak: bytes of live storages that
+    were created in this mode. traffic: by (collective, name of the group)."""
 
     def __init__(self, groups: Mapping[int, str] | None = None, topk: int = 0) -> None:
         """groups: id of a process group -> its name in `traffic`; see `group_key`. topk: experts
-        that a router on the meta device chooses for each token."""
+        per token, since a router on the meta device cannot choose."""
         super().__init__()
         self.now = self.peak = 0
         self.traffic: dict[tuple[str, str], Traffic] = defaultdict(Traffic)
@@ -49,7 +49,7 @@ class LiveBytes(TorchDispatchMode):
             return self._take(args[0].new_empty(self._topk * mask.size(1)))
         named = dict(kwargs or {})
         if func is torch.ops.aten.new_empty.default and args[0].is_meta:
-            named["device"] = args[0].device  # megatron-core asks for the current one
+            named["device"] = args[0].device  # megatron-core requests the current device
         return self._take(func(*args, **named))
 
     def _take(self, result: object) -> object:
@@ -65,7 +65,8 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def forget(self, tensors: Any) -> None:
-        """These are somebody else's: parameters, which views bring in."""
+        """Exclude tensors that exist outside of this mode, such as parameters, which enter through
+        views."""
         for tensor in tensors:
             self._known.add(tensor.untyped_storage()._cdata)
 
@@ -87,7 +88,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def group_key(group: dist.ProcessGroup) -> int:
-    """The same for every handle of a group."""
+    """An id that is equal for all handles of a group."""
     return hash(group.group_name)
 
 

@@ -34,20 +34,21 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
-RUNTIME = 2 * 10**9  # of CUDA's context, kernels and libraries on a data-centre GPU: an assumption
-# NCCL's buffers for each group of more than one rank: an assumption (8 channels of 3 protocols, of
-# which the largest has NCCL_BUFFSIZE = 4 MiB for each of 2 directions)
+RUNTIME = 2 * 10**9  # CUDA context, kernels and libraries on a data-centre GPU: an assumption
+# NCCL's buffers per group of more than one rank: an assumption (8 channels with 3 protocols, the
+# largest of which has NCCL_BUFFSIZE = 4 MiB for each of 2 directions)
 NCCL_GROUP = 64 * 2**20
-MEM_FRACTION_STATIC = 0.88  # where --sglang-mem-fraction-static is not given: an assumption
+MEM_FRACTION_STATIC = 0.88  # without --sglang-mem-fraction-static: an assumption
 TRAINING, SYNC, GENERATION = "training", "weight update", "generation"
 
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """terms: bytes on the device, in each phase. host: in host memory, of this rank. traffic: of
-    one micro-batch. reduced: bytes of gradients, and of weights in such buffers, by the dimension over
-    which they are reduced. in_flight: micro-batches that are held at once, by its schedule.
-    parameters: of this rank, embeddings included."""
+    """Memory and communication of a rank. phases: device memory in bytes, by phase and component.
+    host: bytes in host memory. traffic: of one micro-batch. reduced: bytes of gradients, and of the
+    weights in such buffers, by the dimension over which they are reduced. in_flight: maximum number
+    of micro-batches held at once by the schedule. parameters: number on this rank, with
+    embeddings."""
 
     rank: int
     stage: int
@@ -73,13 +74,13 @@ class RankReport:
 
     @property
     def largest(self) -> str:
-        """The term that a user can do most about."""
+        """The largest component that flags can reduce."""
         terms = {k: v for k, v in self.phases[self.peak_phase].items() if k != "runtime"}
         return max(terms, key=lambda name: terms[name])
 
 
 def report_rank(run: RunConfig, rank: int, batches: Batches) -> RankReport:
-    """Builds the networks of one rank. No process group may be there."""
+    """Build the networks of one rank and measure them. Requires that no process group exists."""
     gpu = run.preflight.preflight_machine == "gpu"
     frozen_base = bool(run.lora.lora_rank)
     stages, world = run.virtual_stages, run.world_size
@@ -144,11 +145,11 @@ def _layers(chunk: MegatronModule) -> Sequence[TransformerLayer]:
 
 
 def micro_batches_in_flight(layout: ParallelLayout, number: int) -> float:
-    """Micro-batches that a stage holds at once, in units of all its layers.
+    """Maximum number of micro-batches that a stage holds at once, in units of all its layers.
 
-    1F1B: stage p of P holds P - p (arXiv 2006.09503, section 3.2). Interleaved: its warm-up of
-    2 (P - p - 1) + (V - 1) P micro-batches of one chunk, and one more (arXiv 2104.04473, section
-    2.2; `schedules.get_pp_rank_microbatches`).
+    1F1B: stage p of P holds P - p (arXiv 2006.09503, section 3.2). Interleaved: its warm-up of 2 (P
+    - p - 1) + (V - 1) P micro-batches of one chunk, plus one (arXiv 2104.04473, section 2.2;
+    `schedules.get_pp_rank_microbatches`).
     """
     pipeline, after = layout.pp_size, layout.pp_size - layout.pp_rank - 1
     if layout.vp_size == 1:
@@ -158,11 +159,11 @@ def micro_batches_in_flight(layout: ParallelLayout, number: int) -> float:
 
 
 def head_bytes(run: RunConfig, rows: int, *, gpu: bool) -> int:
-    """The fused head over `rows` rows that all count, forward and backward.
+    """Memory of the fused head over `rows` active rows, forward and backward.
 
-    As `ops/fused_linear_logprob.py` allocates: the rows' hidden states, a workspace of two blocks
-    in fp32, gradients of hidden states in fp32 and of the weight in its type, one fp32 slice of the
-    weight's gradient, and the statistics of each row.
+    As allocated by `ops/fused_linear_logprob.py`: the hidden states of the rows, a workspace of two
+    blocks in fp32, gradients of the hidden states in fp32 and of the weight in its dtype, one fp32
+    slice of the weight's gradient, and statistics per row.
     """
     config = run.megatron.transformer
     size, hidden = config.params_dtype.itemsize, config.hidden_size
@@ -178,7 +179,7 @@ def head_bytes(run: RunConfig, rows: int, *, gpu: bool) -> int:
 
 
 def _adapters(run: RunConfig, built: OneRank) -> dict[str, int]:
-    """LoRA over every matrix of a layer: r (in + out) parameters, fp32 gradients and Adam."""
+    """LoRA on every matrix of a layer: r (in + out) parameters, fp32 gradients and Adam moments."""
     matrices = [p for chunk in built.chunks for p in chunk.decoder.parameters() if p.dim() == 2]
     number = run.lora.lora_rank * sum(sum(matrix.shape) for matrix in matrices)
     size = built.config.params_dtype.itemsize
@@ -188,7 +189,7 @@ def _adapters(run: RunConfig, built: OneRank) -> dict[str, int]:
 def _other_models(
     run: RunConfig, layout: ParallelLayout, weights: int, host: dict[str, int], *, gpu: bool
 ) -> dict[str, int]:
-    """Networks that are not trained: reference and teacher, and the local engine's whole model."""
+    """Networks that are not trained: reference, teacher, and the full model of the local engine."""
     found = {}
     if needs_reference(run.algorithm) and not (run.lora.lora_rank and run.reference_is_base):
         if run.model.ref_offload:
@@ -232,15 +233,15 @@ def _collectives(groups: Mapping[str, int], *, gpu: bool) -> int:
 
 
 def _offloaded(run: RunConfig) -> tuple[str, ...]:
-    """What --offload-train moves to host memory; the base of adapters stays."""
+    """Components that --offload-train moves to host memory; the frozen base of adapters stays."""
     if run.lora.lora_rank:
         return ("adapters", "critic")
     return ("weights", "gradients", "optimizer: fp32 parameters", "optimizer: moments", "critic")
 
 
 def _other_phases(run: RunConfig, resident: dict[str, int]) -> dict[str, dict[str, int]]:
-    """The weight update, with two messages of weights on their way, and the generation of servers
-    that share the GPU."""
+    """The phases of the weight update, with two weight buckets in flight, and of generation by
+    servers on the same GPU."""
     phases = {}
     if run.rollout.rollout_engine == "sglang":
         buckets = 2 * run.sglang.update_weight_buffer_size
@@ -254,7 +255,7 @@ def _other_phases(run: RunConfig, resident: dict[str, int]) -> dict[str, dict[st
 
 
 def buffers_by_group(built: OneRank) -> dict[str, tuple[int, int]]:
-    """See `RankReport.reduced`."""
+    """Bytes of megatron-core's buffers, see `RankReport.reduced`."""
     found = {}
     for name, kind in (("data", "buffers"), ("expert data", "expert_parallel_buffers")):
         buffers = [b for m in built.modules if built.trained for b in getattr(m, kind)]
@@ -265,7 +266,7 @@ def buffers_by_group(built: OneRank) -> dict[str, tuple[int, int]]:
 
 
 def server_fraction(run: RunConfig) -> float:
-    """Of the GPU that a colocated server takes for weights and cache."""
+    """Share of the GPU's memory that a colocated server uses for weights and KV cache."""
     given = (run.sglang.sglang_server_flags or {}).get("mem_fraction_static")
     return MEM_FRACTION_STATIC if given is None else float(str(given))
 

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OneRank:
-    """chunks: of this rank's pipeline stage. modules: in the model's precision, in gradient buffers
-    where it is trained. config: megatron-core's, as planned."""
+    """The networks of one rank on the meta device. chunks: of its pipeline stage. modules: the
+    chunks in the model's precision, with gradient buffers if trained. config: megatron-core's, from
+    `planned_config`."""
 
     layout: ParallelLayout
     config: TransformerConfig
@@ -46,14 +47,14 @@ class OneRank:
 
     @property
     def buffers(self) -> Iterator[_ParamAndGradBuffer]:
-        """megatron-core's buffers of gradients, those of experts included."""
+        """megatron-core's gradient buffers, including those of experts."""
         for module in self.modules:
             yield from (*module.buffers, *module.expert_parallel_buffers)
 
 
 def planned_config(transformer: TransformerConfig, *, gpu: bool) -> TransformerConfig:
-    """The configuration with which plain-torch modules stand for those of the run: kernels that
-    are not installed here are left out. They change what is computed at once, not what is held."""
+    """The configuration for simulating the run's modules with plain torch: without kernels that are
+    not installed here. These change what is computed at once, but not what is stored."""
     config = copy.copy(transformer)
     config.moe_grouped_gemm = config.moe_permute_fusion = config.moe_router_fusion = False
     config.gradient_accumulation_fusion = config.apply_rope_fusion = False
@@ -61,7 +62,7 @@ def planned_config(transformer: TransformerConfig, *, gpu: bool) -> TransformerC
     if config.num_moe_experts:
         config.moe_token_dispatcher_type = "alltoall"
     gated_silu = config.gated_linear_unit and config.activation_func is torch.nn.functional.silu
-    config.bias_activation_fusion = gpu and gated_silu  # its input is all that it keeps
+    config.bias_activation_fusion = gpu and gated_silu  # it keeps only its input
     return config
 
 
@@ -75,8 +76,8 @@ def build_rank(
     value_head: bool = False,
     frozen: FrozenParameters | None = None,
 ) -> OneRank:
-    """gpu: whether the run has Transformer Engine's kernels. trained: with buffers of gradients.
-    frozen: what has none."""
+    """Build the networks. gpu: the run has Transformer Engine's kernels. trained: with gradient
+    buffers. frozen: parameters without gradients."""
     config = planned_config(megatron.transformer, gpu=gpu)
     with OnMeta():
         chunks = build_chunks(config, gpt, "local", layout, value_head=value_head)
@@ -92,24 +93,25 @@ def build_rank(
 
 
 def weight_bytes(rank: OneRank) -> int:
-    """Of parameters as forward passes read them, and of buffers that belong to modules."""
+    """Bytes of parameters as used in forward passes, and of modules' buffers."""
     if rank.trained and rank.megatron.ddp.use_distributed_optimizer:
         frozen = {id(p): p for p in rank.parameters if not p.requires_grad}
-        trained = sum(buffer.param_data.nbytes for buffer in rank.buffers)  # with its padding
+        trained = sum(buffer.param_data.nbytes for buffer in rank.buffers)  # including padding
         return trained + sum(p.nbytes for p in frozen.values())
     return sum(p.nbytes for p in {id(p): p for p in rank.parameters}.values())
 
 
 def gradient_bytes(rank: OneRank) -> int:
-    """Of megatron-core's buffers, in the type in which gradients are summed, with their padding."""
+    """Bytes of megatron-core's gradient buffers, in the dtype of accumulation and with padding."""
     return sum(buffer.grad_data.nbytes for buffer in rank.buffers) if rank.trained else 0
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerBytes:
-    """main: fp32 parameters, where those of the model are narrower. moments: of Adam or Muon. host: what
-    --optimizer-cpu-offload keeps off the device. step: beyond the gradient buffers, held while a
-    step is taken. elements: stepped by this rank."""
+    """Optimizer memory. main: fp32 copies of parameters with a narrower dtype. moments: of Adam or
+    Muon. host: bytes that --optimizer-cpu-offload keeps off the device. step: temporary memory
+    during a step, in addition to the gradient buffers. elements: parameters that this rank
+    updates."""
 
     main: int = 0
     moments: int = 0
@@ -123,11 +125,11 @@ class OptimizerBytes:
 
 
 def optimizer_bytes(rank: OneRank, *, gpu: bool) -> OptimizerBytes:
-    """What megatron-core's optimizer holds once it has taken a step.
+    """Memory of megatron-core's optimizer after its first step.
 
-    Sources: `DistributedOptimizer._build_model_and_main_param_groups` (a shard of a 16-bit
-    parameter is copied to fp32, one of an fp32 parameter is a view), `Float16Optimizer...`
-    (whole copies), torch's and Transformer Engine's Adam (two moments of each main parameter).
+    Sources: `DistributedOptimizer._build_model_and_main_param_groups` (shards of 16-bit parameters
+    are copied to fp32, shards of fp32 parameters are views), `Float16Optimizer...` (full copies),
+    torch's and Transformer Engine's Adam (two moments per main parameter).
     """
     if not rank.trained:
         return OptimizerBytes()
@@ -137,18 +139,18 @@ def optimizer_bytes(rank: OneRank, *, gpu: bool) -> OptimizerBytes:
         elements = _owned(buffer, rank.megatron.ddp.use_distributed_optimizer)
         of_type[buffer.param_dtype] = of_type.get(buffer.param_dtype, 0) + elements
         if buffer.grad_dtype is not torch.float32:
-            step += 4 * elements  # a copy in fp32
+            step += 4 * elements  # fp32 copy
     optimizer = rank.megatron.optimizer
     precise = optimizer.use_precision_aware_optimizer
     narrow = sum(count for dtype, count in of_type.items() if dtype.itemsize == 2)
     total = sum(of_type.values())
     main = 4 * narrow
     if precise:
-        step = 0  # it reads the buffers
+        step = 0  # it reads the gradient buffers directly
         remainders = gpu and optimizer.main_params_dtype is torch.float32
         main = (2 if remainders else optimizer.main_params_dtype.itemsize) * narrow
     moments = total * _moment_size(optimizer)
-    if optimizer.optimizer == "muon":  # a momentum in place of two moments
+    if optimizer.optimizer == "muon":  # one momentum instead of two moments
         parameters = [p for buffer in rank.buffers for p in buffer.params]
         moments -= 4 * sum(p.numel() for p in parameters if has_muon(p))
     if optimizer.optimizer_cpu_offload:
@@ -160,7 +162,7 @@ def optimizer_bytes(rank: OneRank, *, gpu: bool) -> OptimizerBytes:
 
 
 def _moment_size(optimizer: MegatronOptimizer) -> int:
-    """Bytes of the moments of one parameter."""
+    """Bytes of the moments per parameter."""
     if optimizer.optimizer == "sgd":
         return 4 if optimizer.sgd_momentum else 0
     if not optimizer.use_precision_aware_optimizer:
@@ -169,7 +171,7 @@ def _moment_size(optimizer: MegatronOptimizer) -> int:
 
 
 def _owned(buffer: _ParamAndGradBuffer, distributed: bool) -> int:
-    """Elements of parameters, without padding, that this rank steps."""
+    """Number of parameters, without padding, that this rank updates."""
     if not distributed:
         return sum(parameter.numel() for parameter in buffer.params)
     ranges = DistributedOptimizer._build_gbuf_range_map(buffer)

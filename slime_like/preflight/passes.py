@@ -27,8 +27,9 @@ from slime_like.types import AutogradContext
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Of one micro-batch. kept: bytes between its forward and its backward pass. peak: the most
-    that is alive in either, kept included. traffic: of both, by (collective, dimension)."""
+    """Costs of one micro-batch. kept: bytes stored between its forward and its backward pass. peak:
+    maximum live bytes in either pass, including kept. traffic: of both passes, by (collective,
+    dimension)."""
 
     tokens: int
     kept: int
@@ -36,7 +37,7 @@ class Passes:
     traffic: Mapping[tuple[str, str], Traffic]
 
     def plus(self, more: Passes, less: Passes, times: float) -> Passes:
-        """With `times` the difference of two others with the same working set."""
+        """Add `times` the difference of two others, which must have the same working set."""
         traffic = {}
         for key in {*self.traffic, *more.traffic}:
             a, b, c = (passes.traffic.get(key, Traffic()) for passes in (self, more, less))
@@ -49,8 +50,8 @@ class Passes:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention that keeps its inputs, its output and one fp32 number a row and head, as
-    FlashAttention does (arXiv 2205.14135, algorithm 1; 2307.08691, section 3.1)."""
+    """Stand-in for attention that saves its inputs, its output and one fp32 number per row and
+    head, as FlashAttention does (arXiv 2205.14135, algorithm 1; 2307.08691, section 3.1)."""
 
     @staticmethod
     def forward(ctx: AutogradContext, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -66,8 +67,8 @@ class _Attention(torch.autograd.Function):
 
 
 class _Delta(torch.autograd.Function):
-    """A delta net between its projections, which keeps its inputs, its output and one fp32 number a
-    row and head, as flash-linear-attention's kernels do, and makes the rest again."""
+    """Stand-in for a delta net between its projections: saves its inputs, its output and one fp32
+    number per row and head, and recomputes the rest, as flash-linear-attention's kernels do."""
 
     @staticmethod
     def forward(
@@ -85,7 +86,8 @@ class _Delta(torch.autograd.Function):
 
 
 class _Norm(torch.autograd.Function):
-    """A norm that keeps its input and one fp32 number a row, as Transformer Engine's does."""
+    """Stand-in for a norm that saves its input and one fp32 number per row, as Transformer Engine's
+    does."""
 
     @staticmethod
     def forward(ctx: AutogradContext, x: Tensor, weight: Tensor) -> Tensor:
@@ -102,8 +104,8 @@ _ALLOCATE = (torch.empty, torch.zeros, torch.ones)
 
 
 class _Kernels(TorchFunctionMode):
-    """The kernels of the run in place of what the meta device would compute. gpu: also those that
-    Transformer Engine brings."""
+    """Replaces computations on the meta device by stand-ins for the run's kernels. gpu: including
+    those of Transformer Engine."""
 
     def __init__(self, gpu: bool) -> None:
         super().__init__()
@@ -114,8 +116,8 @@ class _Kernels(TorchFunctionMode):
     ) -> Any:
         named = dict(kwargs or {})
         if "device" in named and func in _ALLOCATE:
-            named["device"] = "meta"  # megatron-core asks for the current one
-        if func is torch.autograd.backward:  # also of recomputation
+            named["device"] = "meta"  # megatron-core requests the current device
+        if func is torch.autograd.backward:  # also called by recomputation
             with self:
                 return _backward(*args, **named)
         if func is torch.nn.functional.scaled_dot_product_attention:
@@ -128,13 +130,13 @@ class _Kernels(TorchFunctionMode):
 
 
 def run_stage(rank: OneRank, tokens: int, *, gpu: bool) -> Passes:
-    """One micro-batch through all layers of the rank.
+    """Measure one micro-batch through all layers of the rank.
 
-    Layers of a kind keep and send the same, so few of them are run: one unit of each kind, and then
-    two. A unit is --recompute-num-layers layers, or one. --recompute-method block, where layers
-    differ, runs all.
+    Layers of the same kind store and communicate the same amounts, so only a few are run: one unit
+    of each kind, then a second unit per kind. A unit has --recompute-num-layers layers, or one.
+    With --recompute-method block, where layers differ, all are run.
 
-    tokens: of the micro-batch, over all context-parallel ranks; padded as the trainer pads.
+    tokens: of the micro-batch, over all context-parallel ranks; padded as in the trainer.
     """
     config = rank.config
     layers = [layer for chunk in rank.chunks for layer in unwrap_model(chunk).decoder.layers]
@@ -161,7 +163,7 @@ def run_stage(rank: OneRank, tokens: int, *, gpu: bool) -> Passes:
 def run_micro_batch(
     rank: OneRank, layers: list[TransformerLayer], tokens: int, *, gpu: bool
 ) -> Passes:
-    """layers: of the rank, through which the micro-batch goes."""
+    """Measure a micro-batch that passes through `layers` of the rank."""
     layout, config = rank.layout, rank.config
     unit = layout.tp_size if config.sequence_parallel else 1
     unit = unit if layout.cp_size == 1 else 2 * unit * layout.cp_size
@@ -201,7 +203,7 @@ def run_micro_batch(
 
 
 def group_names(layout: ParallelLayout) -> dict[int, str]:
-    """The dimension that a group of this rank is of."""
+    """The parallel dimension of each of this rank's groups, by group key."""
     return {
         group_key(group): name
         for name, group in (
@@ -216,7 +218,7 @@ def group_names(layout: ParallelLayout) -> dict[int, str]:
 
 
 def _backward(tensors: Any, grad_tensors: Any, **_: object) -> None:
-    """torch.autograd.backward, which leaves no modes off for what it calls."""
+    """torch.autograd.backward without disabling the active dispatch modes."""
     outputs = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     gradients = (grad_tensors,) if isinstance(grad_tensors, Tensor) else tuple(grad_tensors)
     torch.autograd.Variable._execution_engine.run_backward(
@@ -225,8 +227,9 @@ def _backward(tensors: Any, grad_tensors: Any, **_: object) -> None:
 
 
 def balance_experts(rank: OneRank, rows: int) -> None:
-    """Every expert gets as many tokens: what a dispatcher would learn from the router's choice,
-    which is on no device. rows: this rank's tokens before sequence parallelism."""
+    """Simulate balanced routing: all experts get equally many tokens. A dispatcher would normally
+    read this from the router's output, which has no data on the meta device. rows: this rank's
+    tokens before sequence parallelism."""
     for chunk in rank.chunks:
         for module in chunk.modules():
             dispatcher = getattr(module, "token_dispatcher", None)
@@ -262,15 +265,15 @@ def _balance(dispatcher: MoEAlltoAllTokenDispatcher, rows: int) -> None:
 
 
 def forget_positions(model: torch.nn.Module) -> None:
-    """Rotary embeddings are computed again: megatron-core keeps those of earlier passes."""
+    """Clear the rotary embeddings that megatron-core caches between passes."""
     for module in model.modules():
         if clear := getattr(type(module).forward, "cache_clear", None):
             clear()
 
 
 def attend_to_rows(layers: list[TransformerLayer], copies: int) -> None:
-    """Attention of this rank's rows to keys and values of which it keeps `copies` times its own:
-    1 where they go round (Ring Attention, arXiv 2310.01889), else all that were gathered."""
+    """Simulate attention of this rank's rows to `copies` times its own keys and values: 1 if they
+    are passed around a ring (Ring Attention, arXiv 2310.01889), otherwise all gathered ones."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
         if copies > 1:
@@ -285,7 +288,7 @@ def attend_to_rows(layers: list[TransformerLayer], copies: int) -> None:
 
 
 def meta_rows(packed: PackedRows) -> DeltaRows:
-    """Where the sequences lie, for activations on the meta device."""
+    """Row layout of the sequences, for activations on the meta device."""
     rows = delta_rows(packed.cu_seqlens_q, packed.lengths)
     return DeltaRows(
         rows.cu_seqlens.to("meta"),
@@ -297,8 +300,8 @@ def meta_rows(packed: PackedRows) -> DeltaRows:
 
 
 def mix_rows(layers: list[TransformerLayer], rows: DeltaRows | None) -> None:
-    """Delta nets without a device. rows: for the rule in plain torch; None: flash-linear-attention's
-    kernels."""
+    """Simulate delta nets on the meta device. rows: row layout for plain torch; None: stand-in for
+    flash-linear-attention's kernels."""
 
     def mix(net: GatedDeltaNet, x: Tensor) -> Tensor:
         if rows is not None:

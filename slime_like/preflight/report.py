@@ -13,14 +13,14 @@ from slime_like.preflight.memory import TRAINING, RankReport
 from slime_like.preflight.shape import Shape
 
 GB = 10**9
-REACHED = 0.4  # of the peak, by a training step that is well laid out
+REACHED = 0.4  # share of peak FLOP/s that a well-configured training step reaches
 
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """collectives: of the first rank. flops: of an optimizer step, on all
-    devices. advice: flags, where a rank does not fit. seconds, cpu_s,
-    host_bytes: what finding this out took."""
+    """Result of the preflight. collectives: of the first rank. flops: of an optimizer step, over
+    all devices. advice: flags, if a rank does not fit. seconds, cpu_s, host_bytes: cost of the
+    preflight itself."""
 
     run: RunConfig
     shape: Shape
@@ -130,7 +130,7 @@ def _ranks(found: Preflight) -> Iterator[str]:
 
 
 def json_of(found: Preflight) -> dict[str, object]:
-    """Plain values; sizes in bytes."""
+    """The result as plain values, with sizes in bytes."""
     return {
         "fits": found.fits,
         "verdict": found.verdict,

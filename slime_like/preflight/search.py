@@ -29,8 +29,8 @@ from slime_like.preflight.communication import bubble
 from slime_like.preflight.report import Preflight, gb
 from slime_like.preflight.shape import Shape, shape_of
 
-FLOPS = 400e12  # bf16, as matrix products of this size reach on an H100
-WITHIN_NODE, BETWEEN_NODES = 300e9, 40e9  # bytes a second of one GPU
+FLOPS = 400e12  # bf16 FLOP/s that an H100 reaches in matrix products of this size
+WITHIN_NODE, BETWEEN_NODES = 300e9, 40e9  # bytes per second of one GPU
 BEST, LOOKED_AT = 5, 12
 
 
@@ -56,7 +56,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """seconds: of an optimizer step, by the cost model."""
+    """A layout that fits. seconds: of an optimizer step, by the cost model."""
 
     layout: Layout
     seconds: float
@@ -73,8 +73,8 @@ class Candidate:
 
 
 def search(run: RunConfig) -> list[Candidate]:
-    """The best five layouts that fit, the fastest first. Rules decide what is legal, networks on
-    the meta device what fits, the cost model the order."""
+    """The five best layouts that fit, fastest first. Legality is decided by the validation rules,
+    memory by networks on the meta device, the order by the cost model."""
     ranked = []
     shape = shape_of(run.megatron.transformer, run.gpt)
     for layout in layouts(run):
@@ -95,7 +95,8 @@ def search(run: RunConfig) -> list[Candidate]:
 
 
 def layouts(run: RunConfig) -> Iterator[Layout]:
-    """Tensor parallelism within a node, every divisor of the layers as a pipeline."""
+    """Candidate layouts: tensor parallelism within a node, and every pipeline size that divides the
+    number of layers."""
     config, world = run.megatron.transformer, run.world_size
     experts = config.num_moe_experts
     for tensor in _powers(run.preflight.preflight_gpus_per_node):
@@ -113,7 +114,7 @@ def _powers(limit: int) -> list[int]:
 
 
 def may_fit(run: RunConfig, shape: Shape, layout: Layout) -> bool:
-    """A rough look: weights, gradients and the optimizer's shards alone."""
+    """Rough estimate from weights, gradients and optimizer shards only."""
     expert = shape.expert_parameters / (layout.pipeline * (layout.expert or 1))
     other = shape.other_parameters / (layout.pipeline * layout.tensor)
     size = run.megatron.transformer.params_dtype.itemsize
@@ -122,13 +123,13 @@ def may_fit(run: RunConfig, shape: Shape, layout: Layout) -> bool:
 
 
 def with_layout(run: RunConfig, layout: Layout) -> RunConfig | None:
-    """The command line with the flags of another layout; None where the rules refuse it."""
+    """The run with the flags of another layout; None if validation rejects it."""
     flags = [] if layout.tensor > 1 else ["--sequence-parallel", "false"]
     return with_flags(run, [*layout.flags, *flags])
 
 
 def step_seconds(run: RunConfig, shape: Shape) -> float:
-    """See the module."""
+    """Estimated time of a step; see the module docstring."""
     batches, config, parallel = batches_of(run), run.megatron.transformer, run.parallel
     tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     tokens = batches.samples * batches.mean
@@ -136,7 +137,7 @@ def step_seconds(run: RunConfig, shape: Shape) -> float:
     compute = (8 if full else 6) * shape.active * tokens / (run.world_size * FLOPS)
     compute *= batches.imbalance / (batches.used or 1)
     size = config.params_dtype.itemsize
-    # rows of one data- and context-parallel rank, through the layers of a stage
+    # tokens of one data- and context-parallel rank, through the layers of a stage
     rows = batches.number * batches.tokens / parallel.context_parallel_size
     moved = rows * config.hidden_size * size * config.num_layers / stages
     sent = 8 * (tensor - 1) / tensor * moved / WITHIN_NODE
@@ -154,7 +155,8 @@ def step_seconds(run: RunConfig, shape: Shape) -> float:
 
 
 def _around_the_ring(run: RunConfig, moved: float) -> float:
-    """Keys and values of a rank pass all others: forward once, backward with their gradients."""
+    """Time for a rank's keys and values to pass all others: once forward, and once backward with
+    their gradients."""
     ranks, config = run.parallel.context_parallel_size, run.megatron.transformer
     groups = config.num_query_groups or config.num_attention_heads
     share = 2 * groups * config.kv_channels / config.hidden_size

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Parameters of one layer's attention and norms, of a delta net and norms, of a dense MLP, of an expert layer without its
-    experts, of one expert, of the vocabulary's matrix. experts: whether each layer has some.
-    active: of all that one token meets in matrix products."""
+    """Parameter counts. attention: of a layer's attention and norms. delta: of a delta net and
+    norms. dense: of a dense MLP. shared: of an MoE layer without its experts. expert: of one
+    expert. vocabulary: of the embedding matrix. experts: whether each layer is an MoE layer.
+    active: all parameters that one token uses in matrix products."""
 
     attention: int
     dense: int
@@ -30,7 +31,7 @@ class Shape:
     tied: bool
     hidden: int
     delta: int = 0
-    delta_nets: int = 0  # how many layers have one in attention's place
+    delta_nets: int = 0  # number of layers with a delta net instead of attention
 
     @property
     def expert_parameters(self) -> int:
@@ -55,7 +56,7 @@ class Shape:
 
 
 def shape_of(config: TransformerConfig, gpt: GPTModelConfig) -> Shape:
-    """config: megatron-core's TransformerConfig. Without the padding of the vocabulary."""
+    """Parameter counts without vocabulary padding. config: megatron-core's TransformerConfig."""
     hidden, gated = config.hidden_size, 3 if config.gated_linear_unit else 2
     norm = hidden * (2 if config.normalization == "LayerNorm" else 1)
     bias = config.add_bias_linear
@@ -92,7 +93,8 @@ def shape_of(config: TransformerConfig, gpt: GPTModelConfig) -> Shape:
 
 
 def _head_widths(config: TransformerConfig) -> tuple[int, int]:
-    """Of grouped-query attention: what the projection in gives, and what the one out takes."""
+    """Grouped-query attention: output width of the input projection, and input width of the output
+    projection."""
     width = config.num_attention_heads * config.kv_channels
     groups = config.num_query_groups or config.num_attention_heads
     gates = width if config.attention_output_gate else 0
@@ -100,12 +102,12 @@ def _head_widths(config: TransformerConfig) -> tuple[int, int]:
 
 
 def head_matrices(config: TransformerConfig) -> int:
-    """Weights of the projections of grouped-query attention."""
+    """Weights of grouped-query attention's projections."""
     return int(config.hidden_size * sum(_head_widths(config)))
 
 
 def _heads(config: TransformerConfig) -> int:
-    """Grouped-query attention: projections in and out, their biases, sinks, norms of queries
+    """Grouped-query attention: input and output projections, their biases, sinks, norms of queries
     and keys."""
     inputs, _ = _head_widths(config)
     groups = config.num_query_groups or config.num_attention_heads
@@ -119,27 +121,27 @@ def _heads(config: TransformerConfig) -> int:
 
 
 def delta_matrices(config: TransformerConfig) -> int:
-    """Weights of the projections of a gated delta net."""
+    """Weights of a gated delta net's projections."""
     heads, size = config.linear_num_value_heads, config.linear_value_head_dim
     return int(config.hidden_size * (delta_channels(config) + 2 * heads * size + 2 * heads))
 
 
 def delta_channels(config: TransformerConfig) -> int:
-    """Queries, keys and values of a gated delta net, which its convolution mixes."""
+    """Channels of a gated delta net's convolution: queries, keys and values."""
     keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
     return int(keys + config.linear_num_value_heads * config.linear_value_head_dim)
 
 
 def _delta_net(config: TransformerConfig) -> int:
-    """A gated delta net (arXiv 2412.06464): projections in and out, the convolution, a rate of decay
-    and a bias for each head, the norm of a head."""
+    """A gated delta net (arXiv 2412.06464): input and output projections, the convolution, a decay
+    rate and a bias per head, the norm of a head."""
     convolution = delta_channels(config) * config.linear_conv_kernel_dim
     own = 2 * config.linear_num_value_heads + config.linear_value_head_dim
     return int(delta_matrices(config) + convolution + own)
 
 
 def latent_matrices(config: TransformerConfig) -> int:
-    """Weights of the projections of multi-latent attention."""
+    """Weights of multi-latent attention's projections."""
     heads, hidden, latent = config.num_attention_heads, config.hidden_size, config.kv_lora_rank
     query_width = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
     compressed = config.q_lora_rank

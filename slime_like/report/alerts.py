@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from slime_like.metrics.progress import STEP_SECONDS
 from slime_like.report.read import Run
 
-# Counters that stay 0 in a run where nothing goes wrong, and what one above it is. TOTALS are those
-# that count from the beginning of the run
+# Counters that stay 0 in a healthy run, with the meaning of a nonzero value. TOTALS are counted
+# from the start of the run.
 COUNTERS = {
     "train/skipped_steps": "optimizer steps were skipped: the gradient norm was not finite",
     "train/critic_skipped_steps": "the critic's optimizer steps were skipped: the gradient norm was not finite",
@@ -24,14 +24,14 @@ COUNTERS = {
 TOTALS = frozenset(
     {"train/skipped_steps", "train/critic_skipped_steps", "engine/evictions", "perf/failed_saves"}
 )
-SLOW_STEP = 3.0  # times the median
-SLOW_RANK = 1.3  # times the median of the ranks
-PART = 0.2  # of a run, at its beginning and its end, that is compared
+SLOW_STEP = 3.0  # relative to the median
+SLOW_RANK = 1.3  # relative to the median of the ranks
+PART = 0.2  # share of a run, at its start and its end, that is compared
 
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """level: "error" or "warning". metric: whose curve shows it; "" for none."""
+    """An alert. level: "error" or "warning". metric: the metric that shows it; "" for none."""
 
     level: str
     text: str
@@ -39,7 +39,7 @@ class Alert:
 
 
 def alerts(run: Run) -> list[dict[str, str]]:
-    """Errors first."""
+    """All alerts, errors first."""
     found = [alert for rule in RULES for alert in rule(run)]
     return [asdict(alert) for alert in sorted(found, key=lambda alert: alert.level)]
 
@@ -101,7 +101,7 @@ def slow_steps(run: Run) -> Iterator[Alert]:
 
 
 def slow_ranks(run: Run) -> Iterator[Alert]:
-    """By what the ranks do themselves: others wait for a slow one as long as it works."""
+    """Compare the ranks' own CPU time: others wait while a slow one works."""
     if len(run.timeline) < 2:
         return
     busy = {rank: sum(row[3] for row in rows) for rank, rows in run.timeline.items()}
@@ -114,7 +114,7 @@ def slow_ranks(run: Run) -> Iterator[Alert]:
 
 
 def reward_hacking(run: Run) -> Iterator[Alert]:
-    """The reward rises and an evaluation falls."""
+    """The reward rises while an evaluation falls."""
     rise = _rise(run.series("rollout/reward_mean"))
     for name in run.metrics:
         if name.startswith("eval/") and name.endswith("/mean"):
@@ -125,7 +125,7 @@ def reward_hacking(run: Run) -> Iterator[Alert]:
 
 
 def _rise(points: list[tuple[int, float]]) -> float | None:
-    """From the first part of a curve to its last; None for a curve of fewer than three points."""
+    """Change from the first to the last part of a curve; None for fewer than three points."""
     finite = [value for _, value in points if math.isfinite(value)]
     if len(finite) < 3:
         return None

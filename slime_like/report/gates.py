@@ -15,10 +15,10 @@ LIMIT = "rollout/log_prob_gate_limit"
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """metrics: the values that it holds down, of which the worst is shown. counter: is above 0 (a
-    total: rises) in a rollout in which the gate did not hold; without one each metric is compared
-    with the limit. limit: a number, a flag of the command line, or a metric. ended: in the message
-    of a run that it ended."""
+    """A numeric guard on the page. metrics: the values that it limits; the worst is shown. counter:
+    metric that is above 0 (for a total: rises) in a rollout with a breach; without one, metrics are
+    compared with the limit. limit: a number, a flag, or a metric. ended: pattern of the error
+    message if the gate ended the run."""
 
     name: str
     metrics: tuple[str, ...]
@@ -87,9 +87,9 @@ GATES = (
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Of a gate in one run. state: "held", "did not hold", "ended the run" or "not looked at".
-    metric: of `highest`. rollouts: in which it was looked at. breaches:
-    of them, those in which it did not hold."""
+    """State of a gate in one run. state: "held", "did not hold", "ended the run" or "not looked
+    at". metric: the one with the `highest` value. rollouts: number in which it was evaluated.
+    breaches: number of those in which it did not hold."""
 
     name: str
     state: str
@@ -102,8 +102,8 @@ class State:
 
 
 def gates(run: Run) -> list[dict[str, object]]:
-    """The gates that were looked at or ended the run first, in the order of GATES; with NaN and
-    infinity as null."""
+    """States of all gates; those that were evaluated or ended the run come first, in the order of
+    GATES. NaN and infinity become null."""
     states = sorted(
         map(lambda gate: _state(gate, run), GATES), key=lambda s: s.state == "not looked at"
     )

@@ -22,14 +22,14 @@ from slime_like.report.rollouts import Samples, read_samples
 MOST_SAMPLES = 10_000
 SCRIPTS = ("uPlot.iife.min.js", "core.js", "charts.js", "pages.js", "rollouts.js", "main.js")
 STYLES = ("uPlot.min.css", "style.css")
-DETAILS_PER_BLOCK = 250  # samples that the page unpacks together
+DETAILS_PER_BLOCK = 250  # samples that the page decompresses together
 
 
 RECORD = ("started", "argv", "layout", "world_size", "config", "changed", "environment", "patches", "warnings", "notes")  # fmt: skip
 
 
 def live_data(runs: Sequence[Run], *, timeline: bool) -> dict[str, Any]:
-    """What changes while a run continues, by the places of the runs."""
+    """Data that changes during a run, by index of the runs."""
     more = [{"timeline": run.timeline} if timeline else {} for run in runs]
     return {
         "runs": [
@@ -47,7 +47,7 @@ def live_data(runs: Sequence[Run], *, timeline: bool) -> dict[str, Any]:
 
 
 def runs_data(runs: Sequence[Run]) -> dict[str, Any]:
-    """Everything but samples."""
+    """Data of the runs, without samples."""
     live = live_data(runs, timeline=True)["runs"]
     return {
         "version": slime_like.__version__,
@@ -64,13 +64,13 @@ def runs_data(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def json_in_html(data: object) -> str:
-    """JSON that may be the text of a <script>: no end tag, comment or separator of lines in it."""
+    """JSON that is safe inside a <script>: without end tags, comments and line separators."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def samples_head(samples: Samples) -> dict[str, Any]:
-    """All but the details."""
+    """Columns of the samples, without details."""
     return {
         "columns": samples.columns,
         "prompts": samples.prompts,
@@ -82,14 +82,14 @@ def samples_head(samples: Samples) -> dict[str, Any]:
 
 
 def details_blocks(samples: Samples) -> dict[str, Any]:
-    """By name, so many samples each."""
+    """Details of the samples by block name, with a fixed number of samples per block."""
     size = DETAILS_PER_BLOCK
     count = -(-len(samples.details) // size)
     return {f"details-{i}": samples.details[i * size : (i + 1) * size] for i in range(count)}
 
 
 def data_blocks(blocks: Mapping[str, object]) -> str:
-    """As elements that the page's code finds by name."""
+    """The blocks as HTML elements, which the page's code finds by name."""
     return "\n".join(
         f'<script type="application/json" id="data-{name}">{json_in_html(block)}</script>'
         for name, block in blocks.items()
@@ -101,13 +101,13 @@ def asset(name: str) -> str:
 
 
 def page(runs: Sequence[Run], samples: Samples, *, live: bool = False) -> str:
-    """The HTML. What the tokens of samples need comes last, so that all else is drawn before the
-    browser has read it.
+    """The HTML page. Data for the tokens of samples comes last, so the browser can draw the rest
+    before reading it.
 
     Args:
-        runs: in the order of their colours.
+        runs: In the order of their colours.
         samples: `read_samples(runs, most)`.
-        live: the page asks its server for new data.
+        live: The page polls its server for new data.
     """
     title = ", ".join(run.name for run in runs)
     head: Mapping[str, Any] = {

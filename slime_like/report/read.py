@@ -14,20 +14,20 @@ from typing import Any
 from slime_like.metrics.logger import FILE_NAME, read_metrics
 from slime_like.metrics.timeline import FOLDER as TIMELINE
 
-DIGITS = 7  # of a number on the page
-MOST_PHASES = 4000  # of a rank's timeline, the newest
+DIGITS = 7  # significant digits of a number on the page
+MOST_PHASES = 4000  # of a rank's timeline, the newest ones
 MOST_STACK = 50_000  # characters of a rank's stacks
-ERROR_FILE, LOG_FILE = "error.txt", "run.log"  # of `slime_like.logs`
+ERROR_FILE, LOG_FILE = "error.txt", "run.log"  # written by `slime_like.logs`
 STACKS, PROFILE = "stacks", "profile"  # folders that the ranks write
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run.
+    """Data of one run.
 
-    rows: of metrics.jsonl. record: of run.json; empty for a run of an earlier version. timeline:
-    by rank, ``[phase, begin, seconds, processor seconds]``. log: lines of run.log and error.txt.
-    stacks: by rank, the end of what `slime-like dump` got. profile: names of traces and snapshots.
+    rows: of metrics.jsonl. record: of run.json; empty for a run of an earlier version. timeline: by
+    rank, ``[phase, begin, seconds, CPU seconds]``. log: lines of run.log and error.txt. stacks: by
+    rank, the end of the output of `slime-like dump`. profile: names of traces and snapshots.
     """
 
     folder: Path
@@ -48,7 +48,8 @@ class Run:
 
 
 def read_run(folder: Path, name: str | None = None) -> Run:
-    """Raises ValueError where the folder has no metrics, or a damaged file of them."""
+    """Read a run's files. Raises ValueError if the folder has no metrics, or a damaged metrics
+    file."""
     path = folder / FILE_NAME
     if not path.is_file():
         raise ValueError(f"{folder}: has no {FILE_NAME}; name the --output-dir of a run")
@@ -65,7 +66,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
 
 
 def state_of(folder: Path) -> str:
-    """Another one when a file that `read_run` reads has changed."""
+    """Fingerprint that changes when a file that `read_run` reads has changed."""
     names = (FILE_NAME, "run.json", ERROR_FILE, LOG_FILE)
     paths = [folder / name for name in names]
     paths += [path for part in (TIMELINE, STACKS, PROFILE) for path in (folder / part).glob("*")]
@@ -78,7 +79,7 @@ def state_of(folder: Path) -> str:
 
 
 def run_names(folders: list[Path]) -> list[str]:
-    """The last part of each path, with as many of those before it as tell them apart."""
+    """The last components of each path, as many as needed to distinguish them."""
     parts = [folder.resolve().parts for folder in folders]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-depth:]) for part in parts]
@@ -88,8 +89,8 @@ def run_names(folders: list[Path]) -> list[str]:
 
 
 def curves(run: Run) -> dict[str, object]:
-    """Metrics in columns: null where one was not logged or is not finite; the rollouts of those
-    that are not finite are in `bad`."""
+    """Metrics as columns: null if missing or not finite; rollouts with non-finite values are listed
+    in `bad`."""
     columns: dict[str, list[float | None]] = {}
     bad: dict[str, list[int]] = {}
     for name in run.metrics:
@@ -130,7 +131,7 @@ def _timeline(folder: Path) -> dict[int, list[Any]]:
         for line in _lines(path)[-MOST_PHASES:]:
             try:
                 row = json.loads(line)
-            except ValueError:  # the last line of a rank that was killed
+            except ValueError:  # the truncated last line of a killed rank
                 continue
             if isinstance(row, list) and len(row) == 4 and isinstance(row[0], str):
                 rows.append(row)
@@ -140,7 +141,7 @@ def _timeline(folder: Path) -> dict[int, list[Any]]:
 
 
 def _stacks(folder: Path) -> dict[int, str]:
-    """Of the last request; ranks that nobody asked have none."""
+    """Stacks of the last request, by rank; ranks that were not asked are missing."""
     found = {}
     for path in folder.glob("rank*.txt"):
         rank, text = path.stem.removeprefix("rank"), "\n".join(_lines(path)[1:])

@@ -20,10 +20,10 @@ import numpy as np
 from slime_like.metrics.logger import FILE_NAME as METRICS_FILE
 from slime_like.report.read import Run, rounded
 
-FORMAT = b'"format": "slime_like rollout 1"'  # near the beginning of a recording
+FORMAT = b'"format": "slime_like rollout 1"'  # near the start of a recording
 DTYPES = {"F32": "<f4", "F64": "<f8", "I64": "<i8", "I32": "<i4", "I16": "<i2", "BOOL": "?"}
 LONGEST_TEXT = 100_000  # characters of a prompt or response
-# name on the page -> (tensor of the recording, tensor that is subtracted)
+# name on the page -> (tensor of the recording, tensor to subtract)
 FIELDS = {
     "advantage": ("advantages", None),
     "log_prob": ("rollout_log_probs", None),
@@ -37,9 +37,9 @@ FIELDS = {
 
 @dataclass(slots=True)
 class Samples:
-    """columns: of the list, [N] each. prompts: texts that `columns["prompt"]` numbers. details: by
-    sample, see `_details`. vocabularies: by run and token. left_out: samples beyond the
-    limit."""
+    """Samples for the page. columns: of the list, [N] each. prompts: texts, indexed by
+    `columns["prompt"]`. details: by sample, see `_details`. vocabularies: by run and token.
+    left_out: number of samples beyond the limit."""
 
     columns: dict[str, list[Any]] = field(default_factory=dict)
     prompts: list[str] = field(default_factory=list)
@@ -55,8 +55,8 @@ COLUMNS = (
 
 
 def recordings(run: Run) -> list[Path]:
-    """The JSON files of recorded rollouts below the run's folder, without those of runs inside it,
-    and where its flag says; the newest rollouts first."""
+    """JSON files of recorded rollouts in the run's folder (without nested runs) and in the folder
+    that its flag names; newest rollouts first."""
     inner = {path.parent for path in run.folder.rglob(METRICS_FILE)} - {run.folder}
     paths = {
         path.resolve() for path in run.folder.rglob("*.json") if inner.isdisjoint(path.parents)
@@ -84,7 +84,7 @@ def _number(path: Path) -> tuple[int, str]:
 
 
 def read_samples(runs: Sequence[Run], most: int) -> Samples:
-    """Of all runs, at most `most`, of the newest rollouts."""
+    """Samples of all runs, at most `most`, from the newest rollouts."""
     found = Samples({name: [] for name in COLUMNS}, vocabularies=[{} for _ in runs])
     prompts: dict[str, int] = {}
     files = [(index, path) for index, run in enumerate(runs) for path in recordings(run)]
@@ -124,7 +124,7 @@ def _add(
     tensors: Mapping[str, np.ndarray],
     name: str,
 ) -> None:
-    """name: of the sample, or of a branch of its episode."""
+    """Add one sample or branch. name: of the sample, or of a branch of its episode."""
     details = _details(name, int(row["response_length"]), tensors)
     reward = row.get("reward")
     finite = isinstance(reward, int | float) and math.isfinite(reward)
@@ -155,9 +155,9 @@ def _text(value: object) -> str | None:
 
 
 def _details(name: str, length: int, tensors: Mapping[str, np.ndarray]) -> dict[str, object]:
-    """Of the response, by name on the page: ``tokens`` (int32), ``mask`` (bytes, absent where all
-    tokens are trained on), ``versions`` (int32), and the fields as bfloat16, or one number where
-    all tokens have the same. Packed as base64."""
+    """Token details of a response, by name on the page: ``tokens`` (int32), ``mask`` (bytes, absent
+    if all tokens are trained on), ``versions`` (int32), and other fields as bfloat16, or as one
+    number if all tokens have the same value. Packed as base64."""
 
     def get(tensor: str | None) -> np.ndarray | None:
         found = tensors.get(f"{name}.{tensor}")
@@ -176,7 +176,7 @@ def _details(name: str, length: int, tensors: Mapping[str, np.ndarray]) -> dict[
         value, subtracted = get(tensor), get(other)
         if value is not None and value.size and (other is None or subtracted is not None):
             difference = value if subtracted is None else value - subtracted
-            trained = mask if field_name == "advantage" else None  # 0 where nothing is trained
+            trained = mask if field_name == "advantage" else None  # 0 at untrained tokens
             packed[field_name] = _constant_or(difference.astype("<f4"), trained)
     old, ref = get("old_log_probs"), get("ref_log_probs")
     if old is not None and ref is not None and old.size:
@@ -186,11 +186,12 @@ def _details(name: str, length: int, tensors: Mapping[str, np.ndarray]) -> dict[
 
 
 def _constant_or(values: np.ndarray, mask: np.ndarray | None = None) -> object:
-    """mask: the values that count; None for all."""
+    """The packed values, or one number if all are equal. mask: the values that matter; None for
+    all."""
     seen = values if mask is None or not mask.any() else values[mask.astype(bool)]
     if (seen == seen[0]).all() and math.isfinite(seen[0]):
         return rounded(float(seen[0]))
-    if values.dtype == np.dtype("<f4"):  # bfloat16, rounded
+    if values.dtype == np.dtype("<f4"):  # rounded to bfloat16
         bits = values.view("<u4")
         kept = np.where(np.isnan(values), 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
         return _base64(kept.astype("<u2"))
@@ -202,7 +203,7 @@ def _base64(values: np.ndarray) -> str:
 
 
 def _tensors_of(path: Path) -> dict[str, np.ndarray]:
-    """Of the recording and of what each rank has trained with."""
+    """Tensors of the recording, and of each rank's training data."""
     tensors = dict(_read_safetensors(path.with_suffix(".safetensors")))
     for training in sorted(path.parent.glob(f"{path.stem}.train*.safetensors")):
         tensors.update(_read_safetensors(training))
@@ -210,7 +211,7 @@ def _tensors_of(path: Path) -> dict[str, np.ndarray]:
 
 
 def _read_safetensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Raises ValueError for a damaged file."""
+    """Tensors of a safetensors file. Raises ValueError if it is damaged."""
     data = path.read_bytes()
     try:
         (size,) = struct.unpack_from("<Q", data)

@@ -15,13 +15,13 @@ OWN_NAMES = ("127.0.0.1", "localhost")
 
 
 class ReportServer(ThreadingHTTPServer):
-    """`GET /TOKEN/` is the page, `GET /TOKEN/runs.json` what it asks for every few seconds, with
-    `?timeline` the phases of ranks too. An answer has a tag; it is empty, with status 304, for a
-    browser that has the tag of the same files.
+    """Server of the live page: `GET /TOKEN/` is the page, and `GET /TOKEN/runs.json` the data that
+    it polls, with `?timeline` including the ranks' phases. Responses have an ETag; if the browser
+    has the current one, the response is an empty 304.
 
-    The token is random: every user of a machine can reach its loopback ports. A request whose Host
-    is another name is refused: a page of the network could reach a loopback port through a name of
-    its own. close: `shutdown`.
+    The token is random, since every user of a machine can reach its loopback ports. Requests with a
+    foreign Host header are rejected, because a web page could reach a loopback port through DNS
+    rebinding. close: `shutdown`.
     """
 
     daemon_threads = True
@@ -33,26 +33,26 @@ class ReportServer(ThreadingHTTPServer):
         make_data: Callable[[bool], object],
         state: Callable[[], str],
     ) -> None:
-        """make_data: given whether with the timeline. state: of the runs' files; another one when
-        they have changed."""
+        """make_data: called with whether to include the timeline. state: fingerprint of the runs'
+        files, which changes when they do."""
         super().__init__((HOST, port), _Handler)
         self.make_page, self.make_data, self.state = make_page, make_data, state
         self.root = f"/{secrets.token_urlsafe(16)}/"
-        self.lock = threading.Lock()  # one reader of the run's files at a time
+        self.lock = threading.Lock()  # only one thread reads the run's files at a time
 
     @property
     def url(self) -> str:
         return f"http://{HOST}:{self.server_port}{self.root}"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A browser that leaves before its answer is complete is no fault."""
+        """Ignore browsers that disconnect before the response is complete."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: ReportServer
-    timeout = 30.0  # seconds for a request, and for a browser to take the answer
+    timeout = 30.0  # seconds for a request, and for the browser to receive the response
 
     def do_GET(self) -> None:
         name = self.headers.get("Host", "").rsplit(":", 1)[0]
@@ -61,7 +61,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(*self._page())
 
     def _page(self) -> tuple[int, str, str, str]:
-        """Status, type, text and tag. The lock is free again before a byte is sent."""
+        """Status, content type, text and ETag. The lock is released before sending."""
         root, tag = self.server.root, ""
         if not secrets.compare_digest(self.path[: len(root)].encode(), root.encode()):
             return 404, "text/plain", "the address is the one that slime-like report prints\n", tag
@@ -87,11 +87,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
-        self.send_header("Referrer-Policy", "no-referrer")  # the token is in the address
+        self.send_header("Referrer-Policy", "no-referrer")  # the URL contains the token
         if tag:
             self.send_header("ETag", tag)
         self.end_headers()
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Requests are not printed."""
+        """Requests are not logged."""

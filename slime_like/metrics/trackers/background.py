@@ -21,19 +21,19 @@ from slime_like.metrics.trackers.base import (
 from slime_like.metrics.trackers.samples import has_table, sample_rows
 from slime_like.text import clean
 
-QUEUE_SIZE = 1000  # records that wait for a slow tracker; later ones are dropped
-FINISH_S = 120.0  # for all trackers together, at the end of the run
+QUEUE_SIZE = 1000  # pending records of a slow tracker; further ones are dropped
+FINISH_S = 120.0  # seconds for all trackers together, at the end of the run
 Call = Callable[[Tracker], None]
 logger = logging.getLogger(__name__)
 
 
 class BackgroundTracker:
-    """Makes a tracker in a thread and hands it calls there.
+    """Creates a tracker in a thread, and forwards calls to it there.
 
     Args:
-        name: in messages.
-        make: may take as long as it likes, raise or hang.
-        queue_size: calls that may wait.
+        name: For messages.
+        make: Creates the tracker; it may be slow, raise or hang.
+        queue_size: Maximum number of pending calls.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class BackgroundTracker:
         self._thread.start()
 
     def submit(self, call: Call) -> None:
-        """Queue a call; never blocks and never raises."""
+        """Queue a call; never blocks or raises."""
         if self._failed:
             return
         try:
@@ -63,9 +63,9 @@ class BackgroundTracker:
                 )
 
     def end(self) -> None:
-        """Ask for the end after what is queued; `join` waits for it."""
+        """Finish after the queued calls; `join` waits for this."""
         self._ended.set()
-        with contextlib.suppress(queue.Full):  # then the thread does not wait for a call
+        with contextlib.suppress(queue.Full):  # a full queue: the thread does not wait for a call
             self._calls.put_nowait(None)
 
     def join(self, timeout_s: float) -> None:
@@ -79,7 +79,7 @@ class BackgroundTracker:
             while (call := self._next()) is not None:
                 call(tracker)
             tracker.finish()
-        except BaseException as error:  # SystemExit of a library too
+        except BaseException as error:  # SystemExit of a library as well
             self._failed = True
             logger.warning(
                 "tracker %s failed and is left out from here on: %s: %s",
@@ -89,7 +89,7 @@ class BackgroundTracker:
             )
 
     def _next(self) -> Call | None:
-        """Waits for a call; None after the last one."""
+        """Wait for a call; None after the last one."""
         try:
             return self._calls.get(block=not self._ended.is_set())
         except queue.Empty:
@@ -100,9 +100,9 @@ class TrackerSet:
     """The trackers of a run, on rank 0.
 
     Args:
-        names: as --tracker has them; those that are always written are passed over.
-        context: of the run.
-        finish_s: for all of them to end.
+        names: Values of --tracker; built-in ones that are always written are ignored.
+        context: Of the run.
+        finish_s: Time limit in seconds for all of them to finish.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class TrackerSet:
             tracker.submit(lambda each: each.log(step, held))
 
     def log_samples(self, step: int, samples: Iterable[object]) -> None:
-        """A table of a few samples of rollout `step`, for the trackers that take one."""
+        """Send a table with a few samples of rollout `step` to the trackers that support it."""
         if not self._trackers or not has_table(step):
             return
         rows = sample_rows(step, samples)
@@ -138,7 +138,7 @@ class TrackerSet:
             tracker.submit(lambda each: each.attach(path))
 
     def close(self, finish_s: float | None = None) -> None:
-        """finish_s: in place of the one given before."""
+        """Finish all trackers. finish_s: overrides the time limit of the constructor."""
         for tracker in self._trackers:
             tracker.end()
         deadline = time.monotonic() + (self._finish_s if finish_s is None else finish_s)

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from slime_like.metrics.trackers.samples import Rows
 
 BUILT_IN = ("jsonl", "tensorboard")
-IDS_FILE = "trackers.json"  # in the run's folder: by tracker, what a resumed run continues
+IDS_FILE = "trackers.json"  # in the run's folder: run ids by tracker, for resuming
 
 
 @dataclass(frozen=True, slots=True)
 class TrackerContext:
-    """What a tracker is made from.
+    """Arguments for creating a tracker.
 
-    settings: of the logging. output_dir: of the run. config: the run's settings by flag, plain
+    settings: logging settings. output_dir: of the run. config: the run's settings by flag, plain
     data without secrets. resumed: the run continues the one that wrote `output_dir`.
     """
 
@@ -41,11 +41,11 @@ class TrackerContext:
 
     @property
     def name(self) -> str:
-        """Of the run, as people see it."""
+        """The run's display name."""
         return self.settings.tracker_run_name or self.output_dir.resolve().name
 
     def saved_id(self, tracker: str) -> str | None:
-        """What `save_id` was given by the run that this one resumes."""
+        """The id that the resumed run stored with `save_id`."""
         if not self.resumed:
             return None
         found = self._ids().get(tracker)
@@ -64,26 +64,26 @@ class TrackerContext:
 
 
 class Tracker(Protocol):
-    """Called from one thread of rank 0, in order, with nothing else waiting for it. It may raise or
-    hang: then it is left out, and the run continues."""
+    """Interface of a tracker. It is called from one thread of rank 0, in order, without blocking
+    training. A tracker that raises or hangs is disabled, and the run continues."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """The metrics of rollout `step`, from 1; 0 is the evaluation before training. A step may
-        come twice, the second time with all that it has. Values may be NaN or infinite."""
+        """Log the metrics of rollout `step`, from 1; 0 is the evaluation before training. A step
+        may be logged twice, the second time with all its metrics. Values may be NaN or infinite."""
 
     def attach(self, path: Path) -> None:
-        """A file of the run to show: the plot."""
+        """Attach a file of the run, e.g. the plot."""
 
     def finish(self) -> None:
-        """The run is over, and all of it is to be on disk or sent."""
+        """End of the run: everything must be written or sent."""
 
 
 @runtime_checkable
 class SampleTracker(Protocol):
-    """A tracker that takes tables of samples, too."""
+    """A tracker that also accepts tables of samples."""
 
     def log_samples(self, step: int, rows: Rows) -> None:
-        """A few samples of rollout `step`, by `samples.COLUMNS`."""
+        """Log a few samples of rollout `step`, with the columns `samples.COLUMNS`."""
 
 
 TrackerFactory = Callable[[TrackerContext], Tracker]

@@ -12,7 +12,7 @@ from pathlib import Path
 from slime_like.metrics.trackers.base import TrackerContext
 from slime_like.metrics.trackers.samples import COLUMNS, Rows
 
-MOST = 1000  # metrics of a call, and no more than 100 parameters
+MOST = 1000  # metrics per call; at most 100 parameters
 MOST_PARAMETERS = 100
 LONGEST_PARAMETER = 500
 
@@ -30,7 +30,7 @@ class MlflowTracker:
         self._run_id = saved or self._new_run(context, local=uri is None)
         context.save_id("mlflow", self._run_id)
         client.update_run(self._run_id, status="RUNNING")
-        if saved:  # a parameter keeps its value
+        if saved:  # parameters are immutable
             return
         params = [
             Param(flag.lstrip("-"), str(value)[:LONGEST_PARAMETER])

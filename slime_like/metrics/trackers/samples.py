@@ -18,18 +18,20 @@ COLUMNS = (
     "status",
 )
 MOST_ROWS = 16
-LONGEST = 2000  # characters of a text
-ALL_UNTIL, THEN_EACH = 10, 10  # rollouts with a table
+LONGEST = 2000  # characters per text
+ALL_UNTIL, THEN_EACH = 10, 10  # rollouts that have a table
 Rows = list[list[object]]
 
 
 def has_table(step: int) -> bool:
-    """Every rollout at the beginning, and then each tenth: a table is a separate file."""
+    """Whether a rollout gets a table, which is a separate file: each of the first ones, then every
+    tenth."""
     return step <= ALL_UNTIL or step % THEN_EACH == 0
 
 
 def sample_rows(step: int, samples: Iterable[object]) -> Rows:
-    """By COLUMNS, the first samples that this rank has the texts of. step: the rollout, from 1."""
+    """Rows with the columns COLUMNS, for the first samples with texts on this rank. step: the
+    rollout, from 1."""
     rows: Rows = []
     for each in samples:
         if isinstance(each, Sample) and len(rows) < MOST_ROWS:

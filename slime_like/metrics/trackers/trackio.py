@@ -13,7 +13,7 @@ from slime_like.metrics.trackers.samples import COLUMNS, Rows
 
 class TrackioTracker:
     def __init__(self, context: TrackerContext) -> None:
-        # read when trackio is imported
+        # read when importing trackio
         os.environ.setdefault("TRACKIO_DIR", str(context.output_dir.resolve() / "trackio"))
         import trackio
 
@@ -34,7 +34,7 @@ class TrackioTracker:
     def log_samples(self, step: int, rows: Rows) -> None:
         try:
             import pandas
-        except ImportError:  # trackio itself works without it
+        except ImportError:  # trackio works without it
             return
         frame = pandas.DataFrame(rows, columns=list(COLUMNS))
         self._run.log({"samples": self._trackio.Table(dataframe=frame)}, step=step)

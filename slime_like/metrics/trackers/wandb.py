@@ -11,8 +11,8 @@ from slime_like.metrics.trackers.samples import COLUMNS, Rows
 
 
 class WandbTracker:
-    """Its charts have the axis of ours: `rollout` is a metric, for W&B leaves out a step below the
-    last one, as a resumed run repeats it."""
+    """W&B tracker. The x-axis of its charts is the metric `rollout`, because W&B drops steps below
+    the last one, which a resumed run repeats."""
 
     def __init__(self, context: TrackerContext) -> None:
         import wandb
@@ -26,7 +26,7 @@ class WandbTracker:
         group = flags.tracker_run_name
         if group is not None and not flags.disable_wandb_random_suffix:
             group = f"{group}_{run_id}"
-        # its metadata would hold the command line as it is, with keys
+        # W&B's metadata would contain the raw command line, including keys
         settings = wandb.Settings(silent=True, console="off", x_disable_meta=True)
         if flags.wandb_host is not None:
             settings.base_url = flags.wandb_host
