@@ -1,5 +1,5 @@
-"""Durable files: written, hashed on the fly, synced, renamed. Every write of a checkpoint uses
-this."""
+"""Durable file writes for checkpoints: hash on the fly, sync, rename; and safe reads of files that
+others may have written."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-READ_BYTES = 4 * 2**20  # at a time, while a file is hashed
-HASHED_BESIDE = 2**20  # pieces from this size on
-MAX_JSON_BYTES = 2**28  # of one file: an index of a million tensors has half of it
+READ_BYTES = 4 * 2**20  # block size for hashing a file
+HASHED_BESIDE = 2**20  # pieces of at least this size are hashed in a thread
+MAX_JSON_BYTES = 2**28  # twice the size of an index of a million tensors
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What a file must be. size: bytes. sha256: in hexadecimal digits."""
+    """Expected content of a file. size: bytes. sha256: hexadecimal digest."""
 
     size: int
     sha256: str
 
 
 class HashedFile:
-    """A file being written front to back, with the SHA-256 of what went into it. Large pieces are
-    hashed while they are written: both release the interpreter's lock."""
+    """A file that is written sequentially, with the SHA-256 of its content. Large pieces are hashed
+    while they are written, since both release the GIL."""
 
     def __init__(self, file: BinaryIO, hasher: ThreadPoolExecutor) -> None:
         self._file = file
@@ -46,7 +46,7 @@ class HashedFile:
         else:
             hashing = self._hasher.submit(self._hash.update, view)
         written = 0
-        while written < len(view):  # an unbuffered file may take less than it is given
+        while written < len(view):  # writes to an unbuffered file may be partial
             written += self._file.write(view[written:]) or 0
         if hashing is not None:
             hashing.result()
@@ -65,7 +65,7 @@ class HashedFile:
 
 @contextmanager
 def hashed_file(path: Path) -> Iterator[HashedFile]:
-    """Write `path`; it is synced when the block ends without an error."""
+    """Open `path` for writing; synced to disk if the block ends without an error."""
     with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
         yield HashedFile(file, hasher)
         os.fsync(file.fileno())
@@ -79,8 +79,7 @@ def write_file(path: Path, text: str | bytes) -> FileRecord:
 
 @contextmanager
 def writes_to(flag: str, path: str | Path) -> Iterator[None]:
-    """Have an OSError of the block, as of a full disk, say what was written and which option chose
-    the place."""
+    """Add flag and path to the message of an OSError raised in the block, e.g. for a full disk."""
     try:
         yield
     except OSError as error:
@@ -90,7 +89,7 @@ def writes_to(flag: str, path: str | Path) -> Iterator[None]:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Readers, and a process that starts after a crash, see the old text or the new one."""
+    """Replace the file atomically: readers see the old text or the new one, also after a crash."""
     temporary = path.with_name(path.name + ".tmp")
     write_file(temporary, text)
     os.replace(temporary, path)
@@ -98,7 +97,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Have a file's bytes, or the names in a folder, on the disk."""
+    """Sync a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -107,19 +106,19 @@ def sync_path(path: Path) -> None:
 
 
 def open_regular(path: Path, inside: Path | None = None) -> BinaryIO:
-    """Open a file of a folder that somebody else may have written.
+    """Open a file in a folder that someone else may have written.
 
     Args:
-        path: to be read.
-        inside: the folder that the file must lie in, once all symbolic links are followed.
+        path: File to read.
+        inside: Folder that must contain the file after resolving symbolic links.
 
     Returns:
         An unbuffered file.
 
     Raises:
-        FileNotFoundError: there is none.
-        OSError: it is no regular file (a FIFO or a device would block, or never end), or lies
-        elsewhere.
+        FileNotFoundError: The file does not exist.
+        OSError: It is not a regular file (a FIFO or a device could block or never end), or it is
+            not in the folder.
     """
     try:
         leaves = inside is not None and not path.resolve().is_relative_to(inside.resolve())
@@ -135,11 +134,12 @@ def open_regular(path: Path, inside: Path | None = None) -> BinaryIO:
 
 
 def read_json(path: Path, inside: Path | None = None) -> Any:
-    """What a JSON file holds; arguments as of `open_regular`.
+    """Read a JSON file; arguments as for `open_regular`.
 
     Raises:
-        ValueError: it is damaged, nested too deeply, or larger than MAX_JSON_BYTES. The text lacks
-        the name. OSError: as `open_regular`.
+        ValueError: It is damaged, nested too deeply, or larger than MAX_JSON_BYTES. The message
+            does not name the file.
+        OSError: As for `open_regular`.
     """
     with open_regular(path, inside) as file:
         size = os.fstat(file.fileno()).st_size
@@ -153,13 +153,13 @@ def read_json(path: Path, inside: Path | None = None) -> Any:
 
 
 def size_inside(path: Path, inside: Path) -> int:
-    """Bytes of a regular file that lies in `inside`; raises as `open_regular`."""
+    """Size in bytes of a regular file in `inside`; raises as `open_regular`."""
     with open_regular(path, inside) as file:
         return os.fstat(file.fileno()).st_size
 
 
 def hash_file(path: Path, inside: Path | None = None) -> FileRecord:
-    """Raises as `open_regular`."""
+    """Size and SHA-256 of a file; raises as `open_regular`."""
     digest, size = hashlib.sha256(), 0
     with open_regular(path, inside) as file:
         while block := file.read(READ_BYTES):
@@ -169,6 +169,6 @@ def hash_file(path: Path, inside: Path | None = None) -> FileRecord:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder that may be gone already."""
+    """Remove a folder if it exists."""
     with suppress(FileNotFoundError):
         shutil.rmtree(path)

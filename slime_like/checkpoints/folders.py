@@ -1,5 +1,5 @@
-"""Folders of checkpoints: names, the newest, what a killed process has left, publishing, removing.
-See the package's docstring."""
+"""Checkpoint folders: names, finding the newest, cleaning up after a killed process, publishing and
+removing. See the package's docstring."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def checkpoint_folder(root: str | Path, step: int) -> Path:
 
 
 def writing_folder(root: str | Path, step: int) -> Path:
-    """Where checkpoint `step` is until it is published."""
+    """Folder in which checkpoint `step` is written before it is published."""
     return Path(root) / f"iter_{step:07d}{WRITING}"
 
 
@@ -36,18 +36,24 @@ def complete_steps(root: str | Path) -> list[int]:
 
 
 def is_checkpoint_root(root: str | Path) -> bool:
-    """Whether `root` holds checkpoints of ours, whole or damaged, rather than a Hugging Face model,
-    nothing, or a first save that was cut short."""
+    """Whether `root` contains our checkpoints, complete or damaged. False for a Hugging Face model,
+    an empty folder, or one with only an interrupted first save."""
     return (Path(root) / TRACKER).exists() or any(
         _NAME.match(path.name) for path in Path(root).glob("iter_*")
     )
 
 
 def newest_step(root: str | Path, flag: str = "--load") -> tuple[int, str | None]:
-    """The step that the tracker names (or the one that was about to take its place when the process
-    was killed), and None. Where the tracker is missing, unreadable or names a checkpoint that is
-    not complete: the newest complete one, and a warning. Raises ValueError when there is none: a
-    run never starts over unasked."""
+    """Step of the checkpoint to load.
+
+    Returns:
+        (step, None) for the step in the tracker, or the one whose publication a kill interrupted.
+        (newest complete step, warning) if the tracker is missing, unreadable or names an incomplete
+        checkpoint.
+
+    Raises:
+        ValueError: There is no complete checkpoint. A run never silently starts over.
+    """
     path, steps = Path(root) / TRACKER, complete_steps(root)
     if (published := _half_published(root)) is not None:
         return published, None
@@ -71,11 +77,12 @@ def newest_step(root: str | Path, flag: str = "--load") -> tuple[int, str | None
 
 
 def clean_up(root: str | Path) -> list[str]:
-    """Undo what a process that was killed while it saved has left in `root`, which nobody else may
-    be writing to. Returns what was done.
+    """Clean up after a process that was killed while saving to `root`; no other process may write
+    there. Returns what was done.
 
-    A checkpoint that has its name already gets the tracker too. One that was set aside for its
-    successor comes back unless that one was published; half-written and half-removed ones go."""
+    A checkpoint that already has its final name is entered in the tracker. One that was set aside
+    for a replacement is restored unless the replacement was published. Partially written and
+    partially removed checkpoints are removed."""
     done = []
     if (published := _half_published(root)) is not None:
         os.replace(Path(root) / NEXT_TRACKER, Path(root) / TRACKER)
@@ -98,7 +105,7 @@ def clean_up(root: str | Path) -> list[str]:
 
 
 def _half_published(root: str | Path) -> int | None:
-    """The step of a checkpoint that got its name, and not yet the tracker. See `publish`."""
+    """Step of a checkpoint that has its final name but is not in the tracker yet; see `publish`."""
     try:
         step = _step_in(Path(root) / NEXT_TRACKER)
     except (OSError, ValueError):
@@ -107,16 +114,18 @@ def _half_published(root: str | Path) -> int | None:
 
 
 def _step_in(tracker: Path) -> int:
-    """Raises OSError or ValueError."""
+    """The step in a tracker file. Raises OSError or ValueError."""
     with open_regular(tracker) as file:
         return int(file.read(64))
 
 
 def publish(root: str | Path, step: int) -> Path:
-    """Give the checkpoint its name, and then the tracker its step. Everything in the folder must be
-    on the disk. An older checkpoint of the same step is set aside until the new one has its name.
-    The next tracker is written before, so that a kill between the two leaves no doubt: which of the
-    complete steps is the newest is not for their numbers to say, a run may have gone back."""
+    """Rename the checkpoint to its final name, then update the tracker. All files must be synced to
+    disk. An older checkpoint of the same step is set aside until the new one has its name.
+
+    The next tracker is written before the rename, so that after a kill in between it is known which
+    complete checkpoint is the newest: not always the one with the largest step, since a run may
+    have resumed from an earlier one."""
     final, temporary = checkpoint_folder(root, step), writing_folder(root, step)
     aside = final.with_name(final.name + REPLACED)
     if final.exists():
@@ -134,9 +143,9 @@ def publish(root: str | Path, step: int) -> Path:
 def steps_to_remove(
     steps: list[int], newest: int, *, keep_last: int | None, keep_every: int | None
 ) -> list[int]:
-    """Which checkpoints may go, now that step `newest` is on the disk. Kept are the last
-    `keep_last` (1 where only keep_every is given) up to the newest, and every multiple of
-    `keep_every`. Steps beyond the newest are of a run that went another way: they stay."""
+    """Steps of checkpoints to remove, now that step `newest` is on disk. The last `keep_last` (1 if
+    only keep_every is given) up to the newest are kept, and all multiples of `keep_every`. Steps
+    after the newest, which belong to another course of the run, are kept too."""
     if keep_last is None and keep_every is None:
         return []
     past = sorted(step for step in steps if step <= newest)
@@ -147,8 +156,8 @@ def steps_to_remove(
 
 
 def remove_checkpoint(root: str | Path, step: int) -> None:
-    """It has lost its name before its first file goes, so that half a checkpoint is never taken for
-    a whole one."""
+    """Remove a checkpoint. It is renamed before its files are deleted, so that a partly deleted
+    checkpoint is never mistaken for a complete one."""
     folder = checkpoint_folder(root, step)
     going = folder.with_name(folder.name + REMOVED)
     remove_folder(going)
@@ -158,6 +167,6 @@ def remove_checkpoint(root: str | Path, step: int) -> None:
 
 
 def free_bytes(root: str | Path) -> int:
-    """Of the disk that `root` lies on, or will."""
+    """Free bytes of the disk that `root` is on or will be created on."""
     there = next(path for path in (Path(root), *Path(root).absolute().parents) if path.exists())
     return shutil.disk_usage(there).free

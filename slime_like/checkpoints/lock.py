@@ -1,11 +1,11 @@
-"""One run at a time writes to a folder: a lock file with host, process and start time, which its
-owner touches every few seconds.
+"""Folder lock, so that only one run at a time writes to a folder: a lock file with host, process
+and start time, which its owner touches every few seconds.
 
-It holds over a network file system too, where `flock` may not: the file is created exclusively
-(atomic from NFS 3 on), and an owner on another machine is judged by the file's modification time
-alone. Ages are differences of times that the file's own server gave, so that clocks of machines
-need not agree. An owner on this machine is judged by whether its process still lives, which frees
-the folder of a killed run at once.
+It also works on network file systems, where `flock` may not: the file is created exclusively
+(atomic since NFS 3). Whether an owner on another machine is alive is decided by the modification
+time of the file only. Ages are differences between timestamps of the file server, so the clocks of
+the machines need not agree. For an owner on this machine the process itself is checked, so the
+folder of a killed run is free at once.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ logger = logging.getLogger(__name__)
 
 LOCK = "run.lock"
 HEARTBEAT_S = 10.0
-STALE_S = 60.0  # without a sign of life, of an owner on another machine
+STALE_S = 60.0  # an owner on another machine counts as dead after this time without a heartbeat
 POLL_S = 0.5
-MAX_BYTES = 2**16  # of a lock file
+MAX_BYTES = 2**16  # maximum size of a lock file
 _held: dict[Path, FolderLock] = {}
 
 
 class FolderInUse(RunError):
-    """Another run that is alive writes to the folder."""
+    """Another running process writes to the folder."""
 
 
 class FolderLock:
@@ -51,32 +51,33 @@ class FolderLock:
     ) -> None:
         """
         Args:
-            folder: made if it is not there.
-            flag: the option that named it, for messages.
-            heartbeat_s: seconds between two signs of life.
-            stale_s: without one for so long, an owner on another machine is taken for dead.
+            folder: Created if missing.
+            flag: The flag that names it, for messages.
+            heartbeat_s: Seconds between heartbeats.
+            stale_s: Seconds without a heartbeat after which an owner on another machine counts as
+                dead.
         """
         self.folder, self.flag = Path(folder), flag
         self.path = self.folder / LOCK
-        self.lost: str | None = None  # why it is not ours any more
+        self.lost: str | None = None  # reason why the lock was lost
         self._heartbeat_s, self._stale_s = heartbeat_s, stale_s
         self._owner = {**this_process(), "token": uuid.uuid4().hex}
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def acquire(self) -> None:
-        """Take the folder, from a run that has ended without releasing it too.
+        """Acquire the lock, taking it over from a run that ended without releasing it.
 
-        Waits up to stale_s where an owner on another machine has not been seen dead yet.
+        Waits up to stale_s to find out whether an owner on another machine is alive.
 
         Raises:
-            FolderInUse: another run is alive.
-            OSError: the folder cannot be written.
+            FolderInUse: The owner is alive.
+            OSError: The folder cannot be written.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         while not self._create():
             found = self._look()
-            if found is None:  # released meanwhile
+            if found is None:  # released in the meantime
                 continue
             owner, text = found
             reason = self._wait_until_dead(owner, text)
@@ -87,7 +88,7 @@ class FolderLock:
         self._thread.start()
 
     def release(self) -> None:
-        """Give the folder back. Releasing twice is fine, and another run's lock stays."""
+        """Release the lock. Idempotent; never removes another run's lock."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
@@ -98,20 +99,20 @@ class FolderLock:
                 self.path.unlink()
 
     def confirm(self) -> None:
-        """Raise RunError where another run has taken the folder, as after a long suspension of this
-        one."""
-        with suppress(OSError):  # an unreachable server is for the write itself to report
+        """Raise RunError if another run has taken over the lock, e.g. while this one was
+        suspended."""
+        with suppress(OSError):  # an unreachable file server is reported by the write itself
             if self.lost is None and not self._is_ours():
                 self.lost = self._taken_by()
         if self.lost is not None:
             raise RunError(f"{self.flag} {self.folder}: {self.lost}; this run ends unsaved")
 
     def _create(self) -> bool:
-        """Whether the lock file is made, with this process in it."""
+        """Try to create the lock file for this process; False if it exists."""
         temporary = self.path.with_name(f"{LOCK}.{self._owner['token']}")
         try:
             temporary.write_text(json.dumps(self._owner))
-            os.link(temporary, self.path)  # complete from its first moment on
+            os.link(temporary, self.path)  # atomic, with complete content
         except FileExistsError:
             return False
         except OSError as error:
@@ -124,7 +125,7 @@ class FolderLock:
         return True
 
     def _create_without_links(self) -> bool:
-        """On a file system without hard links."""
+        """`_create` on a file system without hard links."""
         try:
             with open(self.path, "x") as file:
                 file.write(json.dumps(self._owner))
@@ -141,7 +142,7 @@ class FolderLock:
         )
 
     def _look(self) -> tuple[dict[str, object], str] | None:
-        """The owner and the file's text; None where there is no file."""
+        """The owner and the text of the lock file; None if there is no file."""
         text = _read_lock(self.path)
         if text is None:
             return None
@@ -152,7 +153,8 @@ class FolderLock:
         return (owner if isinstance(owner, dict) else {}), text
 
     def _wait_until_dead(self, owner: dict[str, object], text: str) -> str:
-        """Why the owner is dead, in words. Raises FolderInUse as soon as it shows a sign of life."""
+        """Wait until the owner is known to be dead; returns the reason. Raises FolderInUse as soon
+        as there is a sign that it is alive."""
         alive = is_alive(owner)
         if alive is False:
             return f"{_words(owner)} has ended without releasing it"
@@ -180,14 +182,14 @@ class FolderLock:
         )
 
     def _set_aside(self, text: str) -> bool:
-        """Remove the dead owner's file. False where another run was first."""
+        """Remove the lock file of a dead owner; False if another run was faster."""
         aside = self.path.with_name(f"{LOCK}.{self._owner['token']}")
         try:
             os.rename(self.path, aside)
         except FileNotFoundError:
             return False
         was_dead = _read_lock(aside) == text
-        if not was_dead:  # a new owner's, who was first by a moment
+        if not was_dead:  # the file of a new owner: put it back
             with suppress(OSError):
                 os.link(aside, self.path)
         aside.unlink(missing_ok=True)
@@ -205,7 +207,7 @@ class FolderLock:
 
     def _beat(self) -> None:
         while not self._ended.wait(self._heartbeat_s):
-            with suppress(OSError):  # a hiccup of the server; the next beat tries again
+            with suppress(OSError):  # a transient file server error; retried at the next heartbeat
                 if not self._is_ours():
                     self.lost = self._taken_by()
                     return
@@ -217,10 +219,10 @@ def hold_folders(folders: Sequence[tuple[str, str | Path]]) -> Iterator[None]:
     """Hold the locks of all folders for the block.
 
     Args:
-        folders: (flag, folder); two names of one folder are one lock.
+        folders: (flag, folder); a folder given twice is locked once.
 
     Raises:
-        FolderInUse: another run holds one of them.
+        FolderInUse: Another run holds one of the locks.
     """
     with ExitStack() as locks:
         for flag, folder in {Path(f).resolve(): (flag, f) for flag, f in folders}.values():
@@ -231,14 +233,14 @@ def hold_folders(folders: Sequence[tuple[str, str | Path]]) -> Iterator[None]:
 
 
 def confirm_held(folder: str | Path) -> None:
-    """Raise RunError where this process held the lock of `folder` and has lost it."""
+    """Raise RunError if this process has lost the lock of `folder`; no-op if it never held one."""
     lock = _held.get(Path(folder).resolve())
     if lock is not None:
         lock.confirm()
 
 
 def this_process() -> dict[str, object]:
-    """A unique identity of this process over all machines."""
+    """Identity of this process, unique over all machines."""
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -249,7 +251,8 @@ def this_process() -> dict[str, object]:
 
 
 def is_alive(owner: dict[str, object]) -> bool | None:
-    """Whether the process of `this_process` lives; None where that cannot be seen from here."""
+    """Whether the process is alive; None if it is on another machine or not visible from here.
+    owner: from `this_process`."""
     machine, pid = owner.get("machine"), owner.get("pid")
     if machine is None or machine != _machine() or not isinstance(pid, int):
         return None
@@ -257,7 +260,7 @@ def is_alive(owner: dict[str, object]) -> bool | None:
 
 
 def _machine() -> str | None:
-    """The running system and its table of processes; None where /proc does not tell."""
+    """Identity of the booted system and its PID namespace; None without /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -266,8 +269,8 @@ def _machine() -> str | None:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """When a process of this machine started; None where there is none, or nothing of it but its
-    status."""
+    """Start time of a process on this machine, in clock ticks since boot; None if there is none or
+    it is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):
@@ -276,7 +279,7 @@ def _start_ticks(pid: int) -> int | None:
 
 
 def _read_lock(path: Path) -> str | None:
-    """The text of a lock file; None where there is none. Raises OSError for anything but a file."""
+    """The text of a lock file, None if missing. Raises OSError if it is not a regular file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -296,7 +299,7 @@ def _age(path: Path) -> tuple[int, float]:
     finally:
         probe.unlink(missing_ok=True)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # has NFS ask its server
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # makes NFS ask the server
     except FileNotFoundError:
         return 0, 0.0
     try:

@@ -1,6 +1,6 @@
-"""The manifest: size and SHA-256 of every file of a checkpoint. It is written last, so that a
-folder without one is not complete; and it is checked before anything else of the checkpoint is
-read. It tells damage, not malice: who can change a file can change the manifest."""
+"""The manifest: size and SHA-256 of every file of a checkpoint. It is written last, so a folder
+without one is incomplete, and it is checked before any other file of the checkpoint is read. It
+detects damage, not tampering: whoever can change a file can also change the manifest."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 _SHA256 = re.compile("[0-9a-f]{64}")
 
-Records = Mapping[str, FileRecord]  # by path inside the checkpoint, with forward slashes
+Records = Mapping[str, FileRecord]  # path inside the checkpoint, with forward slashes -> record
 
 
 def write_manifest(
     folder: Path, records: Records, identity: Mapping[str, object] | None = None
 ) -> None:
-    """Make the folder a checkpoint.
+    """Write the manifest, which makes the folder a complete checkpoint.
 
     Args:
-        folder: with all its files on the disk.
-        records: of every file.
-        identity: "model" and "tokenizer", each plain JSON by setting: what a run must share that
-        resumes.
+        folder: Folder with all other files, synced to disk.
+        records: Records of all files.
+        identity: "model" and "tokenizer", each plain JSON by setting; a run that resumes must have
+            the same.
     """
     files = {name: {"size": r.size, "sha256": r.sha256} for name, r in sorted(records.items())}
     content = {
@@ -49,11 +49,11 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
-    """The records of a checkpoint's files.
+    """Read the records of a checkpoint's files.
 
     Raises:
-        ValueError: naming the file, where it is missing, damaged, or names what cannot be a file of
-        the checkpoint.
+        ValueError: The manifest is missing or damaged, or contains a path that cannot be a file of
+            the checkpoint; names the file.
     """
     content = _read(folder)
     records = {}
@@ -65,11 +65,11 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
 
 
 def read_identity(folder: Path) -> dict[str, dict[str, object]]:
-    """ "model" and "tokenizer" of the run that saved, each by setting; an older checkpoint has
-     neither.
+    """Read the identity of the run that saved: "model" and "tokenizer", each by setting. Older
+    checkpoints have neither.
 
     Raises:
-        ValueError: as `read_manifest`.
+        ValueError: As for `read_manifest`.
     """
     identity = _read(folder).get("identity", {})
     if not isinstance(identity, dict) or not all(isinstance(v, dict) for v in identity.values()):
@@ -78,7 +78,7 @@ def read_identity(folder: Path) -> dict[str, dict[str, object]]:
 
 
 def identity_differences(saved: Mapping[str, object], ours: Mapping[str, object]) -> list[str]:
-    """Settings that both have and that differ, each with both values, as words."""
+    """Descriptions, with both values, of settings that are in both and differ."""
     return [
         f"{name} {saved[name]} (here: {ours[name]})"
         for name in ours
@@ -120,8 +120,8 @@ def _record_problem(name: str, record: object) -> str | None:
 def damaged_files(
     folder: Path, records: Records, names: Iterable[str], *, threads: int
 ) -> list[str]:
-    """Those of `names` that are not what the manifest says, each with what is wrong. Only regular
-    files inside the folder are read, and only those of the right size."""
+    """Descriptions of those files among `names` that differ from the manifest. Only regular files
+    inside the folder with the right size are read."""
 
     def fault(name: str) -> str | None:
         if problem := size_problem(folder, name, records[name].size):
@@ -137,8 +137,8 @@ def damaged_files(
 
 
 def size_problem(folder: Path, name: str, size: int) -> str | None:
-    """What is wrong with a file of a checkpoint that should be a regular one of `size` bytes, as
-    far as that is seen without reading it."""
+    """What is wrong with a file that should be regular and `size` bytes long, without reading it;
+    None if nothing is."""
     try:
         found = size_inside(folder / name, folder)
     except FileNotFoundError:
@@ -149,7 +149,7 @@ def size_problem(folder: Path, name: str, size: int) -> str | None:
 
 
 def split_by_size(records: Records, parts: int) -> list[list[str]]:
-    """Names for each of `parts` readers, so that all have about the same number of bytes."""
+    """Distribute the file names over `parts` readers with about equal numbers of bytes."""
     shares: list[list[str]] = [[] for _ in range(parts)]
     loads = [0] * parts
     for name in sorted(records, key=lambda n: (-records[n].size, n)):

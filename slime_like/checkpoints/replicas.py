@@ -1,10 +1,10 @@
-"""The folder in which a node keeps checkpoints in its memory (--checkpoint-replicas): to which
-run it belongs, and which whole files are in it.
+"""A node's folder for in-memory checkpoints (--checkpoint-replicas): the run that it belongs to,
+and the intact files in it.
 
-    <base>/<id>/save.txt            the --save that has this id
-    <base>/<id>/iter_0000007/       this node's part, that of the node before, and the manifest of all
+    <base>/<id>/save.txt            the --save folder with this id
+    <base>/<id>/iter_0000007/       parts of this node and the previous one, and the full manifest
 
-The id lies in --save. A folder is removed when its --save has another one, or none.
+The id is stored in --save. A folder is removed if its --save has another id or none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COPY_BYTES = 4 * 2**20
 
 
 def run_id(save: Path) -> str:
-    """Of a folder of checkpoints; made where it has none."""
+    """Id of a checkpoint folder; created if it has none."""
     path = save / ID
     if not path.is_file():
         save.mkdir(parents=True, exist_ok=True)
@@ -32,14 +32,14 @@ def run_id(save: Path) -> str:
 
 
 def node_folder(base: str | None, name: str, save: Path) -> Path:
-    """This node's folder for the checkpoints of `save`.
+    """Create this node's folder for the in-memory checkpoints of `save`.
 
     Args:
-        name: its id, of `run_id`.
-        base: of --checkpoint-replica-dir; None: in /dev/shm, for this user alone.
+        base: Value of --checkpoint-replica-dir; None: a folder of this user in /dev/shm.
+        name: Id from `run_id`.
 
     Raises:
-        ValueError: the folder is another user's.
+        ValueError: The folder belongs to another user.
     """
     root = Path(base or f"/dev/shm/slime_like-{os.getuid()}")
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -62,8 +62,8 @@ def _remove_orphans(root: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a node has of a checkpoint. manifest: its SHA-256. of: how many files the checkpoint
-    has. files: names of those that are here, as they were written."""
+    """Part of a checkpoint that a node holds. manifest: SHA-256 of the manifest. of: number of
+    files in the full checkpoint. files: names of the intact files on this node."""
 
     manifest: str
     of: int
@@ -71,7 +71,8 @@ class Held:
 
 
 def whole_files(folder: Path) -> Held:
-    """Raises ValueError or OSError where the manifest is missing or damaged."""
+    """Find the intact files of a checkpoint folder. Raises ValueError or OSError if the manifest is
+    missing or damaged."""
     records = read_manifest(folder)
     found = []
     for name, record in records.items():
@@ -82,7 +83,7 @@ def whole_files(folder: Path) -> Held:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """`target` is on the disk afterwards."""
+    """Copy a file and sync `target` to disk."""
     with open(source, "rb") as file, hashed_file(target) as copy:
         while block := file.read(COPY_BYTES):
             copy.write(block)

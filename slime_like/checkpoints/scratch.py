@@ -1,5 +1,5 @@
-"""Temporary folders that live as long as their process; those of killed processes are removed by
-the next one."""
+"""Temporary folders with the lifetime of a process; those of killed processes are removed by the
+next one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ OWNER = "owner.json"
 
 
 def scratch_folder(prefix: str) -> str:
-    """Make a folder below the system's temporary one.
-
-    Those of this user's processes that have ended without removing theirs are removed first.
+    """Create a temporary folder, after removing those left by this user's ended processes.
 
     Args:
-        prefix: of its name, which tells what is in it.
+        prefix: Prefix of its name, specific to its purpose.
 
     Returns:
         Its path; the caller removes it.

@@ -75,7 +75,7 @@ class TrainerState(SamplingState, total=False):
     world_size: int
     layout: str
     networks: dict[str, SavedPart]
-    fingerprints: list[dict[str, dict[str, str]]]  # of each rank
+    fingerprints: list[dict[str, dict[str, str]]]  # [rank][network][part], see fingerprint.py
     has_rng: bool
     weights_only: bool
     model: dict[str, Any]  # settings of the network, by name
@@ -97,7 +97,7 @@ class TrainerState(SamplingState, total=False):
     critic_skipped_in_a_row: int
 
 
-_NETWORK = re.compile(r"[a-z_]{1,40}")  # also the name of its folder
+_NETWORK = re.compile(r"[a-z_]{1,40}")  # network name, also the name of its folder
 
 
 def _is_count(value: object) -> TypeGuard[int]:
@@ -164,16 +164,16 @@ _OPTIONAL: Mapping[str, Callable[[object], bool]] = {
 
 
 def read_trainer_state(folder: Path) -> TrainerState:
-    """The state of a checkpoint's trainer.
+    """Read the trainer state of a checkpoint.
 
     Args:
-        folder: of the checkpoint.
+        folder: Folder of the checkpoint.
 
     Returns:
-        What was saved; the entries that loading itself uses have the form that it expects.
+        The saved state; the types of the entries that loading uses are validated.
 
     Raises:
-        ValueError: naming the checkpoint, and what is wrong with the file.
+        ValueError: The file is missing or damaged; names the checkpoint and the problem.
     """
     try:
         state: TrainerState = read_json(folder / TRAINER_FILE, folder)

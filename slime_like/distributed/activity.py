@@ -13,15 +13,15 @@ from dataclasses import asdict, dataclass
 from types import FrameType
 
 START = "start"
-MOVED_S = 0.01  # of processor time between two pulses
+MOVED_S = 0.01  # CPU time between two pulses that counts as progress
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """count: grows with every pulse. phases: entered so far. still_s: seconds for which the main
-    thread has not moved. waiting: for other ranks, inside a collective. left: the run is over for
-    this rank."""
+    """Heartbeat of a rank. count: increases with every pulse. phases: number of phases entered so
+    far. still_s: seconds without progress of the main thread. waiting: inside a collective, for
+    other ranks. left: this rank has ended the run."""
 
     count: int
     host: str
@@ -56,8 +56,8 @@ class Heartbeat:
 
 
 class Activity:
-    """Of this process; `enter` is called by its main thread, `pulse` by the watchdog's. changed:
-    set when a phase begins."""
+    """Activity of this process; `enter` is called by the main thread, `pulse` by the watchdog's.
+    changed: set when a phase begins."""
 
     def __init__(self) -> None:
         self.changed = threading.Event()
@@ -98,7 +98,8 @@ class Activity:
 
 
 def place_of(frame: FrameType | None) -> tuple[str, bool]:
-    """(innermost line of this project, whether a collective is being waited for)."""
+    """(innermost line of this project in the stack of `frame`, whether it waits in a
+    collective)."""
     waiting = False
     while frame is not None:
         file = frame.f_code.co_filename

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from slime_like.errors import RunError
 
 T = TypeVar("T")
-TELL_EVERY_S = 15.0  # below any --distributed-timeout-minutes that makes sense
+TELL_EVERY_S = 15.0  # below any sensible --distributed-timeout-minutes
 REMEDIES = (ValueError, OSError, RunError)
 
 
@@ -71,7 +71,7 @@ def share(value: T, error: Exception | None = None, group: dist.ProcessGroup | N
         if dist.get_rank() == 0:
             try:
                 box = [pickle.dumps((value, told))]
-            except Exception as problem:  # here, where it reaches all ranks
+            except Exception as problem:  # not picklable: raised on all ranks
                 told = as_told(problem)
                 box = [pickle.dumps((None, told))]
         dist.broadcast_object_list(box, src=0, group=group)
@@ -97,7 +97,7 @@ def from_rank_zero_within(
             ended.set_exception(error)
 
     def look() -> tuple[bool, T | None]:
-        """Whether it has ended, and with what."""
+        """(whether the work has ended, its result)."""
         if wait([ended], max(0.0, min(TELL_EVERY_S, deadline - time.monotonic()))).done:
             return True, ended.result()
         if time.monotonic() >= deadline:
@@ -142,7 +142,7 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def any_rank(flags: list[bool]) -> list[bool]:
-    """Elementwise or over all ranks; collective."""
+    """Elementwise logical or over all ranks. Collective."""
     if not dist.is_initialized():
         return list(flags)
     votes = torch.tensor(flags, dtype=torch.int32)

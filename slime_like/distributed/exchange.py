@@ -23,14 +23,14 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-MESSAGES_IN_BUFFER = 4  # so that one is filled or emptied while others travel
+MESSAGES_IN_BUFFER = 4  # so that one is filled or emptied while others are in flight
 Places = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """One way to share items among ranks, of which each part has several. part_of_rank: [N];
-    part_of_item: [B], the part whose ranks want it."""
+    """Assignment of items to parts, and of ranks to parts: all ranks of a part need its items.
+    part_of_rank: [N]. part_of_item: [B]."""
 
     part_of_rank: Places
     part_of_item: Places
@@ -55,7 +55,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message between two ranks, and what it is made of."""
+    """One message between two ranks and the pieces that it consists of."""
 
     source: int
     destination: int
@@ -67,10 +67,10 @@ class Message:
 
 
 class Delivery:
-    """Who sends what to whom. Equal on all ranks.
+    """Plan of which rank sends which item to which rank; equal on all ranks.
 
-    holders: [B], the rank that has each item. nbytes: [B]. sharings: each item goes to the ranks of
-    its part in every one of them. buffer_size: bytes under way at a time at each rank.
+    holders: [B], the rank that has each item. nbytes: [B]. sharings: an item goes to the ranks of
+    its part in each of them. buffer_size: maximum bytes in flight per rank.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class Delivery:
         self.first = self._first_receivers()
 
     def _first_receivers(self) -> Places:
-        """[B]: the rank that gets each item first: who has it, if it wants it, else the ranks of
-        its part in turn, so that they share hop 2."""
+        """[B], the rank that each item goes to first: its holder if that needs it, otherwise the
+        ranks of its part round-robin, which distributes the work of hop 2."""
         own = self.sharings[0]
         first = np.empty_like(self.holders)
         for part in np.unique(own.part_of_item):
@@ -101,14 +101,14 @@ class Delivery:
         return np.logical_or.reduce([sharing.wanted_by(rank) for sharing in self.sharings])
 
     def hops(self, rank: int) -> list[list[Message]]:
-        """This rank's messages of each hop, in the order of all."""
+        """This rank's messages of each hop, in the global order."""
         return [
             self._messages(rank, self._items_of_hop_one(rank)),
             self._messages(rank, self._items_of_hop_two(rank)),
         ]
 
     def _items_of_hop_one(self, rank: int) -> dict[tuple[int, int], list[int]]:
-        """Items by (source, destination), of this rank."""
+        """Items that this rank sends or receives, by (source, destination)."""
         streams: dict[tuple[int, int], list[int]] = {}
         moves = self.holders != self.first
         mine = moves & ((self.holders == rank) | (self.first == rank))
@@ -128,8 +128,8 @@ class Delivery:
         return streams
 
     def _messages(self, rank: int, streams: dict[tuple[int, int], list[int]]) -> list[Message]:
-        """In the order of all ranks: by distance, so that pairs are at work side by side, then by
-        source."""
+        """Messages in the global order: by distance between the ranks, so that many pairs
+        communicate concurrently, then by source."""
 
         def place(pair: tuple[int, int]) -> tuple[int, int]:
             return (pair[1] - pair[0]) % self.num_ranks, pair[0]
@@ -141,7 +141,7 @@ class Delivery:
         ]
 
     def _cut(self, items: Sequence[int]) -> Iterator[tuple[Piece, ...]]:
-        """The pieces of each message."""
+        """Pack items into messages of `message_size`; yields the pieces of each."""
         pieces: list[Piece] = []
         room = self.message_size
         for item in items:
@@ -160,7 +160,8 @@ class Delivery:
 
 @dataclass(slots=True)
 class Traffic:
-    """What one rank has sent, got and held. largest_buffer: bytes under way at a time."""
+    """Bytes and messages that one rank has sent and received. largest_buffer: maximum bytes in
+    flight."""
 
     sent: int = 0
     received: int = 0
@@ -174,7 +175,7 @@ class Work(Protocol):
 
 
 class Transport(Protocol):
-    """Messages between ranks, those of a pair in their order."""
+    """Sends messages between ranks, in order within each pair."""
 
     def send(self, buffer: Tensor, destination: int) -> Work: ...
 
@@ -182,7 +183,7 @@ class Transport(Protocol):
 
 
 class GroupTransport:
-    """Over a process group of all ranks that carries tensors in host memory."""
+    """Transport over a process group of all ranks, for tensors in host memory."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -212,17 +213,17 @@ def deliver(
     take: Callable[[int, Tensor], None],
     transport: Transport,
 ) -> Traffic:
-    """This rank's part. All ranks call it together.
+    """Send and receive this rank's messages. Collective.
 
     Args:
         delivery: Equal on all ranks.
-        rank: This one.
-        pack: The bytes [n] uint8 of an item that this rank has, or has taken.
-        take: Gets an item that this rank wants and has not, and its bytes.
-        transport: Of the messages.
+        rank: This rank.
+        pack: Returns the bytes [n] uint8 of an item that this rank holds or has received.
+        take: Called with each item that this rank receives, and its bytes.
+        transport: Sends the messages.
 
     Returns:
-        What has been sent and held.
+        Statistics of this rank.
     """
     traffic = Traffic()
     for messages in delivery.hops(rank):
@@ -231,7 +232,7 @@ def deliver(
 
 
 class _Packed:
-    """The item that is being sent, packed once for all its messages to one rank."""
+    """The item that is being sent, packed once for all its messages to a rank."""
 
     def __init__(self, pack: Callable[[int], Tensor]) -> None:
         self._pack = pack
@@ -248,7 +249,7 @@ class _Packed:
 
 
 class _Arriving:
-    """Items of which some messages have arrived."""
+    """Partially received items."""
 
     def __init__(self, delivery: Delivery, take: Callable[[int, Tensor], None]) -> None:
         self._nbytes, self._take = delivery.nbytes, take

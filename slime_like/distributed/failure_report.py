@@ -1,6 +1,6 @@
 """Find the lost rank when a collective fails on the others. Each rank writes its address to the
-store of the process group; a rank that fails with an error marks this there, a killed one does
-not."""
+store of the process group. A rank that fails with an error records this there; a killed one
+cannot."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slime_like.distributed.signed_store import KEY_VARIABLE, SignedStore
 from slime_like.distributed.watchdog import read_pulse
 from slime_like.errors import RunError
 
-WAIT_S = 1.5  # for the others to notice too
+WAIT_S = 1.5  # for the other ranks to notice the failure too
 LINGER_S = 6.0  # longer than the watchdogs' interval
 _LOST = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|timed? ?out|socket|remote process exited|peer",
@@ -30,8 +30,8 @@ _LOST = re.compile(
 
 @dataclass(slots=True)
 class Job:
-    """What this process knows of the ranks that it has met. rank_zero: its address, for when its
-    store is gone."""
+    """What this process knows about the job. rank_zero: address of rank 0, in case its store is
+    gone."""
 
     store: SignedStore
     rank: int
@@ -43,10 +43,11 @@ _job: Job | None = None
 
 
 def leave_address(rank: int) -> None:
-    """Make the job's signed store and leave this process's address in it. Collective.
+    """Create the job's signed store and write this process's address to it. Collective.
 
-    The key comes from the environment (SLIME_LIKE_JOB_KEY), else rank 0 makes one and sends it over
-    the process group, never through the store, which anybody who reaches its port may read.
+    The key comes from the environment (SLIME_LIKE_JOB_KEY), or rank 0 generates one and broadcasts
+    it over the process group; never through the store, which anyone who can reach its port can
+    read.
     """
     global _job
     mine = f"host {socket.gethostname()}, process {os.getpid()}"
@@ -58,13 +59,13 @@ def leave_address(rank: int) -> None:
 
 
 def job() -> Job:
-    """Of this process; `leave_address` has made it."""
+    """The job of this process, set by `leave_address`."""
     assert _job is not None
     return _job
 
 
 def looks_lost(error: BaseException) -> bool:
-    """Whether the error is what torch.distributed raises when another rank does not answer."""
+    """Whether torch.distributed raised the error because another rank does not respond."""
     return (
         isinstance(error, RuntimeError)
         and not isinstance(error, RunError)
@@ -73,10 +74,10 @@ def looks_lost(error: BaseException) -> bool:
 
 
 def message_of(error: Exception) -> BaseException | None:
-    """The error that this rank shows: one rank shows it for all. None where another rank does.
+    """The error for this rank to report; None if another rank reports it for all.
 
-    Where the store is gone, rank 0 held it and was killed, or its host is lost: an orderly end
-    waits for the others (`linger`). Then each of the others has to say so.
+    If the store is gone, rank 0, which held it, was killed or its host is lost: in an orderly end
+    rank 0 waits for the other ranks (`linger`). In this case every other rank reports it.
     """
     me = job()
     try:
@@ -95,14 +96,15 @@ def message_of(error: Exception) -> BaseException | None:
 
 
 def is_first_to_fail() -> bool:
-    """True on one rank only: an error that all ranks meet is shown once, and so is one that the
-    others see as a lost connection. Raises RuntimeError where the store is gone."""
+    """True on one rank only, so that an error on all ranks, or one that the others see as a lost
+    connection, is reported once. Raises RuntimeError if the store is gone."""
     me = job()
     return me.store.claim("first_error", str(me.rank)) == str(me.rank)
 
 
 def linger(wait_s: float) -> None:
-    """Rank 0, where its process holds the store: end after the others have read what it left there."""
+    """Wait, on rank 0 if it holds the store, until the other ranks have failed too or have read the
+    first error, for at most wait_s."""
     me, meeting = job(), environment_meeting()
     if meeting is None or not meeting.hosts:
         return
@@ -118,9 +120,8 @@ def linger(wait_s: float) -> None:
 
 
 def silent_ranks(world_size: int, wait_s: float = WAIT_S) -> list[str]:
-    """Ranks that have not marked that they failed, with their addresses and their last sign of
-    life, once all others have or the time is over. One that waits for the others itself is not the
-    culprit."""
+    """Descriptions (address, last heartbeat) of the ranks that have not recorded a failure within
+    wait_s. Ranks that wait for others themselves are omitted unless all do."""
     store, deadline = job().store, time.monotonic() + wait_s
     while True:
         silent = [rank for rank in range(world_size) if store.read(f"failed/{rank}") is None]
@@ -141,7 +142,7 @@ def _words(store: SignedStore, rank: int, pulse: Heartbeat | None) -> str:
 
 
 def explain(error: BaseException, world_size: int) -> BaseException:
-    """An error that names the ranks that are gone, where `error` comes of that."""
+    """An error that names the lost ranks if they caused `error`, otherwise `error`."""
     try:
         return _explained(error, world_size)
     except RuntimeError:  # the store is gone
@@ -162,7 +163,7 @@ def _explained(error: BaseException, world_size: int) -> BaseException:
 
 
 def default_store() -> object:
-    """Of the process group of all ranks."""
+    """The store of the default process group."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()

@@ -9,8 +9,8 @@ from slime_like.distributed.collectives import gather
 
 
 def ranks_by_node() -> tuple[tuple[int, ...], ...]:
-    """The ranks of each node, in their order, by their first ones. Processes of one agent of
-    torchrun are a node, else those of one host. A collective."""
+    """The ranks of each node, ascending, nodes in order of their first rank. A node consists of the
+    processes of one torchrun agent, or without torchrun of one host. Collective."""
     names = gather(f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}")
     return tuple(
         tuple(rank for rank, other in enumerate(names) if other == name)

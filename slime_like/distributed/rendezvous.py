@@ -23,17 +23,17 @@ import torch.distributed as dist
 from slime_like.errors import RunError
 
 RETRY_S = 0.2
-NAME_S = 10.0  # a name that no server knows for so long will not be known
-MOST_NAMES = 16  # of missing ranks in one message
-BACKLOG = 4096  # every rank connects at the same moment, with several connections
+NAME_S = 10.0  # how long to retry resolving a host name
+MOST_NAMES = 16  # maximum number of missing ranks to list in a message
+BACKLOG = 4096  # all ranks connect at the same time, with several connections each
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the ranks meet, and who this one is. hosts: this process holds the store that the
-    others connect to; under torchrun nobody does, its agent on the first node has one. one_host:
-    all ranks are processes of this host."""
+    """Address of the rendezvous, and this process's rank. hosts: whether this process holds the
+    store that the others connect to; under torchrun the agent on the first node holds it. one_host:
+    whether all ranks are on this host."""
 
     host: str
     port: int
@@ -52,8 +52,8 @@ class Rendezvous:
 
 
 def meeting_of(environment: Mapping[str, str]) -> Rendezvous:
-    """What torchrun, or whoever started this process, has put into its environment. Raises
-    RunError."""
+    """Read the rendezvous from the environment variables that torchrun or another launcher has set.
+    Raises RunError if they are missing or invalid."""
     values = {
         name: environment.get(name, "")
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -89,7 +89,8 @@ def meeting_of(environment: Mapping[str, str]) -> Rendezvous:
 
 
 def meet(meeting: Rendezvous, timeout: timedelta) -> dist.Store:
-    """A store that all ranks have joined. Raises RunError within about `timeout`."""
+    """Connect to the store and wait until all ranks have joined. Raises RunError after about
+    `timeout`."""
     deadline = time.monotonic() + timeout.total_seconds()
     _resolve(meeting, deadline)
     if not meeting.hosts:
@@ -101,14 +102,16 @@ def meet(meeting: Rendezvous, timeout: timedelta) -> dist.Store:
 
 
 def _attempt() -> str:
-    """Separates meetings at one store: torchrun's outlives its ranks. One that rank 0 holds is
-    new, and agents count restarts each for itself: one that joined late has seen none."""
+    """Number of the attempt, which separates the keys of restarts in torchrun's store; it outlives
+    the ranks. A store of rank 0 is always new, so its attempt is 0: each agent counts restarts
+    separately, and the count of one that joined late would differ."""
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if shared else "0"
 
 
 def _resolve(meeting: Rendezvous, deadline: float) -> None:
-    """A wrong name is told at once, or nearly: name servers fail for moments."""
+    """Check that the host name resolves, to report a wrong name early. Retries for NAME_S, since
+    name servers can fail briefly."""
     deadline = min(deadline, time.monotonic() + NAME_S)
     while True:
         try:
@@ -140,14 +143,14 @@ def _wait_for_listener(meeting: Rendezvous, deadline: float, timeout: timedelta)
 
 
 def _listen(meeting: Rendezvous) -> socket.socket | None:
-    """A socket that listens on the address of MASTER_ADDR; None where torch has to listen on all
-    interfaces: other hosts know that name by another address than this host does."""
+    """Listen on the address of MASTER_ADDR only. None if torch has to listen on all interfaces,
+    because other hosts resolve the name to another address."""
     found = socket.getaddrinfo(meeting.host, meeting.port, type=socket.SOCK_STREAM)
     family, *_, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     if _is_loopback(str(address[0])) and not (
         meeting.one_host or meeting.host == "localhost" or _is_loopback(meeting.host)
     ):
-        return None  # Debian's /etc/hosts has 127.0.1.1 for the host's own name
+        return None  # e.g. Debian's /etc/hosts maps the own host name to 127.0.1.1
     try:
         return socket.create_server((str(address[0]), meeting.port), family=family, backlog=BACKLOG)
     except OSError as error:
@@ -172,8 +175,8 @@ def _in_use(meeting: Rendezvous) -> str:
 
 
 def _connect(meeting: Rendezvous, deadline: float, timeout: timedelta) -> dist.Store:
-    """Listening, where this rank does, and connecting. Torch waits for ever when what answers is
-    not its store: hence the thread."""
+    """Listen, on the rank that holds the store, and connect. In a thread, because torch waits
+    forever if another program answers at the port."""
     results: list[dist.Store] = []
     errors: list[str] = []
     listener = _listen(meeting) if meeting.hosts else None
@@ -215,8 +218,8 @@ def _connect(meeting: Rendezvous, deadline: float, timeout: timedelta) -> dist.S
 def _wait_for_all(
     store: dist.Store, meeting: Rendezvous, deadline: float, timeout: timedelta
 ) -> None:
-    """Every rank has been here: one request a look, however many ranks there are. Nothing is
-    counted: `add` on a value that somebody else wrote ends the connection."""
+    """Wait until all ranks have joined, polling with one request for any number of ranks. It does
+    not count with `add`, which closes the connection if another program wrote the value."""
     everybody = [f"slime_like/present/{rank}" for rank in range(meeting.world_size)]
     token = secrets.token_hex(8)
     try:
@@ -228,7 +231,7 @@ def _wait_for_all(
                     f"{_missing(store, meeting.world_size)} did not come within {_words(timeout)}"
                 )
             time.sleep(RETRY_S)
-    except dist.DistError as error:  # rank 0 has given up, and the store went with it
+    except dist.DistError as error:  # rank 0 has given up and closed the store
         raise meeting.failed(
             f"the store there is gone, so rank 0 has ended ({str(error).splitlines()[0]})"
         ) from error
@@ -249,5 +252,5 @@ def _words(timeout: timedelta) -> str:
 
 
 def environment_meeting() -> Rendezvous | None:
-    """None if this process is a world by itself."""
+    """The rendezvous of this process's environment; None for a single process."""
     return meeting_of(os.environ) if "RANK" in os.environ else None

@@ -1,10 +1,9 @@
-"""Sequences over data-parallel ranks and into micro-batches: equal work for every rank, and rows
-that fit a token budget.
+"""Balance sequences over data-parallel ranks and pack them into micro-batches within a token
+budget.
 
-The work of a sequence of L tokens is `a * L + L^2` (see `linear_cost`). `partition` spreads work
-over ranks, `pack_by_budget` makes rows,
-`even_rows` makes as many of them as all ranks agreed on. Pure numpy on the host; the same input
-gives the same output on every rank.
+The cost of a sequence of L tokens is `a * L + L^2` (see `linear_cost`). `partition` balances costs
+over ranks, `pack_by_budget` packs rows, and `even_rows` packs a given number of rows. Pure numpy on
+the host and deterministic, so all ranks compute the same result.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from numpy.typing import NDArray
 Costs = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
-TOLERANCE = 1e-4  # of max / mean - 1: refinement ends below it
-PARTNERS = 4  # light parts that the heaviest may exchange with before it is taken as it is
+TOLERANCE = 1e-4  # refinement ends when max / mean - 1 is below it
+PARTNERS = 4  # number of lightest parts with which the heaviest part tries an exchange
 ROUNDS = 64
 
 
@@ -35,20 +34,23 @@ def linear_cost(
     num_layers: int,
     vocab_size: int,
 ) -> float:
-    """`a` of `a * L + L^2`: tokens of context whose attention costs as much as the matrices do for one
-    token.
+    """The coefficient `a` of the cost `a * L + L^2`: number of context tokens for which attention
+    costs as much as the matrix products of one token.
 
-    A forward pass over L tokens multiplies every weight of a layer with every token (2 FLOPs each),
-    `hidden * (attention + 2 * key_value)` of the projections in, `attention * hidden` out, `(3 if
-    gated else 2) * hidden * ffn` of the MLP, and the head's `hidden * vocab` once. Causal attention
-    takes `2 * attention * L^2` FLOPs in a layer: two products of half a square. Divided by that,
-    what is left is L^2 and
+    A forward pass takes 2 FLOPs per weight and token. A layer has `hidden * (attention + 2 *
+    key_value)` weights in the QKV projection, `attention * hidden` in the output projection and `(3
+    if gated else 2) * hidden * ffn` in the MLP; the head has `hidden * vocab`. Causal attention
+    takes `2 * attention * L^2` FLOPs per layer: two products over half a square. Dividing by
+    `2 * attention` gives L^2 and
 
         a = (weights of a layer + hidden * vocab / layers) / attention
 
-    The backward pass doubles both. ffn_hidden_size: of the experts that a token visits together, in
-    a mixture of experts. attention_size: heads times their dimension; key_value_size: groups times
-    theirs.
+    Backward scales both terms by the same factor.
+
+    Args:
+        ffn_hidden_size: In an MoE layer, summed over the experts of one token.
+        attention_size: Number of heads times head dimension.
+        key_value_size: Number of query groups times head dimension.
     """
     layer = (
         hidden_size * (2 * attention_size + 2 * key_value_size)
@@ -58,39 +60,45 @@ def linear_cost(
 
 
 def sequence_costs(lengths: Sequence[int] | NDArray[np.int64], a: float) -> Costs:
-    """[N] work of sequences of these lengths, in units of the attention over one token pair."""
+    """[N] costs of sequences with these lengths, in units of the attention of one token pair."""
     tokens = np.asarray(lengths, dtype=np.float64)
     return a * tokens + tokens * tokens
 
 
 def imbalance(loads: Costs) -> float:
-    """Largest load over mean load: 1 when all are equal."""
+    """Largest over mean load; 1 if all are equal."""
     return float(loads.max() / loads.mean()) if loads.size and loads.mean() > 0 else 1.0
 
 
 def unit_sums(values: Sequence[float] | NDArray[Any], size: int) -> NDArray[Any]:
-    """[N / size] sums over units of `size` neighbours, which are to stay together."""
+    """[N / size] sums over units of `size` adjacent items, which stay together."""
     return np.asarray(values).reshape(-1, size).sum(1)
 
 
 def members(units: Indices, size: int) -> Indices:
-    """The places of the items of these units, in their order."""
+    """Indices of the items of these units, in order."""
     return (units[:, None] * size + np.arange(size)).reshape(-1)
 
 
 def partition(
     costs: Sequence[float] | Costs, num_parts: int, *, equal_counts: bool = False
 ) -> list[Indices]:
-    """Indices of each of `num_parts` parts, ascending, such that the heaviest part is as light as
-    could be found.
+    """Partition items into `num_parts` non-empty parts with balanced costs.
 
-    costs: [N], N >= num_parts, each > 0. No part is empty. equal_counts: all parts get N /
-    num_parts items, which must be whole.
+    Greedy: items, heaviest first, go to the lightest part. Then heavy parts swap an item with a
+    light part, or give one away, until none is much heavier than the mean. O(N log N), plus a few
+    exchanges per part, each linear in its items.
 
-    Items go to the lightest part, from the heaviest on; then heavy parts exchange an item with a
-    light one, or give one away, until none is much heavier than the mean. O(N log N) and a few
-    exchanges for each part, each over its items. Raises ValueError when there are too few items, or
-    counts cannot be equal.
+    Args:
+        costs: [N], N >= num_parts, each > 0.
+        equal_counts: Give every part N / num_parts items.
+
+    Returns:
+        Indices of each part, ascending.
+
+    Raises:
+        ValueError: There are too few items, or N is not a multiple of num_parts with
+            `equal_counts`.
     """
     weights = np.asarray(costs, dtype=np.float64)
     count = weights.size
@@ -108,7 +116,7 @@ def partition(
 
 
 def _greedy(weights: Costs, num_parts: int, most: int) -> list[Indices]:
-    """Every item, from the heaviest on, to the lightest part that has fewer than `most`."""
+    """Assign items, heaviest first, to the lightest part with fewer than `most` items."""
     order = np.argsort(-weights, kind="stable").tolist()
     values = weights.tolist()
     parts: list[list[int]] = [[] for _ in range(num_parts)]
@@ -124,8 +132,9 @@ def _greedy(weights: Costs, num_parts: int, most: int) -> list[Indices]:
 
 
 def _refine(weights: Costs, parts: list[Indices], *, may_give: bool) -> None:
-    """Exchange items between heavy parts and light ones, in place, until the heaviest is near the
-    mean or cannot be made lighter. In each round the i-th heaviest part meets the i-th lightest."""
+    """Exchange items between heavy and light parts, in place, until the heaviest is near the mean
+    or cannot be made lighter. In each round the i-th heaviest part is paired with the i-th
+    lightest."""
     loads = np.array([weights[part].sum() for part in parts])
     target = loads.mean() * (1 + TOLERANCE)
     for _ in range(ROUNDS):
@@ -150,9 +159,9 @@ def _refine(weights: Costs, parts: list[Indices], *, may_give: bool) -> None:
 def _exchange(
     weights: Costs, parts: list[Indices], loads: Costs, heavy: int, light: int, *, may_give: bool
 ) -> bool:
-    """Swap an item of the heavy part with one of the light part, or with nothing, so that their
-    loads get as near as one swap can bring them. False, and nothing changed, when no swap brings
-    them nearer."""
+    """Move an item of the heavy part to the light part, possibly in exchange for one of its items,
+    so that their loads become as close as possible. Returns False, without a change, if no move
+    brings them closer."""
     gap = float(loads[heavy] - loads[light])
     if gap <= 0:
         return False
@@ -161,7 +170,7 @@ def _exchange(
     gives = weights[ours]
     takes = weights[theirs]
     if may_give and ours.size > 1:
-        takes = np.concatenate([[0.0], takes])  # position 0: nothing comes back
+        takes = np.concatenate([[0.0], takes])  # position 0: nothing in exchange
     after = (
         np.searchsorted(takes, gives - gap / 2).clip(1, takes.size - 1)
         if takes.size > 1
@@ -169,7 +178,7 @@ def _exchange(
     )
     choices = np.stack(
         [np.maximum(after - 1, 0), after]
-    )  # (2, items): the two nearest to what would level the loads
+    )  # (2, items): the two that would come closest to equal loads
     off = np.abs(gives - takes[choices] - gap / 2)
     side, item = np.unravel_index(int(off.argmin()), off.shape)
     best = int(choices[side, item])
@@ -187,8 +196,8 @@ def _exchange(
 
 
 def pack_by_budget(lengths: Sequence[int] | NDArray[np.int64], budget: int) -> list[Indices]:
-    """Indices of each row, ascending: as few rows as best-fit decreasing finds, each of at most
-    `budget` tokens. A longer sequence gets a separate row. O(N log N)."""
+    """Pack sequences into rows of at most `budget` tokens by best-fit decreasing. A longer sequence
+    gets a row alone. O(N log N). Returns the indices of each row, ascending."""
     tokens = np.asarray(lengths, dtype=np.int64)
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, row), ascending
@@ -211,9 +220,9 @@ def pack_by_budget(lengths: Sequence[int] | NDArray[np.int64], budget: int) -> l
 def even_rows(
     lengths: Sequence[int] | NDArray[np.int64], num_rows: int, budget: int
 ) -> list[Indices]:
-    """Indices of each of exactly `num_rows` rows, of even length where the budget lets them be. The
-    last rows are empty when there are fewer sequences than rows. `num_rows` is at least what
-    `pack_by_budget` needs."""
+    """Pack sequences into exactly `num_rows` rows, of balanced length if they fit the budget. The
+    last rows are empty if there are fewer sequences than rows. `num_rows` must be at least the
+    number of rows of `pack_by_budget`. Returns the indices of each row."""
     tokens = np.asarray(lengths, dtype=np.int64)
     if tokens.size <= num_rows:
         empty = [np.zeros(0, dtype=np.int64)] * (num_rows - tokens.size)

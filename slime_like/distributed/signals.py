@@ -13,12 +13,12 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-# sysexits.h: try again later. Told apart from a finished run (0) and a failed one (1) by whoever
-# starts the next
+# EX_TEMPFAIL of sysexits.h: lets a launcher distinguish an interrupted run from a finished (0) or
+# failed (1) one
 INTERRUPTED_STATUS = 75
 CTRL_C_STATUS = 128 + signal.SIGINT
-# SLURM signals every process of a job, and torchrun passes on what it gets: within this it is one
-# signal. People are quicker than SLURM
+# SLURM signals every process of a job, and torchrun forwards its signals: signals within this time
+# count as one. After Ctrl-C, a user repeats sooner
 REPEAT_S = 5.0
 REPEAT_CTRL_C_S = 1.0
 STATUS_FILE = "SLIME_LIKE_STATUS_FILE"
@@ -38,10 +38,12 @@ class ExitRequest:
 
 
 class StopConditions:
-    """Args:
-    every: rollouts, or None.
-    minutes: since this object was made, or None.
-    announce: this process (rank 0) acknowledges a signal on stderr when it comes.
+    """Conditions that end the run after a rollout.
+
+    Args:
+        every: End after every so many rollouts; None: never.
+        minutes: Time limit since the creation of this object; None: no limit.
+        announce: Acknowledge a signal on stderr when it arrives (rank 0).
     """
 
     def __init__(self, *, every: int | None, minutes: float | None, announce: bool = False) -> None:
@@ -53,10 +55,9 @@ class StopConditions:
         self._started = time.monotonic()
 
     def catch(self, *numbers: signal.Signals) -> None:
-        """From now on these signals (default SIGTERM) end the run after the rollout that they come
-        in. A second one, later than
-        `REPEAT_S` (`REPEAT_CTRL_C_S`), ends it at once. A signal that the parent has set to be
-        ignored, as nohup does, stays so."""
+        """Install handlers: these signals (default SIGTERM) end the run after the current rollout.
+        A second one, more than `REPEAT_S` (`REPEAT_CTRL_C_S`) later, ends it at once. Signals that
+        the parent process ignores, as under nohup, stay ignored."""
         for number in numbers or (signal.SIGTERM,):
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._remember)
@@ -64,8 +65,8 @@ class StopConditions:
     def requested(
         self, rollouts_done: int, any_rank: Callable[[list[bool]], list[bool]]
     ) -> ExitRequest | None:
-        """Collective: a signal may have reached one rank only, and clocks differ. any_rank:
-        elementwise or over all ranks."""
+        """The request to end the run now, if any. Collective, because a signal may have reached one
+        rank only, and clocks differ. any_rank: elementwise logical or over all ranks."""
         *signalled, late = any_rank(
             [*(self.signalled == number for number in SIGNALS), self._is_late()]
         )
@@ -98,10 +99,11 @@ class StopConditions:
 
 
 def end_at_once(rank: int, *, resumable: bool, numbers: Sequence[signal.Signals] = SIGNALS) -> None:
-    """Until `StopConditions.catch`: nothing has been trained on that could be saved.
+    """Install handlers for the time before `StopConditions.catch`: signals end the process at once,
+    as there is nothing to save yet.
 
     Args:
-        resumable: the same command line may be started again.
+        resumable: The same command line may be started again.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -118,8 +120,8 @@ def end_at_once(rank: int, *, resumable: bool, numbers: Sequence[signal.Signals]
 
 
 def end_with(status: int) -> NoReturn:
-    """End this process. After Ctrl-C in the middle of an import Python would end itself by SIGINT,
-    whatever the status."""
+    """Exit with `status`. After a Ctrl-C during an import, Python would otherwise end by SIGINT
+    regardless of the status."""
     if status == CTRL_C_STATUS:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -128,8 +130,8 @@ def end_with(status: int) -> NoReturn:
 
 
 def leave_status(status: int, rank: int) -> None:
-    """Rank 0 writes its exit status into the files that the environment names: torchrun has one
-    status, 1, for all that is not 0."""
+    """Write the exit status, on rank 0, to the files named by the environment, because torchrun
+    turns every nonzero status into 1."""
     for variable in (STATUS_FILE, LAUNCHER_STATUS_FILE):
         path = os.environ.get(variable)
         if path and rank == 0:
@@ -141,8 +143,8 @@ def _name(number: int) -> str:
 
 
 def _write(text: str) -> None:
-    """Of a signal handler: the stream may be in the middle of a line, or locked."""
+    """Write to stderr from a signal handler, without the stream object, which may be locked."""
     try:
         os.write(2, f"{text}\n".encode())
     except OSError:
-        return  # nobody reads
+        return  # stderr is closed

@@ -1,9 +1,9 @@
 """Signed values in the store of the process group.
 
 torch's store has no authentication: anyone who can reach its port can read and write. Values
-without a valid signature of this job's key are treated as absent. Only operations are used that
-cannot block and that no stored bytes can break: `add` on a value that is not a number closes the
-connection, and `get` of a key that was deleted waits for it.
+without a valid signature of this job's key are treated as absent. It only uses operations that
+cannot block or fail for any stored bytes: `add` on a value that is not a number would close the
+connection, and `get` of a deleted key would wait for it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ import hmac
 from typing import Any
 
 PREFIX = "slime_like"
-KEY_VARIABLE = "SLIME_LIKE_JOB_KEY"  # the same on all ranks; without it rank 0 makes one
+KEY_VARIABLE = "SLIME_LIKE_JOB_KEY"  # equal on all ranks; if unset, rank 0 generates a key
 _ABSENT = "-"  # never a signed value
 
 
 class SignedStore:
-    """Text values by name.
+    """Signed text values by name. Every method raises RuntimeError if the process that holds the
+    store is gone.
 
     Args:
-        store: torch's store; every method raises RuntimeError when the process that holds it is
-        gone. key: known to the ranks of this job only.
+        store: torch's store.
+        key: Known only to the ranks of this job.
     """
 
     def __init__(self, store: Any, key: bytes) -> None:
@@ -37,16 +38,16 @@ class SignedStore:
         self._store.set(_path(name), self._signed(name, text))
 
     def read(self, name: str) -> str | None:
-        """The value; None where there is none, or one that no rank of this job wrote."""
-        # compares with a value that is never there: reads in one request, without waiting
+        """The value; None if there is none or no rank of this job wrote it."""
+        # compare_set with a value that never matches reads in one request, without waiting
         return self._verified(name, self._store.compare_set(_path(name), _ABSENT, _ABSENT))
 
     def claim(self, name: str, text: str) -> str:
-        """The first text that a rank claimed `name` with: `text` on the rank that was first."""
+        """Set `name` to `text` unless a rank has set it; returns its value."""
         first = self._verified(
             name, self._store.compare_set(_path(name), "", self._signed(name, text))
         )
-        if first is None:  # somebody else wrote there
+        if first is None:  # another program wrote there
             self.put(name, text)
         return text if first is None else first
 

@@ -1,6 +1,6 @@
-"""The stacks of a rank's threads, written on demand to a file in the run's folder: what
-`slime-like dump` asks for. faulthandler writes them from a signal handler in C, so that a rank
-answers from inside a collective or a kernel too."""
+"""Write the stacks of a rank's threads to a file in the run's folder when `slime-like dump` asks
+for them. faulthandler writes them from a signal handler in C, so a rank responds even inside a
+collective or a kernel."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import psutil
 
 FOLDER = "stacks"  # in the output folder
 SIGNAL = signal.SIGUSR2
-SETTLED_S = 0.3  # without another byte: the stacks are complete
+SETTLED_S = 0.3  # the stacks are complete when the file has not grown for this time
 
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """started: as psutil has it, since another process may get the number later."""
+    """Process of a rank. started: start time from psutil, because process ids are reused."""
 
     rank: int
     host: str
@@ -36,7 +36,7 @@ class RankProcess:
 
     @property
     def is_running(self) -> bool:
-        """Asked on its host."""
+        """Whether the process is running. Only valid on its host."""
         try:
             return abs(psutil.Process(self.process).create_time() - self.started) < 1.0
         except psutil.Error:
@@ -44,18 +44,19 @@ class RankProcess:
 
 
 class StackFile:
-    """`rank<N>.txt`: a line of JSON that says which process this is, then the stacks of each
-    request. It goes with the run, unless somebody asked."""
+    """The file `rank<N>.txt`: a line of JSON that identifies the process, then the stacks of each
+    request. It is removed at the end of the run if there was no request."""
 
     def __init__(self, output_dir: Path, rank: int) -> None:
-        """Raises OSError where the file cannot be written."""
+        """Create the file and install the signal handler. Raises OSError if it cannot be
+        written."""
         self._path = output_dir / FOLDER / f"rank{rank}.txt"
         self._path.parent.mkdir(parents=True, exist_ok=True)
         process = os.getpid()
         started = psutil.Process(process).create_time()
         mine = RankProcess(rank, socket.gethostname(), process, started)
         self._path.write_text(json.dumps(asdict(mine)) + "\n", encoding="utf-8")
-        self._file = self._path.open("a", encoding="utf-8")  # the one who asks adds a line
+        self._file = self._path.open("a", encoding="utf-8")  # `ask` appends too
         self._size = self._path.stat().st_size
         signal.signal(SIGNAL, signal.SIG_IGN)  # for requests after `close`
         faulthandler.register(SIGNAL, file=self._file, all_threads=True)
@@ -66,11 +67,11 @@ class StackFile:
         with suppress(OSError):
             if self._path.stat().st_size == self._size:
                 self._path.unlink()
-                self._path.parent.rmdir()  # by the last rank
+                self._path.parent.rmdir()  # succeeds on the last rank
 
 
 def read_rank(path: Path) -> RankProcess | None:
-    """None for a file that is not of a rank."""
+    """Read which process a stack file belongs to; None if it is not a stack file."""
     try:
         with path.open(encoding="utf-8") as file:
             return RankProcess(**json.loads(file.readline()))
@@ -79,8 +80,8 @@ def read_rank(path: Path) -> RankProcess | None:
 
 
 def ask(path: Path, rank: RankProcess, limit_s: float) -> str | None:
-    """What the process of `path`, which runs here, writes; None where it does not answer in so many
-    seconds, as one that is stopped."""
+    """Ask a process on this host for its stacks and return them; None if it does not respond within
+    limit_s, e.g. because it is stopped. path: its stack file."""
     with path.open("a", encoding="utf-8") as file:
         file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
     begin = size = path.stat().st_size

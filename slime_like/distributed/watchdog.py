@@ -1,16 +1,16 @@
-"""A rank that no longer runs ends the job in bounded time; one that is only slow does not.
+"""Watchdog: a rank that no longer runs ends the job in bounded time; a slow one does not.
 
-Every rank has two threads. One leaves heartbeats in the store that the ranks met at, and reads
-those of the next rank and of rank 0, so that the work does not grow with the number of ranks. The
-other never waits for anything; it judges. A process that is stopped, on a host that is gone, or
-held up inside C code, leaves none: after the limit the first rank to notice names it, and every
-rank that still runs writes the stacks of its threads and ends. A rank whose main thread is slow or
-stuck still has heartbeats, with the place where it is; then the others' collectives decide, after
---distributed-timeout-minutes.
+Every rank has two threads. The first writes heartbeats to the store of the rendezvous and reads
+those of the next rank and of rank 0, so its work does not grow with the number of ranks. The second
+never blocks and decides which ranks are dead. A process that is stopped, is blocked inside C code
+with the GIL, or is on a lost host writes no heartbeats: after the limit the first rank to notice
+names it, and every running rank writes the stacks of its threads and exits. A rank with a slow or
+stuck main thread still writes heartbeats, which report where it is; the collectives of the other
+ranks then fail after --distributed-timeout-minutes.
 
-Values in the store are signed (`SignedStore`): what another program writes there is ignored, with a
-warning. A rank that was held up itself, as by SIGSTOP to the whole job, `scontrol suspend` or a
-laptop's lid, counts anew before it judges others.
+Values in the store are signed (`SignedStore`): values that another program writes are ignored, with
+a warning. A rank that was suspended itself (SIGSTOP to the whole job, `scontrol suspend`, a closed
+laptop) restarts its timers before it judges others.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from slime_like.distributed.signed_store import SignedStore
 FAILED = 1
 PREFIX = "watchdog"
 logger = logging.getLogger(__name__)
-LEAVE_S = 5.0  # for the others to write their stacks before a launcher ends them
+LEAVE_S = 5.0  # for the other ranks to write their stacks before a launcher kills them
 
 
 @dataclass(slots=True)
 class LastHeartbeat:
-    """Of one rank. at: when its pulse last changed, on this host's clock."""
+    """Last heartbeat of a rank. at: when it changed, by this host's clock."""
 
     pulse: Heartbeat
     at: float
 
 
 class Watchdog:
-    """Used as a context around the run.
+    """Context manager around the run that starts and stops the watchdog threads.
 
     Args:
-        store: of the job; each thread talks to it over its own connection.
-        limit_s: seconds without a heartbeat.
+        store: The job's store; each thread uses its own connection.
+        limit_s: Seconds without a heartbeat after which a rank counts as dead.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Watchdog:
         self._closed.set()
         self._activity.changed.set()
         for thread in self._threads:
-            thread.join(2.0)  # one may hang with the store
+            thread.join(2.0)  # a thread may hang in the store
 
     def _tell_and_listen(self) -> None:
         try:
@@ -101,13 +101,16 @@ class Watchdog:
             self._tell(self._activity.pulse(left=True))
         except (
             RuntimeError
-        ):  # the store is gone with its process: collectives fail, or `_judge` ends this one
+        ):  # the store's process is gone: collectives fail, or `_judge` ends this process
             return
 
     def _judge(self) -> None:
-        """There is no timer that writes the stacks of a process held up inside C code: it would
-        count the time of a suspended job too, and read the stacks of threads that run again by
-        then, which crashes the process."""
+        """Loop of the second thread: find dead ranks and an unresponsive store.
+
+        Stacks of a process that is blocked inside C code are not written by a timer
+        (faulthandler.dump_traceback_later): it would also count the time of a suspended job and
+        then read the stacks of running threads, which crashes the process.
+        """
         looked, answered, unanswered_s = time.monotonic(), self._store_answered, 0.0
         while not self._closed.wait(self._interval_s):
             looked, before = time.monotonic(), looked
@@ -132,8 +135,7 @@ class Watchdog:
                 self._condemn(silent)
 
     def _count_anew(self, gap_s: float) -> None:
-        """This process did not run, perhaps none of the job did: whatever is older than this moment
-        counts against nobody."""
+        """Restart all timers, since this process, and perhaps the whole job, was suspended."""
         now = time.monotonic()
         for rank, heard in list(self._heard.items()):
             self._heard[rank] = LastHeartbeat(heard.pulse, now)
@@ -147,8 +149,8 @@ class Watchdog:
         self._store.put(f"{PREFIX}/{self._rank}", pulse.to_json())
 
     def _listen(self, rank: int) -> None:
-        """A heartbeat that vanishes, or is an older one again, is not silence: another program
-        writes into the store."""
+        """Read the heartbeat of a rank. One that disappears or goes back to an older count does not
+        count as silence, because it means that another program writes to the store."""
         pulse, heard = read_pulse(self._store, rank), self._heard.get(rank)
         if heard is None:
             if pulse is not None:
@@ -166,8 +168,8 @@ class Watchdog:
             self._heard[rank] = LastHeartbeat(pulse, time.monotonic())
 
     def _condemn(self, silent: Iterable[int]) -> None:
-        """Write the verdict, once over all ranks; `_tell_and_listen` of every rank finds it and
-        leaves."""
+        """Write the verdict, once over all ranks; `_tell_and_listen` on every rank reads it and
+        exits."""
         words = "; ".join(
             f"no sign of life from {self._heard[rank].pulse.describe(rank)}"
             for rank in sorted(silent)
@@ -179,15 +181,15 @@ class Watchdog:
             first = True
         if first:
             self._leave(verdict, told=False)
-        self._closed.wait(self._limit_s)  # the other thread leaves
+        self._closed.wait(self._limit_s)  # the other thread exits
 
     def _last_words(self, rank: int) -> str:
         heard = self._heard.get(rank)
         return "" if heard is None else f"; its process may be that of {heard.pulse.describe(rank)}"
 
     def _leave(self, verdict: str, *, told: bool) -> None:
-        """End this process, without what a hung peer could hold up: exit handlers, destructors of
-        process groups."""
+        """Exit without exit handlers and destructors of process groups, which a hung peer could
+        block."""
         if self._closed.is_set() or not self._leaving.acquire(blocking=False):
             return
         head = f"rank {self._rank} on host {socket.gethostname()}"
@@ -207,8 +209,8 @@ class Watchdog:
         os._exit(FAILED)
 
     def _name_the_slow(self) -> None:
-        """Once for each phase, by rank 0 or 1 where it waits: who is late and has given signs of
-        life since the last look."""
+        """Report, once per phase and on rank 0 or 1 while it waits, the ranks that are late but
+        have sent heartbeats since the last check."""
         mine = self._activity.pulse()
         if self._rank > 1 or not mine.waiting or mine.phase_s < self._limit_s:
             self._before = {}
@@ -240,6 +242,6 @@ def store_address() -> str:
 
 
 def write_stacks_on_request() -> None:
-    """kill -USR1 writes the stacks of all threads and goes on; a crash writes them too."""
+    """Write the stacks of all threads on SIGUSR1, without ending the process, and on a crash."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)

@@ -153,7 +153,6 @@ def _in_full_precision(backend: MegatronBackend) -> AbstractContextManager[None]
 
 
 def _model_shape(backend: MegatronBackend, networks: Collection[str]) -> dict[str, object]:
-    """Settings that identify the model, for those of this run's networks that are in a
-    checkpoint."""
+    """Settings that identify the model in a checkpoint. networks: names of the networks in it."""
     critic = {"critic_lora_rank": backend.critic_rank} if "critic" in networks else {}
     return {**model_shape(backend.transformer, backend.gpt), **backend.adapter_shape, **critic}
