@@ -156,11 +156,14 @@ def groups_of(layout: ParallelLayout) -> dict[int, str]:
     return {**named, group_key(dist.group.WORLD): "world"}  # type: ignore[arg-type]
 
 
-def collectives(live: LiveBytes, layout: ParallelLayout) -> float:
-    """This rank's share of those that were counted, so that the sum over ranks has each once."""
+def collectives(live: LiveBytes, layout: ParallelLayout, *, other: int = 0) -> float:
+    """This rank's share of the collectives counted, so that the sum over ranks counts each once.
+    other: size of the group that is not of the layout."""
 
     def ranks(name: str, group: str) -> int:
-        return 2 if name in ("send", "recv") else dist.get_world_size(group_named(layout, group))
+        if name in ("send", "recv"):
+            return 2
+        return other if group == "other" else dist.get_world_size(group_named(layout, group))
 
     return sum(traffic.calls / ranks(*key) for key, traffic in live.traffic.items())
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -247,8 +248,7 @@ def _is_first_copy(layout: ParallelLayout, expert_rank: int | None) -> bool:
 
 class WeightStream(WeightBuckets):
     """A single pass over all weights, in one of three ways: iterate for all weights on every rank,
-    or use `own` or `to_rank_zero`. Collective: all ranks choose the same way and consume it
-    completely.
+    or use `own` or `to_ranks`. Collective: all ranks choose the same way and consume it completely.
 
     plan: equal on all ranks. shard: returns this rank's shard of a parameter. assemble: writes a
     parameter's outputs, given by name, from its shards. device: of the weights.
@@ -281,7 +281,11 @@ class WeightStream(WeightBuckets):
 
     def to_rank_zero(self) -> WeightBuckets:
         """All weights on rank 0, nothing elsewhere."""
-        return WeightBuckets(self._to_rank_zero())
+        return self.to_ranks([0])
+
+    def to_ranks(self, receivers: Sequence[int]) -> WeightBuckets:
+        """All weights on each of these ranks, such as the first of each node; nothing elsewhere."""
+        return WeightBuckets(self._to_ranks(sorted(receivers)))
 
     def _everywhere(self) -> Iterator[Bucket]:
         for number, planned in enumerate(self.plan):
@@ -306,16 +310,31 @@ class WeightStream(WeightBuckets):
                 yield bucket
                 del bucket
 
-    def _to_rank_zero(self) -> Iterator[Bucket]:
+    def _to_ranks(self, receivers: Sequence[int]) -> Iterator[Bucket]:
+        group = None
+        if len(receivers) > 1:
+            world = dist.group.WORLD
+            assert world is not None, "a stream has more than one rank here"
+            group = group_of(tuple(receivers), world)
+        receives = self._rank in receivers
         for number, planned in enumerate(self.plan):
             flat = self._collect(planned)
-            if planned.sender != 0 and self._rank == 0:
-                flat = self._empty(planned)
-                dist.recv(flat, src=planned.sender)
-            elif flat is not None and self._rank != 0:
-                dist.send(flat, dst=0)
-                flat = None
-            if flat is not None:
+            # The ranks of a node follow its first one, so a bucket crosses nodes in the broadcast
+            # alone if the receivers are the first ranks of all nodes.
+            first = max((r for r in receivers if r <= planned.sender), default=receivers[0])
+            if planned.sender != first:
+                if self._rank == planned.sender:
+                    assert flat is not None
+                    dist.send(flat, dst=first)
+                    flat = None
+                elif self._rank == first:
+                    flat = self._empty(planned)
+                    dist.recv(flat, src=planned.sender)
+            if group is not None and receives:
+                flat = self._empty(planned) if flat is None else flat
+                dist.broadcast(flat, src=first, group=group)
+            if receives:
+                assert flat is not None
                 bucket = Bucket(planned.tensors, flat, number == len(self.plan) - 1)
                 del flat
                 yield bucket
@@ -368,6 +387,12 @@ class WeightStream(WeightBuckets):
         rows = mine.new_empty(size, mine.numel())
         dist.gather(mine, list(rows.unbind()), dst=sender, group=group)
         return rows
+
+
+@cache
+def group_of(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The process group of these ranks, created once per `world`. Collective over all ranks."""
+    return dist.new_group(list(ranks))
 
 
 def _shards(cut: Sequence[Parameter], rows: Tensor) -> dict[str, list[Tensor]]:

@@ -45,12 +45,15 @@ def test_buckets_of_every_way(
     stored = stored_weights(folder)
     size = sum(tensor.nbytes for tensor in stored.values())
     assert len(stored) > 700 and size > 16 * BUCKET_BYTES
-    assert len(results[0]) == 3 * len(layouts)
+    assert len(results[0]) == 4 * len(layouts)
     for case in results[0]:
         of_ranks = [result[case] for result in results]
         held = [sorted(rank["names"]) for rank in of_ranks]
         if case.endswith("everywhere"):
             assert all(names == sorted(stored) for names in held), case
+        elif case.endswith("two nodes"):
+            assert held[1] == held[3] == sorted(stored), case
+            assert not any(names for rank, names in enumerate(held) if rank not in (1, 3)), case
         else:  # each on one rank
             assert sorted(name for names in held for name in names) == sorted(stored), case
         if case.endswith("rank zero"):
@@ -62,7 +65,7 @@ def test_buckets_of_every_way(
         calls = sum(rank["calls"] for rank in of_ranks)
         messages = of_ranks[0]["messages"] if case.endswith("own") else 0  # which leave the ranks
         # where experts are cut too, what is gathered and what is sent on are as many
-        hops = 1 if "ETP1" in case else 2
+        hops = (1 if "ETP1" in case else 2) + case.endswith("two nodes")
         assert calls + messages <= hops * size / BUCKET_BYTES + 20, case
         if case.endswith("own"):
             assert calls <= size / BUCKET_BYTES + 20, case

@@ -15,10 +15,12 @@ from slime_like.weights.hf_export import export_hf_weights
 from slime_like.weights.hf_import import load_hf_weights
 from tests.dist.convert_worker import build, stored_weights
 
+RECEIVERS = [3, 1]  # neither of them is rank 0
 WAYS = {
     "everywhere": lambda stream: stream,
     "own": WeightStream.own,
     "rank zero": WeightStream.to_rank_zero,
+    "two nodes": lambda stream: stream.to_ranks(RECEIVERS),
 }
 
 
@@ -53,7 +55,7 @@ def check_layouts(rank: int, world_size: int, arguments: dict[str, Any]) -> dict
                         del bucket
                 found[f"{layout.describe()} {way}"] = {
                     "names": names,
-                    "calls": collectives(live, layout),
+                    "calls": collectives(live, layout, other=len(RECEIVERS)),
                     "peak": live.peak - before,
                     "messages": len(stream.plan),
                     "largest": max(planned.nbytes for planned in stream.plan),

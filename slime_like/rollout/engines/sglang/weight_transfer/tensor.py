@@ -52,7 +52,8 @@ class NodeOrder:
 
     def carry_out(self, weights: WeightStream) -> dict[str, str]:
         """Run on every rank. Returns errors of all ranks, keyed by server address."""
-        failed = self.send(weights, self.targets.get(dist.get_rank(), {}))
+        received = weights.to_ranks(list(self.targets))
+        failed = self.send(received, self.targets.get(dist.get_rank(), {}))
         return {url: words for part in gather(failed) for url, words in part.items()}
 
     def send(self, weights: WeightBuckets, targets: Mapping[str, int]) -> dict[str, str]:
