@@ -19,8 +19,8 @@ import slime_like
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """module: has `main() -> int | None`, which reads sys.argv, and, unless it completes words in
-    the shell by itself, `parser()`. added: words behind those of the user."""
+    """A subcommand. module: has `main() -> int | None`, which reads sys.argv, and `parser()`,
+    unless it handles shell completion itself. added: arguments appended to the user's."""
 
     module: str
     help: str
@@ -49,7 +49,7 @@ COMMANDS: Mapping[str, Command] = {
 
 
 def parser(prog: str, commands: Mapping[str, Command]) -> argparse.ArgumentParser:
-    """Of the first word alone."""
+    """Parser of the subcommand's name only."""
     width = max(map(len, commands))
     lines = [f"  {name:<{width}}  {command.help}" for name, command in commands.items()]
     result = argparse.ArgumentParser(
@@ -64,22 +64,22 @@ def parser(prog: str, commands: Mapping[str, Command]) -> argparse.ArgumentParse
 
 
 def dispatch(prog: str, commands: Mapping[str, Command], words: list[str]) -> int:
-    """Run the command that the first word names, with the others as its command line. Returns its
+    """Run the subcommand that the first word names, with the others as its arguments. Returns its
     exit status; raises SystemExit for --help and for an unknown command."""
     if "_ARGCOMPLETE" in os.environ:
         return complete(prog, commands)
     chosen = parser(prog, commands).parse_args(words[:1]).command
     command = commands[chosen]
-    if os.getcwd() not in sys.path:  # as python -m has it: --import-modules names modules there
+    if os.getcwd() not in sys.path:  # like python -m: --import-modules finds modules there
         sys.path.append(os.getcwd())
     sys.argv = [f"{prog} {chosen}", *words[1:], *command.added]
     return importlib.import_module(command.module).main() or 0
 
 
 def complete(prog: str, commands: Mapping[str, Command]) -> int:
-    """Answer a shell that asks argcomplete for words: of the commands, or of the one that the line
-    has already."""
-    start = int(os.environ["_ARGCOMPLETE"])  # counts from 1 the word that is the program
+    """Respond to argcomplete: complete the subcommand's name, or the arguments of the one already
+    given."""
+    start = int(os.environ["_ARGCOMPLETE"])  # 1-based index of the word with the program
     line = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])]
     words = line.split()
     own = commands.get(words[start]) if len(words) > start else None

@@ -33,16 +33,16 @@ WORKERS: dict[str, Any] = {
     "help": "threads of each process; each writes a file, and holds one parameter",
 }
 _WAIT_FOR_RANK_0_S = 5.0
-_MALLOC_MMAP_THRESHOLD = -3  # of malloc.h
+_MALLOC_MMAP_THRESHOLD = -3  # from malloc.h
 MIB = 2**20
 
 
 class UsageError(ValueError):
-    """A flag's value is wrong; the words name the flag and what to do."""
+    """An invalid flag value; the message names the flag and the remedy."""
 
 
 def rank_and_world() -> tuple[int, int]:
-    """Rank and world size set by torchrun; without it one process."""
+    """Rank and world size set by torchrun; without it a single process."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -52,8 +52,8 @@ def check_workers(workers: int) -> None:
 
 
 def warn_of_tokenizer(hf: HfModel, folder: str) -> None:
-    """On rank 0, where the weights of a folder can be converted and training could not use its
-    tokenizer. One that brings code is left to the program that may run it."""
+    """Warn on rank 0 if training could not use the folder's tokenizer, which conversion does not
+    need. Tokenizers with custom code are not checked."""
     from slime_like.data.tokenizer import load_tokenizer
 
     if rank_and_world()[0] != 0 or next(Path(folder).glob("*.py"), None) is not None:
@@ -67,9 +67,9 @@ def warn_of_tokenizer(hf: HfModel, folder: str) -> None:
 
 
 def exit_status(body: Callable[[], int]) -> int:
-    """What `body` returns; 2 when a flag is wrong, 1 when something is damaged or cannot be read or
-    written, each told by rank 0 in one sentence. SLIME_LIKE_TRACEBACK=1 in the environment shows
-    the traceback as well."""
+    """Run `body` and return its exit status: 2 for an invalid flag, 1 if something is damaged,
+    unreadable or unwritable, each reported by rank 0 in one sentence. SLIME_LIKE_TRACEBACK=1 in the
+    environment also shows the traceback."""
     try:
         return body()
     except (ConfigError, ValueError, OSError, RunError) as error:
@@ -80,7 +80,7 @@ def exit_status(body: Callable[[], int]) -> int:
             print(
                 f"error: {error}".replace("error: error: ", "error: "), file=sys.stderr, flush=True
             )
-        elif world > 1:  # torchrun ends all ranks when the first one does
+        elif world > 1:  # torchrun ends all ranks as soon as the first one exits
             time.sleep(_WAIT_FOR_RANK_0_S)
         return USAGE if isinstance(error, ConfigError | UsageError) else DAMAGE
     except KeyboardInterrupt:
@@ -89,19 +89,19 @@ def exit_status(body: Callable[[], int]) -> int:
 
 
 def on_the_cpu() -> None:
-    """To be called before torch is imported: conversion needs no accelerator, and takes no memory
-    on one. And large pieces of memory go back to the system when they are freed: glibc would keep
-    them for others, which do not fit, so that memory grows with the model."""
+    """Must be called before importing torch: conversion uses no accelerator, and allocates no
+    memory on one. Also makes glibc return large blocks to the system when they are freed; it would
+    otherwise keep them without reusing them, so that memory grows with the model."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    with suppress(OSError, AttributeError):  # another C library
+    with suppress(OSError, AttributeError):  # a different C library
         ctypes.CDLL(None).mallopt(_MALLOC_MMAP_THRESHOLD, MIB)
 
 
 def verify(
     kinds: list[str], source: NetworkSource, folder: str, *, share: int, show: bool
 ) -> list[str]:
-    """Collective. What was found to be right, as lines for the user. share: bytes that this rank
-    compares. Raises ValueError."""
+    """Run the checks; returns messages about those that passed. Collective. share: bytes that this
+    rank compares. Raises ValueError."""
     from slime_like.conversion.verify import TOKENS, compare_bits, compare_logits
 
     lines = []
@@ -121,7 +121,8 @@ def verify(
 
 @contextmanager
 def progress(title: str, total: int, *, show: bool) -> Iterator[Callable[[int], None]]:
-    """A bar of bytes on stderr. Yields what is called with the bytes of each step, from any thread."""
+    """Progress bar in bytes on stderr. Yields a function to call with the bytes of each step, from
+    any thread."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,

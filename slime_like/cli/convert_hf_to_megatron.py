@@ -70,7 +70,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def layout_of(chosen: argparse.Namespace, hf: HfModel, world: int) -> ParallelConfig:
-    """Raises ConfigError for sizes that do not divide the network or the processes."""
+    """The layout of the conversion. Raises ConfigError if sizes do not divide the network or the
+    number of processes."""
     from arguments.rules.network import CutNetwork, layout_problems
     from slime_like.config import ConfigError, SettingsError
     from slime_like.conversion.meta_model import conversion_layout
@@ -84,7 +85,7 @@ def layout_of(chosen: argparse.Namespace, hf: HfModel, world: int) -> ParallelCo
             expert_tensor=chosen.expert_tensor_parallel_size,
         )
     except SettingsError as error:
-        raise ConfigError(error.problems) from error  # which names flags
+        raise ConfigError(error.problems) from error  # it names flags
     if problems := layout_problems(CutNetwork(parallel, hf.transformer, world)):
         raise ConfigError(problems)
     return parallel
@@ -146,7 +147,7 @@ def convert(chosen: argparse.Namespace) -> int:
 
 
 def written_words(done: Converted, layout: str, seconds: float) -> str:
-    """What was written, for a line on screen."""
+    """Message about what was written."""
     kept = ""
     if done.kept:
         kept = f", {done.kept} of {done.files} files kept from an interrupted conversion"
@@ -159,8 +160,8 @@ def written_words(done: Converted, layout: str, seconds: float) -> str:
 def verified(
     chosen: argparse.Namespace, hf: HfModel, folder: Path, size: int, dtype: torch.dtype
 ) -> list[str]:
-    """What --verify found to be right, as lines. size: bytes of the checkpoint `folder`. Raises
-    ValueError."""
+    """Run the checks of --verify; returns messages about those that passed. size: bytes of the
+    checkpoint `folder`. Raises ValueError."""
     from slime_like.conversion.meta_model import conversion_layout, make_blueprint
     from slime_like.conversion.to_hf import NetworkSource
     from slime_like.megatron.init import model_parallel_groups

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from slime_like.conversion.to_hf import Exported, NetworkSource
 
 
-logger = logging.getLogger("slime_like.convert")  # below the package, whose handler prints
+logger = logging.getLogger("slime_like.convert")  # child of the package's logger
 
 UNITS = {
     "": 1,
@@ -100,7 +100,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check_flags(chosen: argparse.Namespace) -> None:
-    """Raises UsageError."""
+    """Validate the flags. Raises UsageError."""
     if chosen.quantized and chosen.verify:
         raise UsageError(
             "--verify goes with no --quantized: quantised weights are not those of the checkpoint"
@@ -169,13 +169,13 @@ def convert(chosen: argparse.Namespace) -> int:
 
 
 def written_words(done: Exported) -> str:
-    """What was written, for a line on screen."""
+    """Message about what was written."""
     kept = f", {done.kept} of them kept from an interrupted conversion" if done.kept else ""
     return f"{done.bytes / 1e9:.3f} GB in {done.files} file(s){kept}"
 
 
 def source_of(chosen: argparse.Namespace, blueprint: Blueprint, folder: Path) -> NetworkSource:
-    """The network of a checkpoint, in the dtype or the format that was asked for."""
+    """The network of a checkpoint, in the requested dtype or quantisation."""
     import torch
 
     from slime_like.conversion.to_hf import NetworkSource
@@ -187,14 +187,14 @@ def source_of(chosen: argparse.Namespace, blueprint: Blueprint, folder: Path) ->
 
 
 def check_network(name: str, folder: Path, state: TrainerState) -> None:
-    """Raises UsageError where the checkpoint has no network of this name."""
+    """Raise UsageError if the checkpoint has no network of this name."""
     if name not in state["networks"]:
         there = ", ".join(state["networks"]) or "no network"
         raise UsageError(f"--network {name}: checkpoint {folder} has {there}; name one of these")
 
 
 def check_template(template: str, folder: Path, state: TrainerState, blueprint: object) -> None:
-    """Raises UsageError naming the settings that differ."""
+    """Raise UsageError naming the settings that differ from the template's."""
     from slime_like.conversion.to_hf import model_differences
 
     different = model_differences(state.get("model", {}), blueprint)  # type: ignore[arg-type]
@@ -204,7 +204,7 @@ def check_template(template: str, folder: Path, state: TrainerState, blueprint: 
 
 
 def step_of(chosen: argparse.Namespace) -> int:
-    """The step to convert. Raises UsageError when there is none."""
+    """The step to convert. Raises UsageError if there is none."""
     from slime_like.checkpoints.folders import complete_steps, newest_step
 
     if chosen.ckpt_step is not None:

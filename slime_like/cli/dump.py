@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main_thread(text: str) -> str:
-    """The stack of the main thread, which faulthandler writes last, the innermost call first."""
+    """The stack of the main thread, which faulthandler writes last; innermost call first."""
     return text.strip().split("\n\n")[-1].partition("\n")[2]
 
 

@@ -45,7 +45,7 @@ FROM_STATE = (
 
 
 def look(root: Path, *, verify: bool) -> dict[str, Any]:
-    """Everything about the folder, as plain values. Raises UsageError when it holds no checkpoints."""
+    """Everything about the folder, as plain values. Raises UsageError if it has no checkpoints."""
     if not is_checkpoint_root(root):
         what = (
             "holds no checkpoints (iter_*); name a folder that --save was given"
@@ -87,7 +87,7 @@ def look(root: Path, *, verify: bool) -> dict[str, Any]:
 
 
 def look_at(root: Path, step: int, *, verify: bool) -> dict[str, Any]:
-    """One complete checkpoint. health: verified, not verified or damaged."""
+    """Describe one complete checkpoint. health: verified, not verified or damaged."""
     folder = checkpoint_folder(root, step)
     found: dict[str, Any] = {"step": step, "health": "not verified", "problems": [], "networks": {}}
     try:
@@ -115,7 +115,7 @@ def look_at(root: Path, step: int, *, verify: bool) -> dict[str, Any]:
 
 
 def tensors_of(folder: Path) -> dict[str, object]:
-    """Sizes of a network's tensors, out of its metadata."""
+    """Sizes of a network's tensors, from its metadata."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from megatron_patches.safe_checkpoints import read_metadata

@@ -18,7 +18,7 @@ from pathlib import Path
 
 TEMPLATES = Path(__file__).parent / "recipe"
 LETTERS = string.ascii_lowercase[:8]
-TIMES = 2  # that a letter is to be written
+TIMES = 2  # repetitions of the letter
 
 
 def parser() -> argparse.ArgumentParser:
@@ -35,12 +35,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def rows() -> list[dict[str, str]]:
-    """The prompts, and what `reward.py` compares responses with."""
+    """The prompts, with the labels for `reward.py`."""
     return [{"prompt": f"write {letter}:", "answer": letter * TIMES} for letter in LETTERS]
 
 
 def write_recipe(folder: Path, hf_checkpoint: str | None) -> None:
-    """Raises ValueError where the folder, or a file of that name, has something in it."""
+    """Create the recipe. Raises ValueError if the folder is not empty, or is a file."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder}: has files already; name a new folder")
     if hf_checkpoint is not None and not Path(hf_checkpoint).is_dir():
@@ -49,7 +49,7 @@ def write_recipe(folder: Path, hf_checkpoint: str | None) -> None:
         )
     folder.mkdir(parents=True, exist_ok=True)
     if hf_checkpoint is None:
-        from transformers.utils import logging  # seconds
+        from transformers.utils import logging  # slow to import
 
         from slime_like.cli.tiny_model import save_model
 

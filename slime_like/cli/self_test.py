@@ -23,12 +23,13 @@ from slime_like.doctor import Check
 
 RANKS = 2
 LIMIT_S = 300.0
-LAST = 400  # characters of what a process that failed has written
+LAST = 400  # characters of a failed process's output to show
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
 
 def exchange(meeting: Path, rank: int) -> None:
-    """What one of `RANKS` processes does; `meeting` is a file that none has made yet."""
+    """Body of one of `RANKS` communicating processes. meeting: path of a rendezvous file that does
+    not exist yet."""
     import torch
     import torch.distributed as dist
 
@@ -45,7 +46,7 @@ def exchange(meeting: Path, rank: int) -> None:
 
 
 def train_once(folder: Path) -> None:
-    """Make a tiny model below `folder` and train it."""
+    """Create a tiny model in `folder` and train it for one step."""
     from slime_like.cli.tiny_model import save_model
 
     save_model(folder / "model", hidden_size=32, num_layers=1)
@@ -57,20 +58,19 @@ def train_once(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A process, and the file that its output goes to."""
+    """A process, and the file with its output."""
 
     process: ForkProcess
     log: Path
 
 
 def start(body: Callable[[], None], folder: Path, name: str) -> Started:
-    """Fork a process that calls `body` in `folder`, without the variables of a launcher that may
-    have started this one."""
+    """Fork a process that runs `body` in `folder`, without environment variables of a launcher."""
     log = folder / f"{name}.log"
 
     def child() -> None:
         sys.stdout = sys.stderr = file = log.open("w", buffering=1, encoding="utf-8")
-        for descriptor in (1, 2):  # of what is not Python
+        for descriptor in (1, 2):  # also for output from outside of Python
             os.dup2(file.fileno(), descriptor)
         sys.path[:] = map(os.path.abspath, sys.path)
         for variable in LAUNCHERS:
@@ -85,7 +85,8 @@ def start(body: Callable[[], None], folder: Path, name: str) -> Started:
 
 
 def finish(started: Sequence[Started]) -> str:
-    """What the first that failed has written last; "" where all ended well."""
+    """Wait for the processes; returns the end of the first failed one's output, "" if all
+    succeeded."""
     problem = ""
     for one in started:
         one.process.join(LIMIT_S)
@@ -101,7 +102,8 @@ def finish(started: Sequence[Started]) -> str:
 
 
 def train_flags(folder: Path) -> list[str]:
-    """One rollout of two prompts on random weights, graded by --rm-type exact_match."""
+    """Flags of a training run with one rollout of two prompts on random weights, graded by
+    --rm-type exact_match."""
     rows = [{"prompt": f"write {letter}:", "answer": letter} for letter in "ab"]
     data = folder / "prompts.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -114,7 +116,7 @@ def train_flags(folder: Path) -> list[str]:
 
 
 def self_test() -> list[Check]:
-    """Both at once. To be called before this process has looked for a GPU."""
+    """Run both tests concurrently. Must be called before this process initialises a GPU."""
     import torch  # noqa: F401  (for all of them)
 
     began = time.monotonic()

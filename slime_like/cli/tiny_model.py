@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each printable ASCII character, and a few special ones."""
+    """A tokenizer with one token per printable ASCII character, and a few special tokens."""
     special = [END, PAD, USER, ASSISTANT, UNKNOWN]
     characters = sorted(set(string.printable) - set("\t\r\x0b\x0c"))
     return character_tokenizer(
@@ -42,8 +42,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def character_tokenizer(
     tokens: Sequence[str], *, unk_token: str, **settings: object
 ) -> PreTrainedTokenizerFast:
-    """One token for each character of a text, numbered as `tokens` are. settings: of transformers'
-    PreTrainedTokenizerFast."""
+    """A tokenizer with one token per character; ids are indices in `tokens`. settings: of
+    transformers' PreTrainedTokenizerFast."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -77,8 +77,8 @@ def make_model(
         eos_token_id=tokenizer.eos_token_id,
     )
     model = Qwen3ForCausalLM(config)
-    # only now: told before, transformers makes the padding token's embedding zero, where RMSNorm's
-    # gradient explodes if it is ever sampled
+    # set afterwards: given to the constructor, transformers zeroes the padding token's embedding,
+    # where the gradient of RMSNorm explodes if that token is ever sampled
     model.config.pad_token_id = tokenizer.pad_token_id
     return model
 
@@ -86,7 +86,7 @@ def make_model(
 def save_model(
     folder: Path, *, hidden_size: int, num_layers: int, seed: int = 1
 ) -> PreTrainedModel:
-    """A model with its tokenizer, as a Hugging Face folder."""
+    """Save a model with its tokenizer as a Hugging Face folder."""
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, hidden_size=hidden_size, num_layers=num_layers, seed=seed)
     model.save_pretrained(folder)

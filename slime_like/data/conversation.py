@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class ConversationFormat(PromptFormat):
-    """A `PromptFormat` with a list of segments as text; the first segment is the prompt. Raises
-    ValueError if the tokenizer has no chat template."""
+    """A `PromptFormat` in which a text is a list of segments; the first segment is the prompt.
+    Raises ValueError if the tokenizer has no chat template."""
 
     def __init__(
         self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, keys: RowKeys
@@ -52,7 +52,7 @@ class ConversationFormat(PromptFormat):
         )
 
     def segments(self, row: Row) -> list[Segment]:
-        """The conversation of a row, cut where its learnt turns begin and end."""
+        """The conversation of a row, split at the start and end of its trained turns."""
         render = functools.partial(self._write, tools=self._tools(row))
         messages = [_without_nulls(message) for message in row[self.keys.input]]
         end = self._tokenizer.eos_token or ""
@@ -69,5 +69,5 @@ class ConversationFormat(PromptFormat):
 
 
 def _without_nulls(message: dict[str, object]) -> dict[str, object]:
-    """Without keys that are null, as those of Parquet that other messages have."""
+    """The message without null keys, which Parquet adds to messages that lack a key."""
     return {key: value for key, value in message.items() if value is not None or key == "content"}

@@ -32,7 +32,8 @@ Message: TypeAlias = dict[str, Any]
 
 
 class PairFormat(PromptFormat):
-    """A row becomes the prompt of its chosen answer; `rejected` there is that of the other."""
+    """Preference pairs: a row becomes the prompt of its chosen answer, and `rejected` has the other
+    answer's."""
 
     def __init__(
         self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, keys: RowKeys
@@ -96,8 +97,8 @@ class PairFormat(PromptFormat):
         return next(filter(None, (f.check(r) for f, r in zip(self._conversations, rows))), None)
 
     def _whole_conversations(self, row: Row) -> list[Row]:
-        """The row twice, each time with a whole conversation as its answer, of which the turns that
-        both share are not learnt."""
+        """The row twice, with each answer as a full conversation, in which turns that both share
+        are not trained on."""
         both: list[list[Message]] = [list(row[key]) for key in self._answers.values()]
         if both[0][0].get("role") == ASSISTANT:
             prompt = row[self.keys.input]
@@ -150,9 +151,9 @@ def pair_samples(
     max_response_len: int | None = None,
     scored: bool = False,
 ) -> list[Sample]:
-    """The chosen and the rejected answer of each prompt, one after the other, as samples; see
-    `sft_samples`. Their sample_ids are 2 group_id and 2 group_id + 1, their reward is the margin.
-    scored: of each its last token alone is active, where a reward model has its score."""
+    """Samples of the chosen and the rejected answer of each prompt, alternating; see `sft_samples`.
+    Their sample_ids are 2 group_id and 2 group_id + 1, their reward is the margin. scored: only the
+    last token of each is active, at which a reward model has its score."""
     samples = []
     for prompt in prompts:
         assert prompt.rejected is not None, "made by PairFormat"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-LIMIT_S = 30.0  # for one row, of which a template takes well below a millisecond
+LIMIT_S = 30.0  # seconds per row; a template normally takes far less than a millisecond
 _LONGEST = 2**26  # characters of a rendered row
 P = TypeVar("P")
 T = TypeVar("T")
@@ -31,11 +31,11 @@ _REMEDY = "correct the row or the template (chat_template of the tokenizer), or 
 
 
 class RowProblem(ValueError):
-    """What is wrong with a row, in words for the user; `render_rows` adds the row."""
+    """A problem with a row, as a message for the user; `render_rows` adds the row."""
 
 
 class _Stopped(BaseException):
-    """Raised inside a template that does not end."""
+    """Raised inside a template that does not terminate."""
 
 
 def render_rows(
@@ -46,20 +46,20 @@ def render_rows(
     limit_s: float = LIMIT_S,
     remedy: str = _REMEDY,
 ) -> list[T]:
-    """Render every prompt, in a thread that can be given up.
+    """Render every prompt, in a thread that can be abandoned.
 
     Args:
-        render: the template.
-        prompts: its inputs, one for each row.
-        where: the place of a row in words, by its index in `prompts`.
-        limit_s: seconds for one row.
-        remedy: what the user can do, for errors.
+        render: The template.
+        prompts: Its inputs, one per row.
+        where: Returns a row's location for messages, by index in `prompts`.
+        limit_s: Seconds per row.
+        remedy: Suggestion to the user, for errors.
 
     Returns:
         The texts, in order.
 
     Raises:
-        ValueError: naming the row whose template raised or did not end.
+        ValueError: Names the row whose template raised or did not terminate.
     """
     texts: list[T] = []
     errors: list[BaseException] = []
@@ -96,7 +96,7 @@ def render_rows(
 
 
 def _text(rendered: T, remedy: str) -> T:
-    """What was rendered, if a tokenizer takes it. Raises RowProblem."""
+    """The rendered text, if a tokenizer accepts it. Raises RowProblem."""
     if isinstance(rendered, str):
         if len(rendered) > _LONGEST:
             raise RowProblem(f"the chat template wrote {len(rendered)} characters; {remedy}")
@@ -110,7 +110,8 @@ def _text(rendered: T, remedy: str) -> T:
 
 
 def _stop(thread: threading.Thread) -> None:
-    """Have the thread raise at its next step of Python, which a loop of a template reaches."""
+    """Raise an exception in the thread at its next Python instruction, which also interrupts loops
+    of a template."""
     assert thread.ident is not None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(thread.ident), ctypes.py_object(_Stopped)
@@ -119,7 +120,7 @@ def _stop(thread: threading.Thread) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RowKeys:
-    """Which keys of a row hold what."""
+    """Names of a row's keys."""
 
     input: str
     label: str | None
@@ -138,8 +139,8 @@ class RowKeys:
         label_key: str | None = None,
         metadata_key: str | None = None,
     ) -> RowKeys:
-        """Those that the settings name for a file; rows of a reasoning_gym source have keys of
-        their own."""
+        """The keys that the settings name for a file; rows of a reasoning_gym source have fixed
+        keys."""
         if spec.startswith(TASK_PREFIX):
             demonstration = config.opd_demonstration_key
             return cls("question", "answer", "metadata", demonstration=demonstration)
@@ -154,14 +155,14 @@ class RowKeys:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How long a prompt may be. positions: of the model, None where they do not matter. response:
-    --rollout-max-response-len, or a set's own."""
+    """Limits for prompt lengths. positions: of the model, None if they do not matter. response:
+    --rollout-max-response-len, or the evaluation set's value."""
 
     positions: int | None = None
     response: int = 0
 
     def problem(self, tokens: int) -> str | None:
-        """Why a prompt of so many tokens does not fit, or None."""
+        """Why a prompt of `tokens` tokens does not fit, or None."""
         if self.positions is None or tokens + self.response <= self.positions:
             return None
         longest = self.positions - self.response
@@ -204,7 +205,7 @@ class PromptFormat:
         the context of the teacher's prompt in the metadata (self-distillation)."""
         self.keys = keys
         self._teaches_itself = teaches_itself
-        self._metadata = dict(metadata or {})  # laid over that of every row
+        self._metadata = dict(metadata or {})  # overrides each row's metadata
         self._answer_check = answer_check
         self._tokenizer = tokenizer
         self._chat = config.apply_chat_template or chat
@@ -229,7 +230,7 @@ class PromptFormat:
         return self.keys.demonstration if self._teaches_itself else None
 
     def check(self, row: Row) -> str | None:
-        """What is wrong with a row, or None."""
+        """Problem with a row, or None."""
         for flag, key in (
             (self.keys.input_flag, self.keys.input),
             ("--label-key", self.keys.label),
@@ -296,8 +297,9 @@ class PromptFormat:
         return row[self.keys.label] if self.keys.label is not None else None
 
     def texts(self, rows: Sequence[Row], where: Callable[[int], str]) -> list[Any]:
-        """What the model sees of each row: strings here, which `tokenise` and `prompt` take. where: a row's place in words, by its index in `rows`.
-        Raises ValueError as `render_rows`."""
+        """The rendered text of each row: strings here, as accepted by `tokenise` and `prompt`.
+        where: a row's location for messages, by index in `rows`. Raises ValueError like
+        `render_rows`."""
         if self._chat:
             return render_rows(self._render, rows, where)
         prompts = [row[self.keys.input] for row in rows]
@@ -314,8 +316,8 @@ class PromptFormat:
         return self._write(messages, open_turn=True, tools=tools)
 
     def teacher_text(self, metadata: Mapping[str, Any], rewrite: Callable[[str], str]) -> str:
-        """A prompt as its teacher sees it, its last message rewritten. metadata: of the prompt, with
-        `TEACHER_CONTEXT`."""
+        """The prompt as seen by the teacher, with its last message rewritten. metadata: of the
+        prompt, with `TEACHER_CONTEXT`."""
         prompt = metadata[TEACHER_CONTEXT]["prompt"]
         if isinstance(prompt, str):
             prompt = rewrite(prompt)
@@ -331,20 +333,20 @@ class PromptFormat:
         open_turn: bool = False,
         tools: object = None,
     ) -> str:
-        """open_turn: followed by what opens the assistant's turn."""
+        """Render messages. open_turn: append the opening of the assistant's turn."""
         more: dict[str, Any] = {} if tools is None else {"tools": tools}
         arguments = {"add_generation_prompt": open_turn, **more, **self._chat_arguments}
         return self._tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
 
     def _tools(self, row: Row) -> object:
-        """Of a row, for the chat template; None where there are none."""
+        """Tools of a row for the chat template, or None."""
         return _decoded(row.get(self.keys.tools)) if self._chat else None
 
     def _metadata_of(self, row: Row) -> dict[str, object]:
         tools = self._tools(row)
         more: dict[str, object] = {}
         if tools is not None:
-            more["tools"] = tools  # where slime's functions look for them
+            more["tools"] = tools  # key in which slime's functions expect them
         if self._teaches_itself:
             key = self._demonstration_key
             demonstration = None if key is None else row[key]
@@ -365,13 +367,13 @@ class PromptFormat:
 
 
 def _decoded(tools: object) -> object:
-    """Raises ValueError for a string that is no JSON."""
+    """Decode tools given as a string. Raises ValueError for invalid JSON."""
     return json.loads(tools) if isinstance(tools, str) else tools
 
 
 def _content_problem(message: Mapping[str, object]) -> str | None:
-    """A message holds text, or a list of parts as ``{"type": "text", "text": ...}``. One that calls
-    tools may hold nothing."""
+    """Problem with a message's content, which must be text or a list of parts ``{"type": "text",
+    "text": ...}``; it may be empty in a message with tool calls."""
     content = message.get("content")
     if content is None:
         return None if message.get("tool_calls") else "'content' is missing or null"

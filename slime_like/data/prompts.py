@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 
 _TOKENISE_AT_ONCE = 1000
-# rows, before the model is built; one that was not looked at is named when its turn comes
+# rows to check before the model is built; problems of others are reported when they are used
 _CHECKED = 5000
 
 
 def tokens_of(
     source: RowSource, form: PromptFormat, indices: Sequence[int], room: Room = ANY_LENGTH
 ) -> tuple[list[Row], list[object], list[tuple[int, ...]]]:
-    """Rows, texts and tokens of some prompts. Raises ValueError naming the row that has none, or
-    too many."""
+    """Rows, texts and tokens of some prompts. Raises ValueError naming a row whose prompt is empty
+    or too long."""
     rows = source.rows(indices)
     texts = form.texts(rows, lambda place: source.where(indices[place]))
     tokens = form.tokenise(texts)
@@ -53,12 +53,11 @@ def short_enough(
     flag: str,
     room: Room = ANY_LENGTH,
 ) -> range | np.ndarray:
-    """Indices of the rows whose prompt has at most `max_prompt_len` tokens. Where no limit is set,
-    all of them, of which up to
-    `_CHECKED`, evenly spread, are rendered, tokenised and measured.
+    """Indices of the rows whose prompt has at most `max_prompt_len` tokens. Without a limit all
+    rows, of which up to `_CHECKED`, evenly spaced, are rendered, tokenised and measured.
 
-    Raises ValueError when none is left, and naming the row whose prompt cannot be made or does not
-    fit. The number left out becomes a note of the source.
+    Raises ValueError if no row is left, or naming a row whose prompt cannot be rendered or does not
+    fit. The number of dropped rows is added to the notes of the source.
     """
     if max_prompt_len is None:
         step = -(-len(source) // _CHECKED)
@@ -136,7 +135,7 @@ class PromptSource:
         self.notes = self._source.notes
         self._shuffle, self._seed = config.rollout_shuffle, config.rollout_seed
         self.epoch = 0
-        self._offset = 0  # prompts of this epoch that were handed out
+        self._offset = 0  # number of prompts of this epoch that were handed out
         self._next_group_id = 0
         self._order = self._epoch_order()
 
@@ -159,11 +158,11 @@ class PromptSource:
         return _make_prompts(self._source, self._form, indices, first)
 
     def _epoch_order(self) -> range | np.ndarray:
-        """Positions in `_kept`, in the order of this epoch."""
+        """Indices into `_kept`, in the order of this epoch."""
         if not self._shuffle:
             return range(len(self))
-        # RandomState: numpy promises never to change its stream, so that a run resumes alike under
-        # a later numpy.
+        # RandomState: numpy guarantees its stream, so that a run resumes identically under a later
+        # numpy version.
         return np.random.RandomState([self._seed % 2**32, self.epoch]).permutation(len(self))
 
     def _fingerprint(self) -> dict[str, object]:
@@ -225,12 +224,12 @@ def load_eval_sets(
     answer_check: AnswerCheck | None = None,
     room_of: Callable[[EvalSet], Room] = lambda each: ANY_LENGTH,
 ) -> tuple[dict[str, list[Prompt]], list[str]]:
-    """Evaluation prompts by the name of their set, whole and in the order of the file; and notes
-    for the user, as of `PromptSource`.
+    """Evaluation prompts by set name, complete and in file order; and notes for the user, like
+    those of `PromptSource`.
 
-    Group ids are unique over all sets. Prompts over --rollout-max-prompt-len are left out.
-    answer_check: of the run's reward; a set with a function of its own takes any row. room_of: how
-    long its prompts may be. Raises ValueError as `PromptSource` does.
+    Group ids are unique over all sets. Prompts over --rollout-max-prompt-len are dropped.
+    answer_check: of the run's reward; a set with its own function accepts every row. room_of:
+    limits for prompt lengths. Raises ValueError like `PromptSource`.
     """
     sets: dict[str, list[Prompt]] = {}
     notes: list[str] = []

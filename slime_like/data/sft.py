@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def answer_problem(label: object, metadata: Mapping[str, object]) -> str | None:
-    """Why a row cannot be learnt from, or None; the check of `data.prompts` for supervised runs."""
+    """Why a row cannot be trained on, or None; the check of `data.prompts` for supervised runs."""
     if isinstance(label, str) and label:
         return None
     found = (

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from slime_like.text import clean
 
 Row = dict[str, Any]
-RowCheck = Callable[[Row], str | None]  # what is wrong with a row, or None
+RowCheck = Callable[[Row], str | None]  # problem with a row, or None
 
 TASK_PREFIX = "reasoning_gym:"
 SUFFIXES = (".jsonl", ".parquet")
@@ -41,7 +41,7 @@ class RowSource(Protocol):
     def rows(self, indices: Sequence[int]) -> list[Row]: ...
 
     def where(self, index: int) -> str:
-        """The place of a row in words, e.g. ``train.jsonl:17``."""
+        """Location of a row for messages, e.g. ``train.jsonl:17``."""
         ...
 
 
@@ -86,7 +86,7 @@ def open_source(
 
 
 def _clean_problem(check: RowCheck, row: Row) -> str | None:
-    """Keys, roles and values of a row are quoted as by `text.clean`."""
+    """Problem with a row; its keys, roles and values are quoted with `text.clean`."""
     return clean(words) if (words := check(row)) else None
 
 
@@ -114,14 +114,14 @@ def _existing_file(text: str, flag: str) -> Path:
 
 
 class _BadRows:
-    """Counts bad rows, up to the number that may be left out."""
+    """Counts bad rows, up to the number that may be skipped."""
 
     def __init__(self, path: str, allowed: int) -> None:
         self.path, self.allowed, self.count = path, allowed, 0
         self._first = ""
 
     def add(self, problem: str) -> None:
-        """Raises ValueError when this row is one too many."""
+        """Count a bad row. Raises ValueError if there are too many."""
         self.count += 1
         if self.count > self.allowed:
             remedy = (
@@ -138,16 +138,16 @@ class _BadRows:
         self._first = self._first or problem
 
     def notes(self) -> list[str]:
-        """One line about all of them, or none."""
+        """A message with the number of bad rows, if there are any."""
         words = f"{self.path}: left out {self.count} bad rows (--skip-bad-rows {self.allowed}); the first: {self._first}"
         return [words] if self.count else []
 
 
 class _Watched:
-    """A file that must stay as it was when it was opened: a run reads it until its end.
+    """Detects changes of an open file, which a run reads until its end.
 
-    A look is one `stat`. Where size or time of change are others, the content decides: a file that
-    was copied back, or touched, is the same.
+    A check is one `stat`. If size or modification time differ, the content decides: a copied or
+    touched file with equal content is accepted.
     """
 
     def __init__(self, path: Path) -> None:
@@ -156,14 +156,14 @@ class _Watched:
         self._crc: int | None = None
 
     def remember(self, crc: int | None = None) -> None:
-        """The content, by its CRC-32; None: computed here. Raises ValueError where it changed
-        meanwhile."""
+        """Store the CRC-32 of the content; None: compute it here. Raises ValueError if the file
+        changed in the meantime."""
         if self._look() != self._stat:
             raise ValueError(f"{self._path}: the file changed while it was read; start again")
         self._crc = self._crc_now() if crc is None else crc
 
     def check(self) -> None:
-        """Raises ValueError where the content is another one."""
+        """Raise ValueError if the content has changed."""
         found = self._look()
         if found == self._stat:
             return
@@ -190,8 +190,8 @@ class _Watched:
 
 
 class JsonlSource:
-    """One JSON object a line, UTF-8; a byte order mark, CRLF line ends and blank lines are
-    accepted. 16 bytes of index a row."""
+    """One JSON object per line, UTF-8; a byte order mark, CRLF line ends and blank lines are
+    accepted. The index takes 16 bytes per row."""
 
     notes: list[str]
 
@@ -227,7 +227,7 @@ class JsonlSource:
             if not line.endswith(b"\n"):
                 return f"{place}: truncated last line, which starts at byte offset {offset} ({error.msg})"
             return f"{place}: bad JSON at byte offset {offset + len(error.doc[: error.pos].encode())}: {error.msg}"
-        # an integer of thousands of digits; nesting beyond the stack
+        # integers with thousands of digits; too deep nesting
         except (ValueError, RecursionError) as error:
             return f"{place}: bad JSON in the line at byte offset {offset}: {error}"
         if not isinstance(row, dict):
@@ -240,11 +240,11 @@ class JsonlSource:
         return len(self._offsets)
 
     def rows(self, indices: Sequence[int]) -> list[Row]:
-        """Raises ValueError where the file has changed."""
+        """Read rows. Raises ValueError if the file has changed."""
         self._file_watch.check()
         with self._path.open("rb") as file:
             rows = [self._read(file, index) for index in indices]
-        self._file_watch.check()  # not in between either
+        self._file_watch.check()  # nor while reading
         return rows
 
     def _read(self, file: Any, index: int) -> Row:
@@ -309,7 +309,7 @@ class ParquetSource:
         )
 
     def _every_row(self, flag: str) -> Iterator[Row]:
-        """Raises ValueError for a damaged page."""
+        """Yield all rows. Raises ValueError for a damaged page."""
         try:
             for batch in self._file.iter_batches(batch_size=1024, columns=self._columns):
                 yield from batch.to_pylist()
@@ -322,8 +322,8 @@ class ParquetSource:
         return len(self._numbers)
 
     def rows(self, indices: Sequence[int]) -> list[Row]:
-        """Rows in the order asked; each row group is decoded once for one call. Raises ValueError
-        where the file has changed, or a page is damaged."""
+        """Rows in the requested order; each row group is decoded once per call. Raises ValueError
+        if the file has changed, or a page is damaged."""
         self._file_watch.check()
         by_number = sorted((self._numbers[index], place) for place, index in enumerate(indices))
         result: list[Row] = [{}] * len(by_number)
@@ -347,7 +347,7 @@ class ParquetSource:
 
 
 class SlicedSource:
-    """The rows of ``source[start:end]``, with Python's meaning of negative and missing bounds."""
+    """The rows ``source[start:end]``, with Python's semantics of negative and missing bounds."""
 
     def __init__(self, source: RowSource, spec: str, bounds: slice, flag: str) -> None:
         self._source, self._range = source, range(len(source))[bounds]
@@ -380,7 +380,8 @@ def _json_kind(value: object) -> str:
 
 
 def _surrogate_in(value: object, where: str = "") -> str | None:
-    """The place of half a surrogate pair in text of a row: no tokenizer takes it, and no file."""
+    """Location of a lone surrogate in a row's text, which cannot be tokenised or written to a file;
+    None if there is none."""
     if isinstance(value, str):
         found = next((i for i, c in enumerate(value) if "\ud800" <= c <= "\udfff"), None)
         name = where or "a key"

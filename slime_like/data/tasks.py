@@ -21,13 +21,13 @@ from urllib.parse import parse_qsl
 
 from slime_like.data.source import TASK_PREFIX, Row
 
-# reasoning-gym itself draws a new seed in every process, which no run could resume from
+# reasoning-gym itself draws a new seed in every process, so a run could not be resumed
 DEFAULT_SEED = 0
 
 
 class TaskSource:
-    """Rows made on demand. Raises ValueError for an unknown task or option (with the nearest names)
-    and an illegal value."""
+    """Rows generated on demand. Raises ValueError for an unknown task or option (with similar
+    names), and for an illegal value."""
 
     def __init__(self, spec: str, *, flag: str = "--prompt-data") -> None:
         try:
@@ -68,8 +68,8 @@ class TaskSource:
 
 
 def parse_options(task: str, query: str, config_type: type, place: str) -> dict[str, object]:
-    """``size=10&seed=1`` -> typed keyword arguments of `config_type`, the task's configuration
-    dataclass."""
+    """Parse ``size=10&seed=1`` to typed keyword arguments of `config_type`, the task's
+    configuration dataclass."""
     hints = typing.get_type_hints(config_type)
     names = [field.name for field in dataclasses.fields(config_type)]
     options: dict[str, Any] = {}
@@ -94,8 +94,8 @@ def parse_options(task: str, query: str, config_type: type, place: str) -> dict[
 
 
 def convert(text: str, annotation: object) -> object:
-    """The text of an option as a value of its annotated type. Lists and tuples: JSON, or items
-    separated by commas."""
+    """Convert an option's text to its annotated type. Lists and tuples: JSON, or comma-separated
+    items."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (Union, types.UnionType):
         if text.lower() in ("none", "null") and type(None) in arguments:
@@ -132,8 +132,7 @@ def _convert_plain(text: str, annotation: object) -> object:
 
 
 def _tupled(item: object, annotation: object) -> object:
-    """A decoded JSON value in the place of an item: inner lists become tuples where the task
-    expects tuples."""
+    """Convert a decoded JSON item: inner lists become tuples if the task expects tuples."""
     return (
         tuple(item) if isinstance(item, list) and typing.get_origin(annotation) is tuple else item
     )

@@ -13,26 +13,25 @@ if TYPE_CHECKING:
 
 
 REMEDY = "copy the tokenizer's files of the model into the folder (tokenizer.json, tokenizer_config.json)"
-# where the vocabulary of a tokenizer is; without one transformers makes a tokenizer of one token
+# vocabulary files; without one transformers creates a tokenizer with a single token
 VOCABULARY_FILES = (
     "tokenizer.json", "*.model", "*.model.v*", "*.tiktoken", "vocab*", "*.spm", "tekken.json", "bpe.codes", "dict.txt",
 )  # fmt: skip
 
 
 def load_tokenizer(folder: str, *, vocab_size: int | None, trust_remote_code: bool) -> object:
-    """The tokenizer in a Hugging Face folder.
+    """Load the tokenizer in a Hugging Face folder.
 
     Args:
-        folder: of --hf-checkpoint.
-        vocab_size: rows of the model's embedding; None skips the comparison.
-        trust_remote_code: whether the folder may bring its own code.
+        folder: Of --hf-checkpoint.
+        vocab_size: Rows of the model's embedding; None skips the comparison.
+        trust_remote_code: Whether the folder's own code may run.
 
     Returns:
         transformers' tokenizer.
 
     Raises:
-        ValueError: naming the folder, where there is no tokenizer, a damaged one, or another
-        model's.
+        ValueError: Names the folder, if its tokenizer is missing, damaged, or another model's.
     """
     from transformers import AutoTokenizer
 
@@ -41,7 +40,7 @@ def load_tokenizer(folder: str, *, vocab_size: int | None, trust_remote_code: bo
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         count = max(tokenizer.get_vocab().values(), default=-1) + 1
-    except Exception as error:  # transformers and the libraries below it raise nearly anything
+    except Exception as error:  # transformers and its dependencies raise nearly anything
         reason = (str(error).strip() or repr(error)).split("\n", 1)[0]
         raise ValueError(
             f"--hf-checkpoint {folder}: its tokenizer cannot be loaded "
@@ -58,15 +57,15 @@ def load_tokenizer(folder: str, *, vocab_size: int | None, trust_remote_code: bo
 
 
 def _has_vocabulary(folder: Path, trust_remote_code: bool) -> bool:
-    """Code of the folder's own may have its vocabulary in any file."""
+    """Whether the folder has a vocabulary; custom code may store it in any file."""
     if any(next(folder.glob(pattern), None) is not None for pattern in VOCABULARY_FILES):
         return True
     return trust_remote_code and next(folder.glob("*.py"), None) is not None
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Digests that tell a tokenizer from others: of its vocabulary, its special tokens, and its
-    chat template.
+    """Digests that identify a tokenizer: of its vocabulary, its special tokens, and its chat
+    template.
 
     Args:
         tokenizer: transformers'.
@@ -83,7 +82,7 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     }
 
 
-CHAT_TEMPLATE = "chat template"  # may change between two runs of the same model, with a warning
+CHAT_TEMPLATE = "chat template"  # may differ between two runs of the same model, with a warning
 
 
 def _digest(value: object) -> str:

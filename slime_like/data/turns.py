@@ -15,8 +15,8 @@ from slime_like.data.prompt_format import RowProblem
 
 Message = Mapping[str, Any]
 ASSISTANT = "assistant"
-STEP_MASK = "step_loss_mask"  # slime's key of a message: 0 leaves an assistant's turn out
-# How the text of an assistant's turn is found; None is "exact" below.
+STEP_MASK = "step_loss_mask"  # slime's key of a message: 0 excludes an assistant turn from training
+# Ways to locate the text of an assistant turn; None is "exact" below.
 MASK_TYPES = ("qwen", "qwen3", "qwen3_5", "distill_qwen")
 _USER: Message = {"role": "user", "content": "a question"}
 _REMEDY = (
@@ -33,7 +33,7 @@ class Render(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of a conversation's text. learnt: it is an assistant turn that is trained on."""
+    """A part of a conversation's text. learnt: it is an assistant turn to train on."""
 
     text: str
     learnt: bool
@@ -46,20 +46,21 @@ def is_learnt(message: Message) -> bool:
 def learnt_segments(
     render: Render, messages: Sequence[Message], mask_type: str | None, *, end: str = ""
 ) -> list[Segment]:
-    """The conversation up to the end of its last learnt turn, cut where those turns begin and end.
+    """Split the conversation, up to the end of its last trained turn, at the start and end of
+    trained turns.
 
     Args:
-        render: the model's template.
-        messages: at least one of which is learnt, not the first.
-        mask_type: one of `MASK_TYPES`, or None: the text of the whole conversation, which is exact
-            where the template writes each turn as it was when it was the last.
-        end: the end-of-sequence token, for ``distill_qwen``, where the template ends no turn.
+        render: The model's template.
+        messages: At least one is trained on, but not the first.
+        mask_type: One of `MASK_TYPES`, or None: use the rendered conversation, which is exact if
+            the template renders each turn in the same way as when it was the last.
+        end: The end-of-sequence token, for ``distill_qwen``, where the template does not end turns.
 
     Returns:
-        Untrained and learnt segments in turn, an untrained one first.
+        Untrained and trained segments, alternating, starting with an untrained one.
 
     Raises:
-        RowProblem: naming the message where the template's texts do not fit together.
+        RowProblem: Names the message for which the template's texts do not match.
     """
     if mask_type == "distill_qwen":
         return _last_answer(render, messages, end)
@@ -87,8 +88,8 @@ def learnt_segments(
 def _exact_span(
     render: Render, messages: Sequence[Message], place: int, whole: str
 ) -> tuple[int, int] | None:
-    """Start and end in `whole` of a turn that follows its prompt there as it does when it is the
-    last; None for any other."""
+    """Span (start, end) in `whole` of a turn that is rendered after its prompt exactly as when it
+    is the last one; otherwise None."""
     prompt = render(messages[:place], open_turn=True)
     ended = whole if place + 1 == len(messages) else render(messages[: place + 1])
     if whole.startswith(ended) and ended.startswith(prompt):
@@ -99,8 +100,9 @@ def _exact_span(
 def _changed_span(
     render: Render, messages: Sequence[Message], place: int, whole: str
 ) -> tuple[int, int]:
-    """Start and end in `whole` of a turn that the template changed, as it takes thoughts out of
-    earlier turns: from the end of the message before, less what opens a turn, to its own end."""
+    """Span (start, end) in `whole` of a turn that the template renders differently when it is not
+    the last one, e.g. without its thoughts: from the end of the previous message, after the turn's
+    opening, to the turn's end."""
     before = _end_of(render, messages, place - 1, whole)
     stop = _end_of(render, messages, place, whole)
     asked, opened = (render(messages[:place], open_turn=o) for o in (False, True))
@@ -114,8 +116,8 @@ def _changed_span(
 
 
 def _end_of(render: Render, messages: Sequence[Message], place: int, whole: str) -> int:
-    """Where the text of a message ends in `whole`: what does not depend on its content follows it,
-    less what closes it when it is the last."""
+    """End of a message's text in `whole`: located through the text after it that does not depend on
+    its content, and including the text that closes it when it is the last message."""
     closing = _after_content(render, messages[: place + 1], place)
     rest = _after_content(render, messages, place)
     if not rest.startswith(closing) or not whole.endswith(rest[len(closing) :]):
@@ -137,7 +139,7 @@ def _with_content(messages: Sequence[Message], place: int, content: str) -> list
 
 
 def _turn_by_itself(render: Render, message: Message, place: int, *, alone: bool) -> str:
-    """The text of a turn, after its opening, as the template writes it after a question, or as its
+    """The text of a turn after its opening, as rendered after a question, or, with `alone`, as the
     only message."""
     opened = render([_USER], open_turn=True)
     if not alone:
@@ -147,7 +149,7 @@ def _turn_by_itself(render: Render, message: Message, place: int, *, alone: bool
         question = render([_USER, _USER])[len(asked) :]
         if not question or not asked.endswith(question) or not opened.startswith(asked):
             raise _unclear(place)
-        # a system message that the template writes where there is none
+        # the default system message that the template adds
         opened = asked.removesuffix(question) + opened[len(asked) :]
         written = render([message])
     if not written.startswith(opened):
@@ -156,7 +158,8 @@ def _turn_by_itself(render: Render, message: Message, place: int, *, alone: bool
 
 
 def _last_answer(render: Render, messages: Sequence[Message], end: str) -> list[Segment]:
-    """The content of the last message, unchanged, thoughts included, after the rendered ones."""
+    """The content of the last message, unchanged and with thoughts, after the rendered previous
+    messages."""
     prompt, answer = render(messages[:-1], open_turn=True), messages[-1].get("content")
     if not is_learnt(messages[-1]) or not isinstance(answer, str) or not answer:
         words = "--loss-mask-type distill_qwen learns the last message, which must be an assistant's text"

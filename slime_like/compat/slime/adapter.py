@@ -43,7 +43,7 @@ class SlimeAdapter:
         self._args = slime_args(config)
 
     def dynamic_filter(self, function: Function, name: str) -> KeepGroup:
-        """``function(args, samples)``, which returns a bool or a DynamicFilterOutput."""
+        """Adapt ``function(args, samples)``, which returns a bool or a DynamicFilterOutput."""
 
         def keep_group(samples: Sequence[AnySample]) -> DynamicFilterOutput:
             place = f"{name}: group {samples[0].group_id}"
@@ -68,8 +68,8 @@ class SlimeAdapter:
         return keep_group
 
     def buffer_filter(self, function: Function, name: str) -> ChooseWaiting:
-        """``function(args, rollout_id, buffer, num_samples)``, which takes groups out of the list
-        and returns those that continue; what else it takes out is thrown away."""
+        """Adapt ``function(args, rollout_id, buffer, num_samples)``, which removes groups from the
+        list and returns those that continue; other removed groups are dropped."""
 
         def choose(
             rollout_id: int, waiting: Sequence[PendingGroup], count: int
@@ -91,7 +91,7 @@ class SlimeAdapter:
     def sample_filter(
         self, function: Function, name: str
     ) -> Callable[[Sequence[SampleGroup]], list[int]]:
-        """``function(args, groups)``, which sets `remove_sample` of samples."""
+        """Adapt ``function(args, groups)``, which sets `remove_sample` of samples."""
 
         def removed_samples(groups: Sequence[SampleGroup]) -> list[int]:
             found = to_slime_groups(complete(group.samples) for group in groups)
@@ -102,7 +102,8 @@ class SlimeAdapter:
         return removed_samples
 
     def custom_generate(self, function: Function) -> Respond:
-        """``async function(args, sample, sampling_params)``, perhaps with ``evaluation``."""
+        """Adapt ``async function(args, sample, sampling_params)``, optionally with
+        ``evaluation``."""
         takes_evaluation = "evaluation" in inspect.signature(function).parameters
 
         async def respond(sample: Sample, model: Model, evaluation: bool) -> Sample:
@@ -112,8 +113,8 @@ class SlimeAdapter:
         return respond
 
     def sample_hook(self, functions: Sequence[tuple[str, Function]]) -> SampleHook:
-        """``function(args, sample, *, rollout_id, evaluation)``, async or not, of which it may take
-        either, both or none; each gets what the one before it made."""
+        """Adapt functions ``(args, sample, *, rollout_id, evaluation)``, async or not; both
+        keywords are optional. Each function receives the result of the previous one."""
 
         async def changed(
             sample: Sample,
@@ -149,8 +150,8 @@ class SlimeAdapter:
     def reward_post_process(
         self, function: Function, name: str
     ) -> Callable[[Sequence[Sample]], list[float]]:
-        """``function(args, samples) -> (raw_rewards, rewards)``, samples in the order of the
-        rollout. The raw rewards are ignored: those of the run are logged."""
+        """Adapt ``function(args, samples) -> (raw_rewards, rewards)``, with samples in rollout
+        order. The raw rewards are ignored, since the run logs its own."""
 
         def process(samples: Sequence[Sample]) -> list[float]:
             try:
@@ -171,17 +172,18 @@ class SlimeAdapter:
         prompts: GroupBuffer | UserSource | None,
         evaluator: Evaluator | None,
     ) -> RolloutFunction:
-        """``function(args, rollout_id, data_source, evaluation=False)``; None: `generate_rollout`."""
+        """Adapt ``function(args, rollout_id, data_source, evaluation=False)``; None:
+        `generate_rollout`."""
         call = generate_rollout if function is None else function
         return RolloutFunction(call, name, self._config, rollouter, prompts, evaluator)
 
     def data_source(self, make: Function, name: str) -> UserSource:
-        """``Class(args)``, see `UserSource`."""
+        """Adapt ``Class(args)``, see `UserSource`."""
         return UserSource(make, name, self._config)
 
 
 def _taken(function: Function, values: dict[str, object]) -> dict[str, object]:
-    """The values that the function has parameters for."""
+    """The values for which the function has parameters."""
     parameters = inspect.signature(function).parameters
     if any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return values
@@ -189,7 +191,7 @@ def _taken(function: Function, values: dict[str, object]) -> dict[str, object]:
 
 
 def _second_list(result: object, name: str, count: int) -> list[float]:
-    """The rewards that a function of (raw_rewards, rewards) returned; None becomes NaN."""
+    """The rewards in a function's result (raw_rewards, rewards); None becomes NaN."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise ValueError(
             f"{name}: the function returned {type(result).__name__}; return (raw_rewards, rewards)"

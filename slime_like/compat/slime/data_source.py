@@ -17,8 +17,8 @@ from slime_like.types import Prompt, Sample, complete
 
 
 class DataSource:
-    """For one call of a function, from any of its threads. choose: which waiting groups go first.
-    flag: names the function."""
+    """The data source of one function call, usable from any of its threads. choose: selects which
+    waiting groups come first. flag: names the function in messages."""
 
     def __init__(
         self, buffer: GroupBuffer, choose: Choose, args: SlimeArgs, tokenizer: object, flag: str
@@ -28,14 +28,12 @@ class DataSource:
         self._args = args
         self._tokenizer = tokenizer
         self._flag = flag
-        self._prompts: dict[
-            int, Prompt
-        ] = {}  # of the groups that were handed out and did not come back
+        self._prompts: dict[int, Prompt] = {}  # groups that were handed out and not returned
         self._lock = threading.Lock()
 
     def get_samples(self, num_samples: int) -> list[list[SlimeSample]]:
-        """So many groups of --n-samples-per-prompt samples: first those that wait, then new
-        prompts."""
+        """Get `num_samples` groups of --n-samples-per-prompt samples: first waiting groups, then
+        new prompts."""
         if num_samples < 0:
             raise ValueError(f"{self._flag}: data_source.get_samples({num_samples})")
         with self._lock:
@@ -46,8 +44,8 @@ class DataSource:
         ]
 
     def add_samples(self, samples: Sequence[Sequence[SlimeSample]]) -> None:
-        """Groups of this call that wait for the next rollout, as far as they are; they are part of
-        every checkpoint. Raises ValueError for others."""
+        """Return groups of this call, in their current state, to wait for the next rollout;
+        checkpoints include them. Raises ValueError for other groups."""
         for group in samples:
             group_id = group[0].group_index if group else None
             with self._lock:
@@ -60,16 +58,16 @@ class DataSource:
                 self._buffer.requeue([PendingGroup(prompt, self._read_group(group, prompt))])
 
     def get_buffer_length(self) -> int:
-        """Groups that wait."""
+        """Number of waiting groups."""
         return len(self._buffer.waiting)
 
     def __len__(self) -> int:
-        """Prompts of an epoch."""
+        """Number of prompts per epoch."""
         return len(self._buffer.source)
 
     def _read_group(self, group: Sequence[SlimeSample], prompt: Prompt) -> tuple[Sample, ...]:
-        """Its samples by rising number, unfinished ones unless they are COMPLETED, TRUNCATED or
-        FAILED."""
+        """The group's samples in order of their number; they are unfinished unless they are
+        COMPLETED, TRUNCATED or FAILED."""
         blanks = {s.sample_id: s for s in complete(self._buffer.empty_group(prompt).samples)}
         if sorted(s.index if s.index is not None else -1 for s in group) != sorted(blanks):
             raise ValueError(

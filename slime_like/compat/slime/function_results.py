@@ -24,8 +24,8 @@ _TRAINED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the groups of a rollout must be. name: of the function, for messages. vocab_size: None
-    where it is not known."""
+    """Requirements on the groups of a rollout. name: of the function, for messages. vocab_size:
+    None if unknown."""
 
     name: str
     args: SlimeArgs
@@ -39,8 +39,8 @@ class Expected:
 def read_train_output(
     result: object, expected: Expected
 ) -> tuple[list[list[Sample]], dict[str, float]]:
-    """The groups by rising number, and metrics. Raises ValueError naming the function, and the
-    group or sample that is wrong."""
+    """The groups in order of their number, and metrics. Raises ValueError naming the function, and
+    the invalid group or sample."""
     name = expected.name
     groups, metrics = _parts(result, "samples")
     if not isinstance(groups, list) or not all(
@@ -79,7 +79,7 @@ def _read_sample(sample: SlimeSample, expected: Expected) -> Sample:
         raise ValueError(
             f"{place}: tokens from {min(sample.tokens)} to {max(sample.tokens)}; the model has 0 to {expected.vocab_size or 0}-1"
         )
-    if sample.status == SlimeSample.Status.ABORTED and not sample.tokens:  # nothing came of it
+    if sample.status == SlimeSample.Status.ABORTED and not sample.tokens:  # nothing was generated
         prompt = expected.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
         return replace(
             before, tokens=torch.tensor(prompt, dtype=torch.int64), status=SampleStatus.ABORTED
@@ -103,8 +103,8 @@ def _read_sample(sample: SlimeSample, expected: Expected) -> Sample:
 
 
 def _told_versions(sample: SlimeSample, ours: Sample, place: str) -> tuple[int, ...]:
-    """Of a sample that the engine did not write as far as we know: the oldest of those that it
-    names, for every trained token; unknown where it names none."""
+    """Weight versions of a sample that our engine is not known to have generated: the oldest
+    version that the sample names, for every trained token; unknown if it names none."""
     try:
         oldest = min((int(version) for version in sample.weight_versions), default=NOT_SAMPLED)
     except (TypeError, ValueError):
@@ -115,7 +115,7 @@ def _told_versions(sample: SlimeSample, ours: Sample, place: str) -> tuple[int, 
 
 
 def _check_numbers(groups: Sequence[Sequence[Sample]], name: str) -> None:
-    """The samples of a group have its number, and no number is there twice."""
+    """Check that the samples of a group have its number, and that no number occurs twice."""
     for group in groups:
         numbers = sorted({sample.group_id for sample in group})
         if len(numbers) > 1:
@@ -136,7 +136,7 @@ def _check_numbers(groups: Sequence[Sequence[Sample]], name: str) -> None:
 
 
 def _unknown_versions(samples: Sequence[Sample]) -> dict[str, float]:
-    """Share of the trained tokens that no weights of the run are known to have written."""
+    """Share of trained tokens with an unknown weight version."""
     trained = sum(int(s.loss_mask.sum()) for s in samples)
     unknown = sum(
         v == NOT_SAMPLED and m
@@ -149,8 +149,8 @@ def _unknown_versions(samples: Sequence[Sample]) -> dict[str, float]:
 def read_eval_output(
     result: object, name: str, args: SlimeArgs, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, float]:
-    """Scores by metric name; from the rewards, and from the samples where there are any. Raises
-    ValueError naming the function and the set."""
+    """Scores by metric name, from the rewards and, if given, from the samples. Raises ValueError
+    naming the function and the set."""
     data, metrics = _parts(result, "data")
     if not isinstance(data, dict) or not data:
         raise ValueError(
@@ -205,7 +205,7 @@ def _groups_of(
             )
         filled = (
             number if sample.group_index is None else sample.group_index
-        )  # slime's own evaluation numbers the samples alone
+        )  # slime's own evaluation numbers only samples, not groups
         before = replace(blank(SlimeSample(filled, number, sample.prompt), place), reward=None)
         ours = from_slime(sample, before, sample.written, args, tokenizer, flag=place)
         groups.setdefault(filled, []).append(replace(ours, reward=reward))
@@ -213,7 +213,8 @@ def _groups_of(
 
 
 def read_metrics(metrics: object, name: str, prefix: str) -> dict[str, float]:
-    """Under `prefix`. Raises ValueError for what is no finite number."""
+    """Metrics with `prefix` added to their names. Raises ValueError for a value that is not a
+    finite number."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping) or not all(isinstance(key, str) for key in metrics):
@@ -235,14 +236,14 @@ def _number(value: object, what: str) -> float:
 
 
 def _parts(result: object, attribute: str) -> tuple[object, object]:
-    """The content of slime's output, and its metrics; a plain value is the content."""
+    """Content and metrics of slime's output class; a plain value is content only."""
     if hasattr(result, attribute) and hasattr(result, "metrics"):
         return getattr(result, attribute), result.metrics
     return result, None
 
 
 def _shape(value: object) -> str:
-    """Words about a value of the wrong type."""
+    """Description of a value of the wrong type."""
     if isinstance(value, list) and value:
         inner = value[0]
         return f"a list of {'lists of ' + type(inner[0]).__name__ if isinstance(inner, list) and inner else type(inner).__name__}"

@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Keys of SGLang's sampling parameters that mean something here, and those that change nothing that
-# is returned
+# Keys of SGLang's sampling parameters that are supported, and those without an effect on the
+# response
 _KNOWN = ("temperature", "top_p", "top_k", "max_new_tokens", "stop", "stop_token_ids")
 _IGNORED = ("skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens", "sampling_seed")
 
 
 @dataclass(slots=True)
 class _Call:
-    """The sample that a function is called for, and what the engine wrote for it."""
+    """The sample for which a function was called, and the engine's outputs for it."""
 
     sample_id: int
     model: Model
@@ -45,8 +45,8 @@ _current: ContextVar[_Call] = ContextVar("slime_like_custom_generate")
 
 
 class GenerateState:
-    """tokenizer, and the sampling parameters of training, as SGLang's. semaphore: never waits, as
-    the engine bounds its requests itself."""
+    """Counterpart of slime's GenerateState: tokenizer, and the sampling parameters of training as
+    SGLang's. semaphore: never blocks, because the engine limits its requests itself."""
 
     def __init__(self, args: object) -> None:
         call = _call()
@@ -66,8 +66,8 @@ async def post(
     max_retries: int = 60,
     headers: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """SGLang's answer to ``/generate`` with ``input_ids`` or ``text``, and ``sampling_params``.
-    Raises ValueError for what the engine does not know."""
+    """SGLang's response to ``/generate`` with ``input_ids`` or ``text``, and ``sampling_params``.
+    Raises ValueError for unsupported parameters."""
     call = _call()
     if not url.endswith("/generate"):
         raise ValueError(
@@ -91,7 +91,7 @@ async def post(
 def answer(
     output: GenerateOutput, prompt_tokens: int, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """An output in the form of SGLang's."""
+    """Convert an output to the format of SGLang's response."""
     reason: dict[str, Any] = {"type": output.finish_reason}
     if output.finish_reason == "length":
         reason["length"] = len(output.tokens)
@@ -123,7 +123,7 @@ def sampling_dict(sampling: SamplingParams) -> dict[str, object]:
 
 
 def sampling_of(given: Mapping[str, Any], base: SamplingParams) -> SamplingParams:
-    """SGLang's sampling parameters as ours. Raises ValueError naming those that there are not."""
+    """Convert SGLang's sampling parameters to ours. Raises ValueError naming unsupported ones."""
     unknown = [name for name in given if name not in (*_KNOWN, *_IGNORED)]
     if unknown:
         raise ValueError(
@@ -141,10 +141,10 @@ def sampling_of(given: Mapping[str, Any], base: SamplingParams) -> SamplingParam
 async def call_slime_function(
     function: Callable[..., Any], args: SlimeArgs, sample: OurSample, model: Model, **more: bool
 ) -> OurSample:
-    """``await function(args, sample, sampling_params)``, and the sample that it returns; of a list,
-    the first with the others as its branches. Raises ValueError for a wrong one."""
+    """Call ``await function(args, sample, sampling_params)`` and convert its sample; for a list,
+    the first one, with the others as its branches. Raises ValueError for an invalid sample."""
     call = _Call(sample.sample_id, model)
-    _current.set(call)  # of this task alone
+    _current.set(call)  # for this task only
     result = await function(args, to_slime(sample), sampling_dict(model.sampling), **more)
     results = result if isinstance(result, list) else [result]
     read = [
@@ -155,8 +155,8 @@ async def call_slime_function(
 
 
 def one_episode(samples: Sequence[OurSample], place: str) -> OurSample:
-    """The sequences of one episode as a sample with branches. Raises ValueError for none, and for
-    rewards that differ."""
+    """Merge the sequences of one episode into a sample with branches. Raises ValueError for an
+    empty list, and for rewards that differ."""
     if not samples:
         raise ValueError(
             f"{place}: the function returned an empty list; return at least one sample"
@@ -172,15 +172,15 @@ def one_episode(samples: Sequence[OurSample], place: str) -> OurSample:
 
 
 def _branch(sample: OurSample) -> OurSample:
-    """Nothing of one that was given up is trained on, though the episode continues."""
+    """Mask an aborted branch, so that it is not trained on; the episode remains valid."""
     if sample.status != SampleStatus.ABORTED:
         return sample
     return replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
 
 
 def _call() -> _Call:
-    """That of the sample whose function is running, else of the rollout function, whose requests
-    belong to no sample."""
+    """The call of the running function's sample; within a rollout function, a call without a
+    sample."""
     try:
         return _current.get()
     except LookupError:

@@ -42,23 +42,23 @@ class RolloutFnTrainOutput:
 
 @dataclass(slots=True)
 class RolloutFnEvalOutput:
-    """data: by the name of an evaluation set, {"rewards": [...], "truncated": [...], "samples":
-    [...]}; the last two may be left out."""
+    """data: by name of an evaluation set, {"rewards": [...], "truncated": [...], "samples": [...]};
+    the last two are optional."""
 
     data: dict[str, dict[str, Any]]
     metrics: dict[str, Any] | None = None
 
 
 def run(coroutine: Coroutine[object, object, Result]) -> Result:
-    """Wait for it in an event loop of its own, as ``slime.utils.async_utils.run``."""
+    """Run a coroutine in a new event loop and wait for it, like ``slime.utils.async_utils.run``."""
     return asyncio.run(coroutine)
 
 
 async def generate(
     args: object, sample: SlimeSample, sampling_params: Mapping[str, object]
 ) -> SlimeSample:
-    """Let the engine finish the sample, which is changed and returned. It is PENDING or ABORTED
-    after an abort, and continues when asked again."""
+    """Let the engine finish the sample, which is modified and returned. After an abort it is
+    PENDING or ABORTED, and another call continues it."""
     context = rollout_context()
     sampling = sampling_of(sampling_params, context.responder.sampling)
     return _take(sample, await context.responder.generate(_unfinished(sample, context), sampling))
@@ -67,8 +67,8 @@ async def generate(
 async def generate_and_rm(
     args: Any, sample: SlimeSample, sampling_params: Mapping[str, Any], evaluation: bool = False
 ) -> SlimeSample:
-    """`generate`, or --custom-generate-function-path; then the reward, except one of groups. A
-    finished sample stays as it is."""
+    """`generate`, or --custom-generate-function-path, then the reward unless it is per group.
+    Finished samples are unchanged."""
     context = rollout_context()
     responder = context.responder
     if args.partial_rollout and args.mask_offpolicy_in_partial_rollout and sample.response_length:
@@ -83,7 +83,7 @@ async def generate_and_rm(
 async def generate_and_rm_group(
     args: object, group: Group, sampling_params: Mapping[str, object], evaluation: bool = False
 ) -> Group:
-    """All samples of a group, with a reward of the group where the run has one."""
+    """Generate all samples of a group, with the group reward if the run has one."""
     done = list(
         await asyncio.gather(
             *(generate_and_rm(args, sample, sampling_params, evaluation) for sample in group)
@@ -97,8 +97,8 @@ async def generate_and_rm_group(
 
 
 async def async_rm(args: object, sample: SlimeSample, **more: object) -> float | None:
-    """The run's reward. Where its function fails the sample is FAILED, with the reason in its
-    metadata, and the answer None."""
+    """The run's reward of a sample. If its function fails, the sample becomes FAILED, with the
+    reason in its metadata, and the result is None."""
     (reward,) = await batched_async_rm(args, [sample])
     return reward
 
@@ -106,7 +106,7 @@ async def async_rm(args: object, sample: SlimeSample, **more: object) -> float |
 async def batched_async_rm(
     args: object, samples: Sequence[SlimeSample], **more: object
 ) -> list[float | None]:
-    """Rewards of several samples; with --group-rm they are a group."""
+    """Rewards of several samples; with --group-rm they form a group."""
     context = rollout_context()
     ours = [_read(s, context, allow_unfinished=False) for s in samples]
     graded = await context.responder.grade([replace(sample, reward=None) for sample in ours])
@@ -118,7 +118,7 @@ async def batched_async_rm(
 
 
 class _DataSourceGroups:
-    """A data source of a user's as what a `Collector` draws from."""
+    """Adapter from a user's data source to what a `Collector` samples from."""
 
     def __init__(self, data_source: Any, context: RolloutContext) -> None:
         self.num_waiting = 0
@@ -126,7 +126,8 @@ class _DataSourceGroups:
         self._context = context
 
     def take(self, count: int, choose: Choose) -> tuple[list[PendingGroup], list[PendingGroup]]:
-        """The data source chooses itself. Raises ValueError for other groups than were asked for."""
+        """Take groups from the data source, which makes the choice itself. Raises ValueError if it
+        returns other groups than requested."""
         groups = self._data_source.get_samples(count)
         wanted = self._context.config.rollout.n_samples_per_prompt
         sizes = [len(group) for group in groups]
@@ -157,8 +158,8 @@ class _DataSourceGroups:
 def generate_rollout(
     args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """What a run without a function of its own does, to be wrapped by one: over-sampling, the
-    filters, and what is not finished. Not from within an event loop."""
+    """The rollout of a run without a custom function, for functions that wrap it: with
+    over-sampling, filters, and unfinished samples. Must not be called from within an event loop."""
     if evaluation:
         return run(eval_rollout(args, rollout_id))[0]
     context = rollout_context()
@@ -173,14 +174,14 @@ def generate_rollout(
     with StreamGeneration(responder, args.rollout_time_limit_s) as generation:
         found = collector.collect_from(generation, rollout_id, decide_here)
     groups = [_to_slime(complete(group.samples)) for group in found.groups]
-    if args.rollout_sample_filter_path is not None:  # which sets remove_sample
+    if args.rollout_sample_filter_path is not None:  # this sets remove_sample
         load_function(args.rollout_sample_filter_path, SAMPLE_FILTER)(context.args, groups)
     metrics = {name.removeprefix("rollout/"): value for name, value in found.metrics.items()}
     return RolloutFnTrainOutput(groups, metrics)
 
 
 async def eval_rollout(args: object, rollout_id: int) -> tuple[RolloutFnEvalOutput, list[Group]]:
-    """The evaluation sets of the run, as a run without a function of its own evaluates them."""
+    """Evaluate the run's evaluation sets, like a run without a custom function."""
     context = rollout_context()
     evaluator, responder = context.evaluator, context.responder
     if evaluator is None:
@@ -236,7 +237,7 @@ def _read(sample: SlimeSample, context: RolloutContext, *, allow_unfinished: boo
 
 
 def _open(sample: SlimeSample, context: RolloutContext) -> Sample:
-    """As a sample of ours that may continue."""
+    """Convert to our sample type, keeping it unfinished so that it may continue."""
     if sample.response_length:
         return _read(sample, context, allow_unfinished=True)
     tokens = sample.tokens
@@ -246,12 +247,12 @@ def _open(sample: SlimeSample, context: RolloutContext) -> Sample:
 
 
 def _unfinished(sample: SlimeSample, context: RolloutContext) -> Sample:
-    """`_open`; a sample that is asked for is not finished, FAILED or not."""
+    """`_open`, for a sample to be generated: it counts as unfinished, even if it is FAILED."""
     return replace(_open(sample, context), status=SampleStatus.PARTIAL)
 
 
 def _take(sample: SlimeSample, ours: Sample) -> SlimeSample:
-    """`sample`, changed into what `ours` is."""
+    """Overwrite `sample` with the content of `ours`."""
     found = to_slime_written(ours)
     for each in fields(SlimeSample):
         setattr(sample, each.name, getattr(found, each.name))

@@ -20,7 +20,7 @@ from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.rollouter import Rollouter
 from slime_like.rollout.streaming import Responder
 
-END_S = 30.0  # for aborted requests to end
+END_S = 30.0  # seconds for aborted requests to end
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class _Asked:
 
 
 class RolloutContext:
-    """Open while the function runs, as a context; `rollout_context` finds it. The client of its
-    `responder`."""
+    """Context manager that is active while the function runs, where `rollout_context` returns it.
+    It is the engine client of its `responder`."""
 
     def __init__(
         self,
@@ -49,11 +49,11 @@ class RolloutContext:
         Args:
             name: Of the function, for messages.
             config: The run's.
-            args: The same as slime's functions get it.
+            args: As passed to slime's functions.
             rollouter: Of the run.
             sampling: Of training.
             evaluator: With the evaluation sets of the run.
-            rollout_id: Counted from 0.
+            rollout_id: 0-based.
         """
         self.name = name
         self.config = config
@@ -92,9 +92,9 @@ class RolloutContext:
     async def generate_one(
         self, request: GenerateRequest, sampling: SamplingParams
     ) -> GenerateOutput:
-        """As the engine's. What is asked for in one turn of the caller's event loop reaches the
-        engine together, so that its batches, and with them the last bits of log-probs, do not
-        depend on time. Raises RuntimeError when the function has returned."""
+        """Like the engine's. Requests of one iteration of the caller's event loop reach the engine
+        together, so that its batches, and with them the last bits of log-probs, do not depend on
+        timing. Raises RuntimeError if the function has returned."""
         if not self._open:
             raise RuntimeError(
                 "the rollout function has returned: the engine answers only while it runs (see --async-rollout)"
@@ -134,18 +134,18 @@ class RolloutContext:
             item.future.set_result(output)
 
     async def abort(self, sample_ids: Collection[int] | None = None) -> None:
-        """As the engine's."""
+        """Like the engine's."""
         ended = asyncio.run_coroutine_threadsafe(
             self.rollouter.engine.abort(sample_ids), self._loop
         )
         await asyncio.wrap_future(ended)
 
     async def leave_loop(self) -> None:
-        """Nothing belongs to the caller's loop."""
+        """Nothing to do: no resources belong to the caller's loop."""
 
     def next_number(self) -> int:
-        """In place of the id of a sample, for a request that belongs to none: below 0, and never
-        twice in a run of less than 10^6 in a rollout."""
+        """A negative id for a request without a sample; unique in the run for fewer than 10^6 such
+        requests per rollout."""
         return -(self.rollout_id * 10**6 + next(self._numbers))
 
     async def _end(self) -> None:
@@ -161,7 +161,7 @@ _active: RolloutContext | None = None
 
 
 def rollout_context() -> RolloutContext:
-    """The call that is running. Raises RuntimeError outside of one."""
+    """The context of the running call. Raises RuntimeError outside of one."""
     if _active is None:
         raise RuntimeError(
             "the rollout engine is reached from functions named by --rollout-function-path, "

@@ -31,7 +31,7 @@ from slime_like.types import SampleGroup
 
 
 class RolloutFunction:
-    """In place of a `Collector`, of an `Evaluator`, or of both."""
+    """Replaces a `Collector`, an `Evaluator`, or both."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class RolloutFunction:
             name: The flag and its value, for messages.
             config: The run's.
             rollouter: Of the run.
-            prompts: What data_source reads, or has; None where the run samples no prompts, and
-                data_source is then None too.
+            prompts: Source of data_source; None if the run samples no prompts, and data_source is
+                then None as well.
             evaluator: With the evaluation sets of the run.
         """
         self.name = name
@@ -63,9 +63,9 @@ class RolloutFunction:
         self._filters = group_filters(config)
 
     def collect(self, rollout_id: int) -> Collected:
-        """As `Collector.collect`. Raises ValueError where the function returns something other than
-        --rollout-batch-size groups of --n-samples-per-prompt samples, and for a sample whose parts
-        do not belong together."""
+        """Like `Collector.collect`. Raises ValueError if the function does not return
+        --rollout-batch-size groups of --n-samples-per-prompt samples, or for a sample with
+        inconsistent fields."""
         rollout, rollouter = self._config.rollout, self._rollouter
         own: list[SampleGroup] = []
 
@@ -87,7 +87,7 @@ class RolloutFunction:
         return Collected(own or groups_of_index(index), [], metrics)
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
-        """As `Evaluator.evaluate`."""
+        """Like `Evaluator.evaluate`."""
 
         def read(result: Any) -> dict[str, float]:
             return read_eval_output(result, self.name, self.args, self._rollouter.tokenizer)
@@ -100,9 +100,9 @@ class RolloutFunction:
             self._evaluator.close()
 
     def _call(self, rollout_id: int, read: Callable[[Any], Any], *, evaluation: bool) -> Any:
-        """`read` of what the function returns, on all ranks, which also have the new position of
-        the prompts. Raises ValueError for a function that raises or returns something wrong,
-        RunError for one that takes too long."""
+        """Call the function; returns `read` of its result on all ranks, and synchronises the
+        position in the prompts. Raises ValueError if the function raises or returns an invalid
+        result, RunError if it takes too long."""
         what = f"{self.name}: {'evaluation' if evaluation else 'rollout'} {rollout_id + 1}"
 
         def work() -> tuple[Any, Any]:
@@ -132,11 +132,11 @@ class RolloutFunction:
         )
         if position is not None and self.buffer is not None and dist.get_rank() != 0:
             self.buffer.source.load_state_dict(position)
-            self.buffer.waiting = []  # rank 0 has them
+            self.buffer.waiting = []  # they are on rank 0
         return answer
 
     def _data_source(self, rollout_id: int) -> Any:
-        """On rank 0."""
+        """The function's data source, on rank 0."""
         if self._source is not None:
             return self._source.data_source
         if self.buffer is None:
@@ -149,7 +149,7 @@ class RolloutFunction:
 
 
 def _where(error: Exception) -> str:
-    """An error of a user's function, and the line that raised it."""
+    """An error of a user's function, with the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1]
     return f"the function raised {type(error).__name__}: {error} ({last.filename}, line {last.lineno}, in {last.name})"

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class SlimeSample:
-    """tokens: prompt and response. loss_mask and rollout_log_probs have an entry for each response
-    token. loss_mask None: all ones. rollout_id: sequences of one episode have the same. weight_versions: of the requests that wrote it, as numbers or
-    text. written: what the engine wrote, in order; ours, not to be changed."""
+    """slime's Sample. tokens: prompt and response. loss_mask, rollout_log_probs: one entry per
+    response token; loss_mask None: all ones. rollout_id: shared by the sequences of one episode.
+    weight_versions: of the requests that generated it, as numbers or text. written: the engine's
+    outputs, in order; internal, not to be modified."""
 
     class Status(Enum):
         PENDING = "pending"
@@ -56,7 +57,7 @@ class SlimeSample:
     written: list[GenerateOutput] = field(default_factory=list, repr=False, compare=False)
 
     def get_reward_value(self, args: Any) -> Any:
-        """The number to train on, of a reward that may be a dict."""
+        """The number to train on, from a reward that may be a dict."""
         return self.reward[args.reward_key] if isinstance(self.reward, dict) else self.reward
 
     @property
@@ -65,7 +66,7 @@ class SlimeSample:
 
 
 class SlimeArgs:
-    """The settings of the run by the names of their flags, read-only."""
+    """The run's settings, named like their flags; read-only."""
 
     def __init__(self, values: dict[str, object]) -> None:
         object.__setattr__(self, "_values", dict(values))
@@ -81,7 +82,7 @@ class SlimeArgs:
 
 
 def slime_args(run: RunConfig) -> SlimeArgs:
-    """All of our own settings, and those of --custom-arguments-path; megatron-core's are not here."""
+    """All our settings and those of --custom-arguments-path, but not megatron-core's."""
     groups = (
         run.model,
         run.data,
@@ -106,7 +107,7 @@ _TO_SLIME = {
     SampleStatus.FAILED: SlimeSample.Status.FAILED,
 }
 
-HIGHEST_LOG_PROB = 1e-3  # rounding
+HIGHEST_LOG_PROB = 1e-3  # tolerance for rounding
 _FROM_SLIME = {
     SlimeSample.Status.COMPLETED: SampleStatus.COMPLETED,
     SlimeSample.Status.TRUNCATED: SampleStatus.TRUNCATED,
@@ -120,7 +121,7 @@ _UNFINISHED = {
 
 
 def to_slime(sample: Sample) -> SlimeSample:
-    """A sample of ours as slime's. An unfinished one is PENDING before its first token, and ABORTED
+    """Convert to slime's Sample. An unfinished sample is PENDING before its first token and ABORTED
     after it, as in slime."""
     unfinished = (
         SlimeSample.Status.ABORTED if sample.response_length else SlimeSample.Status.PENDING
@@ -151,7 +152,7 @@ def to_slime_groups(groups: Iterable[Iterable[Sample]]) -> list[list[SlimeSample
 
 
 def refuse_token_rewards(sample: Sample) -> None:
-    """Raises ValueError for a sample that was given a reward for each token."""
+    """Raise ValueError for a sample with token rewards."""
     if sample.token_rewards is not None:
         raise ValueError(
             f"sample {sample.sample_id} was given a reward for each token, and a sample of a "
@@ -160,8 +161,8 @@ def refuse_token_rewards(sample: Sample) -> None:
 
 
 def to_slime_written(sample: Sample) -> SlimeSample:
-    """`to_slime`, with its response as what the engine wrote. Raises ValueError for one with
-    rewards of tokens."""
+    """`to_slime`, with its response recorded as the engine's output. Raises ValueError for a sample
+    with token rewards."""
     refuse_token_rewards(sample)
     made = to_slime(sample)
     made.written = [as_output(sample)] if sample.response_length else []
@@ -178,19 +179,19 @@ def from_slime(
     flag: str,
     allow_unfinished: bool = False,
 ) -> Sample:
-    """What a function made of a sample, checked and read back.
+    """Validate and convert a function's result for a sample.
 
     Args:
         result: What the function returned.
-        sample: What it does not set is as in this one.
-        outputs: What the engine wrote for it.
-        args: The settings; --reward-key is read.
+        sample: Source of the fields that the result does not set.
+        outputs: The engine's outputs for it.
+        args: The settings; --reward-key is used.
         tokenizer: The policy's.
         flag: The function's, for messages.
         allow_unfinished: PENDING and ABORTED samples continue.
 
     Raises:
-        ValueError: naming the flag, the sample and what is wrong with it.
+        ValueError: Names the flag, the sample and the problem.
     """
     place = f"{flag}: sample {sample.sample_id}"
     statuses = _FROM_SLIME | (_UNFINISHED if allow_unfinished else {})
@@ -216,7 +217,8 @@ def from_slime(
 def _checked_mask(
     result: object, place: str, statuses: Collection[SlimeSample.Status]
 ) -> list[int]:
-    """The loss mask of a sample whose parts belong together; else ValueError."""
+    """The loss mask of a sample, after checking the consistency of its fields. Raises
+    ValueError."""
     if not isinstance(result, SlimeSample):
         raise ValueError(
             f"{place}: the function returned {type(result).__name__}; return the sample that it "
@@ -248,7 +250,7 @@ def _checked_mask(
 
 
 def _reward(result: SlimeSample, args: SlimeArgs, place: str) -> float | None:
-    """A number that the function set itself, or None."""
+    """A reward that the function set itself, or None."""
     value = result.reward
     if isinstance(value, dict):
         if args.reward_key not in value:
@@ -264,7 +266,7 @@ def _reward(result: SlimeSample, args: SlimeArgs, place: str) -> float | None:
 
 
 def _details(result: SlimeSample, args: SlimeArgs) -> dict[str, object]:
-    """The other numbers of a reward that is a dict, as a reward function's are kept."""
+    """The other numbers of a dict reward, stored like those of a reward function."""
     value = result.reward if isinstance(result.reward, dict) else {}
     details = {
         str(name): float(item)
@@ -277,8 +279,8 @@ def _details(result: SlimeSample, args: SlimeArgs) -> dict[str, object]:
 def versions_of(
     response: Sequence[int], mask: Sequence[int], outputs: Sequence[GenerateOutput]
 ) -> tuple[int, ...]:
-    """The weight version of each response token: outputs are found in the response in their order.
-    Trained tokens that were not found, because the function changed them, count as of the oldest
+    """The weight version of each response token, found by locating the outputs in the response in
+    order. Trained tokens that were not found, because the function changed them, get the oldest
     version."""
     oldest = min(
         (v for o in outputs for v in o.weight_versions if v != NOT_SAMPLED), default=NOT_SAMPLED
@@ -299,8 +301,8 @@ def versions_of(
 
 
 def blank(sample: SlimeSample, flag: str) -> Sample:
-    """A sample of ours with the numbers and the prompt of a user's, before its first token. Raises
-    ValueError where it has no numbers."""
+    """A sample of ours with the numbers and the prompt of a user's sample, before its first token.
+    Raises ValueError if that has no numbers."""
     for name in ("group_index", "index"):
         value = getattr(sample, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -321,6 +323,6 @@ def blank(sample: SlimeSample, flag: str) -> Sample:
 
 
 def as_output(sample: Sample) -> GenerateOutput:
-    """The response as one output of the engine: its tokens and their weight versions."""
+    """The response as one engine output: its tokens and their weight versions."""
     response = tuple(sample.tokens[sample.prompt_length :].tolist())
     return GenerateOutput(sample.sample_id, response, (), "stop", sample.weight_versions)

@@ -25,33 +25,33 @@ Group = list[SlimeSample]
 
 
 class DataSource(abc.ABC):
-    """What --data-source-path names, made with ``Class(args)``."""
+    """Interface of the class of --data-source-path, which is created with ``Class(args)``."""
 
     @abc.abstractmethod
     def get_samples(self, num_samples: int) -> list[Group]:
-        """So many groups of --n-samples-per-prompt samples. ``index`` numbers all samples of
-        the run, ``group_index`` all groups."""
+        """Get `num_samples` groups of --n-samples-per-prompt samples. ``index`` numbers all samples
+        of the run, ``group_index`` all groups."""
 
     @abc.abstractmethod
     def add_samples(self, samples: list[Group]) -> None:
-        """Groups that were not trained on come back, finished or not."""
+        """Take back groups that were not trained on, finished or not."""
 
     @abc.abstractmethod
     def save(self, rollout_id: int) -> None:
-        """A checkpoint is about to be written. rollout_id: of the last rollout in it, from 0."""
+        """Save state for a checkpoint. rollout_id: of its last rollout, from 0."""
 
     @abc.abstractmethod
     def load(self, rollout_id: int | None = None) -> None:
-        """The run continues after this rollout: go back to where `save` was called with it."""
+        """Resume after this rollout, with the state of `save` for it."""
 
     @abc.abstractmethod
     def __len__(self) -> int:
-        """Prompts of an epoch."""
+        """Number of prompts per epoch."""
 
 
 class RolloutDataSource(DataSource):
-    """The rows of --prompt-data, in the order of a run without --data-source-path; empty samples
-    without one. Its position is a file in --save."""
+    """The rows of --prompt-data, in the same order as without --data-source-path; empty samples
+    without --prompt-data. Its position is stored in a file in --save."""
 
     def __init__(self, args: SlimeArgs) -> None:
         self.args = args
@@ -82,11 +82,11 @@ class RolloutDataSource(DataSource):
         return group
 
     def add_samples(self, samples: list[Group]) -> None:
-        """Raises RuntimeError: there is no buffer."""
+        """Raises RuntimeError, since there is no buffer."""
         raise RuntimeError(f"{type(self).__name__} is read-only: samples cannot be added")
 
     def save(self, rollout_id: int) -> None:
-        """Writes `state_dict`, complete or not at all."""
+        """Atomically write `state_dict`."""
         path = _state_path(self.args.save, rollout_id)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
@@ -97,7 +97,7 @@ class RolloutDataSource(DataSource):
         temporary.replace(path)
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Raises ValueError where the file is not there, or not of the same data."""
+        """Load the state. Raises ValueError if the file is missing, or belongs to other data."""
         if self.args.load is None or rollout_id is None:
             return
         path = _state_path(self.args.load, rollout_id)
@@ -106,7 +106,7 @@ class RolloutDataSource(DataSource):
         self.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
 
     def state_dict(self) -> dict[str, object]:
-        """As plain JSON."""
+        """State as plain JSON."""
         return {
             "sample_group_index": self.sample_group_index,
             "sample_index": self.sample_index,
@@ -126,8 +126,8 @@ class RolloutDataSource(DataSource):
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):
-    """With the groups that came back, which come first, as --buffer-filter-path picks them. They
-    are saved too."""
+    """Adds a buffer of returned groups, which come first, in the order of --buffer-filter-path.
+    They are saved as well."""
 
     def __init__(self, args: SlimeArgs) -> None:
         super().__init__(args)
@@ -144,7 +144,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         return [*waiting, *super().get_samples(num_samples - len(waiting))]
 
     def add_samples(self, samples: list[Group]) -> None:
-        """Raises ValueError for a group of another size."""
+        """Add groups to the buffer. Raises ValueError for a group of the wrong size."""
         wanted = self.args.n_samples_per_prompt
         for group in samples:
             if len(group) != wanted:
@@ -154,7 +154,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             self.buffer.append(group)
 
     def get_buffer_length(self) -> int:
-        """Groups that wait."""
+        """Number of waiting groups."""
         return len(self.buffer)
 
     def state_dict(self) -> dict[str, object]:
@@ -167,7 +167,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
 
 def pop_first(args: SlimeArgs, rollout_id: int | None, buffer: list[Group], n: int) -> list[Group]:
-    """The groups that have waited longest, taken out of the list."""
+    """Remove and return the groups that have waited longest."""
     taken = buffer[:n]
     del buffer[:n]
     return taken
@@ -182,7 +182,7 @@ def _sample(prompt: Prompt) -> SlimeSample:
 
 
 def _to_row(sample: SlimeSample) -> dict[str, object]:
-    """Plain JSON; every number comes back bit by bit."""
+    """Convert a sample to plain JSON; numbers are restored bit by bit."""
     row = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
     row["status"] = sample.status.value
     row["written"] = [(output.tokens, output.weight_versions) for output in sample.written]

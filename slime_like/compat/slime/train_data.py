@@ -23,7 +23,7 @@ OPTIONAL = (
     "rollout_log_probs",
     "rollout_mask_sums",
 )
-# slime's logging and its rollout buffer read these, or it computes them itself
+# keys for slime's logging and rollout buffer, or that slime computes itself
 UNUSED = ("round_number", "metadata", "source_names", "prompt", "total_lengths")
 _STATUS = {False: SampleStatus.COMPLETED, True: SampleStatus.TRUNCATED}
 
@@ -31,21 +31,20 @@ _STATUS = {False: SampleStatus.COMPLETED, True: SampleStatus.TRUNCATED}
 def read_train_data(
     result: object, given: Sequence[Sample], name: str, *, vocab_size: int
 ) -> list[Sample]:
-    """The sequences to train on.
+    """Parse the sequences to train on.
 
     Args:
         result: What the function returned.
-        given: The sequences that it was called with; those of an episode, which have one id, are
-            in a row.
+        given: The sequences that it received; those of an episode share an id and are adjacent.
         name: The flag and its value, for messages.
-        vocab_size: Tokens are below it.
+        vocab_size: Exclusive upper bound of token ids.
 
     Returns:
-        The sequences of the same episodes in the same order, as many of each as the function made.
-        `TRAIN_REWARD` in their metadata is the number to train on, NaN for none.
+        The sequences of the same episodes in the same order, with any number of sequences per
+        episode. `TRAIN_REWARD` in their metadata is the number to train on, NaN if there is none.
 
     Raises:
-        ValueError: naming the flag, the key and the entry that is wrong.
+        ValueError: Names the flag, the key and the invalid entry.
     """
     data = _lists(result, name)
     ids = _episode_ids(data, given, name)
@@ -71,7 +70,7 @@ def read_train_data(
 
 
 def _lists(result: object, name: str) -> dict[str, Sequence[object]]:
-    """The known keys, each a sequence of one length."""
+    """The known keys, checked to be sequences of equal length."""
     if not isinstance(result, Mapping):
         raise ValueError(f"{name}: returned {type(result).__name__}; return a dict of lists")
     data = {key: value for key, value in result.items() if value is not None and key not in UNUSED}
@@ -92,8 +91,9 @@ def _lists(result: object, name: str) -> dict[str, Sequence[object]]:
 def _episode_ids(
     data: Mapping[str, Sequence[object]], given: Sequence[Sample], name: str
 ) -> list[int]:
-    """Of each entry, the sample that it belongs to: rollout_ids, else sample_indices, else its
-    place. Each sample has entries, in a row and in the order of the rollout."""
+    """The sample that each entry belongs to, from rollout_ids, otherwise sample_indices, otherwise
+    its position. Checks that every sample has entries, and that they are adjacent and in rollout
+    order."""
     count, expected = len(data["tokens"]), [sample.sample_id for sample in given]
     key = next((key for key in ("rollout_ids", "sample_indices") if key in data), None)
     if key is None:
@@ -116,12 +116,12 @@ def _episode_ids(
 def _sample(
     row: Mapping[str, Any], episode: Sequence[Sample], number: int, where: str, vocab_size: int
 ) -> Sample:
-    """An entry. number: its place among those of the episode."""
+    """Build one sequence. number: index within its episode."""
     before = episode[min(number, len(episode) - 1)]
     length = row["response_lengths"]
     tokens = _tensor(row["tokens"], torch.int64, where, "tokens")
     if not tokens.numel() and not length and not before.response_length:
-        tokens = before.tokens  # nothing came of the prompt, which the function was not shown
+        tokens = before.tokens  # nothing was generated, so the function did not receive the prompt
     mask = _tensor(row["loss_masks"], torch.int64, where, "loss_masks")
     log_probs = row.get("rollout_log_probs")
     problems = {
@@ -163,7 +163,8 @@ def _sample(
 def _with_its_tensors(
     before: Sample, tokens: Tensor, count: int, number: int, where: str
 ) -> Sample:
-    """With what the engine and a teacher gave for each token, which only the same tokens keep."""
+    """Keep the per-token data of the engine and the teacher, which is only valid for identical
+    tokens."""
     there = [n for n in OPTIONAL_TENSORS if n != "rollout_log_probs" and before.has(n)]
     if there and (number >= count or not torch.equal(before.tokens, tokens)):
         raise ValueError(f"{where}: has other tokens than the run has {', '.join(there)} of")
@@ -171,7 +172,7 @@ def _with_its_tensors(
 
 
 def _tensor(value: object, dtype: torch.dtype, where: str, key: str) -> Tensor:
-    """[n] of a list or an array. Raises ValueError for other types of numbers."""
+    """Convert a list or an array to [n]. Raises ValueError for other types of numbers."""
     try:
         found = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
@@ -184,7 +185,7 @@ def _tensor(value: object, dtype: torch.dtype, where: str, key: str) -> Tensor:
 
 
 def _log_probs(value: object, mask: Tensor, where: str) -> Tensor:
-    """[R] float32, finite and at most 0 where the mask is 1."""
+    """[R] float32; checked to be finite and at most 0 where the mask is 1."""
     found = _tensor(value, torch.float32, where, "rollout_log_probs")
     if found.numel() != mask.numel():
         raise ValueError(
@@ -209,7 +210,7 @@ def _status(row: Mapping[str, object], before: Sample, where: str) -> SampleStat
 
 
 def _number(value: object, before: Sample, where: str, key: str) -> float:
-    """A reward. NaN where the sample had none itself: it failed."""
+    """A reward; NaN if the sample had none because it failed."""
     lost = before.reward is None or not math.isfinite(before.reward)
     if isinstance(value, str | bytes) or not (value is None or hasattr(value, "__float__")):
         raise ValueError(f"{where}: {key} is {type(value).__name__}, must be a number")
@@ -236,7 +237,7 @@ def _check_denominators(
     made: Mapping[int, Sequence[Sample]],
     name: str,
 ) -> None:
-    """slime divides by rollout_mask_sums; the denominators here are --loss-reduction's."""
+    """Check slime's denominators rollout_mask_sums; here --loss-reduction determines them."""
     for place, (value, sample_id) in enumerate(zip(data.get("rollout_mask_sums", ()), ids)):
         expected = sum(sample.active_tokens for sample in made[sample_id])
         if value != expected:

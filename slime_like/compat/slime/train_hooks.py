@@ -19,7 +19,7 @@ from slime_like.types import Sample, TrainSample
 
 
 class SlimeHooks:
-    """See `HookAdapter`. Functions are imported at once."""
+    """See `HookAdapter`. Functions are imported in the constructor."""
 
     def __init__(self, config: RunConfig) -> None:
         self._args = slime_args(config)
@@ -35,7 +35,7 @@ class SlimeHooks:
         return name in self._functions
 
     def _call(self, field: str, *arguments: object) -> tuple[str, object]:
-        """The flag with its value, for messages, and what the function returned."""
+        """Call a function; returns its flag and value, for messages, and its result."""
         name, function = self._functions[field]
         try:
             return name, function(*arguments)
@@ -45,28 +45,29 @@ class SlimeHooks:
             ) from error
 
     def megatron_init(self) -> None:
-        """``function(args)``."""
+        """Call ``function(args)``."""
         self._call("custom_megatron_init_path", self._args)
 
     def before_log_prob(self, chunks: Sequence[object], prefix: str) -> None:
-        """``function(args, model, store_prefix)``, with the list of model chunks."""
+        """Call ``function(args, model, store_prefix)``, with the list of model chunks."""
         field = "custom_megatron_before_log_prob_hook_path"
         self._call(field, self._args, list(chunks), prefix)
 
     def before_train_step(self, rollout_id: int, step_id: int, network: Any) -> None:
-        """``function(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)``."""
+        """Call ``function(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)``."""
         model, optimizer, scheduler = list(network.chunks), network.optimizer, network.scheduler
         field = "custom_megatron_before_train_step_hook_path"
         self._call(field, self._args, rollout_id, step_id, model, optimizer, scheduler)
 
     def train_data(self, samples: Sequence[Sample]) -> list[Sample]:
-        """``function(args, samples)``: a dict of lists, as samples; see `read_train_data`."""
+        """Call ``function(args, samples)``, and convert its dict of lists to samples; see
+        `read_train_data`."""
         field = "custom_convert_samples_to_train_data_path"
         name, result = self._call(field, self._args, [to_slime(sample) for sample in samples])
         return read_train_data(result, samples, name, vocab_size=self._vocab_size)
 
     def advantages(self, data: Any) -> tuple[list[Tensor], list[Tensor]]:
-        """``function(args, rollout_data)``, which sets advantages and returns in the dict."""
+        """Call ``function(args, rollout_data)``, which sets advantages and returns in the dict."""
         rollout = rollout_data(data)
         name, _ = self._call("custom_advantage_function_path", self._args, rollout)
         return (
@@ -75,7 +76,8 @@ class SlimeHooks:
         )
 
     def postprocess(self, rollout_id: int, data: Any) -> tuple[list[Tensor], list[Tensor]]:
-        """``function(args, rollout_id, rollout_data)``: loss masks and advantages, [R] by sample."""
+        """Call ``function(args, rollout_id, rollout_data)``; returns loss masks and advantages, [R]
+        by sample."""
         rollout = rollout_data(data)
         field = "rollout_data_postprocess_path"
         name, _ = self._call(field, self._args, rollout_id, rollout)
@@ -90,8 +92,9 @@ class SlimeHooks:
         return [mask != 0 for mask in masks], advantages
 
     def policy_weights(self, samples: Sequence[TrainSample]) -> list[Tensor]:
-        """``function(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)``
-        returns a function of the losses of all tokens [T]: the weights of its sum, [R] by sample."""
+        """Call ``function(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)``,
+        which returns a function of all token losses [T]; returns that function's weights, [R] by
+        sample."""
         lengths = [sample.response_length for sample in samples]
         name, reduce = self._call(
             "custom_pg_loss_reducer_function_path",
@@ -114,14 +117,14 @@ class SlimeHooks:
     def log_rollout(
         self, rollout_id: int, samples: Sequence[Sample], metrics: dict[str, float], seconds: float
     ) -> bool:
-        """``function(rollout_id, args, samples, rollout_extra_metrics, rollout_time)``."""
+        """Call ``function(rollout_id, args, samples, rollout_extra_metrics, rollout_time)``."""
         field, found = "custom_rollout_log_function_path", [to_slime(sample) for sample in samples]
         return bool(self._call(field, rollout_id, self._args, found, metrics, seconds)[1])
 
     def log_eval(
         self, rollout_id: int, sets: Mapping[str, Sequence[Sample]], metrics: dict[str, float]
     ) -> bool:
-        """``function(rollout_id, args, data, extra_metrics)``."""
+        """Call ``function(rollout_id, args, data, extra_metrics)``."""
         data = {
             name: {
                 "rewards": [0.0 if s.reward is None else s.reward for s in samples],
@@ -135,8 +138,8 @@ class SlimeHooks:
 
 
 def rollout_data(data: Any) -> dict[str, object]:
-    """What slime has of a rank's samples, by its names: lists with an entry for each sample.
-    Tensors are copies, over whole responses on every rank, whatever the layout is."""
+    """A rank's samples in slime's format: lists with an entry per sample. Tensors are copies that
+    cover full responses on every rank, in every layout."""
     train = data.train
     columns = {
         name: None if found is None else [value.clone() for value in found]
@@ -158,7 +161,7 @@ def rollout_data(data: Any) -> dict[str, object]:
 def _columns(
     rollout: Mapping[str, Any], key: str, train: Sequence[TrainSample], name: str
 ) -> list[Tensor]:
-    """A list of tensors [R], which a function left in the dict."""
+    """Tensors [R] that a function stored in the dict."""
     found = rollout.get(key)
     wanted = [sample.response_length for sample in train]
     if found is None or len(found) != len(wanted):

@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 class UserSource:
-    """See `rollout.hooks.UserSource`. Every method is a collective."""
+    """See `rollout.hooks.UserSource`. All methods are collectives."""
 
     def __init__(self, make: Callable[..., Any], name: str, config: RunConfig) -> None:
         """
@@ -28,7 +28,7 @@ class UserSource:
         """
         self.notes: list[str] = []
         self._name = name
-        self._rollout_id: int | None = None  # of the newest save
+        self._rollout_id: int | None = None  # of the latest save
         self.data_source: Any = on_rank_zero(lambda: self._made(make, config))
 
     def _made(self, make: Callable[..., object], config: RunConfig) -> object:
@@ -42,20 +42,20 @@ class UserSource:
         return source
 
     def __len__(self) -> int:
-        """Prompts of an epoch."""
+        """Number of prompts per epoch."""
         return from_rank_zero(lambda: self._called("__len__", lambda: len(self.data_source)))
 
     def save(self, rollout_id: int) -> None:
-        """Before a checkpoint is written. rollout_id: of the last rollout in it."""
+        """Save before writing a checkpoint. rollout_id: of its last rollout."""
         from_rank_zero(lambda: self._called("save", lambda: self.data_source.save(rollout_id)))
         self._rollout_id = rollout_id
 
     def state_dict(self) -> dict[str, object]:
-        """What a checkpoint has of it: which save it belongs to."""
+        """The state in a checkpoint: which save it belongs to."""
         return {"data_source": self._name, "rollout_id": self._rollout_id}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Have the source continue where it was at that save."""
+        """Restore the source to that save."""
         rollout_id = int(state["rollout_id"])
         from_rank_zero(lambda: self._called("load", lambda: self.data_source.load(rollout_id)))
         self._rollout_id = rollout_id
