@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-TRANSFORMERS, SGLANG = "transformers", "sglang:"  # the latter before the name of a parser
+TRANSFORMERS, SGLANG = "transformers", "sglang:"  # SGLANG is followed by the name of a parser
 THOUGHT = "<think>"
 
 
 def default_format(tokenizer: PreTrainedTokenizerBase) -> str:
-    """TRANSFORMERS where the tokenizer has a response template, else a key of `tool_calls.FORMATS` by
-    the marks in its chat template."""
+    """TRANSFORMERS if the tokenizer has a response template, otherwise the key of
+    `tool_calls.FORMATS` that matches its chat template."""
     if getattr(tokenizer, "response_template", None) is not None:
         return TRANSFORMERS
     return format_of(str(tokenizer.chat_template))
@@ -37,15 +37,15 @@ def parse_answer(
     prefix: str,
     tools: Any = None,
 ) -> Parsed:
-    """What an answer says, by whatever reads its format.
+    """Parse a completion with the parser of its format.
 
     Args:
-        text: Without the token that ended it.
-        format_name: TRANSFORMERS, SGLANG and a parser's name, a key of `tool_calls.FORMATS`, or
-            NO_TOOLS.
+        text: Without the end token.
+        format_name: TRANSFORMERS, SGLANG followed by a parser's name, a key of
+            `tool_calls.FORMATS`, or NO_TOOLS.
         tokenizer: The model's.
-        prefix: The end of the prompt, which may have begun a thought.
-        tools: Of the request, in OpenAI's form. Without any, calls are mere text.
+        prefix: The end of the prompt, which may have opened a thought.
+        tools: Of the request, in OpenAI's format. Without tools, calls are plain text.
     """
     open_thought = prefix.rstrip().endswith(THOUGHT)
     as_text = parse(text, NO_TOOLS, open_thought=open_thought)
@@ -55,7 +55,7 @@ def parse_answer(
             return found if tools or not found.calls else as_text
         if format_name.startswith(SGLANG) and tools:
             return _by_sglang(as_text, format_name.removeprefix(SGLANG), tokenizer, tools)
-    except Exception:  # of a library, about a text of the model's
+    except Exception:  # a library may raise anything on text of a model
         return Parsed(as_text.content, as_text.reasoning, errors=1)
     own = NO_TOOLS if format_name.startswith(SGLANG) else format_name
     return parse(text, own, open_thought=open_thought, tools=tools)
@@ -72,7 +72,8 @@ def _by_transformers(
 
 
 def _by_sglang(answer: Parsed, name: str, tokenizer: object, tools: Sequence[object]) -> Parsed:
-    """answer: without its thought, which SGLang's parsers of calls do not know."""
+    """Parse tool calls with SGLang. answer: without its thought, which SGLang's tool-call parsers
+    do not handle."""
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
@@ -88,7 +89,8 @@ def _by_sglang(answer: Parsed, name: str, tokenizer: object, tools: Sequence[obj
 
 
 def _call(function: Mapping[str, object]) -> Call:
-    """Raises ValueError for what JSON cannot say, and arguments that are no object."""
+    """Convert a parsed call. Raises ValueError for values that JSON cannot represent, and for
+    arguments that are not an object."""
     name, arguments = function["name"], function.get("arguments") or {}
     if isinstance(arguments, str):
         arguments = json.loads(arguments)

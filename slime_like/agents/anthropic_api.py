@@ -24,10 +24,11 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 def messages_ask(body: Mapping[str, object], sampling: SamplingParams) -> tuple[Ask, int]:
-    """A body of messages, and how many results of tools in its last message are errors.
+    """Parse a request body of the Messages API. Also returns how many tool results in its last
+    message are errors.
 
     Raises:
-        BadRequest: naming the parameter that is wrong or not offered.
+        BadRequest: Names the invalid or unsupported parameter.
     """
     refuse_others(body, KNOWN, NEUTRAL)
     tools = tools_of(body.get("tools"), _function)
@@ -65,7 +66,7 @@ def _function(tool: Mapping[str, object]) -> dict[str, object]:
 
 
 def _texts(value: object, where: str) -> str:
-    """Text, or blocks of it."""
+    """Text, or concatenated blocks of text."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -77,8 +78,8 @@ def _texts(value: object, where: str) -> str:
 
 
 def _read(message: object, where: str) -> tuple[list[dict[str, object]], int]:
-    """One of Anthropic's messages in canonical form, and its results of tools that are errors; such
-    results come before the text of the same message."""
+    """Convert one of Anthropic's messages to canonical form, and count its tool results that are
+    errors; tool results come before the text of the same message."""
     if not isinstance(message, dict) or message.get("role") not in ("user", ASSISTANT):
         raise BadRequest(f"{where} must be an object with the role user or assistant")
     role, content = message["role"], message.get("content")
@@ -112,7 +113,7 @@ def _read(message: object, where: str) -> tuple[list[dict[str, object]], int]:
 
 
 def messages_json(choice: Choice, model: str) -> dict[str, object]:
-    """The answer to a request."""
+    """The response to a request."""
     message = choice.message
     blocks: list[dict[str, object]] = []
     if message.get("reasoning_content"):
@@ -140,7 +141,7 @@ def messages_json(choice: Choice, model: str) -> dict[str, object]:
 
 
 def messages_stream(answer: Mapping[str, Any]) -> Iterator[str]:
-    """The same answer as server-sent events, which begin when the engine has ended it."""
+    """The same response as server-sent events, all sent after generation has finished."""
 
     def event(kind: str, **values: object) -> str:
         return f"event: {kind}\ndata: {json.dumps({'type': kind, **values})}\n\n"

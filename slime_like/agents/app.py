@@ -106,8 +106,8 @@ class _Gate:
         return self._guarded(of_session)
 
     def of_tasks(self, tasks: TaskQueue) -> dict[str, Respond]:
-        """The routes of agents elsewhere, by path. A claim has the worker's key, the others that of
-        the episode."""
+        """Routes for remote agent workers, by path. Claims are authenticated by the worker's key,
+        the others by the episode's."""
 
         async def claim(request: Request) -> Response:
             if not tasks.knows(key_of(request)):
@@ -149,9 +149,9 @@ class _Gate:
             except tuple(_STATUS) as error:
                 status, kind = _STATUS[type(error)]
                 return failed(request, status, kind, str(error))
-            except ValueError as error:  # of the engine, for a request that it can never serve
+            except ValueError as error:  # from the engine, for a request that it can never serve
                 return failed(request, 400, "invalid_request_error", str(error)[:500])
-            except Exception:  # ours, or of the engine: shown, and no other episode's
+            except Exception:  # internal or the engine's; other episodes continue
                 logger.exception("the gateway failed at a request of an agent")
                 session = self._sessions.get(key_of(request))
                 if session is not None:
@@ -195,7 +195,7 @@ class _Gate:
 
 
 def key_of(request: Request) -> str:
-    """Of the path or the headers; "" without."""
+    """The key in the path or the headers; "" if there is none."""
     key = request.path_params.get("key") or request.headers.get("x-api-key")
     authorization = request.headers.get("authorization", "")
     return str(key or authorization.removeprefix("Bearer ").strip())
@@ -207,7 +207,7 @@ async def answered(request: Request, session: Session, ask: Ask) -> list[Choice]
 
 
 async def unless_gone(request: Request, work: Coroutine[object, object, T]) -> T:
-    """What the work gives. Raises SessionEnded where the client leaves before."""
+    """Result of the work. Raises SessionEnded if the client disconnects first."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
     try:

@@ -20,11 +20,11 @@ import psutil
 if TYPE_CHECKING:
     from slime_like.agents.task import Task
 
-TASK, REWARD = "task.json", "reward"  # files in the folder
-MARK = "SLIME_LIKE_EPISODE"  # by which a process that left its parent is found
-TAIL = 2000  # bytes of output that are kept
-# of the launcher, which an agent must not take for its own
-_SECRETS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD", "_ACCESS_KEY_ID")  # of the user's
+TASK, REWARD = "task.json", "reward"  # files in the episode's folder
+MARK = "SLIME_LIKE_EPISODE"  # identifies processes of an episode that left its process group
+TAIL = 2000  # bytes of output to keep
+# the launcher's variables, which an agent must not mistake for its own
+_SECRETS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD", "_ACCESS_KEY_ID")  # users' secrets
 _HIDDEN = (
     "RANK",
     "WORLD_SIZE",
@@ -54,7 +54,7 @@ async def run_command(words: Sequence[str], task: Task) -> float | None:
     """
     with (
         tempfile.TemporaryDirectory(prefix="slime_like_agent_", ignore_cleanup_errors=True) as path,
-        tempfile.TemporaryFile() as output,  # no pipe, which a process that left may hold open
+        tempfile.TemporaryFile() as output,  # not a pipe, which a detached process might keep open
     ):
         folder = Path(path)
         names = ("prompt", "label", "metadata", "evaluation", "seed")
@@ -85,14 +85,14 @@ async def run_command(words: Sequence[str], task: Task) -> float | None:
 
 
 def environment(task: Task) -> dict[str, str]:
-    """Of the process: where the gateway is, and the key of this episode."""
+    """Environment of the process: gateway URL and the key of this episode."""
     found = {
         k: v
         for k, v in os.environ.items()
         if not k.startswith(_HIDDEN) and not k.upper().endswith(_SECRETS)
     }
     host = urlsplit(task.url).hostname or ""
-    for name in ("NO_PROXY", "no_proxy"):  # the gateway is asked directly
+    for name in ("NO_PROXY", "no_proxy"):  # connect to the gateway directly
         found[name] = ",".join(filter(None, (found.get(name), host)))
     return found | {
         "OPENAI_BASE_URL": task.base_url,
@@ -104,13 +104,13 @@ def environment(task: Task) -> dict[str, str]:
 
 
 def _tail(output: int) -> str:
-    """The end of an output of any length. output: descriptor of its file."""
+    """The end of the output. output: file descriptor."""
     start = max(os.fstat(output).st_size - TAIL, 0)
     return os.pread(output, TAIL, start).decode("utf-8", "replace").strip()
 
 
 def end_all(leader: int, mark: str) -> None:
-    """Kill the session of a process, and every process that has its mark in the environment."""
+    """Kill the process's session, and every process that has the mark in its environment."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
     own = os.getuid()
@@ -121,9 +121,10 @@ def end_all(leader: int, mark: str) -> None:
 
 
 def read_reward(path: Path) -> float | None:
-    """None where there is no file. Raises RuntimeError for anything but a file with a number."""
+    """The number in the file, None if the file does not exist. Raises RuntimeError if it is not a
+    file with a number."""
     try:
-        # neither a pipe nor a link of the program's is waited for, or followed
+        # do not block on a pipe, or follow a link, that the program created
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except FileNotFoundError:
         return None

@@ -34,8 +34,8 @@ def add_reward(session: Session, value: Any, answer: Any = -1) -> None:
 
 
 def answers_of(tree: SessionTree, branches: Sequence[Branch], *, summed: bool) -> dict[str, object]:
-    """The metadata that `rollout/answer_credit.py` reads, as plain JSON. summed: the episode's reward
-    has those of its answers."""
+    """Metadata for `rollout/answer_credit.py`, as plain JSON. summed: the rewards of turns are
+    added to the episode's reward."""
     return {
         SUMMED: summed,
         "parents": [-1 if turn.parent is None else turn.parent.number for turn in tree.turns],

@@ -38,6 +38,6 @@ def described(path: str) -> dict[str, Any]:
 
 
 def _fields(known: set[str], neutral: Mapping[str, Sequence[object]]) -> dict[str, Any]:
-    """Those that may have any value of their API, and those that may have a few."""
+    """Parameters that accept any value of their API, and those that accept only a few."""
     legal = {name: {"enum": list(values)} for name, values in sorted(neutral.items())}
     return {name: {} for name in sorted(known)} | legal

@@ -84,15 +84,15 @@ def _checked(environment: TextEnvironment, step: object) -> tuple[str, float | N
 
 
 class _OwnThread:
-    """Runs the calls of one episode in one daemon thread, in their order: neither the event loop nor
-    the end of the run waits for one that hangs. Async functions run in the event loop."""
+    """Runs the calls of one episode sequentially in one daemon thread, so that a hanging call
+    blocks neither the event loop nor the end of the run. Async functions run in the event loop."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="environment", daemon=True).start()
 
     async def call(self, function: Callable[..., T], *values: object, **named: object) -> T:
-        """What the function returns, or raises."""
+        """Call the function; returns or raises as it does."""
         if inspect.iscoroutinefunction(function):
             return await function(*values, **named)
         future: Future[T] = Future()
@@ -109,7 +109,7 @@ class _OwnThread:
         return await asyncio.wrap_future(future)
 
     async def end(self, close: Callable[[], object] | None) -> None:
-        """Have `close` called after all others, and wait for it only where it is async."""
+        """Schedule `close` after all other calls; waits for it only if it is async."""
         if close is not None and not inspect.iscoroutinefunction(close):
             self._jobs.put(close)
         self._jobs.put(None)
@@ -120,5 +120,5 @@ class _OwnThread:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except Exception:  # of `close`: the episode is over
+            except Exception:  # of `close`: the episode is already over
                 logger.exception("an environment could not be closed")

@@ -18,11 +18,11 @@ from slime_like.rollout.answer_credit import NUMBERS
 from slime_like.rollout.episode import lost
 from slime_like.types import Sample, SampleGroup, SampleStatus
 
-MESSAGES = "messages"  # key of a sample's metadata: the main conversation
+MESSAGES = "messages"  # metadata key of the main conversation
 
 
 def bad_reward(reward: object) -> str | None:
-    """Why an agent's reward is none, or None."""
+    """Why an agent's reward is invalid, or None."""
     if reward is None or (isinstance(reward, int | float) and not isinstance(reward, bool)):
         too_large = isinstance(reward, int) and abs(reward) > sys.float_info.max
         return "the agent returned a number that no float can hold" if too_large else None
@@ -37,8 +37,8 @@ def sample_of(
     reward: float | None,
     reason: str | None,
 ) -> Sample:
-    """What an episode becomes. branches: of its tree. reason: why nothing of it is trained on; None
-    where it went well."""
+    """Convert an episode to a sample. branches: of its tree. reason: why it is not trained on; None
+    on success."""
     numbers = session.numbers() | {"branches": float(len(branches))}
     masked = sum(b.loss_mask.count(False) for b in branches)
     written = sum(len(turn.tokens) for turn in session.tree.turns)
@@ -63,7 +63,7 @@ def sample_of(
 
 
 def sequence(sample: Sample, branch: Branch, session: Session) -> Sample:
-    """A branch in the core's type."""
+    """Convert a branch to a sample."""
     response = branch.tokens[branch.prompt_length :]
     return replace(
         sample,
@@ -80,11 +80,11 @@ def sequence(sample: Sample, branch: Branch, session: Session) -> Sample:
 
 
 def agent_metrics(groups: Sequence[SampleGroup], group: Any = None) -> dict[str, float]:
-    """Means over the episodes of a rollout; a collective.
+    """Means over the episodes of a rollout. Collective.
 
     Args:
-        groups: Each sample complete on the rank that made it.
-        group: Of all ranks, where the default one is in use meanwhile.
+        groups: Each sample is complete on the rank that generated it.
+        group: Process group of all ranks, if the default group is in use at the same time.
     """
     found = [s.metadata.get(NUMBERS) for g in groups for s in g.samples if isinstance(s, Sample)]
     own = [numbers for numbers in found if isinstance(numbers, Mapping)]

@@ -27,12 +27,12 @@ from slime_like.types import Sample, SampleStatus
 
 T = TypeVar("T")
 
-STARTED = "start_rollout_id"  # of a sample's metadata
-END_S = 10.0  # for agents to end with the run
+STARTED = "start_rollout_id"  # key in a sample's metadata
+END_S = 10.0  # seconds for agents to end with the run
 
 
 class StoppableLoop(asyncio.SelectorEventLoop):
-    """An event loop with a clock that runs only while it does. A `LoopRunner` too."""
+    """An event loop whose clock stops while the loop is not running. Also a `LoopRunner`."""
 
     def __init__(self) -> None:
         self._stood_s = 0.0
@@ -44,7 +44,7 @@ class StoppableLoop(asyncio.SelectorEventLoop):
         return now - self._stood_s
 
     def run(self, work: Coroutine[object, object, T]) -> T:
-        """What the work returns."""
+        """Run the work; returns its result."""
         if self._stopped_at is not None:
             self._stood_s += time.monotonic() - self._stopped_at
             self._stopped_at = None
@@ -60,32 +60,33 @@ class StoppableLoop(asyncio.SelectorEventLoop):
         return self
 
     def __exit__(self, *error: object) -> None:
-        """It outlives whoever runs it."""
+        """Does not close the loop, which lives longer than its callers."""
 
 
 @dataclass(eq=False, slots=True)
 class LiveEpisode:
-    """engine: its own. so_far: the sample as it is while it waits. task: gives the sample at its end."""
+    """A running episode. engine: used by this episode only. so_far: returns the current sample
+    while the episode is paused. task: returns the final sample."""
 
     engine: PausableEngine
     task: asyncio.Task[Sample]
     so_far: Callable[[], Sample]
 
 
-# (sample, limit of tokens until it is paused, event that is set then) -> an episode that has begun
+# (sample, token limit until it is paused, event to set on pauses) -> a started episode
 Begin = Callable[[Sample, float, asyncio.Event], LiveEpisode]
 
 
 class LiveEpisodes:
-    """Of one rank. loop: in which all of them live. Not thread-safe: rounds, evaluations and rollouts
-    whose episodes are answered one by one come one after another."""
+    """The episodes of one rank. loop: event loop of all episodes. Not thread-safe: rounds,
+    evaluations and rollouts with `respond` must not overlap."""
 
     def __init__(self) -> None:
         self.loop = StoppableLoop()
         self._live: dict[int, LiveEpisode] = {}
         self._changed = asyncio.Event()
         self._stop = asyncio.Event()
-        atexit.register(self.close)  # where the run fails, agents have to end too
+        atexit.register(self.close)  # if the run fails, agents must end as well
 
     def __contains__(self, sample_id: int) -> bool:
         return sample_id in self._live
@@ -97,24 +98,24 @@ class LiveEpisodes:
         engine: GenerationClient,
         limit: int | None,
     ) -> list[Sample]:
-        """Let episodes continue, or begin, until each has ended or is paused.
+        """Start or continue episodes until each has ended or is paused.
 
         Args:
-            samples: Those that continue are PARTIAL.
+            samples: Those to be continued are PARTIAL.
             begin: Starts an episode in the event loop.
-            engine: For those that continue.
-            limit: Tokens that each may write before it is paused; None: to its end.
+            engine: For continued episodes.
+            limit: Tokens that each may generate before it is paused; None: no limit.
 
         Returns:
-            The samples in their order; what is paused is PARTIAL, with the tokens that it has.
+            The samples in order; paused ones are PARTIAL, with their tokens so far.
         """
         work = self._round(samples, begin, engine, limit or math.inf)
         done: list[Sample] = self.loop.run(work)
         return done
 
     async def respond(self, sample: Sample, begin: Begin, engine: GenerationClient) -> Sample:
-        """One episode to its end, or to where `stop` finds it: PARTIAL then, with the tokens that it
-        has. Args as of `round`."""
+        """Run one episode until it ends or is stopped by `stop`, which makes it PARTIAL, with its
+        tokens so far. Args as for `round`."""
         stop, going_on = self._stop, None
         if (live := self._live.get(sample.sample_id)) is not None:
             going_on = asyncio.create_task(live.engine.go_on(math.inf, engine))
@@ -125,19 +126,19 @@ class LiveEpisodes:
             await changed.wait()
             changed.clear()
         if going_on is not None:
-            going_on.cancel()  # where it still waits for a place
+            going_on.cancel()  # if it still waits for a slot
         return self._result(sample)
 
     def stop(self) -> None:
-        """No more tokens for the episodes of `respond`. An agent that asks for none meanwhile, as it
-        waits for a tool, stays where it is; the others wait for what they ask for."""
+        """Stop generation for the episodes of `respond`. Agents that are not generating, e.g.
+        waiting for a tool, keep running; the others wait for the response to their request."""
         for live in self._live.values():
             live.engine.stop()
         self._stop.set()
         self._stop = asyncio.Event()
 
     def meanwhile(self, work: Callable[[], Awaitable[list[Sample]]]) -> list[Sample]:
-        """What `work` returns, in the same loop, while episodes that are paused stay so."""
+        """Run `work` in the same loop, while paused episodes stay paused."""
 
         async def run() -> list[Sample]:
             return await work()
@@ -182,7 +183,7 @@ class LiveEpisodes:
         return replace(found, metadata={**found.metadata, STARTED: sample.metadata[STARTED]})
 
     def close(self) -> None:
-        """End all agents. Closing twice is fine."""
+        """End all agents. May be called twice."""
 
         async def end() -> None:
             tasks = [live.task for live in self._live.values()]
@@ -191,7 +192,7 @@ class LiveEpisodes:
             if tasks:
                 await asyncio.wait(tasks, timeout=END_S)
 
-        if self.loop.is_running():  # in a thread that the run gave up
+        if self.loop.is_running():  # in a thread that the run abandoned
             with contextlib.suppress(TimeoutError):
                 asyncio.run_coroutine_threadsafe(end(), self.loop).result(END_S)
         elif not self.loop.is_closed():
@@ -202,8 +203,8 @@ class LiveEpisodes:
 
 
 def so_far(sample: Sample, session: Session | None, engine: PausableEngine) -> Sample:
-    """An episode that waits, with the tokens of its answers and of those that are being written: for
-    what is counted meanwhile, as its end is another sample."""
+    """The preliminary sample of a paused episode, with the tokens of completed and partial turns;
+    used for statistics only, because the final sample is built separately."""
     found = (
         [] if session is None else [sequence(sample, b, session) for b in session.tree.branches()]
     )
@@ -226,7 +227,7 @@ def so_far(sample: Sample, session: Session | None, engine: PausableEngine) -> S
 
 
 def begun_again(sample: Sample) -> Sample:
-    """An unfinished episode with an agent that is gone, before its first token."""
+    """Reset an unfinished episode to before its first token, because its agent no longer exists."""
     return replace(
         sample,
         tokens=sample.tokens[: sample.prompt_length],

@@ -18,18 +18,19 @@ BLOCKED_S = 10.0
 
 @dataclass(slots=True)
 class LoopWatch:
-    """name: the flag and the function. code: of the function. seconds: that it may block for."""
+    """Reports a user function that blocks the event loop. name: the flag and the function. code: of
+    the function. seconds: maximum blocking time."""
 
     name: str
     code: CodeType
     seconds: float = BLOCKED_S
     _users: int = 0
-    _beat: float = 0.0  # by the clock of the event loop, which may stand
+    _beat: float = 0.0  # event loop time, which may be paused
     _stop: threading.Event = field(default_factory=threading.Event)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Watch the running event loop meanwhile; users at the same time share one thread."""
+        """Watch the running event loop inside the block; concurrent users share one thread."""
         self._users += 1
         if self._users == 1:
             self._stop = threading.Event()
@@ -52,7 +53,7 @@ class LoopWatch:
         while not stop.wait(self.seconds / 10):
             if loop.time() - self._beat < self.seconds:
                 continue
-            # each rollout may run the loop in another thread; None where it does not run
+            # each rollout may run the loop in another thread; None if it is not running
             thread = loop._thread_id  # type: ignore[attr-defined]
             place = self._place(sys._current_frames().get(thread))
             if place is not None:
@@ -64,7 +65,7 @@ class LoopWatch:
                 return
 
     def _place(self, frame: FrameType | None) -> str | None:
-        """The line of the function that the thread is in, None where it is elsewhere."""
+        """The line of the function that the thread is executing; None if it is elsewhere."""
         while frame is not None:
             if frame.f_code is self.code:
                 return f"{frame.f_code.co_filename}:{frame.f_lineno}"

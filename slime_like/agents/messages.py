@@ -8,8 +8,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-# role, content (text, "" where there is none), and where it has them: reasoning_content, tool_calls
-# (as OpenAI's, with arguments parsed), tool_call_id, name
+# role, content (text, "" if there is none), and optionally reasoning_content, tool_calls (like
+# OpenAI's, with parsed arguments), tool_call_id, name
 Message: TypeAlias = Mapping[str, Any]
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
@@ -24,17 +24,18 @@ class ContextExceeded(BadRequest):
 
 
 def canonical(message: object, place: int) -> dict[str, object]:
-    """A message of OpenAI's chat completions in the form that is compared.
+    """Convert a message of OpenAI's chat completions to the canonical form, which is used for
+    comparisons.
 
     Args:
-        message: As the client sent it.
+        message: As sent by the client.
         place: Its index, for errors.
 
     Returns:
-        The message; keys that say nothing are left out.
+        The message; keys without information are dropped.
 
     Raises:
-        BadRequest: naming the message and what is wrong with it.
+        BadRequest: Names the message and the problem.
     """
     where = f"messages[{place}]"
     if not isinstance(message, Mapping) or message.get("role") not in ROLES:
@@ -60,7 +61,7 @@ def canonical(message: object, place: int) -> dict[str, object]:
 
 
 def _text(message: Mapping[str, object], where: str) -> str:
-    """The content, of which parts of text become one."""
+    """The content, with text parts concatenated."""
     content = message.get("content")
     if content is None:
         return ""
@@ -85,7 +86,7 @@ def _call(call: Any, where: str) -> dict[str, object]:
 
 
 def tool_call(identity: str, name: str, arguments: object) -> dict[str, object]:
-    """A call in canonical form. arguments: an object, or its JSON; other text stays text."""
+    """A call in canonical form. arguments: an object, or its JSON; other text is kept as text."""
     if isinstance(arguments, str):
         try:
             parsed = json.loads(arguments or "{}")
@@ -97,7 +98,8 @@ def tool_call(identity: str, name: str, arguments: object) -> dict[str, object]:
 
 
 def history_keys(messages: Sequence[Message], tools: object) -> Iterator[bytes]:
-    """A digest of the tools and each prefix of the messages, the shortest (none) first."""
+    """Digests of the tools with each prefix of the messages, from the shortest (empty) prefix
+    on."""
     digest = hashlib.blake2b(_json(tools), digest_size=16).digest()
     yield digest
     for message in messages:

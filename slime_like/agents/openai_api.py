@@ -13,12 +13,12 @@ from slime_like.agents.sessions import Ask, Choice, Session, messages_of
 from slime_like.rollout.engines.base import SamplingParams
 
 MOST_STOPS = 16
-# what changes nothing that is answered here
+# parameters without an effect on the response
 KNOWN = {
     "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "stream", "stream_options",
     "temperature", "top_p", "top_k", "logprobs", "messages", "tools", "n", "stop", "seed", "max_tokens", "max_completion_tokens",
 }  # fmt: skip
-# values of other parameters that ask for nothing
+# values of other parameters that leave a feature off
 NEUTRAL: Mapping[str, Sequence[object]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -32,10 +32,11 @@ NEUTRAL: Mapping[str, Sequence[object]] = {
 
 
 def chat_ask(body: Mapping[str, object], sampling: SamplingParams) -> Ask:
-    """A body of chat completions. sampling: the run's, in place of the client's.
+    """Parse a request body of the Chat Completions API. sampling: the run's, which overrides the
+    client's.
 
     Raises:
-        BadRequest: naming the parameter that is wrong or not offered.
+        BadRequest: Names the invalid or unsupported parameter.
     """
     refuse_others(body, KNOWN, NEUTRAL)
     tools = tools_of(body.get("tools"), lambda tool: tool)
@@ -57,7 +58,7 @@ def chat_ask(body: Mapping[str, object], sampling: SamplingParams) -> Ask:
 def refuse_others(
     body: Mapping[str, object], known: set[str], neutral: Mapping[str, Sequence[object]]
 ) -> None:
-    """Raises BadRequest naming what a body asks for and nobody here does."""
+    """Raise BadRequest naming unsupported parameters of a body."""
     for name, value in body.items():
         if value is None or name in known or value in neutral.get(name, ()):
             continue
@@ -67,7 +68,8 @@ def refuse_others(
 
 
 def overridden(body: Mapping[str, object], sampling: SamplingParams) -> int:
-    """How many of the client's sampling parameters are not the run's, which hold."""
+    """Number of the client's sampling parameters that differ from the run's, which override
+    them."""
     return sum(
         body.get(name) is not None and body[name] != getattr(sampling, name)
         for name in ("temperature", "top_p", "top_k")
@@ -91,7 +93,7 @@ def stops(value: Any, name: str) -> tuple[str, ...]:
 
 
 def tools_of(value: Any, as_openai: Any) -> list[dict[str, Any]] | None:
-    """Tools for the chat template, in the form of chat completions; None without any."""
+    """Tools for the chat template, in the format of chat completions; None if there are none."""
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
@@ -111,7 +113,7 @@ def tools_of(value: Any, as_openai: Any) -> list[dict[str, Any]] | None:
 def chat_json(
     choices: Sequence[Choice], session: Session, model: str, *, logprobs: bool
 ) -> dict[str, object]:
-    """The answer to a request."""
+    """The response to a request."""
     return {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "object": "chat.completion",
@@ -136,7 +138,7 @@ def usage(choices: Sequence[Choice]) -> dict[str, int]:
 
 
 def wire_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A canonical message as chat completions have it: arguments are JSON in text."""
+    """A canonical message in the format of chat completions, where arguments are JSON text."""
     found = dict(message)
     found["content"] = message["content"] or (None if message.get("tool_calls") else "")
     if "tool_calls" in message:
@@ -152,7 +154,7 @@ def arguments_text(call: Mapping[str, Any]) -> str:
 
 
 def token_log_probs(choice: Choice, session: Session) -> dict[str, object]:
-    """Of every token that was generated, the one that ended the answer too."""
+    """Log-probs of every generated token, including the end token."""
     content = []
     for token, log_prob in zip(choice.tokens, choice.log_probs, strict=True):
         text = session.token_text(token)
@@ -168,7 +170,7 @@ def token_log_probs(choice: Choice, session: Session) -> dict[str, object]:
 
 
 def chat_stream(answer: Mapping[str, Any], *, with_usage: bool) -> Iterator[str]:
-    """The same answer as server-sent events, which begin when the engine has ended it."""
+    """The same response as server-sent events, all sent after generation has finished."""
     shared = {k: answer[k] for k in ("id", "created", "model")} | {
         "object": "chat.completion.chunk"
     }

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Unfinished:
-    """An answer that is being written: what the model was given, and what it has."""
+    """A completion in progress: the model's prompt, and the output so far."""
 
     request: GenerateRequest
     output: GenerateOutput
 
     @property
     def so_far(self) -> GenerateRequest:
-        """What asks for the rest; its randomness is another than that of the beginning."""
+        """The request for the remaining tokens; its random seed differs from that of the start."""
         tokens = self.output.tokens
         if not tokens:
             return self.request
@@ -46,9 +46,9 @@ class Unfinished:
 
 
 class PausableEngine:
-    """A `GenerationClient`. paused: all that the agent asks for waits, and no token is being written;
-    the episode then holds no place among those that run. unfinished: the answers being written.
-    changed: set whenever no more tokens come before `go_on`."""
+    """A `GenerationClient` that can be paused. paused: nothing is being generated and requests of
+    the agent wait; the episode then occupies no slot. unfinished: completions in progress. changed:
+    set whenever no more tokens are generated until `go_on`."""
 
     def __init__(
         self,
@@ -59,10 +59,10 @@ class PausableEngine:
     ) -> None:
         """
         Args:
-            engine: That writes.
-            tokenizer: Its.
-            places: Of the episodes that run at a time.
-            changed: See the class; episodes may share it.
+            engine: Generates the tokens.
+            tokenizer: The engine's.
+            places: Slots for concurrently running episodes.
+            changed: See the class; may be shared between episodes.
         """
         self.paused = False
         self.changed = changed
@@ -78,33 +78,34 @@ class PausableEngine:
 
     @property
     def paused_s(self) -> float:
-        """Seconds that the episode was paused."""
+        """Total time in seconds for which the episode was paused."""
         now = asyncio.get_running_loop().time()
         return self._paused_s + (now - self._since if self.paused else 0.0)
 
     @property
     def rests(self) -> bool:
-        """No token is being written, nor will be before `go_on`; the agent may do what it likes."""
+        """Whether nothing is being generated, nor will be before `go_on`; the agent itself may
+        still run."""
         return self._left <= 0 and not self._running
 
     def allow(self, tokens: float) -> None:
-        """Before the episode begins: what it may write until it is paused."""
+        """Set the number of tokens until the first pause, before the episode begins."""
         self._left = tokens
 
     async def begin(self) -> None:
-        """Wait for a place."""
+        """Wait for a slot."""
         await self._places.acquire()
         self._begun = self._holds_place = True
 
     def stop(self) -> None:
-        """What is asked for from now on waits, and so do requests that come back aborted."""
+        """Let new requests wait, as well as requests that the engine aborts."""
         self._left = 0
         self._stops += 1
         self._pause_if_idle()
 
     async def go_on(self, tokens: float, engine: GenerationClient) -> None:
-        """After a pause: wait for a place, and write up to `tokens` more with `engine`, unless it is
-        stopped meanwhile."""
+        """Continue after a pause: wait for a slot, and generate up to `tokens` more with `engine`,
+        unless stopped in the meantime."""
         stops = self._stops
         if self._begun and not self._holds_place:
             await self.begin()
@@ -118,7 +119,7 @@ class PausableEngine:
             self._go_on.set()
 
     def end(self) -> None:
-        """The episode is over."""
+        """Mark the episode as finished, and free its slot."""
         self._over = True
         self._leave()
 
@@ -130,8 +131,8 @@ class PausableEngine:
     async def generate_one(
         self, request: GenerateRequest, sampling: SamplingParams
     ) -> GenerateOutput:
-        """As the engine's. An answer that is paused in the middle continues under the weights of then,
-        with the version of each token."""
+        """Like the engine's. A completion that is paused midway continues with the current weights,
+        and records a weight version per token."""
         answer = Unfinished(request, GenerateOutput(request.sample_id, (), (), "length", ()))
         self.unfinished.append(answer)
         try:
@@ -192,7 +193,7 @@ class PausableEngine:
             return
         if self._waiting and not self.paused:
             self.paused, self._since = True, asyncio.get_running_loop().time()
-            self._leave()  # others may run meanwhile
+            self._leave()  # frees the slot for other episodes
         self.changed.set()
 
     async def abort(self, sample_ids: Collection[int] | None = None) -> None:
@@ -203,7 +204,7 @@ class PausableEngine:
 
 
 def _sample(answer: Unfinished) -> Sample:
-    """What `cut_at_stop` reads: the answer's tokens after its prompt."""
+    """The completion as a sample for `cut_at_stop`: the tokens after its prompt."""
     tokens = torch.tensor((*answer.request.prompt_tokens, *answer.output.tokens))
     count = len(answer.output.tokens)
     return Sample(

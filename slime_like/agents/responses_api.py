@@ -27,7 +27,8 @@ NEUTRAL: Mapping[str, Sequence[object]] = {
 
 
 def responses_ask(body: Mapping[str, object], sampling: SamplingParams) -> Ask:
-    """A body of responses. Raises BadRequest naming the parameter that is wrong or not offered."""
+    """Parse a request body of the Responses API. Raises BadRequest naming the invalid or
+    unsupported parameter."""
     refuse_others(body, KNOWN, NEUTRAL)
     tools = tools_of(body.get("tools"), _function)
     messages: list[dict[str, object]] = []
@@ -56,7 +57,7 @@ def _function(tool: Mapping[str, object]) -> dict[str, object]:
 
 
 def _add(messages: list[dict[str, Any]], item: Any, place: int) -> None:
-    """Items of one answer, which come one after another, are one message."""
+    """Append an input item; consecutive items of one assistant turn are merged into one message."""
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
         message = canonical(item, place)
@@ -82,7 +83,7 @@ def _add(messages: list[dict[str, Any]], item: Any, place: int) -> None:
 
 
 def responses_json(choice: Choice, model: str) -> dict[str, object]:
-    """The answer to a request."""
+    """The response to a request."""
     message, output = choice.message, list[dict[str, object]]()
     if thought := message.get("reasoning_content"):
         text = {"type": "reasoning_text", "text": thought}

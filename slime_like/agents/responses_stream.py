@@ -10,8 +10,8 @@ from typing import Any
 
 
 def responses_stream(answer: Mapping[str, Any]) -> Iterator[str]:
-    """The events of an answer as `responses_json` has it, numbered from 0: the response without
-    output, each item with its parts, and the whole response."""
+    """Server-sent events for a response of `responses_json`, numbered from 0: the response without
+    output, each item with its parts, and the full response."""
     numbers = itertools.count()
 
     def event(kind: str, fields: Mapping[str, object]) -> str:
@@ -29,7 +29,7 @@ def responses_stream(answer: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _item(item: Mapping[str, Any], index: int) -> Iterator[tuple[str, dict[str, object]]]:
-    """Kinds and fields of an item's events."""
+    """Types and fields of an item's events."""
     place = {"item_id": item["id"], "output_index": index}
     empty: dict[str, object] = {"content": []}
     if item["type"] == "function_call":

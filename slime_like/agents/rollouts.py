@@ -137,7 +137,7 @@ class AgentGenerate(CustomGenerate):
             self._live.stop()
 
     def _beginning(self, samples: Sequence[Sample], model: Model) -> tuple[list[Sample], Begin]:
-        """What `LiveEpisodes` is given: an episode that another process began begins again."""
+        """Arguments for `LiveEpisodes`; episodes that another process started are restarted."""
         assert self._live is not None
         gone = {s.sample_id for s in samples if s.response_length and s.sample_id not in self._live}
         if gone and not self._told_restart:
@@ -175,13 +175,13 @@ class AgentGenerate(CustomGenerate):
         )
 
     def close(self) -> None:
-        """End waiting agents."""
+        """End paused agents."""
         if self._live is not None:
             self._live.close()
 
     async def respond(self, sample: Sample, model: Model, *, evaluation: bool) -> Sample:
-        """The sample with the first branch of its session, and the others as its branches; PARTIAL
-        where `stop` found it unfinished."""
+        """The sample with the first branch of its session, and the other branches attached; PARTIAL
+        if `stop` interrupted it."""
         live = self._live
         if live is not None and not evaluation:
             (given,), begin = self._beginning([sample], model)
@@ -198,8 +198,8 @@ class AgentGenerate(CustomGenerate):
         counts: Mapping[str, int] | None = None,
         engine: PausableEngine | None = None,
     ) -> Sample:
-        """sessions: its sessions are added. counts: of each, before it begins. engine: that may be
-        paused."""
+        """Run one episode. sessions: extended by its sessions. counts: initial counts of each
+        session. engine: may be paused."""
         try:
             seed = seed_of(sample, evaluation=evaluation)
         except ValueError as error:
@@ -239,8 +239,9 @@ class AgentGenerate(CustomGenerate):
         return sample_of(sample, task, session, branches, reward, reason)
 
     async def _outcome(self, task: Task, engine: PausableEngine | None) -> tuple[Any, str | None]:
-        """What the agent returned, or why it returned nothing. In a separate task: what an agent
-        does to that is no harm to the other episodes. engine: pauses do not count as its time."""
+        """Result of the agent, or why it has none. The agent runs in a separate task, so that
+        cancelling it does not affect other episodes. engine: its pauses do not count towards the
+        time limit."""
         assert task.session is not None
         play = asyncio.create_task(self._contained(task))
         abort = asyncio.create_task(task.session.on_abort.wait())
@@ -274,7 +275,7 @@ class AgentGenerate(CustomGenerate):
     async def _contained(self, task: Task) -> object:
         try:
             return await self._play(task)
-        except SystemExit as error:  # would end the event loop
+        except SystemExit as error:  # this would end the event loop
             raise RuntimeError(f"SystemExit: {error}") from error
 
     @contextlib.asynccontextmanager
@@ -293,8 +294,8 @@ class AgentGenerate(CustomGenerate):
 
 
 async def _ended(play: asyncio.Task[object]) -> None:
-    """Cancel what is under way; what goes on in spite of that is given up, and not waited for when
-    the event loop ends."""
+    """Cancel a task; if it ignores the cancellation it is abandoned, and the end of the event loop
+    does not wait for it."""
     if play.done():
         return
     play.cancel()
@@ -306,9 +307,9 @@ async def _ended(play: asyncio.Task[object]) -> None:
 
 
 def seed_of(sample: Sample, *, evaluation: bool) -> int:
-    """For what an agent draws, the same for all samples of a prompt: ``seed`` of the row's metadata,
-    else the number of the prompt in the run (in an evaluation from 2**30 on, as its prompts are
-    others). Raises ValueError for a seed that is none."""
+    """Seed for an agent's own randomness, equal for all samples of a prompt: ``seed`` in the row's
+    metadata, otherwise the prompt's number in the run (from 2**30 on for evaluations, whose prompts
+    are numbered separately). Raises ValueError for an invalid seed."""
     seed = sample.metadata.get("seed", (sample.group_id + (EVALUATION_SEED if evaluation else 0)))
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < MOST_SEED:
         raise ValueError(f"'seed' of the row's metadata is {seed!r:.60}, must be 0 to 2**31 - 1")
@@ -343,7 +344,7 @@ def agent_generate(
     else:
         return None
     end_ids = end_ids_of(run, tokenizer)
-    ChatTemplate(tokenizer, end_ids)  # a tokenizer without one is refused before the first episode
+    ChatTemplate(tokenizer, end_ids)  # rejects tokenizers without a template early
     if config.agent_tool_format == TRANSFORMERS and default_format(tokenizer) != TRANSFORMERS:
         raise ValueError(f"{TOOL_FORMAT} {TRANSFORMERS}: the tokenizer has no response_template")
     port = config.agent_port + rank if config.agent_port else 0

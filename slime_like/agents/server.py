@@ -18,12 +18,12 @@ from slime_like.errors import RunError
 CONNECTIONS = (
     512  # beyond which the oldest that asks nothing is closed, besides those that episodes may need
 )
-SILENT_S = 10.0  # that a new connection may take to its first byte
+SILENT_S = 10.0  # seconds until the first byte of a new connection
 STOP_S = 5.0
 
 
 class _Server(uvicorn.Server):
-    """Signals are the run's."""
+    """Leaves signal handling to the run."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -31,9 +31,9 @@ class _Server(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-    """One that sends nothing is closed: it counts as the others do. Where there are too many, the
-    one that has asked nothing for the longest time makes room, so that no client keeps others out
-    with connections that it does not use, or with requests that it does not end."""
+    """Closes a new connection that sends nothing, because it counts towards the limit. At the
+    limit, the connection that has been idle for the longest time is closed, so that a client cannot
+    block others with unused connections or incomplete requests."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -80,7 +80,7 @@ class Gateway:
         """
         self._tasks, self._connections = tasks, connections
         self.sessions: dict[str, Session] = {}
-        self.url = ""  # while it listens
+        self.url = ""  # set while it listens
         self._host, self._port, self._max_body = host, port, max_body
         self._episodes = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -103,7 +103,7 @@ class Gateway:
     async def listening(self) -> AsyncIterator[None]:
         """Run the server within the block."""
         loop = asyncio.get_running_loop()
-        if self._loop is not loop:  # that of an earlier rollout has ended, perhaps in the middle
+        if self._loop is not loop:  # an earlier rollout was interrupted together with its loop
             self._loop, self._episodes, self._starting = loop, 0, None
             self._stopping = None
             self.sessions.clear()
@@ -121,7 +121,8 @@ class Gateway:
                 await asyncio.shield(self._stopping)
 
     async def _start(self, stopping: asyncio.Task[None] | None) -> _Server:
-        """stopping: the server before this one, which has the port and the address until it ends."""
+        """Start the server. stopping: the previous server, which occupies the port until it has
+        stopped."""
         if stopping is not None:
             await asyncio.shield(stopping)
         try:

@@ -26,10 +26,10 @@ from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, Sam
 from slime_like.rollout.episode import Model
 
 Finish = Literal["stop", "length", "tool_calls"]
-PREFIX = 64  # tokens at the end of a prompt, with all of the opening of an answer
-WAITING = 32  # requests of a session that wait, besides those that are answered
-NOT_ANSWERS = 8  # requests of a session beyond those: rewards, counts of tokens
-COUNTS_PER_TURN = 8  # prompts that a client may have counted for each answer
+PREFIX = 64  # tokens at the end of a prompt that contain the full opening of a turn
+WAITING = 32  # waiting requests of a session, in addition to running ones
+NOT_ANSWERS = 8  # further requests of a session: rewards, token counts
+COUNTS_PER_TURN = 8  # prompts per turn that a client may have counted
 
 
 class TooManyRequests(Exception):
@@ -121,7 +121,7 @@ class Session:
         self._pending = self._requests = 0
         self._running: set[asyncio.Task[object]] = set()
         self._asked: Counter[bytes] = Counter()
-        self._main: Turn | None = None  # what the main conversation continues
+        self._main: Turn | None = None  # the turn that the main conversation continues
         self._begun = False
 
     async def answer(self, ask: Ask) -> list[Choice]:
@@ -149,7 +149,7 @@ class Session:
         except asyncio.CancelledError:
             if not self.ended:
                 raise
-            task.uncancel()  # by `end`, and not by who waits for the task
+            task.uncancel()  # cancelled by `end`, and not by the waiting caller
             raise SessionEnded("the episode has ended") from None
         finally:
             self._pending -= 1
@@ -157,7 +157,7 @@ class Session:
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
-        """One that came over HTTP, before its body is read. Raises TooManyRequests."""
+        """Count an HTTP request, before its body is read. Raises TooManyRequests."""
         if self._requests >= self._limits.concurrent + self._limits.waiting + NOT_ANSWERS:
             self.counts["refused"] += 1
             raise TooManyRequests(f"{self._requests} requests of this session are open already")
@@ -185,9 +185,10 @@ class Session:
             task.cancel()
 
     def numbers(self) -> dict[str, float]:
-        """About the whole session: answers, roots and forks of its tree, foreign_messages (answers
-        that a client sent and the model did not give so), rewritten_turns, tool_errors (calls that
-        could not be read), overridden (sampling parameters), refused and engine_failures."""
+        """Statistics of the session: answers; roots and forks of its tree; foreign_messages
+        (assistant messages from the client that the model did not generate in this form);
+        rewritten_turns; tool_errors (unparsable calls); overridden (sampling parameters); refused;
+        engine_failures."""
         names = (
             "answers", "tool_errors", "overridden", "refused", "engine_failures", "internal_errors", "workers_lost", "restarted",
         )  # fmt: skip
@@ -196,7 +197,7 @@ class Session:
         return found | {name: float(self.tree.counts[name]) for name in of_tree}
 
     async def _answer(self, ask: Ask) -> list[Choice]:
-        self._check_open()  # again: it may have waited
+        self._check_open()  # checked again after waiting
         self._check_turns(ask)
         prompt = self.tree.next_prompt(ask.messages, ask.tools)
         room = self._room(prompt)
@@ -211,12 +212,12 @@ class Session:
         sampling = replace(
             self._model.sampling, max_new_tokens=room, stop=(*self._model.sampling.stop, *ask.stop)
         )
-        self.counts["answers"] += ask.n  # before anything is waited for, so that the limit holds
+        self.counts["answers"] += ask.n  # counted before the first await, so that the limit holds
         is_main = self._main is not None and prompt.parent is self._main if self._begun else True
         self._begun = True
         before = self._main
         if is_main:
-            self._main = None  # whatever is asked meanwhile is a side conversation
+            self._main = None  # concurrent requests are side conversations
         requests = [self._request(prompt, ask, is_main=is_main and not i) for i in range(ask.n)]
         ask_engine = self._model.engine.generate_one
         outputs = await asyncio.gather(*(ask_engine(request, sampling) for request in requests))
@@ -231,7 +232,7 @@ class Session:
                     self.on_abort.set()
                     raise SessionEnded("the run asks for no more of this episode")
                 self.counts["engine_failures"] += 1
-                if is_main:  # the client may ask again
+                if is_main:  # the client may retry
                     self._main, self._begun = before, before is not None
                 raise EngineGaveUp(output.failure)
         choices = [self._choice(prompt, ask, sampling.stop, output) for output in outputs]
@@ -240,8 +241,8 @@ class Session:
         return choices
 
     def _room(self, prompt: NextPrompt) -> int:
-        """Tokens of an answer: of the response from the first prompt of its path on, and of the
-        model's positions."""
+        """Maximum tokens of a completion, given the response length from the first prompt of its
+        path on, and the model's context length."""
         first = len(prompt.tokens if prompt.parent is None else prompt.parent.root.prompt)
         room = self._model.sampling.max_new_tokens - (len(prompt.tokens) - first)
         if self._limits.positions is None:
@@ -249,8 +250,9 @@ class Session:
         return min(room, self._limits.positions - len(prompt.tokens))
 
     def _request(self, prompt: NextPrompt, ask: Ask, *, is_main: bool) -> GenerateRequest:
-        """The main conversation draws what an episode of the same texts draws; every other request
-        by its own tokens, so that neither order nor speed changes what is sampled."""
+        """Requests of the main conversation draw the same random numbers as an episode with the
+        same texts; other requests are seeded by their tokens, so that neither order nor timing
+        affects the samples."""
         if is_main and ask.seed is None:
             first = prompt.tokens if prompt.parent is None else prompt.parent.root.prompt
             position = len(prompt.tokens) - len(first)
@@ -266,7 +268,8 @@ class Session:
         return GenerateRequest(identity, prompt.tokens, seed)
 
     def _new_identity(self) -> int:
-        """Requests of one sample that run together have separate ids: the engine ends them by id."""
+        """A unique id: concurrent requests of a sample need separate ids, because the engine aborts
+        by id."""
         self.counts["identities"] += 1
         return (1 << 62) + (self.sample_id << 20) + self.counts["identities"] % (1 << 20)
 
@@ -295,19 +298,19 @@ class Session:
             message["tool_calls"] = []
         for name, arguments in parsed.calls:
             self.counts["calls"] += 1
-            # nine letters and digits, as some families' templates demand
+            # nine letters and digits, as required by the templates of some families
             identity = f"c{self.counts['calls']:08d}"
             message["tool_calls"].append(tool_call(identity, name, arguments))
         return message
 
     @property
     def sampling(self) -> SamplingParams:
-        """The run's."""
+        """The run's sampling parameters."""
         return self._model.sampling
 
     def prompt_length(self, ask: Ask) -> int:
-        """Tokens that the model would be given. Raises BadRequest, and TooManyRequests for far more
-        questions than answers."""
+        """Number of prompt tokens of a request. Raises BadRequest, and TooManyRequests for far more
+        counts than turns."""
         self.counts["counted"] += 1
         if self.counts["counted"] > COUNTS_PER_TURN * self._limits.turns:
             self.counts["refused"] += 1
@@ -317,16 +320,16 @@ class Session:
         return len(self.tree.next_prompt(ask.messages, ask.tools).tokens)
 
     def text_of(self, tokens: Sequence[int]) -> str:
-        """For a reward function: without special tokens."""
+        """Text for a reward function, without special tokens."""
         return str(self._model.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def token_text(self, token: int) -> str:
-        """Of one token by itself, for a client that asks for log-probs."""
+        """Text of a single token, for clients that request log-probs."""
         return self._template.decode([token])
 
 
 def cut_at(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
-    """Up to the first of the stop strings, which clients are not given, and which it is."""
+    """The text before the first stop string, and that stop string, which clients do not receive."""
     places = [(text.find(s), s) for s in stop if s in text]
     if not places:
         return text, None
@@ -335,7 +338,7 @@ def cut_at(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
 
 
 def messages_of(body: Mapping[str, object]) -> list[Message]:
-    """The messages of a body of chat completions. Raises BadRequest."""
+    """The messages in a body of chat completions. Raises BadRequest."""
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages must be a list of at least one message")

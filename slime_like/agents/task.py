@@ -14,7 +14,7 @@ from slime_like.agents.messages import BadRequest
 from slime_like.agents.openai_api import chat_ask, chat_json
 from slime_like.agents.sessions import Session
 
-CANCEL_S = 5.0  # that a cancelled agent, or a client's end, may take
+CANCEL_S = 5.0  # seconds for a cancelled agent, or a client, to end
 
 
 @dataclass(slots=True)
@@ -42,14 +42,15 @@ class Task:
     async def chat(
         self, messages: Sequence[Mapping[str, object]], **parameters: object
     ) -> dict[str, Any]:
-        """A chat completion as the gateway answers it, without the way over HTTP.
+        """Request a chat completion from the gateway, without HTTP.
 
         Args:
-            messages: Of OpenAI's form.
-            parameters: Of chat completions; those that are not offered are refused.
+            messages: In OpenAI's format.
+            parameters: Of chat completions; unsupported ones are rejected.
 
         Raises:
-            BadRequest: in place of status 400; the other errors of `Session.answer`.
+            BadRequest: Where HTTP clients get status 400; also the other errors of
+                `Session.answer`.
         """
         assert self.session is not None
         body = {"messages": list(messages), **parameters}
@@ -61,8 +62,8 @@ class Task:
         return chat_json(choices, self.session, self.model, logprobs=logprobs)
 
     def reward(self, value: float, answer: int = -1) -> None:
-        """Add to the reward of one answer, the newest by default. Raises BadRequest for anything but
-        a finite number and an answer of this episode."""
+        """Add to the reward of one turn, the newest by default. Raises BadRequest unless the value
+        is a finite number and the turn exists."""
         assert self.session is not None
         add_reward(self.session, value, answer)
 
@@ -81,7 +82,7 @@ class Task:
         return client
 
     async def close(self) -> None:
-        """Close the connections of its clients, as far as that goes."""
+        """Close the connections of its clients, as far as possible."""
         for client in self._clients:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(client.close(), CANCEL_S)

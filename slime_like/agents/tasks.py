@@ -19,7 +19,7 @@ from slime_like.agents.messages import BadRequest
 if TYPE_CHECKING:
     from slime_like.agents.task import Task
 
-WAIT_S = 30.0  # most that a claim waits for a task
+WAIT_S = 30.0  # maximum seconds for a claim to wait for a task
 
 
 class WorkerLost(Exception):
@@ -28,8 +28,8 @@ class WorkerLost(Exception):
 
 @dataclass(eq=False, slots=True)
 class Offer:
-    """A task for a worker. offered, beat, claimed: times of the event loop; claimed None: it
-    waits. outcome: the reward; taken: done when it is claimed."""
+    """A task for a worker. offered, beat, claimed: event loop times; claimed None: it is waiting.
+    outcome: resolves to the reward; taken: done when it is claimed."""
 
     task: Task
     outcome: asyncio.Future[Any]
@@ -50,20 +50,20 @@ class TaskQueue:
     _waiting: deque[Offer] = field(default_factory=deque)
     _claimed: dict[str, Offer] = field(default_factory=dict)
     _askers: deque[asyncio.Future[Offer | None]] = field(default_factory=deque)
-    _over: bool = False  # no more tasks: the gateway ends
+    _over: bool = False  # no more tasks: the gateway is closing
     _heard: float = 0.0  # the last claim of any worker
     _loop: asyncio.AbstractEventLoop | None = None
 
     def knows(self, key: str) -> bool:
-        """Whether it is a worker's."""
+        """Whether it is a worker's key."""
         return any([hmac.compare_digest(key.encode(), own.encode()) for own in self.keys])
 
     async def play(self, task: Task) -> float | None:
-        """Wait for a worker to play it; the reward that it reports.
+        """Let a worker run the task; returns the reward that it reports.
 
         Raises:
-            WorkerLost: see there.
-            RuntimeError: no worker asks for tasks, or it took too long, or reported an error.
+            WorkerLost: See there.
+            RuntimeError: No worker claims tasks, or the worker took too long or reported an error.
         """
         loop = self._here()
         self._over = False
@@ -77,7 +77,7 @@ class TaskQueue:
                 await asyncio.wait(awaited, timeout=left, return_when=asyncio.FIRST_COMPLETED)
                 if offer.outcome.done():
                     return offer.outcome.result()
-                if loop.time() >= self._end(offer):  # which heartbeats and claims put off
+                if loop.time() >= self._end(offer):  # heartbeats and claims extend it
                     raise self._late(offer, loop.time())
         finally:
             self._claimed.pop(task.api_key, None)
@@ -85,7 +85,7 @@ class TaskQueue:
                 self._waiting.remove(offer)
 
     async def claim(self, wait_s: float) -> Task | None:
-        """The oldest task, for a worker; None where none comes within `wait_s` seconds."""
+        """The oldest task, for a worker; None if there is none within `wait_s` seconds."""
         loop = self._here()
         self._heard = loop.time()
         if self._over:
@@ -98,7 +98,7 @@ class TaskQueue:
             self._askers.append(asker)
             try:
                 await asyncio.wait({asker}, timeout=wait_s)
-            except asyncio.CancelledError:  # the worker has left, perhaps just after it got one
+            except asyncio.CancelledError:  # the worker disconnected, perhaps holding a task
                 if asker.done() and (offer := asker.result()) is not None:
                     self._offer(offer)
                 raise
@@ -114,19 +114,21 @@ class TaskQueue:
         return offer.task
 
     def release(self) -> None:
-        """Workers that wait are answered that there is no task; others too, until there is one."""
+        """Respond to waiting workers that there is no task, and to later ones until there is
+        one."""
         self._over = True
         for asker in self._askers:
             if not asker.done():
                 asker.set_result(None)
 
     def heartbeat(self, key: str) -> None:
-        """key: of the episode. Raises BadRequest where it is of no claimed task."""
+        """Record a heartbeat. key: of the episode. Raises BadRequest if it does not belong to a
+        claimed task."""
         self._of(key).beat = self._here().time()
 
     def finish(self, key: str, reward: object, error: object) -> None:
-        """The end of an episode. reward: see `rollouts.bad_reward`. error: why there is none, or
-        None. Raises BadRequest as `heartbeat`."""
+        """Finish an episode. reward: see `episode_samples.bad_reward`. error: why there is no
+        reward, or None. Raises BadRequest like `heartbeat`."""
         outcome = self._of(key).outcome
         if outcome.done():
             return  # a repeated report
@@ -136,7 +138,7 @@ class TaskQueue:
             outcome.set_exception(RuntimeError(f"the worker reported: {error!s:.400}"))
 
     def _here(self) -> asyncio.AbstractEventLoop:
-        """The event loop, which is another one in each rollout."""
+        """The current event loop, which differs between rollouts."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._heard = loop, loop.time()

@@ -20,15 +20,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_WORDS = ("0", "1")  # in place of an answer
-# A template that writes calls only where there is no content, not where it is empty. transformers
-# drops keys without a value, so that a mark is used for none, in the template too.
+_WORDS = ("0", "1")  # placeholders for a completion's text
+# For templates that render calls only if there is no content, as opposed to empty content.
+# transformers drops keys without a value, so a marker stands for None, in the template as well.
 _IS_NONE = re.compile(r"""(content(?:['"]\])?) is (not )?none""")
 _NO_CONTENT = "<no content>"
 
 
 class ChatTemplate:
-    """Of one tokenizer. end_ids: tokens that end a response."""
+    """Renders and tokenises conversations with a tokenizer's chat template. end_ids: tokens that
+    end a response."""
 
     def __init__(
         self,
@@ -38,12 +39,12 @@ class ChatTemplate:
     ) -> None:
         """
         Args:
-            tokenizer: Hugging Face's, with a chat template.
-            end_ids: Tokens that end a response, at least those of the tokenizer.
-            arguments: Further ones of the template (--apply-chat-template-kwargs).
+            tokenizer: Hugging Face tokenizer with a chat template.
+            end_ids: Tokens that end a response, including those of the tokenizer.
+            arguments: Further arguments of the template (--apply-chat-template-kwargs).
 
         Raises:
-            ValueError: the tokenizer has no chat template.
+            ValueError: The tokenizer has no chat template.
         """
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError("agents need a chat template, and the tokenizer has none")
@@ -53,11 +54,11 @@ class ChatTemplate:
         self._ends = [tokenizer.decode([i], skip_special_tokens=False) for i in self.end_ids]
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text that has its special tokens already."""
+        """Tokenise a text that already contains its special tokens."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, special ones too."""
+        """The text of tokens, including special ones."""
         return str(
             self.tokenizer.decode(
                 list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -65,14 +66,14 @@ class ChatTemplate:
         )
 
     def prompt(self, messages: Sequence[Message], tools: Any) -> list[int]:
-        """The whole conversation, and the opening of an answer.
+        """Tokens of the full conversation and the opening of the next turn.
 
         Raises:
-            BadRequest: with the template's words, where it takes no such conversation.
+            BadRequest: With the template's message, if it rejects the conversation.
         """
         try:
             return self.encode(self._render(messages, tools, open_turn=True))
-        except Exception as error:  # templates raise nearly anything
+        except Exception as error:  # templates may raise anything
             words = str(error).split("\n", 1)[0][:300]
             raise BadRequest(f"the chat template refuses the messages: {words}") from error
 
@@ -84,18 +85,18 @@ class ChatTemplate:
         tools: object,
         last: int | None,
     ) -> list[int] | None:
-        """The tokens between an answer and the next one.
+        """The tokens between a completion and the next one.
 
         Args:
-            before: What the answer answered.
-            answer: As the client was given it.
-            after: Messages since.
+            before: The messages that were answered.
+            answer: As sent to the client.
+            after: Messages since then.
             tools: Of the conversation.
-            last: The last token that was generated, None for no token.
+            last: The last generated token; None if there is none.
 
         Returns:
-            The rest of the answer's turn, the messages since and the opening of the next answer;
-            None where the template's texts do not show where they begin.
+            The rest of the answer's turn, the messages since then and the opening of the next turn;
+            None if the rendered texts do not show where they begin.
         """
         end = self.decode([last]) if last in self.end_ids and last is not None else ""
         for stand_ins in _stand_ins(answer):
@@ -109,7 +110,7 @@ class ChatTemplate:
                     )
                     for more, opens in ((after, True), ((), False))
                 ]
-            except Exception:  # such a stand-in is not taken; perhaps the next one is
+            except Exception:  # this placeholder message is rejected; the next one may be accepted
                 continue
             rest = self._rest(whole, closing, end, has_calls=bool(stand_ins[0].get("tool_calls")))
             if rest is not None:
@@ -117,9 +118,9 @@ class ChatTemplate:
         return None
 
     def _rest(self, whole: str, closing: str, end: str, *, has_calls: bool) -> str | None:
-        """whole: what follows the stand-in's words. closing: the same where its turn is the last,
-        perhaps with the end of a tool call first. end: what the model ended its turn with, "" where
-        it did not."""
+        """Text after an answer's content. whole: what follows the placeholder. closing: the same if
+        its turn is the last one, possibly starting with the end of a tool call. end: the end token
+        that the model generated, "" if none."""
         shared = _common_start(whole, closing)
         places = [(shared.find(mark), mark) for mark in self._ends if mark and mark in shared]
         if places:
@@ -127,7 +128,7 @@ class ChatTemplate:
             return whole[place + len(mark) :] if end else whole[place:]
         if has_calls and shared != closing:
             return None
-        # the template ends no turn, and the model may have written what begins the next one
+        # the template does not end turns, and the model may have generated the next one's start
         rest = whole[len(closing) :] if has_calls else whole
         return rest.removeprefix(end)
 
@@ -144,7 +145,7 @@ class ChatTemplate:
             text = self._applied(
                 marked, tools, open_turn=open_turn, chat_template=_IS_NONE.sub(_compared, template)
             )
-            if _NO_CONTENT not in text:  # else it asks about other messages
+            if _NO_CONTENT not in text:  # otherwise it tests other messages
                 return text
         return self._applied(own, tools, open_turn=open_turn)
 
@@ -164,7 +165,7 @@ class ChatTemplate:
 
         try:
             return apply(messages)
-        except TypeError:  # of a template that joins arguments as texts
+        except TypeError:  # for templates that concatenate arguments as text
             return apply([_in_text(m) for m in messages])
 
 
@@ -173,7 +174,7 @@ def _compared(match: re.Match[str]) -> str:
 
 
 def _in_text(message: Message) -> dict[str, object]:
-    """With the arguments of its calls as JSON."""
+    """The message with its calls' arguments as JSON text."""
     calls = [
         {
             **call,
@@ -189,8 +190,9 @@ def _json(arguments: object) -> str:
 
 
 def _stand_ins(answer: Message) -> list[list[dict[str, object]]]:
-    """Pairs of messages that differ in their words alone: with the answer's calls, with its first
-    call, and as mere text. A template may need the calls to take their results, or take one only."""
+    """Pairs of placeholder messages that differ only in their text: with the answer's calls, with
+    its first call only, and as plain text. A template may require calls before tool results, or
+    support only a single call."""
     calls = answer.get("tool_calls") or []
     pairs = []
     for count in dict.fromkeys((len(calls), min(len(calls), 1), 0)):
@@ -208,7 +210,8 @@ def _stand_ins(answer: Message) -> list[list[dict[str, object]]]:
 
 
 def _common_end(first: str, second: str) -> str:
-    """Of two texts that differ; "" where they are equal, as then nothing is known."""
+    """Common suffix of two different texts; "" if they are equal, since nothing can be concluded
+    then."""
     if first == second:
         raise ValueError("the template writes no word of the answer")
     return _common_start(first[::-1], second[::-1])[::-1]

@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Call = tuple[str, Any]  # name, arguments: an object, or text that is none
+Call = tuple[str, Any]  # name, arguments: an object, or invalid text
 
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """errors: marked calls that could not be read; they stay in `content`."""
+    """A parsed completion. errors: number of unparsable calls, which stay in `content`."""
 
     content: str
     reasoning: str = ""
@@ -29,17 +29,17 @@ class Parsed:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A family's calls. marks: texts in a chat template, which together identify the family. pattern:
-    matches all that is no content. read: the calls of one match; raises where there is none.
-    closing: what every match ends with; text after the last one is not searched, so that marks which
-    nothing closes take no time that grows with their square."""
+    """The tool-call format of a model family. marks: texts in a chat template that together
+    identify the family. pattern: matches everything that is not content. read: parses the calls of
+    one match, or raises. closing: text at the end of every match; text after its last occurrence is
+    not searched, so that unclosed marks do not take quadratic time."""
 
     marks: tuple[str, ...]
     pattern: re.Pattern[str]
     read: Callable[[re.Match[str]], list[Call]]
     closing: re.Pattern[str] | None = None
-    start_only: bool = False  # the calls are the whole text
-    texts: bool = False  # the arguments are texts, and the tool's schema says what they mean
+    start_only: bool = False  # the calls are the full text
+    texts: bool = False  # arguments are text, and the tool's schema determines their types
 
 
 def _pattern(text: str) -> re.Pattern[str]:
@@ -47,7 +47,7 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def _spans(text: str, opening: str, closing: str) -> list[str]:
-    """What is between each opening mark and the next closing one."""
+    """The texts between each opening mark and the next closing one."""
     found, end = [], 0
     while (begin := text.find(opening, end)) >= 0:
         begin += len(opening)
@@ -60,7 +60,7 @@ def _spans(text: str, opening: str, closing: str) -> list[str]:
 
 
 def _objects(text: str) -> list[Call]:
-    """JSON of one call or a list of them."""
+    """Parse JSON of one call or a list of calls."""
     value = json.loads(text)
     found = []
     for item in value if isinstance(value, list) else [value]:
@@ -90,7 +90,8 @@ def _object(text: str) -> dict[str, object]:
 
 
 def _typed(name: str, arguments: Mapping[str, str], tools: object) -> dict[str, object]:
-    """Arguments that XML holds: text where the tool's schema says so, else JSON where it is some."""
+    """Convert arguments in XML: text if the tool's schema says so, otherwise JSON if it is
+    valid."""
     found: dict[str, object] = {}
     for key, text in arguments.items():
         types = _types(tools, name, key)
@@ -102,7 +103,7 @@ def _typed(name: str, arguments: Mapping[str, str], tools: object) -> dict[str, 
 
 
 def _types(tools: object, name: str, key: str) -> Sequence[str]:
-    """Of an argument in the schema of a tool; none where it does not say."""
+    """Types of an argument in a tool's schema; empty if unspecified."""
     for tool in tools if isinstance(tools, Sequence) else ():
         function = tool.get("function") or {}
         if function.get("name") == name:
@@ -146,7 +147,7 @@ def _deepseek(match: re.Match[str]) -> list[Call]:
 
 
 def _fenced(arguments: str) -> str:
-    """The JSON of a call, which a fence may be around."""
+    """The JSON of a call, without an optional code fence."""
     return arguments.strip().removeprefix("```json").removesuffix("```").strip()
 
 
@@ -163,7 +164,7 @@ def _kimi(match: re.Match[str]) -> list[Call]:
 
 
 def _python_calls(match: re.Match[str]) -> list[Call]:
-    """``[name(key=value), ...]``, literals only; nothing is run."""
+    """Parse ``[name(key=value), ...]`` with literals only; nothing is executed."""
     tree = ast.parse(match[1].strip(), mode="eval").body
     found: list[Call] = []
     for call in tree.elts if isinstance(tree, ast.List) else [tree]:
@@ -178,7 +179,7 @@ def _python_calls(match: re.Match[str]) -> list[Call]:
 
 _CALL_END = _pattern("</tool_call>")
 _LIST_END = _pattern(r"\]\s*+$")
-FORMATS: dict[str, Format] = {  # possessive: nothing that is matched is given back and tried again
+FORMATS: dict[str, Format] = {  # possessive quantifiers: no backtracking
     "qwen3_coder": Format(
         ("<function=", "<parameter="),
         _pattern(r"(?<!\s)\s*+<tool_call>\s*+<function=([^>]++)>(.*?)</function>\s*+</tool_call>"),
@@ -263,14 +264,14 @@ FORMATS: dict[str, Format] = {  # possessive: nothing that is matched is given b
     ),
 }
 NO_TOOLS = "none"
-# what reading a text of a model's raises, which may be anything
+# errors when parsing a model's text, which may be anything
 _UNREADABLE = (
     ValueError, KeyError, TypeError, SyntaxError, AttributeError, RecursionError, MemoryError,
 )  # fmt: skip
 
 
 def format_of(template: str) -> str:
-    """The name of the first format with all its marks in a chat template; NO_TOOLS for none."""
+    """The first format all of whose marks are in a chat template; NO_TOOLS if there is none."""
     for name, each in FORMATS.items():
         if all(mark in template for mark in each.marks):
             return name
@@ -304,7 +305,7 @@ def parse(
             found = each.read(match)
             if each.texts:
                 found = [(name, _typed(name, arguments, tools)) for name, arguments in found]
-            # what JSON cannot say is no call: a client is sent JSON
+            # reject values that JSON cannot represent, since clients receive JSON
             found = [(name, json.loads(json.dumps(a, allow_nan=False))) for name, a in found]
             calls.extend(found)
         except _UNREADABLE:
@@ -320,7 +321,8 @@ def parse(
 
 
 def _thought(text: str, is_open: bool) -> tuple[str, str]:
-    """(thoughts, the rest) of ``<think>...</think>``; a thought without an end is all of it."""
+    """Split ``<think>...</think>`` into (thoughts, rest); an unclosed thought extends to the
+    end."""
     begins = re.match(r"\s*<think>", text)
     if not is_open and begins is None:
         return "", text
@@ -330,7 +332,7 @@ def _thought(text: str, is_open: bool) -> tuple[str, str]:
 
 
 def _channels(text: str) -> tuple[str, str]:
-    """(analysis, what is final or a call) of OpenAI's harmony format."""
+    """Split OpenAI's harmony format into (analysis, final content and calls)."""
     pattern = r"(?:<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>(.*?)(?:<\|end\|>|$)"
     reasoning = "".join(re.findall(pattern, text, re.DOTALL))
     rest = re.sub(pattern, "", text, flags=re.DOTALL)

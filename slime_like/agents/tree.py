@@ -40,12 +40,12 @@ class NextPrompt:
 
 @dataclass(eq=False, slots=True)
 class Turn:
-    """One answer. prompt: the tokens that the model was given; tokens: those that it wrote, with a
-    log-prob and a weight version each. token_sets: as of `GenerateOutput`. routes: of its prompt and
-    tokens from the last token of its parent on, which was not computed before. truncated: it reached
-    a limit. number: its place in the session. reward: what it got by itself. observed: tokens at the end of
-    the prompt that came between its parent and itself, unless an answer before it came after the
-    same ones. seen: those after which its children came."""
+    """A completion. prompt: tokens given to the model; tokens: generated tokens, with one log-prob
+    and weight version each. token_sets: see `GenerateOutput`. routes: routed experts of its prompt
+    and tokens, starting at the parent's last token, which was not computed before. truncated: it
+    reached a limit. number: index in the session. reward: of this turn. observed: number of tokens
+    at the end of the prompt that came between parent and turn, 0 if an earlier sibling already has
+    the same ones. seen: the observations that precede its children."""
 
     parent: Turn | None
     prompt: tuple[int, ...]
@@ -77,7 +77,7 @@ class Turn:
 
     @property
     def path(self) -> list[Turn]:
-        """From its root to itself."""
+        """The turns from the root to this one."""
         found = [self]
         while found[-1].parent is not None:
             found.append(found[-1].parent)
@@ -86,10 +86,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A sequence to train on: its first `prompt_length` tokens are read only, the others have an
-    entry each of mask, log-probs, versions and token_sets. spans: of each answer that it trains, the
-    first token after the prompt, its tokens and its number in the tree. routes: of all tokens, each
-    where it went when it was first computed on this path."""
+    """A sequence to train on. Its first `prompt_length` tokens are context; the others have one
+    entry each in mask, log-probs, versions and token_sets. spans: for each trained turn, its start
+    relative to the end of the prompt, its length and its index in the tree. routes: routed experts
+    of all tokens, as first computed on this path."""
 
     tokens: tuple[int, ...]
     prompt_length: int
@@ -199,7 +199,7 @@ class SessionTree:
 
 
 def _branch(own: Sequence[Turn], leaf: Turn, observations: bool) -> Branch:
-    """The tokens up to the end of `leaf`, of which those of `own` are trained on."""
+    """The tokens up to the end of `leaf`, where only those of `own` are trained on."""
     tokens = leaf.kept
     start = len(own[0].prompt) - (own[0].observed if observations else 0)
     count = len(tokens) - start
@@ -229,7 +229,7 @@ def _branch(own: Sequence[Turn], leaf: Turn, observations: bool) -> Branch:
 
 
 def _routes(leaf: Turn) -> Tensor | None:
-    """[tokens, layers, topk] up to the end of `leaf`."""
+    """Routed experts [tokens, layers, topk] up to the end of `leaf`."""
     found = [turn.routes for turn in leaf.path]
     parts = [routes[:-1] for routes in found[:-1] if routes is not None]
     return None if found[-1] is None else torch.cat([*parts, found[-1]])
