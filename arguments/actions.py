@@ -44,7 +44,7 @@ class LauncherAction(argparse.Action):
 
 
 class Setting(LauncherAction):
-    """Sets one field. on: of a switch, what the spelling means."""
+    """Sets one field. on: the value that this spelling of a switch sets."""
 
     def __init__(
         self, option_strings: Sequence[str], dest: str, flag: Flag, on: bool | None
@@ -103,7 +103,7 @@ class Version(argparse.Action):
 
 
 def custom_words(action: argparse.Action, name: str, value: object) -> list[str]:
-    """A value of a run file as command-line arguments."""
+    """Convert a value of a run file to command-line arguments."""
     if value is None or (value is False and action.nargs == 0):
         return []
     if value is True and action.nargs == 0:
@@ -128,7 +128,8 @@ def flag_of_action(action: argparse.Action) -> Flag:
 
 
 def check_added(actions: Sequence[argparse.Action], path: str, table: FlagTable) -> None:
-    """Raises ConfigError for actions that --custom-arguments-path's function `path` must not add."""
+    """Raise ConfigError for actions that the function `path` of --custom-arguments-path must not
+    add."""
     problems = []
     for action in actions:
         name = (action.option_strings or [action.dest])[0]

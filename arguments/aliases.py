@@ -42,13 +42,13 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
     "--use-tensorboard": {"no_tensorboard": False},
     "--offload": {"offload_train": True, "offload_rollout": True},
 }
-# Fields of which slime gives one value with each flag.
+# List fields for which slime repeats the flag with one value each.
 APPENDED = ("rollout_sample_hook_path",)
-# Fields that slime's scripts set from a variable that may be empty; what holds then.
+# Fields that slime's scripts set from a variable that may be empty -> what applies then.
 MAY_BE_EMPTY: Mapping[str, str] = {
     "wandb_key": "W&B takes WANDB_API_KEY or its own login",
 }
-# Accepted, because what they ask for is so anyway.
+# Accepted, because what they ask for always applies.
 NO_EFFECT: Mapping[str, str] = {
     "--get-mismatch-metrics": "mismatch metrics are always computed",
     "--use-entropy-loss": "--entropy-coef alone decides",
@@ -73,7 +73,7 @@ NO_EFFECT: Mapping[str, str] = {
     "--exit-signal-handler": "a run with --save always saves on SIGTERM",
 }
 _DELTA = "changes of weights are sent as XOR of what changed, with SHA-256 of every tensor"
-# As NO_EFFECT, with or without a value.
+# Like NO_EFFECT, with or without a value.
 IGNORED: Mapping[str, str] = {
     f"--{name}": why
     for why, names in {
@@ -151,8 +151,8 @@ ESTIMATORS_THAT_ARE_LOSSES = ("gspo", "cispo")
 _SKYRL_PREFIX = re.compile(
     "--(?:(?:trainer-)?algorithm-(?:off-policy-correction-)?|off-policy-correction-)"
 )
-# Names of SkyRL's that it calls deprecated itself; slime's --use-tis is not: its long name tells
-# which is meant.
+# Names that SkyRL itself calls deprecated. slime's --use-tis is not deprecated: SkyRL's long name
+# distinguishes the two.
 DEPRECATED: Mapping[str, str] = {
     "--tis-imp-ratio-cap": "--token-tis-ratio-clip-high",
     "--trainer-algorithm-use-tis": "--tis-ratio-type token",
@@ -161,7 +161,7 @@ DEPRECATED: Mapping[str, str] = {
 
 
 def not_implemented(name: str) -> str | None:
-    """Why a known flag cannot be used here; None for a name that nobody knows."""
+    """Why a known flag cannot be used here; None for unknown names."""
     if name in NOT_IMPLEMENTED:
         return NOT_IMPLEMENTED[name]
     return next((reason for prefix, reason in _PREFIXES.items() if name.startswith(prefix)), None)

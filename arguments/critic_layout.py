@@ -23,7 +23,7 @@ from arguments.schema import CriticConfig, ParallelConfig
 from slime_like.config import Problem, flag_name
 
 PREFIX = "critic_"
-# The fields of ParallelConfig that a critic may have otherwise.
+# The fields of ParallelConfig that a critic may override.
 LAYOUT = tuple(
     f.name
     for f in dataclasses.fields(ParallelConfig)
@@ -31,7 +31,7 @@ LAYOUT = tuple(
 )
 INTERLEAVED = {"num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"}
 _POLICYS_FLAG = re.compile(f"--({'|'.join(flag_name(name)[2:] for name in LAYOUT)})(?![\\w-])")
-# Whatever looks at a layout: what does not depend on it is told once, of the policy.
+# All rules that depend on a layout; problems independent of it are reported once, for the policy.
 RULES: tuple[Rule, ...] = (
     *PARALLEL_RULES,
     *MOE_RULES,
@@ -42,7 +42,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def layout_flags(critic: CriticConfig) -> dict[str, Any]:
-    """What the critic's flags say, under the names of ParallelConfig."""
+    """Values of the critic's layout flags, by field name of ParallelConfig."""
     said = {name: getattr(critic, PREFIX + name) for name in LAYOUT}
     return {name: value for name, value in said.items() if value is not None}
 
@@ -74,8 +74,8 @@ def critic_parallel(critic: CriticConfig, policy: ParallelConfig) -> ParallelCon
 
 
 def critic_layout_is_possible(s: Settings) -> list[Problem]:
-    """Every rule of the policy's layout, under the names of the critic's flags. What is wrong with
-    the policy's as well is told of that."""
+    """Apply the layout rules to the critic, and report problems under its flags. Problems that the
+    policy's layout has too are only reported for the policy."""
     if not has_critic(s) or not layout_flags(s.critic):
         return []
     view = as_policy(s)
@@ -96,7 +96,7 @@ def as_policy(s: Settings) -> Settings:
 
 
 def under_critics_name(problem: Problem, s: Settings) -> Problem:
-    """What a rule found in the critic's layout, with the flags that say it."""
+    """Rephrase a problem of the critic's layout in terms of the critic's flags."""
     found = Problem(_critics(problem.flag), problem.value, _critics(problem.message))
     if found.flag != problem.flag:
         return found
@@ -112,7 +112,8 @@ def _critics(words: str) -> str:
 
 
 def build_critic(s: Settings) -> tuple[CriticModel | None, list[Problem]]:
-    """Of settings that the rules have passed; or what megatron-core has against them."""
+    """Build the critic's layout and model config; returns megatron-core's objections as problems.
+    Call after the rules have passed."""
     view = as_policy(s)
     stages = virtual_stages_of(view.parallel, view.core)
     built, problems = build_megatron_configs(

@@ -1,5 +1,5 @@
-"""Whether torch would find a CUDA device, without importing torch: that takes seconds, which a
-wrong command line must not."""
+"""Check for a CUDA device without importing torch, which takes seconds: an error in the command
+line should be reported sooner."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 
 def cuda_available() -> bool:
-    """What torch.cuda.is_available() says.
+    """Equivalent to torch.cuda.is_available().
 
-    It counts the devices of the driver, which must be at least of the major version that torch was
-    built for (CUDA Compatibility Guide, "minor version compatibility").
+    There must be a device, and the driver's CUDA major version must be at least that of torch's
+    build (CUDA Compatibility Guide, "minor version compatibility").
     """
     build = _torch_build()
-    if build.get("hip"):  # AMD's driver is asked by torch
+    if build.get("hip"):  # only torch can query AMD's driver
         import torch
 
         return torch.cuda.is_available()

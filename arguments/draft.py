@@ -25,22 +25,22 @@ from slime_like.advantages.registry import advantage_estimators
 from slime_like.config import ConfigError, Problem
 from slime_like.losses.registry import PolicyLoss
 
-UNTIED = "untie_embeddings_and_output_weights"  # a critic has no output weights
+UNTIED = "untie_embeddings_and_output_weights"  # not compared for a critic: it has no output layer
 SUPERVISED_DEFAULTS = {"n_samples_per_prompt": 1, "loss_reduction": "token_mean"}
 PAIR_DEFAULTS = {"n_samples_per_prompt": 2, "loss_reduction": "sequence_mean"}
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The program that is being parsed. usage, hidden: for --help. values: of settings that it does
-    not have but that rules read."""
+    """The program whose command line is parsed. usage, hidden: for --help. values: values of
+    settings that the program does not have but rules read."""
 
     rules: tuple[Rule, ...]
     warnings: tuple[Warn, ...]
     usage: str
     hidden: frozenset[str]
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    default_micro_batches: bool = False  # whether it has them
+    default_micro_batches: bool = False  # whether to use a token budget by default
 
 
 @dataclass(slots=True)
@@ -49,12 +49,11 @@ class Draft:
 
     settings: Settings
     problems: list[Problem]
-    checkpoint: HfModel | None  # of the policy, as read
+    checkpoint: HfModel | None  # the policy's
 
 
 def _room_for_conversations(configs: Mapping[str, Any], checkpoint: HfModel) -> Any:
-    """Conversations to learn from are cut where the model's positions end, unless the user says
-    otherwise."""
+    """Set the maximum length of training conversations to the model's number of positions."""
     data, rollout = configs["data"], configs["rollout"]
     positions = checkpoint.gpt.get("max_position_embeddings")
     if positions is None or not learns_conversations(configs["algorithm"].loss_type, data):
@@ -64,7 +63,7 @@ def _room_for_conversations(configs: Mapping[str, Any], checkpoint: HfModel) -> 
 
 
 def _with_defaults(given: ParsedArgs, loss: PolicyLoss, program: Program) -> Mapping[str, Any]:
-    """What was given over the defaults of the program and of the kind of run."""
+    """The given values, on top of the defaults of the program and of the kind of run."""
     values = {**program.values, **given.values}
     if values.get("loss_type") == "sft_loss":
         values = {**SUPERVISED_DEFAULTS, **(PAIR_DEFAULTS if loss.pairs else {}), **values}
@@ -133,7 +132,8 @@ def make_draft(
 def _shape_differences(
     flag: str, folder: str | None, model: ModelConfig, policy: HfModel, *, value_head: bool = False
 ) -> list[Problem]:
-    """Reference and critic are built as the policy is, so they must have the same shape."""
+    """Problems if a reference model or critic has another shape than the policy, since it is built
+    with the policy's config."""
     if (
         folder is None
         or folder == model.hf_checkpoint

@@ -7,8 +7,8 @@ settings for each set (--eval-config).
         - {name: aime, path: aime.jsonl, rm_type: math, max_response_len: 4096}
         - {name: easy, path: easy.jsonl, n_samples_per_eval_prompt: 1, temperature: 0}
 
-As in slime, ``eval:`` may be left out, and ``datasets`` may be a mapping by name. What a set does
-not say is as in `defaults`, else as the flags say.
+As in slime, ``eval:`` may be omitted, and ``datasets`` may be a mapping by name. Settings that a
+set omits are taken from `defaults`, then from the flags.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ANY_K = Range("-1 (all) or >= 1", lambda k: k == -1 or k >= 1)
 
 @dataclass(frozen=True, slots=True)
 class EvalSet:
-    """None: as the run's flags say."""
+    """An evaluation set. None: use the value of the run's flag."""
 
     name: str
     path: str
@@ -60,7 +60,7 @@ class EvalSet:
 
     @property
     def metadata(self) -> dict[str, object]:
-        """What is laid over the metadata of every row."""
+        """Overrides for the metadata of every row."""
         return ({} if self.rm_type is None else {"rm_type": self.rm_type}) | dict(
             self.metadata_overrides
         )
@@ -76,7 +76,7 @@ _OF_ONE_SET = ("name", "path")
 
 
 def command_line_sets(config: EvalConfig) -> tuple[EvalSet, ...]:
-    """The pairs of --eval-prompt-data under the flags of evaluation."""
+    """The sets of --eval-prompt-data, with the values of the evaluation flags."""
     words = config.eval_prompt_data or []
     return tuple(
         EvalSet(name=name, path=path, **_from_flags(config))
@@ -97,7 +97,7 @@ def _from_flags(config: EvalConfig) -> dict[str, Any]:
 
 
 def eval_sets_of(config: EvalConfig) -> tuple[tuple[EvalSet, ...], list[Problem]]:
-    """Those of the run, and what is wrong with the file."""
+    """The evaluation sets of the run, and the problems of the file."""
     if config.eval_config is None:
         return command_line_sets(config), []
     try:
@@ -144,7 +144,8 @@ def _sets(content: object, flags: Mapping[str, object]) -> tuple[EvalSet, ...]:
 
 
 def _checked(row: object, place: str, forbidden: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The keys of a set, with their values in their types. Raises ValueError naming the key."""
+    """Validate the keys of a set and the types of their values. Raises ValueError naming the
+    key."""
     if not isinstance(row, dict):
         raise ValueError(f"{place} must be a mapping, not {type(row).__name__}")
     fields = {f.name: f for f in dataclasses.fields(EvalSet)}

@@ -78,13 +78,14 @@ IMPORT_MODULES = Flag(
 
 
 def normalise(name: str) -> str:
-    """``--Sapo.tau_pos`` -> ``--sapo-tau-pos``: dashes, underscores and SkyRL's dots are the same."""
+    """``--Sapo.tau_pos`` -> ``--sapo-tau-pos``: dashes, underscores and SkyRL's dots are
+    equivalent."""
     return "--" + name.lstrip("-").replace("_", "-").replace(".", "-")
 
 
 def loss_flags() -> list[Flag]:
-    """The fields of every registered loss's configuration. A field of several losses is one flag,
-    whose default is each loss's own."""
+    """Flags for the settings of all registered losses. A setting that several losses share is one
+    flag, with a separate default per loss."""
     holders: dict[str, list[tuple[str, Flag]]] = {}
     for name, loss in policy_losses.items():
         for flag in flags_of(loss.config_type, ""):
@@ -111,7 +112,8 @@ def loss_flags() -> list[Flag]:
 
 
 def default_words(defaults: list[tuple[str, object]]) -> str:
-    """``0.2``, or ``ppo 0.2, gspo 0.0003`` where losses differ; a loss without a default is left out."""
+    """``0.2``, or ``ppo 0.2, gspo 0.0003`` if losses differ; losses without a default are
+    omitted."""
     values = {str(value) for _, value in defaults}
     if len(values) == 1:
         value = defaults[0][1]
@@ -120,7 +122,7 @@ def default_words(defaults: list[tuple[str, object]]) -> str:
 
 
 def registry_choices() -> dict[str, list[str]]:
-    """Legal values that come from the registries."""
+    """Legal values of flags that select a registered name."""
     losses = policy_losses.names(with_aliases=True)
     return {
         "rm_type": rewards.names(),
@@ -136,7 +138,7 @@ def registry_choices() -> dict[str, list[str]]:
 
 
 def registry_help() -> dict[str, str]:
-    """What the entries of the registries say about themselves, for --help."""
+    """Descriptions of the registered names, for --help."""
     return {
         "policy_loss_type": policy_losses.help(),
         "advantage_estimator": advantage_estimators.help(),
@@ -149,7 +151,7 @@ def registry_help() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """A name that can be typed. value: what a switch becomes; None for flags with a value."""
+    """A name that can be typed. value: value that a switch gets; None for flags with a value."""
 
     flag: Flag
     value: bool | None
@@ -173,7 +175,8 @@ class FlagTable:
                     self.spellings[name] = Spelling(flag, value if flag.kind == "switch" else None)
 
     def with_flags(self, more: Iterable[Flag]) -> FlagTable:
-        """This table and more flags, which may be ones that are known and not implemented here."""
+        """This table with additional flags, which may replace ones that are known but not
+        implemented."""
         more = list(more)
         names = {normalise(name) for flag in more for name in flag.on}
         kept = [
@@ -182,7 +185,7 @@ class FlagTable:
         return FlagTable([*kept, *more])
 
     def nearest(self, name: str) -> str | None:
-        """The usable flag that `name` looks most like, aliases of peers included."""
+        """The usable flag most similar to `name`; also considers aliases of other programs."""
         usable = {
             spelled.removeprefix("--"): spelled
             for spelled, spelling in self.spellings.items()
@@ -201,7 +204,8 @@ class FlagTable:
         return min(part, key=len) if part else None
 
     def refused_like(self, name: str) -> dict[str, str]:
-        """Flags that are known and not implemented and have the words of `name`: flag -> reason."""
+        """Flags that are known but not implemented and contain the words of `name`: flag ->
+        reason."""
         known = {spelled: s.flag.refused for spelled, s in self.spellings.items() if s.flag.refused}
         known |= {n: reason for n, reason in NOT_IMPLEMENTED.items() if n not in self.spellings}
         typed = normalise(name).removeprefix("--")
@@ -210,7 +214,7 @@ class FlagTable:
         }
 
     def hint(self, name: str) -> str:
-        """What may have been meant, in words that follow "unknown flag; "."""
+        """Suggestion for an unknown flag, to follow "unknown flag; "."""
         if (near := self.nearest(name)) is not None:
             return f"did you mean {near}?"
         if (known := self.refused_like(name)) and len(normalise(name)) > 4:
@@ -225,9 +229,9 @@ def _has_words(name: str, typed: str) -> bool:
 
 
 def without_clashes(ours: Iterable[Flag], megatron: Sequence[Flag]) -> list[Flag]:
-    """megatron-core's flags, whose next release may bring any name: one that is refused here is
-    left only the spellings that no other flag has, where a field's own name goes before a spelling
-    that another field borrows. Without its own name it is left out."""
+    """Resolve name clashes of megatron-core's flags, since a new release may add any name. A
+    rejected flag keeps only spellings that no other flag has; a field's own name takes precedence
+    over a borrowed spelling. It is dropped if it loses its own name."""
     working = [flag for flag in megatron if not flag.refused]
     taken = {normalise(name) for flag in (*ours, *working) for name in (*flag.on, *flag.off)}
     dests = {flag.dest for flag in ours}
@@ -254,7 +258,7 @@ def flag_table() -> FlagTable:
 
 @lru_cache(maxsize=1)
 def _flag_table(version: int) -> FlagTable:
-    """version: of the registries."""
+    """`flag_table` for one version of the registries, which is the cache key."""
     choices, more = registry_choices(), registry_help()
     flags = [RUN_FILE, CUSTOM_ARGUMENTS, IMPORT_MODULES]
     for title, config_type in GROUPS.values():

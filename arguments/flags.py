@@ -1,8 +1,8 @@
-"""A dataclass's fields -> flags.
+"""Derive flags from dataclass fields.
 
 Our dataclasses declare settings with `arg()`. megatron-core's fields have an annotation, a default
-and sometimes `argparse_meta` metadata; they are read from its source text without importing it,
-which takes seconds: a wrong command line should fail before that.
+and sometimes `argparse_meta` metadata. They are read from its source text, because importing it
+takes seconds, and an error in the command line should be reported sooner.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Kind = Literal["value", "list", "switch", "json"]
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One setting as the user types it.
+    """A flag on the command line.
 
-    dest: the field's name. on: spellings, the first is the one that messages use. off: of a switch,
-    spellings that turn it off. item: type of the value, or of each item of a list. refused: why the
-    flag is known and cannot be used; empty when it can.
+    dest: field name. on: spellings; messages use the first. off: spellings that turn a switch off.
+    item: type of the value, or of each item of a list. refused: why the flag is known but cannot be
+    used; empty if it can.
     """
 
     dest: str
@@ -38,7 +38,7 @@ class Flag:
     off: tuple[str, ...] = ()
     item: type = str
     default: object = None
-    default_words: str = ""  # told in place of `default`
+    default_words: str = ""  # shown instead of `default`
     choices: tuple[object, ...] | None = None
     legal: Range | None = None
     metavar: str | None = None
@@ -69,7 +69,7 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What an annotation says about the words on a command line."""
+    """Command-line shape of an annotation."""
 
     kind: Kind
     item: type = str
@@ -102,7 +102,8 @@ def shape_of(annotation: object) -> Shape | None:
 
 
 def switch_spellings(dest: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Both ways: a run file or a checkpoint may have set what the command line wants to take back."""
+    """Spellings that turn a switch on and off. Every switch has both, because the command line may
+    override a run file or a checkpoint."""
     on = (flag_name(dest),)
     return on, () if dest.startswith(("no_", "disable_")) else (flag_name(f"no_{dest}"),)
 
@@ -156,9 +157,8 @@ def default_of(field: dataclasses.Field[object]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class SourceField:
-    """A field of a dataclass, as its source text has it. annotation: Any where the text names types
-    that are not plain. known_default: False where the default is not made of constants; `default`
-    is None then."""
+    """A dataclass field read from source text. annotation: Any for types that are not plain.
+    known_default: False if the default is not a constant expression; `default` is then None."""
 
     name: str
     annotation: Any
@@ -168,7 +168,7 @@ class SourceField:
 
 
 class _Names(dict[str, Any]):
-    """The names of an annotation: those of `typing`, and Any for all others."""
+    """Namespace for evaluating annotations: names of `typing`, Any for all others."""
 
     def __missing__(self, key: str) -> Any:
         return getattr(typing, key, Any)
@@ -200,7 +200,7 @@ def read_source_fields(path: Path, class_name: str) -> list[SourceField]:
 
 
 class _WithoutModules(ast.NodeTransformer):
-    """Any for names of modules, as torch.dtype."""
+    """Replace attributes of modules, such as torch.dtype, by Any."""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         return ast.Name("Any")
@@ -212,7 +212,7 @@ def _annotation(node: ast.expr) -> Any:
 
 
 def _constant(node: ast.expr | None) -> tuple[Any, bool]:
-    """(value, whether it is made of constants alone), arithmetic such as 2**32 included."""
+    """(value, whether the expression is constant); arithmetic such as 2**32 is supported."""
     if node is None or any(isinstance(part, ast.Name | ast.Call) for part in ast.walk(node)):
         return None, False
     return eval(ast.unparse(node), {"__builtins__": {}}), True

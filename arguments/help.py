@@ -1,4 +1,4 @@
-"""--help: all groups, or those that a word picks."""
+"""Text of --help: all flags, or those that match a word."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NOTES = """Dashes and underscores in flags are interchangeable. --config RUN.YA
 
 
 def default_words(flag: Flag) -> str:
-    """The default as it is told: empty where there is none."""
+    """The default as shown in --help; empty if there is none."""
     if flag.default_words:
         return flag.default_words
     if flag.kind == "switch" and flag.default is not None:
@@ -29,7 +29,7 @@ def default_words(flag: Flag) -> str:
 def help_text(
     table: FlagTable, about: str = "", *, usage: str = TRAIN_USAGE, hidden: Collection[str] = ()
 ) -> str:
-    """about: a part of a group's title or of a flag's name; empty shows everything. hidden: fields
+    """Format --help. about: part of a group title or flag name; empty: everything. hidden: fields
     of settings that the program does not have."""
     word = about.lstrip("-").replace("_", "-").lower()
     groups: dict[str, list[Flag]] = {}

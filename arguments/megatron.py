@@ -67,7 +67,7 @@ SUPPORTED = frozenset(
     bucket_size pad_buckets_for_high_nccl_busbw average_in_collective
     """.split()  # noqa: SIM905
 )
-# Of these, fields that not every supported release has.
+# Supported fields that some supported releases lack.
 OF_SOME_RELEASES = frozenset({"muon_use_nesterov", "muon_nesterov", "muon_coefficient_type"})
 # Set by the trainer or derived from other flags; they have no flag.
 OURS = frozenset(
@@ -93,7 +93,7 @@ SPELLINGS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "muon_split_qkv": ((), ("--muon-no-split-qkv",)),
     "muon_nesterov": (("--muon-use-nesterov",), ("--no-muon-use-nesterov",)),
 }
-# Values that work here: a release may have more.
+# Supported values; a release may have more.
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "normalization": ("LayerNorm", "RMSNorm"),
     "recompute_granularity": ("full", "selective"),
@@ -112,16 +112,16 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "moe_token_dispatcher_type": ("alltoall", "allgather", "flex"),
     "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
 }
-# Fields that are a torch.dtype, and Megatron-LM's words for it: what Transformer Engine's Adam can
-# do; `arguments/rules/training.py` knows more.
+# torch.dtype fields -> Megatron-LM's names of the dtypes that Transformer Engine's Adam supports;
+# `arguments/rules/training.py` has further restrictions.
 OPTIMIZER_DTYPES: Mapping[str, tuple[str, ...]] = {
     "main_grads_dtype": ("fp32", "bf16"),
     "main_params_dtype": ("fp32", "fp16"),
     "exp_avg_dtype": ("fp32", "fp16", "bf16", "fp8"),
     "exp_avg_sq_dtype": ("fp32", "fp16", "bf16", "fp8"),
 }
-# Fields of several types: as what they are read. One item of a list is the plain value; see
-# `network_of_flags`.
+# Fields with several types -> the shape they are parsed as. A list with one item becomes the plain
+# value; see `network_of_flags`.
 UNIONS: Mapping[str, Shape] = {
     "moe_layer_freq": Shape("value", str),
     "pipeline_model_parallel_layout": Shape("value", str),
@@ -197,10 +197,10 @@ ACTIVATION_FLAGS = {
     "squared_relu": ("squared_relu", False),
     "quick_geglu": ("quick_gelu", True),
 }
-# Dropout is no part of the checkpoint's network: the flag, or 0, holds whatever config.json says.
+# Dropout is not part of the checkpoint's network: the flag (default 0) overrides config.json.
 NOT_COMPARED = ("hidden_dropout", "attention_dropout")
 
-# Parts of an expert layer that a checkpoint does not have unless its config.json says so.
+# Parts of an MoE layer that a checkpoint only has if its config.json says so.
 NONE_UNLESS_SAID = frozenset(
     {
         "num_moe_experts",

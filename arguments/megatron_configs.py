@@ -48,9 +48,9 @@ class Machine:
 
     cuda: bool
     transformer_engine: bool
-    gradient_fusion: bool  # Apex's extension
+    gradient_fusion: bool  # Apex's extension is installed
     apex: bool = False
-    planned: bool = False  # not this one: configurations are made for it, with what is here
+    planned: bool = False  # another machine that is only planned for, with this one's packages
 
     @classmethod
     def with_gpus(cls) -> Machine:
@@ -81,7 +81,8 @@ def resolve_transformer_impl(model: ModelConfig, machine: Machine) -> str:
 
 @dataclass(slots=True)
 class Build:
-    """What the three objects are made from. values: field name -> value, from flags and checkpoint."""
+    """Input of the three config objects. values: field name -> value, from flags and
+    checkpoint."""
 
     values: Mapping[str, Any]
     parallel: ParallelConfig
@@ -107,7 +108,7 @@ def build_megatron_configs(
     """
     if machine.planned:
         machine, model = Machine.here(), dataclasses.replace(model, transformer_impl="local")
-        values = {**values, "moe_permute_fusion": False}  # a kernel of Transformer Engine's
+        values = {**values, "moe_permute_fusion": False}  # a Transformer Engine kernel
     nccl = parallel.distributed_backend == "nccl" or (
         parallel.distributed_backend == "auto" and machine.cuda
     )
@@ -117,7 +118,7 @@ def build_megatron_configs(
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore"
-        )  # fallbacks for want of Transformer Engine and Apex, and deprecated defaults
+        )  # warnings about missing Transformer Engine and Apex, and deprecated defaults
         transformer = _attempt(build, _transformer)
         optimizer = _attempt(build, _optimizer)
         ddp = _attempt(build, _ddp)
@@ -202,7 +203,7 @@ def _transformer(build: Build) -> object:
 
 
 def transformer_config_type(values: Mapping[str, object]) -> type[TransformerConfig]:
-    """Which of its classes has fields for the network that `values` describe."""
+    """The config class with the fields that the network described by `values` needs."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     if values.get("multi_latent_attention"):
@@ -216,14 +217,14 @@ def _layer_config() -> type[TransformerConfig]:
 
     @dataclasses.dataclass
     class LayerConfig(TransformerConfig):
-        """With fields for what megatron-core's layers do not have."""
+        """TransformerConfig with fields for features that megatron-core's layers lack."""
 
-        post_self_attn_layernorm: bool = False  # before what it gives is added to the stream
+        post_self_attn_layernorm: bool = False  # normalise the output before the residual add
         post_mlp_layernorm: bool = False
-        qk_norm_of_all_heads: bool = False  # of the queries at once, and of the keys
-        window_rotary_base: float | None = None  # of layers with a window, in place of the model's
+        qk_norm_of_all_heads: bool = False  # one norm over all query heads, one over all key heads
+        window_rotary_base: float | None = None  # rotary base of layers with a sliding window
         embedding_scale: float = 1.0
-        # of GPTModel's YaRN, which looks for them here
+        # YaRN settings, which GPTModel reads from the config
         yarn_rotary_scaling_factor: float = 1.0
         yarn_original_max_position_embeddings: int = 4096
         yarn_beta_fast: float = 32.0
@@ -241,41 +242,41 @@ def _sparse_config() -> type[TransformerConfig]:
 
     @dataclasses.dataclass
     class SparseConfig(MLATransformerConfig):
-        """With fields for the indexers of slime_like/megatron/model/sparse_attention.py."""
+        """MLATransformerConfig with fields for slime_like/megatron/model/sparse_attention.py."""
 
-        index_topk: int = 2048  # keys that are chosen for a query
+        index_topk: int = 2048  # keys selected per query
         index_n_heads: int = 64
         index_head_dim: int = 128
         index_rotary_interleaved: bool = False
-        index_shared: list[int] | None = None  # by layer: 1 takes what the last one before it chose
+        index_shared: list[int] | None = None  # per layer: 1 reuses the previous layer's selection
 
     return SparseConfig
 
 
 def _fusions(build: Build) -> dict[str, bool]:
-    """Fused kernels: on where a whole GPU environment is installed, for some are compiled at run
-    time. Never on the CPU."""
+    """Fused kernels: on if a GPU and Transformer Engine are present, since some are compiled at run
+    time; never on the CPU."""
     values, gpu = build.values, build.machine.cuda and build.machine.transformer_engine
     gated = bool(values.get("gated_linear_unit"))
     fusable = values.get("activation_func", "gelu") in (("silu", "quick_gelu") if gated else ())
     return {
         "bias_activation_fusion": gpu and fusable,
-        # which grouped experts with biases do not have
+        # grouped experts with biases do not support it
         "bias_dropout_fusion": gpu
         and not (values.get("num_moe_experts") and values.get("add_bias_linear", True)),
         "masked_softmax_fusion": gpu,
         "apply_rope_fusion": gpu
         and build.transformer_impl == "transformer_engine"
         and not values.get("rotary_interleaved", False)
-        and "yarn_rotary_scaling_factor" not in values  # whose cosines are scaled
-        # megatron-core's kernel for latent attention is for YaRN alone
+        and "yarn_rotary_scaling_factor" not in values  # YaRN scales cosines and sines
+        # megatron-core's kernel for MLA supports only YaRN
         and not (values.get("multi_latent_attention") and values.get("rope_type") != "yarn"),
         "gradient_accumulation_fusion": build.machine.cuda and build.machine.gradient_fusion,
     }
 
 
 def activation_function(name: str) -> object:
-    """The callable that TransformerConfig wants."""
+    """The callable for TransformerConfig.activation_func."""
     import torch.nn.functional as F
     from megatron.core.activations import quick_gelu, squared_relu
 
@@ -307,20 +308,21 @@ def _optimizer(build: Build) -> object:
     fields = _of(OptimizerConfig, values)
     if build.machine.transformer_engine or not fields.get("use_precision_aware_optimizer"):
         return OptimizerConfig(**fields)
-    # megatron-core asks for Transformer Engine's Adam here; megatron_patches/precision_adam.py has
-    # another one
+    # megatron-core requires Transformer Engine's Adam here; megatron_patches/precision_adam.py
+    # replaces it
     config = OptimizerConfig(
         **{name: value for name, value in fields.items() if name not in OF_PRECISION_AWARE}
     )
     for name in OF_PRECISION_AWARE & fields.keys():
         setattr(config, name, fields[name])
-    config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True  # fp8 is refused
+    config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True  # fp8 is rejected elsewhere
     config.store_param_remainders = False
     return config
 
 
 def _main_gradients_in_bf16(build: Build) -> bool:
-    """Of the precision-aware optimizer, which takes them as the buffers have them."""
+    """Whether main gradients are bf16: only with the precision-aware optimizer, which reads the
+    gradient buffers directly."""
     values = build.values
     if not values.get("use_precision_aware_optimizer") or not values.get("bf16"):
         return False
@@ -328,7 +330,7 @@ def _main_gradients_in_bf16(build: Build) -> bool:
 
 
 def _dtype_of_word(word: str) -> object:
-    """Megatron-LM's words for types of the optimizer's state."""
+    """The torch.dtype for Megatron-LM's name of an optimizer-state dtype."""
     import torch
 
     return {

@@ -1,4 +1,4 @@
-"""argv and YAML -> `RunConfig`, or one error with everything that is wrong."""
+"""Parse argv and YAML into a `RunConfig`, or raise one error that lists all problems."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from slime_like.registry import registrations
 
 CONFIG_EXIT_STATUS = 2
 IMPORT_FLAG = "--import-modules"
-# Rank 0 prints; when another rank ends first, torchrun would end rank 0 before it has.
+# Rank 0 prints. If another rank exited first, torchrun would kill rank 0 before it has printed.
 _WAIT_FOR_RANK_0_S = 5.0
 
 
@@ -57,12 +57,12 @@ SERVER = Program(
 
 
 def launcher_parser(program: Program = TRAIN) -> LauncherParser:
-    """A new parser for the caller, who may add flags."""
+    """A new parser, to which the caller may add flags."""
     return LauncherParser(flag_table(), program.usage, program.hidden)
 
 
 def _parser_of(program: Program) -> LauncherParser:
-    """A parser that is shared, with the entries that the registries have now."""
+    """A shared parser with the current content of the registries."""
     return _shared_parser(program.usage, program.hidden, registrations())
 
 
@@ -127,15 +127,15 @@ def parse_or_exit(
 
 
 def _print_to_pipe(text: str) -> None:
-    """To stdout, whose reader may be `head` and hang up."""
+    """Print to stdout, which may be a closed pipe (`| head`)."""
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # Python would try to write the rest at its end, and complain
+    except BrokenPipeError:  # otherwise Python flushes the rest at exit and fails again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def complete_words(program: Program = TRAIN) -> None:
-    """Shell completion, where the shell asks for it and argcomplete is installed."""
+    """Shell completion, if the shell asks for it and argcomplete is installed."""
     if "_ARGCOMPLETE" not in os.environ:
         return
     try:
@@ -146,7 +146,8 @@ def complete_words(program: Program = TRAIN) -> None:
 
 
 def _read(argv: Sequence[str], program: Program) -> tuple[ParsedArgs, FlagTable]:
-    """The run file and, over it, the command line; and all flags, the user's own included."""
+    """Parse the run file and the command line, which takes precedence. Also returns all flags,
+    including user-defined ones."""
     first = _first_look(argv, program)
     import_modules(first.values.get("import_modules", []))
     problems: list[Problem] = []
@@ -170,8 +171,8 @@ def _read(argv: Sequence[str], program: Program) -> tuple[ParsedArgs, FlagTable]
 
 
 def _first_look(argv: Sequence[str], program: Program) -> ParsedArgs:
-    """Parse what can be read before user modules are imported; also with --help, which shows their
-    flags too."""
+    """Parse the flags that are needed before user modules are imported. --help is ignored here,
+    because it shows the flags of those modules too."""
     parser = _parser_of(program)
     given, run_file = _sources(_without_help(argv), parser)
     return merge(run_file, given)
@@ -189,7 +190,7 @@ def _without_help(argv: Sequence[str]) -> list[str]:
 
 
 def import_modules(modules: Sequence[str]) -> None:
-    """Import the modules of --import-modules, which register what they have.
+    """Import the modules of --import-modules, which add entries to the registries.
 
     Raises:
         ConfigError: For those that cannot be imported; reported alone, because further problems
@@ -207,7 +208,7 @@ def import_modules(modules: Sequence[str]) -> None:
 
 
 def _sources(argv: Sequence[str], parser: LauncherParser) -> tuple[ParsedArgs, ParsedArgs]:
-    """The command line, and the run file that it names."""
+    """Parse the command line and the run file that it names."""
     given, run_file = parser.read(argv), ParsedArgs()
     if "config" in given.values:
         try:
@@ -218,7 +219,8 @@ def _sources(argv: Sequence[str], parser: LauncherParser) -> tuple[ParsedArgs, P
 
 
 def _own_icepop(given: ParsedArgs) -> None:
-    """slime's icepop_function: a token mask and truncated importance sampling with the same bounds."""
+    """Replace slime's icepop_function by our IcePop: a token mask and truncated importance sampling
+    with the same bounds."""
     values = given.values
     path = str(values.get("custom_tis_function_path", ""))
     if not path.endswith("icepop_function"):
@@ -240,7 +242,7 @@ def _own_icepop(given: ParsedArgs) -> None:
 
 
 def _kl_in_the_reward(given: ParsedArgs) -> None:
-    """SkyRL's use_kl_in_reward: its kl_loss_coef is then our kl_coef."""
+    """With SkyRL's use_kl_in_reward, its kl_loss_coef is our kl_coef."""
     values = given.values
     if values.pop("use_kl_in_reward", None) and "kl_coef" not in values:
         if "kl_loss_coef" in values:
@@ -256,7 +258,7 @@ def _kl_in_the_reward(given: ParsedArgs) -> None:
 
 
 def _read_checkpoint(given: ParsedArgs) -> HfModel | None:
-    """What --hf-checkpoint's config.json says; None, with its problems noted, when it cannot be
+    """Read config.json of --hf-checkpoint; None, and problems are recorded, if it cannot be
     used."""
     folder = given.values.get("hf_checkpoint")
     if folder is None:
@@ -271,13 +273,13 @@ def _read_checkpoint(given: ParsedArgs) -> HfModel | None:
 
 
 def _about_unread(problem: Problem, given: ParsedArgs, table: FlagTable) -> bool:
-    """Whether a rule speaks of a flag whose value could not be read: that has been told already."""
+    """Whether a problem is about a flag with an unreadable value, which is already reported."""
     spelling = table.spellings.get(normalise(problem.flag))
     return spelling is not None and spelling.flag.dest in given.bad
 
 
 def _in_order(problems: list[Problem], table: FlagTable) -> list[Problem]:
-    """Each once, in the order in which they were found, flags with a value under their first name."""
+    """Remove duplicates, keep the order, and name flags with a value by their first spelling."""
     named = []
     for problem in problems:
         spelling = table.spellings.get(problem.flag)

@@ -56,7 +56,8 @@ _HYDRA = re.compile(r"\+{0,2}([A-Za-z][\w.]*)=(.*)", re.DOTALL)
 
 
 class LauncherParser(argparse.ArgumentParser):
-    """See the module. hidden: fields of settings that the program does not have."""
+    """Parser with our conversions and collected problems; see the module docstring. hidden: fields
+    of settings that the program does not have."""
 
     def __init__(self, table: FlagTable, usage: str, hidden: Collection[str] = ()) -> None:
         super().__init__(
@@ -68,11 +69,11 @@ class LauncherParser(argparse.ArgumentParser):
         self.table, self.whole_usage, self.hidden = table, usage, frozenset(hidden)
         self._negative_number_matcher = NEGATIVE_NUMBER
         self.given = ParsedArgs()
-        self.typed: dict[str, str] = {}  # a flag's name -> as this command line has it
+        self.typed: dict[str, str] = {}  # flag name -> spelling on this command line
         self._strict = False  # whether unknown flags are problems
-        self._custom: dict[str, argparse.Action] = {}  # the user's own, by field name
+        self._custom: dict[str, argparse.Action] = {}  # user-defined flags, by field name
         self._required: list[argparse.Action] = []
-        self._broken: set[argparse.Action] = set()  # the user's own that lack a value
+        self._broken: set[argparse.Action] = set()  # user-defined flags without their value
         self.add_argument(
             "--help", "-h", action=Help, nargs="?", metavar="WORD", help="Show the flags."
         )
@@ -104,10 +105,10 @@ class LauncherParser(argparse.ArgumentParser):
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def read(self, argv: Sequence[str]) -> ParsedArgs:
-        """What a command line sets, with every problem collected.
+        """Parse a command line, collecting all problems.
 
         Raises:
-            HelpRequested: for --help and --version.
+            HelpRequested: For --help and --version.
         """
         self.given, self._strict = ParsedArgs(), True
         self._namespace, extras = self._parse(argv, argparse.Namespace())
@@ -120,11 +121,8 @@ class LauncherParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As argparse's: the values of all flags, defaults included, and the words that are
-        unknown.
-
-        Exits with status 2 after printing every problem.
-        """
+        """As in argparse: returns the values of all flags, including defaults, and the unknown
+        words. If there are problems, prints all and exits with status 2."""
         self.given, self._strict = ParsedArgs(), False
         argv = sys.argv[1:] if args is None else args
         try:
@@ -150,7 +148,7 @@ class LauncherParser(argparse.ArgumentParser):
         self._option_string_actions.update(dict.fromkeys(others, self._other))
         try:
             return super().parse_known_args(words, namespace)
-        except argparse.ArgumentError as error:  # of the user's own flags
+        except argparse.ArgumentError as error:  # from a user-defined flag
             self.given.refuse(error.argument_name or CUSTOM_ARGUMENTS, None, error.message)
             return namespace, []
         finally:
@@ -158,12 +156,12 @@ class LauncherParser(argparse.ArgumentParser):
                 del self._option_string_actions[name]
 
     def _spelled(self, argv: Sequence[str]) -> list[str]:
-        """The command line with flags under the names that they are registered with."""
+        """The command line with all flags in their registered spelling."""
         words: list[str] = []
         wants_value = False
         asks_help = False
         for word in argv:
-            if asks_help:  # a flag may follow, which argparse would not take as a value
+            if asks_help:  # the word may look like a flag, which argparse rejects as a value
                 words[-1] += f"={word}"
                 asks_help = False
                 continue
@@ -204,7 +202,8 @@ class LauncherParser(argparse.ArgumentParser):
         return action if is_switch and action in self._custom.values() else None
 
     def _spelled_switch(self, typed: str, name: str, value: str) -> list[str]:
-        """``--x=false`` of a switch of the user's, which argparse does not know: no word."""
+        """Translate ``--x=false`` for a user-defined switch, which argparse does not support; false
+        becomes no word at all."""
         try:
             return [name] if read_switch(value) else []
         except ValueError as error:
@@ -214,7 +213,7 @@ class LauncherParser(argparse.ArgumentParser):
     # --- argparse's hooks --------------------------------------------------------------------------------------------
 
     def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
-        """How many of the next words, A each, are the action's."""
+        """How many of the next words (each an A in the pattern) belong to the action."""
         if isinstance(action, LauncherAction):
             there = len(arg_strings_pattern) - len(arg_strings_pattern.lstrip("A"))
             several = action is self._other or action.nargs in ("+", "*")
@@ -240,26 +239,26 @@ class LauncherParser(argparse.ArgumentParser):
             return argparse.SUPPRESS
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        """Our defaults are values already, and no words to be converted."""
+        """No conversion: our defaults are values, not strings."""
         if isinstance(action, LauncherAction):
             return arg_string
         return super()._get_value(action, arg_string)
 
     def error(self, message: str) -> NoReturn:
-        """Exits with status 2."""
+        """Print the problem and exit with status 2."""
         self.exit(2, message.rstrip() + "\n")
 
     def format_help(self) -> str:
         return self.help_about("") + "\n"
 
     def help_about(self, word: str) -> str:
-        """The flags that have `word` in their names, or all."""
+        """Help on the flags with `word` in their name, or on all flags."""
         return help_text(self.table, word, usage=self.whole_usage, hidden=self.hidden)
 
     # --- one flag ----------------------------------------------------------------------------------------------------
 
     def is_flag_name(self, name: str) -> bool:
-        """Whether this names a setting, or something that is known."""
+        """Whether this is the name of a setting or of another known flag."""
         registered = self._registered("--" + name.lstrip("-"))
         return registered in self._option_string_actions or self._is_other(registered)
 
@@ -273,12 +272,12 @@ class LauncherParser(argparse.ArgumentParser):
         )
 
     def _reason(self, name: str) -> str | None:
-        """Why a known flag cannot be used."""
+        """Why a known flag cannot be used; None if it can or is unknown."""
         spelling = self.table.spellings.get(name)
         return not_implemented(name) if spelling is None else spelling.flag.refused or None
 
     def _passed_on(self, name: str) -> str | None:
-        """The prefix of flags like this one, which are collected for another program."""
+        """The prefix if this flag is passed on to another program (see `PASSED_ON`)."""
         if name in self.table.spellings or not_implemented(name) is not None:
             return None
         return next((prefix for prefix in PASSED_ON if name.startswith(prefix)), None)
@@ -286,7 +285,7 @@ class LauncherParser(argparse.ArgumentParser):
     def store(
         self, flag: Flag, typed: str, value: object, on: bool | None, given: ParsedArgs
     ) -> None:
-        """Set a field to a value that is still to be read. on: False where the spelling negates."""
+        """Set a field to a raw value, which is converted here. on: False for a negated spelling."""
         self._note_deprecation(typed, given)
         try:
             result = convert(flag, value)
@@ -298,7 +297,7 @@ class LauncherParser(argparse.ArgumentParser):
             given.put(flag.dest, (not result) if on is False else result, typed)
 
     def take_other(self, typed: str, value: object, given: ParsedArgs) -> None:
-        """A flag that is no setting itself. value: True where none was given."""
+        """Process a flag that is not a setting itself. value: True if none was given."""
         name = self._registered(typed)
         if name in IGNORED:
             if value not in ("null", None, False):
@@ -342,7 +341,7 @@ class LauncherParser(argparse.ArgumentParser):
             given.warnings.append(f"{typed} is deprecated; use {instead}")
 
     def set_key(self, key: str, value: object, given: ParsedArgs, line: int | None = None) -> None:
-        """A key of a run file, with its value as YAML has it, and the line where it is."""
+        """Process a key of a run file. value: as parsed by YAML. line: its line number."""
         typed = normalise(key)
         name = self._registered(typed)
         action = self._option_string_actions.get(name)
@@ -356,17 +355,17 @@ class LauncherParser(argparse.ArgumentParser):
         if action is not None and action in self._custom.values():
             given.custom_words += custom_words(action, name, value)
         elif value is None or (value is False and self._reason(name) is not None):
-            pass  # switched off, as it is anyway
+            pass  # switched off, which is the default
         else:
             self.take_other(typed, value, given)
 
     # --- flags of the user's own -------------------------------------------------------------------------------------
 
     def add_custom(self, path: str) -> None:
-        """Let --custom-arguments-path's function add its flags.
+        """Let the function of --custom-arguments-path add its flags.
 
         Raises:
-            ConfigError: when it cannot be imported, raises, or adds what cannot be.
+            ConfigError: The function cannot be imported, raises, or adds an invalid flag.
         """
         before = set(self._actions)
         try:
@@ -381,7 +380,7 @@ class LauncherParser(argparse.ArgumentParser):
         check_added(added, path, self.table)
         for action in added:
             self._custom[action.dest] = action
-            if action.required:  # which argparse would ask of the command line alone
+            if action.required:  # checked later: argparse would only look at the command line
                 self._required.append(action)
                 action.required = False
             for option in action.option_strings:
@@ -389,17 +388,15 @@ class LauncherParser(argparse.ArgumentParser):
         self.table = self.table.with_flags([flag_of_action(a) for a in self._custom.values()])
 
     def set_defaults(self, **kwargs: object) -> None:
-        """For flags that a user's module has added; ours have theirs in the dataclasses."""
+        """Set defaults of flags that a user module has added; ours are in the dataclasses."""
         ours = sorted(set(kwargs) & set(self.table.by_dest))
         if ours:
             raise ValueError(f"sets the default of {ours[0]!r}; set it in a --config file instead")
         super().set_defaults(**kwargs)
 
     def custom_values(self, run_file: ParsedArgs, argv: Sequence[str]) -> dict[str, Any]:
-        """The values of the user's flags, those of the command line over those of the run file.
-
-        Problems are added to those of the run file.
-        """
+        """Values of the user-defined flags; the command line takes precedence over the run file.
+        Problems are added to those of the run file."""
         if not self._custom:
             return {}
         self.given, self._strict = ParsedArgs(), True

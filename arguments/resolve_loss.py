@@ -20,7 +20,7 @@ PAIR_LOSS_TYPES = {"dpo_loss": "dpo", "rm_loss": "bradley_terry"}
 
 
 def resolve_aliases(given: ParsedArgs) -> None:
-    """Resolve aliases to the choices they stand for, and collect contradictions."""
+    """Resolve aliases to the settings that they stand for, and record contradictions."""
     _estimator_picks_loss(given)
     _skyrls_gmpo_bounds(given)
     _alias_settings(given)
@@ -29,7 +29,7 @@ def resolve_aliases(given: ParsedArgs) -> None:
 
 
 def choose_loss(given: ParsedArgs, table: FlagTable) -> tuple[PolicyLoss, object]:
-    """The loss as its settings make it, and these settings. Problems are noted."""
+    """The policy loss, specialised by its settings, and these settings. Records problems."""
     values = given.values
     path = values.get(CUSTOM)
     if path is not None:
@@ -60,7 +60,7 @@ def choose_loss(given: ParsedArgs, table: FlagTable) -> tuple[PolicyLoss, object
 
 
 def loss_fields(loss: PolicyLoss) -> set[str]:
-    """Names of the loss's settings; a custom loss reads those of all."""
+    """Names of the loss's settings; a custom loss gets the settings of all losses."""
     if not dataclasses.is_dataclass(loss.config_type):
         return {name for _, registered in policy_losses.items() for name in loss_fields(registered)}
     return {field.name for field in dataclasses.fields(loss.config_type)}
@@ -71,7 +71,8 @@ def is_loss_setting(dest: str) -> bool:
 
 
 def _estimator_picks_loss(given: ParsedArgs) -> None:
-    """slime's --advantage-estimator also chooses a loss. gspo with sapo means sapo on GSPO's ratio."""
+    """In slime, --advantage-estimator gspo|cispo also selects the loss. gspo together with sapo
+    means SAPO with GSPO's ratio."""
     values = given.values
     name = values.get("advantage_estimator")
     if name not in ESTIMATORS_THAT_ARE_LOSSES:
@@ -90,7 +91,7 @@ def _estimator_picks_loss(given: ParsedArgs) -> None:
 
 
 def _slimes_cispo_bounds(given: ParsedArgs) -> None:
-    """slime's cispo is bounded by --eps-clip; ours has separate bounds."""
+    """slime's cispo uses --eps-clip as its bounds; ours has separate flags."""
     values = given.values
     low = values.pop("eps_clip", None)
     high = values.pop("eps_clip_high", low)
@@ -106,7 +107,7 @@ def _slimes_cispo_bounds(given: ParsedArgs) -> None:
 
 
 def _skyrls_gmpo_bounds(given: ParsedArgs) -> None:
-    """SkyRL bounds gmpo by eps_clip_low and eps_clip_high; ours has separate bounds."""
+    """SkyRL's gmpo uses eps_clip_low and eps_clip_high as its bounds; ours has separate flags."""
     values = given.values
     name = values.get("policy_loss_type")
     if name is None or policy_losses.canonical(name) != "gmpo":
@@ -117,7 +118,7 @@ def _skyrls_gmpo_bounds(given: ParsedArgs) -> None:
 
 
 def _alias_settings(given: ParsedArgs) -> None:
-    """An alias that stands for a choice, as dppo_kl does, contradicts another one."""
+    """Record settings that contradict the choice that a loss alias (e.g. dppo_kl) stands for."""
     name = given.values.get("policy_loss_type")
     if name is None:
         return
@@ -130,7 +131,8 @@ def _alias_settings(given: ParsedArgs) -> None:
 
 
 def _pair_loss_type(given: ParsedArgs) -> None:
-    """TRL's and OpenRLHF's users look for a way of training, not for a loss of one."""
+    """Map --loss-type of a preference loss to --policy-loss-type; users of TRL and OpenRLHF expect
+    a training mode, not a policy loss."""
     values = given.values
     if values.get("loss_type") not in PAIR_LOSS_TYPES:
         return

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TeacherModel:
-    """The shape of --opd-teacher-load in this run's layout and precision. transformer:
+    """Model config of --opd-teacher-load in this run's layout and precision. transformer:
     megatron-core's TransformerConfig."""
 
     gpt: GPTModelConfig
@@ -37,17 +37,17 @@ class CriticModel:
 
 @dataclass(frozen=True)
 class RunConfig(ConfigGroups):
-    """Complete: `gpt` is filled from the checkpoint; `model.transformer_impl` is "local" or
-    "transformer_engine";
-    `algorithm.num_steps_per_rollout` and `algorithm.global_batch_size` are set and agree with the
-    rollout's size, `balance_data` is set; `algorithm.policy_loss_type` and `advantage_estimator`
-    are registered names, not aliases; `parallel.num_virtual_stages_per_pipeline_rank` is set for
-    the interleaved schedule however that was asked for.
+    """All settings of a run, with derived values filled in: `gpt` from the checkpoint;
+    `model.transformer_impl` is "local" or "transformer_engine"; `algorithm.num_steps_per_rollout`
+    and `algorithm.global_batch_size` are set and agree with the rollout's size, and `balance_data`
+    is set; `algorithm.policy_loss_type` and `advantage_estimator` are registered names, not
+    aliases; `parallel.num_virtual_stages_per_pipeline_rank` is set for the interleaved schedule,
+    whichever flag selects it.
 
-    with SGLang, `sglang.update_weight_transport` is set.
+    With SGLang, `sglang.update_weight_transport` is set.
 
-    with a critic, `critic.critic_lr` and `critic_min_lr` are set, and critic_model tells its
-    layout; without one that is None.
+    With a critic, `critic.critic_lr` and `critic_min_lr` are set, and `critic_model` has its
+    layout; without one it is None.
 
     teacher: of on-policy distillation on Megatron, else None. argv: the command line. warnings: to
     be printed once by the launcher.

@@ -20,16 +20,15 @@ SKYRL_SECTIONS = ("trainer", "megatron")
 
 
 def read_run_file(path: str, parser: LauncherParser) -> ParsedArgs:
-    """What a YAML file sets.
-
-    The groups of docs/flags.md may be sections, and so may prefixes of flag names.
+    """Read the settings in a YAML file. Groups of docs/flags.md and prefixes of flag names may be
+    sections.
 
     Args:
-        path: the file.
-        parser: knows the flags.
+        path: The file.
+        parser: Has all flags.
 
     Raises:
-        ConfigError: for a file that cannot be read as a mapping with unique keys.
+        ConfigError: The file is not a mapping with unique keys.
     """
     try:
         content = load_yaml(Path(path).read_text(encoding="utf-8"), with_lines=True)
@@ -52,10 +51,11 @@ def read_run_file(path: str, parser: LauncherParser) -> ParsedArgs:
 
 
 def section_names(table: FlagTable) -> set[str]:
-    """Every title of docs/flags.md, our names of the groups, and those of other programs.
+    """Names that a section may have: titles of docs/flags.md, our group names, and those of other
+    programs.
 
-    A title may be written in full (``policy loss: sapo``) or up to its remark in brackets
-    (``optimizer`` for ``optimizer (megatron-core)``), in any case, with any separators.
+    A title may be written in full (``policy loss: sapo``) or without its part in parentheses
+    (``optimizer`` for ``optimizer (megatron-core)``), in any case and with any separators.
     """
     titles = {flag.group for flag in table.flags if not flag.refused} | set(GROUPS)
     titles |= {title.split(" (")[0] for title in titles}
@@ -63,7 +63,7 @@ def section_names(table: FlagTable) -> set[str]:
 
 
 def section_key(title: str) -> str:
-    """A section's title without what may be written one way or the other."""
+    """Normal form of a section title, without case and separators."""
     return "".join(letter for letter in title.lower() if letter.isalnum())
 
 
@@ -82,7 +82,8 @@ def _read_section(
 
 
 def _is_section_too(name: str, parser: LauncherParser) -> bool:
-    """``optimizer`` is a section's title and a flag, which takes no mapping."""
+    """Whether a flag name is also a section title, e.g. ``optimizer``; as a flag it takes no
+    mapping."""
     flag = parser.table.spellings.get(normalise(name))
     return (
         section_key(name) in section_names(parser.table)

@@ -1,5 +1,5 @@
-"""What an interpreter has of SGLang, found out without importing it: importing costs seconds, and
-on another machine needs a GPU."""
+"""Inspect an installation of SGLang without importing it, which takes seconds and may need a
+GPU."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _FIND = "import importlib.util as u; print(*(s.origin if (s := u.find_spec(n)) a
 
 @cache
 def packages_of(python: str) -> tuple[Path | None, Path | None]:
-    """Folders of sglang and sglang_router as the interpreter `python` finds them. Raises OSError
-    when it cannot be run."""
+    """Folders of sglang and sglang_router as found by the interpreter `python`. Raises OSError if
+    it cannot be run."""
     done = subprocess.run(
         [python, "-c", _FIND], capture_output=True, text=True, timeout=60, check=False
     )
@@ -45,7 +45,7 @@ def fields_of(files: list[Path]) -> set[str]:
 
 
 def server_fields(sglang: Path) -> set[str]:
-    """Names of the fields of ServerArgs, which newer versions keep in several files."""
+    """Field names of ServerArgs, which newer versions split over several files."""
     return fields_of(
         [
             sglang / "srt" / "server_args.py",

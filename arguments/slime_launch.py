@@ -1,8 +1,8 @@
-"""A command line of slime's: its defaults, and its flags that are ours under another name.
+"""Compatibility with slime's command lines: its defaults, and its flags with another name here.
 
-A line with --actor-num-nodes or --actor-num-gpus-per-node was written for slime. What slime fills in
-where a flag is absent is filled in here, and what slime accepts and does not use is left out with a
-warning; every other line is read as strictly as before.
+A command line with --actor-num-nodes or --actor-num-gpus-per-node was written for slime. For it,
+slime's defaults apply, and flags that slime accepts but ignores are dropped with a warning. All
+other command lines are parsed strictly.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from arguments.values import ParsedArgs
 from slime_like.config import Problem, flag_name
 
 LAUNCH = ("actor_num_nodes", "actor_num_gpus_per_node")
-SLIME_GPUS_PER_NODE = 8  # of --actor-num-gpus-per-node, where it is absent
+SLIME_GPUS_PER_NODE = 8  # slime's default of --actor-num-gpus-per-node
 SERVERS = ("colocate", "rollout_num_gpus", "rollout_num_gpus_per_engine")
-# Where a flag is absent, slime has these, and we have others.
+# slime's defaults that differ from ours.
 DEFAULTS: Mapping[str, object] = {
     "bf16": True,
     "use_distributed_optimizer": True,
@@ -36,7 +36,7 @@ OPD_POST_PROCESS = "slime.rollout.on_policy_distillation.post_process_rewards"
 
 
 def settle_slime_launch(given: ParsedArgs) -> None:
-    """Rewrites what a line written for slime says; problems and warnings are noted."""
+    """Translate a command line written for slime; records problems and warnings."""
     values = given.values
     is_slime = any(name in values for name in LAUNCH)
     asks_for_servers = SERVERS if is_slime else ("rollout_num_gpus",)
@@ -56,7 +56,8 @@ def settle_slime_launch(given: ParsedArgs) -> None:
 
 
 def slime_world_size(values: Mapping[str, Any]) -> int | None:
-    """Processes that a line written for slime asks for; None for any other line."""
+    """Number of processes that a command line written for slime asks for; None for other command
+    lines."""
     if not any(name in values for name in LAUNCH):
         return None
     nodes = int(values.get("actor_num_nodes", 1))
@@ -73,7 +74,7 @@ def _samples(values: Mapping[str, object]) -> bool:
 
 def _defaults(given: ParsedArgs) -> None:
     values = given.values
-    is_adam = values.get("optimizer", "adam") == "adam"  # no other state can be shared out
+    is_adam = values.get("optimizer", "adam") == "adam"  # only its state can be sharded
     for name, value in DEFAULTS.items():
         if name not in given.bad and (is_adam or name != "use_distributed_optimizer"):
             values.setdefault(name, value)
@@ -89,7 +90,8 @@ def _drop(given: ParsedArgs, dest: str, why: str) -> None:
 
 
 def _idle(given: ParsedArgs) -> None:
-    """What slime takes and does not use."""
+    """Drop flags that slime accepts but ignores, and fill in what slime assumes about rewards and
+    evaluation sets."""
     values = given.values
     if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
         _drop(given, "sequence_parallel", "--tensor-model-parallel-size is 1")
@@ -99,7 +101,7 @@ def _idle(given: ParsedArgs) -> None:
         _drop(given, "micro_batch_size", "--use-dynamic-batch-size fills micro-batches by tokens")
     sets = values.get("eval_prompt_data")
     if sets is not None and len(sets) == 1:
-        values["eval_prompt_data"] = ["aime", *sets]  # slime's name of a set without one
+        values["eval_prompt_data"] = ["aime", *sets]  # slime's default name of a set
     if sets is not None and "eval_interval" not in values:
         _drop(given, "eval_prompt_data", "without --eval-interval nothing is evaluated")
     no_reward = "rm_type" not in values and "custom_rm_path" not in values
@@ -124,21 +126,22 @@ def _supervised(given: ParsedArgs) -> None:
         _drop(given, "label_key", "--loss-type sft_loss learns the conversations of --input-key")
     values.setdefault("loss_mask_type", "qwen")
     if values.get("rollout_function_path") == SFT_ROLLOUT:
-        del values["rollout_function_path"]  # what --loss-type sft_loss does
+        del values["rollout_function_path"]  # built into --loss-type sft_loss
     if values.get("debug_train_only"):
         _drop(given, "debug_train_only", "--loss-type sft_loss starts no servers anyway")
 
 
 def _async_rollout(given: ParsedArgs) -> None:
     if given.values.get("data_source_path") == OWN_SOURCE:
-        del given.values["data_source_path"]  # what a run does without it
+        del given.values["data_source_path"]  # the default
     if given.values.get("rollout_function_path") == ASYNC_ROLLOUT:
         del given.values["rollout_function_path"]
         given.values["async_rollout"] = True
 
 
 def _distillation(given: ParsedArgs) -> None:
-    """slime asks the teacher in a reward function, and takes the answer apart in another."""
+    """slime queries the teacher in a reward function and parses its response in another; replace
+    both by our settings."""
     values = given.values
     if values.get("opd_type") != "sglang" or values.get("custom_rm_path") != OPD_REWARD:
         return
@@ -149,7 +152,7 @@ def _distillation(given: ParsedArgs) -> None:
 
 
 def _dispatcher(given: ParsedArgs) -> None:
-    """DeepEP where it is installed, else all-to-all, which computes the same."""
+    """Use DeepEP if it is installed, otherwise all-to-all, with the same results."""
     values = given.values
     wanted = values.pop("moe_enable_deepep", False)
     flex = values.get("moe_token_dispatcher_type") == "flex"

@@ -16,8 +16,8 @@ from slime_like.config import Problem
 def build_teacher(
     s: Settings, checkpoint: HfModel | None, stages: int | None
 ) -> tuple[TeacherModel | None, list[Problem]]:
-    """Its own shape, and everything else as the policy has it; or what megatron-core has against it.
-    Checkpoints have the policy's shape."""
+    """Build the teacher's config: its own shape, all other settings as for the policy. Returns
+    megatron-core's objections as problems. A checkpoint folder has the policy's shape."""
     folder = s.distillation.opd_teacher_load
     if folder is None:
         return None, []
@@ -39,7 +39,7 @@ def build_teacher(
 def _shape_of_teacher(
     s: Settings, checkpoint: HfModel | None, folder: str
 ) -> tuple[dict[str, object], GPTModelConfig]:
-    """Of a Hugging Face model: megatron-core's fields and the embeddings."""
+    """TransformerConfig fields and GPTModelConfig of a teacher in Hugging Face format."""
     shape = read_hf_model(folder)
     policy = {} if checkpoint is None else checkpoint.transformer
     core = {name: value for name, value in s.core.items() if name not in policy} | shape.transformer

@@ -1,4 +1,5 @@
-"""YAML and JSON in which no key is given twice; the loaders of both keep the last one silently."""
+"""Load YAML and JSON with an error for duplicate keys; the standard loaders silently keep the
+last one."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import yaml
 
 
 class Key(str):
-    """A key of a YAML file. line: where it is, from 1."""
+    """A key of a YAML file. line: its line number, from 1."""
 
     line: int
 
@@ -45,21 +46,21 @@ def _with_line(key: object, lines: dict[str, int]) -> object:
 
 
 def load_yaml(text: str, *, with_lines: bool = False) -> object:
-    """The content. A dash in a key counts as an underscore.
+    """Load YAML. Dashes in keys become underscores.
 
     Args:
-        text: of the file.
-        with_lines: keys that are strings are `Key`s.
+        text: Content of the file.
+        with_lines: Return string keys as `Key`.
 
     Raises:
-        yaml.YAMLError: naming both lines where a key is given twice.
+        yaml.YAMLError: A key is duplicated; names both lines.
     """
     content = yaml.load(text, _Loader)
     return content if with_lines else plain(content)
 
 
 def plain(value: Any) -> Any:
-    """`value` with strings in the place of each `Key`."""
+    """Replace each `Key` in `value` by a plain string."""
     if isinstance(value, list):
         return [plain(item) for item in value]
     if not isinstance(value, dict):
@@ -68,7 +69,7 @@ def plain(value: Any) -> Any:
 
 
 def load_json(text: str) -> object:
-    """The content. Raises ValueError naming a key that is given twice."""
+    """Load JSON. Raises ValueError naming a duplicate key."""
     return json.loads(text, object_pairs_hook=_unique)
 
 

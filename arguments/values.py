@@ -24,9 +24,9 @@ class ParsedArgs:
     """Settings from one source, a command line or a run file.
 
     values: field name -> value. bad: fields with unreadable values; rules skip them. spelled: field
-        name -> the flag that set it, as typed. undone: field name -> (flag as
-    typed, value): a switch that stands for this value was turned off. custom_words: flags of
-    --custom-arguments-path in a run file, as words of a command line.
+    name -> the flag that set it, as typed. undone: field name -> (flag as typed, value), for a
+    turned-off switch that stands for this value. custom_words: flags of --custom-arguments-path in
+    a run file, as command-line words.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -35,19 +35,20 @@ class ParsedArgs:
     bad: set[str] = field(default_factory=set)
     spelled: dict[str, str] = field(default_factory=dict)
     undone: dict[str, tuple[str, object]] = field(default_factory=dict)
-    unset: set[str] = field(default_factory=set)  # set to null: the default, whatever a file says
-    lines: dict[str, int | None] = field(default_factory=dict)  # of a run file, by field name
+    unset: set[str] = field(default_factory=set)  # set to null: the default overrides a run file
+    lines: dict[str, int | None] = field(default_factory=dict)  # field name -> line in a run file
     custom_words: list[str] = field(default_factory=list)
-    custom: dict[str, object] = field(default_factory=dict)  # values of the user's own flags
+    custom: dict[str, object] = field(default_factory=dict)  # values of user-defined flags
 
     def refuse(self, typed: str, value: object, message: str, dest: str | None = None) -> None:
-        """Note a problem; dest: the field that has no usable value because of it."""
+        """Record a problem. dest: field that has no usable value because of it."""
         self.problems.append(Problem(typed, value, message))
         if dest is not None:
             self.bad.add(dest)
 
     def set_before(self, dest: str, line: int | None) -> str:
-        """What is wrong with a key of a run file, in `line`: an earlier one gave its setting."""
+        """Error message for a key of a run file, in `line`, whose setting an earlier key has
+        set."""
         here = "" if line is None else f", in line {line}"
         before = self.lines.get(dest)
         there = "" if before is None else f" in line {before}"
@@ -57,7 +58,7 @@ class ParsedArgs:
         )
 
     def put(self, dest: str, value: Any, typed: str) -> None:
-        """Set a field. The last of several settings counts, unless two different flags disagree."""
+        """Set a field. The last value counts; two different flags that disagree are a problem."""
         before = self.spelled.get(dest)
         if before is not None and not same_flag(before, typed) and self.values.get(dest) != value:
             message = f"contradicts {before}: both set {flag_name(dest)}; give one of them"
@@ -66,19 +67,20 @@ class ParsedArgs:
         self.unset.discard(dest)
 
     def undo(self, dest: str, value: object, typed: str) -> None:
-        """A switch that stands for `value` is off: a run file's is taken back."""
+        """Turn off a switch that stands for `value`; overrides a run file that turned it on."""
         if self.spelled.get(dest) == typed:
             del self.values[dest], self.spelled[dest]
         self.undone[dest] = (typed, value)
 
     def reset(self, dest: str) -> None:
-        """The field is null: it has its default, whatever a run file says."""
+        """Set the field to null, i.e. its default; overrides a run file."""
         self.values.pop(dest, None)
         self.spelled.pop(dest, None)
         self.unset.add(dest)
 
     def settle(self) -> None:
-        """Note switches that are off while another flag asks for what they stand for."""
+        """Record problems for switches that are off while another flag sets the value that they
+        stand for."""
         for dest, (typed, value) in self.undone.items():
             other = self.spelled.get(dest)
             if other is not None and other != typed and self.values[dest] == value:
@@ -86,7 +88,7 @@ class ParsedArgs:
 
 
 def same_flag(one: str, other: str) -> bool:
-    """Whether two spellings are one flag: dashes or underscores, with or without ``no``."""
+    """Whether two spellings are the same flag, up to dashes or underscores and ``no``."""
 
     def stem(typed: str) -> str:
         return typed.lstrip("-").replace("_", "-").replace(".", "-").removeprefix("no-")
@@ -95,10 +97,10 @@ def same_flag(one: str, other: str) -> bool:
 
 
 def convert(flag: Flag, value: object) -> Any:
-    """A word, or a value of a YAML file, as the flag's type.
+    """Convert a command-line word or a YAML value to the flag's type.
 
     Raises:
-        ValueError: with what is wanted, in words that follow the flag.
+        ValueError: The message states what is expected, to follow the flag.
     """
     if flag.kind == "switch":
         return read_switch(value)
@@ -113,10 +115,10 @@ def convert(flag: Flag, value: object) -> Any:
 
 
 def read_switch(value: object) -> bool:
-    """The one rule for all switches: true, yes, on, 1 and false, no, off, 0 in any case.
+    """Parse the value of a switch: true, yes, on, 1 or false, no, off, 0 in any case.
 
     Raises:
-        ValueError: for everything else.
+        ValueError: For everything else.
     """
     word = str(value).lower()
     if word in TRUE or word in FALSE:
@@ -152,13 +154,14 @@ def _scalar(flag: Flag, value: object) -> object:
 
 
 def legal_words(flag: Flag) -> str:
-    """The legal values, to be added to an error message."""
+    """The legal values, to append to an error message."""
     if flag.choices:
         return f"; legal values: {', '.join(map(str, flag.choices))}"
     return f"; it must be {flag.legal.words}" if flag.legal is not None else ""
 
 
-# Two ways to set one thing: one on the command line replaces the other of the run file.
+# Pairs of flags that set the same thing: one on the command line replaces the other from the run
+# file.
 EXCLUSIVE = (
     ("num_rollout", "num_epoch"),
     ("num_steps_per_rollout", "global_batch_size"),
@@ -173,7 +176,7 @@ EXCLUSIVE = (
 
 
 def merge(run_file: ParsedArgs, line: ParsedArgs) -> ParsedArgs:
-    """The run file and, over it, the command line."""
+    """Merge run file and command line, which takes precedence."""
     gone = {
         partner for pair in EXCLUSIVE for name, partner in (pair, pair[::-1]) if name in line.values
     } | line.unset
@@ -201,5 +204,6 @@ NEGATIVE_NUMBER = re.compile(r"-(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?$|-(inf|nan
 
 
 def is_flag(word: str) -> bool:
-    """Negative numbers are values; so is anything with white space where a name would stand."""
+    """Whether a word is a flag. Negative numbers are values, and so are words with white space in
+    place of a name."""
     return _FLAG.fullmatch(word) is not None and NEGATIVE_NUMBER.fullmatch(word) is None

@@ -1,5 +1,5 @@
-"""The keys of a Hugging Face config.json: what every architecture has, what does not change the
-network's function, what is refused, and which kind of value each must have."""
+"""Keys of a Hugging Face config.json: those of all architectures, those without effect on the
+network's function, those that are rejected, and the legal types of their values."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ REFUSED_WHEN_SET = {
     "pruned_heads": "pruned heads are not supported",
     "tie_encoder_decoder": "encoder-decoder models are not supported",
 }
-# Architectures that people train and that are not here -> the feature of their networks that is not.
+# Popular architectures that are not supported -> the missing feature.
 UNSUPPORTED: Mapping[str, str] = {
     "DeepseekV4ForCausalLM": "attention to compressed keys and several residual streams",
 }
 ACTIVATIONS = {"silu": "silu", "swish": "silu"}
 DTYPES = ("float32", "bfloat16", "float16")
-LARGEST = 2**31  # of any number in such a file
+LARGEST = 2**31  # bound of all numbers in the file
 MOST_LAYERS = 10_000
 
 
@@ -103,8 +103,7 @@ COUNT = (
     lambda value: type(value) is int and 0 <= value <= MOST_LAYERS,
 )
 ROPE = ("an object with numbers and a rope_type", _is_rope)
-# What keys of the file must be where they are looked at other than as a positive number: (legal
-# values, test)
+# Keys that are read as something other than a positive number -> (legal values, test)
 KINDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
     "architectures": ("a list of names", _list_of(str)),
     "layer_types": ("a list of names", _list_of(str)),

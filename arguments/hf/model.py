@@ -4,8 +4,8 @@ Every key is either mapped, known not to affect the model's function, or rejecte
 an unknown key could train another model than the checkpoint's. The formats of transformers 4
 (`rope_theta`, `rope_scaling`, `torch_dtype`) and 5 (`rope_parameters`, `dtype`) are both supported.
 
-Not supported here, hence refused: projection biases other than the families', formats of
-quantised weights other than those of quantization.py, and the rotary types dynamic and longrope.
+Not supported, and therefore rejected: projection biases that a family does not have, quantised
+weights in formats other than those of quantization.py, and the rope types dynamic and longrope.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from slime_like.weights.families import ModelFamily, model_families
 
 @dataclass(frozen=True, slots=True)
 class HfModel:
-    """What config.json says.
+    """A model described by config.json.
 
-    architecture: e.g. "LlamaForCausalLM". model_type: e.g. "llama". dtype: the name of the stored
-    weights' dtype, e.g. "bfloat16", or None where the file does not say. transformer:
-    TransformerConfig field -> value; `activation_func` is a name ("silu"), not a callable. gpt:
-    GPTModelConfig field -> value. untrained_layers: that the files have after the model's own.
-    untrained_prefixes: how names of other weights begin that are not read. prediction_layers: of
-    multi-token prediction, which a run can train: these are then read.
+    architecture: e.g. "LlamaForCausalLM". model_type: e.g. "llama". dtype: dtype of the stored
+    weights, e.g. "bfloat16"; None if not given. transformer: TransformerConfig field -> value;
+    `activation_func` is a name ("silu"), not a callable. gpt: GPTModelConfig field -> value.
+    untrained_layers: number of additional layers in the files after the model's own.
+    untrained_prefixes: name prefixes of other weights that are not read. prediction_layers: number
+    of multi-token prediction layers; they are read if the run trains them.
     """
 
     architecture: str
@@ -58,8 +58,8 @@ class HfModel:
 
 
 class UnsupportedNetwork(ConfigError):
-    """An architecture that is known and not here: what else a command line says about it is no
-    problem of the user's."""
+    """The architecture is known but not supported. No other problems are reported, since they would
+    only follow from this one."""
 
 
 VALUE_MODELS = re.compile(r"For(?:Token|Sequence)Classification$")
@@ -67,7 +67,7 @@ VALUE_MODELS = re.compile(r"For(?:Token|Sequence)Classification$")
 
 @dataclass(slots=True)
 class _Reader:
-    """config.json and what is wrong with it."""
+    """config.json, and the problems found in it."""
 
     folder: str
     config: dict[str, Any]
@@ -77,8 +77,8 @@ class _Reader:
         self.problems.append(Problem("--hf-checkpoint", self.folder, f"config.json: {message}"))
 
     def number(self, key: str, default: float | None = None, *, whole: bool = True) -> Any:
-        """A positive number; `default` where the key is absent or null. 1, and a problem, when
-        there is none."""
+        """Read a positive number; `default` if the key is absent or null. If it is invalid, returns
+        1 and records a problem."""
         value = self.config.get(key)
         value = default if value is None else value
         kind = int if whole else (int, float)
@@ -89,11 +89,11 @@ class _Reader:
 
 
 def read_hf_model(folder: str, *, value_head: bool = False) -> HfModel:
-    """The model that `folder`/config.json describes.
+    """Read the model that `folder`/config.json describes.
 
-    value_head: the file may also be that of a model with a head that scores tokens (VALUE_MODELS),
-    which is read as the language model with the same transformer. Raises ConfigError (a ValueError)
-    with everything that is unsupported, by key and value, in one go.
+    value_head: Also accept models with a head that scores tokens (VALUE_MODELS), read as the
+    language model with the same transformer. Raises ConfigError (a ValueError) listing everything
+    that is unsupported, by key and value.
     """
     reader = _Reader(folder, _read_config(folder))
     architecture, family = _family(reader, value_head)
@@ -145,7 +145,7 @@ def _read_config(folder: str) -> dict[str, Any]:
         )
     try:
         config = read_json(path)
-        repr(config)  # as messages have it
+        repr(config)  # messages need it; fails here if nested too deeply
     except (ValueError, OSError, RecursionError) as error:
         raise ConfigError(
             [Problem("--hf-checkpoint", folder, f"config.json cannot be read: {error}")]
@@ -160,7 +160,7 @@ def _read_config(folder: str) -> dict[str, Any]:
 
 
 def _type_problem(folder: str, key: str, value: object) -> list[Problem]:
-    """Whether a value is of a kind that the rest of this module can look at."""
+    """A problem if the value has a type that the rest of this module cannot handle."""
     legal, holds = KINDS.get(key, ("", None))
     if value is None or holds is None or holds(value):
         return []
@@ -169,7 +169,8 @@ def _type_problem(folder: str, key: str, value: object) -> list[Problem]:
 
 
 def _family(reader: _Reader, value_head: bool) -> tuple[str, ModelFamily]:
-    """Raises at once: without a known architecture the other keys have no meaning."""
+    """The model family of the architecture. Raises immediately if it is unknown, since other keys
+    then have no meaning."""
     names = reader.config.get("architectures") or []
     legal = ", ".join(model_families.names())
     if value_head:
@@ -201,8 +202,8 @@ def _family(reader: _Reader, value_head: bool) -> tuple[str, ModelFamily]:
 
 
 def _flat(reader: _Reader) -> dict[str, Any]:
-    """The language model's keys and those of the whole file, which count where both have one.
-    Raises at once."""
+    """Merge the keys of the language model (text_config) with the top-level keys, which take
+    precedence. Raises immediately on a problem."""
     whole = dict(reader.config)
     text = whole.pop("text_config", None)
     if text is None:
@@ -274,7 +275,8 @@ def _transformer(reader: _Reader, family: ModelFamily) -> dict[str, Any]:
 
 
 def _latent_rope(transformer: Mapping[str, object]) -> dict[str, Any]:
-    """Latent attention has its rotary embedding to itself; the model's is not used."""
+    """Rope settings of a model with MLA, which has its own rotary embedding; that of GPTModel is
+    not used."""
     return {
         "rope_theta": transformer["rotary_base"],
         "rope_type": "default",

@@ -1,10 +1,10 @@
-"""Which layers of a network have experts, as megatron-core's `moe_layer_freq` says it."""
+"""Which layers of a network are MoE layers, in terms of megatron-core's `moe_layer_freq`."""
 
 from __future__ import annotations
 
 
 def layer_pattern(words: str) -> int | list[int]:
-    """--moe-layer-freq as Megatron-LM reads it: "2", or a list that may be written with + and *, as
+    """Parse --moe-layer-freq as Megatron-LM does: "2", or a list expression with + and *, e.g.
     "[0]*3+[1]*45".
 
     Raises ValueError for anything else.
@@ -31,8 +31,8 @@ def layer_pattern(words: str) -> int | list[int]:
 
 
 def moe_layers(freq: int | list[int] | None, num_layers: int) -> list[bool]:
-    """Which layers have experts, by megatron-core's `moe_layer_freq`; None: of a model without
-    experts."""
+    """Whether each layer is an MoE layer. freq: megatron-core's `moe_layer_freq`; None for a dense
+    model."""
     if freq is None:
         return [False] * num_layers
     if isinstance(freq, int):

@@ -1,4 +1,4 @@
-"""adapter_config.json of PEFT: what an adapter is, and what it must not be to mean the same here."""
+"""PEFT's adapter_config.json: read and write it, and reject settings with another meaning here."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from arguments.hf.settings_file import read_settings
 from slime_like.text import clean
 
 ADAPTER_CONFIG = "adapter_config.json"
-# key -> values under which it has no effect; anything else would change the result, and is refused
-# by name
+# key -> values without effect; any other value would change the result and is rejected
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "fan_in_fan_out": (False,),
     "use_rslora": (False,),
@@ -35,13 +34,14 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
         False,
         "gaussian",
         "orthogonal",
-    ),  # others change the base's weights
+    ),  # others change the weights of the base model
 }
 
 
 @dataclass(frozen=True, slots=True)
 class PeftAdapter:
-    """target_modules: as PEFT has it, names or a pattern; the tensors say which modules there are."""
+    """Content of adapter_config.json. target_modules: names or a pattern, as in PEFT; the tensors
+    determine the actual modules."""
 
     rank: int
     alpha: float
@@ -49,7 +49,7 @@ class PeftAdapter:
 
 
 def read_adapter_config(folder: str) -> PeftAdapter:
-    """Raises ValueError naming the file and the key."""
+    """Read adapter_config.json. Raises ValueError naming the file and the key."""
     path = Path(folder) / ADAPTER_CONFIG
     try:
         config = read_settings(path)
@@ -78,7 +78,7 @@ def _shown(value: object) -> str:
 def adapter_config(
     *, rank: int, alpha: float, modules: list[str], base_model: str | None
 ) -> dict[str, object]:
-    """What PEFT reads."""
+    """Content of adapter_config.json for PEFT."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

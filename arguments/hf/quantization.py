@@ -1,7 +1,7 @@
-"""config.json's `quantization_config`: in which of the formats below the weights are stored.
+"""The `quantization_config` of config.json: the storage format of the weights.
 
-Formats: fp8 as DeepSeek publishes it (`quant_method` "fp8"); compressed-tensors' float-quantized
-and pack-quantized; MXFP4 (OCP Microscaling Formats v1.0) as gpt-oss has it.
+Formats: fp8 as published by DeepSeek (`quant_method` "fp8"); float-quantized and pack-quantized of
+compressed-tensors; MXFP4 (OCP Microscaling Formats v1.0) as in gpt-oss.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ PACKED_FORMAT = "pack-quantized"
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How quantised weights [rows, columns] are stored.
+    """Storage format of quantised weights [rows, columns].
 
-    kind: of the stored numbers: e4m3 bytes, integers of `bits` bits packed into int32, or MXFP4.
-    block: rows and columns that share a scale; 0: all of them. scales: what may follow a weight's
-    name, without its ".weight", in the name of its scales. power_of_two: scales are.
+    kind: e4m3 bytes, integers of `bits` bits packed into int32, or MXFP4. block: rows and columns
+    that share a scale; 0: all. scales: possible suffixes of the scales' name, which replace
+    ".weight" in the name of the weight. power_of_two: whether scales are powers of two.
     """
 
     kind: Literal["fp8", "packed", "mxfp4"]
@@ -39,7 +39,7 @@ class Quantization:
 
 
 def folder_quantization(folder: str) -> Quantization | None:
-    """What the folder's config.json says; None where it has none, as an adapter's. Raises as
+    """The format of a folder's weights; None without a config.json, e.g. for an adapter. Raises as
     `read_quantization`, naming the file."""
     path = Path(folder) / "config.json"
     if not path.is_file():
@@ -54,8 +54,8 @@ def folder_quantization(folder: str) -> Quantization | None:
 
 
 def read_quantization(given: Mapping[str, object] | None) -> Quantization | None:
-    """None where weights are stored as they are. Raises ValueError naming what is not supported,
-    and what is."""
+    """Parse a `quantization_config`; None if weights are not quantised. Raises ValueError naming
+    the unsupported value and the legal ones."""
     if not given:
         return None
     readers = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "mxfp4": _mxfp4}
@@ -109,7 +109,7 @@ def _compressed_tensors(given: Mapping[str, object]) -> Quantization:
 
 
 def _only_scheme(given: Mapping[str, object]) -> Mapping[str, object]:
-    """That of the weights, where all groups of modules have the same one."""
+    """The scheme of the weights, which must be the same for all groups of modules."""
     groups = given.get("config_groups")
     schemes: list[Any] = []
     if isinstance(groups, Mapping):
@@ -124,7 +124,7 @@ def _only_scheme(given: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _strategy(scheme: Mapping[str, object]) -> tuple[int, int]:
-    """Rows and columns of a scale."""
+    """(rows, columns) that share a scale."""
     strategy, group = scheme.get("strategy"), scheme.get("group_size")
     if strategy == "group" and type(group) is int and group > 0:
         return 1, group

@@ -1,5 +1,4 @@
-"""Flags that describe the network once more, against what config.json says; slime's scripts give
-them all."""
+"""Check flags that describe the network against config.json; slime's scripts repeat them all."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from arguments.hf.model import HfModel
 from arguments.schema import RestatedConfig
 from slime_like.config import Problem, flag_name
 
-# Of latent attention, which has its own sizes and no biases: megatron-core reads neither.
+# Not read by megatron-core with MLA, which has its own sizes and no biases.
 IDLE_WITH_LATENT_ATTENTION = ("kv_channels", "add_qkv_bias")
 YARN = ("mscale", "mscale_all_dim")
 FEATURES = (
@@ -23,8 +22,9 @@ FEATURES = (
 def same_network(
     explicit: Mapping[str, object], checkpoint: Mapping[str, object], given: Mapping[str, object]
 ) -> dict[str, object]:
-    """The flags about the network less those that say what config.json says in other words: one
-    group of experts is no groups, a balancing loss without weight is none."""
+    """Flags that describe the network, without those that agree with config.json in other words or
+    have no effect: one expert group means no groups, an auxiliary loss with coefficient 0 means
+    none."""
     kept = dict(explicit)
     idle: list[str] = []
     if checkpoint.get("multi_latent_attention"):
@@ -34,7 +34,7 @@ def same_network(
     if not any(_as_list(kept.get("moe_aux_loss_coeff"))):
         idle += ["moe_router_load_balancing_type"] if "num_moe_experts" in checkpoint else []
     if checkpoint.get("ffn_hidden_size") is not None and not _has_dense_layers(checkpoint):
-        idle += ["ffn_hidden_size"]  # no layer is that wide
+        idle += ["ffn_hidden_size"]  # no layer has this width
     if checkpoint.get("moe_router_score_function") == "sigmoid":
         idle += ["moe_router_pre_softmax"]
     return {name: value for name, value in kept.items() if name not in idle}
@@ -51,8 +51,8 @@ def _has_dense_layers(checkpoint: Mapping[str, object]) -> bool:
 def restated_problems(
     given: RestatedConfig, checkpoint: HfModel | None, names: frozenset[str]
 ) -> list[Problem]:
-    """What differs from config.json. names: the settings that the user gave; checkpoint: None where
-    there is none."""
+    """Problems: settings that differ from config.json. names: settings that the user gave.
+    checkpoint: None without --hf-checkpoint."""
     restated = {
         f.name: getattr(given, f.name) for f in dataclasses.fields(given) if f.name in names
     }
@@ -71,7 +71,7 @@ def restated_problems(
     if there.get("rotary_scaling_factor", 1.0) == 1.0:
         restated = {
             name: value for name, value in restated.items() if name not in YARN
-        }  # of no effect
+        }  # without effect
     return [
         Problem(
             flag_name(name),

@@ -9,8 +9,7 @@ from typing import Any
 
 from slime_like.weights.families import ConfigReader
 
-# megatron-core's rotary embedding has these numbers of Llama 3.1 built in; only the factor is an
-# argument.
+# Llama 3.1's numbers, hard-coded in megatron-core's rotary embedding; only the factor can be set.
 LLAMA3_FIXED = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -25,7 +24,7 @@ ROPE_KEYS = {
         attention_factor truncate""".split()  # noqa: SIM905
     ),
 }
-# which axes of an image's place turn which dimensions: a text's are all the same
+# multimodal rope: for text all position axes are equal, so these have no effect
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
@@ -34,12 +33,12 @@ def read_rope(
     rotary_percent: Callable[[ConfigReader], float] | None,
     default_theta: float,
 ) -> dict[str, Any]:
-    """rope_theta, rope_type (of `ROPE_KEYS`), factor, percent, and `yarn`, the settings of
-    megatron-core's YaRN, from either generation's keys. rotary_percent, default_theta:
-    `ModelFamily`'s."""
+    """Read the rope settings in the format of transformers 4 or 5: rope_theta, rope_type (one of
+    `ROPE_KEYS`), factor, percent, and `yarn`, megatron-core's YaRN settings. rotary_percent,
+    default_theta: see `ModelFamily`."""
     config = reader.config
     old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
-    if isinstance(of_full := new.get("full_attention"), dict):  # Gemma 3, for each kind of layer
+    if isinstance(of_full := new.get("full_attention"), dict):  # Gemma 3: one per layer type
         new = of_full
     if old and new and old != new:
         reader.refuse("rope_scaling and rope_parameters differ; keep one of them")
@@ -91,8 +90,9 @@ def read_rope(
 
 
 def _yarn(reader: ConfigReader, given: dict[str, Any], factor: float) -> dict[str, Any]:
-    """megatron-core's settings, with transformers' defaults (2309.00071). The angles' cosines and
-    sines are scaled by attention_factor; megatron-core takes it as 1 + 0.1 mscale ln(factor)."""
+    """megatron-core's settings for YaRN (arXiv 2309.00071), with transformers' defaults.
+    attention_factor scales cosines and sines; megatron-core computes it as 1 + 0.1 mscale
+    ln(factor)."""
     length = given.get("original_max_position_embeddings")
     if not isinstance(length, int) or length <= 0:
         reader.refuse(

@@ -1,4 +1,4 @@
-"""Small files of settings in a model's folder, which somebody else has written:
+"""Read small settings files in a model folder that someone else may have written:
 generation_config.json, adapter_config.json."""
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The object in the file. Raises FileNotFoundError; ValueError naming the file where it is none,
-    damaged, too large or nested too deeply."""
+    """Read a JSON object. Raises FileNotFoundError, or ValueError naming the file if it is not an
+    object, is damaged, too large or nested too deeply."""
     try:
         if (size := path.stat().st_size) > MOST_BYTES:
             raise ValueError(f"{size} bytes are too many for such a file")
         found = read_json(path)
-        repr(found)  # as messages have it
+        repr(found)  # messages need it; fails here if nested too deeply
     except FileNotFoundError:
         raise
     except (OSError, ValueError, RecursionError) as error:
@@ -32,8 +32,8 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def generation_end_ids(folder: str) -> tuple[int, ...]:
-    """The ``eos_token_id`` of generation_config.json, of which there may be none, one or several.
-    Raises ValueError naming the file."""
+    """The ``eos_token_id`` of generation_config.json: none, one or several. Raises ValueError
+    naming the file."""
     path = Path(folder) / GENERATION_CONFIG
     try:
         value = read_settings(path).get("eos_token_id")

@@ -1,4 +1,4 @@
-"""The sliding windows of a Hugging Face config.json."""
+"""Read the sliding-window settings of a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ SLIDING = "sliding_attention"
 
 
 def read_windows(reader: ConfigReader, family: ModelFamily) -> dict[str, object]:
-    """megatron-core's settings of the windows: its `window_size` counts the tokens before the query,
-    config.json's `sliding_window` the query too. Windows that the architecture does not have here
-    are refused where some layer would use one; the keys alone are harmless."""
+    """megatron-core's window settings. Its `window_size` counts the tokens before the query, while
+    `sliding_window` of config.json includes the query. For an architecture without windows here,
+    the keys are rejected only if a layer would use a window."""
     config, kinds = reader.config, reader.config.get("layer_types") or []
     if strange := set(kinds) - family.layer_types:
         legal = " and ".join(map(repr, sorted(family.layer_types))) or "no such key"

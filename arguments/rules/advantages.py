@@ -1,4 +1,5 @@
-"""Rules and warnings about advantage estimators: what the chosen one needs, and what it ignores."""
+"""Rules and warnings about advantage estimators: settings that the chosen one requires or
+ignores."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def whitening_is_on(s: Settings) -> list[Problem]:
 
 
 def parts_and_weights(s: Settings) -> list[Problem]:
-    """One weight for each part of the reward, and each part once; and one is the sample's reward."""
+    """gdpo's reward components: one weight each, no duplicates, and --reward-key names the reward
+    itself."""
     keys, weights = s.algorithm.gdpo_reward_keys or [], s.algorithm.gdpo_reward_weights
     if keys and s.algorithm.advantage_estimator == "gdpo" and s.reward.reward_key is None:
         message = "needs --reward-key, which of the dict is the reward that filters, metrics and evaluation go by"
@@ -77,7 +79,7 @@ def gdpo_of_one_reward(s: Settings) -> str | None:
 
 
 def idle_advantage_settings(s: Settings) -> str | None:
-    """A setting that the chosen estimator or controller does not read."""
+    """Warn of a setting that the chosen estimator or controller ignores."""
     name = s.algorithm.advantage_estimator
     entry = advantage_estimators.get(name)
     if "gamma" in s.given and isinstance(entry, OutcomeEstimator):

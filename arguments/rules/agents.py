@@ -1,4 +1,4 @@
-"""Rules of agents: what does not go with episodes of several sequences is refused by name."""
+"""Rules about agents: reject settings that are incompatible with multi-sequence episodes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from slime_like.losses.registry import PolicyLoss, policy_losses
 
 FUNCTION, COMMAND, WORKERS = "agent_function_path", "agent_command", "agent_worker_keys"
 ENVIRONMENT = "agent_environment"
-KEY_LENGTH = 16  # least characters of a worker's key
-# Their loss is of whole sequences, and would depend on how an episode is cut into these.
+KEY_LENGTH = 16  # minimum length of a worker key
+# Sequence-level losses, which would depend on how an episode is split into sequences.
 _OF_SEQUENCES = ("gmpo", "vespo")
 
 
 def agents_play(s: Settings) -> list[Problem]:
-    """The agent can be had, and this run samples."""
+    """The agent can be loaded, and this run generates responses."""
     config, found = s.agents, []
     name = next(
         (n for n in (FUNCTION, COMMAND, ENVIRONMENT) if getattr(config, n) is not None), WORKERS
@@ -74,10 +74,10 @@ def agents_play(s: Settings) -> list[Problem]:
 
 
 def worker_keys(path: str) -> frozenset[str]:
-    """The keys in a file, one in a line; empty lines and those that begin with # are none.
+    """Read keys from a file, one per line; empty lines and lines that start with # are skipped.
 
     Raises:
-        ValueError: naming the flag, where it cannot be read, has no key, or a short one.
+        ValueError: The file cannot be read, or has no key or one that is too short; names the flag.
     """
     flag = f"{flag_name(WORKERS)} {path}"
     try:
@@ -93,7 +93,7 @@ def worker_keys(path: str) -> frozenset[str]:
 
 
 def turns_need_agents(s: Settings) -> list[Problem]:
-    """Answers that an estimator gives credit to are an agent's, made now or recorded."""
+    """An estimator that credits turns needs agents, or recorded agent rollouts."""
     name = s.algorithm.advantage_estimator
     if not isinstance(advantage_estimators.get(name), TurnEstimator):
         return []
@@ -104,7 +104,7 @@ def turns_need_agents(s: Settings) -> list[Problem]:
 
 
 def agents_exclude(s: Settings) -> list[Problem]:
-    """What episodes cannot do, or not yet."""
+    """Settings that agent episodes do not support."""
     if not s.agents.given:
         return []
     own = "; an agent makes its own messages, which the chat template is applied to: leave it out"
@@ -149,7 +149,8 @@ def agents_exclude(s: Settings) -> list[Problem]:
 
 
 def _cut_matters(s: ConfigGroups, loss: PolicyLoss) -> dict[str, tuple[bool, str]]:
-    """By flag, whether the run uses what depends on how an episode is cut into sequences, and why."""
+    """Settings that depend on how an episode is split into sequences: flag -> (whether the run uses
+    it, reason)."""
     estimator = advantage_estimators.get(s.algorithm.advantage_estimator)
     by_turn = getattr(s.policy_loss, "gspo_ratio_level", None) == "turn"
     turns = "; add --gspo-ratio-level turn" if loss.name == "gspo" else ""
@@ -200,8 +201,8 @@ def _cut_matters(s: ConfigGroups, loss: PolicyLoss) -> dict[str, tuple[bool, str
 
 
 def check_branches(run: ConfigGroups) -> None:
-    """Before a rollout in which episodes have several sequences is trained on. Raises ValueError
-    naming the flag that does not go with that."""
+    """Raise ValueError naming a flag that is incompatible with multi-sequence episodes. Call before
+    training on a rollout that has such episodes."""
     loss = policy_losses.get(run.algorithm.policy_loss_type).with_config(run.policy_loss)
     for name, (given, words) in _cut_matters(run, loss).items():
         if given:

@@ -73,7 +73,7 @@ def correction_fits_the_loss(s: Settings) -> list[Problem]:
 
 
 def correction_bounds(s: Settings) -> list[Problem]:
-    """low <= high, and both of a pair that goes together."""
+    """low <= high for all bounds, and settings that belong together are both set."""
     return s.off_policy.conflicts()
 
 
@@ -147,7 +147,7 @@ def legacy_needs_even_micro_batches(s: Settings) -> list[Problem]:
 
 
 def entropy_bounds(s: Settings) -> list[Problem]:
-    """An adaptive coefficient starts and stays between its bounds."""
+    """The adaptive entropy coefficient starts between its bounds."""
     a = s.algorithm
     if a.entropy_ctrl_type != "adaptive":
         return []
@@ -181,7 +181,8 @@ def wide_gspo_range(s: Settings) -> str | None:
 
 
 def gmpo_needs_one_advantage(s: Settings) -> str | None:
-    """Outcome estimators give all tokens of a sample one; whitening keeps that."""
+    """Warn if gmpo is used with an estimator that gives tokens of a sample different advantages;
+    outcome estimators do not, even with whitening."""
     name = s.algorithm.advantage_estimator
     if s.loss.name != "gmpo" or isinstance(advantage_estimators.get(name), OutcomeEstimator):
         return None
@@ -189,7 +190,8 @@ def gmpo_needs_one_advantage(s: Settings) -> str | None:
 
 
 def sapo_needs_a_group(s: Settings) -> str | None:
-    """SAPO's temperatures are for advantages that are centred within a prompt's group."""
+    """Warn if sapo is used with an estimator without a group baseline: its temperatures are meant
+    for group-centred advantages."""
     name = s.algorithm.advantage_estimator
     entry = advantage_estimators.get(name)
     if s.loss.name != "sapo" or (compares_samples(entry) and not needs_critic(entry)):
@@ -204,7 +206,7 @@ def sapo_needs_a_group(s: Settings) -> str | None:
 # --- supervised ----------------------------------------------------------------------------------
 
 
-# Only evaluation samples and grades.
+# In supervised fine-tuning only the evaluation reads these.
 OF_SAMPLING = (
     "rollout_temperature",
     "rollout_top_p",
@@ -242,7 +244,7 @@ def supervised_loss(s: Settings) -> list[Problem]:
 
 
 def idle_in_supervised_training(s: Settings) -> list[Problem]:
-    """Given, and neither off nor 0: settings of sampling and grading, where nothing samples."""
+    """Sampling and reward settings have no effect in supervised fine-tuning without evaluation."""
     if s.algorithm.loss_type != "sft_loss" or s.evaluates:
         return []
     idle = {name: getattr(s.rollout, name) for name in OF_SAMPLING} | {
@@ -260,7 +262,7 @@ def idle_in_supervised_training(s: Settings) -> list[Problem]:
 
 
 def pairs_are_supervised(s: Settings) -> list[Problem]:
-    """A loss of preferences, and where its rows come from."""
+    """A preference loss needs --loss-type sft_loss and a file of answer pairs."""
     if s.algorithm.loss_type != "sft_loss" and s.loss.pairs:
         message = "compares given answers; use --loss-type sft_loss"
         return problem("policy_loss_type", s.algorithm.policy_loss_type, message)
@@ -285,7 +287,7 @@ def noise_of_labels(s: Settings) -> list[Problem]:
 
 
 def reward_models_have_no_vocabulary(s: Settings) -> list[Problem]:
-    """What a network with a scalar head cannot do."""
+    """Settings that a model with a scalar head does not support."""
     if not s.algorithm.trains_reward_model:
         return []
     why = f"--policy-loss-type {s.loss.name}"

@@ -14,7 +14,7 @@ from arguments.schema import ParallelConfig
 from slime_like.config import Problem, flag_name
 from slime_like.losses.registry import PolicyLoss
 
-TASK_PREFIX = "reasoning_gym:"  # of a source that makes its rows, answers and scores itself
+TASK_PREFIX = "reasoning_gym:"  # data source that generates rows, answers and scores
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Settings(ConfigGroups):
 
     @property
     def evaluates(self) -> bool:
-        """Whether an engine answers --eval-prompt-data, in whatever way the run trains."""
+        """Whether an engine answers --eval-prompt-data, however the run trains."""
         return self.eval.eval_interval is not None and not self.debug.debug_train_only
 
     @property
@@ -52,13 +52,14 @@ class Settings(ConfigGroups):
 
     @property
     def data_parallel_size(self) -> int | None:
-        """None when the world cannot be cut as asked, which has its own rule."""
+        """Data-parallel size; None if the sizes do not divide the world size, which another rule
+        reports."""
         whole, rest = divmod(self.world_size, self.parallel.model_parallel_size)
         return None if rest else whole
 
 
 class LayoutSettings(Protocol):
-    """What the rules about parallel sizes look at: of a run, or of a conversion between formats."""
+    """Input of the rules about parallel sizes: settings of a run or of a checkpoint conversion."""
 
     @property
     def parallel(self) -> ParallelConfig: ...
@@ -74,5 +75,5 @@ Rule = Callable[[Settings], list[Problem]]
 
 
 def problem(field: str, value: object, message: str) -> list[Problem]:
-    """One problem with a flag, as a list."""
+    """A list with one problem of a flag."""
     return [Problem(flag_name(field), value, message)]

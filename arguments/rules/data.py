@@ -1,5 +1,5 @@
-"""Rules about data, rewards, evaluation sets, what is sampled of the prompts, and the teacher of
-on-policy distillation."""
+"""Rules about data, rewards, evaluation sets, prompt sampling, and the teacher of on-policy
+distillation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from slime_like.rewards.registry import require_confinement, rewards
 
 
 _URL = re.compile(r"https?://(\[[0-9a-fA-F:]+\]|[\w.\-]+)(:\d{1,5})?(/[\w\-./]*)?")
-# slime asks the teacher in a reward function
+# slime queries the teacher in a reward function
 SLIME_REWARD = "slime.rollout.on_policy_distillation."
 
 
@@ -42,7 +42,7 @@ def distillation_is_complete(s: Settings) -> list[Problem]:
 
 
 def teacher_is_of_its_type(s: Settings) -> list[Problem]:
-    """Settings of the other type, and a server's address."""
+    """--opd-type sglang needs server addresses, and excludes settings of the other types."""
     opd = s.distillation
     if not opd.use_opd or opd.opd_type is None:
         return []
@@ -75,7 +75,8 @@ def teacher_is_of_its_type(s: Settings) -> list[Problem]:
 
 
 def served_teacher_fits(s: Settings) -> list[Problem]:
-    """SGLang reports log-probs of given tokens at temperature 1, over the full vocabulary."""
+    """Settings incompatible with a served teacher: SGLang scores given tokens at temperature 1 over
+    the full vocabulary."""
     if not s.distillation.served:
         return []
     found = []
@@ -109,13 +110,13 @@ def slime_reward_of_distillation(s: Settings) -> list[Problem]:
 
 
 def teacher_urls(s: Settings) -> list[str]:
-    """--rm-url has the teacher's address where it is not a reward's."""
+    """Addresses of the teacher: --opd-teacher-url, or --rm-url unless the reward uses it."""
     own, of_reward = s.distillation.opd_teacher_url, s.reward.rm_url
     return own or ([of_reward] if of_reward is not None and s.reward.rm_type != "remote_rm" else [])
 
 
 def server_url(address: str) -> str:
-    """Without the path of the call, which slime's users give."""
+    """Remove the path /generate, which addresses in slime's scripts include."""
     return address.rstrip("/").removesuffix("/generate")
 
 
@@ -132,7 +133,7 @@ def teacher_is_there(s: Settings) -> list[Problem]:
     if folder is None or not s.distillation.use_opd:
         return []
     if is_checkpoint_root(folder):
-        return []  # of the policy's shape, which the rules of the policy look at
+        return []  # has the policy's shape, to which the rules of the policy apply
     if not (Path(folder) / "config.json").is_file():
         words = "neither a Hugging Face model (config.json) nor a folder of checkpoints"
         return problem("opd_teacher_load", folder, words)
@@ -147,7 +148,7 @@ def teacher_is_there(s: Settings) -> list[Problem]:
 
 
 def teacher_fits_the_layout(s: Settings, teacher: HfModel) -> list[Problem]:
-    """The teacher is spread over the same ranks as the policy, which may not divide it."""
+    """The teacher uses the policy's parallel sizes, which must divide its heads and layers."""
     found = []
     folder, parallel = s.distillation.opd_teacher_load, s.parallel
     heads, groups = (
@@ -170,7 +171,8 @@ def teacher_fits_the_layout(s: Settings, teacher: HfModel) -> list[Problem]:
 
 
 def self_teacher_sees_more(s: Settings) -> list[Problem]:
-    """There is something that the policy does not see, and a place for it."""
+    """Self-distillation needs context that the policy does not see, and templates with a
+    placeholder for it."""
     opd = s.distillation
     if not opd.teaches_itself:
         return []
@@ -246,8 +248,8 @@ def prompts(s: Settings) -> list[Problem]:
 
 
 def keys_of_rows(s: Settings) -> list[Problem]:
-    """--input-key and --label-key, those of pairs of answers, or an evaluation set's own, that none
-    of the first rows has."""
+    """Keys that none of the first rows has: --input-key and --label-key, the keys of answer pairs,
+    and those of evaluation sets."""
     data, found = s.data, []
     there = _keys_there(data.prompt_data or "", data.skip_bad_rows)
     names = ("input_key", "label_key")
@@ -272,7 +274,7 @@ def keys_of_rows(s: Settings) -> list[Problem]:
 
 
 def _keys_there(spec: str, may_be_bad: int) -> set[str] | None:
-    """Of a file; None where it has a separate rule, or is read later."""
+    """Keys in the first rows of a file; None if another rule applies to it, or it is read later."""
     path = file_of(spec)
     known = path.suffix in DATA_SUFFIXES and path.is_file()
     return first_keys(path, may_be_bad) if known else None
@@ -283,7 +285,7 @@ def _names(keys: set[str]) -> str:
 
 
 def missing_data(name: str, spec: str) -> list[Problem]:
-    """A data source that is not there. Its contents are checked when it is opened."""
+    """A data source that does not exist. Its content is checked when it is opened."""
     if spec.startswith(TASK_PREFIX):
         library = rewards.get("task").missing_library()
         words = f"needs {library}" if library is not None else task.unknown(spec)
@@ -389,7 +391,7 @@ def evaluation(s: Settings) -> list[Problem]:
 
 
 def _own_reward(each: EvalSet, rm_url: str | None) -> list[Problem]:
-    """The reward that a set of --eval-config names."""
+    """Problems of the reward that an evaluation set of --eval-config names."""
     if each.rm_type is not None and each.custom_rm_path is not None:
         return problem(
             "eval_config",

@@ -1,9 +1,9 @@
-"""Rules that fields declare: `arg(..., needs=, only_with=, excludes=, required_with=,
+"""Rules declared with the fields: `arg(..., needs=, only_with=, excludes=, required_with=,
 idle_without=)`.
 
 A condition is the name of a setting (it is on), ``name=value``, ``name>number``, ``name<number``, a
-fact about the run such as ``@experts``, or alternatives ``a|b=value``. All but `required_with` speak
-about a setting that the user gave a value other than its default.
+fact about the run such as ``@experts``, or alternatives ``a|b=value``. All except `required_with`
+apply only if the user gave the setting a value other than its default.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ FACTS: Mapping[str, tuple[Callable[[Settings], bool], str]] = {
     "@pairs": (lambda s: s.algorithm.pair_loss is not None, "--loss-type dpo_loss or rm_loss"),
     "@experts": (lambda s: bool(s.core.get("num_moe_experts")), "experts in the network"),
 }
-# Of every setting of a group.
+# group -> condition that applies to all its settings
 ONLY_WITH = {"critic": "@critic", "value_loss": "@critic"}
 _ALTERNATIVE = re.compile(r"(@?\w+)(?:([=<>])(.*))?")
 
 
 @cache
 def _group_of_fields() -> dict[str, str]:
-    """Field name -> attribute of `Settings` that has it."""
+    """Field name -> attribute of `Settings` that contains it."""
     return {
         field.name: group
         for group, (_, config_type) in GROUPS.items()
@@ -49,7 +49,7 @@ def _group_of_fields() -> dict[str, str]:
 
 
 def value_of(s: Settings, name: str) -> Any:
-    """The value of a setting, wherever it is kept."""
+    """The value of a setting in any group."""
     group = _group_of_fields().get(name)
     if group is not None:
         return getattr(getattr(s, group), name)
@@ -58,7 +58,7 @@ def value_of(s: Settings, name: str) -> Any:
 
 
 def parts_of(alternative: str) -> tuple[str, str, str]:
-    """``name>1`` -> ("name", ">", "1"); a name alone has two empty parts."""
+    """``name>1`` -> ("name", ">", "1"); for a name alone the other two parts are empty."""
     found = _ALTERNATIVE.fullmatch(alternative)
     assert found is not None, f"{alternative!r} is no condition"
     return found[1], found[2] or "", found[3] or ""
@@ -93,7 +93,7 @@ def _words(name: str, sign: str, wanted: str) -> str:
 
 
 def declared_rules(s: Settings) -> list[Problem]:
-    """What the declarations of all flags say, at most one problem for each flag."""
+    """Problems with the declared rules of all flags, at most one per flag."""
     found = []
     for flag in _with_declarations(flag_table()):
         value = value_of(s, flag.dest)
@@ -111,7 +111,7 @@ def declared_rules(s: Settings) -> list[Problem]:
 
 
 def declared_warnings(s: Settings) -> list[str]:
-    """Settings that were given and that nothing reads."""
+    """Warnings about given settings without effect."""
     return [
         f"{flag_name(flag.dest)} has no effect without {in_words(condition)}"
         for flag in flag_table().flags
@@ -142,7 +142,7 @@ def _of_its_group(flag: Flag, s: Settings) -> str | None:
 
 
 def broken(flag: Flag, s: Settings) -> str | None:
-    """The message of the first declaration that does not hold."""
+    """The message of the flag's first declared rule that is violated; None if all hold."""
     for condition in flag.excludes:
         if holds(condition, s):
             if "=" in condition:
@@ -171,7 +171,7 @@ def _remedy(condition: str) -> str:
 
 
 def unknown_names() -> list[str]:
-    """Names in declarations that are no settings: a mistake of ours, which a test looks for."""
+    """Names in declarations that are not settings; for a test of our own declarations."""
     known = {flag.dest for flag in flag_table().flags} | FACTS.keys()
     return [
         name

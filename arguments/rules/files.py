@@ -71,8 +71,8 @@ def saving(s: Settings) -> list[Problem]:
 
 
 def sgd_has_no_checkpoints(s: Settings) -> list[Problem]:
-    """megatron-core 0.16 initialises the state of Adam only before it loads one, and its
-    distributed optimizer asserts on SGD."""
+    """The optimizer state of SGD cannot be loaded: megatron-core 0.16 can only initialise the state
+    of Adam for loading, and its distributed optimizer asserts on SGD."""
     if s.core.get("optimizer") != "sgd":
         return []
     found = []
@@ -94,8 +94,8 @@ def sgd_has_no_checkpoints(s: Settings) -> list[Problem]:
 
 
 def output_folders(s: Settings) -> list[Problem]:
-    """Each can be made, or is there, and takes files: found out now rather than after the first
-    rollouts."""
+    """All output folders exist or can be created, and are writable; checked before the first
+    rollout."""
     found = []
     for config, name in (
         (s.checkpoint, "save"),
@@ -124,7 +124,7 @@ def output_folders(s: Settings) -> list[Problem]:
 
 
 def nearest_existing(path: Path) -> Path:
-    """The path itself, or the first of its parents that is there."""
+    """The path itself, or its closest existing parent."""
     return next(p for p in (path, *path.absolute().parents) if os.path.exists(p))
 
 

@@ -1,5 +1,5 @@
-"""Rules about how the work is divided: the network and the sequences over processes, a rollout
-into optimizer steps, a step into micro-batches; and the length of a run."""
+"""Rules about parallel sizes, the split of a rollout into optimizer steps and of a step into
+micro-batches, and the length of a run."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def tensor_parallel_divides_the_network(s: LayoutSettings) -> list[Problem]:
 
 
 def delta_nets_share_their_groups(s: LayoutSettings) -> list[Problem]:
-    """Of linear attention: tensor-parallel ranks have whole groups, and context-parallel ranks
-    exchange them for whole sequences."""
+    """For gated delta nets, tensor- times context-parallel size must divide the number of key
+    heads: each rank computes complete groups of full sequences."""
     if not s.core.get("linear_attention_freq"):
         return []
     groups = s.core["linear_num_key_heads"]
@@ -77,7 +77,7 @@ def delta_nets_share_their_groups(s: LayoutSettings) -> list[Problem]:
 
 
 def context_parallel_has_limits(s: Settings) -> list[Problem]:
-    """What ranks that share sequences cannot do, and which of them exchanges keys and values how."""
+    """Limits of context parallelism, and legal values of --cp-comm-type."""
     size, how = s.parallel.context_parallel_size, s.core.get("cp_comm_type")
     if size == 1:
         used = how is None or (s.critic.critic_context_parallel_size or 1) > 1
@@ -119,7 +119,8 @@ def context_parallel_has_limits(s: Settings) -> list[Problem]:
 
 
 def stages_begin_with_an_indexer(s: LayoutSettings) -> list[Problem]:
-    """Of sparse attention: the choice of keys that several layers share stays on a stage."""
+    """For sparse attention, every pipeline stage must start with a layer that has an indexer, since
+    a selection is only shared within a stage."""
     shared = s.core.get("index_shared")
     if not shared:
         return []
@@ -167,16 +168,16 @@ PARALLEL_RULES: tuple[Rule, ...] = (
 BY_TOKENS = ("max_tokens_per_gpu", "log_probs_max_tokens_per_gpu")
 BY_SAMPLES = ("micro_batch_size", "log_probs_micro_batch_size")
 
-# Tokens of a micro-batch where no flag cuts them: about five times as fast as one sample at a time,
-# and no more memory than one long sequence takes.
+# Default token budget of a micro-batch: about five times as fast as one sample per micro-batch, and
+# no more memory than one long sequence takes.
 DEFAULT_TOKENS = 4096
 
 
 def default_micro_batches(values: Mapping[str, Any]) -> dict[str, object]:
-    """How micro-batches are cut where no flag says it, as settings: by a token budget.
+    """Default settings for micro-batches if no flag sets them: a token budget.
 
-    One sample at a time stays where a budget cannot be: --qkv-format bshd, token_mean_legacy, and a
-    pipeline, which is kept busy by many micro-batches.
+    Micro-batches of one sample remain the default where a budget is not possible (--qkv-format
+    bshd, token_mean_legacy), and with pipeline parallelism, which needs many micro-batches.
     """
     cut = {*BY_TOKENS, *BY_SAMPLES, "use_dynamic_batch_size"}
     one_by_one = (
@@ -222,7 +223,7 @@ def supervised_samples(s: Settings) -> list[Problem]:
 
 
 def pairs_are_whole(s: Settings) -> list[Problem]:
-    """The two answers of a pair are in one optimizer step, on one rank, in one micro-batch."""
+    """The two answers of a pair must be in the same optimizer step, rank and micro-batch."""
     size, dp = global_batch_of(s), s.data_parallel_size
     if s.algorithm.pair_loss is None or size is None or dp is None:
         return []
@@ -247,7 +248,7 @@ def pairs_are_whole(s: Settings) -> list[Problem]:
 
 
 def global_batch_of(s: Settings) -> int | None:
-    """Samples in each optimizer step; None when the flags do not give a whole number."""
+    """Samples per optimizer step; None if the flags do not give an integer."""
     steps, size = s.algorithm.num_steps_per_rollout, s.algorithm.global_batch_size
     if size is not None:
         return (
@@ -280,7 +281,8 @@ def rollout_is_divisible(s: Settings) -> list[Problem]:
 
 
 def global_batch_is_divisible(s: Settings) -> list[Problem]:
-    """Also the interleaved schedule's condition on the number of micro-batches."""
+    """The global batch is divisible by data-parallel and micro-batch size; includes the condition
+    of the interleaved schedule on the number of micro-batches."""
     size, dp, micro = global_batch_of(s), s.data_parallel_size, s.algorithm.micro_batch_size
     if size is None or dp is None or not s.trains or s.algorithm.use_dynamic_batch_size:
         return []
@@ -305,7 +307,7 @@ def global_batch_is_divisible(s: Settings) -> list[Problem]:
 
 
 def log_prob_micro_batches(s: Settings) -> list[Problem]:
-    """The interleaved schedule's condition, for the forward passes over a whole rollout."""
+    """The condition of the interleaved schedule for forward-only passes over a rollout."""
     size, dp, pipeline = (
         s.algorithm.log_probs_micro_batch_size,
         s.data_parallel_size,
@@ -321,7 +323,7 @@ def log_prob_micro_batches(s: Settings) -> list[Problem]:
 
 
 def sequences_fit(s: Settings) -> list[Problem]:
-    """Positions beyond the network's are not defined, or not trained."""
+    """Sequences must not exceed the model's positions, which are undefined or untrained beyond."""
     limit, prompt = s.gpt.max_position_embeddings, s.data.rollout_max_prompt_len or 1
     responses = {}
     if s.generates or (s.evaluates and any(each.max_response_len is None for each in s.eval_sets)):
@@ -346,7 +348,8 @@ def sequences_fit(s: Settings) -> list[Problem]:
 
 
 def token_budgets(s: Settings) -> list[Problem]:
-    """Micro-batches are cut in one of two ways, and the settings of the other have no effect."""
+    """Micro-batches are made by number of samples or by token budget; settings of the other way
+    have no effect."""
     if not s.algorithm.use_dynamic_batch_size:
         return []
     found = []

@@ -1,4 +1,4 @@
-"""Rules about experts: their parallel sizes, routers, balancing and replay."""
+"""Rules about MoE: parallel sizes of experts, routers, load balancing and routing replay."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
 def experts_of(s: LayoutSettings) -> int:
-    """Experts of each expert layer; 0 for a dense network."""
+    """Experts per MoE layer; 0 for a dense network."""
     return int(s.core.get("num_moe_experts") or 0)
 
 
 def balancing_of(s: Settings) -> list[tuple[str, float]]:
-    """(kind, coefficient) of every auxiliary loss that is asked for; --moe-aux-loss-coeff is one
-    number, or one for each kind."""
+    """(type, coefficient) of every requested auxiliary loss; --moe-aux-loss-coeff is one number, or
+    one per type."""
     kinds, coefficients = (
         s.core.get("moe_router_load_balancing_type", "aux_loss"),
         s.core.get("moe_aux_loss_coeff", 0.0),
@@ -88,8 +88,8 @@ def expert_parallel_sizes(s: LayoutSettings) -> list[Problem]:
 
 
 def experts_need_sequence_parallel(s: Settings) -> list[Problem]:
-    """megatron-core raises in the first training step: each tensor-parallel rank would dispatch all
-    tokens again."""
+    """MoE with tensor parallelism needs sequence parallelism; megatron-core raises only in the
+    first training step. Without it every tensor-parallel rank would dispatch all tokens."""
     if (
         experts_of(s)
         and s.trains
@@ -105,8 +105,9 @@ def experts_need_sequence_parallel(s: Settings) -> list[Problem]:
 
 
 def experts_cut_otherwise_are_spread(s: Settings) -> list[Problem]:
-    """Without expert parallelism megatron-core reduces the gradients of experts over the groups of
-    the other weights, which are those of experts only where both are cut alike."""
+    """Expert tensor parallelism that differs from tensor parallelism needs expert parallelism:
+    otherwise megatron-core reduces expert gradients over the groups of the other weights, which are
+    right only if both are sharded equally."""
     etp, tp = s.parallel.expert_tensor_parallel_size, s.parallel.tensor_model_parallel_size
     if (
         experts_of(s)
@@ -120,7 +121,8 @@ def experts_cut_otherwise_are_spread(s: Settings) -> list[Problem]:
 
 
 def dispatcher_fits_the_pipeline(s: Settings) -> list[Problem]:
-    """megatron-core's condition on pipelines whose stages exchange shapes, which packed rows need."""
+    """The allgather dispatcher is incompatible with pipeline stages that exchange shapes, as packed
+    sequences require; megatron-core's condition."""
     plain_pipeline = s.parallel.pipeline_model_parallel_size > 1 and not virtual_stages_of(
         s.parallel, s.core
     )

@@ -1,4 +1,5 @@
-"""Rules about --optimizer muon: megatron-core's, over NVIDIA's package emerging_optimizers."""
+"""Rules about --optimizer muon, which megatron-core implements with NVIDIA's package
+emerging_optimizers."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from slime_like.config import Problem
 
 PACKAGE = "emerging_optimizers"
 OLD = "emerging-optimizers @ git+https://github.com/NVIDIA-NeMo/Emerging-Optimizers@v0.1.0"
-STEPS_OF_QUINTIC = 5  # sets of coefficients; version 0.1 of the package takes only whole rounds
+STEPS_OF_QUINTIC = 5  # sets of coefficients; version 0.1 of the package needs a multiple of it
 
 
 def _is_muon(s: Settings) -> bool:
@@ -19,7 +20,8 @@ def _is_muon(s: Settings) -> bool:
 
 
 def muon_is_installed(s: Settings) -> list[Problem]:
-    """A job on GPUs elsewhere may have what is not here."""
+    """The required package version is installed. Not checked for a planned job, since another
+    machine may have it."""
     if not _is_muon(s) or s.machine.planned or (lacking := _lacking()) is None:
         return []
     remedy = (
@@ -32,12 +34,12 @@ def muon_is_installed(s: Settings) -> list[Problem]:
 
 
 def _is_old() -> bool:
-    """Whether megatron-core works with version 0.1 of the package alone."""
+    """Whether this megatron-core requires version 0.1 of the package."""
     return release() < (0, 17)
 
 
 def _lacking() -> str | None:
-    """What is wrong with the package that is here; None for nothing."""
+    """What is wrong with the installed package; None if nothing is."""
     needs = f"{'0.1' if _is_old() else '0.2 or later'} for megatron-core {megatron_version()}"
     if importlib.util.find_spec(PACKAGE) is None:
         return f"({needs}), which is not installed"
@@ -50,7 +52,8 @@ def _lacking() -> str | None:
 
 
 def muon_has_its_state_whole(s: Settings) -> list[Problem]:
-    """It orthogonalises full matrices, and needs other parameters too, for AdamW."""
+    """Muon needs unsharded optimizer state, since it orthogonalises full matrices, and also needs
+    parameters that are not matrices, for AdamW."""
     if not _is_muon(s):
         return []
     found = []
@@ -70,7 +73,8 @@ def muon_has_its_state_whole(s: Settings) -> list[Problem]:
 
 
 def muon_can_split_the_projections(s: Settings) -> list[Problem]:
-    """Before 0.18 megatron-core does not count the gate among the rows of the projection."""
+    """Before 0.18, megatron-core cannot split the QKV projection of gated attention: it ignores the
+    rows of the gate."""
     gated = s.core.get("attention_output_gate") and s.core.get("muon_split_qkv", True)
     if not _is_muon(s) or not gated or release() >= (0, 18):
         return []

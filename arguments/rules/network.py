@@ -1,5 +1,5 @@
-"""Rules about the network: what describes it, its layers, what is recomputed; and the
-rules about sizes by themselves, for programs that cut a network and do not train it."""
+"""Rules about the network: its description, layers and recomputation. Also the rules about parallel
+sizes alone, for programs that shard a network without training it."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def local_layers_have_limits(s: Settings) -> list[Problem]:
 
 
 def attention_backend_is_there(s: Settings) -> list[Problem]:
-    """With Transformer Engine layers: one of its kernels. megatron-core chooses by environment
-    variables, and asserts on those it finds."""
+    """With Transformer Engine layers the backend is one of its kernels. megatron-core selects it by
+    environment variables, and asserts if they are set differently."""
     if resolve_transformer_impl(s.model, s.machine) != "transformer_engine":
         return []
     backend = s.core.get("attention_backend", "auto")
@@ -136,7 +136,8 @@ def recompute_is_complete(s: Settings) -> list[Problem]:
 
 
 def distributed_activations(s: Settings) -> list[Problem]:
-    """megatron-core's condition, and where they would be distributed over nobody."""
+    """Conditions of --distribute-saved-activations: megatron-core's, and a tensor-parallel size
+    above 1."""
     if not s.core.get("distribute_saved_activations"):
         return []
     if s.core.get("recompute_granularity") != "full":
@@ -193,7 +194,7 @@ def network_numbers(s: Settings) -> list[Problem]:
 
 
 def model_provider(s: Settings) -> list[Problem]:
-    """It can be imported, and builds all networks of the run."""
+    """The model provider can be imported, and the run has no critic, which it would not build."""
     path, name = s.gpt.custom_model_provider_path, "custom_model_provider_path"
     if path is None:
         return []
@@ -227,7 +228,7 @@ RULES = (
 
 @dataclass(frozen=True, slots=True)
 class CutNetwork:
-    """core: megatron-core's fields of the network."""
+    """Input of the rules about parallel sizes. core: megatron-core's fields of the network."""
 
     parallel: ParallelConfig
     core: Mapping[str, Any]
@@ -235,5 +236,5 @@ class CutNetwork:
 
 
 def layout_problems(cut: CutNetwork) -> list[Problem]:
-    """What is wrong with the sizes for this network and this number of processes."""
+    """Problems with the parallel sizes for this network and number of processes."""
     return [found for rule in RULES for found in rule(cut)]

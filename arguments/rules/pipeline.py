@@ -1,5 +1,5 @@
-"""Rules about the layers of each pipeline stage: equal shares, another number in the first and the
-last one, the embedding and the loss counted as layers, or every stage written out."""
+"""Rules about the layers of pipeline stages: equal numbers, other numbers in the first and last
+stage, embedding and loss counted as layers, or an explicit layout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INTERLEAVED = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_p
 
 
 def virtual_stages_of(parallel: ParallelConfig, core: Mapping[str, Any]) -> int | None:
-    """Model chunks on each pipeline rank, by whichever flag says it; None without the interleaved
+    """Model chunks per pipeline rank, from whichever flag sets it; None without the interleaved
     schedule. core: megatron-core's fields of the network."""
     pipeline = parallel.pipeline_model_parallel_size
     if layout := core.get(LAYOUT):
@@ -35,8 +35,8 @@ def virtual_stages_of(parallel: ParallelConfig, core: Mapping[str, Any]) -> int 
 
 
 def stages_of_layout(layout: str) -> list[str]:
-    """The stages of --pipeline-model-parallel-layout, as Megatron-LM reads it: `Et*3|(tt|)*2tL` is
-    `Ettt`, `tt`, `tt`, `tL`. Commas are decoration."""
+    """Parse the stages of --pipeline-model-parallel-layout as Megatron-LM does: `Et*3|(tt|)*2tL` is
+    `Ettt`, `tt`, `tt`, `tL`. Commas are ignored."""
     text = layout.replace(",", "")
     for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)
@@ -44,8 +44,8 @@ def stages_of_layout(layout: str) -> list[str]:
 
 
 def first_layers(s: LayoutSettings) -> list[int]:
-    """The first layer of every stage but the first, from 0; none where the layers cannot be cut as
-    asked, which has its own rule."""
+    """Index from 0 of the first layer of every stage except the first; empty if the layers cannot
+    be divided, which another rule reports."""
     pipeline, core = s.parallel.pipeline_model_parallel_size, s.core
     if pipeline == 1 or pipeline_divides_the_layers(s):
         return []
@@ -92,7 +92,8 @@ def pipeline_divides_the_layers(s: LayoutSettings) -> list[Problem]:
 
 
 def written_out(s: LayoutSettings, given: Mapping[str, Any]) -> list[Problem]:
-    """--pipeline-model-parallel-layout names every layer once, in as many stages as there are."""
+    """--pipeline-model-parallel-layout names all layers once, in a number of stages that the
+    pipeline size divides."""
     text, pipeline, layers = (
         given[LAYOUT], s.parallel.pipeline_model_parallel_size, s.core["num_layers"],
     )  # fmt: skip
@@ -118,8 +119,8 @@ def written_out(s: LayoutSettings, given: Mapping[str, Any]) -> list[Problem]:
 
 
 def unequal_ends(s: LayoutSettings, given: Mapping[str, Any]) -> list[Problem]:
-    """--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers: the other stages
-    share the remaining layers equally."""
+    """With --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, the other
+    stages must have equal numbers of the remaining layers."""
     pipeline, layers = s.parallel.pipeline_model_parallel_size, s.core["num_layers"]
     own = {name: value for name, value in given.items() if name in ENDS}
     name = next(iter(own))
@@ -167,5 +168,5 @@ def _flag(name: str) -> str:
 
 
 def _cut(core: Mapping[str, Any]) -> int:
-    """What stages share: the layers, and what counts as one."""
+    """Number of layers to divide over stages, including embedding and loss if they count."""
     return int(core["num_layers"]) + sum(bool(core.get(name)) for name in COUNTED)

@@ -1,4 +1,4 @@
-"""Rules about layers of multi-token prediction."""
+"""Rules about multi-token prediction layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slime_like.config import ConfigError, Problem
 
 
 def prediction_layers_are_there(s: Settings) -> list[Problem]:
-    """As many as the checkpoint has."""
+    """--mtp-num-layers agrees with the checkpoint."""
     count, folder = s.gpt.mtp_num_layers, s.model.hf_checkpoint
     if count is None or folder is None:
         return []

@@ -7,7 +7,7 @@ from slime_like.config import Problem
 
 
 def rollouts_to_trace(s: Settings) -> list[Problem]:
-    """There are some, after the first and within the run."""
+    """The range of traced rollouts is not empty and starts within the run."""
     profiling, count = s.profiling, s.rollout.num_rollout
     if not profiling.profile:
         return []

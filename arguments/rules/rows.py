@@ -1,5 +1,5 @@
-"""The keys of a data file's first rows, so that a wrong --input-key or --label-key is told with the
-other problems of a command line, before processes meet."""
+"""Read the keys of a data file's first rows, so that a wrong --input-key or --label-key is reported
+with the other problems of the command line, before the rendezvous."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-_LONGEST = 2**24  # bytes of a row that is read here
+_LONGEST = 2**24  # maximum bytes of a row that is read here
 _MOST_ROWS = 1000
 _ROW_RANGE = re.compile(r"@\[[^\]]*\]$")
 
 
 def file_of(spec: str) -> Path:
-    """What a data source names, without its range of rows."""
+    """Path of a data source, without its range of rows."""
     return Path(_ROW_RANGE.sub("", spec))
 
 
 def first_keys(path: Path, may_be_bad: int) -> set[str] | None:
-    """The keys that the first rows have together.
+    """All keys that occur in the first rows.
 
     Args:
-        path: of a .jsonl or .parquet file.
-        may_be_bad: how many rows may be left out (--skip-bad-rows): one more is read.
+        path: A .jsonl or .parquet file.
+        may_be_bad: Number of rows that may be skipped (--skip-bad-rows); one more is read.
 
     Returns:
-        None where these rows cannot be read, or are many: the pass over the whole file says what
-        is wrong, and where.
+        None if the rows cannot be read or are too many; reading the full file later reports the
+        problem and its location.
     """
     if may_be_bad >= _MOST_ROWS:
         return None
@@ -36,7 +36,7 @@ def first_keys(path: Path, may_be_bad: int) -> set[str] | None:
 
 
 def first_is_text(path: Path, key: str) -> bool:
-    """Whether the first row of a .jsonl file has a string there; False where that cannot be read."""
+    """Whether `key` is a string in the first row of a .jsonl file; False if that cannot be read."""
     try:
         row = next(_rows(path), None)
     except (OSError, ValueError, RecursionError):
@@ -54,7 +54,7 @@ def _parquet_columns(path: Path) -> set[str] | None:
 
 
 def _keys(path: Path, count: int) -> set[str] | None:
-    """Of the first `count` rows; None where one of them is no JSON object."""
+    """Keys of the first `count` rows; None if one of them is not a JSON object."""
     keys: set[str] = set()
     try:
         for row in itertools.islice(_rows(path), count):
@@ -67,7 +67,8 @@ def _keys(path: Path, count: int) -> set[str] | None:
 
 
 def _rows(path: Path) -> Iterator[object]:
-    """Raises ValueError for a line that is no JSON, or too long."""
+    """Parse the rows of a .jsonl file. Raises ValueError for a line that is not JSON or too
+    long."""
     with path.open("rb") as file:
         while line := file.readline(_LONGEST):
             if line.strip():

@@ -1,5 +1,5 @@
-"""All rules between the settings of a run, in the order in which their problems are told; those of
-KL and reduction; the warnings; and what the launcher says once though nothing is wrong."""
+"""All rules between the settings of a run, in the order in which problems are reported, including
+those of KL and reduction; the warnings; and the notes that the launcher prints once."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ WARNINGS: tuple[Warn, ...] = (
 
 
 def settings_of_other_losses(settings: Settings, table: Mapping[str, Flag]) -> list[str]:
-    """Flags of losses that were not chosen: they have no effect."""
+    """Warnings about given settings of losses that were not selected."""
     chosen = loss_fields(settings.loss)
     others = {name for _, loss in policy_losses.items() for name in loss_fields(loss)} - chosen
     return [
@@ -182,7 +182,7 @@ def settings_of_other_losses(settings: Settings, table: Mapping[str, Flag]) -> l
 
 
 def notes_of(s: Settings) -> Iterator[str]:
-    """One line each."""
+    """Notes about the run, one line each."""
     if not s.trains:
         return
     if parts := list(_other_defaults(s)):
@@ -205,7 +205,7 @@ def _other_defaults(s: Settings) -> Iterator[str]:
 
 
 def calls_users_functions(s: Settings) -> bool:
-    """Whether a function of the user's sees samples."""
+    """Whether a user function gets samples."""
     return any(
         path is not None
         for path in (

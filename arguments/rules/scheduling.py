@@ -1,4 +1,4 @@
-"""Rules about what is drawn, kept and carried over between rollouts."""
+"""Rules about rollout scheduling: what is sampled, filtered and carried over between rollouts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def over_sampling(s: Settings) -> list[Problem]:
 
 
 def idle_scheduling(s: Settings) -> list[Problem]:
-    """Settings that need another one."""
+    """--rollout-slice-len only has an effect with partial rollouts, over-sampling or a filter."""
     config, found = s.scheduling, []
     if config.rollout_slice_len is not None and not (
         config.partial_rollout
@@ -78,7 +78,7 @@ def idle_scheduling(s: Settings) -> list[Problem]:
 
 
 def scheduling_functions(s: Settings) -> list[Problem]:
-    """They can be imported."""
+    """User functions of rollout scheduling and evaluation can be imported."""
     found = []
     for name in (*PATHS, EVAL_FUNCTION) if s.generates or s.evaluates else ():
         path = getattr(s.scheduling, name)
@@ -93,14 +93,14 @@ def scheduling_functions(s: Settings) -> list[Problem]:
 
 
 def custom_generate_is_async(s: Settings) -> list[Problem]:
-    """It waits for the engine. And responses of an environment are not cut into slices."""
+    """A custom generate function must be async, and is incompatible with generating in slices."""
     path = s.scheduling.custom_generate_function_path
     if path is None or not (s.generates or s.evaluates):
         return []
     try:
         function = load_function(path, flag_name(CUSTOM_GENERATE))
     except ValueError:
-        return []  # told already
+        return []  # already reported
     found = []
     if not inspect.iscoroutinefunction(function):
         found += problem(CUSTOM_GENERATE, path, "must be an async function")
@@ -123,7 +123,7 @@ def custom_generate_is_async(s: Settings) -> list[Problem]:
 
 
 def _wrong_functions(s: Settings) -> list[Problem]:
-    """Those that are slime's own, and asynchronous ones."""
+    """Rollout functions that are slime's own or async, which are not supported."""
     config, found = s.scheduling, list[Problem]()
     for name in (ROLLOUT_FUNCTION, EVAL_FUNCTION):
         path = getattr(config, name)
@@ -141,7 +141,7 @@ def _wrong_functions(s: Settings) -> list[Problem]:
             try:
                 function = load_function(path, flag_name(name))
             except ValueError:
-                continue  # told already
+                continue  # already reported
             if inspect.iscoroutinefunction(function):
                 found += problem(
                     name,
@@ -152,7 +152,7 @@ def _wrong_functions(s: Settings) -> list[Problem]:
 
 
 def rollout_functions(s: Settings) -> list[Problem]:
-    """What the functions of whole rollouts can be, and what does not go with them."""
+    """Problems of rollout and evaluation functions, and settings incompatible with them."""
     config, found = s.scheduling, _wrong_functions(s)
     if config.eval_function_path is not None and not s.evaluates:
         found += problem(
@@ -196,7 +196,7 @@ def rollout_functions(s: Settings) -> list[Problem]:
 
 
 def time_limit(s: Settings) -> list[Problem]:
-    """It is for requests that can be aborted one by one."""
+    """--rollout-time-limit-s needs an engine with single requests, which can be aborted."""
     limit, config = s.scheduling.rollout_time_limit_s, s.scheduling
     if limit is None:
         return []
@@ -218,7 +218,7 @@ def time_limit(s: Settings) -> list[Problem]:
 
 
 def hook_functions(s: Settings) -> list[Problem]:
-    """Functions of training and logging: they can be imported, and this run trains."""
+    """Training and logging hooks can be imported, and are compatible with the run."""
     found = []
     for field in dataclasses.fields(s.hooks):
         name, value = field.name, getattr(s.hooks, field.name)

@@ -1,4 +1,4 @@
-"""Rules of the server's command line, and that train.py is not given its settings."""
+"""Rules about the server's command line, and a rule that rejects its settings in train.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from slime_like.config import Problem, flag_name
 from slime_like.losses.registry import policy_losses
 
 OF_THE_SERVER = frozenset(field.name for field in dataclasses.fields(ServerConfig))
-# Settings of groups that are otherwise train.py's
+# Settings of the server from groups that otherwise belong to train.py
 ALSO_SERVED = {
     "max_tokens_per_gpu", "log_probs_chunk_size", "rollout_local_batch_size", "print_megatron_patches", "no_verify_checkpoint", "config", "rollout_engine",
 }  # fmt: skip
@@ -47,7 +47,7 @@ KEY_PREFIX = "tml-"
 
 
 def only_the_server_has_these(s: Settings) -> list[Problem]:
-    """train.py was given settings of the server."""
+    """Settings of the server are rejected by train.py."""
     return [
         Problem(
             flag_name(name),
@@ -83,7 +83,8 @@ def nothing_of_the_trainer(s: Settings) -> list[Problem]:
 
 
 def gradients_wait_for_the_step(s: Settings) -> list[Problem]:
-    """Calls add to the gradients; the ranks reduce them at the step."""
+    """Overlapped reduction is incompatible with the server, where several calls accumulate
+    gradients that are reduced at the optimizer step."""
     words = "does not go with the server, where gradients are reduced at the optimizer step; leave it out"
     return [
         p
@@ -103,7 +104,8 @@ def optimizer_is_adam(s: Settings) -> list[Problem]:
 
 
 def optimizer_state_is_swapped(s: Settings) -> list[Problem]:
-    """Between models, tensor by tensor: which of them belong together is known for torch's Adam."""
+    """The server swaps models tensor by tensor, which is supported for the state of torch's Adam
+    only."""
     message = "does not go with the server, which changes models in and out; leave it out"
     return [
         p for name in (PRECISE, OFFLOAD) if s.core.get(name) for p in problem(name, None, message)
@@ -120,7 +122,8 @@ def is_loopback(host: str) -> bool:
 
 
 def snapshots_are_folders(s: Settings) -> list[Problem]:
-    """SGLang servers load sampling snapshots from --server-dir, one at a time."""
+    """Settings without use for SGLang servers of the Tinker server, which load sampling snapshots
+    from --server-dir, one at a time."""
     if not uses_sglang(s):
         return []
     others = (
@@ -172,7 +175,7 @@ def keys_are_usable(s: Settings) -> list[Problem]:
 
 
 def valid_keys(path: str) -> list[str]:
-    """The keys of a file, one a line. Raises OSError or ValueError."""
+    """Read API keys from a file, one per line. Raises OSError or ValueError."""
     lines = Path(path).read_text(encoding="utf-8").splitlines()
     keys = [line.strip() for line in lines if line.strip()]
     if not keys:

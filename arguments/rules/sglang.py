@@ -16,7 +16,7 @@ from slime_like.config import Problem
 
 _ADDRESS = re.compile(r"(https?://)?(\[[0-9a-fA-F:]+\]|[\w.\-]+):(\d{1,5})/?")
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-# Settings of a server that follow from the run's own.
+# Server settings that the run sets itself.
 OURS = (
     "model_path",
     "host",
@@ -33,8 +33,8 @@ ROUTER_OURS = ("host", "port", "worker_urls", "prometheus_port", "prometheus_hos
 
 
 def address_parts(address: str) -> tuple[str, int] | None:
-    """("127.0.0.1", 30000) of "127.0.0.1:30000" or "http://127.0.0.1:30000"; None for anything
-    else."""
+    """Parse "127.0.0.1:30000" or "http://127.0.0.1:30000" to ("127.0.0.1", 30000); None for
+    anything else."""
     found = _ADDRESS.fullmatch(address)
     return None if found is None or not 0 < int(found[3]) < 65536 else (found[2], int(found[3]))
 
@@ -51,8 +51,8 @@ def uses_sglang(s: Settings) -> bool:
 
 
 def gpus_of_servers(s: Settings) -> int | None:
-    """Of those that the run starts: with --colocate all of the trainer's by default; None: it
-    starts none."""
+    """Number of GPUs for servers that the run starts; with --colocate by default all GPUs of the
+    trainer. None if it starts none."""
     g = s.sglang
     if g.rollout_num_gpus is None and g.colocate:
         return s.world_size
@@ -69,7 +69,7 @@ def idle_sglang_settings(s: Settings) -> list[Problem]:
     found = []
     for name in idle:
         value = getattr(s.sglang, name)
-        if isinstance(value, dict):  # of flags that are passed on, as they were typed
+        if isinstance(value, dict):  # flags that are passed on, as typed
             prefix = next(prefix for prefix, field in PASSED_ON.items() if field == name)
             found += [
                 Problem(prefix + key.replace("_", "-"), text, words) for key, text in value.items()
@@ -145,10 +145,10 @@ def starts_router(s: Settings) -> bool:
 
 
 def sglang_is_installed(s: Settings) -> list[Problem]:
-    """Where something is started, what it is started from is there, and has the settings that are
+    """SGLang and the router are installed if the run starts them, and support the flags that are
     passed on."""
     g = s.sglang
-    if not uses_sglang(s) or s.preflight.preflight:  # the job's machines have it
+    if not uses_sglang(s) or s.preflight.preflight:  # preflight: only the job's machines need it
         return []
     if importlib.util.find_spec("httpx") is None:
         return problem(
@@ -246,7 +246,7 @@ def weight_transport_fits(s: Settings) -> list[Problem]:
             f"is missing: a folder that {far[0]} sees too, under the same name",
         )
     flags = g.sglang_server_flags or {}
-    # with data-parallel attention the ranks of a server are its tensor-parallel ones still
+    # with data-parallel attention a server still has tp_size ranks
     replicas = ("pp_size",) if flags.get("enable_dp_attention") else ("dp_size", "pp_size")
     parallel = [name for name in replicas if str(flags.get(name, 1)) != "1"]
     if parallel and not disk:

@@ -10,8 +10,8 @@ from slime_like.config import Problem
 
 
 def world_is_slimes(s: Settings) -> list[Problem]:
-    """--actor-num-nodes times --actor-num-gpus-per-node are the processes that torchrun started;
-    or, in a job that continues with the nodes that are left, the most that it may start."""
+    """--actor-num-nodes times --actor-num-gpus-per-node must be the number of processes; in a job
+    that may continue with fewer nodes it is the maximum."""
     given = [name for name in LAUNCH if name in s.given]
     if not given:
         return []
@@ -35,8 +35,8 @@ def world_is_slimes(s: Settings) -> list[Problem]:
 
 
 def continues_with_fewer() -> bool:
-    """Whether whoever started this process starts it again with the nodes that are left: torchrun
-    with --max-restarts, or the scripts for SLURM with MIN_NODES."""
+    """Whether the launcher restarts the job on the remaining nodes: torchrun with --max-restarts,
+    or the SLURM scripts with MIN_NODES."""
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     return restarts not in ("", "0") or bool(os.environ.get("MIN_NODES"))
 

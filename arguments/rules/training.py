@@ -1,4 +1,4 @@
-"""Rules about what trains: the optimizer and its memory, the learning rate over a run, adapters."""
+"""Rules about the optimizer and its memory, the learning-rate schedule, and LoRA."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from slime_like.weights.families import model_families
 
 
 PRECISE, OFFLOAD = "use_precision_aware_optimizer", "optimizer_cpu_offload"
-IN_PLAIN_TORCH = ("fp32", "bf16")  # of the moments
-# Above it a second moment in bf16 cannot shrink: 1 - beta2 of it is less than half of its last bit
-# (2^-9 to 2^-8 of its value).
+IN_PLAIN_TORCH = ("fp32", "bf16")  # dtypes of the moments
+# With a larger beta2 a second moment in bf16 cannot decrease: the decrement, 1 - beta2 of its
+# value, is less than half of its last bit (2^-9 to 2^-8 of its value).
 LARGEST_BETA2_OF_BF16 = 1 - 2**-8
 
 
@@ -65,7 +65,8 @@ def types_of_optimizer_state(s: Settings) -> list[Problem]:
 
 
 def main_gradients_have_one_type(s: Settings) -> list[Problem]:
-    """The optimizer reads the buffers in which gradients are summed."""
+    """--main-grads-dtype agrees with the dtype of the gradient buffers, which the optimizer reads
+    directly."""
     name, given = "main_grads_dtype", s.core.get("main_grads_dtype")
     in_fp32 = s.core.get("grad_reduce_in_fp32")
     if not s.core.get(PRECISE) or given is None:
@@ -83,7 +84,7 @@ def main_gradients_have_one_type(s: Settings) -> list[Problem]:
 
 
 def offloading_is_possible(s: Settings) -> list[Problem]:
-    """megatron-core's HybridDeviceOptimizer."""
+    """Conditions of --optimizer-cpu-offload (megatron-core's HybridDeviceOptimizer)."""
     core, found = s.core, []
     if not core.get(OFFLOAD):
         return []
@@ -188,7 +189,7 @@ def warmup(s: Settings) -> list[Problem]:
 
 
 def parameter_patterns(s: Settings) -> list[Problem]:
-    """They are regular expressions."""
+    """Parameter patterns are valid regular expressions."""
     found = []
     for name in ("only_train_params_name_list", "freeze_params_name_list"):
         for pattern in getattr(s.model, name):
@@ -207,7 +208,7 @@ LEARNING_RATE_RULES: tuple[Rule, ...] = (warmup,)
 
 
 def adapters_have_a_base(s: Settings) -> list[Problem]:
-    """Adapters name the modules of a Hugging Face model, which stays as it is."""
+    """LoRA needs a Hugging Face model as frozen base."""
     if not s.lora.lora_rank:
         return []
     found = []
@@ -268,13 +269,13 @@ def adapters_are_supported(s: Settings) -> list[Problem]:
 
 
 def targets_are_there(s: Settings) -> list[Problem]:
-    """Every name is of this model."""
+    """All --lora-target-modules exist in this model, and their merged weights can be synced."""
     folder, names = s.model.hf_checkpoint, s.lora.lora_target_modules
     if not s.lora.lora_rank or folder is None or any(name not in TARGETS for name in names):
         return []
     try:
         model = read_hf_model(folder)
-    except ConfigError:  # told where the model is read
+    except ConfigError:  # reported where the model is read
         return []
     strange = _modules_of_others(model)
     found = []
@@ -304,7 +305,7 @@ def targets_are_there(s: Settings) -> list[Problem]:
 
 
 def _modules_of_others(model: HfModel) -> tuple[str, ...]:
-    """Names in `TARGETS` that modules of other architectures have."""
+    """Names in `TARGETS` that do not occur in this architecture."""
     if not model.transformer.get("multi_latent_attention"):
         parameters = model_families.get(model.architecture).parameters.values()
         others = MLP if any(".w1." in str(mapping) for mapping in parameters) else MIXTRAL_MLP
@@ -335,7 +336,7 @@ def adapter_to_start_from(s: Settings) -> list[Problem]:
 
 
 def critics_adapters(s: Settings) -> list[Problem]:
-    """They stand on the policy's base."""
+    """A LoRA critic shares the policy's base: conditions of --critic-lora-rank."""
     rank, found = s.critic.critic_lora_rank, []
     if not rank or not has_critic(s):
         return []

@@ -187,7 +187,7 @@ SampleHook = Callable[[Sample, Any, int | None, bool], Awaitable[Sample]]
 
 
 class LoopRunner(Protocol):
-    """What of `asyncio.Runner` is used."""
+    """The part of `asyncio.Runner` that is used."""
 
     def __enter__(self) -> LoopRunner: ...
 
@@ -234,8 +234,8 @@ class CustomGenerate:
         return asyncio.Runner()
 
     def stop(self) -> None:
-        """There are enough responses: the requests of the others are aborted, and come back as they
-        are. Called in that event loop."""
+        """Abort the remaining requests, since there are enough responses; they return their partial
+        output. Call inside the event loop of `runner`."""
         return
 
     def close(self) -> None:

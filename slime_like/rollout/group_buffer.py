@@ -121,7 +121,7 @@ class GroupBuffer:
         self.waiting = [self._loaded(row, place) for place, row in enumerate(rows)]
 
     def _loaded(self, row: Mapping[str, Any], place: int) -> PendingGroup:
-        """place: of the group, among those that wait."""
+        """Load one group. place: its index among the waiting groups."""
         prompt = _prompt(row["prompt"])
         samples: list[AnySample] = []
         for saved in row["samples"]:
@@ -248,7 +248,7 @@ def _sample(group_id: int, text: str, label: Any, row: Mapping[str, Any]) -> Sam
 
 
 def _text(value: object, where: str) -> str:
-    """As a string, because the checkpoint's own JSON refuses NaN."""
+    """Encode a value as a JSON string, because the JSON of the checkpoint rejects NaN."""
     return json.dumps(encode(value, where))
 
 

@@ -44,7 +44,7 @@ POST_PROCESS = "--custom-reward-post-process-path"
 
 
 class UserRollout(Protocol):
-    """A user's function in place of the `Collector`, the `Evaluator`, or both."""
+    """A user function that replaces the `Collector`, the `Evaluator`, or both."""
 
     def collect(self, rollout_id: int) -> Collected: ...
 
@@ -54,8 +54,8 @@ class UserRollout(Protocol):
 
 
 class UserSource(Protocol):
-    """A user's data source in place of `PromptSource`. Every method is collective. data_source: the
-    object that rollout functions draw from, on rank 0. notes: messages to log."""
+    """A user's data source, which replaces `PromptSource`. Every method is collective. data_source:
+    the object that rollout functions draw from, on rank 0. notes: messages to log."""
 
     data_source: object
     notes: list[str]

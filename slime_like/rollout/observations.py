@@ -28,8 +28,8 @@ def with_observation_weights(
     """This rank's samples of each optimizer step, each with `observation_weights`.
 
     Args:
-        plan, samples, shares: As of `step_plan.train_samples`.
-        steps: What that returned.
+        plan, samples, shares: As for `step_plan.train_samples`.
+        steps: Its result.
     """
     result = []
     for k, (step, own) in enumerate(zip(plan.steps(samples), steps, strict=True)):

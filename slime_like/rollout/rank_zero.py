@@ -31,13 +31,13 @@ Whole = Callable[[Sequence[AnySample]], list[AnySample]]  # brings samples to ra
 
 
 def index_of_groups(groups: Sequence[SampleGroup]) -> tuple[list[int], Rows, Versions]:
-    """The index of groups that rank 0 has: their sizes, and rows of their samples."""
+    """Index of groups held by rank 0: group sizes, and metadata rows of the samples."""
     samples = complete(s for group in groups for s in group.samples)
     return [len(group.samples) for group in groups], *rows_of(samples, 0)
 
 
 def groups_of_index(index: tuple[list[int], Rows, Versions]) -> list[SampleGroup]:
-    """The groups of `index_of_groups` on the other ranks."""
+    """Rebuild the groups from `index_of_groups`, on the other ranks."""
     sizes, rows, versions = index
     every = iter(remote_samples(rows, versions))
     members = [tuple(next(every) for _ in range(size)) for size in sizes]
@@ -57,7 +57,7 @@ def from_one_rank(find: Callable[[], list[SampleGroup]]) -> list[SampleGroup]:
 
 
 def whole_groups(groups: Sequence[SampleGroup], whole: Whole) -> list[SampleGroup]:
-    """On rank 0 with all samples. whole: brings samples to it."""
+    """The groups with complete samples on rank 0. whole: gathers samples there."""
     every = iter(whole([s for group in groups for s in group.samples]))
     return [
         SampleGroup(group.group_id, tuple(next(every) for _ in group.samples)) for group in groups
@@ -65,7 +65,7 @@ def whole_groups(groups: Sequence[SampleGroup], whole: Whole) -> list[SampleGrou
 
 
 def whole_pending(groups: Groups, whole: Whole) -> list[PendingGroup]:
-    """On rank 0 with all samples. whole: brings samples to it."""
+    """Like `whole_groups`, for pending groups."""
     every = iter(whole([s for group in groups for s in group.samples]))
     return [group.with_samples([next(every) for _ in group.samples]) for group in groups]
 

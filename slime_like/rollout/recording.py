@@ -207,11 +207,12 @@ def load_rollout(template: str, rollout_id: int) -> list[SampleGroup]:
 
 
 def _recorded_paths(template: str, rollout_id: int) -> tuple[Path, Path]:
-    """Files that an earlier version numbered from 0 have no "rollout" in their header."""
+    """Paths of a recorded rollout. Files of earlier versions, which counted from 0, are recognised
+    by the missing "rollout" in their header."""
     paths = debug_data_paths(template, rollout_id)
     earlier = debug_data_paths(template, rollout_id, first=0)
     if earlier != paths and earlier[0].is_file():
-        with contextlib.suppress(ValueError):  # damage to the file of another rollout
+        with contextlib.suppress(ValueError):  # a damaged file, of another rollout
             header = _read_header(earlier[0])
             if "rollout" not in header and header.get("rollout_id") == rollout_id:
                 return earlier
@@ -231,13 +232,14 @@ def _read_header(json_path: Path) -> dict[str, Any]:
 
 
 def _to_row(sample: Sample, tensors: dict[str, Tensor], key: str) -> dict[str, Any]:
-    """key: of its tensors."""
+    """Serialise a sample: returns its JSON row and adds its tensors to `tensors`, under names that
+    start with `key`."""
     for name in _TENSORS:
         tensor = getattr(sample, name)
         if tensor is not None:
             tensors[f"{key}.{name}"] = (
                 tensor.detach().cpu().contiguous().clone()
-            )  # safetensors refuses shared memory
+            )  # safetensors rejects tensors that share memory
     tensors[f"{key}.weight_versions"] = torch.tensor(sample.weight_versions, dtype=torch.int64)
     row = {
         name: encode(getattr(sample, name), f"sample {sample.sample_id}: {name}")

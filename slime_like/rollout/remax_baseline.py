@@ -18,10 +18,10 @@ def with_greedy_rewards(
     groups: Sequence[SampleGroup],
     sampling: SamplingParams,
 ) -> list[SampleGroup]:
-    """The groups, each sample with the reward of the greedy response to its prompt in its metadata;
-    NaN where that has no reward.
+    """Add the reward of the greedy response to each prompt to the metadata of its samples; NaN if
+    that response has no reward. Collective.
 
-    sampling: of the groups, which sets all but the temperature. Every rank calls this.
+    sampling: Sampling parameters of the groups; only the temperature is replaced.
     """
     greedy = rollouter.generate(prompts, 1, replace(sampling, temperature=0.0), purpose="greedy")
     rewards = {group.group_id: group.samples[0].reward for group in greedy}

@@ -188,7 +188,7 @@ class Rollouter:
         limit: int | None,
         grader: Grader,
     ) -> list[Sample]:
-        """Of this rank."""
+        """`continue_generation` for the samples of this rank."""
         local = self._generate_local(samples, sampling, purpose, limit)
         if self.sample_hook is not None:
             evaluation = purpose != "train"

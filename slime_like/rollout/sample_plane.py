@@ -52,9 +52,10 @@ _DTYPES = {
 
 
 def _columns(sample: AnySample) -> list[tuple[str, torch.dtype, int]]:
-    """Name, type and number of numbers of what travels of a sample, from the widest type on, so
-    that each is aligned. Token ids fit into 32 bits; weight versions travel where a sample has
-    several, tokens that the model did not write, or branches: their versions are counted too."""
+    """(name, dtype, number of elements) of the tensors that are sent for a sample, widest dtype
+    first, so that all are aligned. Token ids are sent with 32 bits. Weight versions are sent only
+    if they do not follow from the metadata: for several versions, tokens that the model did not
+    generate, or branches."""
     counts = sample.version_counts
     length = sample.response_length
     one = not sample.num_branches and list(counts.values()) == [length]
@@ -78,7 +79,7 @@ def _size(sample: AnySample, name: str) -> int:
 
 
 def payload_size(sample: AnySample) -> int:
-    """Bytes of `pack_payload`, on every rank."""
+    """Size of `pack_payload` in bytes; known on every rank."""
     return sum(dtype.itemsize * count for _, dtype, count in _columns(sample))
 
 
@@ -128,8 +129,8 @@ _TEXTS = ("text", "response", "label", "metadata", "branches")
 
 
 def pack_texts(sample: Sample) -> Tensor:
-    """[n] uint8: text, metadata and branches, which may hold whatever a function of the user's put there, so
-    that it is pickled, as everything small between ranks."""
+    """Pickle text, metadata and branches to [n] uint8. Pickled, like all small objects between
+    ranks, because user functions may put any object there."""
     data = pickle.dumps({name: getattr(sample, name) for name in _TEXTS})
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
@@ -349,14 +350,14 @@ def _moved(
 
     traffic = deliver(delivery, rank, packed, take, GroupTransport(group))
     for place in wanted:
-        if place not in found:  # nothing of it had to travel
+        if place not in found:  # its payload is empty, so no message was sent
             take(place, torch.empty(0, dtype=torch.uint8))
     return Delivered(found, traffic)
 
 
 def sharing_of(part_of_rank: Sequence[int], places: Sequence[Sequence[int]]) -> Sharing:
-    """part_of_rank: of every rank, its data-parallel rank. places: of every data-parallel rank, its
-    samples among all."""
+    """The `Sharing` of an assignment. part_of_rank: data-parallel rank of every rank. places:
+    sample indices of every data-parallel rank."""
     parts: Places = np.zeros(sum(map(len, places)), dtype=np.int64)
     for part, of_rank in enumerate(places):
         parts[np.asarray(of_rank, dtype=np.int64)] = part

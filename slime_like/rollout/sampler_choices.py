@@ -1,6 +1,5 @@
-"""What an engine reports for each token besides its log-prob, and training replays: the experts
-that it
-went to (routes), and the tokens that it was sampled from (token sets)."""
+"""Per-token output of an engine that training replays: routed experts (routes), and the tokens that
+top-k and top-p left to sample from (token sets)."""
 
 from __future__ import annotations
 
@@ -12,9 +11,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 
 def joined_routes(before: Tensor | None, now: Tensor | None, length: int) -> Tensor | None:
-    """[length, layers, topk] of a sample that grew: where its tokens went when they were first
-    computed, under the weights of then."""
-    if now is None:  # not asked for, or nothing was added
+    """Routed experts [length, layers, topk] of a continued sample: tokens keep those of the pass
+    that first computed them, under the weights of that time. before, now: routes before the
+    request, and from its output."""
+    if now is None:  # not requested, or no token was added
         return before if before is not None and before.size(0) == length else None
     routes = now[:length].clone()
     if before is not None:
@@ -30,12 +30,12 @@ def full_routes(parts: Sequence[Tensor], length: int) -> Tensor:
 
 
 def sets_of(token_sets: Tensor | None) -> list[Tensor]:
-    """The sets of `pad_token_sets`, without what fills them up."""
+    """The sets in the result of `pad_token_sets`, without padding."""
     return [] if token_sets is None else [row[row >= 0] for row in token_sets]
 
 
 def pad_token_sets(sets: Sequence[Tensor]) -> Tensor:
-    """[R, K] int32 of R sets of at most K tokens, filled up with -1."""
+    """Pad R sets of at most K tokens with -1 to [R, K] int32."""
     return (
         pad_sequence(list(sets), batch_first=True, padding_value=-1)
         if sets
@@ -44,5 +44,5 @@ def pad_token_sets(sets: Sequence[Tensor]) -> Tensor:
 
 
 def no_sets(count: int) -> list[Tensor]:
-    """Of tokens that the model did not write."""
+    """Empty sets, for `count` tokens that the model did not generate."""
     return [torch.empty(0, dtype=torch.int32)] * count

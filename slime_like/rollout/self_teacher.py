@@ -1,10 +1,10 @@
-"""Teacher prompts for self-distillation: they contain context that the policy did not see when it
+"""Teacher prompts for self-distillation, with context that the policy did not see when it
 responded.
 
-SDFT, "Self-Distillation Enables Continual Learning", arXiv 2601.19897: a demonstration from the
-data. SDPO, "Reinforcement Learning via Self-Distillation", arXiv 2601.20802: a successful response
-to the same prompt, not its own, and feedback of the environment on the response. A sample for which
-there is nothing of the kind has no teacher.
+In SDFT ("Self-Distillation Enables Continual Learning", arXiv 2601.19897) the context is a
+demonstration from the data. In SDPO ("Reinforcement Learning via Self-Distillation", arXiv
+2601.20802) it is another successful response to the same prompt, and feedback from the environment.
+A sample without such context has no teacher.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TeacherPrompts:
     def _with_prompts(
         self, samples: Sequence[AnySample], examples: Mapping[int, str]
     ) -> list[AnySample]:
-        """Those that this rank has with their prompts."""
+        """The samples, those on this rank with their teacher prompts."""
         texts: dict[int, str] = {}
         for place, sample in enumerate(samples):
             if isinstance(sample, Sample) and TEACHER_CONTEXT in sample.metadata:
@@ -67,7 +67,7 @@ class TeacherPrompts:
         return found
 
     def _text(self, sample: Sample, example: str | None) -> str | None:
-        """The teacher's prompt, or None where it would know no more than the policy. example: a
+        """Text of the teacher prompt; None without a demonstration or feedback. example: a
         successful response of another sample."""
         config = self.config
         given = sample.metadata[TEACHER_CONTEXT]["demonstration"]
@@ -95,8 +95,8 @@ class TeacherPrompts:
     def _examples(
         self, groups: Sequence[SampleGroup], group: dist.ProcessGroup | None
     ) -> dict[int, str]:
-        """Sample id -> the response that is its example. All ranks know the rewards, and which
-        responses are asked for: at most two of a group."""
+        """Successful response of another sample, by sample id. All ranks know the rewards, and thus
+        which responses are exchanged: at most two per group."""
         if self.config.opd_success_reward is None:
             return {}
         chosen = {
@@ -114,7 +114,8 @@ class TeacherPrompts:
 
 
 def _choices(group: SampleGroup, success: float) -> Iterator[tuple[int, int]]:
-    """Sample id, and that of the first other one of its group that succeeded."""
+    """(sample id, id of the first other successful sample of the group), for samples that have
+    one."""
     good = [s.sample_id for s in group.samples if _succeeded(s, success)][:2]
     for sample in group.samples:
         for other in good:
@@ -129,7 +130,8 @@ def _succeeded(sample: AnySample, success: float) -> bool:
 
 
 def feedback_of(sample: Sample, key: str | None) -> str | None:
-    """Of a reward's details, or of the sample's metadata. Raises ValueError where it is no text."""
+    """The feedback under `key` in the reward's details or in the sample's metadata. Raises
+    ValueError if it is not text."""
     if key is None:
         return None
     details = sample.metadata.get(REWARD_DETAILS)
@@ -144,7 +146,7 @@ def feedback_of(sample: Sample, key: str | None) -> str | None:
 
 
 def fill(template: str, **parts: str) -> str:
-    """With each {name} replaced. Other braces, and those of the parts, stay as they are."""
+    """Replace each {name} of `parts`. Other braces, and braces inside the parts, are unchanged."""
     before, *rest = template.split("{")
     filled = [before]
     for piece in rest:

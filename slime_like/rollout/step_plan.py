@@ -160,8 +160,8 @@ def mask_failed(sample: AnySample) -> AnySample:
 
 
 def check_token_sets(samples: Sequence[AnySample], *, wanted: bool) -> None:
-    """Raises ValueError unless every sample that is trained on tells what it was sampled from, or
-    with `wanted` False none does."""
+    """Raise ValueError unless all samples that are trained on have token sets, or with `wanted`
+    False none has."""
     for s in samples:
         if wanted and s.active_tokens and not s.has("token_sets"):
             raise ValueError(
@@ -197,14 +197,14 @@ def step_weights(
 
 
 def _by_episode(episodes: Episodes, counts: Sequence[int]) -> Tensor:
-    """[episodes] int64, the sums of `counts`, which are by sample."""
+    """Sum per-sample `counts` over the samples of each episode: [episodes] int64."""
     sums = torch.zeros(len(episodes.first), dtype=torch.int64)
     return sums.index_add(0, torch.tensor(episodes.of), torch.tensor(counts, dtype=torch.int64))
 
 
 def nll_weights(step: Sequence[AnySample]) -> list[float]:
-    """1 / (active tokens of the step's samples with a reward above 0) for each of these, 0 for the
-    others."""
+    """Token weight of the positive NLL term per sample: 1 / (active tokens of all samples of the
+    step with a reward above 0) for those samples, 0 for others."""
     good = [s.reward is not None and s.reward > 0 for s in step]
     tokens = sum(s.active_tokens for s, is_good in zip(step, good) if is_good)
     return [1.0 / max(tokens, 1) if is_good else 0.0 for is_good in good]
@@ -301,7 +301,8 @@ def map_steps(
 
 @dataclass(frozen=True, slots=True)
 class SampleCorrection:
-    """keep_mask: [R] bool; importance_weights: [R] float32. None as in `Correction`."""
+    """Off-policy correction of one sample. keep_mask: [R] bool. importance_weights: [R] float32.
+    None as in `Correction`."""
 
     keep_mask: Tensor | None = None
     importance_weights: Tensor | None = None
@@ -351,7 +352,7 @@ def _correct(
     old: Sequence[Tensor],
     group: dist.ProcessGroup | None,
 ) -> Correction:
-    """One optimizer step."""
+    """Off-policy correction of one optimizer step."""
     rollout = [_rollout_log_probs(sample, o) for sample, o in zip(step, old)]
     masks = [s.loss_mask for s in step]
     if config is not None and function is not None:

@@ -160,7 +160,7 @@ class Responder:
         await self._client.abort(sample_ids)
 
     async def leave_loop(self) -> None:
-        """The caller's event loop is about to end."""
+        """Call before the event loop of the caller ends."""
         await self._client.leave_loop()
 
     def model(self, sampling: SamplingParams) -> Model:
@@ -170,7 +170,7 @@ class Responder:
     async def generate_one(
         self, request: GenerateRequest, sampling: SamplingParams
     ) -> GenerateOutput:
-        """As the engine's; aborted at once after `stopped`."""
+        """Send a request to the engine; after `stopped` it is aborted at once."""
         if self.stopped:
             return GenerateOutput(request.sample_id, (), (), "abort", ())
         return await self._client.generate_one(request, sampling)

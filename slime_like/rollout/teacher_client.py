@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROBE_TOKENS = 96  # of the vocabulary, evenly spread, for the comparison of tokenizers
+PROBE_TOKENS = 96  # tokens, evenly spread over the vocabulary, to compare tokenizers
 PROBE_TEXT = 'Straße 東京 αβγ: def f(x): return x**2  # 3.14159\n\t{"a": [1, 2]}'
 CONNECT_S = 10.0
 
@@ -124,7 +124,8 @@ class ServedTeacher:
     async def _ask_all(
         self, samples: Sequence[tuple[int, Sample]], counts: Counter[str], asking: int
     ) -> list[tuple[float, ...] | str]:
-        """samples: with their places in the rollout. asking: ranks that ask at the same time."""
+        """Query the teacher for all samples. samples: (index in the rollout, sample). asking:
+        number of ranks that query concurrently."""
         concurrency = max(1, self._settings.concurrency // max(1, asking))
         slots = asyncio.Semaphore(concurrency)
         async with async_client(concurrency) as client:
@@ -144,7 +145,7 @@ class ServedTeacher:
         start = sample.prompt_length - 1
         if (
             max(tokens) > self._last
-        ):  # a server need not know it, and would tell the log-prob of another one
+        ):  # the server may not have this token and would return the log-prob of another one
             return f"the teacher: token {max(tokens)} is above {self._last}, the last one of the tokenizer"
 
         async def attempt(number: int) -> tuple[float, ...]:
@@ -229,6 +230,6 @@ def with_answer(sample: Sample, answer: tuple[float, ...] | str) -> Sample:
 
 
 def spread_text(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Text of tokens from everywhere in the vocabulary."""
+    """Text that consists of tokens spread over the vocabulary."""
     ids = sorted(tokenizer.get_vocab().values())
     return str(tokenizer.decode(ids[:: max(1, len(ids) // PROBE_TOKENS)], skip_special_tokens=True))
