@@ -216,7 +216,7 @@ CASES = [
     ),
     (
         "balancing_is_complete", "--moe-router-load-balancing-type none aux_loss --moe-aux-loss-coeff 0 0.1", 1,
-        "--moe-router-load-balancing-type", "stands alone",
+        "--moe-router-load-balancing-type", "cannot be combined",
     ),
     ("routing_is_possible", "--moe-router-topk 4", 1, "--moe-router-topk", "disagrees with --hf-checkpoint's 2"),
     ("routing_is_possible", "--moe-router-enable-expert-bias", 1, "--moe-router-enable-expert-bias", "which has none"),

@@ -231,6 +231,7 @@ ELSEWHERE |= {  # test_arguments_pairs.py
 }
 ELSEWHERE |= {"critic_layout_is_possible"}  # test_arguments_critic_layout.py
 ELSEWHERE |= {"delta_nets_share_their_groups"}  # test_arguments_delta_nets.py
+ELSEWHERE |= {"stages_begin_with_an_indexer"}  # test_arguments_sparse.py
 
 
 @pytest.mark.parametrize(
