@@ -47,7 +47,7 @@ def score(args: Any, sample: Any, **others: Any) -> float:
 def make_case(
     folder: Path, *, prompts: int, samples: int, new_tokens: int, steps: int
 ) -> dict[str, Any]:
-    """The model and prompts of 6 tokens; at most `new_tokens` are sampled."""
+    """Make the model, and prompts of 6 tokens; at most `new_tokens` tokens are sampled."""
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, hidden_size=128, num_layers=4, seed=0)
     model.save_pretrained(folder / "model")
@@ -70,7 +70,7 @@ def make_case(
 
 
 def ours(folder: Path, case: dict[str, Any], more: Sequence[str]) -> list[float]:
-    """Seconds of each step, by the run's own metrics."""
+    """Seconds of each step, from the run's metrics."""
     out = folder / "out"
     command = [
         *(sys.executable, "train.py", "--hf-checkpoint", case["model"], "--output-dir", str(out)),
@@ -97,7 +97,7 @@ def run(command: Sequence[str]) -> str:
 
 
 def one_run(side: str, case: dict[str, Any], folder: Path, args: argparse.Namespace) -> float:
-    """Seconds of its median step."""
+    """Run one side; returns the seconds of its median step."""
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         if side == "ours":
             work = Path(scratch)

@@ -33,14 +33,15 @@ from slime_like.rollout.episode import Model  # noqa: E402
 from slime_like.types import Prompt, Sample, SampleStatus  # noqa: E402
 
 MIB = 2**20
-DESCRIPTORS = 4  # of a session: a socket on either side, and room
+DESCRIPTORS = 4  # file descriptors per session: a socket on either side, and some spare
 
 
 @dataclass(frozen=True)
 class Result:
-    """seconds: from the first session to the end of the last that is not broken. answer_s_median, answer_s_max: of a
-    request. memory_mib: by which the process's largest resident size grew. lost: samples, of which
-    broken were meant to be. tokens: that were written, and are kept."""
+    """seconds: from the first session to the end of the last intact one. answer_s_median,
+    answer_s_max: latency of a request. memory_mib: growth of the process's peak resident memory.
+    lost: number of lost samples, of which `broken` are expected. tokens: generated tokens of the
+    other samples."""
 
     sessions: int
     turns: int
@@ -54,12 +55,12 @@ class Result:
 
 
 def broken_way(number: int, every: int) -> int:
-    """What is wrong with a session: 0 nothing, 1 it raises, 2 it hangs, 3 it asks for nothing."""
+    """How a session is broken: 0 not at all, 1 it raises, 2 it hangs, 3 it sends no request."""
     return 0 if number % every else 1 + number // every % 3
 
 
 def measure(sessions: int, turns: int, tokens: int, every: int, timeout_s: float) -> Result:
-    """every: one of so many sessions is broken."""
+    """Run all sessions. every: one in so many sessions is broken."""
     seconds: list[float] = []
     ends: list[float] = []
 
@@ -71,7 +72,7 @@ def measure(sessions: int, turns: int, tokens: int, every: int, timeout_s: float
         headers = {"authorization": f"Bearer {task.api_key}"}
         async with httpx.AsyncClient(
             base_url=task.url, headers=headers, timeout=timeout_s, verify=False
-        ) as client:  # without TLS, which takes longer to set up than a session
+        ) as client:  # without TLS, whose setup takes longer than a session
             for turn in range(turns):
                 begun = time.monotonic()
                 body = {"messages": messages, "max_tokens": tokens}

@@ -65,7 +65,7 @@ def whole(module: PackedAttention, qkv: list[Tensor], rows: PackedRows) -> Tenso
 def of_a_rank(
     module: PackedAttention, qkv: list[Tensor], lengths: list[int], cp_size: int, cp_rank: int
 ) -> tuple[Tensor, Any]:
-    """(the rows that the rank holds, what it computes for them)."""
+    """(rows held by the rank, its attention output for them)."""
     cu_seqlens = bounds(lengths)
     context = packed_rows(cu_seqlens, cp_size, cp_rank).context
     assert context is not None
@@ -80,7 +80,8 @@ def of_a_rank(
 
 
 def shares(lengths: list[int], cp_size: int, repeats: int) -> dict[str, Any]:
-    """Seconds of the whole attention, and of every rank over a fair share of it."""
+    """Seconds of attention on one process, and of every context-parallel rank relative to an equal
+    share of it."""
     module, qkv = make_module(), make_rows(sum(lengths))
     rows = packed_rows(bounds(lengths))
     seconds, expected = fastest(

@@ -53,9 +53,9 @@ def contiguous(costs: Costs, ranks: int) -> Parts:
 
 
 def karmarkar_karp(costs: Costs, ranks: int) -> Parts:
-    """Largest differencing with equal counts: tuples of one item for each rank are joined, those
-    with the largest spread first, heavy ends to light ends (Karmarkar and Karp 1982, in the
-    balanced form)."""
+    """Largest differencing method with equal counts (balanced form of Karmarkar and Karp 1982):
+    tuples with one item per rank are merged, those with the largest spread first, heavy ends with
+    light ends."""
     order = np.argsort(costs, kind="stable").reshape(-1, ranks)
     heap = []
     for number, items in enumerate(order):
@@ -144,8 +144,8 @@ def growth(repeats: int) -> list[dict[str, float]]:
 
 
 def missed(rows: list[dict[str, Any]]) -> list[str]:
-    """What of the targets for 16384 sequences over 128 ranks does not hold: work level to 1.001, in
-    less than 100 ms."""
+    """Missed targets for 16384 sequences over 128 ranks: imbalance of at most 1.001, in less than
+    100 ms."""
     words = []
     for row in rows:
         if (row["sequences"], row["load"]) == (16384, "work"):

@@ -44,7 +44,7 @@ def main() -> int:
 def measure(
     folder: Path, hidden_size: int, num_layers: int, repeat: int
 ) -> tuple[float, dict[str, float]]:
-    """(GB of one checkpoint, seconds by what was done)."""
+    """(GB of one checkpoint, seconds by operation)."""
     import megatron_patches
     from slime_like.trainer.launch import quiet_dependencies
 

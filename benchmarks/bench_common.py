@@ -19,7 +19,7 @@ T = TypeVar("T")
 def lognormal_lengths(
     count: int, *, median: float = 665.0, longest: int = 8192, seed: int = 0
 ) -> NDArray[np.int64]:
-    """Lengths whose logarithm is normal with deviation 1: many short ones, few very long ones."""
+    """Log-normal lengths with sigma 1: many short ones, few very long ones."""
     return (
         np.random.default_rng(seed)
         .lognormal(np.log(median), 1.0, count)
@@ -31,7 +31,7 @@ def lognormal_lengths(
 def bimodal_lengths(
     count: int, *, short: float = 500.0, long: float = 8000.0, seed: int = 0
 ) -> NDArray[np.int64]:
-    """Nine of ten sequences near `short`, one of ten near `long`: answers, and answers with long
+    """90% of lengths near `short`, 10% near `long`, as for answers with and without long
     reasoning."""
     rng = np.random.default_rng(seed)
     is_long = rng.random(count) < 0.1
@@ -54,9 +54,9 @@ def fastest(
     warm_up: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[float, T]:
-    """(seconds of the fastest of `repeats` calls, what the last one returned). clock:
-    time.process_time counts this process's own seconds only, which other work on the machine
-    disturbs less."""
+    """(seconds of the fastest of `repeats` calls, result of the last one). clock: with
+    time.process_time only CPU time of this process counts, which other load on the machine affects
+    less."""
     assert repeats > 0
     for _ in range(warm_up):
         function()
@@ -69,14 +69,13 @@ def fastest(
 
 
 def growth_exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
-    """The slope of log(values) over log(sizes) by least squares: 1 where values grow linearly, 2
-    where they grow with the square."""
+    """Least-squares slope of log(values) over log(sizes): 1 for linear growth, 2 for quadratic."""
     return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
 
 
 def machine() -> dict[str, Any]:
-    """Where the numbers come from. load: processes that wanted a core in the last minute, these
-    among them."""
+    """Description of the machine. load: load average of the last minute, including the benchmark's
+    processes."""
     return {
         "cores": os.cpu_count(),
         "processor": platform.machine(),
@@ -87,7 +86,7 @@ def machine() -> dict[str, Any]:
 
 
 def write_json(path: Path | None, results: Any) -> None:
-    """The results and the machine, where a path is given."""
+    """Write results and machine to `path`; no-op if it is None."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(

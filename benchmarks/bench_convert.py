@@ -49,11 +49,12 @@ from slime_like.weights.safetensors_writer import plan_shards, write_index, writ
 SHARD_BYTES = 400 * 10**6
 MIB = 2**20
 COPY = "plain copy of the files"
-ALLOWED_GROWTH_MIB = 64.0  # of the lists of ten times as many tensors
+ALLOWED_GROWTH_MIB = 64.0  # for the metadata of ten times as many tensors
 
 
 def make_model(folder: Path, layers: int, hidden: int) -> int:
-    """A Llama of random numbers in bfloat16, written a tensor at a time. Returns its bytes."""
+    """Write a Llama with random bfloat16 weights, one tensor at a time. Returns its size in
+    bytes."""
     config = transformers.LlamaConfig(
         vocab_size=4096, hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=layers, num_attention_heads=hidden // 64,
         num_key_value_heads=max(1, hidden // 256), dtype="bfloat16", tie_word_embeddings=False, architectures=["LlamaForCausalLM"],
@@ -77,15 +78,15 @@ def make_model(folder: Path, layers: int, hidden: int) -> int:
 
 
 def in_a_process(action: Callable[[], Any]) -> dict[str, float]:
-    """{"s", "peak_mib"} of `action` in a forked process. Raises RuntimeError with what it printed
-    when it fails."""
+    """Run `action` in a forked process; returns {"s", "peak_mib"}. If it fails, raises RuntimeError
+    with its output."""
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:
         out = io.StringIO()
         try:
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-                Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+                Path("/proc/self/clear_refs").write_text("5")  # reset the peak
                 before, started = resident_kib("VmRSS"), time.perf_counter()
                 status = action()
                 found: dict[str, Any] = {
@@ -108,7 +109,7 @@ def in_a_process(action: Callable[[], Any]) -> dict[str, float]:
 
 
 def resident_kib(name: str) -> int:
-    """VmRSS: now; VmHWM: the most so far."""
+    """Resident memory of this process. name: VmRSS (current) or VmHWM (peak)."""
     return next(
         int(line.split()[1])
         for line in Path("/proc/self/status").read_text().splitlines()
@@ -146,7 +147,7 @@ def script(module: Any, *words: object) -> Callable[[], int]:
 
 
 def measure(folder: Path, layers: int, hidden: int, repeat: int) -> dict[str, dict[str, float]]:
-    """By name: seconds (of the fastest of `repeat`), GB/s, peak MiB (the highest)."""
+    """By operation: seconds of the fastest of `repeat` runs, GB/s, and the highest peak in MiB."""
     model, copy, saved, root, out = (
         folder / name for name in ("model", "copy", "saved", "megatron", "hf")
     )
@@ -195,7 +196,7 @@ def measure(folder: Path, layers: int, hidden: int, repeat: int) -> dict[str, di
 
 
 def grown(small: dict[str, dict[str, float]], large: dict[str, dict[str, float]]) -> list[str]:
-    """Conversions whose peak is higher for the larger model."""
+    """Conversions with a higher peak for the larger model."""
     ours = [name for name in small if name.startswith("to ")]
     return [
         name

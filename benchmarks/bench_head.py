@@ -49,8 +49,7 @@ from slime_like.megatron.ops.fused_linear_logprob import lean_log_probs  # noqa:
 from slime_like.megatron.ops.vocab_parallel import vocab_parallel_log_probs  # noqa: E402
 
 MIB = 2**20
-# "processor" counts the seconds that this process ran: for a machine that is shared, with one
-# thread
+# "processor" is CPU time of this process: for shared machines, with one thread
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 HOLDING_LOGITS = ("naive", "materialising", "in place")
 PEAK_LIMIT_MIB, TIME_LIMIT = 300.0, 1.1  # at 1024 x 65536 x 256 in float32 on CPU
@@ -75,7 +74,7 @@ class Problem:
             .requires_grad_()
         )
         weight = torch.randn(options.vocab, options.hidden, generator=g)
-        weight.div_(options.hidden**0.5)  # in place: a copy would hide later growth
+        weight.div_(options.hidden**0.5)  # in place: a copy would raise the baseline of the peak
         weight = weight.to(options.device, dtype).requires_grad_()
         labels = torch.randint(options.vocab, (count,), generator=g).to(options.device)
         grads = torch.randn(2, count, generator=g).to(options.device)
@@ -85,7 +84,7 @@ class Problem:
 
 
 class _InPlace(torch.autograd.Function):
-    """From logits, which it overwrites with log-probs and keeps."""
+    """Log-probs and entropy from logits, which are overwritten with log-probs and saved."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,7 +152,7 @@ VERSIONS: dict[str, Callable[[Problem, Tensor | None], tuple[Tensor, Tensor]]] =
 
 
 def run(name: str, p: Problem, rows: Tensor | None = None) -> tuple[float, float]:
-    """Seconds of forward and of backward. The gradients stay in `p`."""
+    """Seconds of forward and backward. The gradients stay in `p`."""
     p.hidden.grad = p.weight.grad = None
     start = _now(p)
     log_probs, entropy = VERSIONS[name](p, rows)
@@ -171,7 +170,7 @@ def _now(p: Problem) -> float:
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made under this mode held at once."""
+    """Counts the peak of live bytes of tensors created under this mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,8 +204,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 def peaks(name: str, options: argparse.Namespace) -> dict[str, float]:
-    """Peak of one version in MiB, in this process: resident growth where it is the first version
-    that runs here, and live tensors."""
+    """Peak of one version in MiB, in this process: live tensors, and growth of resident memory,
+    which is valid for the first version that runs in the process."""
     small = argparse.Namespace(**{**vars(options), "vocab": 512})
     run(name, Problem.make(small, 64))
     p = Problem.make(options)
@@ -230,8 +229,8 @@ def half_of(p: Problem) -> Tensor:
 
 
 def peaks_apart(name: str, options: argparse.Namespace, *, half: bool) -> dict[str, float]:
-    """`peaks` in a separate process, forked before this one has threads; on CUDA here, where the
-    allocator counts."""
+    """`peaks` in a separate process, forked before this one has threads; on CUDA in this process,
+    with the counts of the allocator."""
     options = argparse.Namespace(**{**vars(options), "half": half})
     if options.device == "cuda":
         return peaks(name, options)
@@ -250,14 +249,14 @@ def peaks_apart(name: str, options: argparse.Namespace, *, half: bool) -> dict[s
 def times(
     cases: dict[str, tuple[str, Tensor | None]], p: Problem, repetitions: int
 ) -> dict[str, dict[str, float]]:
-    """Least seconds of each case; the cases take turns."""
+    """Minimum seconds of each case; cases are run in turn."""
     best: dict[str, tuple[float, float]] = {}
     for repetition in range(repetitions + 1):
         for label, (name, rows) in cases.items():
             seconds = run(name, p, rows)
             if repetition > 0 and (
                 label not in best or sum(seconds) < sum(best[label])
-            ):  # the first warms up
+            ):  # the first repetition is a warm-up
                 best[label] = seconds
     return {
         label: {"forward_s": forward, "backward_s": backward, "seconds": forward + backward}
@@ -283,8 +282,8 @@ def table(options: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def curve(options: argparse.Namespace) -> dict[int, dict[str, float]]:
-    """The lean head over the number of tokens: seconds and peak, and both for each token beside the
-    weight's gradient."""
+    """Seconds and peak of the lean head over the number of tokens, in total and per token without
+    the gradient of the weight."""
     found = {}
     for tokens in options.curve:
         p = Problem.make(options, tokens)
@@ -302,7 +301,7 @@ def curve(options: argparse.Namespace) -> dict[int, dict[str, float]]:
 
 
 def block_sizes(options: argparse.Namespace) -> dict[str, float]:
-    """Seconds for sizes of a block, rows x elements."""
+    """Seconds by block size, rows x elements."""
     p = Problem.make(options)
     found: dict[str, float] = {}
     name = "BLOCK_ELEMENTS_GPU" if options.device == "cuda" else "BLOCK_ELEMENTS_CPU"

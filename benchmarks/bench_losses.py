@@ -47,7 +47,7 @@ from slime_like.megatron.parallel_layout import ParallelLayout  # noqa: E402
 from slime_like.metrics.typed import MetricAccumulator  # noqa: E402
 from slime_like.types import MicroBatch, TrainBatch, TrainSample  # noqa: E402
 
-# The demo's: scripts/demo.sh, one of its two optimizer steps of a rollout.
+# Sizes of the demo (scripts/demo.sh): one of the two optimizer steps per rollout.
 SAMPLES, MICRO_BATCH, PROMPT, RESPONSE = 128, 64, 30, 8
 FLAGS = "--debug-train-only --num-rollout 2 --rollout-batch-size 16 --n-samples-per-prompt 8 --micro-batch-size {micro} --lr 1e-4 --no-tensorboard --no-progress --no-plot"
 NEEDED: dict[str, dict[str, Any]] = {"dro": {"dro_beta": 0.1}}
@@ -56,7 +56,7 @@ TERMS = LossTerms(kl_loss_coef=0.1, entropy_coef=0.01)
 
 @dataclass(frozen=True)
 class Row:
-    """CPU milliseconds of an optimizer step, of its loss part, and the number of metrics."""
+    """CPU milliseconds of an optimizer step and of its loss part, and the number of metrics."""
 
     loss: str
     step_ms: float
@@ -70,7 +70,7 @@ class Row:
 
 @dataclass(frozen=True)
 class KnownHead:
-    """In the place of `LogProbHead`: log-probs and entropies [T] that are there already, as leaves."""
+    """Replaces `LogProbHead`: returns given log-probs and entropies [T], as leaf tensors."""
 
     log_probs: Tensor
     entropy: Tensor
@@ -83,14 +83,14 @@ class KnownHead:
 
 
 def known_head(batch: MicroBatch, layout: ParallelLayout) -> KnownHead:
-    """A little off the old policy."""
+    """Log-probs and entropies slightly different from the old policy's."""
     assert batch.old_log_probs is not None
     return KnownHead(batch.old_log_probs + 0.05, torch.ones_like(batch.loss_weights), layout)
 
 
 @contextmanager
 def demo_backend(work: Path) -> Iterator[MegatronBackend]:
-    """The demo's model on Megatron, in this process alone."""
+    """The demo's model on Megatron, with this process only."""
     tokenizer = make_tokenizer()
     make_model(tokenizer, hidden_size=64, num_layers=2, seed=1).save_pretrained(work / "model")
     words = [*FLAGS.format(micro=MICRO_BATCH).split(), "--hf-checkpoint", str(work / "model")]
@@ -103,8 +103,8 @@ def demo_backend(work: Path) -> Iterator[MegatronBackend]:
 
 
 def demo_samples(backend: MegatronBackend) -> list[TrainSample]:
-    """Random tokens of the demo's lengths; old policy, sampler and reference a little off the
-    policy."""
+    """Samples of random tokens with the demo's lengths; log-probs of old policy, sampler and
+    reference are slightly different from the policy's."""
     g = torch.Generator().manual_seed(1)
     made = []
     for i in range(SAMPLES):
@@ -139,7 +139,7 @@ def demo_samples(backend: MegatronBackend) -> list[TrainSample]:
 
 
 def least_ms(call: Callable[[], object], repetitions: int) -> float:
-    """CPU milliseconds of the quickest call."""
+    """CPU milliseconds of the fastest call."""
     seconds = []
     for _ in range(repetitions):
         start = time.process_time()
@@ -151,7 +151,7 @@ def least_ms(call: Callable[[], object], repetitions: int) -> float:
 def loss_part(
     model: Any, batches: Sequence[MicroBatch], heads: Sequence[KnownHead], objective: Objective
 ) -> dict[str, float]:
-    """What one optimizer step does beside the model: returns its metrics."""
+    """The loss part of one optimizer step, without the model; returns its metrics."""
     accumulator = MetricAccumulator()
     for batch, head in zip(batches, heads):
         output = PolicyObjective(head, objective)(model, batch, head.log_probs)  # type: ignore[arg-type]
@@ -162,7 +162,7 @@ def loss_part(
 
 
 def bench(names: Sequence[str], repetitions: int) -> list[Row]:
-    """A row for each loss. The step is timed again beside every loss."""
+    """One row per loss. The full step is timed again with every loss."""
     rows = []
     with tempfile.TemporaryDirectory() as folder, demo_backend(Path(folder)) as backend:
         samples = demo_samples(backend)

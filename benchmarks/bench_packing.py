@@ -50,8 +50,7 @@ def packed(lengths: Lengths, repeats: int) -> dict[str, float]:
 
 
 def by_number(lengths: Lengths, size: int) -> dict[str, float]:
-    """Rows of `size` sequences in the order in which they come, so many that their mean is the
-    budget."""
+    """Pack `size` consecutive sequences per row, so that the mean row length is the budget."""
     rows = np.array_split(lengths, -(-lengths.size // size))
     padded = sum(int(row.max()) * row.size for row in rows)
     return {
@@ -79,7 +78,7 @@ def table(repeats: int) -> list[dict[str, Any]]:
 
 
 def growth(repeats: int) -> list[dict[str, float]]:
-    """Packing and levelling over the number of sequences."""
+    """Time of packing and balancing over the number of sequences."""
     rows = []
     print(
         f"\n{'sequences':>10} {'rows':>6} {'bound':>6} {'pack ms':>8} {'level ms':>9} {'us a sequence':>14}   (bimodal)"

@@ -29,8 +29,8 @@ PER_FILE = 4
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """stored: bytes of the files. tensor: of one weight in bf16. peak: the most that the process had
-    beyond what it had before and one shard. All in bytes."""
+    """All in bytes. stored: size of the files. tensor: size of one weight in bf16. peak: peak
+    memory of the process beyond its initial size and one shard."""
 
     stored: int
     tensor: int
@@ -39,7 +39,7 @@ class Measured:
 
 
 def write_model(folder: Path, gigabytes: float) -> int:
-    """Folder with weights of random bits; their number."""
+    """Write weights of random bits to a folder; returns their number."""
     count = max(1, round(gigabytes * 1e9 / (ROWS * COLUMNS)))
     config = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
     (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
@@ -60,9 +60,9 @@ def write_model(folder: Path, gigabytes: float) -> int:
 
 
 def measure(folder: Path, count: int) -> Measured:
-    """In this process, whose memory has a separate mark from here on (Linux)."""
+    """Measure in this process; resets its memory peak (Linux)."""
     rows = torch.zeros(ROWS // 2, COLUMNS, dtype=torch.bfloat16)
-    shards = rows, rows.view(ROWS, COLUMNS // 2)  # the same memory
+    shards = rows, rows.view(ROWS, COLUMNS // 2)  # views of the same memory
     Path("/proc/self/clear_refs").write_text("5")
     before, started = _peak(), time.perf_counter()
     with WeightFiles(str(folder)) as files:
@@ -77,7 +77,7 @@ def measure(folder: Path, count: int) -> Measured:
 
 
 def _peak() -> int:
-    """The most bytes that this process has had since its mark was set."""
+    """Peak memory of this process in bytes since the last reset."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 

@@ -72,8 +72,8 @@ def samples_of(kind: str) -> list[Sample]:
 
 
 def measure(kind: str, workers: int) -> dict[str, float | None]:
-    """Seconds for each sample: of the processors, by this process and the workers, and of the wall
-    clock; and the reward."""
+    """CPU seconds per sample (this process and its workers), wall-clock seconds per sample, and the
+    reward."""
     import psutil
 
     from slime_like.rewards.grader import Grader

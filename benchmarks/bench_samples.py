@@ -62,7 +62,7 @@ def response(i: int, tokens: int) -> Sample:
 
 
 def held(samples: list[Sample]) -> int:
-    """Bytes of their tensors and versions."""
+    """Bytes of the samples' tensors and versions."""
     tensors = sum(
         t.numel() * t.element_size()
         for s in samples
@@ -73,20 +73,20 @@ def held(samples: list[Sample]) -> int:
 
 
 def status(name: str) -> int:
-    """A number of this process's memory, in bytes."""
+    """A field of this process's memory status, in bytes."""
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(name))
     return int(line.split()[1]) * 1024
 
 
 def gathered(own: list[Sample]) -> list[Sample]:
-    """All samples on every rank."""
+    """Gather all samples on every rank."""
     shares: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(shares, own)
     return [sample for share in shares for sample in share]
 
 
 def delivered(own: list[Sample], count: int) -> list[Sample]:
-    """Those that this rank trains on."""
+    """Deliver the samples that this rank trains on."""
     world = dist.get_world_size()
     known = share_index(own, [0] * count)
     parts = np.arange(count) * world // count
@@ -95,11 +95,11 @@ def delivered(own: list[Sample], count: int) -> list[Sample]:
 
 
 def measure(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, float]:
-    """On one rank."""
+    """Measure on one rank."""
     count = arguments["count"]
     own = [response(i, arguments["tokens"]) for i in range(count)] if rank == 0 else []
     dist.all_reduce(torch.zeros(1))
-    Path("/proc/self/clear_refs").write_text("5")  # the largest size so far is forgotten
+    Path("/proc/self/clear_refs").write_text("5")  # reset the memory peak
     base = status("VmRSS")
     dist.barrier()
     started = time.perf_counter()

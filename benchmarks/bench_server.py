@@ -46,7 +46,7 @@ BATCHES = {
     "16 x 64": (16, 64),
     "64 x 256": (64, 256),
 }  # datums, tokens of each
-FLOOD = 32  # requests that a flooding client keeps waiting
+FLOOD = 32  # pending requests of a flooding client
 
 
 def main() -> int:
@@ -84,7 +84,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def running_server(model: Path, folder: Path) -> Iterator[str]:
-    """Its address, once it answers."""
+    """Start a server and wait until it responds; yields its address."""
     import httpx
 
     (port,) = free_ports(1)
@@ -125,7 +125,8 @@ def running_server(model: Path, folder: Path) -> Iterator[str]:
 
 
 def message_of(count: int, length: int, seed: int = 0) -> Any:
-    """A forward_backward of `count` datums of `length` tokens, without model and place."""
+    """A forward_backward request of `count` datums of `length` tokens, without model and sequence
+    number."""
     from slime_like.tinker import proto
 
     rng = np.random.default_rng(seed)
@@ -148,7 +149,7 @@ def message_of(count: int, length: int, seed: int = 0) -> Any:
 
 
 class HttpClient:
-    """A separate model, asked without the SDK."""
+    """A client with a separate model, without the SDK."""
 
     def __init__(self, model: Path, url: str, *, rank: int) -> None:
         import httpx
@@ -171,7 +172,7 @@ class HttpClient:
         return answer.json()
 
     def result(self, request: str) -> Any:
-        """JSON, or the bytes of protobuf. Raises RuntimeError for a failure."""
+        """Wait for a result: JSON or protobuf bytes. Raises RuntimeError if the request failed."""
         while True:
             answer = self.http.post(
                 "retrieve_future",
@@ -188,7 +189,7 @@ class HttpClient:
                 return told
 
     def send(self, message: Any) -> str:
-        """The id of the pass."""
+        """Send a pass; returns its request id."""
         self.seq += 1
         message.model_id, message.seq_id = self.model, self.seq
         answer = self.http.post(
@@ -216,9 +217,8 @@ class HttpClient:
 def measure_latency(
     model: Path, url: str, repeats: int, api_pid: int
 ) -> dict[str, dict[str, float]]:
-    """Of each batch: median milliseconds of each way, how many times the direct call the others
-    take, and the milliseconds that the API process itself computes for a call over HTTP, which
-    other work on the machine changes least."""
+    """Per batch: median milliseconds of each way, their ratio to the direct call, and the CPU
+    milliseconds of the API process per HTTP call, which other load on the machine affects least."""
     found: dict[str, dict[str, float]] = {}
     with contextlib.ExitStack() as stack:
         host = stack.enter_context(direct_host(model))
@@ -264,7 +264,7 @@ ADAM = {
 
 
 def medians(ways: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Milliseconds; the ways take turns, so that other work on the machine meets all of them."""
+    """Median milliseconds; ways are run in turn, so that other load affects all equally."""
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(repeats + 2):
         for name, call in ways.items():
@@ -276,7 +276,7 @@ def medians(ways: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float
 
 
 def core_ms(pid: int, call: Callable[[], Any], repeats: int) -> float:
-    """Milliseconds that a process computes for each of `repeats` calls."""
+    """CPU milliseconds of a process per call, over `repeats` calls."""
     import psutil
 
     def spent() -> float:
@@ -291,7 +291,7 @@ def core_ms(pid: int, call: Callable[[], Any], repeats: int) -> float:
 
 @contextlib.contextmanager
 def direct_host(model: Path) -> Iterator[Any]:
-    """The server's host of models in this process, with an adapter named m."""
+    """The server's model host in this process, with an adapter named m."""
     import megatron_patches
     from slime_like.trainer.launch import quiet_dependencies
 
@@ -319,7 +319,7 @@ def http_call(client: HttpClient, message: Any) -> Any:
 
 
 def command_of(message: Any) -> dict[str, Any]:
-    """What the workers are told of a request, but for the model."""
+    """The command that workers get for a request, without the model."""
     from slime_like.tinker.data import Limits, check_pass
 
     message.model_id, message.seq_id = "m", 1
@@ -361,7 +361,7 @@ def sdk_call(training: Any, message: Any) -> Callable[[], Any]:
 
 @dataclass
 class Served:
-    """waits_s: from sending a pass to having its result."""
+    """Passes of one client. waits_s: seconds from sending each pass to its result."""
 
     waits_s: list[float] = field(default_factory=list)
 
@@ -369,9 +369,8 @@ class Served:
 def measure_shares(
     model: Path, url: str, clients: int, seconds: float, *, flood: int
 ) -> dict[str, Any]:
-    """`clients` threads ask for `seconds`, each with a separate adapter; flood: requests that the
-    first keeps waiting, 0 for one as the
-    others."""
+    """Run `clients` threads for `seconds`, each with a separate adapter and one pending request.
+    flood: number of pending requests of the first client; 0: one, like the others."""
     asking = [HttpClient(model, url, rank=8) for _ in range(clients)]
     served = [Served() for _ in asking]
     start, errors = threading.Barrier(clients), []

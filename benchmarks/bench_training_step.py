@@ -39,14 +39,14 @@ from benchmarks.bench_common import bimodal_lengths, write_json  # noqa: E402
 from slime_like.types import Sample  # noqa: E402
 
 PROMPT, GROUP_SIZE, CLIP, LR = 16, 8, 0.2, 1e-4
-TIMES_PADDED = 2.0  # target for packed rows
-SAME = 1e-3  # relative, of loss and gradient norm between methods
+TIMES_PADDED = 2.0  # target speed-up of packed over padded rows
+SAME = 1e-3  # largest relative difference of loss and gradient norm between methods
 
 
 @dataclass(frozen=True)
 class Method:
-    """ranks: processes. flags: of ours, with {size}, {budget}; None: the Hugging Face loop with
-    `per_pass` sequences in a pass. model: the folder of the model that it trains."""
+    """ranks: number of processes. flags: ours, with {size} and {budget}; None: the Hugging Face
+    loop with `per_pass` sequences per pass. model: folder of the trained model."""
 
     ranks: int = 1
     flags: str | None = None
@@ -90,8 +90,8 @@ METHODS = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """sequences: of the optimizer step. budget: tokens of a packed micro-batch; per_pass: sequences
-    of the others."""
+    """sequences: per optimizer step. budget: tokens per packed micro-batch. per_pass: sequences per
+    micro-batch of the other methods."""
 
     hidden: int
     layers: int
@@ -120,8 +120,8 @@ def make_samples(sizes: Sizes) -> tuple[list[Sample], list[torch.Tensor], list[t
 
 
 def make_model(folder: Path, sizes: Sizes, kind: str) -> None:
-    """ "dense", or "experts": eight in each layer, of which a token takes two, with as many active
-    weights."""
+    """Make a tiny model. kind: "dense", or "experts": top-2 of eight experts per layer, with the
+    same number of active weights."""
     import transformers
 
     torch.manual_seed(1)
@@ -150,8 +150,8 @@ def make_model(folder: Path, sizes: Sizes, kind: str) -> None:
 def hugging_face_step(
     folder: Path, sizes: Sizes, per_pass: int
 ) -> Callable[[], tuple[float, float]]:
-    """The loop that one would write by hand: pad `per_pass` sequences, forward, log-probs, loss,
-    backward; clip, step."""
+    """A hand-written training step: pad `per_pass` sequences, forward, log-probs, loss, backward;
+    then clip and step."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").train()
@@ -222,8 +222,8 @@ def resident_bytes() -> int:
 
 
 def measure(step: Callable[[], tuple[float, float]], steps: int) -> dict[str, float]:
-    """The fastest of `steps` after one to warm up. memory_mib: what the process grew by at its
-    largest, over the model and the samples."""
+    """The fastest of `steps` after one warm-up step. memory_mib: peak memory of the process beyond
+    model and samples."""
     before = resident_bytes()
     loss, norm = step()
     passed, core = [], []
@@ -243,7 +243,7 @@ def measure(step: Callable[[], tuple[float, float]], steps: int) -> dict[str, fl
 
 
 def worker(name: str, folder: Path, sizes: Sizes) -> None:
-    """Measure one method in this process, or this rank, and write what it found beside the model."""
+    """Measure one method in this process or rank, and write the result next to the model."""
     torch.set_num_threads(1)
     method, rank = METHODS[name], int(os.environ.get("RANK", "0"))
     if method.flags is None:
@@ -275,7 +275,7 @@ def worker(name: str, folder: Path, sizes: Sizes) -> None:
 
 
 def run_method(name: str, folder: Path, sizes: Sizes) -> dict[str, float]:
-    """The slowest rank's seconds, the largest memory of a rank."""
+    """Run a method; returns the maxima over ranks of seconds and memory."""
     ranks = METHODS[name].ranks
     command = [sys.executable]
     if ranks > 1:
@@ -309,7 +309,7 @@ def best(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def compare(names: Sequence[str], sizes: Sizes, rounds: int) -> dict[str, dict[str, float]]:
-    """What each method took; raises RuntimeError when two of them do not compute the same."""
+    """Results of all methods; raises RuntimeError if two of them compute different numbers."""
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
         for kind in {METHODS[name].model for name in names}:
@@ -346,8 +346,8 @@ def show(results: dict[str, dict[str, float]], base: str, tokens: int) -> None:
 
 
 def missed(one: dict[str, dict[str, float]]) -> list[str]:
-    """What of the targets for one process does not hold: packed rows at twice the speed of padded
-    ones, and no slower than the loop by hand."""
+    """Missed targets for one process: packed rows twice as fast as padded ones, and no slower than
+    the hand-written loop."""
     packed = max(one[name]["speed"] for name in one if name.startswith("packed"))
     loop = max(one[name]["speed"] for name in one if name.startswith("Hugging Face"))
     words = (

@@ -55,11 +55,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(slots=True)
 class Counted:
-    """One rank's part of one update, or of what comes before the first ("set-up").
+    """Counts of one rank for one update, or for the work before the first one ("set-up").
 
-    traffic: calls and bytes (of the larger of input and output), by "collective group". peak: bytes
-    of live tensors beside the model. sent, received: between ranks; None where processes are real.
-    messages, handed: buckets, and their bytes, that this rank has for engines.
+    traffic: calls and bytes (the larger of input and output), by "collective group". peak: peak
+    bytes of live tensors without the model. sent, received: bytes between ranks; None for real
+    processes. messages, handed: number and bytes of buckets that this rank sends to engines.
     """
 
     traffic: dict[str, list[int]] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class CountOrder:
-    """Take what one has for the engines, and hand it to none."""
+    """An order that counts the buckets for engines without sending them."""
 
     def assist(self, weights: WeightStream) -> None:
         _handed[dist.get_rank()] = _take(weights.own().buckets())
@@ -91,7 +91,8 @@ def _take(buckets: Iterable[Any]) -> tuple[int, int]:
 
 
 def update(way: str, weights: WeightStream, bucket_bytes: int) -> tuple[int, int]:
-    """One on this rank, by the code of the transports; messages and bytes that it has for engines."""
+    """Run one update on this rank with the code of the transports; returns number and bytes of
+    messages to engines."""
     if way == "everywhere":
         return _take(weights.buckets())
     ranks = SendingRanks(weights, bucket_bytes)
@@ -106,7 +107,7 @@ def update(way: str, weights: WeightStream, bucket_bytes: int) -> tuple[int, int
     return _handed.pop(0)
 
 
-Counting = Callable[[LiveBytes | None], Counted]  # what went through groups since the last time
+Counting = Callable[[LiveBytes | None], Counted]  # counts since its last call
 
 
 def count_ways(
@@ -117,7 +118,7 @@ def count_ways(
     counting: Counting,
     ways: Iterable[str] = WAYS,
 ) -> dict[str, Counted]:
-    """Of one rank, an update in each way. weights: of the model."""
+    """Count an update in each way, on one rank. weights: the model's."""
     found: dict[str, Counted] = {}
     for way in ways:
         live = LiveBytes(groups_of(layout))
@@ -130,7 +131,7 @@ def count_ways(
 
 
 def count_real(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """On a gloo process, with weights on the CPU; see `run_ranks`."""
+    """`count_ways` on a gloo process, with weights on the CPU; see `run_ranks`."""
     sizes, bucket_bytes = LayoutSizes(**arguments["sizes"]), arguments["bucket_bytes"]
 
     def counting(live: LiveBytes | None) -> Counted:
@@ -154,7 +155,7 @@ def count_simulated(
     ways: Iterable[str] = WAYS,
     timeout_s: float = 3000.0,
 ) -> list[dict[str, Counted]]:
-    """As `count_real`, of all ranks, with weights on the meta device."""
+    """`count_ways` on all simulated ranks, with weights on the meta device."""
     hf = read_hf_model(folder)
     chunks_at, gpt = meta_chunks(folder, hf, sizes, world)
 
@@ -175,7 +176,7 @@ def weights_of(chunks: list[Any]) -> list[Tensor]:
 
 
 def groups_of(layout: ParallelLayout) -> dict[int, str]:
-    """Those that an update goes through, by `group_key`."""
+    """Names of the groups that an update uses, by `group_key`."""
     names = ("tp", "pp", "ep", "etp")
     found = {group_key(getattr(layout, f"{name}_group")): name for name in names}
     return found | {group_key(dist.group.WORLD): "world"}  # type: ignore[arg-type]
@@ -199,8 +200,8 @@ def counting_of(rank: SimulatedRank) -> Counting:
 def meta_chunks(
     folder: str, hf: HfModel, sizes: LayoutSizes, world: int
 ) -> tuple[dict[tuple[int, int], list[Any]], GPTModelConfig]:
-    """The model's part by pipeline stage and expert-parallel rank: megatron-core's own modules on
-    the meta device. Tensor- and data-parallel ranks have the same shapes."""
+    """Model chunks by pipeline stage and expert-parallel rank: megatron-core's modules on the meta
+    device. Tensor- and data-parallel ranks have equal shapes."""
     parallelism = conversion_layout(
         hf, tensor=sizes.tp, pipeline=sizes.pp, expert=sizes.ep, expert_tensor=sizes.etp
     )
@@ -223,8 +224,8 @@ def meta_chunks(
 
 @contextmanager
 def planned_once() -> Iterator[None]:
-    """What every rank computes alike, the ranks of this process compute once: a thousand plans of a
-    large model would take an hour and all memory. What ranks have asked each other for it must be
+    """Compute plans that are equal on all ranks only once for the simulated ranks: a thousand plans
+    of a large model would take an hour and all memory. Checks that the exchanged inputs are
     equal."""
     with (
         mock.patch.object(hf_export, "family_map", _once(hf_export.family_map, key=0)),
@@ -235,7 +236,7 @@ def planned_once() -> Iterator[None]:
 
 
 def _once(function: Callable[..., T], key: int | None = None) -> Callable[..., T]:
-    """key: the only argument that is compared, by its place."""
+    """Cache a function over ranks. key: index of the only argument that is compared."""
     lock = threading.Lock()
     known: list[tuple[Any, T]] = []
 
@@ -252,7 +253,8 @@ def _once(function: Callable[..., T], key: int | None = None) -> Callable[..., T
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """folder: of a config.json; None: that of bench_weights.py. sizes: by the number of ranks."""
+    """folder: folder with a config.json; None: the model of bench_weights.py. sizes: layout sizes
+    by number of ranks."""
 
     folder: Path | None
     bucket_bytes: int
@@ -260,7 +262,7 @@ class Case:
 
 
 def _wide(tp: int, pp: int, most_ep: int) -> dict[int, LayoutSizes]:
-    """As many expert-parallel ranks as there are, up to `most_ep`."""
+    """Layouts with as many expert-parallel ranks as possible, up to `most_ep`."""
     return {
         world: LayoutSizes(tp, pp, min(most_ep, world // pp), 1)
         for world in (8, 64, 256, 1024)
@@ -283,7 +285,7 @@ CASES = {
 
 
 def row(way: str, of_ranks: list[dict[str, Counted]], sizes: LayoutSizes) -> dict[str, float]:
-    """Of one way, over all ranks."""
+    """Table row of one way, aggregated over all ranks."""
     counted = [found[way] for found in of_ranks]
     members = {"tp": sizes.tp, "pp": sizes.pp, "ep": sizes.ep, "world": len(of_ranks)}
     members["etp"] = sizes.tp if sizes.etp is None else sizes.etp

@@ -58,7 +58,7 @@ DTYPE = torch.bfloat16
 
 
 def make_config(folder: Path, *, experts: int, layers: int, hidden: int) -> None:
-    """config.json of a Qwen3-MoE with experts half as wide as the model."""
+    """Write config.json of a Qwen3-MoE with experts half as wide as the model."""
     import transformers
 
     config = transformers.Qwen3MoeConfig(
@@ -90,15 +90,15 @@ def build(folder: str, layout: ParallelLayout) -> tuple[list[Any], HfModel, GPTM
 
 
 def measure(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """On every rank: by way, "seconds" of each repeat, "calls" (each collective counted once over
-    its ranks), "peak"; "bytes" of all weights."""
+    """Measure on every rank. Returns by way: "seconds" of each repeat, "calls" (each collective
+    counted once over its ranks) and "peak"; and "bytes" of all weights."""
     with parallel(*arguments["layout"]) as layout:
         chunks, hf, gpt = build(arguments["folder"], layout)
         live = LiveBytes()
         weights = [w for chunk in chunks for w in (*chunk.parameters(), *chunk.buffers())]
 
         size = arguments["bucket_bytes"]
-        exports = {  # made once, as a network does
+        exports = {  # built once, as in a network
             bucket_bytes: HfExport(chunks, hf=hf, gpt=gpt, layout=layout, bucket_bytes=bucket_bytes)
             for bucket_bytes in (size, 1)
         }
@@ -146,7 +146,7 @@ def take(stream: Any) -> None:
 
 
 def broadcast(total: int, size: int) -> None:
-    """From rank 0 to all, in buckets of `size` bytes."""
+    """Broadcast `total` bytes from rank 0, in buckets of `size` bytes."""
     for start in range(0, total, size):
         dist.broadcast(torch.empty(min(size, total - start), dtype=torch.uint8), src=0)
 
@@ -173,7 +173,7 @@ def group_named(layout: ParallelLayout, name: str) -> Any:
 
 
 def table(ranks: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """By way, over all ranks; send and receive are a collective of two."""
+    """Results by way, over all ranks; a send and its receive count as one collective."""
     first = ranks[0]
     raw = max(rank["ways"][RAW]["seconds"] for rank in ranks)
     rows = {}

@@ -24,7 +24,7 @@ PACKAGES = ("slime_like", "arguments", "megatron_patches")
 
 
 class EnteredFiles:
-    """A context in which the files of all functions that are called are collected."""
+    """Context manager that records the files of all called functions."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -43,17 +43,17 @@ class EnteredFiles:
             self.names.add(frame.f_code.co_filename)
 
     def of_the_project(self) -> list[str]:
-        """Sorted, relative to the repository."""
+        """Recorded files of the project, sorted, relative to the repository."""
         paths = [Path(name) for name in self.names]
         inside = [p.relative_to(ROOT) for p in paths if p.is_relative_to(ROOT)]
         return sorted(str(p) for p in inside if p.parts[0] in PACKAGES)
 
 
 def second_step(folder: Path) -> list[str]:
-    """The files that the second of two rollouts enters, with default flags.
+    """Files that the second of two rollouts enters, with default flags.
 
     Args:
-        folder: empty; the model, its prompts and the run's output are written there.
+        folder: Empty folder for the model, its prompts and the run's output.
     """
     from slime_like.trainer.launch import quiet_dependencies
 

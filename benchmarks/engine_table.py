@@ -38,7 +38,8 @@ HEAD = (
 
 
 def table_row(name: str, rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """Seconds of a run, from its logged metrics. training: log-probs and optimizer steps."""
+    """Table row of a run, from its logged metrics. Training time is that of log-probs and optimizer
+    steps."""
 
     def total(*metrics: str) -> float:
         return sum(row.get(metric, 0.0) for row in rows for metric in metrics)

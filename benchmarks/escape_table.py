@@ -50,8 +50,8 @@ MISSING: tuple[tuple[str, ...], ...] = (
     (NAMESPACES, LANDLOCK, SCOPES),
 )
 BEGIN, END = "<!-- escapes: made by benchmarks/escape_table.py -->\n", "<!-- escapes: end -->"
-UNTRIED = {"vfork"}  # its child would run on in the parent's stack, where no filter refuses it
-WORDS = {  # of a language: (head of the first table, of the second, words of the second)
+UNTRIED = {"vfork"}  # unless a filter blocks it, the child would continue on the parent's stack
+WORDS = {  # language -> (head of the first table, head of the second, words of the second)
     "en": (
         "attempt | namespaces | Landlock | seccomp | limits, no capabilities",
         "missing | the sandbox | attempts that get through",
@@ -116,8 +116,8 @@ else:
 
 @dataclass(frozen=True)
 class Lacking:
-    """A host without some mechanisms. refusal: of the sandbox, None where it starts. through: the
-    attempts that succeed, in it or under what is left."""
+    """A host without some mechanisms. refusal: message of the sandbox if it refuses to start.
+    through: attempts that succeed in the sandbox, or under the remaining mechanisms."""
 
     missing: tuple[str, ...]
     refusal: str | None
@@ -126,8 +126,8 @@ class Lacking:
 
 @dataclass(frozen=True)
 class Table:
-    """refusing: of each attempt the columns of `ALONE` that refuse it; outside: those that this
-    host or user refuses without any."""
+    """refusing: attempt -> columns of `ALONE` that block it. outside: attempts that this host or
+    user blocks without any mechanism."""
 
     refusing: dict[str, tuple[str, ...]]
     outside: tuple[str, ...]
@@ -135,14 +135,14 @@ class Table:
 
 
 def under(layers: Sequence[str]) -> dict[str, str]:
-    """Outcomes under these mechanisms and no others."""
+    """Outcomes of all attempts under these mechanisms only."""
     filtered = SECCOMP in layers
     found = outcomes(_python(_UNDER, json.dumps(list(layers)), outside=not filtered))
     return found if filtered else {**found, **dict.fromkeys(UNTRIED, "not tried")}
 
 
 def in_sandbox(missing: Sequence[str]) -> tuple[str | None, dict[str, str]]:
-    """The sandbox's refusal, or outcomes in it, on a host without these mechanisms."""
+    """(refusal of the sandbox, outcomes inside it) on a host without these mechanisms."""
     answer = json.loads(_python(_SANDBOX, outside=False, missing=missing))
     if "refused" in answer:
         return answer["refused"], {}
@@ -151,7 +151,7 @@ def in_sandbox(missing: Sequence[str]) -> tuple[str | None, dict[str, str]]:
 
 
 def _python(program: str, *arguments: str, outside: bool, missing: Sequence[str] = ()) -> str:
-    """What the program prints, given the attempts and surroundings of its own."""
+    """Output of a Python program that is given the attempts and separate surroundings."""
     with tempfile.TemporaryDirectory() as name, surroundings(Path(name)) as lines:
         done = subprocess.run(
             [sys.executable, "-c", program, str(ROOT), *arguments],
@@ -167,7 +167,7 @@ def _python(program: str, *arguments: str, outside: bool, missing: Sequence[str]
 
 
 def through(found: dict[str, str], outside: Sequence[str]) -> tuple[str, ...]:
-    """The attempts that succeeded, or reached the kernel's own checks of their arguments."""
+    """Attempts that succeeded, or reached the kernel's checks of their arguments."""
     return tuple(
         name
         for name, how in found.items()
@@ -195,7 +195,7 @@ def measure() -> Table:
 
 
 def tables(table: Table, language: str) -> str:
-    """Both, in Markdown."""
+    """Both tables in Markdown."""
     first, second, words = WORDS[language]
     lines = [f"| {second} |", "|---|---|---|"]
     for row in table.lacking:

@@ -49,7 +49,8 @@ HEAD = (
 
 
 def of_one_process(case: str, folder: Path) -> list[float]:
-    """Logits and gradients in float32, in float64, and packed rows from sequences alone."""
+    """Differences of logits and gradients in float32 and float64, and of packed from separate
+    sequences."""
     from benchmarks.parity.steps import parallel
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -66,8 +67,8 @@ def of_one_process(case: str, folder: Path) -> list[float]:
 
 
 def over_layouts(case: str, folder: Path) -> tuple[int, float]:
-    """How many layouts, and the largest difference of any of their ranks. The model of
-    `of_one_process` is in the folder."""
+    """(number of layouts, largest difference over their ranks). folder: has the model of
+    `of_one_process`."""
     layouts = family_layouts(folder / "models")
     layouts.folder.mkdir(parents=True)
     experts = read_hf_model(str(folder / "model")).transformer.get("num_moe_experts")

@@ -34,13 +34,13 @@ HEADINGS = {
 
 
 def record(recipe: Recipe, seed: int, out: Path) -> Path:
-    """The file with the result of a run."""
+    """Path of the result of a run."""
     name = "".join(c if c.isalnum() else "_" for c in recipe.name)
     return out / f"{name}-{seed}.json"
 
 
 def finished(recipe: Recipe, seed: int, out: Path) -> Result | None:
-    """The result of an earlier run with these flags."""
+    """The result of an earlier run with the same flags; None without one."""
     path = record(recipe, seed, out)
     if not path.exists():
         return None
@@ -49,7 +49,7 @@ def finished(recipe: Recipe, seed: int, out: Path) -> Result | None:
 
 
 def measure(recipe: Recipe, seed: int, out: Path) -> Result:
-    """Run the recipe, unless it was run."""
+    """Run the recipe, unless there is a result."""
     result = finished(recipe, seed, out)
     if result is None:
         path = record(recipe, seed, out)
@@ -61,7 +61,7 @@ def measure(recipe: Recipe, seed: int, out: Path) -> Result:
 
 
 def one_table(seeds: Sequence[int], out: Path, language: str) -> str:
-    """Of the runs that are there, as Markdown."""
+    """Table of the existing results, in Markdown."""
     headings = HEADINGS[language]
     lines = [f"| {' | '.join(headings)} |", "|---|---:|---|---:|---:|"]
     for recipe in RECIPES:
@@ -80,7 +80,7 @@ def one_table(seeds: Sequence[int], out: Path, language: str) -> str:
 
 
 def write_docs(seeds: Sequence[int], out: Path) -> None:
-    """Between the two marks of the page of results, in both languages."""
+    """Write the table between the marks of the results page, in both languages."""
     for language in HEADINGS:
         page = ROOT / "docs" / language / "algorithms" / "results.md"
         head, rest = page.read_text(encoding="utf-8").split(BEGIN)

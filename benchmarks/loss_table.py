@@ -39,7 +39,7 @@ RL = (
     "--num-rollout {rollouts} --rollout-batch-size 16 --n-samples-per-prompt 8 --num-steps-per-rollout 4 --micro-batch-size 32 "
     "--lr 1e-3 --lr-decay-style linear --min-lr 1e-4 --lr-warmup-iters 20 --entropy-coef 0.01 --eval-interval {rollouts}"
 )
-# Settings by registered name, in place of the defaults: (label, flags) of each of its rows.
+# Registered name -> (label, flags) of each of its rows, instead of the defaults.
 ROWS_OF_LOSSES: Mapping[str, Sequence[tuple[str, str]]] = {
     "ppo": (
         ("ppo", ""),
@@ -66,11 +66,11 @@ ROWS_OF_LOSSES: Mapping[str, Sequence[tuple[str, str]]] = {
 }
 ROWS_OF_ESTIMATORS: Mapping[str, Sequence[tuple[str, str]]] = {
     "grpo": (("grpo", ""), ("grpo without std (Dr. GRPO)", "--disable-grpo-std-normalization")),
-    # the demo's reward has one part, of which the command line warns
+    # the demo's reward has one component, which causes a warning
     "gdpo": (("gdpo, of one reward", ""),),
     "reinforce_plus_plus": (("reinforce_plus_plus", "--normalize-advantages"),),
     "reinforce_plus_plus_baseline": (("reinforce_plus_plus_baseline", "--normalize-advantages"),),
-    # the greedy response is better than the sampled ones here, so that without whitening nearly all
+    # here the greedy response is better than the sampled ones, so without whitening nearly all
     # advantages are negative
     "remax": (("remax, whitened", "--normalize-advantages"), ("remax", "")),
     "ppo": (
@@ -86,8 +86,8 @@ DAYS = {"en": "Runs of {days}.", "zh": "运行日期：{days}。"}
 
 @dataclass(frozen=True)
 class Row:
-    """One run. kind: "losses" or "estimators", the table that it belongs to. flags: what it has
-    beside the settings that all share."""
+    """One run. kind: "losses" or "estimators", the table that it belongs to. flags: its flags in
+    addition to the common ones."""
 
     kind: str
     name: str
@@ -97,8 +97,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """before, after: evaluation reward. clipped: mean over the run of the share of tokens that the
-    loss clipped; None where it clips nothing."""
+    """before, after: evaluation reward. clipped: fraction of clipped tokens, averaged over the run;
+    None for a loss without clipping."""
 
     kind: str
     name: str
@@ -114,7 +114,8 @@ class Result:
 
 
 def rows() -> list[Row]:
-    """All rows, by the registries. Losses run with grpo's advantages, estimators with the loss ppo."""
+    """All rows, from the registries. Losses are run with grpo's advantages, estimators with the ppo
+    loss."""
     result = []
     for name, loss in policy_losses.items():
         if "advantages" in loss.needs:
@@ -128,7 +129,7 @@ def rows() -> list[Row]:
                     )
                 )
     for name, entry in advantage_estimators.items():
-        if isinstance(entry, TurnEstimator):  # of agents
+        if isinstance(entry, TurnEstimator):  # for agents only
             continue
         for label, flags in ROWS_OF_ESTIMATORS.get(name, ((name, ""),)):
             result.append(
@@ -143,13 +144,13 @@ def rows() -> list[Row]:
 
 
 def is_further(row: Row) -> bool:
-    """Not the first row of its name: these run last."""
+    """Whether it is not the first row of its name; these are run last."""
     named = (ROWS_OF_LOSSES if row.kind == "losses" else ROWS_OF_ESTIMATORS).get(row.name)
     return named is not None and row.label != named[0][0]
 
 
 def folder_of(row: Row) -> str:
-    """By its flags: rows of the two tables that are the same run share it."""
+    """Folder name, derived from the flags, so that equal runs of the two tables share it."""
     words = (
         row.flags.replace("--policy-loss-type ", "")
         .replace("--advantage-estimator ", "")
@@ -159,13 +160,13 @@ def folder_of(row: Row) -> str:
 
 
 def cpu_seconds() -> float:
-    """Of all processes that this one has started and that have ended."""
+    """CPU seconds of all ended child processes."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def finished(row: Row, rollouts: int, model: Path, out: Path) -> Result | None:
-    """What an earlier run with the same command line left."""
+    """The result of an earlier run with the same command line; None without one."""
     folder = out / folder_of(row)
     if not (folder / "result.json").exists():
         return None
@@ -181,12 +182,12 @@ def command_of(row: Row, rollouts: int, model: Path, out: Path) -> list[str]:
 
 
 def command_words(row: Row, rollouts: int, model: Path, out: Path) -> str:
-    """Without the interpreter."""
+    """The command line of a row, without the interpreter."""
     return shlex.join(command_of(row, rollouts, model, out)[1:])
 
 
 def measure(row: Row, rollouts: int, model: Path, out: Path) -> Result:
-    """The result of `row`, from an earlier run with the same command line where there is one."""
+    """The result of `row`; an earlier run with the same command line is reused."""
     folder = out / folder_of(row)
     found = finished(row, rollouts, model, out)
     if found is not None:
@@ -213,7 +214,7 @@ def measure(row: Row, rollouts: int, model: Path, out: Path) -> Result:
 
 
 def one_table(results: Sequence[Result], language: str) -> str:
-    """In Markdown."""
+    """The table in Markdown."""
     heads = HEADINGS[language]
     lines = [f"| {' | '.join(heads)} |", "|---|---|" + "---:|" * (len(heads) - 2)]
     for r in results:
@@ -232,7 +233,7 @@ def one_table(results: Sequence[Result], language: str) -> str:
 
 
 def write_docs(results: Sequence[Result]) -> None:
-    """Between the two marks of the page of results, in both languages. The tables of losses and of
+    """Write the tables between their marks on the results page, in both languages; losses and
     estimators have separate marks."""
     for language in HEADINGS:
         page = ROOT / "docs" / language / "algorithms" / "results.md"

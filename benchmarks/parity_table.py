@@ -40,7 +40,7 @@ LIMIT = 1e-5
 
 @dataclass(frozen=True)
 class Layout:
-    """flags: added to the run's. ranks: processes."""
+    """flags: additional flags. ranks: number of processes."""
 
     name: str
     ranks: int
@@ -105,7 +105,7 @@ COMMON = (
 
 
 def make_rollouts(template: str) -> None:
-    """STEPS recorded rollouts of random tokens, rewards and sampler log-probs."""
+    """Write STEPS recorded rollouts with random tokens, rewards and sampler log-probs."""
     generator = torch.Generator().manual_seed(7)
     for step in range(STEPS):
         groups = []
@@ -146,7 +146,7 @@ class Result:
 def run_layout(
     layout: Layout, work: Path, flags: list[str], python: str = sys.executable
 ) -> Result:
-    """Train in `layout`; raises RuntimeError with the run's output when it fails."""
+    """Train in `layout`. If the run fails, raises RuntimeError with its output."""
     out = work / layout.name.replace(" ", "_")
     common = COMMON.format(groups=GROUPS, size=GROUP_SIZE, steps=STEPS).split()
     command = [python]
@@ -228,7 +228,7 @@ def compare(name: str, base: Result, other: Result) -> Row:
 
 
 def parity(work: Path, layouts: list[Layout], flags: list[str]) -> list[Row]:
-    """A row for each layout but the first, which is what the others are compared with."""
+    """One row per layout except the first, with which the others are compared."""
     make_model(work / "model", seed=3)
     make_model(work / "ref", seed=4)
     make_rollouts(str(work / "rollout_{rollout_id}"))

@@ -43,7 +43,7 @@ class Curve:
 
 
 def curves(head: Any, packing: Any, balancing: Any) -> list[Curve]:
-    """Of the results that the benchmarks write; raises ValueError where the head's has no curve."""
+    """Curves from the benchmarks' results. Raises ValueError if those of the head have no curve."""
     if "curve" not in head:
         raise ValueError(
             "the head's results have no curve: run benchmarks/bench_head.py with --curve"
@@ -112,7 +112,7 @@ def draw(found: Sequence[Curve], path: Path) -> None:
 
 
 def rows(found: Sequence[Curve]) -> list[str]:
-    """The curves beside each other, in a table without its header."""
+    """The curves side by side, as rows of a table without header."""
     lines = []
     for number in range(max(len(curve.sizes) for curve in found)):
         cells = []

@@ -23,9 +23,9 @@ sys.path.insert(0, str(ROOT))
 from slime_like.losses import LossInputs, PolicyLoss, policy_losses  # noqa: E402
 
 TARGET = ROOT / "docs" / "images" / "losses.png"
-OLD_LOG_PROB = -1.0  # a probability of 0.37, for losses that look at it
+OLD_LOG_PROB = -1.0  # a probability of 0.37, for losses that depend on it
 LEAST, LARGEST, POINTS = 0.02, 2.6, 300
-# Settings drawn where a default is missing, or acts outside the picture.
+# Settings to draw where there is no default, or its effect is outside the plotted range.
 SETTINGS: dict[str, dict[str, Any]] = {
     "dro": {"dro_beta": 0.5},
     "gspo": {"eps_clip": 0.1},
@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "kl_cov": {"kl_cov_frac": 1.0, "kl_cov_coef": 0.3},
 }
 WITHOUT_A_RATIO = ("cross_entropy", "dpo", "bradley_terry")
-# What the panel cannot show by itself.
+# Remarks on what a panel cannot show.
 NOTES = {
     "clip_cov": "ppo, where not chosen",
     "kl_cov": "a chosen token, coef 0.3",
@@ -46,13 +46,13 @@ NOTES = {
 
 
 def curves(loss: PolicyLoss, config: Any, ratio: Tensor, advantage: float) -> tuple[Tensor, Tensor]:
-    """(loss less its value at ratio 1, gradient weight) [N] each, for N sequences of one token."""
+    """(loss minus its value at ratio 1, gradient weight), [N] each, for N one-token sequences."""
     count = ratio.numel()
     old = torch.full_like(ratio, OLD_LOG_PROB)
     log_probs = (old + ratio.log()).requires_grad_()
     advantages = torch.full_like(ratio, advantage)
     losses, gradients = [], []
-    for i in range(count):  # one micro-batch each, as some losses choose within a micro-batch
+    for i in range(count):  # one micro-batch each: some losses select tokens per micro-batch
         one = slice(i, i + 1)
         inputs = LossInputs(
             log_probs=log_probs[one] - 0.0,

@@ -42,14 +42,14 @@ COLUMNS = (
 
 
 def change(before: Path, after: Path) -> float:
-    """Norm of the difference over the norm, over all weights."""
+    """Norm of the difference of all weights over their norm."""
     old, new = (load_file(folder / "model.safetensors") for folder in (before, after))
     squares = [(float((new[k] - old[k]).square().sum()), float(old[k].square().sum())) for k in new]
     return float((sum(d for d, _ in squares) / sum(n for _, n in squares)) ** 0.5)
 
 
 def measure(reduction: str, work: Path) -> list[float]:
-    """A number for each of COLUMNS, and the change of the weights."""
+    """One number per column of COLUMNS, and the relative change of the weights."""
     out = work / reduction
     flags = f"{FLAGS} --loss-reduction {reduction}"
     if reduction == "seq_mean_token_sum_norm":

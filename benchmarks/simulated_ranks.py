@@ -33,16 +33,16 @@ from slime_like.megatron.parallel_layout import MegatronState, ParallelLayout  #
 from slime_like.preflight.live_bytes import Traffic  # noqa: E402
 
 T = TypeVar("T")
-Posted = dict[int, Any]  # tensors, by the place of the rank in its group
+Posted = dict[int, Any]  # tensors, by rank within the group
 Move = Callable[[Posted], None]
 Outputs = list[list[Tensor]]
 STACK_BYTES = 2**21
-ORDER = "tp-cp-ep-dp-pp"  # of megatron-core: neighbours are tensor-parallel
+ORDER = "tp-cp-ep-dp-pp"  # megatron-core's order: adjacent ranks are tensor-parallel
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutSizes:
-    """Sizes of a layout; the rest of the ranks are data-parallel. etp: None: as `tp`."""
+    """Sizes of a layout; the remaining factor is data-parallel. etp: None: equal to `tp`."""
 
     tp: int = 1
     pp: int = 1
@@ -51,7 +51,7 @@ class LayoutSizes:
     cp: int = 1
 
     def groups(self, world: int) -> dict[str, list[list[int]]]:
-        """The ranks of every group, by the name of its dimension, as megatron-core makes them."""
+        """Ranks of all groups by dimension name, as created by megatron-core."""
         etp = self.tp if self.etp is None else self.etp
         dense, sparse = world // (self.tp * self.cp * self.pp), world // (etp * self.ep * self.pp)
         if (
@@ -71,12 +71,12 @@ class LayoutSizes:
 
 
 class SimulationFailed(RuntimeError):
-    """A rank has failed, ranks disagree about a collective, or some wait for others for ever."""
+    """A rank has failed, ranks call different collectives, or there is a deadlock."""
 
 
 @dataclass(slots=True)
 class _Call:
-    """One collective, or a message, of `size` ranks. posted: the tensors of each, by its place."""
+    """One collective or message of `size` ranks. posted: tensors by rank within the group."""
 
     kind: str
     size: int
@@ -85,7 +85,7 @@ class _Call:
 
 
 class SimulatedWorld:
-    """What the ranks of a world share."""
+    """State shared by the ranks of a world."""
 
     def __init__(self, size: int, timeout_s: float) -> None:
         self.size = size
@@ -103,7 +103,7 @@ class SimulatedWorld:
         tensors: Any,
         move: Move,
     ) -> _Call:
-        """The last of `size` ranks to come moves the bytes of all."""
+        """Post tensors for a collective; the last of `size` ranks moves the data of all."""
         with self._lock:
             if self.failure is not None:
                 raise SimulationFailed("another rank has failed")
@@ -113,7 +113,7 @@ class SimulatedWorld:
             call.posted[place] = tensors
             is_last = len(call.posted) == size
         if is_last:
-            with _disable_current_modes(), torch.no_grad():  # tensors of other ranks
+            with _disable_current_modes(), torch.no_grad():  # touches tensors of other ranks
                 move(call.posted)
             call.posted = {}
             with self._lock:
@@ -149,11 +149,12 @@ class _Work:
 
 
 class SimulatedGroup(dist.ProcessGroup):
-    """One rank's end of a process group. What is here is what the planes call; torch raises for
-    the rest.
+    """One rank's process group. It implements the collectives that weight and sample exchange use;
+    torch raises for others.
 
-    traffic: by collective, as `LiveBytes` counts it where processes are real. sent, received: bytes
-    that this rank gives to others, and gets from them; a broadcast's once, however many get them.
+    traffic: by collective, counted as by `LiveBytes` in real processes. sent, received: bytes that
+    this rank sends to and receives from others; a broadcast counts once for any number of
+    receivers.
     """
 
     def __init__(self, world: SimulatedWorld, name: str, ranks: Sequence[int], rank: int) -> None:
@@ -197,7 +198,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._collective("allgather_base", (output, own), move, own.nbytes, received)
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> _Work:  # type: ignore[override]
-        """Sums only. Counted as sent and received once."""
+        """Supports only sums. Counted as sent and received once."""
         assert options.reduceOp == dist.ReduceOp.SUM
 
         def move(posted: Posted) -> None:
@@ -251,7 +252,7 @@ class SimulatedGroup(dist.ProcessGroup):
         self, kind: str, tensors: tuple[Any, ...], move: Move, sent: int, received: int
     ) -> _Work:
         self._count(kind, max(map(_bytes, tensors)), sent, received)
-        # of all kinds together: all ranks of a group call them in one order
+        # one sequence for all collectives, since all ranks of a group call them in the same order
         return self._post(("collective",), kind, self.size(), tensors, move)
 
     def _count(self, kind: str, size: int, sent: int, received: int) -> None:
@@ -271,7 +272,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
 
 class _WorldOfThread(threading.local):
-    """What torch.distributed knows of groups, for each thread."""
+    """torch.distributed's registry of groups, separate for each thread."""
 
     def __init__(self) -> None:
         self.default_pg: dist.ProcessGroup | None = None
@@ -288,7 +289,7 @@ class _WorldOfThread(threading.local):
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRank:
-    """groups: by their names, "world" among them."""
+    """A simulated rank. groups: process groups by name, including "world"."""
 
     layout: ParallelLayout
     groups: dict[str, SimulatedGroup]
@@ -297,8 +298,8 @@ class SimulatedRank:
 def run_simulated(
     size: int, sizes: LayoutSizes, work: Callable[[SimulatedRank], T], timeout_s: float = 600.0
 ) -> list[T]:
-    """What `work` returns on each rank. Raises the first error of a rank; SimulationFailed where
-    ranks call different collectives, or some do not come within `timeout_s`."""
+    """Run `work` on all ranks; returns their results. Raises the first error of a rank, or
+    SimulationFailed if ranks call different collectives or one takes longer than `timeout_s`."""
     world = SimulatedWorld(size, timeout_s)
     ranks_of = {**sizes.groups(size), "world": [list(range(size))]}
     own = {
@@ -336,7 +337,7 @@ def run_simulated(
 def _layout(
     size: int, rank: int, groups: dict[str, SimulatedGroup], state: MegatronState
 ) -> ParallelLayout:
-    """As `read_layout` finds it on this rank."""
+    """The layout of this rank, as `read_layout` would return it."""
     fields: dict[str, Any] = {}
     for name in ("tp", "pp", "cp", "dp", "ep", "etp"):
         fields[f"{name}_size"] = groups[name].size()

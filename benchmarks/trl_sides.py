@@ -21,7 +21,7 @@ import torch
 
 
 def reward(text: str) -> float:
-    """The share of vowels, which needs no time."""
+    """Fraction of vowels; takes negligible time."""
     return sum(character in "aeiou" for character in text) / max(len(text), 1)
 
 
@@ -76,7 +76,7 @@ def trl_steps(case: dict[str, Any]) -> list[float]:
 
 
 def plain_steps(case: dict[str, Any]) -> list[float]:
-    """The PPO loss on GRPO advantages; with one step a rollout its ratio is 1."""
+    """Train with the PPO loss on GRPO advantages; with one step per rollout the ratio is 1."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(case["model"])

@@ -15,22 +15,24 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-SETTLED_MS = 500  # for what a page draws after it was loaded
+SETTLED_MS = 500  # for content that a page draws after loading
 SCREENS = (("light", 1200), ("dark", 1200), ("light", 360))  # colour scheme, width in pixels
 
 
 def axe_source() -> str:
-    """axe-core's JavaScript, as the package axe-playwright-python carries it."""
+    """axe-core's JavaScript, from the package axe-playwright-python."""
     files = importlib.resources.files("axe_playwright_python")
     return files.joinpath("axe.min.js").read_text(encoding="utf-8")
 
 
 def violations(browser: Any, axe: str, page: str, screens: Sequence[tuple[str, int]]) -> list[str]:
-    """A line for each rule that a page breaks on one of the screens.
+    """One line per rule that a page violates on one of the screens.
 
     Args:
-        browser: Playwright's. axe: the source of axe-core. page: a file, with #place where it has
-            several. screens: see SCREENS.
+        browser: Playwright's browser.
+        axe: Source of axe-core.
+        page: A file, optionally with #anchor.
+        screens: See SCREENS.
     """
     return [line for screen in screens for line in _on_screen(browser, axe, page, screen)]
 

@@ -1,8 +1,7 @@
-"""An extension of griffe, for mkdocstrings: lists the fields of a class with what this project says
-of them.
+"""griffe extension for mkdocstrings: documents the fields of a class from this project's notation.
 
-It is in a comment behind the field or above it, or the class's docstring, as `name: what it is.` or
-`name, other: what they are.` at the start of a sentence.
+The description of a field is a comment behind or above it, or part of the class docstring, as
+`name: what it is.` or `name, other: what they are.` at the start of a sentence.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _NAMES = re.compile(r"(?:^|(?<=[.;]\s))((?:\w+, )*\w+):\s", re.MULTILINE)
 
 
 def comment_of(lines: Sequence[str], first: int, last: int) -> str:
-    """The comment behind the statement in `lines` `first` to `last`, counted from 1, or above it."""
+    """The comment behind or above the statement in lines `first` to `last`, counted from 1."""
     behind = _CODE_AND_COMMENT.fullmatch(lines[last - 1])
     if behind:
         return behind[1]
@@ -31,7 +30,8 @@ def comment_of(lines: Sequence[str], first: int, last: int) -> str:
 
 
 def split_fields(text: str, fields: Collection[str]) -> tuple[str, dict[str, str]]:
-    """A class's docstring without what it says of `fields`, and that, by the field."""
+    """Split a class docstring into the text without field descriptions, and the descriptions by
+    field."""
     rest, found = [], dict[str, str]()
     for paragraph in text.split("\n\n"):
         starts = [m for m in _NAMES.finditer(paragraph) if set(m[1].split(", ")) <= set(fields)]
@@ -46,10 +46,11 @@ def split_fields(text: str, fields: Collection[str]) -> tuple[str, dict[str, str
 
 
 class FieldDocstrings(Extension):
-    """griffe calls `on_class` for each class that it has read."""
+    """The extension; griffe calls `on_class` for each class that it has read."""
 
     def on_class(self, *, cls: Class, **_: Any) -> None:
-        """Give the docstring of `cls` an Attributes section with what is written about its fields."""
+        """Add an Attributes section with the descriptions of the fields to the docstring of
+        `cls`."""
         fields = {
             name: field
             for name, field in cls.attributes.items()
@@ -58,7 +59,7 @@ class FieldDocstrings(Extension):
         rest, given = split_fields(cls.docstring.value if cls.docstring else "", fields)
         lines = []
         for name, field in fields.items():
-            if not isinstance(path := field.filepath, Path):  # of a namespace without files
+            if not isinstance(path := field.filepath, Path):  # a namespace package without files
                 continue
             first, last = field.lineno or 1, field.endlineno or 1
             comment = comment_of(field.lines_collection[path], first, last)

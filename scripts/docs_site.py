@@ -1,7 +1,7 @@
-"""Hooks of mkdocs.yml: the repository's Markdown, which GitHub shows too, as a site.
+"""Hooks of mkdocs.yml: build a site from the repository's Markdown, which also renders on GitHub.
 
-The home pages are README.md and README_zh.md; the navigation is read from docs/en/index.md and
-docs/zh/index.md; links to files outside of docs/ lead to copies of these files.
+The home pages are README.md and README_zh.md. The navigation is read from docs/en/index.md and
+docs/zh/index.md. Links to files outside docs/ lead to copies of these files.
 """
 
 from __future__ import annotations
@@ -27,15 +27,13 @@ _DOCUMENTED = re.compile(r"^### `\w+`\n\n(?=::: )", re.MULTILINE)
 
 
 def slug(title: str, separator: str = "-") -> str:
-    """The anchor of a heading, as GitHub makes it."""
+    """The anchor of a heading, in GitHub's format."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", separator)
 
 
 def navigation(language: str) -> list[dict[str, list[str]]]:
-    """Sections of the index page of `language` with the pages that each links, below docs/.
-
-    A page belongs to the first section that links it.
-    """
+    """Sections of the index page of `language` with the pages that they link, relative to docs/. A
+    page belongs to the first section that links it."""
     index = ROOT / "docs" / language / "index.md"
     _, *parts = _HEADING.split(index.read_text(encoding="utf-8"))
     found: dict[str, list[str]] = {}
@@ -51,10 +49,11 @@ def navigation(language: str) -> list[dict[str, list[str]]]:
 
 
 def place(of: str, target: str) -> str | None:
-    """Where on the site the target of a link is, below its root; None for a folder of sources.
+    """Path on the site of a link target; None for a source folder.
 
     Args:
-        of: the file with the link, below the repository. target: relative to it, without anchor.
+        of: File with the link, relative to the repository.
+        target: Target relative to it, without anchor.
     """
     path = posixpath.normpath(posixpath.join(posixpath.dirname(of), target))
     if path in PAGES:
@@ -65,11 +64,8 @@ def place(of: str, target: str) -> str | None:
 
 
 def for_the_site(text: str, of: str, at: str) -> str:
-    """Markdown of the repository's file `of` as that of the site's page `at`.
-
-    Links lead to the site's files, and a list that follows text at once begins a paragraph, as
-    GitHub reads both.
-    """
+    """Convert the Markdown of the repository file `of` for the site page `at`: links lead to files
+    of the site, and a list directly after text starts a new paragraph, as on GitHub."""
 
     def changed(match: re.Match[str]) -> str:
         picture, label, target = match.groups()
@@ -82,14 +78,14 @@ def for_the_site(text: str, of: str, at: str) -> str:
         relative = posixpath.relpath(there, posixpath.dirname(at) or ".")
         return f"{picture}[{label}]({relative}{mark}{anchor})"
 
-    parts = _FENCED.split(_DOCUMENTED.sub("", text))  # mkdocstrings makes these headings itself
+    parts = _FENCED.split(_DOCUMENTED.sub("", text))  # mkdocstrings adds these headings itself
     for i in range(0, len(parts), 2):
         parts[i] = _LIST_AFTER_TEXT.sub(r"\1\n\n", _LINK.sub(changed, parts[i]))
     return "".join(parts)
 
 
 def linked_sources(pages: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Files outside of docs/ that (name in the repository, text) of pages link."""
+    """Files outside docs/ that pages link to. pages: (path in the repository, text)."""
     for of, text in pages:
         for match in _LINK.finditer(_FENCED.sub("", text)):
             path = posixpath.normpath(posixpath.join(posixpath.dirname(of), match[3].split("#")[0]))
@@ -100,7 +96,7 @@ def linked_sources(pages: Sequence[tuple[str, str]]) -> Iterator[str]:
 
 
 def original(page: str) -> str:
-    """The file of the repository of a page of the site."""
+    """The repository file of a site page."""
     return {there: here for here, there in PAGES.items()}.get(page, f"docs/{page}")
 
 
@@ -142,32 +138,32 @@ def twin(page: str) -> str | None:
 
 
 def on_page_context(context: Any, page: Any, config: Any, nav: Any) -> Any:
-    """The language of a page, and the link to the same page in the other one."""
+    """Set the language of a page, and the link to the same page in the other language."""
     at = page.file.src_uri
     config.theme["language"] = "zh" if at.startswith("zh/") else "en"
     other = twin(at)
     if other is None:
         config.extra.pop("alternate", None)
     else:
-        link = other.removesuffix("md") + "html"  # from the root: the theme makes it relative
+        link = other.removesuffix("md") + "html"  # from the root; the theme makes it relative
         name, lang = ("English", "en") if at.startswith("zh/") else ("中文", "zh")
         config.extra["alternate"] = [{"name": name, "link": link, "lang": lang}]
     return context
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """A corner of a table that names nothing is no header for who listens to the page."""
+    """Turn empty header cells of tables into data cells, for screen readers."""
     return re.sub(r"<th([^>]*)></th>", r"<td\1></td>", html)
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """A name for the dialog of the search, which Material leaves without one."""
+    """Add an accessible name to the search dialog, which Material lacks."""
     label = "搜索" if page.file.src_uri.startswith("zh/") else "Search"
     return output.replace('role="dialog"', f'role="dialog" aria-label="{label}"')
 
 
 class _Built(HTMLParser):
-    """What a built page loads and links, and its anchors."""
+    """Parses what a built page loads and links to, and its anchors."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -184,7 +180,8 @@ class _Built(HTMLParser):
 
 
 def problems(site: Path) -> list[str]:
-    """Links and files of a built site that lead nowhere, and what a page loads from elsewhere."""
+    """Broken links and missing files of a built site, and resources that pages load from other
+    hosts."""
     pages = {path: _Built(path.read_text("utf-8")) for path in site.rglob("*.html")}
     found = []
     for path, built in pages.items():
@@ -206,8 +203,8 @@ def problems(site: Path) -> list[str]:
 
 
 def search_from_a_folder(site: Path) -> None:
-    """The index of the search once more, as a script: a page that was opened from a folder may read
-    no JSON."""
+    """Also write the search index as a script, because a page opened from a local folder cannot
+    load JSON."""
     index = (site / "search/search_index.json").read_text("utf-8")
     (site / "search/search_index.js").write_text(f"var __index = {index}", "utf-8")
 

@@ -58,7 +58,8 @@ def row(flag: Flag) -> str:
 
 
 def redundant(name: str, flag: Flag) -> bool:
-    """`--no-x` of a switch that is off anyway: the head of the page says that it exists."""
+    """Whether this is the `--no-x` of a switch that is off by default, which is not listed; the
+    head of the page mentions them."""
     return flag.kind == "switch" and flag.default is False and name in flag.off
 
 
@@ -67,7 +68,7 @@ def render(table: FlagTable) -> str:
     refused: dict[str, list[str]] = {}
     for flag in table.flags:
         if flag.refused and flag.group in CONFIGS_OF_GROUP:
-            continue  # as the installed release has them
+            continue  # these depend on the installed release
         if flag.refused:
             refused.setdefault(flag.refused, []).append(flag.name)
         else:

@@ -58,7 +58,7 @@ GATEWAY_ERRORS = {
 
 
 def server() -> FastAPI:
-    """The Tinker server's app over an empty registry; its workers are never asked."""
+    """The Tinker server's app with an empty registry; its workers are never called."""
 
     async def nobody(id: str, command: dict[str, Any]) -> Any:
         raise AssertionError("a description executes nothing")
@@ -80,7 +80,7 @@ def gateway() -> FastAPI:
 
 
 def routes(app: FastAPI) -> Iterator[APIRoute]:
-    """Each once: the gateway has them under the key in the path, too."""
+    """All routes once; the gateway's variants with the key in the path are skipped."""
     for route in app.routes:
         if isinstance(route, APIRoute) and not route.path.startswith("/session/{key}/"):
             yield route
@@ -109,11 +109,11 @@ def _kind(schema: Mapping[str, Any], models: Mapping[str, Any]) -> str:
 
 
 def _fields(schema: Mapping[str, Any]) -> Iterator[str]:
-    """Rows: a field, what it is, and its default."""
+    """Table rows: field, type and default."""
     models, required = schema.get("$defs", {}), schema.get("required", [])
     for name, field in schema.get("properties", {}).items():
         if name == "type" and field.get("default", "") is None:
-            continue  # the SDK's name of the body, which nothing depends on
+            continue  # the SDK's name of the body, which is not used
         if name in required:
             default = "required"
         else:

@@ -21,7 +21,7 @@ BEGIN, END = "<!-- table of scripts: generated -->", "<!-- end of the table -->"
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """Why a script is rejected. message: a part of the error; en, zh: of the page."""
+    """Why a script is rejected. message: part of the error message. en, zh: text on the page."""
 
     message: str
     en: str
@@ -62,7 +62,7 @@ REFUSED: Mapping[str, Feature] = {
 
 
 def table(page: Path) -> str:
-    """As Markdown, in the page's language."""
+    """The table in Markdown, in the language of the page."""
     chinese = "/zh/" in page.as_posix()
     scripts = slime_scripts()
     taken = len(scripts) - len(REFUSED)

@@ -14,7 +14,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs" / "their_bugs.yaml"
-SUITES = ("slow", "extended")  # marks, the slower first; without one a test is in make test
+SUITES = ("slow", "extended")  # pytest marks, slowest first; unmarked tests are in make test
 TEXTS = {
     "en": {
         "title": "Their bug, our test",
@@ -44,7 +44,7 @@ TEXTS = {
 
 @dataclass(frozen=True, slots=True)
 class NamedTest:
-    """A test function. path: below tests/. suite: "make test", "extended" or "slow"."""
+    """A test function. path: relative to tests/. suite: "make test", "extended" or "slow"."""
 
     path: str
     name: str
@@ -52,7 +52,7 @@ class NamedTest:
 
 
 def read() -> list[dict[str, Any]]:
-    """The groups of the data file: each a title and a list of bugs."""
+    """Read the groups of the data file, each with a title and a list of bugs."""
     return yaml.safe_load(DATA.read_text(encoding="utf-8"))
 
 
@@ -67,10 +67,8 @@ def _marks(nodes: list[ast.expr]) -> set[str]:
 
 @cache
 def functions_of(path: str) -> dict[str, str]:
-    """The test functions of a file below tests/, with their suites.
-
-    A mark of one case of a parametrised test does not move the test.
-    """
+    """Test functions of a file in tests/, with their suites. A mark on a single case of a
+    parametrised test does not count."""
     body = ast.parse((ROOT / "tests" / path).read_text(encoding="utf-8")).body
     of_all = _marks(
         [n.value for n in body if isinstance(n, ast.Assign) and "pytestmark" in ast.unparse(n)]
@@ -85,7 +83,7 @@ def functions_of(path: str) -> dict[str, str]:
 
 
 def named_by(bug: dict[str, Any]) -> Iterator[NamedTest]:
-    """Raises ValueError for a test that is not there."""
+    """The tests that a bug names. Raises ValueError for one that does not exist."""
     for entry in bug["tests"]:
         path, names = entry.split(": ")
         there = functions_of(path)
@@ -96,7 +94,7 @@ def named_by(bug: dict[str, Any]) -> Iterator[NamedTest]:
 
 
 def link_of(at: str) -> str:
-    """The address of owner/repository#number. GitHub leads from there to a pull request, too."""
+    """The URL of owner/repository#number. GitHub redirects it for pull requests."""
     repository, number = at.split("#")
     return f"https://github.com/{repository}/issues/{number}"
 
@@ -111,7 +109,7 @@ def _row(bug: dict[str, Any], language: str) -> str:
 
 
 def page(language: str) -> str:
-    """The text of the page in `language`, "en" or "zh"."""
+    """Text of the page. language: "en" or "zh"."""
     texts, groups = TEXTS[language], read()
     bugs = [bug for group in groups for bug in group["bugs"]]
     tests = {test for bug in bugs for test in named_by(bug)}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("slime_like", "arguments", "megatron_patches", "scripts")
-# word: (uses that are left, what to say)
+# word: (remaining uses, replacement)
 BUDGETS = {
     "tell": (13, "report, return, log"),
     "tells": (14, "reports, says which"),
@@ -49,16 +49,14 @@ _CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
 
 def uses(word: str, text: str) -> list[int]:
-    """Numbers of the lines of `text` with `word`, once for each use.
-
-    A part of a longer name does not count, nor does a method of that name, as of a file.
-    """
+    """Line numbers of all uses of `word` in `text`. Parts of longer names, and methods of that
+    name, do not count."""
     found = re.finditer(rf"(?<![\w.]){re.escape(word)}(?!\w)", text, re.IGNORECASE)
     return [text.count("\n", 0, match.start()) + 1 for match in found]
 
 
 def sources(root: Path) -> Iterator[Path]:
-    """The Python files that are checked, but for this one, which names every word."""
+    """The Python files to check, except this one, which contains every word."""
     for folder in FOLDERS:
         yield from (
             p for p in sorted((root / folder).rglob("*.py")) if p.name != Path(__file__).name
@@ -66,7 +64,7 @@ def sources(root: Path) -> Iterator[Path]:
 
 
 def documents(root: Path) -> list[Path]:
-    """The English documents that are written by hand."""
+    """The English documents that are not generated."""
     found = [root / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
     found += [*(root / "docs").glob("*.md"), *(root / "docs/en").rglob("*.md")]
     found += (root / "scripts/recipes").rglob("*.md")
@@ -74,16 +72,16 @@ def documents(root: Path) -> list[Path]:
 
 
 def prose(text: str) -> str:
-    """A document without its code; lines keep their numbers."""
+    """A document without code; line numbers are preserved."""
     return _CODE.sub(lambda match: "\n" * match[0].count("\n"), text)
 
 
 def problems(paths: Iterable[Path], budgets: dict[str, tuple[int, str]], root: Path) -> list[str]:
-    """A message for each word that is used more often than its budget allows.
+    """One message per word that exceeds its budget.
 
     Args:
-        paths: files below `root`.
-        budgets: by word, how many uses are allowed, and the replacement to suggest.
+        paths: Files in `root`.
+        budgets: Word -> (number of allowed uses, suggested replacement).
     """
     texts = {path: path.read_text(encoding="utf-8") for path in paths}
     texts = {p: prose(text) if p.suffix == ".md" else text for p, text in texts.items()}
@@ -103,7 +101,7 @@ def problems(paths: Iterable[Path], budgets: dict[str, tuple[int, str]], root: P
 
 
 def main() -> int:
-    """Print every problem; returns 1 where there is one."""
+    """Print all problems; returns 1 if there are any."""
     found = problems(sources(ROOT), BUDGETS, ROOT)
     found += problems(documents(ROOT), DOCUMENT_BUDGETS, ROOT)
     for message in found:

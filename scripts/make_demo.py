@@ -24,7 +24,7 @@ from slime_like.cli.tiny_model import save_model
 def make_rows(
     *, min_word_len: int, max_word_len: int, size: int, seed: int
 ) -> list[dict[str, Any]]:
-    """Rows of `spell_backward`, each word once, in the form of a reasoning_gym source."""
+    """Rows of `spell_backward` without repeated words, in the format of a reasoning_gym source."""
     from reasoning_gym import create_dataset
 
     options = {

@@ -32,8 +32,8 @@ SIZES: dict[str, Any] = {
 
 
 def family_of(name: str) -> ModelFamily:
-    """By architecture, model_type, or the name of a published model, with its organisation or not.
-    Raises ValueError naming what there is."""
+    """The family of an architecture, a model_type, or a published model, with or without its
+    organisation. Raises ValueError naming the legal values."""
     families = [model_families.get(known) for known in model_families.names()]
     for family in families:
         if name in (family.architecture, family.model_type, *family.other_model_types):
@@ -52,8 +52,8 @@ def family_of(name: str) -> ModelFamily:
 
 
 def make_tiny_model(like: str, folder: Path, *, seed: int = 1, **changes: Any) -> Any:
-    """The model, of transformers' class, saved in `folder` with its tokenizer. changes: keys of
-    config.json. Raises ValueError for an unknown `like`."""
+    """Make a model of transformers' class and save it in `folder` with its tokenizer. changes: keys
+    of config.json to override. Raises ValueError for an unknown `like`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -82,8 +82,8 @@ def make_tiny_model(like: str, folder: Path, *, seed: int = 1, **changes: Any) -
 
 
 def add_prediction_layers(folder: Path, family: ModelFamily, count: int) -> None:
-    """To a saved model: layers of multi-token prediction like its last one with attention, which
-    transformers does not have."""
+    """Add multi-token prediction layers, which transformers lacks, to a saved model. They are like
+    its last layer with attention."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -95,7 +95,7 @@ def add_prediction_layers(folder: Path, family: ModelFamily, count: int) -> None
     layers = hf.transformer["num_layers"]
     starts = [f"{names.layers}.".format(layer=n) for n in range(layers)]
     starts = [s for s in starts if any(name.startswith(f"{s}self_attn") for name in tensors)]
-    # of sparse attention, one with an indexer
+    # with sparse attention, choose a layer with an indexer
     counts = [sum(name.startswith(s) for name in tensors) for s in starts]
     like = [s for s, n in zip(starts, counts, strict=True) if n == max(counts)][-1]
     own = {name.removeprefix(like): x for name, x in tensors.items() if name.startswith(like)}
@@ -116,13 +116,14 @@ def add_prediction_layers(folder: Path, family: ModelFamily, count: int) -> None
 
 
 def randomize(model: Any) -> None:
-    """What is born as ones and zeros, so that it could be swapped unseen: norms, biases, routers'
-    corrections. Routers are no sharper than a trained one's."""
+    """Randomise parameters that are initialised to ones or zeros (norms, biases, router
+    corrections), so that tests notice if two are swapped. Router logits are no larger than those of
+    a trained model."""
     import torch
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("A_log"):  # of faster decays little is left but rounding
+            if name.endswith("A_log"):  # faster decays would leave little but rounding errors
                 parameter.copy_(0.3 * torch.randn_like(parameter) - 2.0)
             elif parameter.dim() == 1 or name.endswith("_bias"):
                 parameter.add_(0.2 * torch.randn_like(parameter))

@@ -29,7 +29,8 @@ DATA = (
 
 
 def run(command: Sequence[str], log: Path) -> None:
-    """Output goes to `log`. Raises RuntimeError with the end of it when the command fails."""
+    """Run a command with its output in `log`. If it fails, raises RuntimeError with the end of the
+    log."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as file:
         done = subprocess.run(
@@ -46,7 +47,7 @@ def run(command: Sequence[str], log: Path) -> None:
 
 
 def train_command(flags: str, model: Path, output: Path, work: Path) -> list[str]:
-    """train.py on the demo's words below `work`."""
+    """The command line of train.py on the demo's words in `work`."""
     data = [
         "--prompt-data",
         str(work / "data/train.jsonl"),
@@ -68,7 +69,7 @@ def train_command(flags: str, model: Path, output: Path, work: Path) -> list[str
 
 
 def warm_start(work: Path) -> Path:
-    """The folder of the model. `work` is an absolute path."""
+    """Make data and warm start if missing; returns the folder of the model. work: absolute path."""
     model = work / "sft/hf"
     if not (work / "sft/done").exists():
         make = [

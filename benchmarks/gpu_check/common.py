@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 import torch
 
-# of one check; None where this device has no such number
+# figures of one check; None if they do not apply to this device
 Figures = dict[str, float | int | str | bool | list[str] | None]
 GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """rehearse: at sizes that take no time on a CPU. head: tokens, words, hidden size. attention:
-    tokens of the rows, query heads, keys that they share, width. steps: of training. model_steps:
-    that are timed, of the large models. block: tokens and hidden size of the block that is
-    compiled."""
+    """rehearse: tiny sizes that take no time on a CPU. head: tokens, vocabulary, hidden size.
+    attention: tokens, query heads, query groups, head dimension. steps: training steps.
+    model_steps: timed steps of the large models. block: tokens and hidden size of the compiled
+    block."""
 
     rehearse: bool
     head: tuple[int, int, int]
@@ -41,7 +41,7 @@ def device() -> str:
 
 
 def seconds(function: Callable[[], object], *, repeats: int = 5, warm_up: int = 2) -> float:
-    """Of the fastest of `repeats` calls, to the end of their work on the device."""
+    """Seconds of the fastest of `repeats` calls, until their work on the device is finished."""
 
     def once() -> float:
         start = time.perf_counter()
@@ -56,7 +56,7 @@ def seconds(function: Callable[[], object], *, repeats: int = 5, warm_up: int = 
 
 
 def peak_bytes(function: Callable[[], object]) -> int | None:
-    """The most that `function` held on the GPU at once, beyond what was there; None on a CPU."""
+    """Peak GPU memory of `function` beyond what was allocated before; None on a CPU."""
     if not has_gpu():
         return None
     torch.cuda.synchronize()

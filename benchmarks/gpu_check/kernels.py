@@ -17,7 +17,7 @@ from benchmarks.bench_head import VERSIONS, Problem, run
 from benchmarks.gpu_check.common import Figures, Sizes, device, has_gpu, peak_bytes, seconds
 from slime_like.preflight.flops import TERA, peak_tflops
 
-LEAST_TOKENS = 1024  # of the head; where not even their logits fit, there is no ratio
+LEAST_TOKENS = 1024  # of the head; if not even their logits fit, there is no ratio
 
 
 def _problem(tokens: int, sizes: Sizes) -> Problem:
@@ -34,8 +34,9 @@ def _problem(tokens: int, sizes: Sizes) -> Problem:
 
 
 def head(sizes: Sizes) -> Figures:
-    """Forward and backward of log-probs and entropy, against versions that hold the logits: as they
-    are, in place, and compiled. Tokens are halved until one of those fits."""
+    """Forward and backward of log-probs and entropy, compared with versions that materialise the
+    logits: plain, in place, and compiled. The number of tokens is halved until one of those
+    fits."""
     tokens = sizes.head[0]
     while "time_ratio" not in (found := _compare_heads(tokens, sizes)) and tokens > LEAST_TOKENS:
         tokens //= 2
@@ -43,7 +44,8 @@ def head(sizes: Sizes) -> Figures:
 
 
 def _compare_heads(tokens: int, sizes: Sizes) -> Figures:
-    """Ratios are to the fastest, and to the leanest, that holds the logits and fits."""
+    """Compare at a number of tokens. Ratios are to the fastest, and to the smallest, version that
+    materialises the logits and fits."""
     problem = _problem(tokens, sizes)
     took, peak = seconds(lambda: run("lean", problem)), peak_bytes(lambda: run("lean", problem))
     found: Figures = {"tokens": tokens, "lean_s": took, "lean_bytes": peak}
@@ -64,11 +66,11 @@ def _compare_heads(tokens: int, sizes: Sizes) -> Figures:
 def _measured(
     name: str, function: Callable[[], object], found: Figures
 ) -> tuple[float, int | None] | None:
-    """(seconds, bytes), which go to `found` too. None for what does not fit or does not compile; its
-    error stands in `found`."""
+    """(seconds, peak bytes), also stored in `found`. None for a version that does not fit or
+    compile; its error is stored in `found`."""
     try:
         took, peak = seconds(function, repeats=3), peak_bytes(function)
-    except RuntimeError as error:  # out of memory and the compiler's are RuntimeErrors
+    except RuntimeError as error:  # includes out-of-memory and compiler errors
         found[f"{name}_s"] = type(error).__name__
         if has_gpu():
             torch.cuda.empty_cache()
@@ -88,7 +90,8 @@ def _compiled_head(problem: Problem, sizes: Sizes) -> Callable[[], object]:
 
 
 def _liger(tokens: int, sizes: Sizes) -> Figures:
-    """Liger's fused head, which has no entropy, against ours without that of the entropy."""
+    """Liger's fused head, which computes no entropy, compared with ours without entropy
+    gradient."""
     if not has_gpu() or importlib.util.find_spec("liger_kernel") is None:
         return {"liger": "not installed"}
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # type: ignore[import-not-found, unused-ignore]
@@ -103,8 +106,8 @@ def _liger(tokens: int, sizes: Sizes) -> Figures:
 
 
 def attention(sizes: Sizes) -> Figures:
-    """Forward and backward of packed rows of very different lengths, as a layer computes them on
-    this device: operations a second, and their share of the device's peak."""
+    """Forward and backward of packed attention over very different lengths, as a layer computes it
+    on this device: FLOP/s, and their share of the device's peak."""
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -142,7 +145,7 @@ def attention(sizes: Sizes) -> Figures:
 
 
 def _lengths(tokens: int) -> list[int]:
-    """Lengths that sum to `tokens`, a few of them long."""
+    """Lengths that sum to `tokens`, with a few long ones."""
     drawn = [int(n) for n in lognormal_lengths(256, median=tokens / 16, longest=tokens // 2)]
     lengths: list[int] = []
     while sum(lengths) < tokens:
@@ -151,8 +154,8 @@ def _lengths(tokens: int) -> list[int]:
 
 
 def compiled(sizes: Sizes) -> Figures:
-    """Norm and gated MLP of a layer, forward and backward: as they are, compiled, and replayed as a
-    CUDA graph. A ratio under 1 is what a layer would gain."""
+    """Norm and gated MLP of a layer, forward and backward: plain, compiled, and replayed as a CUDA
+    graph. A ratio below 1 is the possible gain of a layer."""
     tokens, hidden = sizes.block
     dtype = torch.bfloat16 if has_gpu() else torch.float32
     shapes = [(6 * hidden, hidden), (hidden, 3 * hidden)]

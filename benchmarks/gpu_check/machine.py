@@ -14,7 +14,7 @@ from benchmarks.gpu_check.common import GIB, Figures, Sizes, device, has_gpu
 
 
 def facts(_: Sizes) -> Figures:
-    """What the figures were measured on."""
+    """Description of the machine that the figures were measured on."""
     packages = ("transformer_engine", "flash_attn", "apex", "liger_kernel", "triton")
     found: Figures = {
         "torch": torch.__version__,
@@ -36,7 +36,7 @@ def facts(_: Sizes) -> Figures:
 
 
 def world(_: Sizes) -> Figures:
-    """A world of one process over the backends that a run would use: what goes in comes out."""
+    """Collectives in a world of one process over the backends of a run return their input."""
     backend = "cpu:gloo,cuda:nccl" if has_gpu() else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -54,7 +54,7 @@ def world(_: Sizes) -> Figures:
 
 
 def snapshot(_: Sizes) -> Figures:
-    """The file of --record-memory-history."""
+    """--record-memory-history writes its file."""
     from arguments.schema import ProfilingConfig
     from slime_like.trainer.profiling import Profiler
 

@@ -35,7 +35,8 @@ NO_GPU, NO_TIME = "not run: no GPU", "not run: no time left"
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """figure: that the check returns; a bool must be true, a number lies within `least` and `most`."""
+    """Goal of a check. figure: name of a returned figure; a bool must be true, a number must be
+    between `least` and `most`."""
 
     figure: str
     most: float | None = None
@@ -56,8 +57,8 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """function: "module:name" in this folder, a function of `Sizes` that returns figures. shows: in
-    words. limit_s: seconds after which it is ended. gpu_only: nothing of it runs on a CPU."""
+    """function: "module:name" in this folder, a function of `Sizes` that returns figures. shows:
+    description. limit_s: time limit in seconds. gpu_only: cannot run on a CPU."""
 
     name: str
     function: str
@@ -116,7 +117,7 @@ def run_here(check: Check, *, rehearse: bool) -> Row:
     try:
         function = getattr(importlib.import_module(f"benchmarks.gpu_check.{module}"), name)
         figures = function(REHEARSAL if rehearse else FULL)
-    except Exception:  # whatever it is, the other checks go on
+    except Exception:  # the other checks must continue
         error = traceback.format_exc()[-3000:]
         return row_of(check, FAILED, seconds=time.perf_counter() - start, error=error)
     met = all(goal.met(figures) for goal in check.goals)
@@ -125,7 +126,7 @@ def run_here(check: Check, *, rehearse: bool) -> Row:
 
 
 def run_apart(check: Check, *, rehearse: bool, left_s: float) -> Row:
-    """Run one check in a separate process, for at most its limit and the time that is left."""
+    """Run one check in a separate process, for at most its limit and the remaining time."""
     if left_s < 5:
         return row_of(check, NO_TIME)
     limit = min(check.limit_s, left_s)
@@ -141,7 +142,7 @@ def run_apart(check: Check, *, rehearse: bool, left_s: float) -> Row:
             try:
                 status = child.wait(limit)
             except subprocess.TimeoutExpired:
-                os.killpg(child.pid, signal.SIGKILL)  # and what it has started
+                os.killpg(child.pid, signal.SIGKILL)  # including its children
                 child.wait()
                 told = f"{log.read_text()[-3000:]}\nnot done after {limit:g} s"
                 return row_of(check, FAILED, seconds=limit, error=told)

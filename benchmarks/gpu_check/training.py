@@ -37,7 +37,7 @@ COMMON = (
     "--swiglu --num-attention-heads 16 --group-query-attention --num-query-groups 8 --kv-channels 128 --qk-layernorm --normalization RMSNorm "
     "--norm-epsilon 1e-6 --rotary-base 1000000 --position-embedding-type rope --disable-bias-linear --vocab-size 151936 --num-layers 28"
 )
-MODELS = {  # as Qwen's config.json have them
+MODELS = {  # sizes of Qwen's config.json files
     "0.6B": f"{COMMON} --hidden-size 1024 --ffn-hidden-size 3072",
     "1.7B": f"{COMMON} --hidden-size 2048 --ffn-hidden-size 6144",
 }
@@ -50,7 +50,7 @@ RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute
 
 @contextmanager
 def trainer(words: str, of: StepSizes, folder: str) -> Iterator[tuple[Any, Any]]:
-    """(settings, layout) of one process with these flags of train.py."""
+    """(settings, layout) of one process with the given flags of train.py."""
     import megatron_patches
     from slime_like.trainer.launch import quiet_dependencies
 
@@ -70,7 +70,7 @@ def trainer(words: str, of: StepSizes, folder: str) -> Iterator[tuple[Any, Any]]
 
 
 def losses_and_norms(precision: str, sizes: Sizes) -> dict[str, list[float]]:
-    """Of a few updates of a small model on the same samples."""
+    """Losses and gradient norms of a few updates of a small model on the same samples."""
     of = TINY if sizes.rehearse else SMALL
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), of, "dense")
@@ -82,7 +82,7 @@ def losses_and_norms(precision: str, sizes: Sizes) -> dict[str, list[float]]:
 
 
 def _on_cpu(precision: str, sizes: Sizes) -> dict[str, list[float]]:
-    """The same in a process that sees no GPU; here, where there is none."""
+    """`losses_and_norms` in a process that sees no GPU; in this process if there is none."""
     if not has_gpu():
         return losses_and_norms(precision, sizes)
     with tempfile.TemporaryDirectory() as folder:
@@ -115,12 +115,13 @@ def float32(sizes: Sizes) -> Figures:
 
 
 def bf16(sizes: Sizes) -> Figures:
-    """The same in bf16."""
+    """Like `float32`, in bf16."""
     return _parity("bf16", sizes)
 
 
 def _speed(model: str, tokens: int, sizes: Sizes) -> Figures:
-    """tokens: of a packed row. Nine of ten sequences are an eighth of it, one of ten most of it."""
+    """Training speed of a model. tokens: per packed row; 90% of the sequences have an eighth of it,
+    10% most of it."""
     flags = REHEARSED if sizes.rehearse else MODELS[model]
     of = StepSizes(0, 0, 151936, 32, tokens // 8, tokens * 7 // 8, 0, tokens, 1)
     if sizes.rehearse:
@@ -173,7 +174,8 @@ def large_32k(sizes: Sizes) -> Figures:
 
 
 def offload(sizes: Sizes) -> Figures:
-    """A trained network moves to host memory and back: bytes that are freed, bits that return."""
+    """Offload a trained network to host memory and restore it: bytes freed, and bitwise equality
+    afterwards."""
     from slime_like.megatron.backend import MegatronBackend
     from slime_like.megatron.offload import OffloadedNetwork, storages_of
 
@@ -195,8 +197,8 @@ def offload(sizes: Sizes) -> Figures:
 
 
 def handoff(sizes: Sizes) -> Figures:
-    """A bucket of weights as --update-weight-transport sends it, opened by another process: on a
-    GPU a handle of its memory (cuda_ipc)."""
+    """Open a weight bucket, as sent by --update-weight-transport, in another process; on a GPU a
+    CUDA IPC handle."""
     from slime_like.rollout.engines.sglang.weight_transfer.tensor import tensor_update
     from slime_like.weights.gather import in_buckets
 
@@ -243,5 +245,5 @@ def demo(sizes: Sizes) -> Figures:
 
 
 def write_losses(path: Path, precision: str) -> None:
-    """What `_on_cpu` starts."""
+    """Entry point of the process that `_on_cpu` starts."""
     path.write_text(json.dumps(losses_and_norms(precision, FULL)))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-Run = tuple[str, str, str]  # of one process: precision, model, loss
+Run = tuple[str, str, str]  # a single-process run: precision, model, loss
 SEQUENCES = "--loss-reduction sequence_mean"
 LOSSES = {
     "ppo": "--policy-loss-type ppo",
@@ -39,7 +39,7 @@ SHARDED = "--use-distributed-optimizer"
 
 @dataclass(frozen=True)
 class Layout:
-    """flags: added to the run's. ranks: processes. model: "dense", or "experts"."""
+    """flags: additional flags. ranks: number of processes. model: "dense" or "experts"."""
 
     ranks: int
     flags: str
@@ -75,9 +75,9 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Precision:
-    """flags: added to the run's. limit: of a cell's figure. base: the precision of the one process
-    that a cell is compared with. sharded: whether the distributed optimizer takes parameters of
-    this precision."""
+    """flags: additional flags. limit: bound of a cell's figure. base: precision of the
+    single-process run that a cell is compared with. sharded: whether the distributed optimizer
+    supports parameters of this precision."""
 
     flags: str
     limit: float
@@ -85,10 +85,10 @@ class Precision:
     sharded: bool = True
 
 
-# In float32 and float64 the limit is of relative differences. In bfloat16 it is of their ratio to
-# those of one process in bfloat16: a layout may be off from float32 by what rounding does anyway,
-# and that twice, since its roundings are others. megatron-core clips, and shards, gradients in
-# float32 only.
+# In float32 and float64 the limit applies to relative differences. In bfloat16 it applies to their
+# ratio to the differences of one bfloat16 process from float32: the rounding errors of a layout are
+# of the same size, and the factor 2 allows for their being different ones. megatron-core clips and
+# shards gradients in float32 only.
 PRECISIONS = {
     "float32": Precision("", 1e-5, "float32"),
     "float64": Precision("--clip-grad 0", 1e-12, "float64", sharded=False),
@@ -135,9 +135,8 @@ def matrix(
     recompute: Sequence[str],
     precisions: Sequence[str] = ("float32",),
 ) -> list[Cell]:
-    """All combinations in float32. The others are there for what is new in them, the arithmetic:
-    only with the first kind of rows and of recompute, and float64 not with a distributed optimizer.
-    """
+    """All combinations in float32. Other precisions only test the arithmetic: with the first kind
+    of rows and recompute only, and float64 not with a distributed optimizer."""
     cells = []
     for precision in precisions:
         lines = product(rows, recompute) if precision == "float32" else [(rows[0], recompute[0])]
@@ -154,8 +153,8 @@ def matrix(
 
 
 def base_runs_of(cells: Iterable[Cell]) -> list[Run]:
-    """The runs of one process that these cells need. bfloat16 is measured by the worst loss in it,
-    so by all of them."""
+    """Single-process runs that these cells need. bfloat16 is compared with the worst loss, so it
+    needs all of them."""
     needed = []
     for cell in cells:
         model = LAYOUTS[cell.layout].model
@@ -187,7 +186,7 @@ def sizes_of(flags: str) -> dict[str, int]:
 
 
 def by_sizes(cells: Sequence[Cell]) -> list[tuple[dict[str, int], list[Cell]]]:
-    """The cells by the sizes of their groups, which are made once for all of them."""
+    """Group cells by the sizes of their process groups, which are then created once."""
     chosen: dict[tuple[tuple[str, int], ...], list[Cell]] = {}
     for cell in cells:
         chosen.setdefault(tuple(sizes_of(cell.flags).items()), []).append(cell)

@@ -57,15 +57,15 @@ from benchmarks.parity.ranks import run_ranks  # noqa: E402
 from benchmarks.parity.report import summary, table, write_docs  # noqa: E402
 from benchmarks.parity.results import Folder, Found, code_hash, over_limit  # noqa: E402
 
-GIVE_UP = 3  # launches in a row that end in their first cell: it is not the cells
+GIVE_UP = 3  # consecutive launches that fail in their first cell: the cells are not the cause
 
 
 def run_matrix(
     cells: Sequence[Cell], folder: Folder, *, seconds: float = float("inf"), show: bool = False
 ) -> list[Found]:
-    """The figures of the cells, of earlier calls too; those that are not there are run, one launch
-    for each number of processes, and none is begun after `seconds`. A cell that ends its launch
-    with an error has that for its figures, and another launch goes on after it."""
+    """Results of the cells, including those of earlier calls. Missing cells are run, with one
+    launch per number of processes; none is started after `seconds`. If a cell ends its launch with
+    an error, this is its result, and another launch continues with the next cell."""
     end = time.perf_counter() + seconds
     done = {f.cell for f in folder.found(cells) if not f.error}
     pending = [cell for cell in cells if cell not in done]
@@ -94,8 +94,8 @@ def run_in_turn(
     end: float,
     show: bool,
 ) -> None:
-    """Cells of one number of processes. Raises AssertionError when launch after launch gets
-    nowhere."""
+    """Run cells of one number of processes. Raises AssertionError if consecutive launches make no
+    progress."""
     failures = 0
     while cells and (left := end - time.perf_counter()) > 0:
         before = len(folder.lines())

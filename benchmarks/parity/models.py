@@ -29,8 +29,8 @@ def make_model(folder: Path, seed: int) -> None:
 
 
 def make_moe_model(folder: Path) -> None:
-    """A tiny Qwen3-MoE. Its routers are no sharper than a trained one's: with logits of size 5 the
-    softmax saturates, and float32's rounding comes out of the gradients 200 times larger."""
+    """A tiny Qwen3-MoE. Its router logits are no larger than those of a trained model: at a size of
+    5 the softmax saturates, which amplifies float32 rounding errors in gradients 200 times."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -53,7 +53,7 @@ def make_moe_model(folder: Path) -> None:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """Of letters. Nothing is sampled, but a trainer wants one."""
+    """Save a character tokenizer; nothing is sampled, but the trainer requires one."""
     from slime_like.cli.tiny_model import character_tokenizer
 
     tokens = ["<end>", "<unknown>", *string.ascii_letters]

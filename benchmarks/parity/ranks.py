@@ -35,19 +35,19 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 class _Preloaded:
-    """A process that has imported `modules`, and forks a launcher for each call. It ends when its
-    standard input does, at the latest with this process."""
+    """A process that has imported `modules` and forks a launcher for each call. It ends when its
+    standard input is closed, at the latest with this process."""
 
     def __init__(self, *modules: str) -> None:
         self._modules = modules
         self._process: subprocess.Popen[bytes] | None = None
 
     def launch(self, argv: list[str], output: Path, timeout_s: float) -> int | None:
-        """Exit status of `main(argv)` in a separate session, None when it was killed at the time
-        limit.
+        """Run `main(argv)` in a separate session; returns its exit status, None if it was killed at
+        the time limit.
 
         Args:
-            output: File for what it prints.
+            output: File for its output.
         """
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
@@ -56,7 +56,7 @@ class _Preloaded:
                 env={"OMP_NUM_THREADS": "1", **os.environ, "CUDA_VISIBLE_DEVICES": ""},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                bufsize=0,  # select sees what readline has not taken
+                bufsize=0,  # so that select sees everything that readline has not consumed
                 start_new_session=True,
             )
         requests, answers = self._process.stdin, self._process.stdout
@@ -89,12 +89,12 @@ def run_ranks(
     show: bool = False,
     preloaded: bool = True,
 ) -> list[Any]:
-    """The results of ranks 0 to world_size - 1. Raises AssertionError with the failing ranks'
-    tracebacks.
+    """Results of ranks 0 to world_size - 1. Raises AssertionError with the tracebacks of failing
+    ranks.
 
     Args:
-        show: What the ranks print is shown as it comes.
-        preloaded: False for a module that must come before megatron-core.
+        show: Show the output of the ranks immediately.
+        preloaded: False for a module that must be imported before megatron-core.
     """
     folder.mkdir(parents=True, exist_ok=True)
     argv = [target, str(world_size), str(folder), json.dumps(arguments), str(timeout_s)]
@@ -113,8 +113,8 @@ def run_ranks(
 
 
 def _end_group(leader: int, patience_s: float = 10.0) -> None:
-    """Kill what is left of a process group, and wait until it is gone: a killed process gives back
-    its memory first."""
+    """Kill the remaining processes of a group and wait until they are gone, since a killed process
+    first has to free its memory."""
     deadline = time.monotonic() + patience_s
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
@@ -160,7 +160,7 @@ def _rank_main(
         module, _, name = target.partition(":")
         result = getattr(importlib.import_module(module), name)(rank, world_size, arguments)
         (folder / f"result-{rank}.json").write_text(json.dumps(result))
-        dist.barrier()  # nobody leaves while another is still talking to it
+        dist.barrier()  # no rank exits while another still communicates with it
         dist.destroy_process_group()
     except BaseException:
         (folder / f"error-{rank}.txt").write_text(traceback.format_exc())
@@ -193,7 +193,7 @@ def _launch(argv: list[str]) -> int:
     while any(process.is_alive() for process in ranks):
         if any(process.exitcode not in (None, 0) for process in ranks):
             time.sleep(2.0)  # let the others report what they saw
-            return 1  # daemons: killed with the group
+            return 1  # the ranks are killed with the group
         time.sleep(0.05)
     return max(abs(process.exitcode or 0) for process in ranks)
 
@@ -215,23 +215,23 @@ def _in_session(request: dict[str, Any]) -> NoReturn:
 
 
 def warm_transformers() -> None:
-    """Have the renamings of all models, a thousand regular expressions, which a process makes once
-    and takes most of a second for."""
+    """Compile transformers' weight renamings of all models, a thousand regular expressions, which
+    otherwise takes every process most of a second."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     get_checkpoint_conversion_mapping("qwen3")
 
 
 def freeze() -> None:
-    """Take what was imported out of garbage collection: in each process that is forked a full one
-    walks, and copies, a million objects, for half a second."""
+    """Exclude imported objects from garbage collection: in every forked process a full collection
+    would visit, and thereby copy, a million objects, which takes half a second."""
     gc.collect()
     gc.freeze()
 
 
 def main() -> None:
-    """Answer each line of standard input with the launcher's process, and with its exit status when
-    it has ended."""
+    """Fork a launcher for each line of standard input; prints its process id, and its exit status
+    when it has ended."""
     for module in sys.argv[1:]:
         importlib.import_module(module)
     if "transformers" in sys.modules:

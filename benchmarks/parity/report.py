@@ -15,8 +15,8 @@ BEGIN, END = "<!-- parity matrix: begin -->\n", "<!-- parity matrix: end -->\n"
 
 
 def table(found: Sequence[Found]) -> Iterator[str]:
-    """A line for each layout and way of its rows, a column for each loss; then, by precision, the
-    largest of each thing compared."""
+    """One line per layout and kind of rows, one column per loss; then by precision the largest
+    difference of each compared quantity."""
     losses = list(dict.fromkeys(f.cell.loss for f in found))
     lines: dict[tuple[str, str], dict[str, Found]] = {}
     for f in found:
@@ -39,8 +39,8 @@ def table(found: Sequence[Found]) -> Iterator[str]:
 
 
 def summary(found: Sequence[Found]) -> Iterator[str]:
-    """A line for each layout: by loss the largest figure in float32 over all ways of its rows; over
-    all losses that of the other precisions."""
+    """One line per layout: by loss the largest float32 figure over all kinds of rows, and over all
+    losses the largest figure of the other precisions."""
     losses = list(dict.fromkeys(f.cell.loss for f in found))
     others = [precision for precision in PRECISIONS if precision != "float32"]
 
@@ -69,7 +69,7 @@ def summary(found: Sequence[Found]) -> Iterator[str]:
 
 
 def write_docs(found: Sequence[Found]) -> None:
-    """Put the summary into the pages on parity, between their marks."""
+    """Write the summary between the marks of the pages on parity."""
     block = "```text\n" + "\n".join(summary(found)) + "\n```\n"
     for path in DOCS:
         before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)

@@ -30,9 +30,9 @@ PACKAGES = ("torch", "megatron-core", "transformers")
 
 @dataclass(frozen=True)
 class Found:
-    """A cell's largest differences, by what is compared (in bfloat16 their ratios), and the tensor
-    of the largest gradient difference; seconds that it took. error: of a cell that did not get
-    through, and has no differences."""
+    """Result of a cell: largest difference of each compared quantity (in bfloat16 ratios), the
+    tensor with the largest gradient difference, and the seconds it took. error: for a failed cell,
+    which has no differences."""
 
     cell: Cell
     apart: dict[str, float]
@@ -49,7 +49,7 @@ class Found:
 
 
 def over_limit(found: Iterable[Found]) -> list[Found]:
-    """The cells that fail. A figure that is not a number fails."""
+    """The cells over their limit; NaN counts as over."""
     return [
         f
         for f in found
@@ -59,7 +59,7 @@ def over_limit(found: Iterable[Found]) -> list[Found]:
 
 @cache
 def code_hash() -> str:
-    """Of all that a figure depends on: this code, the packages below it, the kind of processor."""
+    """Hash of everything that a figure depends on: this code, its packages, and the CPU model."""
     hashed = hashlib.sha256(
         " ".join([platform.machine(), *(f"{name} {version(name)}" for name in PACKAGES)]).encode()
     )
@@ -70,14 +70,15 @@ def code_hash() -> str:
 
 
 def append(found: Found, path: Path, code: str) -> None:
-    """A line begins with its line break: what a killed call left of its last one spoils no other."""
+    """Append a result. The line starts with its line break, so that a partial last line of a killed
+    call does not corrupt it."""
     with path.open("a", encoding="utf-8") as file:
         file.write("\n" + json.dumps({"code": code, **asdict(found)}))
 
 
 class Folder:
-    """Models, the runs of one process, and the cells' figures: a line each in cells.jsonl. fresh:
-    nothing of earlier calls is used."""
+    """Folder with models, single-process runs, and results of cells (one line each in cells.jsonl).
+    fresh: ignore results of earlier calls."""
 
     def __init__(self, path: Path, *, fresh: bool = False) -> None:
         path.mkdir(parents=True, exist_ok=True)
@@ -97,8 +98,8 @@ class Folder:
         return [line for line in text.splitlines() if line]
 
     def found(self, cells: Sequence[Cell]) -> list[Found]:
-        """Those of `cells` that this code has figures of, or that failed. The end of the file may
-        be half a line, of a call that was killed."""
+        """Results of `cells` with the current code, including failures. The last line of the file
+        may be partial if a call was killed."""
         seen: dict[Cell, Found] = {}
         for line in self.lines():
             try:
@@ -114,11 +115,11 @@ class Folder:
         append(found, self.results, code_hash())
 
     def base_runs(self) -> set[tuple[str, str, str]]:
-        """Precision, model and loss of the runs of one process that are there."""
+        """(precision, model, loss) of the existing single-process runs."""
         return set(torch.load(self.base)) if self.base.exists() else set()
 
     def models(self) -> dict[str, str]:
-        """The model of each name, made where it is not there."""
+        """Folder of each model by name; missing ones are created."""
         for name, make in MODELS.items():
             if not (self.path / name / "model.safetensors").exists():
                 make(self.path / name)

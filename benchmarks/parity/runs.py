@@ -17,12 +17,12 @@ from slime_like.megatron.parallel_layout import ParallelLayout
 OVERALL = {
     "gradients": "all_gradients",
     "weights": "all_weights",
-}  # in bfloat16, in whose small tensors rounding is a matter of luck
+}  # in bfloat16, where rounding errors of small tensors are random
 
 
 def base_runs(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
-    """What everything is compared with: one process that takes one packed sample at a time.
-    arguments["runs"], in addition to what the file arguments["base"] has already."""
+    """Reference runs: one process, one packed sample per micro-batch. Runs arguments["runs"] that
+    are not in the file arguments["base"] yet."""
     path = Path(arguments["base"])
     base: dict[Run, Any] = torch.load(path) if path.exists() else {}
     with parallel() as layout:
@@ -37,7 +37,8 @@ def base_runs(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
 
 
 def rounding(base: dict[Run, Any], precision: str, model: str) -> dict[str, float]:
-    """How far one process in `precision` is from one in its base precision, in the worst loss."""
+    """Largest difference over losses of one process in `precision` from one in its base
+    precision."""
     seen = [
         differences(base[precision, model, loss], base[PRECISIONS[precision].base, model, loss])
         for loss in LOSSES
@@ -46,8 +47,8 @@ def rounding(base: dict[Run, Any], precision: str, model: str) -> dict[str, floa
 
 
 def run_cells(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
-    """The cells of one world size, in turn, those of the same groups together. Rank 0 prints each
-    and adds its line to the file arguments["results"]. None is begun after arguments["seconds"]."""
+    """Run the cells of one world size, grouped by process groups. Rank 0 prints each result and
+    appends it to the file arguments["results"]. None is started after arguments["seconds"]."""
     base = torch.load(arguments["base"])
     start = time.perf_counter()
     for sizes, cells in by_sizes([Cell(**cell) for cell in arguments["cells"]]):
@@ -64,7 +65,7 @@ def run_cells(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
 
 
 def out_of_time(start: float, seconds: float) -> bool:
-    """Whether `seconds` have passed on any rank: all ranks end after the same cell."""
+    """Whether `seconds` have passed on any rank, so that all ranks stop after the same cell."""
     late = torch.tensor(float(time.perf_counter() - start > seconds))
     torch.distributed.all_reduce(late, op=torch.distributed.ReduceOp.MAX)
     return bool(late)
@@ -73,7 +74,7 @@ def out_of_time(start: float, seconds: float) -> bool:
 def run_cell(
     cell: Cell, layout: ParallelLayout, models: dict[str, str], base: dict[Run, Any]
 ) -> Found:
-    """Its differences from one process, the largest over the ranks."""
+    """Run a cell; returns its differences from one process, maximised over ranks."""
     model, precision = LAYOUTS[cell.layout].model, PRECISIONS[cell.precision]
     start = time.perf_counter()
     seen = differences(

@@ -32,7 +32,7 @@ from slime_like.types import TrainBatch, TrainSample  # noqa: E402
 from slime_like.weights.hf_export import export_hf_weights  # noqa: E402
 
 VOCAB = 61
-SAMPLES = 8  # of every optimizer step, over all ranks
+SAMPLES = 8  # samples per optimizer step, over all ranks
 STEPS = 3
 
 
@@ -40,7 +40,7 @@ STEPS = 3
 def parallel(
     tp: int = 1, pp: int = 1, vp: int = 1, ep: int = 1, etp: int | None = None, cp: int = 1
 ) -> Iterator[ParallelLayout]:
-    """Model-parallel groups of these sizes, out of all ranks; closed at the end."""
+    """Create model-parallel groups of these sizes over all ranks, and destroy them at the end."""
     parallel_state.initialize_model_parallel(
         tp,
         pp,
@@ -57,17 +57,18 @@ def parallel(
         if isinstance(group, dist.ProcessGroup)
     ]
     parallel_state.destroy_model_parallel()
-    gc.collect()  # models of these groups
-    dist.barrier()  # nobody closes what another still uses
-    # megatron-core forgets them: their threads would stay, and hundreds of them slow down every
-    # later layout
+    gc.collect()  # free models that use these groups
+    dist.barrier()  # no rank destroys a group that another still uses
+    # megatron-core only drops its references: the threads of the groups would remain, and hundreds
+    # of them slow down every later layout
     for group in groups:
-        with contextlib.suppress(ValueError):  # closed by megatron-core, with those of gloo
+        with contextlib.suppress(ValueError):  # gloo groups are destroyed by megatron-core
             dist.destroy_process_group(group)
 
 
 def settings(folder: str, flags: str = "") -> RunConfig:
-    """A run on the model in `folder` for `SAMPLES` samples a step. flags: further ones."""
+    """Settings of a run on the model in `folder`, with `SAMPLES` samples per step. flags:
+    additional flags."""
     words = (
         f"--hf-checkpoint {folder} --debug-train-only --load-debug-rollout-data {folder}/rollout_{{rollout_id}} --lr 1e-2 --num-rollout 4 "
         f"--rollout-batch-size 2 --n-samples-per-prompt 4 --no-tensorboard --no-progress {flags}"
@@ -96,24 +97,24 @@ def random_samples(seed: int, count: int = SAMPLES) -> list[TrainSample]:
 
 
 def share(samples: Sequence[TrainSample], layout: ParallelLayout) -> TrainBatch:
-    """This data-parallel rank's own part of them."""
+    """This data-parallel rank's samples."""
     size = len(samples) // layout.dp_size
     return TrainBatch(tuple(samples[layout.dp_rank * size : (layout.dp_rank + 1) * size]))
 
 
 def weights(backend: MegatronBackend) -> dict[str, Tensor]:
-    """Of the policy, whole, by Hugging Face name."""
+    """Full weights of the policy, by Hugging Face name."""
     return {name: _wide(tensor) for name, tensor in backend.export_weights()}
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """A copy in float32, or in float64 where it is that."""
+    """A copy in float32; float64 tensors stay float64."""
     return tensor.to(torch.promote_types(torch.float32, tensor.dtype), copy=True)
 
 
 def train_samples(seed: int) -> list[TrainSample]:
-    """Of every length, some shorter than two chunks of four ranks; kept tokens, a reference, and
-    weights that differ by sample."""
+    """Samples of various lengths, some shorter than two chunks for four ranks, with keep masks,
+    reference log-probs, and weights that differ by sample."""
     g = torch.Generator().manual_seed(1000 + seed)
     samples = []
     for i, s in enumerate(random_samples(seed)):
@@ -133,13 +134,13 @@ def train_samples(seed: int) -> list[TrainSample]:
 
 
 def gradients(built: MegatronBackend) -> dict[str, Tensor]:
-    """The reduced gradients of all parameters, whole, by Hugging Face name: exported in place of
-    the weights."""
+    """Full reduced gradients of all parameters, by Hugging Face name, obtained by exporting them in
+    place of the weights."""
     built.trained.reduce_gradients()
     for module in built.trained.modules:
         whole_gradients(module)
-    # not `export_weights`, which makes Megatron believe that the next step's parameters are
-    # gathered already (--overlap-param-gather)
+    # not `export_weights`: it would mark the next step's parameters as gathered already
+    # (--overlap-param-gather)
     assert built.hf is not None
     with gradients_as_parameters(built.policy.chunks):
         exported = export_hf_weights(
@@ -150,9 +151,9 @@ def gradients(built: MegatronBackend) -> dict[str, Tensor]:
 
 @contextmanager
 def gradients_as_parameters(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Put other parameters, the gradients, in place of the parameters. Writing to the data of these
-    would do only in float32: torch forgets a parameter's gradient hooks, Megatron's among them,
-    when its data change their type."""
+    """Replace the parameters by parameters with the gradients as data. Writing the gradients into
+    the existing ones only works in float32: when the dtype of a parameter's data changes, torch
+    drops its gradient hooks, including Megatron's."""
     places = [
         (m, name, p)
         for chunk in chunks
@@ -174,8 +175,8 @@ def gradients_as_parameters(chunks: Iterable[torch.nn.Module]) -> Iterator[None]
 
 
 def whole_gradients(module: Any) -> None:
-    """With the distributed optimizer a rank has the reduced gradients of its shard of each buffer:
-    bring it the others' too. Its own stay."""
+    """With the distributed optimizer a rank has the reduced gradients of its shard of each buffer;
+    all-gather the other shards."""
     if not module.ddp_config.use_distributed_optimizer:
         return
     for buffer in (*module.buffers, *module.expert_parallel_buffers):
@@ -186,8 +187,8 @@ def whole_gradients(module: Any) -> None:
 
 
 def in_float64(run: RunConfig | CriticModel) -> None:
-    """Make the networks of this run compute in float64, which no flag asks for: training gains
-    nothing by it."""
+    """Make the networks of this run compute in float64. There is no flag for it, since it is of no
+    use in training."""
     transformer = run.megatron.transformer
     transformer.params_dtype = transformer.pipeline_dtype = torch.float64
     if transformer.num_moe_experts is not None:
@@ -197,7 +198,8 @@ def in_float64(run: RunConfig | CriticModel) -> None:
 def train(
     folder: str, layout: ParallelLayout, flags: str, precision: str = "float32"
 ) -> dict[str, Any]:
-    """Losses, gradients and their norms of every step, log-probs before and weights after."""
+    """Train; returns losses, gradients and gradient norms of every step, log-probs before the first
+    and weights after the last step."""
     common = "--lr 3e-4 --adam-eps 1e-6 --weight-decay 0.1 --clip-grad 1.0 --entropy-coef 0.01 --use-kl-loss --kl-loss-coef 0.3"
     run = settings(folder, f"{common} --ref-load {folder} {flags}")
     if precision == "float64":
@@ -221,7 +223,7 @@ def train(
 
 
 def largest(values: Iterable[float]) -> float:
-    """Infinity where one is not a number, which `max` would pass over."""
+    """The maximum; infinity if there is a NaN, which `max` could ignore."""
     return max(float("inf") if math.isnan(value) else value for value in values)
 
 
@@ -230,7 +232,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 def overall(found: dict[str, Tensor], base: dict[str, Tensor]) -> float:
-    """As `relative`, of all tensors as one."""
+    """Like `relative`, with all tensors taken as one."""
     return float(
         sum((found[n] - b).norm() ** 2 for n, b in base.items()) ** 0.5
         / sum(b.norm() ** 2 for b in base.values()) ** 0.5
@@ -238,8 +240,8 @@ def overall(found: dict[str, Tensor], base: dict[str, Tensor]) -> float:
 
 
 def differences(found: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    """From one process, the largest over tensors and steps. Losses are sums that nearly cancel in
-    some steps: their scale is the largest."""
+    """Differences from one process, maximised over tensors and steps. Losses are divided by their
+    largest value, since in some steps their terms nearly cancel."""
     rank, ranks = found["dp"]
     share = len(base["log_probs"]) // ranks
     mine = base["log_probs"][rank * share : (rank + 1) * share]
