@@ -1,5 +1,5 @@
-"""Small chat templates in the manner of sixteen families, and a tokenizer that has their marks: bytes
-in pairs, trained on nothing much, so that the same text has many tokenisations."""
+"""Small chat templates modelled on those of sixteen families, and a tokenizer with their special
+tokens: byte pairs, trained on little text, so that a text has many tokenisations."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Trees of agents' episodes at random, cut into sequences in different ways, and what estimators that
-follow tokens must give on them: a loop over the tree's tokens in float64."""
+"""Random trees of agent episodes, split into sequences in different ways, and the expected results
+of estimators that follow tokens: a loop over the tokens of the tree in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Tinker API in the test's process, over ASGI. In place of the workers a function answers with
+"""The Tinker API in the test process, over ASGI. A function replaces the workers and returns
 numbers of the right shapes."""
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A small server with SGLang's interface, for tests of the engine: what it generates comes from a
-local engine, so that log-probs and weights are real, and what goes wrong is told by the test.
+"""A small server with SGLang's interface, for tests of the engine. A local engine generates the
+responses, so log-probs and weights are real; the test determines what fails.
 
     with FakeServer(model_folder) as server:
-        server.faults = [status(500), None]     # the first /generate fails, the second is answered; behind the last one all are answered
+        server.faults = [status(500), None]  # the first /generate fails, all later ones succeed
 
 As a program it takes a model folder and a port: python -m tests.fake_sglang FOLDER PORT.
 """

@@ -1,5 +1,5 @@
-"""Tests that need an environment of their own, and a target of the Makefile that makes it: their
-mark, and the demo that they train on."""
+"""Tests that need a separate environment, made by a Makefile target: their mark, and the demo that
+they train on."""
 
 from __future__ import annotations
 

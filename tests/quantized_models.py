@@ -1,5 +1,5 @@
-"""Quantised weights of every format, made from their bits, with what they stand for by plain loops
-in float64: the reference for slime_like/weights/quantized.py."""
+"""Quantised weights of every format, built from bits, with their values computed by plain float64
+loops: the reference for slime_like/weights/quantized.py."""
 
 from __future__ import annotations
 

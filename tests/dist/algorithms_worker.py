@@ -1,5 +1,5 @@
-"""What tests/dist/test_algorithms.py runs: the second optimizer step of a rollout, whose ratios are
-not 1, through `Trainer`'s parts."""
+"""Workers of tests/dist/test_algorithms.py: the second optimizer step of a rollout, with ratios
+other than 1, through the parts of `Trainer`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What tests/dist/test_backend.py and test_vocab_parallel.py run on several processes: a
-`MegatronBackend`, or a `Trainer`, on random samples."""
+"""Workers of tests/dist/test_backend.py and test_vocab_parallel.py: a `MegatronBackend` or a
+`Trainer` on random samples."""
 
 from __future__ import annotations
 

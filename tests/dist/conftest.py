@@ -1,4 +1,4 @@
-"""What the tests of one process and of several share."""
+"""Fixtures shared by the tests of one process and of several."""
 
 from __future__ import annotations
 

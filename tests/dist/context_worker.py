@@ -1,5 +1,5 @@
-"""What tests/dist/test_context_parallel.py runs on several processes: attention, losses and whole
-optimizer steps on shared sequences."""
+"""Workers of tests/dist/test_context_parallel.py: attention, losses and complete optimizer steps
+under context parallelism."""
 
 from __future__ import annotations
 

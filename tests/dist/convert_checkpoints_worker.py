@@ -1,5 +1,4 @@
-"""What tests/dist/test_convert_checkpoints.py runs on several processes: conversions in one layout
-after the other."""
+"""Workers of tests/dist/test_convert_checkpoints.py: conversions in one layout after another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests/dist/test_convert.py runs on several processes."""
+"""Workers of tests/dist/test_convert.py."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What tests/dist/test_critic_layouts.py runs on several processes: policy and critic of a
-`MegatronBackend`, each in a layout of its own."""
+"""Workers of tests/dist/test_critic_layouts.py: policy and critic of a `MegatronBackend` in
+different layouts."""
 
 from __future__ import annotations
 

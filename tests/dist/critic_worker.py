@@ -1,5 +1,4 @@
-"""What tests/dist/test_critic.py runs on several processes: the critic of a `MegatronBackend` on
-random samples."""
+"""Workers of tests/dist/test_critic.py: the critic of a `MegatronBackend` on random samples."""
 
 from __future__ import annotations
 

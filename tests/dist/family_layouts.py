@@ -1,4 +1,4 @@
-"""Three steps in float64 of models of several families: each layout against one process."""
+"""Three steps in float64 on models of several families: each layout compared with one process."""
 
 from __future__ import annotations
 

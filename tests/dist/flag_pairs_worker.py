@@ -1,5 +1,5 @@
-"""What tests/dist/test_flag_pairs.py runs: training with the flags of several features, and how far
-it is from one process without them."""
+"""Workers of tests/dist/test_flag_pairs.py: train with the flags of several features, and compare
+with one process without them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Training in float64: what two layouts differ by is then an error of one of them, and not rounding,
-which depends on the processor."""
+"""Training in float64, where a difference between two layouts is an error of one of them and not
+rounding, which depends on the processor."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What tests/dist/test_layer_specs.py runs: checkpoints from megatron-core's local layers to its
-Transformer Engine layers, and back."""
+"""Workers of tests/dist/test_layer_specs.py: checkpoints from megatron-core's local layers to
+Transformer Engine layers and back."""
 
 from __future__ import annotations
 

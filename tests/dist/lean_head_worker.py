@@ -1,4 +1,4 @@
-"""What tests/dist/test_lean_head.py runs on several processes."""
+"""Workers of tests/dist/test_lean_head.py."""
 
 from __future__ import annotations
 

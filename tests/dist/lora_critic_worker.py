@@ -1,5 +1,5 @@
-"""What tests/dist/test_lora_critic.py runs, on one process and on several: a critic that is an
-adapter, beside its policy's on one base."""
+"""Workers of tests/dist/test_lora_critic.py, on one process and on several: a LoRA critic that
+shares the base model with the policy's adapter."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What tests/dist/test_lora.py runs on several processes: a policy with adapters, in every layout,
-from the same start."""
+"""Workers of tests/dist/test_lora.py: a policy with LoRA in every layout, from the same initial
+state."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What tests/dist/test_parity_micro_batches.py runs: a `Trainer` on recorded rollouts of very
-uneven lengths, cut in several ways."""
+"""Workers of tests/dist/test_parity_micro_batches.py: a `Trainer` on recorded rollouts of very
+uneven lengths, split into micro-batches in several ways."""
 
 from __future__ import annotations
 

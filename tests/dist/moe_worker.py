@@ -1,5 +1,5 @@
-"""What tests/dist/test_moe.py runs on several processes: a `MegatronBackend` with experts, in
-layout after layout."""
+"""Workers of tests/dist/test_moe.py: a `MegatronBackend` with an MoE model, in one layout after
+another."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What tests/dist/test_optimizer_memory.py runs on several processes: the same steps with
-megatron-core's optimizer and with others."""
+"""Workers of tests/dist/test_optimizer_memory.py: the same steps with megatron-core's optimizer and
+with others."""
 
 from __future__ import annotations
 

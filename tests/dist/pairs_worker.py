@@ -1,5 +1,5 @@
-"""What tests/dist/test_pairs.py runs: an optimizer step on pairs of answers, from their file to the
-gradients, in one layout after another; of a policy and of a reward model."""
+"""Workers of tests/dist/test_pairs.py: an optimizer step on answer pairs, from the file to the
+gradients, in one layout after another, for a policy and a reward model."""
 
 from __future__ import annotations
 

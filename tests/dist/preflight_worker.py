@@ -1,5 +1,4 @@
-"""What tests/dist/test_preflight.py runs on several processes: what a rank of a real run holds,
-counted."""
+"""Workers of tests/dist/test_preflight.py: count the memory of a rank in a real run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests/dist/test_quantized.py runs on two processes."""
+"""Workers of tests/dist/test_quantized.py, on two processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests/dist/test_self_distillation.py runs on one and on two processes: an optimizer step of a
+"""Workers of tests/dist/test_self_distillation.py, on one and two processes: an optimizer step of a
 policy that is its own teacher."""
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Rank programs of test_server.py: the workers' loop with a host whose commands go wrong on some
-ranks."""
+"""Workers of test_server.py: the workers' loop with a model host whose commands fail on some ranks."""
 
 from __future__ import annotations
 

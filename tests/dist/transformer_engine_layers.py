@@ -1,9 +1,9 @@
-"""A stand-in for the package `transformer_engine`: the layers that megatron-core's own wrappers of
-it derive from, in plain torch, with Transformer Engine's names, shapes and extra state, and without
-its kernels. Layers compute what Transformer Engine's do, in one process; tensor-parallel ones hold
-their part and do not communicate.
+"""A stand-in for the package `transformer_engine`: the base classes of megatron-core's wrappers in
+plain torch, with Transformer Engine's names, shapes and extra state, and without its kernels. On
+one process the layers compute the same as Transformer Engine's; tensor-parallel layers hold their
+shard and do not communicate.
 
-    install()   # before anything of megatron-core is imported
+    install()   # before importing anything of megatron-core
 
 The names in checkpoints then come from megatron-core's own code for Transformer Engine.
 """

@@ -1,4 +1,4 @@
-"""What tests/dist/test_weight_update.py runs on several processes."""
+"""Workers of tests/dist/test_weight_update.py."""
 
 from __future__ import annotations
 

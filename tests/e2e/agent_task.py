@@ -1,6 +1,6 @@
-"""A task of two turns that a model of random weights learns, and the agent that plays it: say the
-digit that is asked for, and when nothing but a colon follows, the same one again. And workers that
-claim tasks of a run."""
+"""A two-turn task that a model with random weights can learn, and the agent that plays it: say the
+digit that is asked for, and repeat it when only a colon follows. Also workers that claim tasks of a
+run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The server as its user starts it, for tests; and batches for it.
+"""The API server as a user starts it, for tests, and batches for it.
 
-with ApiServer(model, folder) as server:
-    client = server.client()
+with ApiServer(model, folder) as server: client = server.client()
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the end-to-end tests share: one train server, one server of the Tinker API, one workspace."""
+"""Fixtures shared by the end-to-end tests: one train server, one Tinker API server, one workspace."""
 
 from __future__ import annotations
 

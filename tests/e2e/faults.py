@@ -1,7 +1,5 @@
-"""What tests do to a run from the inside: functions that a rank calls before it starts (see
-TrainServer.train(hook=...)).
-
-Each gets the rank and the words of the hook."""
+"""Faults that tests inject into a run: functions that a rank calls before it starts (see
+TrainServer.train(hook=...)). Each gets the rank and the words of the hook."""
 
 from __future__ import annotations
 

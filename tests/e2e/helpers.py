@@ -1,5 +1,5 @@
-"""A tiny model, its tokenizer, prompts and a reward that a random model can earn; and what to read
-of a finished run."""
+"""A tiny model, its tokenizer, prompts and a reward that a random model can earn, and helpers that
+read the output of a finished run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The layouts in which runs are interrupted and taken up, by what is trained. A new one is one
-line."""
+"""Layouts in which runs are interrupted and resumed, by what is trained. A new layout is one line."""
 
 from __future__ import annotations
 

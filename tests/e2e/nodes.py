@@ -1,4 +1,4 @@
-"""Agents of torchrun on this host that stand for nodes, of one rank each."""
+"""torchrun agents on this host that act as nodes with one rank each."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Whole runs of train.py, and of other programs of ours, for tests.
+"""Complete runs of train.py and of our other programs, for tests.
 
     with TrainServer() as server:
         done = server.train(["--lr", "1e-3", ...], ranks=2)
 
-Importing torch, transformers and megatron-core costs seconds for each process, so a server imports
-them once and forks the ranks of every run. A rank calls `train.main()`, or another program's, with
-a command line, an environment and files for its output of its own. As under torchrun, the others
-are ended when one fails. Every process ends with the server. Runs that test the launching itself
-use `torchrun` below.
+Importing torch, transformers and megatron-core takes every process seconds, so a server imports
+them once and forks the ranks of every run. A rank calls `train.main()`, or another program's main,
+with its own command line, environment and output files. As under torchrun, the other ranks are
+ended when one fails. All processes end with the server. Runs that test the launching itself use
+`torchrun` below.
 """
 
 from __future__ import annotations

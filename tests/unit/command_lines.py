@@ -1,5 +1,5 @@
-"""Command lines for tests: a complete one, and one with changes. The files that it names are
-written below a folder."""
+"""Command lines for tests: a complete one, and variants of it. The files that it names are written
+to a folder."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Features of layout, rows, recompute, head, memory and experts, for the tests that take any two of
-them together."""
+"""Features of layout, rows, recompute, head, memory and MoE, for tests that combine any two of
+them."""
 
 from __future__ import annotations
 

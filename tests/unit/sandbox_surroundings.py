@@ -1,4 +1,5 @@
-"""What the attempts of `sandbox_attempts.py` go for: a process, files, a port and a System V segment."""
+"""The targets of the attempts in `sandbox_attempts.py`: a process, files, a port and a System V
+segment."""
 
 from __future__ import annotations
 

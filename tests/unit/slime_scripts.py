@@ -1,5 +1,5 @@
-"""slime's launch scripts as names and values of flags (`slime_scripts.json`), with the files that
-they name in place: a config.json with the true numbers, rows of prompts, modules and YAML files."""
+"""slime's launch scripts as flag names and values (`slime_scripts.json`), and the files that they
+name: a config.json with the real numbers, rows of prompts, modules and YAML files."""
 
 from __future__ import annotations
 
