@@ -1,4 +1,4 @@
-"""Workers of test_server.py: the workers' loop with a model host whose commands fail on some ranks."""
+"""Workers of test_server.py: the workers' loop with a model host that fails on some ranks."""
 
 from __future__ import annotations
 

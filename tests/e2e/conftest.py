@@ -1,4 +1,4 @@
-"""Fixtures shared by the end-to-end tests: one train server, one Tinker API server, one workspace."""
+"""Fixtures shared by the end-to-end tests: a train server, a Tinker API server, a workspace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts in which runs are interrupted and resumed, by what is trained. A new layout is one line."""
+"""Layouts in which runs are interrupted and resumed, by what is trained; one line each."""
 
 from __future__ import annotations
 
