@@ -210,7 +210,7 @@ def _with_singletons(
     elif single:
         warnings.warn(
             "a group with a single usable sample has advantage 0 (--singleton-advantage)",
-            stacklevel=4,
+            stacklevel=5,  # where `compute_advantages` is called
         )
     metrics = {
         "reward/nonfinite": float((~finite).sum()),

@@ -167,8 +167,9 @@ def test_equal_rewards_give_exactly_zero(estimator: str, reward: float) -> None:
 @pytest.mark.parametrize("estimator", OUTCOME)
 def test_a_group_of_one(estimator: str) -> None:
     rewards, groups = [4.0, 1.0, 0.0, 2.0, NAN], [0, 1, 1, 2, 2]  # group 2 has one usable reward
-    with pytest.warns(UserWarning, match="--singleton-advantage"):
+    with pytest.warns(UserWarning, match="--singleton-advantage") as caught:
         output = compute(estimator, rewards, groups)
+    assert caught[0].filename == __file__  # the caller's line, not the library's
     assert output.values[[0, 3, 4]].tolist() == [0, 0, 0]
     assert output.metrics["reward/singleton_groups"] == 2
     with warnings.catch_warnings():
