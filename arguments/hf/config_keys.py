@@ -110,6 +110,7 @@ KINDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
     "indexer_types": ("a list of names", _list_of(str)),
     "mlp_layer_types": ("a list of names", _list_of(str)),
     "mlp_only_layers": ("a list of layers", _list_of(int)),
+    "no_rope_layers": ("a list of numbers", _list_of(int)),
     "attn_type_list": ("a list of numbers", _list_of(int)),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), ROPE),
     **dict.fromkeys(

@@ -20,6 +20,7 @@ from tests.e2e.programs import TrainServer
         *("Glm4MoeForCausalLM", "Glm4ForCausalLM", "MiniMaxM2ForCausalLM"),
         *("Qwen3NextForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
         *("GptOssForCausalLM", "MistralForCausalLM", "Gemma3ForCausalLM"),
+        *("SeedOssForCausalLM", "SmolLM3ForCausalLM"),
         *("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
     ],
 )

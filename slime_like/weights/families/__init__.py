@@ -18,6 +18,8 @@ from slime_like.weights.families import (  # noqa: F401  (each registers its fam
     qwen3_5,
     qwen3_moe,
     qwen3_next,
+    seed_oss,
+    smollm3,
 )
 from slime_like.weights.families.base import (
     EMBEDDING,
