@@ -16,7 +16,8 @@ from arguments.aliases import ALIASES, IGNORED, NO_EFFECT, NOT_IMPLEMENTED_GROUP
 from arguments.flag_registry import FlagTable, flag_table  # noqa: E402
 from arguments.flags import Flag  # noqa: E402
 from arguments.help import default_words  # noqa: E402
-from arguments.megatron import CONFIGS_OF_GROUP  # noqa: E402
+from arguments.megatron import CONFIGS_OF_GROUP, OF_SOME_RELEASES  # noqa: E402
+from arguments.megatron_help import OPTIMIZER  # noqa: E402
 
 TARGET = ROOT / "docs" / "flags.md"
 HEAD = """# Flags
@@ -69,6 +70,8 @@ def render(table: FlagTable) -> str:
     for flag in table.flags:
         if flag.refused and flag.group in CONFIGS_OF_GROUP:
             continue  # these depend on the installed release
+        if flag.dest in OF_SOME_RELEASES:
+            continue  # listed below, for all releases alike
         if flag.refused:
             refused.setdefault(flag.refused, []).append(flag.name)
         else:
@@ -82,6 +85,10 @@ def render(table: FlagTable) -> str:
     parts.append(
         "## Other spellings\n\n| typed | means |\n|---|---|\n" + "\n".join(spellings(table)) + "\n"
     )
+    of_some = "\n".join(
+        f"- `--{name.replace('_', '-')}`: {OPTIMIZER[name]}" for name in sorted(OF_SOME_RELEASES)
+    )
+    parts.append(f"Further flags that only some releases of megatron-core have:\n\n{of_some}\n")
     for reason, names in NOT_IMPLEMENTED_GROUPS.items():
         known = ["--" + name.replace("_", "-") for name in names.split()]
         refused.setdefault(reason, []).extend(name for name in known if name not in table.spellings)
