@@ -133,10 +133,12 @@ def main() -> None:
             new_tokens=args.new_tokens,
             steps=args.steps,
         )
-        fastest = {
-            side: min(one_run(side, case, folder, args) for _ in range(args.rounds))
-            for side in args.sides
-        }
+        fastest = dict.fromkeys(args.sides, float("inf"))
+        for _ in range(args.rounds):
+            for side in args.sides:
+                seconds = one_run(side, case, folder, args)
+                print(f"{NAMES[side]:<12} {seconds:7.3f} s a step", file=sys.stderr, flush=True)
+                fastest[side] = min(fastest[side], seconds)
     print(
         f"{case['parameters'] / 1e6:.2f}M parameters, {args.prompts} prompts x {args.samples} samples"
         f" of 6 + {args.new_tokens} tokens, {args.threads} threads"
