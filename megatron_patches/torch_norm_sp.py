@@ -14,11 +14,11 @@ Versions  megatron-core 0.16.1 to 0.19.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
+from megatron_patches.packed_ops import RMSNorm
 from megatron_patches.patch import NO_TE, Patch, find
 
 if TYPE_CHECKING:
@@ -27,47 +27,6 @@ if TYPE_CHECKING:
 
 NAME = "torch_norm_sp"
 TARGET = "transformer.torch_norm:WrappedTorchNorm.__new__"
-
-
-class LeanNorm(torch.autograd.Function):
-    """y = x r w with r = 1 / sqrt(mean(x^2) + eps) (Zhang and Sennrich 2019, equation 4). Products
-    and sums are those of torch's chain of operations, in its order, with fewer temporaries."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, again: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x: [..., d]. again: x once more; it receives the gradient through r, since torch adds the
-        two terms to the gradients of other uses one by one. weight: [d], of the same dtype."""
-        r = torch.rsqrt(x.pow(2).mean(-1, keepdim=True).add_(eps))
-        ctx.save_for_backward(x, weight, r)
-        return x.mul(r).mul_(weight)
-
-    @staticmethod
-    def backward(
-        ctx: Any, *gradients: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        """dx = r w dy - x (x . w dy) r^3 / d; dw = sum over rows of x r dy."""
-        x, weight, r = ctx.saved_tensors
-        (dy,) = gradients
-        product, dw = torch.mul(x, r), None
-        if ctx.needs_input_grad[2]:
-            dw = product.mul_(dy).sum(tuple(range(dy.dim() - 1)))
-        if not ctx.needs_input_grad[0]:
-            return None, None, dw, None
-        dx = dy * weight
-        dr = torch.mul(dx, x, out=product).sum(-1, keepdim=True)
-        dmean = (-0.5 * dr * r.pow(3)) / x.size(-1)
-        return dx.mul_(r), torch.mul(x, dmean * 2, out=product), dw, None
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, with `LeanNorm` on a CPU."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., d]."""
-        wide = x.dtype in (torch.float32, torch.float64) and self.weight.dtype is x.dtype
-        if x.device.type != "cpu" or not wide or self.eps is None:
-            return super().forward(x)
-        return LeanNorm.apply(x, x, self.weight, self.eps)
 
 
 NORMS: dict[str, type[torch.nn.Module]] = {

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_patches.rope_thd import Rotation
-from megatron_patches.torch_norm_sp import LeanNorm, RMSNorm
+from megatron_patches.packed_ops import LeanNorm, RMSNorm, Rotation
 
 EPS = 1e-6
 
