@@ -62,7 +62,7 @@ def make_case(
         samples=samples,
         new_tokens=new_tokens,
         steps=steps,
-        lr=1e-4,
+        lr=1e-6,  # lengths stay those of random weights: a policy that learns writes longer answers
         parameters=sum(p.numel() for p in model.parameters()),
     )
     (folder / "case.json").write_text(json.dumps(case))
