@@ -30,30 +30,33 @@ from slime_like.tinker.store import Journal
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/http_api.md"
 SERVER_ERRORS = {
-    400: "the body is no JSON, no protobuf, or no zstd",
-    401: "the key in `X-API-Key` (or `Authorization: Bearer`) is missing or unknown; see `--api-key-file`",
-    403: "the request comes from a name or page that is not this machine's, a link is wrong or expired, the route is for operators, or all sessions are taken",
-    404: "no such route, session, model, sampler, checkpoint, or one of another key",
-    405: "the route has another method",
-    406: "the result is protobuf, and `Accept` does not name it",
-    408: "the body did not come in time",
-    410: "the session or the model has ended, or the result is not kept any more",
-    413: "the body is larger than `--max-body-mb`",
+    400: "the body is not JSON, protobuf or zstd",
+    401: "the key in `X-API-Key` (or `Authorization: Bearer`) is missing or unknown; see"
+    " `--api-key-file`",
+    403: "the `Host` or `Origin` is not this machine's, a download link is invalid or expired, the"
+    " route is for operators, or the limit of sessions or models is reached",
+    404: "unknown route, session, model, sampler or checkpoint, or one that belongs to another key",
+    405: "the route does not accept this method",
+    406: "the result is protobuf and `Accept` does not include it",
+    408: "the body took too long to arrive",
+    410: "the session or model has ended, or the result is no longer kept",
+    413: "the body exceeds `--max-body-mb`",
     415: "a content encoding other than zstd",
-    422: "the body is JSON of another shape: the field and what is legal are named",
-    429: "too many requests wait: try again later",
+    422: "the JSON does not match the schema; the message names the field and its legal values",
+    429: "too many queued requests: retry later",
     431: "too many headers",
-    503: "the request cannot be kept, or (`/api/v1/healthz`) requests are not executed",
+    503: "the request cannot be stored, or (`/api/v1/healthz`) requests are not being executed",
 }
 GATEWAY_ERRORS = {
-    400: "the body is no JSON object, a parameter is wrong or not offered (both are named), or the prompt is too long",
-    401: "the key is missing, or of no episode that is under way",
-    408: "the body did not come in time",
+    400: "the body is not a JSON object, a parameter is invalid or unsupported (the message names"
+    " it), or the prompt is too long",
+    401: "the key is missing, or belongs to no running episode",
+    408: "the body took too long to arrive",
     410: "the episode has ended",
     413: "the body is too large",
-    429: "too many requests of the episode at once; `retry-after` says when to come again",
-    500: "the gateway failed at this request",
-    503: "the engine gave the request up",
+    429: "too many concurrent requests of one episode; `retry-after` says when to retry",
+    500: "the gateway failed on this request",
+    503: "the engine aborted the request",
 }
 
 
@@ -146,21 +149,24 @@ def page() -> str:
     """The text of docs/http_api.md."""
     lines = [
         "# HTTP API", "",
-        "Routes of the [Tinker-compatible server](en/server.md) ([中文](zh/server.md)) and of the [agents' gateway](en/agents.md)",
-        "([中文](zh/agents.md)), as their apps have them: written by `scripts/generate_http_api.py`. Bodies and answers are JSON where nothing",
-        "else is named. An unknown field is an error.", "",
+        "Routes of the [Tinker-compatible server](en/server.md) ([中文](zh/server.md)) and of the",
+        "[agent gateway](en/agents.md) ([中文](zh/agents.md)). `scripts/generate_http_api.py` writes this",
+        "page from the FastAPI apps. Bodies and replies are JSON unless stated otherwise; unknown fields",
+        "are rejected.", "",
         "## Tinker server", "",
-        "The key is `X-API-Key` or `Authorization: Bearer`. A future is `{\"request_id\": ...}`; `retrieve_future` waits for its result. A request that",
-        "comes again with the same numbers and the same body gets the same future. Errors are `{\"detail\": ...}`:", "",
+        "Pass the key as `X-API-Key` or `Authorization: Bearer`. A future is `{\"request_id\": ...}`;",
+        "`retrieve_future` waits for its result. A retried request with the same sequence numbers and the",
+        "same body gets the same future. Errors are `{\"detail\": ...}`:", "",
         *_errors(SERVER_ERRORS),
     ]  # fmt: skip
     for route in routes(server()):
         lines += _section(route)
     lines += [
-        "## Gateway of agents", "",
-        "The key is `Authorization: Bearer`, `X-Api-Key`, or in the path: `/session/KEY/v1/...`. Sampling parameters are the run's, whatever a client",
-        "asks for. A field without a value below may have any value of its API; of the others only these. Errors have the form of the API that was",
-        "asked, `{\"error\": {\"type\": ..., \"message\": ...}}`:", "",
+        "## Agent gateway", "",
+        "Pass the key as `Authorization: Bearer`, as `X-Api-Key`, or in the path: `/session/KEY/v1/...`.",
+        "Sampling parameters are those of the run, whatever a client asks for. A field listed with values",
+        "accepts only these; any other field accepts what its API allows. Errors have the format of the",
+        "API that was called, `{\"error\": {\"type\": ..., \"message\": ...}}`:", "",
         *_errors(GATEWAY_ERRORS),
     ]  # fmt: skip
     for route in routes(gateway()):

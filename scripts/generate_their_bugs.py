@@ -18,26 +18,29 @@ SUITES = ("slow", "extended")  # pytest marks, slowest first; unmarked tests are
 TEXTS = {
     "en": {
         "title": "Their bug, our test",
-        "lead": "{bugs} bugs that users reported to other trainers and engines in public, and tests of this project that would have failed"
-        " with them. The opening of each thread was read before it was listed. Many are mended there by now: this is no list of faults, it is what a"
-        " trainer has to be tested for. The pages are made from `docs/their_bugs.yaml` by `python scripts/generate_their_bugs.py`;"
-        " `make test` checks that every test is there and that it runs in continuous integration.",
+        "lead": "{bugs} bugs that users reported in public to other trainers and inference"
+        " engines, with tests of this project that would fail on them. The opening post of every"
+        " listed thread was read. Many of the bugs have been fixed since: the list says what a"
+        " trainer has to be tested for, not what is wrong with these projects. It is made from"
+        " `docs/their_bugs.yaml` by `python scripts/generate_their_bugs.py`; `make test` checks"
+        " that every test exists and runs in continuous integration.",
         "head": "| report | what happened | test | runs in |",
         "make test": "`make test`",
         "extended": "`make test-extended`",
         "slow": "`make test-slow`",
-        "counts": "{tests} different tests are named: {each}.",
+        "counts": "{tests} distinct tests: {each}.",
     },
     "zh": {
         "title": "别人的 bug，我们的测试",
-        "lead": "用户公开报告给其他训练器和引擎的 {bugs} 个 bug，以及本项目中遇到它们就会失败的测试。列出之前都读过帖子的开头。其中许多已经修好："
-        "这不是缺点清单，而是训练器必须测试的内容。页面由 `python scripts/generate_their_bugs.py` 从 `docs/their_bugs.yaml` 生成；"
-        "`make test` 检查每个测试都存在，并且在持续集成中运行。",
+        "lead": "用户向其他训练框架和推理引擎公开报告的 {bugs} 个 bug，以及本项目中会因此失败的测试。"
+        "列出的每个帖子都读过首帖。其中许多 bug 已经修复：这张表说明训练框架必须测试什么，而不是这些项目有什么问题。"
+        "本页由 `python scripts/generate_their_bugs.py` 从 `docs/their_bugs.yaml` 生成；"
+        "`make test` 检查每个测试都存在，并在持续集成中运行。",
         "head": "| 报告 | 发生了什么 | 测试 | 运行于 |",
         "make test": "`make test`",
         "extended": "`make test-extended`",
         "slow": "`make test-slow`",
-        "counts": "共引用 {tests} 个不同的测试：{each}。",
+        "counts": "共 {tests} 个不同的测试：{each}。",
     },
 }
 
