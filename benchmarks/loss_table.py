@@ -79,7 +79,7 @@ ROWS_OF_ESTIMATORS: Mapping[str, Sequence[tuple[str, str]]] = {
 }
 HEADINGS = {
     "en": ("loss or estimator", "flags", "before", "after", "clipped", "rollouts", "CPU seconds"),
-    "zh": ("损失或优势估计", "参数", "训练前", "训练后", "裁剪比例", "采样轮数", "CPU 秒数"),
+    "zh": ("损失或优势估计", "参数", "训练前", "训练后", "裁剪比例", "rollout 数", "CPU 秒数"),
 }
 DAYS = {"en": "Runs of {days}.", "zh": "运行日期：{days}。"}
 
