@@ -47,14 +47,14 @@ class BatchState(GateState, total=False):
 
 class SamplingState(TypedDict, total=False):
     """Where sampling resumes. data: position in the data source. waiting_groups: rows of
-    `group_buffer.waiting_to_rows`."""
+    `group_rows.waiting_to_rows`."""
 
     data: Mapping[str, object] | None
     waiting_groups: list[dict[str, object]] | None
 
 
 class AheadRow(TypedDict):
-    """A prefetched rollout. groups: rows of `group_buffer.groups_to_rows`."""
+    """A prefetched rollout. groups: rows of `group_rows.groups_to_rows`."""
 
     step: int
     groups: list[dict[str, Any]]

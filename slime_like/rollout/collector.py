@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from arguments.run_config import RunConfig
+from slime_like.data.prompts import Choose, GroupBuffer, PendingGroup, oldest_first
 from slime_like.distributed.collectives import from_rank_zero_within
 from slime_like.errors import RunError
 from slime_like.rollout.engines.base import SamplingParams
 from slime_like.rollout.filters import BUILT_IN_FILTERS, DYNAMIC_FILTER, GroupFilters, is_kept
-from slime_like.rollout.group_buffer import Choose, GroupBuffer, PendingGroup, oldest_first
 from slime_like.rollout.rank_zero import DecideOnRankZero, groups_of_index, index_of_groups
 from slime_like.rollout.rollouter import Rollouter
 from slime_like.rollout.streaming import Responder, StreamGeneration

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from arguments.rules.scheduling import OWN_ROLLOUT
 from arguments.run_config import RunConfig
+from slime_like.data.prompts import ChooseWaiting, GroupBuffer, oldest_first
 from slime_like.distributed.collectives import from_rank_zero
 from slime_like.import_utils import load_function, takes_args
 from slime_like.rollout.collector import Collected
@@ -29,7 +30,6 @@ from slime_like.rollout.episode import (
 )
 from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.filters import BUILT_IN_FILTERS, DYNAMIC_FILTER, GroupFilters, KeepGroup
-from slime_like.rollout.group_buffer import ChooseWaiting, GroupBuffer, oldest_first
 from slime_like.rollout.rollouter import Rollouter
 from slime_like.rollout.sample_plane import bring_to_rank_zero
 from slime_like.sample_index import AnySample

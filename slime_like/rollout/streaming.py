@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+from slime_like.data.prompts import PendingGroup
 from slime_like.rewards.grader import Grader
 from slime_like.rollout.engines.base import (
     GenerateOutput,
@@ -20,7 +21,6 @@ from slime_like.rollout.engines.base import (
     SamplingParams,
 )
 from slime_like.rollout.episode import LoopRunner, Model
-from slime_like.rollout.group_buffer import PendingGroup
 from slime_like.rollout.rollouter import FINISHED, Rollouter
 from slime_like.types import Sample, SampleStatus, complete
 

@@ -20,6 +20,7 @@ from slime_like.metrics.progress import Progress
 from slime_like.rollout.async_rollout import AsyncRolloutQueue
 from slime_like.rollout.engines.base import RolloutEngine
 from slime_like.rollout.evaluate import Evaluator, make_evaluator
+from slime_like.rollout.group_rows import waiting_from_rows
 from slime_like.rollout.hooks import UserSource
 from slime_like.rollout.rank_zero import RankZeroJson, SamplingPosition, from_one_rank
 from slime_like.rollout.remax_baseline import with_greedy_rewards
@@ -174,7 +175,11 @@ class RolloutManager:
             check_source(self._source, position["data"])
             self._source.load_state_dict(position["data"])
         if self.buffer is not None:
-            self.buffer.load(position.get("waiting_groups") or [])
+            self.buffer.waiting = waiting_from_rows(
+                position.get("waiting_groups") or [],
+                rank=self.buffer.rank,
+                num_holders=self.buffer.num_holders,
+            )
         if ahead is None or problem is not None:
             return problem
         assert self.ahead is not None

@@ -13,7 +13,7 @@ from arguments.rules.agents import check_branches
 from slime_like.advantages import AdvantageSettings, estimate_advantages
 from slime_like.compat.slime.requests import one_episode
 from slime_like.losses.total import LOSS_REDUCTIONS
-from slime_like.rollout.group_buffer import groups_from_rows, groups_to_rows
+from slime_like.rollout.group_rows import groups_from_rows, groups_to_rows
 from slime_like.rollout.recording import check_values, load_rollout, save_rollout
 from slime_like.rollout.sample_plane import (
     pack_payload,

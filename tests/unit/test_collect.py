@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from arguments.parse import parse_args
-from slime_like.data.prompts import PromptSource
+from slime_like.data.prompts import GroupBuffer, PendingGroup, PromptSource
 from slime_like.errors import RunError
 from slime_like.rollout.collector import Collector
 from slime_like.rollout.engines.base import GenerateOutput, SamplingParams
-from slime_like.rollout.group_buffer import GroupBuffer, PendingGroup, waiting_to_rows
+from slime_like.rollout.group_rows import waiting_from_rows, waiting_to_rows
 from slime_like.rollout.hooks import group_filters
 from slime_like.rollout.rollouter import Rollouter, cut_at_stop, training_sampling
 from slime_like.rollout.sampler_choices import joined_routes
@@ -253,7 +253,7 @@ def test_the_buffer_goes_through_json_bit_by_bit(tmp_path: Path) -> None:
     holders = [[0, 0]] * len(waiting)
     state = json.loads(json.dumps(waiting_to_rows(waiting, holders), allow_nan=False))
     other = collector(tmp_path, script, *flags)
-    cast(GroupBuffer, other.buffer).load(state)
+    cast(GroupBuffer, other.buffer).waiting = waiting_from_rows(state, rank=0, num_holders=1)
     cast(Any, other.buffer).source.next_id = cast(Any, c.buffer).source.next_id
     assert [plain(g) for g in waiting_of(other)] == [plain(g) for g in waiting]
     for rollout in (1, 2):

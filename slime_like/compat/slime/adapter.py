@@ -20,10 +20,10 @@ from slime_like.compat.slime.samples import (
     to_slime_groups,
 )
 from slime_like.compat.slime.user_source import UserSource
+from slime_like.data.prompts import ChooseWaiting, GroupBuffer, PendingGroup
 from slime_like.rollout.episode import Model, Respond, SampleHook
 from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.filters import DynamicFilterOutput, KeepGroup
-from slime_like.rollout.group_buffer import ChooseWaiting, GroupBuffer, PendingGroup
 from slime_like.rollout.rollouter import Rollouter
 from slime_like.sample_index import AnySample
 from slime_like.types import Sample, SampleGroup, complete

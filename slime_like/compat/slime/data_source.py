@@ -12,7 +12,7 @@ from slime_like.compat.slime.samples import (
     from_slime,
     to_slime_written,
 )
-from slime_like.rollout.group_buffer import Choose, GroupBuffer, PendingGroup
+from slime_like.data.prompts import Choose, GroupBuffer, PendingGroup
 from slime_like.types import Prompt, Sample, complete
 
 

@@ -20,9 +20,9 @@ from slime_like.compat.slime.samples import (
     refuse_token_rewards,
     to_slime_written,
 )
+from slime_like.data.prompts import Choose, PendingGroup
 from slime_like.import_utils import load_function
 from slime_like.rollout.collector import Collector, decide_here
-from slime_like.rollout.group_buffer import Choose, PendingGroup
 from slime_like.rollout.hooks import SAMPLE_FILTER, group_filters
 from slime_like.rollout.streaming import StreamGeneration
 from slime_like.types import Prompt, Sample, SampleStatus, complete

@@ -1,19 +1,18 @@
-"""Buffer of unfinished groups, which are sampled before new prompts. Its state is part of every
-checkpoint."""
+"""Groups as plain JSON, exactly: waiting groups of a checkpoint, and prefetched rollouts."""
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from slime_like.data.prompts import PromptSource
+from slime_like.data.prompts import PendingGroup
 from slime_like.rollout.recording import decode, encode
 from slime_like.sample_index import AnySample, remote_samples, rows_of
 from slime_like.types import Prompt, Sample, SampleGroup, SampleStatus, complete
@@ -31,110 +30,6 @@ _ARRAYS = (
 _PLAIN = ("sample_id", "response_length", "response")
 
 
-@dataclass(frozen=True, slots=True)
-class PendingGroup:
-    """A prompt and its samples; some may be unfinished, and some may be on other ranks."""
-
-    prompt: Prompt
-    samples: tuple[AnySample, ...]
-
-    @property
-    def group_id(self) -> int:
-        return self.prompt.group_id
-
-    @property
-    def ended(self) -> bool:
-        return all(sample.ended for sample in self.samples)
-
-    @property
-    def response_tokens(self) -> int:
-        return sum(sample.response_length for sample in self.samples)
-
-    def with_samples(self, samples: Iterable[AnySample]) -> PendingGroup:
-        """A copy with these samples."""
-        return PendingGroup(self.prompt, tuple(samples))
-
-
-# (waiting groups, count) -> ids of at most `count` groups to continue, ids of groups to discard
-Choose = Callable[[Sequence[PendingGroup], int], tuple[list[int], list[int]]]
-# buffer filter: (rollout id, waiting groups, count) -> the same
-ChooseWaiting = Callable[[int, Sequence[PendingGroup], int], tuple[list[int], list[int]]]
-
-
-def oldest_first(
-    rollout_id: int, waiting: Sequence[PendingGroup], count: int
-) -> tuple[list[int], list[int]]:
-    """The default `ChooseWaiting`: the groups that have waited longest."""
-    return [group.group_id for group in waiting[:count]], []
-
-
-class GroupBuffer:
-    """Provides groups to sample: unfinished ones selected by `choose`, then new prompts with
-    n_samples empty samples each. rank: this rank, out of num_holders that sample."""
-
-    def __init__(
-        self, source: PromptSource, n_samples: int, *, rank: int = 0, num_holders: int = 1
-    ) -> None:
-        self.source = source
-        self.n_samples = n_samples
-        self._rank = rank
-        self._num_holders = num_holders
-        self.waiting: list[PendingGroup] = []
-
-    def take(self, count: int, choose: Choose) -> tuple[list[PendingGroup], list[PendingGroup]]:
-        """Draw groups.
-
-        Args:
-            count: Number of groups.
-            choose: Selects waiting groups to continue and to discard.
-
-        Returns:
-            `count` groups to sample, and the discarded ones.
-        """
-        chosen, discarded = choose(self.waiting, count) if self.waiting else ([], [])
-        by_id = {group.group_id: group for group in self.waiting}
-        self.waiting = [
-            group for group in self.waiting if group.group_id not in {*chosen, *discarded}
-        ]
-        groups = [by_id[i] for i in chosen]
-        new = self.source.next_prompts(count - len(groups)) if len(groups) < count else []
-        groups += [self.empty_group(prompt) for prompt in new]
-        return groups, [by_id[i] for i in discarded]
-
-    def empty_group(self, prompt: Prompt) -> PendingGroup:
-        """A new group of empty samples for a prompt."""
-        first = prompt.group_id * self.n_samples
-        samples = (Sample.empty(prompt, first + j) for j in range(self.n_samples))
-        return PendingGroup(prompt, tuple(samples))
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.waiting)
-
-    def requeue(self, groups: Sequence[PendingGroup]) -> None:
-        """Return groups to the buffer, for the next `take`."""
-        self.waiting += groups
-
-    def load(self, rows: Sequence[Mapping[str, object]]) -> None:
-        """Replace the buffer by the groups of `waiting_to_rows`. Called on every rank; each keeps
-        the samples it held, or a share if the number of ranks changed."""
-        self.waiting = [self._loaded(row, place) for place, row in enumerate(rows)]
-
-    def _loaded(self, row: Mapping[str, Any], place: int) -> PendingGroup:
-        """Load one group. place: its index among the waiting groups."""
-        prompt = _prompt(row["prompt"])
-        samples: list[AnySample] = []
-        for saved in row["samples"]:
-            sample = _sample(prompt.group_id, prompt.text, prompt.label, saved)
-            holder = int(saved.get("holder", place)) % self._num_holders
-            has_begun = sample.response_length or sample.ended  # empty samples exist on all ranks
-            if has_begun and holder != self._rank:
-                samples += remote_samples(*rows_of([sample], holder))
-            else:
-                samples.append(sample)
-        return PendingGroup(prompt, tuple(samples))
-
-
 def waiting_to_rows(
     groups: Sequence[PendingGroup], holders: Sequence[Sequence[int]]
 ) -> list[dict[str, object]]:
@@ -150,6 +45,34 @@ def waiting_to_rows(
         }
         for group, of_group in zip(groups, holders, strict=True)
     ]
+
+
+def waiting_from_rows(
+    rows: Sequence[Mapping[str, Any]], *, rank: int, num_holders: int
+) -> list[PendingGroup]:
+    """The groups that `waiting_to_rows` was given. Called on every rank; each gets the samples it
+    held, or a share if the number of ranks changed.
+
+    Args:
+        rank: This rank.
+        num_holders: Number of ranks that hold samples, from rank 0 on.
+    """
+    return [_pending(row, place, rank, num_holders) for place, row in enumerate(rows)]
+
+
+def _pending(row: Mapping[str, Any], place: int, rank: int, num_holders: int) -> PendingGroup:
+    """place: index among the waiting groups, the default holder."""
+    prompt = _prompt(row["prompt"])
+    samples: list[AnySample] = []
+    for saved in row["samples"]:
+        sample = _sample(prompt.group_id, prompt.text, prompt.label, saved)
+        holder = int(saved.get("holder", place)) % num_holders
+        has_begun = sample.response_length or sample.ended  # empty samples exist on all ranks
+        if has_begun and holder != rank:
+            samples += remote_samples(*rows_of([sample], holder))
+        else:
+            samples.append(sample)
+    return PendingGroup(prompt, tuple(samples))
 
 
 def groups_to_rows(groups: Sequence[SampleGroup]) -> list[dict[str, object]]:
