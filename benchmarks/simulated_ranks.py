@@ -4,7 +4,7 @@ that count what goes through them.
     ranks = run_simulated(1024, LayoutSizes(tp=4, pp=2, ep=64, etp=1), work)
 
 `work(rank)` calls torch.distributed as in a separate process. Tensors on the meta device travel as
-sizes, others with their bytes. What is not simulated is time. `tests/dist/test_simulated_ranks.py`
+sizes, others with their bytes. What is not simulated is time. `tests/dist/test_weight_plane.py`
 holds the counts to those of gloo processes.
 """
 

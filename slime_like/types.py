@@ -213,7 +213,7 @@ class SampleGroup:
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
-    """A sample with every input of the loss. `loss_weights` is `u` in docs/en/losses.md (one over
+    """A sample with every input of the loss. `loss_weights` is the `u` of losses/total.py (one over
     the denominator of the whole optimizer step); `policy_weights` is `w`, None where it equals
     `u`."""
 
