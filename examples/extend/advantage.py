@@ -1,5 +1,5 @@
-"""An advantage estimator: the rank of each reward in its group, from -1 (worst) to 1 (best), so that
-the scale of the reward does not matter."""
+"""An advantage estimator: the rank of each reward in its group, from -1 (worst) to 1 (best). The
+scale of the reward does not matter."""
 
 import torch
 

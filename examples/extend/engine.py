@@ -1,5 +1,5 @@
-"""A rollout engine: transformers' network in this process, one request at a time, without a cache.
-Slow, and short enough to be read."""
+"""A rollout engine: a transformers model in this process, one request at a time, without a KV
+cache. Slow, but short."""
 
 from collections.abc import Iterator
 
@@ -24,7 +24,7 @@ class PlainEngine(RolloutEngine):
         self._device, self._end_id = context.device, context.tokenizer.eos_token_id
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        parameters = self._model.state_dict()  # shares memory with the network
+        parameters = self._model.state_dict()  # shares memory with the model
         for name, tensor in weights:
             parameters[name].copy_(tensor)
         self.weight_version = version
@@ -32,7 +32,7 @@ class PlainEngine(RolloutEngine):
     async def generate_one(
         self, request: GenerateRequest, sampling: SamplingParams
     ) -> GenerateOutput:
-        """Log-probs are those of the whole vocabulary at the temperature, as of every engine."""
+        """Log-probs are over the full vocabulary, at the sampling temperature."""
         generator = torch.Generator().manual_seed(request.seed % 2**63)
         tokens = list(request.prompt_tokens)
         log_probs: list[float] = []

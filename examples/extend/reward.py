@@ -1,5 +1,5 @@
-"""A reward: the share of letters in the response, the label counting double. It is called in worker
-processes that can open neither files nor sockets, with a deadline for each sample."""
+"""A reward: the share of letters in the response, plus 1 if it contains the label. It runs in
+worker processes that can open neither files nor sockets, with a deadline for each sample."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,8 +8,8 @@ from slime_like.rewards.registry import register_reward
 
 
 def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
-    """Why no response to a row can be scored, or None; asked for every row before the run."""
-    return None if isinstance(label, str) else "the label must be a text"
+    """Why no response to this row can be scored, or None; called for every row before the run."""
+    return None if isinstance(label, str) else "the label must be a string"
 
 
 @register_reward("letters", problem, bounded=True, help="the share of letters.")

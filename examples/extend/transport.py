@@ -1,5 +1,5 @@
-"""A weight transport: one file in the host's memory (/dev/shm), which the servers of this host load.
-No process group and no disk."""
+"""A weight transport: a folder in this host's memory (/dev/shm), from which the servers on this
+host load. It needs no process group and no disk."""
 
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ class SharedMemoryTransport(WeightTransport):
             folder = Path(memory) / "weights"
             write_hf(folder, weights, Path(servers.hf_checkpoint))
             body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
-            servers.on_each(  # a server that fails is evicted; the others go on
+            servers.on_each(  # a server that fails is evicted; the others continue
                 workers,
                 lambda worker: servers.call(worker, "/update_weights_from_disk", body),
                 "loading weights from memory",
