@@ -200,8 +200,8 @@ def our_step(
     backend = MegatronBackend(run, layout, total_steps=100)
     samples, old, advantages = make_samples(sizes)
     plan = step_plan(run.algorithm, run.megatron.transformer, run.gpt.vocab_size or 0, layout)
-    shares = plan.share(samples)
-    (mine,) = train_samples(plan, samples, reduction="token_mean", shares=shares)
+    shares = plan.assign(samples)
+    (mine,) = train_samples(plan, samples, reduction="token_mean", assignment=shares)
     places = shares.local_indices
     batch = TrainBatch(
         tuple(

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slime_like.lazy import Tensor, torch
@@ -209,6 +210,17 @@ class SampleGroup:
 
     group_id: int
     samples: tuple[AnySample, ...]
+
+
+def flatten(groups: Iterable[SampleGroup]) -> list[AnySample]:
+    """The samples of all groups, in order."""
+    return [sample for group in groups for sample in group.samples]
+
+
+def regroup(groups: Iterable[SampleGroup], samples: Iterable[AnySample]) -> list[SampleGroup]:
+    """The inverse of `flatten`: groups of the same sizes with these samples."""
+    remaining = iter(samples)
+    return [replace(g, samples=tuple(islice(remaining, len(g.samples)))) for g in groups]
 
 
 @dataclass(frozen=True, slots=True)

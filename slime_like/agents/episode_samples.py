@@ -15,7 +15,7 @@ from slime_like.agents.task import Task
 from slime_like.agents.tree import Branch
 from slime_like.distributed.collectives import gather
 from slime_like.rollout.answer_credit import NUMBERS
-from slime_like.rollout.episode import lost
+from slime_like.rollout.episode import mark_aborted
 from slime_like.types import Sample, SampleGroup, SampleStatus
 
 MESSAGES = "messages"  # metadata key of the main conversation
@@ -51,7 +51,7 @@ def sample_of(
     if reason is None and not branches:
         reason = "the agent asked for no answer"
     if reason is not None:
-        return lost(sample, reason)
+        return mark_aborted(sample, reason)
     main = session.tree.turns[0]
     while follows := [turn for turn in session.tree.turns if turn.parent is main]:
         main = follows[0]

@@ -18,8 +18,8 @@ from slime_like.rollout.engines.base import (
     GenerationClient,
     SamplingParams,
 )
-from slime_like.rollout.rollouter import cut_at_stop
-from slime_like.rollout.sampler_choices import joined_routes
+from slime_like.rollout.rollouter import truncate_at_stop
+from slime_like.rollout.sampler_choices import join_routes
 from slime_like.types import Sample, SampleStatus
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class PausableEngine:
             self._pause_if_idle()
         self._left -= max(len(part.tokens), 1)
         if before.tokens and sampling.stop:
-            part = cut_at_stop(self._tokenizer, _sample(answer), part, sampling.stop)
+            part = truncate_at_stop(self._tokenizer, _sample(answer), part, sampling.stop)
         length = len(answer.so_far.prompt_tokens) + len(part.tokens)
         answer.output = replace(
             part,
@@ -184,7 +184,7 @@ class PausableEngine:
             token_sets=None
             if part.token_sets is None
             else (before.token_sets or ()) + part.token_sets,
-            routes=joined_routes(before.routes, part.routes, length),
+            routes=join_routes(before.routes, part.routes, length),
         )
         return answer.output
 
@@ -204,7 +204,7 @@ class PausableEngine:
 
 
 def _sample(answer: Unfinished) -> Sample:
-    """The completion as a sample for `cut_at_stop`: the tokens after its prompt."""
+    """The completion as a sample for `truncate_at_stop`: the tokens after its prompt."""
     tokens = torch.tensor((*answer.request.prompt_tokens, *answer.output.tokens))
     count = len(answer.output.tokens)
     return Sample(

@@ -32,7 +32,7 @@ from slime_like.environments.base import FLAG as ENVIRONMENT
 from slime_like.environments.base import environment_maker
 from slime_like.import_utils import load_function
 from slime_like.rollout.answer_credit import ANSWERS
-from slime_like.rollout.episode import CustomGenerate, LoopRunner, Model, lost
+from slime_like.rollout.episode import CustomGenerate, LoopRunner, Model, mark_aborted
 from slime_like.types import Sample
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ class AgentGenerate(CustomGenerate):
         try:
             seed = seed_of(sample, evaluation=evaluation)
         except ValueError as error:
-            return lost(sample, str(error))
+            return mark_aborted(sample, str(error))
         template = ChatTemplate(model.tokenizer, self._end_ids, self._template_arguments)
         found = self._tool_format or default_format(model.tokenizer)
         for lost_workers in range(self._attempts):

@@ -20,7 +20,7 @@ from torch import Tensor
 from slime_like.agents.messages import ASSISTANT, Message, history_keys
 from slime_like.agents.templates import ChatTemplate
 from slime_like.rollout.engines.base import GenerateOutput
-from slime_like.rollout.sampler_choices import joined_routes, no_sets, pad_token_sets
+from slime_like.rollout.sampler_choices import empty_token_sets, join_routes, pad_token_sets
 from slime_like.types import NOT_SAMPLED
 
 Cut = Literal["paths", "turns"]
@@ -154,7 +154,7 @@ class SessionTree:
         if routes is not None and (before := prompt.parent) is not None:
             known, start = before.routes, len(before.kept) - 1
             assert known is not None, "all answers of a session tell their routes, or none does"
-            routes = joined_routes(known[-1:], routes[start:], routes.size(0) - start)
+            routes = join_routes(known[-1:], routes[start:], routes.size(0) - start)
         turn = Turn(
             prompt.parent, prompt.tokens, output.tokens, output.log_probs, output.weight_versions,
             output.finish_reason == "length", output.token_sets, routes, tuple(messages), answer,
@@ -204,7 +204,7 @@ def _branch(own: Sequence[Turn], leaf: Turn, observations: bool) -> Branch:
     start = len(own[0].prompt) - (own[0].observed if observations else 0)
     count = len(tokens) - start
     mask, log_probs, versions = [False] * count, [0.0] * count, [NOT_SAMPLED] * count
-    sets = no_sets(count)
+    sets = empty_token_sets(count)
     spans = []
     for turn in own:
         first = len(turn.prompt) - start
@@ -213,7 +213,7 @@ def _branch(own: Sequence[Turn], leaf: Turn, observations: bool) -> Branch:
         mask[first:end] = [True] * len(turn.tokens)
         log_probs[first:end] = turn.log_probs
         versions[first:end] = turn.weight_versions
-        sets[first:end] = turn.token_sets or no_sets(len(turn.tokens))
+        sets[first:end] = turn.token_sets or empty_token_sets(len(turn.tokens))
         spans.append((first, len(turn.tokens), turn.number))
     return Branch(
         tokens,

@@ -23,7 +23,7 @@ from slime_like.data.prompt_format import ANY_LENGTH, PromptFormat, Room, RowKey
 from slime_like.data.source import Row, RowSource, batches, open_source
 from slime_like.rewards.registry import AnswerCheck
 from slime_like.sample_index import AnySample
-from slime_like.types import Prompt, Sample
+from slime_like.types import Prompt, Sample, SampleGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -229,6 +229,10 @@ class PendingGroup:
     @property
     def group_id(self) -> int:
         return self.prompt.group_id
+
+    @property
+    def sample_group(self) -> SampleGroup:
+        return SampleGroup(self.group_id, self.samples)
 
     @property
     def ended(self) -> bool:

@@ -45,44 +45,47 @@ def credit_fields(
     Raises:
         ValueError: On all ranks, with `by_turn`, for an episode that has no record of its turns.
     """
-    own = {
+    local = {
         i: (s.metadata.get(ANSWERS) if by_turn or by_token else None, s.metadata.get(NUMBERS))
         for i, s in enumerate(samples)
         if isinstance(s, Sample)
     }
-    own = {i: pair for i, pair in own.items() if pair != (None, None)}
-    found = {i: value for rank in gather(own) for i, value in rank.items()}
-    ordered = [found.get(i, (None, None)) for i in range(len(samples))]
+    local = {i: pair for i, pair in local.items() if pair != (None, None)}
+    by_index: dict[int, tuple[Any, Any]] = {}
+    for rank_records in gather(local):
+        by_index |= rank_records
+    ordered = [by_index.get(i, (None, None)) for i in range(len(samples))]
     fields: dict[str, Any] = {}
-    answers = [_answers(given) for given, _ in ordered]
+    answers = [_answers(record) for record, _ in ordered]
     if by_turn:
         _check_records(answers, samples)
     if by_turn or any(answers):
         fields["answers"] = answers
     costs = [_cost(numbers, turn_penalty, token_penalty) for _, numbers in ordered]
-    for i, (given, _) in enumerate(ordered):
+    for i, (record, _) in enumerate(ordered):
         # recorded for the other kind of estimator
-        if isinstance(given, Mapping) and bool(given.get(SUMMED)) == by_turn:
-            costs[i] += sum(given["rewards"]) if by_turn else -sum(given["rewards"])
+        if isinstance(record, Mapping) and bool(record.get(SUMMED)) == by_turn:
+            costs[i] += sum(record["rewards"]) if by_turn else -sum(record["rewards"])
     if any(costs):
         fields["penalties"] = torch.tensor(costs, dtype=torch.float64)
     return fields
 
 
-def _answers(given: object) -> EpisodeAnswers | None:
+def _answers(record: object) -> EpisodeAnswers | None:
     """The recorded turns; None without a record or if the episode failed before its first turn."""
-    if not isinstance(given, Mapping) or not given["spans"]:
+    if not isinstance(record, Mapping) or not record["spans"]:
         return None
-    spans = [[(int(a), int(b), int(c)) for a, b, c in own] for own in given["spans"]]
-    return EpisodeAnswers(given["parents"], given["rewards"], spans)
+    spans: list[list[tuple[int, int, int]]] = []
+    for branch in record["spans"]:
+        spans.append([(int(start), int(length), int(turn)) for start, length, turn in branch])
+    return EpisodeAnswers(record["parents"], record["rewards"], spans)
 
 
 def _check_records(answers: Sequence[EpisodeAnswers | None], samples: Sequence[AnySample]) -> None:
-    for own, sample in zip(answers, samples, strict=True):
-        if own is None and sample.active_tokens > 0:
+    for answer, sample in zip(answers, samples, strict=True):
+        if answer is None and sample.active_tokens > 0:
             raise ValueError(
-                f"sample {sample.sample_id} has no record of which tokens belong to which turn, "
-                "which a per-turn "
+                f"sample {sample.sample_id} does not record its turns, which a per-turn "
                 "--advantage-estimator needs; it was recorded without one, or not by an agent"
             )
 
@@ -127,8 +130,8 @@ def check_trees(
     for i, place in enumerate(episodes.first):
         if counts[i] > 1 and (answers is None or answers[i] is None):
             raise ValueError(
-                f"--advantage-estimator {name} with {' and '.join(reasons)}: sample {samples[place].sample_id} has "
-                f"{counts[i]} sequences and no record of which continues which, which its returns "
-                "depend on; agents keep one, and lists of a generate function do not: return one "
-                "sample, or leave these flags out"
+                f"--advantage-estimator {name} with {' and '.join(reasons)}: the returns of sample "
+                f"{samples[place].sample_id} depend on which of its {counts[i]} sequences continues "
+                "which, and it has no record of this; agents keep one, a list from a generate "
+                "function does not: return one sample, or remove these flags"
             )

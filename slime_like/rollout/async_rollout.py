@@ -65,9 +65,8 @@ class AsyncRolloutQueue:
         self._position = position
         self._json = json or RolloutJson()
         self._done: dict[int, Groups] = {}
-        self._positions: dict[
-            int, object
-        ] = {}  # position before each rollout that is not taken yet
+        # position before each rollout that is not taken yet
+        self._positions: dict[int, object] = {}
         self._saved: dict[int, SamplingState] = {}  # the same, from a checkpoint
         self._next: int | None = None
         self._allowed = -1
@@ -117,15 +116,7 @@ class AsyncRolloutQueue:
                 raise self._error
             if not self._done:
                 return self._json.position_to_row(self._position())
-            ahead: list[AheadRow] = [
-                {
-                    "step": step,
-                    "groups": self._json.groups_to_rows(self._done[step][0]),
-                    "metrics": {k: float(v).hex() for k, v in self._done[step][1].items()},
-                    "before": self._row_before(step),
-                }
-                for step in sorted(self._done)
-            ]
+            ahead = [self._ahead_row(step) for step in sorted(self._done)]
             behind = self._json.position_to_row(self._position())
             state: TrainerState = {
                 **ahead[0]["before"],
@@ -133,10 +124,16 @@ class AsyncRolloutQueue:
             }
             return state
 
-    def _row_before(self, step: int) -> SamplingState:
-        """Position before a rollout that is sampled but not taken."""
-        saved = self._saved.get(step)
-        return self._json.position_to_row(self._positions[step]) if saved is None else saved
+    def _ahead_row(self, step: int) -> AheadRow:
+        """Serialise a rollout that is sampled but not taken."""
+        groups, metrics = self._done[step]
+        before = self._saved.get(step)
+        return {
+            "step": step,
+            "groups": self._json.groups_to_rows(groups),
+            "metrics": {name: float(value).hex() for name, value in metrics.items()},
+            "before": before or self._json.position_to_row(self._positions[step]),
+        }
 
     def load_ahead(self, saved: SampledAhead) -> None:
         """Restore the rollouts of `state()["sampled_ahead"]` before sampling starts. The caller has

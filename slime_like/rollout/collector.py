@@ -24,13 +24,13 @@ from slime_like.rollout.rank_zero import DecideOnRankZero, groups_of_index, inde
 from slime_like.rollout.rollouter import Rollouter
 from slime_like.rollout.streaming import Responder, StreamGeneration
 from slime_like.sample_index import AnySample, RemoteSample, untrained
-from slime_like.types import Prompt, SampleGroup
+from slime_like.types import Prompt, SampleGroup, flatten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from arguments.schema.scheduling import SchedulingConfig
-    from slime_like.sample_index import Rows, Versions
+    from slime_like.rollout.rank_zero import GroupIndex
 
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class Decide(Protocol):
         ...
 
 
-def decide_here(function: Callable[[Groups], T], groups: Groups) -> T:
+def decide_locally(function: Callable[[Groups], T], groups: Groups) -> T:
     """A `Decide` for collection on a single rank that holds all samples."""
     return function(groups)
 
@@ -84,23 +84,23 @@ class CollectionStats:
 
     def metrics(self, *, kept: int, waiting: int) -> dict[str, float]:
         """Metrics to log. kept: groups of this rollout. waiting: groups left for the next."""
-        groups = dict(
-            drawn=self.drawn,
-            resumed=self.resumed,
-            kept=kept,
-            dropped=self.dropped.total(),
-            surplus=self.surplus,
-            lost=self.lost,
-            waiting=waiting,
-            discarded=self.discarded,
-            late=self.late,
-        )
-        metrics = {f"groups_{name}": count for name, count in groups.items()}
-        metrics |= dict(draws=self.draws, wasted_tokens=self.wasted_tokens)
-        metrics |= dict(off_policy_masked_tokens=self.masked_tokens)
-        reasons = sorted(self.dropped.items())
-        metrics |= {f"dynamic_filter/drop_{reason}": count for reason, count in reasons}
-        return {f"rollout/{name}": float(value) for name, value in metrics.items()}
+        counts = {
+            "groups_drawn": self.drawn,
+            "groups_resumed": self.resumed,
+            "groups_kept": kept,
+            "groups_dropped": self.dropped.total(),
+            "groups_surplus": self.surplus,
+            "groups_lost": self.lost,
+            "groups_waiting": waiting,
+            "groups_discarded": self.discarded,
+            "groups_late": self.late,
+            "draws": self.draws,
+            "wasted_tokens": self.wasted_tokens,
+            "off_policy_masked_tokens": self.masked_tokens,
+        }
+        for reason, count in sorted(self.dropped.items()):
+            counts[f"dynamic_filter/drop_{reason}"] = count
+        return {f"rollout/{name}": float(count) for name, count in counts.items()}
 
 
 class GroupSource(Protocol):
@@ -150,15 +150,16 @@ class RoundGeneration:
 
     def wait(self) -> list[PendingGroup]:
         """Run one round. Collective."""
-        unfinished = [s for group in self._groups for s in group.samples if not s.ended]
+        samples = flatten(group.sample_group for group in self._groups)
+        unfinished = [s for s in samples if not s.ended]
         if unfinished:
             continued = self._rollouter.continue_generation(
                 unfinished, self._sampling, limit=self._slice_len
             )
             by_id = {s.sample_id: s for s in continued}
-            self._groups = [
-                g.with_samples([by_id.get(s.sample_id, s) for s in g.samples]) for g in self._groups
-            ]
+            for i, group in enumerate(self._groups):
+                current = [by_id.get(s.sample_id, s) for s in group.samples]
+                self._groups[i] = group.with_samples(current)
         ended = sorted((g for g in self._groups if g.ended), key=lambda g: g.group_id)
         self._groups = [g for g in self._groups if not g.ended]
         graded = self._rollouter.grade_groups([g.samples for g in ended])
@@ -233,12 +234,12 @@ class Collector:
         while len(kept) < self.target:
             while in_progress < self.target:
                 if stats.draws == self.config.max_num_gen_batches:
-                    raise RunError(self._too_few(rollout_id, stats, len(kept)))
+                    raise RunError(self._insufficient_message(rollout_id, stats, len(kept)))
                 groups = self._draw(rollout_id, stats, decide)
                 generation.start(groups)
                 in_progress += len(groups)
             ended = generation.wait()
-            verdicts = self._verdicts(stats, ended, in_progress, decide)
+            verdicts = self._apply_filter(stats, ended, in_progress, decide)
             for group, keep in zip(ended, verdicts, strict=True):
                 if not keep:
                     in_progress -= 1
@@ -246,43 +247,39 @@ class Collector:
                 elif len(kept) < self.target:
                     kept.append(group)
                 else:
-                    self._set_aside(group, stats)
-        self._leave(generation.stop(), rollout_id, stats)
+                    self._requeue_surplus(group, stats)
+        self._requeue_unfinished(generation.stop(), rollout_id, stats)
         stats.late = generation.late
-        kept.sort(key=lambda g: g.group_id)
-        kept = self._without_removed(kept, decide)
-        complete_groups = [SampleGroup(g.group_id, g.samples) for g in kept]
-        metrics = stats.metrics(kept=len(kept), waiting=self.buffer.num_waiting)
-        return Collected(
-            complete_groups, [g.prompt for g in kept], metrics if schedules(self.config) else {}
-        )
+        kept = self._mask_removed(sorted(kept, key=lambda g: g.group_id), decide)
+        metrics: dict[str, float] = {}
+        if schedules(self.config):
+            metrics = stats.metrics(kept=len(kept), waiting=self.buffer.num_waiting)
+        return Collected([g.sample_group for g in kept], [g.prompt for g in kept], metrics)
 
     def _collect_on_rank_zero(self, rollout_id: int) -> Collected:
         """Collect on rank 0, which holds the samples and waiting groups. All ranks get the sample
         index and the prompt position."""
         buffer, rollouter = self.buffer, self.rollouter
         assert isinstance(buffer, GroupBuffer)
-        own: Collected | None = None
+        collected: Collected | None = None
 
-        def work() -> tuple[
-            tuple[list[int], Rows, Versions], dict[str, float], Mapping[str, object]
-        ]:
-            nonlocal own
+        def collect() -> tuple[GroupIndex, dict[str, float], Mapping[str, object]]:
+            nonlocal collected
             responder = Responder(rollouter, rollouter.engine, self.sampling)
             with StreamGeneration(responder, self.config.rollout_time_limit_s) as generation:
-                own = self.collect_from(generation, rollout_id, decide_here)
-            return index_of_groups(own.groups), own.metrics, buffer.source.state_dict()
+                collected = self.collect_from(generation, rollout_id, decide_locally)
+            return index_of_groups(collected.groups), collected.metrics, buffer.source.state_dict()
 
         timeout_s = self.config.rollout_function_timeout_s
         index, metrics, position = from_rank_zero_within(
-            work,
+            collect,
             rollouter.group,
             timeout_s=timeout_s,
             late=f"rollout {rollout_id + 1} took longer than --rollout-function-timeout-s "
             f"{timeout_s:g}",
         )
-        if own is not None:
-            return own
+        if collected is not None:
+            return collected
         buffer.source.load_state_dict(position)
         buffer.waiting = []  # held by rank 0
         return Collected(groups_of_index(index), [], metrics)
@@ -291,10 +288,12 @@ class Collector:
         """The next groups to sample: waiting groups first, then new prompts."""
 
         def choose(waiting: Groups, count: int) -> tuple[list[int], list[int]]:
-            chooses = self.filters.choose_waiting
-            if chooses is oldest_first:
+            choose_waiting = self.filters.choose_waiting
+            if choose_waiting is oldest_first:
                 return oldest_first(rollout_id, waiting, count)
-            return decide(lambda whole: chooses(rollout_id, whole, count), waiting)
+            return decide(
+                lambda complete_groups: choose_waiting(rollout_id, complete_groups, count), waiting
+            )
 
         groups, discarded = self.buffer.take(self.draw_size, choose)
         stats.draws += 1
@@ -303,11 +302,12 @@ class Collector:
         stats.discarded += len(discarded)
         stats.wasted_tokens += sum(g.response_tokens for g in discarded)
         if self.config.mask_offpolicy_in_partial_rollout:
-            stats.masked_tokens += sum(s.active_tokens for g in groups for s in g.samples)
+            samples = flatten(group.sample_group for group in groups)
+            stats.masked_tokens += sum(s.active_tokens for s in samples)
             groups = [g.with_samples(map(untrained, g.samples)) for g in groups]
         return groups
 
-    def _verdicts(
+    def _apply_filter(
         self,
         stats: CollectionStats,
         ended: Sequence[PendingGroup],
@@ -332,7 +332,7 @@ class Collector:
         stats.dropped += dropped
         return list(verdicts)
 
-    def _set_aside(self, group: PendingGroup, stats: CollectionStats) -> None:
+    def _requeue_surplus(self, group: PendingGroup, stats: CollectionStats) -> None:
         """Keep a surplus group for the next rollout, where all of it would be trained on."""
         if self.config.partial_rollout and not self.config.mask_offpolicy_in_partial_rollout:
             self.buffer.requeue([group])
@@ -340,7 +340,7 @@ class Collector:
         stats.surplus += 1
         stats.wasted_tokens += group.response_tokens
 
-    def _leave(
+    def _requeue_unfinished(
         self, groups: Sequence[PendingGroup], rollout_id: int, stats: CollectionStats
     ) -> None:
         """Keep unfinished groups for the next rollout, or drop them."""
@@ -356,31 +356,30 @@ class Collector:
 
         self.buffer.requeue([g.with_samples(map(marked, g.samples)) for g in groups])
 
-    def _without_removed(self, groups: list[PendingGroup], decide: Decide) -> list[PendingGroup]:
+    def _mask_removed(self, groups: list[PendingGroup], decide: Decide) -> list[PendingGroup]:
         """Mask out the samples that --rollout-sample-filter-path removes."""
         removed_samples = self.filters.removed_samples
         if removed_samples is None:
             return groups
 
-        def find(whole: Groups) -> list[int]:
-            complete = [SampleGroup(group.group_id, group.samples) for group in whole]
-            return list(removed_samples(complete))
+        def find_removed(complete_groups: Groups) -> list[int]:
+            return list(removed_samples([group.sample_group for group in complete_groups]))
 
-        removed = set(decide(find, groups))
-        return [
-            g.with_samples(untrained(s) if s.sample_id in removed else s for s in g.samples)
-            for g in groups
-        ]
+        removed = set(decide(find_removed, groups))
 
-    def _too_few(self, rollout_id: int, stats: CollectionStats, kept: int) -> str:
+        def mask_if_removed(sample: AnySample) -> AnySample:
+            return untrained(sample) if sample.sample_id in removed else sample
+
+        return [group.with_samples(map(mask_if_removed, group.samples)) for group in groups]
+
+    def _insufficient_message(self, rollout_id: int, stats: CollectionStats, kept: int) -> str:
         """The error message when --max-num-gen-batches draws gave too few groups."""
         counts = [f"{reason} {count}" for reason, count in stats.dropped.most_common()]
         return (
             f"rollout {rollout_id + 1}: {stats.draws} draws of {self.draw_size} prompts "
-            f"(--max-num-gen-batches) brought {kept} of the {self.target} groups that "
-            f"--rollout-batch-size asks for; dropped by {DYNAMIC_FILTER} "
-            f"{self.config.dynamic_sampling_filter_path}, by reason: "
-            f"{', '.join(counts) or 'none'}. Give easier or harder prompts, another filter, or a "
+            f"(--max-num-gen-batches) gave {kept} of {self.target} groups (--rollout-batch-size); "
+            f"dropped by {DYNAMIC_FILTER} {self.config.dynamic_sampling_filter_path}, by reason: "
+            f"{', '.join(counts) or 'none'}. Use easier or harder prompts, another filter, or a "
             "larger --over-sampling-batch-size"
         )
 

@@ -33,9 +33,9 @@ from slime_like.rollout.engines.base import (
     SamplingParams,
 )
 from slime_like.rollout.sampler_choices import (
-    full_routes,
-    joined_routes,
-    no_sets,
+    empty_token_sets,
+    join_routes,
+    pad_routes,
     pad_token_sets,
 )
 from slime_like.types import NOT_SAMPLED, Sample, SampleStatus
@@ -51,8 +51,8 @@ SeedOf = Callable[[int, int], int]  # (sample id, tokens of the response so far)
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One model turn. finish_reason: "stop" (a stop token or string, which is included), "length" or
-    "abort"."""
+    """One model turn. finish_reason: "stop" (a stop token or string, which is included), "length"
+    or "abort"."""
 
     text: str
     tokens: tuple[int, ...]
@@ -65,12 +65,12 @@ class Turn:
 
 @dataclass(slots=True)
 class Episode:
-    """One response in the making. The function may set `reward`, which is then not asked for
-    elsewhere, and add to `metadata`.
+    """A response in progress. The function may set `reward`, which replaces the reward function,
+    and add to `metadata`.
 
-    limit: tokens that the response may have, of the model and its environment together. tokens,
-    loss_mask, log_probs, weight_versions: one entry for each response token. token_sets, routes: as
-    of `GenerateOutput`, up to the last token that the model wrote.
+    limit: maximum number of response tokens, of model and environment together. tokens, loss_mask,
+    log_probs, weight_versions: one entry for each response token. token_sets, routes: as in
+    `GenerateOutput`, up to the last generated token.
     """
 
     sample_id: int
@@ -112,14 +112,14 @@ class Episode:
         """Append model output."""
         if output.token_sets is not None:
             before = self.token_sets or []
-            between = no_sets(len(self.tokens) - len(before))
+            between = empty_token_sets(len(self.tokens) - len(before))
             self.token_sets = [*before, *between, *output.token_sets]
         self.tokens += output.tokens
         self.loss_mask += [True] * len(output.tokens)
         self.log_probs += output.log_probs
         self.weight_versions += output.weight_versions
         length = len(self.prompt_tokens) + len(self.tokens)
-        self.routes = joined_routes(self.routes, output.routes, length)
+        self.routes = join_routes(self.routes, output.routes, length)
         self.last, self.failure = output.finish_reason, output.failure
 
 
@@ -253,11 +253,11 @@ class CustomGenerate:
             return await asyncio.wait_for(response, self.timeout_s)
         except TimeoutError:
             limit = f"--custom-generate-timeout-s {self.timeout_s:g}"
-            return lost(sample, f"{self.name} took longer than {limit}")
+            return mark_aborted(sample, f"{self.name} took longer than {limit}")
         except (Exception, SystemExit) as error:
             if isinstance(error, ValueError) and _raised_here(error):
                 raise
-            return lost(sample, f"{self.name} raised {type(error).__name__}: {error}"[:500])
+            return mark_aborted(sample, f"{self.name} raised {type(error).__name__}: {error}"[:500])
 
 
 def play_episode(function: Callable[[Model, Episode], Awaitable[None]]) -> Respond:
@@ -272,7 +272,7 @@ def play_episode(function: Callable[[Model, Episode], Awaitable[None]]) -> Respo
     return respond
 
 
-def lost(sample: Sample, reason: str) -> Sample:
+def mark_aborted(sample: Sample, reason: str) -> Sample:
     """The sample as ABORTED, with the reason in its metadata."""
     metadata = {**sample.metadata, "failure": reason}
     return replace(sample, status=SampleStatus.ABORTED, metadata=metadata)
@@ -311,57 +311,55 @@ def episode_of(
 def sample_of(episode: Episode, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Sample:
     """Convert an episode to a sample. Raises ValueError naming the sample if the function left it
     inconsistent."""
-    lengths = {
-        len(values)
-        for values in (
-            episode.tokens,
-            episode.loss_mask,
-            episode.log_probs,
-            episode.weight_versions,
-        )
-    }
-    if len(lengths) > 1 or len(episode.tokens) > episode.limit:
+    where = f"sample {sample.sample_id}"
+    length = len(episode.tokens)
+    others = {len(episode.loss_mask), len(episode.log_probs), len(episode.weight_versions)}
+    if others != {length} or length > episode.limit:
         raise ValueError(
-            f"sample {sample.sample_id}: tokens, masks and log-probs of the episode do not belong together; use write and observe"
-        )
-    reward = episode.reward
-    if reward is not None and (
-        isinstance(reward, bool | str) or not isinstance(reward, int | float)
-    ):
-        raise ValueError(
-            f"sample {sample.sample_id}: the episode's reward is {type(reward).__name__}, must be a number"
+            f"{where}: the episode's tokens, loss mask, log-probs and weight versions differ in "
+            "length, or exceed its limit; use Model.write and Episode.observe"
         )
     failed = episode.last == "abort"
     sets, routes = episode.token_sets, episode.routes
     if sets is not None:
-        sets = [*sets, *no_sets(len(episode.tokens) - len(sets))]
+        sets = [*sets, *empty_token_sets(length - len(sets))]
         if not failed and any(m and not len(ids) for m, ids in zip(episode.loss_mask, sets)):
             raise ValueError(
-                f"sample {sample.sample_id}: with --renormalize-sampled-log-probs nothing that was written greedily is trained on; set its entries of episode.loss_mask to False"
+                f"{where}: --renormalize-sampled-log-probs: greedy tokens have no sampling mask and "
+                "cannot be trained on; set their entries of episode.loss_mask to False"
             )
-    length = len(episode.prompt_tokens) + len(episode.tokens)
-    full = episode.last == "length" or episode.room <= 0
+    reward = _checked_reward(episode.reward, where)
+    status = SampleStatus.COMPLETED
+    if episode.last == "length" or episode.room <= 0:
+        status = SampleStatus.TRUNCATED
+    metadata = episode.metadata
+    if episode.failure is not None:
+        metadata = {**metadata, "failure": episode.failure}
     return replace(
         sample,
         tokens=torch.tensor([*episode.prompt_tokens, *episode.tokens], dtype=torch.int64),
-        response_length=len(episode.tokens),
+        response_length=length,
         loss_mask=torch.tensor(episode.loss_mask, dtype=torch.bool) & (not failed),
         rollout_log_probs=torch.tensor(episode.log_probs, dtype=torch.float32),
         weight_versions=tuple(episode.weight_versions),
         token_sets=None if sets is None else pad_token_sets(sets),
-        routes=None if routes is None else full_routes([routes], length),
-        status=SampleStatus.ABORTED
-        if failed
-        else SampleStatus.TRUNCATED
-        if full
-        else SampleStatus.COMPLETED,
-        reward=None
-        if reward is None or failed
-        else float(reward)
-        if math.isfinite(reward)
-        else math.nan,
+        routes=None
+        if routes is None
+        else pad_routes([routes], len(episode.prompt_tokens) + length),
+        status=SampleStatus.ABORTED if failed else status,
+        reward=None if failed else reward,
         response=tokenizer.decode(episode.tokens, skip_special_tokens=True),
-        metadata=episode.metadata
-        if episode.failure is None
-        else {**episode.metadata, "failure": episode.failure},
+        metadata=metadata,
     )
+
+
+def _checked_reward(reward: object, where: str) -> float | None:
+    """The reward that a function set, NaN if it is not finite. Raises ValueError for other types
+    than numbers."""
+    if reward is None:
+        return None
+    if isinstance(reward, bool | str) or not isinstance(reward, int | float):
+        raise ValueError(
+            f"{where}: the episode's reward must be a number, not {type(reward).__name__}"
+        )
+    return float(reward) if math.isfinite(reward) else math.nan

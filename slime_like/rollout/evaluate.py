@@ -16,7 +16,7 @@ from slime_like.rewards.grader import Grader
 from slime_like.rewards.registry import answer_check
 from slime_like.rollout.engines.base import SamplingParams
 from slime_like.rollout.rollouter import Rollouter, eval_sampling
-from slime_like.types import Prompt, SampleGroup
+from slime_like.types import Prompt, SampleGroup, flatten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -123,21 +123,17 @@ def score(name: str, groups: Sequence[SampleGroup]) -> dict[str, float]:
     A sample passes if its reward is at least 1. A sample without a finite reward (e.g. a failed
     grader) counts as 0, so that the score covers all prompts.
     """
-    samples = [s for g in groups for s in g.samples]
-    values = {s.sample_id: _value(s.reward) for s in samples}
+    samples = flatten(groups)
     metrics = score_rewards(
         name, [s.reward for s in samples], [s.status == "truncated" for s in samples]
     )
-    metrics[f"eval/{name}/response_length_mean"] = sum(s.response_length for s in samples) / len(
-        samples
-    )
-    size = min(len(g.samples) for g in groups)
+    total_length = sum(s.response_length for s in samples)
+    metrics[f"eval/{name}/response_length_mean"] = total_length / len(samples)
+    passes = [sum(_value(s.reward) >= 1 for s in g.samples) for g in groups]
+    sizes = [len(g.samples) for g in groups]
     k = 1
-    while k <= size:
-        per_group = [
-            pass_at_k(len(g.samples), sum(values[s.sample_id] >= 1 for s in g.samples), k)
-            for g in groups
-        ]
+    while k <= min(sizes):
+        per_group = [pass_at_k(n, c, k) for n, c in zip(sizes, passes)]
         metrics[f"eval/{name}/pass@{k}"] = sum(per_group) / len(per_group)
         k *= 2
     return metrics
@@ -147,16 +143,14 @@ def score_rewards(
     name: str, rewards: Sequence[float | None], truncated: Sequence[bool] | None = None
 ) -> dict[str, float]:
     """The part of `score` that needs no samples. truncated: None where it is not known."""
+    num_unscored = sum(r is None or not math.isfinite(r) for r in rewards)
     metrics = {
         f"eval/{name}/mean": sum(map(_value, rewards)) / len(rewards),
-        f"eval/{name}/unscored_frac": sum(r is None or not math.isfinite(r) for r in rewards)
-        / len(rewards),
+        f"eval/{name}/unscored_frac": num_unscored / len(rewards),
     }
-    return (
-        metrics
-        if truncated is None
-        else metrics | {f"eval/{name}/truncated_frac": sum(truncated) / len(truncated)}
-    )
+    if truncated is not None:
+        metrics[f"eval/{name}/truncated_frac"] = sum(truncated) / len(truncated)
+    return metrics
 
 
 def _value(reward: float | None) -> float:

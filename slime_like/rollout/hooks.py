@@ -31,7 +31,7 @@ from slime_like.rollout.episode import (
 from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.filters import BUILT_IN_FILTERS, DYNAMIC_FILTER, GroupFilters, KeepGroup
 from slime_like.rollout.rollouter import Rollouter
-from slime_like.rollout.sample_plane import bring_to_rank_zero
+from slime_like.rollout.sample_plane import gather_on_rank_zero
 from slime_like.sample_index import AnySample
 from slime_like.types import Sample, SampleGroup, complete
 
@@ -208,7 +208,7 @@ def processed_rewards(config: RunConfig, path: str, samples: Sequence[AnySample]
     """
     function = load_function(path, POST_PROCESS)
     process = function_adapter(config).reward_post_process(function, f"{POST_PROCESS} {path}")
-    whole = bring_to_rank_zero(samples, buffer_size=config.rollout.sample_buffer_size)
+    whole = gather_on_rank_zero(samples, buffer_size=config.rollout.sample_buffer_size)
     rewards = torch.tensor(from_rank_zero(lambda: process(complete(whole))), dtype=torch.float64)
     known = torch.tensor([s.reward is not None and math.isfinite(s.reward) for s in samples])
     return torch.where(known & torch.isfinite(rewards), rewards, math.nan)

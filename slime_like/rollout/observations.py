@@ -22,7 +22,7 @@ from slime_like.types import NOT_SAMPLED, Sample, TrainSample, complete
 def with_observation_weights(
     plan: StepPlan,
     samples: Sequence[AnySample],
-    shares: DataParallelAssignment,
+    assignment: DataParallelAssignment,
     steps: Sequence[Sequence[TrainSample]],
 ) -> list[list[TrainSample]]:
     """This rank's samples of each optimizer step, each with `observation_weights`.
@@ -32,30 +32,34 @@ def with_observation_weights(
         steps: Its result.
     """
     result = []
-    for k, (step, own) in enumerate(zip(plan.steps(samples), steps, strict=True)):
+    for k, (step, train_samples) in enumerate(zip(plan.steps(samples), steps, strict=True)):
         weight = 1.0 / max(sum(map(_num_observed, step)), 1)
-        drawn = complete(step[i] for i in shares.mine(k))
+        rollout_samples = complete(step[i] for i in assignment.indices_in_step(k))
         result.append(
             [
-                replace(sample, observation_weights=weight * _observed(from_))
-                for sample, from_ in zip(own, drawn, strict=True)
+                replace(sample, observation_weights=weight * _observed(source))
+                for sample, source in zip(train_samples, rollout_samples, strict=True)
             ]
         )
     return result
 
 
-def _says(sample: AnySample) -> bool:
+def _has_observations(sample: AnySample) -> bool:
     """Whether the sample is trained on and has weight versions, which mark generated tokens."""
     return sample.active_tokens > 0 and sample.versions_length > 0
 
 
 def _num_observed(sample: AnySample) -> int:
     """Number of observation tokens in its response; known on every rank."""
-    return sample.response_length - sum(sample.version_counts.values()) if _says(sample) else 0
+    return (
+        sample.response_length - sum(sample.version_counts.values())
+        if _has_observations(sample)
+        else 0
+    )
 
 
 def _observed(sample: Sample) -> Tensor:
     """[R] float32: 1 at response tokens that the model did not generate."""
-    if not _says(sample):
+    if not _has_observations(sample):
         return torch.zeros(sample.response_length)
     return (torch.tensor(sample.weight_versions) == NOT_SAMPLED).float()

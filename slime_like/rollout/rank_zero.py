@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from slime_like.rollout.async_rollout import RolloutJson
 from slime_like.rollout.group_rows import groups_from_rows, groups_to_rows, waiting_to_rows
 from slime_like.rollout.rollouter import Rollouter
 from slime_like.sample_index import AnySample, Rows, Versions, holder_of, remote_samples, rows_of
-from slime_like.types import SampleGroup, complete
+from slime_like.types import SampleGroup, complete, flatten, regroup
 
 if TYPE_CHECKING:
     from slime_like.checkpoints.state import SamplingState
@@ -23,47 +24,44 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Groups = Sequence[PendingGroup]
-Whole = Callable[[Sequence[AnySample]], list[AnySample]]  # brings samples to rank 0
+GroupIndex = tuple[list[int], Rows, Versions]  # group sizes, and metadata of the samples
+Gather = Callable[[Sequence[AnySample]], list[AnySample]]  # brings samples to rank 0
 
 
-def index_of_groups(groups: Sequence[SampleGroup]) -> tuple[list[int], Rows, Versions]:
-    """Index of groups held by rank 0: group sizes, and metadata rows of the samples."""
-    samples = complete(s for group in groups for s in group.samples)
-    return [len(group.samples) for group in groups], *rows_of(samples, 0)
+def index_of_groups(groups: Sequence[SampleGroup]) -> GroupIndex:
+    """Index of groups held by rank 0."""
+    return [len(group.samples) for group in groups], *rows_of(complete(flatten(groups)), 0)
 
 
-def groups_of_index(index: tuple[list[int], Rows, Versions]) -> list[SampleGroup]:
+def groups_of_index(index: GroupIndex) -> list[SampleGroup]:
     """Rebuild the groups from `index_of_groups`, on the other ranks."""
     sizes, rows, versions = index
-    every = iter(remote_samples(rows, versions))
-    members = [tuple(next(every) for _ in range(size)) for size in sizes]
-    return [SampleGroup(samples[0].group_id, samples) for samples in members]
+    remaining = iter(remote_samples(rows, versions))
+    groups = [tuple(islice(remaining, size)) for size in sizes]
+    return [SampleGroup(samples[0].group_id, samples) for samples in groups]
 
 
-def from_one_rank(find: Callable[[], list[SampleGroup]]) -> list[SampleGroup]:
-    """Groups that rank 0 reads and holds; all ranks get their index."""
-    own: list[SampleGroup] = []
+def share_from_rank_zero(load: Callable[[], list[SampleGroup]]) -> list[SampleGroup]:
+    """Groups that rank 0 loads and holds; all ranks get their index."""
+    local: list[SampleGroup] = []
 
-    def work() -> tuple[list[int], Rows, Versions]:
-        own.extend(find())
-        return index_of_groups(own)
+    def load_index() -> GroupIndex:
+        local.extend(load())
+        return index_of_groups(local)
 
-    index = from_rank_zero(work)
-    return own or groups_of_index(index)
-
-
-def whole_groups(groups: Sequence[SampleGroup], whole: Whole) -> list[SampleGroup]:
-    """The groups with complete samples on rank 0. whole: gathers samples there."""
-    every = iter(whole([s for group in groups for s in group.samples]))
-    return [
-        SampleGroup(group.group_id, tuple(next(every) for _ in group.samples)) for group in groups
-    ]
+    index = from_rank_zero(load_index)
+    return local or groups_of_index(index)
 
 
-def whole_pending(groups: Groups, whole: Whole) -> list[PendingGroup]:
-    """Like `whole_groups`, for pending groups."""
-    every = iter(whole([s for group in groups for s in group.samples]))
-    return [group.with_samples([next(every) for _ in group.samples]) for group in groups]
+def gather_groups(groups: Sequence[SampleGroup], gather: Gather) -> list[SampleGroup]:
+    """The groups with complete samples on rank 0. gather: collects samples there."""
+    return regroup(groups, gather(flatten(groups)))
+
+
+def gather_pending(groups: Groups, gather: Gather) -> list[PendingGroup]:
+    """Like `gather_groups`, for pending groups."""
+    gathered = gather_groups([group.sample_group for group in groups], gather)
+    return [p.with_samples(g.samples) for p, g in zip(groups, gathered, strict=True)]
 
 
 class DecideOnRankZero:
@@ -73,8 +71,8 @@ class DecideOnRankZero:
         self._rollouter = rollouter
 
     def __call__(self, function: Callable[[Groups], T], groups: Groups) -> T:
-        found = whole_pending(groups, self._rollouter.whole)
-        return from_rank_zero(lambda: function(found), self._rollouter.group)
+        complete_groups = gather_pending(groups, self._rollouter.gather)
+        return from_rank_zero(lambda: function(complete_groups), self._rollouter.group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +87,11 @@ class RankZeroJson(RolloutJson):
     """Rank 0 gathers all samples and writes. All ranks read; rank 0 holds the prefetched groups."""
 
     def __init__(self, rollouter: Rollouter) -> None:
-        self._whole = rollouter.whole
+        self._gather = rollouter.gather
 
     def groups_to_rows(self, groups: Sequence[SampleGroup]) -> list[dict[str, object]]:
-        found = whole_groups(groups, self._whole)
-        return groups_to_rows(found) if dist.get_rank() == 0 else []
+        complete_groups = gather_groups(groups, self._gather)
+        return groups_to_rows(complete_groups) if dist.get_rank() == 0 else []
 
     def groups_from_rows(self, rows: Sequence[Mapping[str, object]]) -> list[SampleGroup]:
         groups = groups_from_rows(rows)
@@ -101,7 +99,9 @@ class RankZeroJson(RolloutJson):
 
     def position_to_row(self, position: SamplingPosition) -> SamplingState:
         rank = dist.get_rank()
-        holders = [[holder_of(s, rank) for s in group.samples] for group in position.waiting]
-        waiting = whole_pending(position.waiting, self._whole)
+        holders: list[int] = []
+        for group in position.waiting:
+            holders += [holder_of(sample, rank) for sample in group.samples]
+        waiting = gather_pending(position.waiting, self._gather)
         rows = waiting_to_rows(waiting, holders) if rank == 0 else []
         return {"data": position.data, "waiting_groups": rows}

@@ -31,31 +31,21 @@ from slime_like.rollout.engines.checked_json import (
     token_ids,
     whole_of,
 )
-from slime_like.types import NOT_SAMPLED, Sample, SampleGroup, SampleStatus, complete
+from slime_like.types import NOT_SAMPLED, Sample, SampleGroup, SampleStatus, complete, flatten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 FORMAT = "slime_like rollout 1"
+_DAMAGED = (AttributeError, KeyError, TypeError, ValueError, RecursionError)
 _MAX_ID = 2**62
 _TENSORS = ("tokens", "loss_mask", "rollout_log_probs", "token_sets", "routes", "token_rewards")
 # Fields that JSON holds. Rewards, labels and metadata may hold NaN: Python's JSON writes and reads
 # it.
-_PLAIN = (
-    "group_id",
-    "sample_id",
-    "response_length",
-    "reward",
-    "text",
-    "response",
-    "label",
-    "metadata",
-)
-_TUPLE, _ITEMS = (
-    "__tuple__",
-    "__items__",
-)  # how JSON spells a tuple, and a dict whose keys are not all text
+_PLAIN = ("group_id", "sample_id", "response_length", "reward", "text", "response", "label")
+# keys under which JSON holds a tuple, and a dict whose keys are not all text
+_TUPLE, _ITEMS = "__tuple__", "__items__"
 
 
 def debug_data_paths(template: str, rollout_id: int, *, first: int = 1) -> tuple[Path, Path]:
@@ -80,18 +70,12 @@ def save_rollout(template: str, rollout_id: int, groups: Sequence[SampleGroup]) 
     and dicts."""
     json_path, tensor_path = debug_data_paths(template, rollout_id)
     tensors: dict[str, Tensor] = {}
-    sample_ids = [sample.sample_id for group in groups for sample in group.samples]
+    sample_ids = [sample.sample_id for sample in flatten(groups)]
     assert len(set(sample_ids)) == len(sample_ids), "sample ids are unique"
-    rows = [
-        {
-            "group_id": group.group_id,
-            "samples": [
-                _to_row(sample, tensors, str(sample.sample_id))
-                for sample in complete(group.samples)
-            ],
-        }
-        for group in groups
-    ]
+    rows = []
+    for group in groups:
+        samples = [_to_row(s, tensors, str(s.sample_id)) for s in complete(group.samples)]
+        rows.append({"group_id": group.group_id, "samples": samples})
     payload = save(tensors)
     header = {
         "format": FORMAT,
@@ -102,9 +86,8 @@ def save_rollout(template: str, rollout_id: int, groups: Sequence[SampleGroup]) 
     }
     json_path.parent.mkdir(parents=True, exist_ok=True)
     _write(tensor_path, payload)
-    _write(
-        json_path, json.dumps(header, ensure_ascii=False, indent=1).encode("utf-8", "surrogatepass")
-    )
+    text = json.dumps(header, ensure_ascii=False, indent=1)
+    _write(json_path, text.encode("utf-8", "surrogatepass"))
     return json_path
 
 
@@ -120,11 +103,10 @@ def save_token_values(
         values: By sample (its id; for a branch the id, a dot and its number) and name, [R] each.
     """
     path = debug_data_paths(template, rollout_id)[1].with_suffix(f".train{rank}.safetensors")
-    tensors = {
-        f"{key}.{name}": tensor.detach().float().cpu().contiguous().clone()
-        for key, named in values.items()
-        for name, tensor in named.items()
-    }
+    tensors: dict[str, Tensor] = {}
+    for key, named in values.items():
+        for name, tensor in named.items():
+            tensors[f"{key}.{name}"] = tensor.detach().float().cpu().contiguous().clone()
     path.parent.mkdir(parents=True, exist_ok=True)
     _write(path, save(tensors))
     return path
@@ -147,10 +129,9 @@ def save_token_texts(
     """Write the text of every token of a recorded rollout, for readers without the tokenizer.
     Tokens are decoded after another token, because many tokenizers drop a leading space."""
     ids: set[int] = set()
-    for group in groups:
-        for sample in complete(group.samples):
-            for sequence in (sample, *sample.branches):
-                ids.update(sequence.tokens.tolist())
+    for sample in complete(flatten(groups)):
+        for sequence in (sample, *sample.branches):
+            ids.update(sequence.tokens.tolist())
     alone = {token: tokenizer.decode([token]) for token in sorted(ids)}
     texts = {str(token): text for token, text in alone.items()}
     before = next((token for token, text in alone.items() if text.isalnum()), None)
@@ -176,34 +157,27 @@ def load_rollout(template: str, rollout_id: int) -> list[SampleGroup]:
     for path in (json_path, tensor_path):
         if not path.is_file():
             raise FileNotFoundError(
-                f"{path}: no such file; --load-debug-rollout-data needs it for rollout {rollout_id + 1}"
+                f"{path}: no such file; --load-debug-rollout-data needs it for rollout "
+                f"{rollout_id + 1}"
             )
     header = _read_header(json_path)
     if header.get("rollout_id") != rollout_id and "{rollout_id}" in template:
-        held = header.get("rollout_id")
-        held = held + 1 if type(held) is int else shown(held)
-        raise ValueError(f"{json_path}: holds rollout {held}, not {rollout_id + 1}")
+        recorded = header.get("rollout_id")
+        number = recorded + 1 if type(recorded) is int else shown(recorded)
+        raise ValueError(f"{json_path}: holds rollout {number}, not {rollout_id + 1}")
     payload = tensor_path.read_bytes()
     if hashlib.sha256(payload).hexdigest() != header.get("tensors_sha256"):
         raise ValueError(f"{tensor_path}: damaged, or not written together with {json_path}")
     try:
         tensors = load(payload)
-        return [
-            SampleGroup(
-                row["group_id"], tuple(_from_row(sample, tensors) for sample in row["samples"])
-            )
-            for row in header["groups"]
-        ]
-    except (
-        AttributeError,
-        KeyError,
-        TypeError,
-        ValueError,
-        RecursionError,
-        SafetensorError,
-    ) as error:
-        words = printable(str(error))
-        raise ValueError(f"{json_path}: damaged ({type(error).__name__}: {words})") from error
+        groups = []
+        for row in header["groups"]:
+            samples = tuple(_from_row(sample_row, tensors) for sample_row in row["samples"])
+            groups.append(SampleGroup(row["group_id"], samples))
+        return groups
+    except (*_DAMAGED, SafetensorError) as error:
+        reason = f"{type(error).__name__}: {printable(str(error))}"
+        raise ValueError(f"{json_path}: damaged ({reason})") from error
 
 
 def _recorded_paths(template: str, rollout_id: int) -> tuple[Path, Path]:
@@ -236,20 +210,13 @@ def _to_row(sample: Sample, tensors: dict[str, Tensor], key: str) -> dict[str, A
     start with `key`."""
     for name in _TENSORS:
         tensor = getattr(sample, name)
-        if tensor is not None:
-            tensors[f"{key}.{name}"] = (
-                tensor.detach().cpu().contiguous().clone()
-            )  # safetensors rejects tensors that share memory
+        if tensor is not None:  # cloned: safetensors rejects tensors that share memory
+            tensors[f"{key}.{name}"] = tensor.detach().cpu().contiguous().clone()
     tensors[f"{key}.weight_versions"] = torch.tensor(sample.weight_versions, dtype=torch.int64)
-    row = {
-        name: encode(getattr(sample, name), f"sample {sample.sample_id}: {name}")
-        for name in _PLAIN
-        if name != "metadata"
-    }
-    row |= {
-        "metadata": encode(dict(sample.metadata), f"sample {sample.sample_id}: metadata"),
-        "status": str(sample.status),
-    }
+    where = f"sample {sample.sample_id}"
+    row = {name: encode(getattr(sample, name), f"{where}: {name}") for name in _PLAIN}
+    row["metadata"] = encode(dict(sample.metadata), f"{where}: metadata")
+    row["status"] = str(sample.status)
     if sample.branches:
         row["branches"] = [
             _to_row(branch, tensors, f"{key}.{i}") for i, branch in enumerate(sample.branches)
@@ -268,8 +235,10 @@ def _from_row(row: dict[str, Any], tensors: dict[str, Tensor], key: str = "") ->
     if row["reward"] is not None and type(row["reward"]) not in (int, float):
         raise BadAnswer(f"{where}: reward {shown(row['reward'])} is no number")
     object_of(row["metadata"], f"{where}: metadata")
-    found = {name: tensors.get(f"{key}.{name}") for name in _TENSORS}
-    tokens, loss_mask = found["tokens"], found["loss_mask"]
+    present: dict[str, Any] = {
+        name: tensors[f"{key}.{name}"] for name in _TENSORS if f"{key}.{name}" in tensors
+    }
+    tokens, loss_mask = present.get("tokens"), present.get("loss_mask")
     if (
         tokens is None
         or loss_mask is None
@@ -278,20 +247,15 @@ def _from_row(row: dict[str, Any], tensors: dict[str, Tensor], key: str = "") ->
         or (tokens.dtype, loss_mask.dtype) != (torch.int64, torch.bool)
     ):
         raise ValueError(f"{where}: tokens or loss mask absent, or of the wrong length or type")
+    branch_rows = enumerate(row.get("branches") or ())
+    branches = [_from_row(branch, tensors, f"{key}.{i}") for i, branch in branch_rows]
+    fields: dict[str, Any] = {name: decode(row[name]) for name in (*_PLAIN, "metadata")}
     return Sample(
-        **{name: decode(row[name]) for name in _PLAIN},
-        tokens=tokens,
-        loss_mask=loss_mask,
-        rollout_log_probs=found["rollout_log_probs"],
-        token_sets=found["token_sets"],
-        routes=found["routes"],
-        token_rewards=found["token_rewards"],
+        **fields,
+        **present,
         status=SampleStatus(row["status"]),
         weight_versions=tuple(tensors[f"{key}.weight_versions"].tolist()),
-        branches=tuple(
-            _from_row(branch, tensors, f"{key}.{i}")
-            for i, branch in enumerate(row.get("branches") or ())
-        ),
+        branches=tuple(branches),
     )
 
 
@@ -305,7 +269,7 @@ def check_values(groups: Sequence[SampleGroup], vocab_size: int) -> None:
     Raises:
         ValueError: Names the sample.
     """
-    samples = complete(sample for group in groups for sample in group.samples)
+    samples = complete(flatten(groups))
     ids = [sample.sample_id for sample in samples]
     if len(set(ids)) != len(ids):
         raise ValueError("two samples have the same sample_id")
@@ -360,7 +324,8 @@ def encode(value: object, where: str) -> Any:
         plain = all(type(key) is str and key not in (_TUPLE, _ITEMS) for key in value)
         return dict(items) if plain else {_ITEMS: items}
     raise ValueError(
-        f"{where} is a {type(value).__name__}; a saved rollout holds text, numbers, None, lists, tuples and dicts"
+        f"{where} is a {type(value).__name__}; a saved rollout can hold text, numbers, None, "
+        "lists, tuples and dicts"
     )
 
 

@@ -48,37 +48,33 @@ OutcomeReader = Callable[[Sequence[AnySample]], dict[str, Any]]
 
 def outcome_readers(config: RunConfig) -> list[OutcomeReader]:
     """The outcome readers of this run, which communicate; usually none."""
-    algorithm, found = config.algorithm, list[OutcomeReader]()
+    algorithm, readers = config.algorithm, list[OutcomeReader]()
     if (path := algorithm.custom_reward_post_process_path) is not None:
-        found.append(lambda samples: {"processed": processed_rewards(config, path, samples)})
+        readers.append(lambda samples: {"processed": processed_rewards(config, path, samples)})
     if config.hooks.custom_convert_samples_to_train_data_path is not None:
-        found.append(lambda samples: {"processed": train_rewards(samples)})
+        readers.append(lambda samples: {"processed": train_rewards(samples)})
     if (keys := algorithm.gdpo_reward_keys) is not None:
-        weights, own = algorithm.gdpo_reward_weights or [1.0] * len(keys), config.reward.reward_key
-        found.append(lambda samples: {"parts": reward_parts(keys, weights, own, samples)})
+        weights, reward_key = (
+            algorithm.gdpo_reward_weights or [1.0] * len(keys),
+            config.reward.reward_key,
+        )
+        readers.append(lambda samples: {"parts": reward_parts(keys, weights, reward_key, samples)})
     estimator = advantage_estimators.get(algorithm.advantage_estimator)
     by_turn, by_token = isinstance(estimator, TurnEstimator), follows_tokens(estimator)
     turn, token = config.agents.agent_turn_penalty, config.agents.agent_token_penalty
     if by_turn or by_token or turn or token:
         from slime_like.rollout.answer_credit import credit_fields
 
-        found.append(
-            partial(
-                credit_fields,
-                by_turn=by_turn,
-                turn_penalty=turn,
-                token_penalty=token,
-                by_token=by_token,
-            )
-        )
-    return found
+        reader = partial(credit_fields, by_turn=by_turn, by_token=by_token)
+        readers.append(partial(reader, turn_penalty=turn, token_penalty=token))
+    return readers
 
 
 def train_rewards(samples: Sequence[AnySample]) -> Tensor:
     """Rewards set by --custom-convert-samples-to-train-data-path, [B] float64 on all ranks.
     Collective. samples: complete on rank 0, which converted them."""
-    own = from_rank_zero(lambda: [s.metadata[TRAIN_REWARD] for s in complete(samples)])
-    return torch.tensor(own, dtype=torch.float64)
+    rewards = from_rank_zero(lambda: [s.metadata[TRAIN_REWARD] for s in complete(samples)])
+    return torch.tensor(rewards, dtype=torch.float64)
 
 
 def reward_parts(
@@ -100,20 +96,21 @@ def reward_parts(
     Raises:
         ValueError: On all ranks, for a key without a finite number in any sample.
     """
-    own = {
-        i: [_part(sample, key, reward_key) for key in keys]
-        for i, sample in enumerate(samples)
-        if isinstance(sample, Sample)
-    }
-    found = {i: row for rank in gather(own) for i, row in rank.items()}
-    rows = [found[i] for i in range(len(samples))]
+    local: dict[int, list[float]] = {}
+    for i, sample in enumerate(samples):
+        if isinstance(sample, Sample):
+            local[i] = [_part(sample, key, reward_key) for key in keys]
+    by_index: dict[int, list[float]] = {}
+    for rank_rows in gather(local):
+        by_index |= rank_rows
+    rows = [by_index[i] for i in range(len(samples))]
     values = torch.tensor(rows, dtype=torch.float64).view(len(samples), len(keys))
-    known = torch.isfinite(values).any(0).tolist()
-    absent = [key for key, is_known in zip(keys, known) if not is_known]
-    if absent:
+    has_finite = torch.isfinite(values).any(0).tolist()
+    missing = [key for key, is_finite in zip(keys, has_finite) if not is_finite]
+    if missing:
         raise ValueError(
-            f"--gdpo-reward-keys: no sample of this rollout has a finite number under {', '.join(absent)}; "
-            "see what the reward function returns"
+            "--gdpo-reward-keys: no sample of this rollout has a finite number under "
+            f"{', '.join(missing)}; check what the reward function returns"
         )
     return RewardParts(values, tuple(weights))
 

@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial as bind
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,16 +27,16 @@ from slime_like.rollout.engines.base import (
     GenerateRequest,
     RolloutEngine,
     SamplingParams,
-    asking_ranks,
+    num_generating_ranks,
 )
 from slime_like.rollout.episode import CustomGenerate, Model, SampleHook
 from slime_like.rollout.sample_plane import (
     BUFFER_SIZE,
-    bring_to_rank_zero,
+    gather_on_rank_zero,
+    refresh_index,
     share_index,
-    share_index_again,
 )
-from slime_like.rollout.sampler_choices import joined_routes, pad_token_sets, sets_of
+from slime_like.rollout.sampler_choices import join_routes, pad_token_sets, split_token_sets
 from slime_like.sample_index import AnySample, holder_of
 from slime_like.types import Prompt, Sample, SampleGroup, SampleStatus, complete
 
@@ -60,19 +61,17 @@ def training_sampling(config: RolloutConfig) -> SamplingParams:
     )
 
 
-def eval_sampling(each: EvalSet, rollout: RolloutConfig) -> SamplingParams:
+def eval_sampling(eval_set: EvalSet, rollout: RolloutConfig) -> SamplingParams:
     """Sampling parameters of an evaluation set; unset values are those of training."""
     base = training_sampling(rollout)
+    names = ("temperature", "top_p", "top_k", "stop", "stop_token_ids")
+    overrides = {name: getattr(eval_set, name) for name in names}
     return replace(
         base,
-        temperature=base.temperature if each.temperature is None else each.temperature,
-        top_p=base.top_p if each.top_p is None else each.top_p,
-        top_k=base.top_k if each.top_k is None else each.top_k,
-        max_new_tokens=each.max_response_len or base.max_new_tokens,
-        stop=base.stop if each.stop is None else each.stop,
-        stop_token_ids=base.stop_token_ids if each.stop_token_ids is None else each.stop_token_ids,
+        max_new_tokens=eval_set.max_response_len or base.max_new_tokens,
         report_token_sets=False,
         report_routes=False,
+        **{name: value for name, value in overrides.items() if value is not None},
     )
 
 
@@ -134,12 +133,11 @@ class Rollouter:
         Returns:
             A group per prompt, in order, on all ranks.
         """
-        samples = [
-            Sample.empty(prompt, prompt.group_id * n_samples + j)
-            for prompt in prompts
-            for j in range(n_samples)
-        ]
         groups: dict[int, list[AnySample]] = {prompt.group_id: [] for prompt in prompts}
+        samples: list[Sample] = []
+        for prompt in prompts:
+            first = prompt.group_id * n_samples
+            samples += [Sample.empty(prompt, first + j) for j in range(n_samples)]
         done = self.continue_generation(samples, sampling, purpose=purpose, grader=grader)
         for sample in done:
             groups[sample.group_id].append(sample)
@@ -173,12 +171,12 @@ class Rollouter:
         if world == 1:
             continued = self._continue_local(complete(samples), sampling, purpose, limit, grader)
         else:
-            asking = asking_ranks(self.engine, world)
-            holders = holders_of(samples, rank, asking, by_group=grader.args.group_rm)
-            own = complete(s for s, holder in zip(samples, holders) if holder == rank)
-            own = self._continue_local(own, sampling, purpose, limit, grader)
-            continued = share_index(own, holders, self.group)
-        return [before if is_blank(after) else after for before, after in zip(samples, continued)]
+            num_generating = num_generating_ranks(self.engine, world)
+            holders = holders_of(samples, rank, num_generating, by_group=grader.args.group_rm)
+            local = complete(s for s, holder in zip(samples, holders) if holder == rank)
+            local = self._continue_local(local, sampling, purpose, limit, grader)
+            continued = share_index(local, holders, self.group)
+        return [before if is_empty(after) else after for before, after in zip(samples, continued)]
 
     def _continue_local(
         self,
@@ -203,13 +201,13 @@ class Rollouter:
         grader = grader or self.grader
         if not grader.args.group_rm:
             return [list(group) for group in groups]
-        own = [complete(group) for group in groups if isinstance(group[0], Sample)]
-        graded = iter(grader.grade_groups(own))
-        changed = [
-            next(graded) if isinstance(group[0], Sample) else list(group) for group in groups
-        ]
-        every = iter(share_index_again([s for group in changed for s in group], self.group))
-        return [[next(every) for _ in group] for group in groups]
+        local = [complete(group) for group in groups if isinstance(group[0], Sample)]
+        graded = iter(grader.grade_groups(local))
+        samples: list[AnySample] = []
+        for group in groups:
+            samples += next(graded) if isinstance(group[0], Sample) else group
+        remaining = iter(refresh_index(samples, self.group))
+        return [list(islice(remaining, len(group))) for group in groups]
 
     async def _with_hooks(self, samples: Sequence[Sample], *, evaluation: bool) -> list[Sample]:
         return [await self.with_hook(sample, evaluation=evaluation) for sample in samples]
@@ -220,9 +218,9 @@ class Rollouter:
             return sample
         return await self.sample_hook(sample, self.tokenizer, self.rollout_id, evaluation)
 
-    def whole(self, samples: Sequence[AnySample]) -> list[AnySample]:
+    def gather(self, samples: Sequence[AnySample]) -> list[AnySample]:
         """Gather the samples with text and metadata on rank 0. Collective."""
-        return bring_to_rank_zero(samples, buffer_size=self.sample_buffer_size, group=self.group)
+        return gather_on_rank_zero(samples, buffer_size=self.sample_buffer_size, group=self.group)
 
     def _generate_local(
         self, samples: Sequence[Sample], sampling: SamplingParams, purpose: str, limit: int | None
@@ -234,31 +232,24 @@ class Rollouter:
             return self.custom_generate.run(
                 samples, model, evaluation=purpose != "train", limit=limit
             )
-        room = {
-            s.sample_id: min(
-                limit or sampling.max_new_tokens, sampling.max_new_tokens - s.response_length
-            )
-            for s in samples
+        longest = limit or sampling.max_new_tokens
+        budgets = {
+            s.sample_id: min(longest, sampling.max_new_tokens - s.response_length) for s in samples
         }
         done: dict[int, Sample] = {}
-        for length in sorted(set(room.values())):
-            part = [s for s in samples if room[s.sample_id] == length]
+        for length in sorted(set(budgets.values())):
+            chunk = [s for s in samples if budgets[s.sample_id] == length]
             requests = [
                 GenerateRequest(
                     s.sample_id,
                     tuple(s.tokens.tolist()),
                     self.seed_of(purpose, s.sample_id, s.response_length),
                 )
-                for s in part
+                for s in chunk
             ]
-            own = sampling
-            if length != sampling.max_new_tokens:
-                own = replace(sampling, max_new_tokens=length)
-            outputs = self.engine.generate(requests, own)
-            done |= {
-                s.sample_id: self.append_output(s, output, sampling)
-                for s, output in zip(part, outputs, strict=True)
-            }
+            outputs = self.engine.generate(requests, replace(sampling, max_new_tokens=length))
+            for s, output in zip(chunk, outputs, strict=True):
+                done[s.sample_id] = self.append_output(s, output, sampling)
         return [done[s.sample_id] for s in samples]
 
     def append_output(
@@ -271,7 +262,7 @@ class Rollouter:
             output: The engine's output.
             sampling: Sampling parameters; max_new_tokens is for the complete response.
         """
-        output = cut_at_stop(self.tokenizer, sample, output, sampling.stop)
+        output = truncate_at_stop(self.tokenizer, sample, output, sampling.stop)
         assert sample.rollout_log_probs is not None
         length = sample.response_length + len(output.tokens)
         aborted = output.finish_reason == "abort" and output.failure is None
@@ -282,10 +273,10 @@ class Rollouter:
         log_probs = torch.tensor(output.log_probs, dtype=torch.float32)
         sets = None
         if output.token_sets is not None:
-            sets = pad_token_sets([*sets_of(sample.token_sets), *output.token_sets])
+            sets = pad_token_sets([*split_token_sets(sample.token_sets), *output.token_sets])
         routes = None
         if sample.routes is not None or output.routes is not None:
-            routes = joined_routes(sample.routes, output.routes, tokens.numel())
+            routes = join_routes(sample.routes, output.routes, tokens.numel())
         metadata = sample.metadata
         if output.failure is not None:
             metadata = {**metadata, "failure": output.failure}
@@ -306,23 +297,27 @@ class Rollouter:
 
 
 def holders_of(
-    samples: Sequence[AnySample], rank: int, asking: int, *, by_group: bool
+    samples: Sequence[AnySample], rank: int, num_generating: int, *, by_group: bool
 ) -> list[int]:
     """The rank that continues each sample, equal on all ranks: its holder, or round-robin over the
-    generating ranks for new samples. rank: this rank. by_group: assign whole groups."""
-    begun = [bool(s.response_length) for s in samples]
-    groups = {
-        group_id: i % asking
-        for i, group_id in enumerate(dict.fromkeys(s.group_id for s in samples))
-    }
-    groups |= {s.group_id: holder_of(s, rank) for s, has_begun in zip(samples, begun) if has_begun}
-    return [
-        holder_of(s, rank) if has_begun else groups[s.group_id] if by_group else place % asking
-        for place, (s, has_begun) in enumerate(zip(samples, begun))
-    ]
+    first `num_generating` ranks for new samples. rank: this rank. by_group: keep groups on one
+    rank."""
+    group_holders: dict[int, int] = {}
+    for sample in samples:
+        group_holders.setdefault(sample.group_id, len(group_holders) % num_generating)
+    for sample in samples:
+        if sample.response_length:
+            group_holders[sample.group_id] = holder_of(sample, rank)
+    holders = []
+    for i, sample in enumerate(samples):
+        if sample.response_length:
+            holders.append(holder_of(sample, rank))
+        else:
+            holders.append(group_holders[sample.group_id] if by_group else i % num_generating)
+    return holders
 
 
-def is_blank(sample: AnySample) -> bool:
+def is_empty(sample: AnySample) -> bool:
     """Whether the sample is empty and unfinished, so that every rank holds it."""
     return not sample.response_length and not sample.ended
 
@@ -334,7 +329,7 @@ _STATUS = {
 }
 
 
-def cut_at_stop(
+def truncate_at_stop(
     tokenizer: PreTrainedTokenizerBase, sample: Sample, output: GenerateOutput, stop: Sequence[str]
 ) -> GenerateOutput:
     """Truncate the output after a stop string that began in the sample's earlier tokens, which the

@@ -3,7 +3,7 @@
 All ranks have the index of a rollout (`sample_index.py`); tokens stay where they were generated
 until the training ranks are known. Then they are sent once, as tensors (`deliver_samples`), in
 messages with sizes known from the index. For user functions and files, complete samples are
-gathered on rank 0 (`bring_to_rank_zero`).
+gathered on rank 0 (`gather_on_rank_zero`).
 
 Every function is collective over all ranks. group: a process group of all ranks for tensors in host
 memory, if the default group is in use by another thread.
@@ -11,6 +11,7 @@ memory, if the default group is in use by another thread.
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -72,10 +73,7 @@ def _columns(sample: AnySample) -> list[tuple[str, torch.dtype, int]]:
 def _size(sample: AnySample, name: str) -> int:
     if isinstance(sample, Sample):
         return int(getattr(sample, name).numel())
-    size = 1
-    for extent in sample.shape(name):
-        size *= extent
-    return size
+    return math.prod(sample.shape(name))
 
 
 def payload_size(sample: AnySample) -> int:
@@ -93,36 +91,36 @@ def pack_payload(sample: Sample) -> Tensor:
     return torch.cat(parts)
 
 
-def unpack_payload(known: RemoteSample, payload: Tensor) -> Sample:
-    """Inverse of `pack_payload`; the sample has no text and metadata. known: this rank's metadata
+def unpack_payload(remote: RemoteSample, payload: Tensor) -> Sample:
+    """Inverse of `pack_payload`; the sample has no text and metadata. remote: this rank's metadata
     of the sample. payload: [n] uint8; its memory is not referenced afterwards."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     start = 0
-    for name, dtype, count in _columns(known):
+    for name, dtype, count in _columns(remote):
         end = start + dtype.itemsize * count
-        found[name] = payload[start:end].clone().view(dtype)
+        fields[name] = payload[start:end].clone().view(dtype)
         start = end
     for name in OPTIONAL_TENSORS:
-        if name in found:
-            found[name] = found[name].view(known.shape(name))
-    versions = found.pop("weight_versions", None)
+        if name in fields:
+            fields[name] = fields[name].view(remote.shape(name))
+    versions = fields.pop("weight_versions", None)
     if versions is None:
-        (version,) = known.version_counts if known.versions_length else (0,)
-        versions_of_tokens = (version,) * known.versions_length
+        (version,) = remote.version_counts if remote.versions_length else (0,)
+        token_versions = (version,) * remote.versions_length
     else:
-        versions_of_tokens = tuple(versions.tolist())
-    return Sample(
-        group_id=known.group_id,
-        sample_id=known.sample_id,
-        tokens=found.pop("tokens").to(torch.int64),
-        response_length=known.response_length,
-        loss_mask=found.pop("loss_mask").view(torch.bool),
-        reward=known.reward,
-        status=known.status,
-        weight_versions=versions_of_tokens,
-        metadata=greedy_metadata(known),
-        **found,
+        token_versions = tuple(versions.tolist())
+    sample = Sample(
+        group_id=remote.group_id,
+        sample_id=remote.sample_id,
+        tokens=fields.pop("tokens").to(torch.int64),
+        response_length=remote.response_length,
+        loss_mask=fields.pop("loss_mask").view(torch.bool),
+        reward=remote.reward,
+        status=remote.status,
+        weight_versions=token_versions,
+        metadata=greedy_metadata(remote),
     )
+    return replace(sample, **fields)
 
 
 _TEXTS = ("text", "response", "label", "metadata", "branches")
@@ -153,7 +151,7 @@ class Delivered:
 
 
 def share_index(
-    own: Sequence[Sample], holders: Sequence[int], group: dist.ProcessGroup | None = None
+    local: Sequence[Sample], holders: Sequence[int], group: dist.ProcessGroup | None = None
 ) -> list[AnySample]:
     """Exchange metadata: returns all samples, local ones unchanged, others as `RemoteSample`.
 
@@ -163,59 +161,60 @@ def share_index(
     """
     rank, world = _rank_and_world()
     if world == 1:
-        return list(own)
+        return list(local)
     counts = np.bincount(np.asarray(holders, dtype=np.int64), minlength=world)
-    rows, versions = rows_of(own, rank)
+    rows, versions = rows_of(local, rank)
     tables = [
-        part.view(ROW) for part in _gathered(rows.view(np.uint8), counts * ROW.itemsize, group)
+        part.view(ROW)
+        for part in _all_gather_varying(rows.view(np.uint8), counts * ROW.itemsize, group)
     ]
     several = np.array([num_several(table) for table in tables])
     pairs = [
         part.view(np.int32).reshape(-1, 2)
-        for part in _gathered(versions.reshape(-1).view(np.uint8), several * 8, group)
+        for part in _all_gather_varying(versions.reshape(-1).view(np.uint8), several * 8, group)
     ]
-    of_ranks: list[Iterator[AnySample]] = [
-        iter(own) if other == rank else iter(remote_samples(tables[other], pairs[other]))
+    by_rank: list[Iterator[AnySample]] = [
+        iter(local) if other == rank else iter(remote_samples(tables[other], pairs[other]))
         for other in range(world)
     ]
-    return [next(of_ranks[holder]) for holder in holders]
+    return [next(by_rank[holder]) for holder in holders]
 
 
-def _gathered(
-    own: np.ndarray, nbytes: np.ndarray, group: dist.ProcessGroup | None
+def _all_gather_varying(
+    local: np.ndarray, nbytes: np.ndarray, group: dist.ProcessGroup | None
 ) -> list[np.ndarray]:
     """All-gather of variable size. nbytes: bytes of each rank, equal on all ranks."""
     longest = int(nbytes.max())
     if not longest:
         return [np.empty(0, dtype=np.uint8) for _ in nbytes]
     if longest * len(nbytes) > 2 * int(nbytes.sum()):
-        return _broadcast(own, nbytes, group)
-    mine = torch.zeros(longest, dtype=torch.uint8)
-    mine[: own.size] = torch.from_numpy(own)
+        return _broadcast_each(local, nbytes, group)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: local.size] = torch.from_numpy(local)
     table = torch.empty(longest * len(nbytes), dtype=torch.uint8)
-    dist.all_gather_into_tensor(table, mine, group=group)
+    dist.all_gather_into_tensor(table, padded, group=group)
     return [
         row[:size].numpy().copy()
         for row, size in zip(table.view(len(nbytes), -1), nbytes.tolist(), strict=True)
     ]
 
 
-def _broadcast(
-    own: np.ndarray, nbytes: np.ndarray, group: dist.ProcessGroup | None
+def _broadcast_each(
+    local: np.ndarray, nbytes: np.ndarray, group: dist.ProcessGroup | None
 ) -> list[np.ndarray]:
-    """As `_gathered`, by a broadcast from each rank, for very unequal sizes: an all-gather pads
+    """As `_all_gather_varying`, by a broadcast from each rank, for very unequal sizes: an all-gather pads
     every row to the longest, so its size grows with the number of ranks."""
-    found = []
+    parts = []
     for source, size in enumerate(nbytes.tolist()):
-        mine = own if source == dist.get_rank() else np.empty(size, dtype=np.uint8)
-        buffer = torch.from_numpy(np.ascontiguousarray(mine))
+        part = local if source == dist.get_rank() else np.empty(size, dtype=np.uint8)
+        buffer = torch.from_numpy(np.ascontiguousarray(part))
         if size:
             dist.broadcast(buffer, src=source, group=group)
-        found.append(buffer.numpy())
-    return found
+        parts.append(buffer.numpy())
+    return parts
 
 
-def share_index_again(
+def refresh_index(
     samples: Sequence[AnySample], group: dist.ProcessGroup | None = None
 ) -> list[AnySample]:
     """Exchange metadata again after the holders changed their samples."""
@@ -243,23 +242,25 @@ def with_branches(
         for name in ("token_rewards", "teacher_log_probs", "teacher_prompt") if count else ():
             if s.has(name):
                 raise ValueError(
-                    f"sample {s.sample_id} is an episode of {count + 1} sequences, and has "
-                    f"{name} for the first alone; give the episode one reward, and no served teacher or --opd-type self"
+                    f"sample {s.sample_id} is an episode of {count + 1} sequences, and only the "
+                    f"first has {name}; use one reward per episode, and no served teacher or "
+                    "--opd-type self"
                 )
     rank = _rank_and_world()[0]
-    holders = [holder_of(s, rank) for s, count in zip(samples, counts) for _ in range(count + 1)]
-    own: list[Sample] = []
-    for s in samples:
+    holders: list[int] = []
+    local: list[Sample] = []
+    for s, count in zip(samples, counts):
+        holders += [holder_of(s, rank)] * (count + 1)
         if isinstance(s, Sample):
-            own.append(replace(s, branches=()))
-            own += [
+            local.append(replace(s, branches=()))
+            local += [
                 replace(branch, reward=s.reward, metadata=s.metadata, status=s.status)
                 for branch in s.branches
             ]
-    return share_index(own, holders, group)
+    return share_index(local, holders, group)
 
 
-def delivery_of(
+def plan_delivery(
     samples: Sequence[AnySample], rank: int, sharings: Sequence[Sharing], buffer_size: int
 ) -> Delivery:
     """Plan which rank sends which sample to which rank; equal on all ranks."""
@@ -283,11 +284,11 @@ def deliver_samples(
         buffer_size: Bytes in flight per rank.
     """
     rank = _rank_and_world()[0]
-    delivery = delivery_of(samples, rank, sharings, buffer_size)
-    return _moved(samples, delivery, rank, pack_payload, unpack_payload, group)
+    delivery = plan_delivery(samples, rank, sharings, buffer_size)
+    return _exchange(samples, delivery, rank, pack_payload, unpack_payload, group)
 
 
-def bring_to_rank_zero(
+def gather_on_rank_zero(
     samples: Sequence[AnySample],
     *,
     buffer_size: int = BUFFER_SIZE,
@@ -308,11 +309,11 @@ def bring_to_rank_zero(
     to_zero = Sharing(np.arange(world).clip(max=1), np.zeros(len(samples), dtype=np.int64))
     delivery = Delivery(holders, tensors + sizes.numpy(), [to_zero], buffer_size=buffer_size)
 
-    def unpack(known: RemoteSample, packed: Tensor) -> Sample:
-        size = payload_size(known)
-        return with_texts(unpack_payload(known, packed[:size]), packed[size:])
+    def unpack(remote: RemoteSample, packed: Tensor) -> Sample:
+        size = payload_size(remote)
+        return with_texts(unpack_payload(remote, packed[:size]), packed[size:])
 
-    found = _moved(
+    gathered = _exchange(
         samples,
         delivery,
         rank,
@@ -320,10 +321,10 @@ def bring_to_rank_zero(
         unpack,
         group,
     ).samples
-    return [found.get(place, sample) for place, sample in enumerate(samples)]
+    return [gathered.get(place, sample) for place, sample in enumerate(samples)]
 
 
-def _moved(
+def _exchange(
     samples: Sequence[AnySample],
     delivery: Delivery,
     rank: int,
@@ -332,30 +333,30 @@ def _moved(
     group: dist.ProcessGroup | None,
 ) -> Delivered:
     """Exchange: the samples that this rank needs, local and received ones."""
-    wanted = np.flatnonzero(delivery.wanted_by(rank)).tolist()
-    found: dict[int, Sample] = {}
-    for place in wanted:
+    needed = np.flatnonzero(delivery.wanted_by(rank)).tolist()
+    samples_by_index: dict[int, Sample] = {}
+    for place in needed:
         sample = samples[place]
         if isinstance(sample, Sample):
-            found[place] = sample
+            samples_by_index[place] = sample
 
-    def packed(place: int) -> Tensor:
+    def pack_at(place: int) -> Tensor:
         sample = samples[place]
-        return pack(sample if isinstance(sample, Sample) else found[place])
+        return pack(sample if isinstance(sample, Sample) else samples_by_index[place])
 
-    def take(place: int, payload: Tensor) -> None:
-        known = samples[place]
-        assert isinstance(known, RemoteSample)
-        found[place] = unpack(known, payload)
+    def receive(place: int, payload: Tensor) -> None:
+        remote = samples[place]
+        assert isinstance(remote, RemoteSample)
+        samples_by_index[place] = unpack(remote, payload)
 
-    traffic = deliver(delivery, rank, packed, take, GroupTransport(group))
-    for place in wanted:
-        if place not in found:  # its payload is empty, so no message was sent
-            take(place, torch.empty(0, dtype=torch.uint8))
-    return Delivered(found, traffic)
+    traffic = deliver(delivery, rank, pack_at, receive, GroupTransport(group))
+    for place in needed:
+        if place not in samples_by_index:  # its payload is empty, so no message was sent
+            receive(place, torch.empty(0, dtype=torch.uint8))
+    return Delivered(samples_by_index, traffic)
 
 
-def sharing_of(part_of_rank: Sequence[int], places: Sequence[Sequence[int]]) -> Sharing:
+def make_sharing(part_of_rank: Sequence[int], places: Sequence[Sequence[int]]) -> Sharing:
     """The `Sharing` of an assignment. part_of_rank: data-parallel rank of every rank. places:
     sample indices of every data-parallel rank."""
     parts: Places = np.zeros(sum(map(len, places)), dtype=np.int64)

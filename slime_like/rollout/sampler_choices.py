@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 
-def joined_routes(before: Tensor | None, now: Tensor | None, length: int) -> Tensor | None:
+def join_routes(before: Tensor | None, now: Tensor | None, length: int) -> Tensor | None:
     """Routed experts [length, layers, topk] of a continued sample: tokens keep those of the pass
     that first computed them, under the weights of that time. before, now: routes before the
     request, and from its output."""
@@ -18,18 +18,18 @@ def joined_routes(before: Tensor | None, now: Tensor | None, length: int) -> Ten
         return before if before is not None and before.size(0) == length else None
     routes = now[:length].clone()
     if before is not None:
-        known = routes[: before.size(0)]
-        known.copy_(torch.where(before >= 0, before, known))
+        known_routes = routes[: before.size(0)]
+        known_routes.copy_(torch.where(before >= 0, before, known_routes))
     return routes
 
 
-def full_routes(parts: Sequence[Tensor], length: int) -> Tensor:
+def pad_routes(parts: Sequence[Tensor], length: int) -> Tensor:
     """Concatenate `parts` and pad with -1 to [length, layers, topk]."""
-    known = torch.cat(list(parts))[:length]
-    return torch.cat([known, known.new_full((length - known.size(0), *known.shape[1:]), -1)])
+    routes = torch.cat(list(parts))[:length]
+    return torch.cat([routes, routes.new_full((length - routes.size(0), *routes.shape[1:]), -1)])
 
 
-def sets_of(token_sets: Tensor | None) -> list[Tensor]:
+def split_token_sets(token_sets: Tensor | None) -> list[Tensor]:
     """The sets in the result of `pad_token_sets`, without padding."""
     return [] if token_sets is None else [row[row >= 0] for row in token_sets]
 
@@ -43,6 +43,6 @@ def pad_token_sets(sets: Sequence[Tensor]) -> Tensor:
     )
 
 
-def no_sets(count: int) -> list[Tensor]:
+def empty_token_sets(count: int) -> list[Tensor]:
     """Empty sets, for `count` tokens that the model did not generate."""
     return [torch.empty(0, dtype=torch.int32)] * count

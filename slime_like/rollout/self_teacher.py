@@ -18,9 +18,17 @@ import torch.distributed as dist
 from arguments.schema import DistillationConfig
 from slime_like.data.prompt_format import PromptFormat
 from slime_like.distributed.collectives import gather, together
-from slime_like.rollout.sample_plane import share_index_again
+from slime_like.rollout.sample_plane import refresh_index
 from slime_like.sample_index import AnySample
-from slime_like.types import REWARD_DETAILS, TEACHER_CONTEXT, Sample, SampleGroup, SampleStatus
+from slime_like.types import (
+    REWARD_DETAILS,
+    TEACHER_CONTEXT,
+    Sample,
+    SampleGroup,
+    SampleStatus,
+    flatten,
+    regroup,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,40 +46,39 @@ class TeacherPrompts:
         """Add `teacher_prompt` to samples that have a demonstration or feedback; returns metrics
         too. Collective. group: of all ranks. Raises ValueError for an invalid template."""
         examples = self._examples(groups, group)
-        everyone = [s for each in groups for s in each.samples]
-        shared = share_index_again(
-            together(lambda: self._with_prompts(everyone, examples), group), group
-        )
-        without = sum(not s.has("teacher_prompt") for s in shared)
-        found = iter(shared)
-        return [SampleGroup(g.group_id, tuple(next(found) for _ in g.samples)) for g in groups], {
-            "rollout/opd_untaught": float(without)
-        }
+        samples = together(lambda: self._with_prompts(flatten(groups), examples), group)
+        samples = refresh_index(samples, group)
+        num_untaught = sum(not s.has("teacher_prompt") for s in samples)
+        return regroup(groups, samples), {"rollout/opd_untaught": float(num_untaught)}
 
     def _with_prompts(
         self, samples: Sequence[AnySample], examples: Mapping[int, str]
     ) -> list[AnySample]:
         """The samples, those on this rank with their teacher prompts."""
         texts: dict[int, str] = {}
-        for place, sample in enumerate(samples):
+        for i, sample in enumerate(samples):
             if isinstance(sample, Sample) and TEACHER_CONTEXT in sample.metadata:
                 text = self._text(sample, examples.get(sample.sample_id))
-                texts |= {} if text is None else {place: text}
-        found = list(samples)
-        for place, tokens in zip(texts, self.form.tokenise(list(texts.values())) if texts else ()):
-            sample = found[place]
+                if text is not None:
+                    texts[i] = text
+        result = list(samples)
+        if not texts:
+            return result
+        for i, tokens in zip(texts, self.form.tokenise(list(texts.values()))):
+            sample = result[i]
             assert isinstance(sample, Sample)
             if self._fits(len(tokens), sample.response_length):
                 prompt = torch.tensor(tokens, dtype=torch.int32)
-                found[place] = replace(sample, teacher_prompt=prompt)
-        return found
+                result[i] = replace(sample, teacher_prompt=prompt)
+        return result
 
     def _text(self, sample: Sample, example: str | None) -> str | None:
         """Text of the teacher prompt; None without a demonstration or feedback. example: a
         successful response of another sample."""
         config = self.config
-        given = sample.metadata[TEACHER_CONTEXT]["demonstration"]
-        demonstration = example if given is None else given
+        demonstration = sample.metadata[TEACHER_CONTEXT]["demonstration"]
+        if demonstration is None:
+            demonstration = example
         feedback = feedback_of(sample, config.opd_feedback_key)
         if not demonstration and not feedback:
             return None
@@ -99,17 +106,18 @@ class TeacherPrompts:
         which responses are exchanged: at most two per group."""
         if self.config.opd_success_reward is None:
             return {}
-        chosen = {
-            i: j for each in groups for i, j in _choices(each, self.config.opd_success_reward)
-        }
-        wanted = set(chosen.values())
-        own = {
+        chosen: dict[int, int] = {}
+        for each in groups:
+            chosen.update(_choices(each, self.config.opd_success_reward))
+        chosen_ids = set(chosen.values())
+        local = {
             s.sample_id: s.response
-            for each in groups
-            for s in each.samples
-            if isinstance(s, Sample) and s.sample_id in wanted
+            for s in flatten(groups)
+            if isinstance(s, Sample) and s.sample_id in chosen_ids
         }
-        texts = {i: text for of_rank in gather(own, group) for i, text in of_rank.items()}
+        texts: dict[int, str] = {}
+        for rank_texts in gather(local, group):
+            texts |= rank_texts
         return {i: texts[j] for i, j in chosen.items()}
 
 
@@ -135,13 +143,14 @@ def feedback_of(sample: Sample, key: str | None) -> str | None:
     if key is None:
         return None
     details = sample.metadata.get(REWARD_DETAILS)
-    found: object = details.get(key) if isinstance(details, Mapping) else None
-    found = sample.metadata.get(key) if found is None else found
-    if found is None or isinstance(found, str):
-        return found
+    feedback: object = details.get(key) if isinstance(details, Mapping) else None
+    if feedback is None:
+        feedback = sample.metadata.get(key)
+    if feedback is None or isinstance(feedback, str):
+        return feedback
     raise ValueError(
-        f"--opd-feedback-key {key}: sample {sample.sample_id} has a {type(found).__name__} there; "
-        "feedback is text"
+        f"--opd-feedback-key {key}: the feedback of sample {sample.sample_id} must be text, not "
+        f"{type(feedback).__name__}"
     )
 
 
@@ -151,6 +160,6 @@ def fill(template: str, **parts: str) -> str:
     filled = [before]
     for piece in rest:
         name, closed, after = piece.partition("}")
-        known = bool(closed) and name in parts
-        filled.append(parts[name] + after if known else "{" + piece)
+        is_field = bool(closed) and name in parts
+        filled.append(parts[name] + after if is_field else "{" + piece)
     return "".join(filled)

@@ -8,10 +8,10 @@ alone decides which data-parallel rank trains on which of them.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -37,7 +37,6 @@ from slime_like.sample_index import AnySample, RemoteSample, untrained
 from slime_like.types import (
     Episodes,
     Sample,
-    SampleGroup,
     SampleStatus,
     TrainBatch,
     TrainSample,
@@ -50,15 +49,15 @@ from slime_like.types import (
 class StepPlan:
     """Size of an optimizer step, and its split over data-parallel ranks: rank d gets the d-th
     block, or, with a `linear_cost` (see `seqlen_balancing.linear_cost`), samples of equal total
-    cost; with `equal_counts` also the same number. `together`: number of adjacent samples that stay
-    on one rank."""
+    cost; with `equal_counts` also the same number. `samples_together`: number of adjacent samples
+    that stay on one rank."""
 
     global_batch_size: int
     dp_size: int
     dp_rank: int
     linear_cost: float | None = None
     equal_counts: bool = True
-    together: int = 1
+    samples_together: int = 1
 
     def steps(self, samples: Sequence[AnySample]) -> list[Sequence[AnySample]]:
         """The samples of each optimizer step, over all ranks."""
@@ -69,28 +68,23 @@ class StepPlan:
                 "episodes of several sequences make optimizer steps of unequal size; add "
                 "--use-dynamic-batch-size and --max-tokens-per-gpu"
             )
-        return [samples[a:b] for a, b in pairwise([*first[::size], len(samples)])]
+        bounds = [*first[::size], len(samples)]
+        return [samples[start:end] for start, end in itertools.pairwise(bounds)]
 
-    def share(self, samples: Sequence[AnySample]) -> DataParallelAssignment:
+    def assign(self, samples: Sequence[AnySample]) -> DataParallelAssignment:
         """Assign samples to ranks. Equal on all ranks, without communication."""
-        lengths = [[s.total_length for s in step] for step in self.steps(samples)]
-        shares = DataParallelAssignment(
-            tuple(tuple(self._share_step(step)) for step in lengths),
-            self.dp_rank,
-            {},
-        )
-        return (
-            replace(shares, metrics=self._metrics(lengths, shares.positions))
-            if self.linear_cost is not None
-            else shares
-        )
+        lengths = [_total_lengths(step) for step in self.steps(samples)]
+        positions = tuple(tuple(self._assign_step(step)) for step in lengths)
+        metrics = {} if self.linear_cost is None else self._metrics(lengths, positions)
+        return DataParallelAssignment(positions, self.dp_rank, metrics)
 
-    def _share_step(self, lengths: Sequence[int]) -> list[tuple[int, ...]]:
-        size = self.together
+    def _assign_step(self, lengths: Sequence[int]) -> list[tuple[int, ...]]:
+        """The sample indices of each rank, for the sample lengths of one step."""
+        size = self.samples_together
         if self.linear_cost is None:
             units = len(lengths) // size
             bounds = [size * (units * d // self.dp_size) for d in range(self.dp_size + 1)]
-            return [tuple(range(a, b)) for a, b in pairwise(bounds)]
+            return [tuple(range(start, end)) for start, end in itertools.pairwise(bounds)]
         costs = unit_sums(sequence_costs(lengths, self.linear_cost), size)
         return [
             tuple(members(part, size).tolist())
@@ -103,14 +97,14 @@ class StepPlan:
         """Load imbalance (maximum over mean of the ranks), by cost and by tokens, averaged over the
         optimizer steps."""
         assert self.linear_cost is not None
+
+        def rank_imbalance(values: np.ndarray, ranks: Sequence[Sequence[int]]) -> float:
+            return imbalance(np.array([values[list(indices)].sum() for indices in ranks]))
+
         work, tokens = [], []
-        for step, parts in zip(lengths, positions):
-            costs, counts = (
-                sequence_costs(step, self.linear_cost),
-                np.asarray(step, dtype=np.float64),
-            )
-            work.append(imbalance(np.array([costs[list(part)].sum() for part in parts])))
-            tokens.append(imbalance(np.array([counts[list(part)].sum() for part in parts])))
+        for step, ranks in zip(lengths, positions):
+            work.append(rank_imbalance(sequence_costs(step, self.linear_cost), ranks))
+            tokens.append(rank_imbalance(np.asarray(step, dtype=np.float64), ranks))
         return {
             "perf/rank_work_max_over_mean": float(np.mean(work)),
             "perf/rank_tokens_max_over_mean": float(np.mean(tokens)),
@@ -127,15 +121,18 @@ class DataParallelAssignment:
     dp_rank: int
     metrics: dict[str, float]
 
-    def mine(self, step: int) -> tuple[int, ...]:
+    def indices_in_step(self, step: int) -> tuple[int, ...]:
         """Indices of this rank's samples within an optimizer step."""
         return self.positions[step][self.dp_rank]
 
     def indices_of(self, rank: int) -> list[int]:
         """Indices of a data-parallel rank's samples among all samples of the rollout."""
-        sizes = [sum(map(len, of_ranks)) for of_ranks in self.positions]
-        starts = accumulate(sizes, initial=0)
-        return [start + i for start, of in zip(starts, self.positions) for i in of[rank]]
+        indices: list[int] = []
+        start = 0
+        for step in self.positions:
+            indices += [start + i for i in step[rank]]
+            start += sum(map(len, step))
+        return indices
 
     @property
     def local_indices(self) -> list[int]:
@@ -143,8 +140,8 @@ class DataParallelAssignment:
         return self.indices_of(self.dp_rank)
 
 
-def flatten(groups: Sequence[SampleGroup]) -> list[AnySample]:
-    return [sample for group in groups for sample in group.samples]
+def _total_lengths(samples: Sequence[AnySample]) -> list[int]:
+    return [s.total_length for s in samples]
 
 
 def mask_failed(sample: AnySample) -> AnySample:
@@ -165,13 +162,14 @@ def check_token_sets(samples: Sequence[AnySample], *, wanted: bool) -> None:
     for s in samples:
         if wanted and s.active_tokens and not s.has("token_sets"):
             raise ValueError(
-                f"--renormalize-sampled-log-probs: sample {s.sample_id} does not tell which tokens it was sampled from; it was recorded without "
-                "this flag, or its engine cannot tell"
+                f"--renormalize-sampled-log-probs: sample {s.sample_id} has no sampling mask; it "
+                "was recorded without this flag, or the engine does not report sampling masks"
             )
         if not wanted and s.has("token_sets"):
             raise ValueError(
-                f"sample {s.sample_id} was recorded with --renormalize-sampled-log-probs, and its log-probs are over few tokens; give the flag, "
-                "and --rollout-top-k and --rollout-top-p of that run"
+                f"sample {s.sample_id} was recorded with --renormalize-sampled-log-probs: its "
+                "log-probs are normalised over the sampling mask; give this flag, and the "
+                "--rollout-top-k and --rollout-top-p of that run"
             )
 
 
@@ -184,7 +182,7 @@ def step_weights(
     """The token weight `u` of each sample of one optimizer step. The sequences of an episode count
     as one sample, so that the loss does not depend on how it was split."""
     episodes = episodes_of(step)
-    active = _by_episode(episodes, [s.active_tokens for s in step])
+    active = _sum_by_episode(episodes, [s.active_tokens for s in step])
     weights = reduction_weights(
         reduction,
         active_tokens=active,
@@ -196,7 +194,7 @@ def step_weights(
     return [float(weights[i]) for i in episodes.of]
 
 
-def _by_episode(episodes: Episodes, counts: Sequence[int]) -> Tensor:
+def _sum_by_episode(episodes: Episodes, counts: Sequence[int]) -> Tensor:
     """Sum per-sample `counts` over the samples of each episode: [episodes] int64."""
     sums = torch.zeros(len(episodes.first), dtype=torch.int64)
     return sums.index_add(0, torch.tensor(episodes.of), torch.tensor(counts, dtype=torch.int64))
@@ -205,22 +203,21 @@ def _by_episode(episodes: Episodes, counts: Sequence[int]) -> Tensor:
 def nll_weights(step: Sequence[AnySample]) -> list[float]:
     """Token weight of the positive NLL term per sample: 1 / (active tokens of all samples of the
     step with a reward above 0) for those samples, 0 for others."""
-    good = [s.reward is not None and s.reward > 0 for s in step]
-    tokens = sum(s.active_tokens for s, is_good in zip(step, good) if is_good)
-    return [1.0 / max(tokens, 1) if is_good else 0.0 for is_good in good]
+    is_positive = [s.reward is not None and s.reward > 0 for s in step]
+    tokens = sum(s.active_tokens for s, positive in zip(step, is_positive) if positive)
+    return [1.0 / max(tokens, 1) if positive else 0.0 for positive in is_positive]
 
 
 def outcomes_of(samples: Sequence[AnySample]) -> Outcomes:
     """Inputs of advantage estimators for all episodes of a rollout; a missing reward is NaN. Greedy
     rewards are set if every sample has one. Token rewards: of this rank's samples only."""
     episodes = episodes_of(samples)
-    lengths = _by_episode(episodes, [s.active_tokens for s in samples])
+    lengths = _sum_by_episode(episodes, [s.active_tokens for s in samples])
     samples = [samples[i] for i in episodes.first]
+    rewards = [math.nan if s.reward is None else s.reward for s in samples]
     greedy = [s.greedy_reward for s in samples]
     return Outcomes(
-        rewards=torch.tensor(
-            [math.nan if s.reward is None else s.reward for s in samples], dtype=torch.float64
-        ),
+        rewards=torch.tensor(rewards, dtype=torch.float64),
         group_ids=torch.tensor([s.group_id for s in samples]),
         lengths=lengths,
         greedy_rewards=None if None in greedy else torch.tensor(greedy, dtype=torch.float64),
@@ -237,7 +234,7 @@ def train_samples(
     loss_norm_length: int | None = None,
     micro_batch_size: int | None = None,
     positive_nll: bool = False,
-    shares: DataParallelAssignment | None = None,
+    assignment: DataParallelAssignment | None = None,
 ) -> list[list[TrainSample]]:
     """This rank's samples of each optimizer step with token weights; advantages and trainer
     log-probs are added later.
@@ -251,16 +248,17 @@ def train_samples(
         shares: The plan's assignment, if known already.
     """
     with_log_probs = has_rollout_log_probs(samples)
-    shares = shares or plan.share(samples)
+    assignment = assignment or plan.assign(samples)
     result = []
     for k, step in enumerate(plan.steps(samples)):
         weights = step_weights(step, reduction, loss_norm_length, micro_batch_size)
         nll = nll_weights(step) if positive_nll else [None] * len(weights)
-        mine = zip(shares.mine(k), complete(step[i] for i in shares.mine(k)), strict=True)
+        indices = assignment.indices_in_step(k)
+        local = complete(step[i] for i in indices)
         result.append(
             [
                 _train_sample(sample, weights[i], nll[i], with_log_probs=with_log_probs)
-                for i, sample in mine
+                for i, sample in zip(indices, local, strict=True)
             ]
         )
     return result
@@ -272,15 +270,15 @@ def _train_sample(
     def per_token(value: float) -> Tensor:
         return torch.full((sample.response_length,), value, dtype=torch.float32)
 
-    rollout_log_probs = (
-        per_token(0.0) if sample.rollout_log_probs is None else sample.rollout_log_probs
-    )
+    rollout_log_probs = sample.rollout_log_probs if with_log_probs else None
+    if with_log_probs and rollout_log_probs is None:
+        rollout_log_probs = per_token(0.0)
     return TrainSample(
         tokens=sample.tokens,
         response_length=sample.response_length,
         loss_mask=sample.loss_mask,
         loss_weights=per_token(weight),
-        rollout_log_probs=rollout_log_probs if with_log_probs else None,
+        rollout_log_probs=rollout_log_probs,
         token_sets=sample.token_sets,
         routes=sample.routes,
         rewards=per_token(math.nan if sample.reward is None else sample.reward),
@@ -292,10 +290,12 @@ def map_steps(
     steps: Sequence[Sequence[TrainSample]], change: Callable[[int, TrainSample], TrainSample]
 ) -> list[TrainBatch]:
     """Apply `change(i, sample)` to every sample, i counting over all steps."""
-    batches, i = [], 0
+    batches: list[TrainBatch] = []
+    start = 0
     for step in steps:
-        batches.append(TrainBatch(tuple(change(i + j, sample) for j, sample in enumerate(step))))
-        i += len(step)
+        samples = [change(i, sample) for i, sample in enumerate(step, start)]
+        batches.append(TrainBatch(tuple(samples)))
+        start += len(step)
     return batches
 
 
@@ -327,11 +327,9 @@ def correct_steps(
     Raises:
         ValueError: Active tokens have no rollout log-probs; see `has_rollout_log_probs`.
     """
-    function = (
-        None
-        if config is None or config.custom_tis_function_path is None
-        else load_function(config.custom_tis_function_path, "--custom-tis-function-path")
-    )
+    function = None
+    if config is not None and config.custom_tis_function_path is not None:
+        function = load_function(config.custom_tis_function_path, "--custom-tis-function-path")
     accumulator = MetricAccumulator()
     corrections: list[SampleCorrection] = []
     for step in steps:
@@ -339,9 +337,9 @@ def correct_steps(
         correction = _correct(config, function, step, old, group)
         accumulator.add(correction.metrics)
         lengths = [s.response_length for s in step]
-        keeps = _split(correction.keep_mask, lengths)
+        keep_masks = _split(correction.keep_mask, lengths)
         weights = _split(correction.importance_weights, lengths)
-        corrections += [SampleCorrection(keep, weight) for keep, weight in zip(keeps, weights)]
+        corrections += map(SampleCorrection, keep_masks, weights)
     return corrections, with_ess(accumulator.reduce(group))
 
 
@@ -356,14 +354,13 @@ def _correct(
     rollout = [_rollout_log_probs(sample, o) for sample, o in zip(step, old)]
     masks = [s.loss_mask for s in step]
     if config is not None and function is not None:
-        totals = [int(s.tokens.numel()) for s in step]
         return custom_correction(
             function,
             config,
             old_log_probs=old,
             rollout_log_probs=rollout,
             loss_masks=masks,
-            total_lengths=totals,
+            total_lengths=[int(s.tokens.numel()) for s in step],
         )
     lengths = torch.tensor([s.response_length for s in step])
     tensors = dict(
@@ -382,9 +379,7 @@ def _rollout_log_probs(sample: TrainSample, old: Tensor) -> Tensor:
     if sample.rollout_log_probs is not None:
         return sample.rollout_log_probs
     if sample.loss_mask.any():
-        raise ValueError(
-            "a sample has no log-probs of the sampler, which the off-policy correction needs"
-        )
+        raise ValueError("the off-policy correction needs rollout_log_probs, which a sample lacks")
     return old
 
 
@@ -399,8 +394,8 @@ def check_rollout_log_probs(config: OffPolicyConfig | None, samples: Sequence[An
     if config is not None and config.enabled and not has_rollout_log_probs(samples):
         first = next(s for s in samples if not s.has("rollout_log_probs") and s.active_tokens)
         raise ValueError(
-            f"sample {first.sample_id} has no log-probs of the sampler (rollout_log_probs), which the off-policy correction needs; "
-            "record rollouts with them, or leave --tis-ratio-type and the other corrections out"
+            f"sample {first.sample_id} has no rollout_log_probs, which the off-policy correction "
+            "needs; record rollouts with them, or remove --tis-ratio-type and other corrections"
         )
 
 

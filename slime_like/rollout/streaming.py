@@ -62,8 +62,9 @@ class RewardExecutor:
             if grader.args.group_rm:
                 graded = grader.grade_groups([item.samples for item in items])
             else:
-                every = iter(grader.grade([sample for item in items for sample in item.samples]))
-                graded = [list(itertools.islice(every, len(item.samples))) for item in items]
+                samples = list(itertools.chain.from_iterable(item.samples for item in items))
+                remaining = iter(grader.grade(samples))
+                graded = [list(itertools.islice(remaining, len(item.samples))) for item in items]
         except BaseException as error:
             for item in items:
                 item.answer.set_exception(error)

@@ -40,8 +40,9 @@ from slime_like.rollout.engines.sglang.protocol import (
     scoring_body_of_text,
     vocabulary_body,
 )
-from slime_like.rollout.sample_plane import share_index_again
-from slime_like.types import Sample, SampleGroup, SampleStatus
+from slime_like.rollout.episode import mark_aborted
+from slime_like.rollout.sample_plane import refresh_index
+from slime_like.types import Sample, SampleGroup, SampleStatus, flatten, regroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,68 +89,60 @@ class ServedTeacher:
         """Add `teacher_log_probs`; a sample without them is ABORTED, with the reason in its
         metadata. Collective over `group`."""
         started = time.perf_counter()
-        everyone = [s for each in groups for s in each.samples]
-        asked = [
-            (place, s)
-            for place, s in enumerate(everyone)
+        samples = flatten(groups)
+        to_score = [
+            (i, s)
+            for i, s in enumerate(samples)
             if isinstance(s, Sample) and s.status != SampleStatus.ABORTED and s.response_length
         ]
-        asking = sum(gather(bool(asked), group))
+        num_querying = sum(gather(bool(to_score), group))
         counts: Counter[str] = Counter()
-        answers = together(lambda: asyncio.run(self._ask_all(asked, counts, asking)), group)
-        graded = {
-            s.sample_id: with_answer(s, answer)
-            for (_, s), answer in zip(asked, answers, strict=True)
-        }
-        dropped = sum(isinstance(answer, str) for answer in answers)
-        everyones = gather((dropped, counts), group)
+        results = together(
+            lambda: asyncio.run(self._score_all(to_score, counts, num_querying)), group
+        )
+        for (i, sample), result in zip(to_score, results, strict=True):
+            samples[i] = with_scores(sample, result)
+        num_dropped, total_counts = 0, Counter[str]()
+        local_dropped = sum(isinstance(result, str) for result in results)
+        for rank_dropped, rank_counts in gather((local_dropped, counts), group):
+            num_dropped += rank_dropped
+            total_counts += rank_counts
         metrics = {
-            "rollout/opd_dropped": float(sum(of_rank[0] for of_rank in everyones)),
+            "rollout/opd_dropped": float(num_dropped),
             "rollout/opd_teacher_s": time.perf_counter() - started,
         }
-        total = sum((of_rank[1] for of_rank in everyones), Counter[str]())
-        metrics |= {
-            f"rollout/opd_request_{kind}": float(count) for kind, count in sorted(total.items())
-        }
-        shared = iter(
-            share_index_again(
-                [graded.get(s.sample_id, s) if isinstance(s, Sample) else s for s in everyone],
-                group,
-            )
-        )
-        return [
-            SampleGroup(g.group_id, tuple(next(shared) for _ in g.samples)) for g in groups
-        ], metrics
+        for kind, count in sorted(total_counts.items()):
+            metrics[f"rollout/opd_request_{kind}"] = float(count)
+        return regroup(groups, refresh_index(samples, group)), metrics
 
-    async def _ask_all(
-        self, samples: Sequence[tuple[int, Sample]], counts: Counter[str], asking: int
+    async def _score_all(
+        self, samples: Sequence[tuple[int, Sample]], counts: Counter[str], num_querying: int
     ) -> list[tuple[float, ...] | str]:
-        """Query the teacher for all samples. samples: (index in the rollout, sample). asking:
+        """Query the teacher for all samples. samples: (index in the rollout, sample). num_querying:
         number of ranks that query concurrently."""
-        concurrency = max(1, self._settings.concurrency // max(1, asking))
+        concurrency = max(1, self._settings.concurrency // max(1, num_querying))
         slots = asyncio.Semaphore(concurrency)
         async with async_client(concurrency) as client:
 
-            async def one(place: int, sample: Sample) -> tuple[float, ...] | str:
+            async def score(index: int, sample: Sample) -> tuple[float, ...] | str:
                 async with slots:
-                    return await self._ask(client, sample, place, counts)
+                    return await self._score(client, sample, index, counts)
 
-            return await asyncio.gather(*(one(place, sample) for place, sample in samples))
+            return await asyncio.gather(*(score(i, sample) for i, sample in samples))
 
-    async def _ask(
-        self, client: httpx.AsyncClient, sample: Sample, place: int, counts: Counter[str]
+    async def _score(
+        self, client: httpx.AsyncClient, sample: Sample, index: int, counts: Counter[str]
     ) -> tuple[float, ...] | str:
-        """Log-probs [R] of the response, or the reason for having none. place: selects the first
+        """Log-probs [R] of the response, or the reason for having none. index: selects the first
         server to try."""
         tokens, rid = sample.tokens.tolist(), self._new_id(sample.sample_id)
         start = sample.prompt_length - 1
-        if (
-            max(tokens) > self._last
-        ):  # the server may not have this token and would return the log-prob of another one
-            return f"the teacher: token {max(tokens)} is above {self._last}, the last one of the tokenizer"
+        # a server that lacks this token would return the log-prob of another one
+        if max(tokens) > self._last:
+            return f"the teacher: token {max(tokens)} exceeds the tokenizer's last, {self._last}"
 
         async def attempt(number: int) -> tuple[float, ...]:
-            url = self._settings.urls[(place + number - 1) % len(self._settings.urls)]
+            url = self._settings.urls[(index + number - 1) % len(self._settings.urls)]
             answer = await self._post(client, url, scoring_body(tokens, f"{rid}-{number}", start))
             return read_scores(answer, tokens, f"{rid}-{number}", start, self._last)
 
@@ -171,9 +164,8 @@ class ServedTeacher:
                 try:
                     await self._compare_vocabulary(client, url)
                     for text in texts:
-                        await self._compare_text(
-                            client, url, text, tuple(tokenizer(text)["input_ids"])
-                        )
+                        tokens = tuple(tokenizer(text)["input_ids"])
+                        await self._compare_text(client, url, text, tokens)
                 except (RequestFailed, BadAnswer) as failure:
                     raise RunError(
                         f"--opd-teacher-url: the teacher does not answer: {failure}"
@@ -186,32 +178,36 @@ class ServedTeacher:
         except RequestFailed as failure:
             if failure.kind != "status_400":
                 raise
-            words = f"the teacher does not know the policy's token {self._last}; give one of the same vocabulary ({failure})"
-            raise RunError(f"--opd-teacher-url {url}: {words}") from None
+            raise RunError(
+                f"--opd-teacher-url {url}: the teacher lacks the policy's token {self._last}; use "
+                f"a teacher with the same vocabulary ({failure})"
+            ) from None
 
     async def _compare_text(
-        self, client: httpx.AsyncClient, url: str, text: str, own: tuple[int, ...]
+        self, client: httpx.AsyncClient, url: str, text: str, local: tuple[int, ...]
     ) -> None:
+        """Compare the server's tokens of `text` with those of the policy's tokenizer."""
         rid = self._new_id("probe")
         try:
-            theirs = read_input_tokens(
-                await self._post(client, url, scoring_body_of_text(text, rid)), rid
-            )
+            answer = await self._post(client, url, scoring_body_of_text(text, rid))
         except RequestFailed as failure:
             if failure.kind != "status_400":
                 raise
             logger.warning(
-                f"the tokenizer of the teacher {url} could not be compared with the policy's: {failure}"
+                f"the teacher {url} does not tokenize text, so its tokenizer is not compared with "
+                f"the policy's: {failure}"
             )
             return
+        remote = read_input_tokens(answer, rid)
         different = [
-            i for i, (a, b) in enumerate(zip(own, theirs)) if a != b and (a, b) != (self._last, 0)
+            i for i, (a, b) in enumerate(zip(local, remote)) if a != b and (a, b) != (self._last, 0)
         ]
-        if different or len(own) != len(theirs):
+        if different or len(local) != len(remote):
             raise RunError(
-                f"--opd-teacher-url {url}: the teacher has another tokenizer than the policy: it reads a probe of {len(own)} tokens as "
-                f"{len(theirs)}, different from place {min([*different, len(own), len(theirs)])} on; token ids are compared as they are, so give a "
-                "teacher of the same tokenizer"
+                f"--opd-teacher-url {url}: the teacher has another tokenizer than the policy: a "
+                f"probe of {len(local)} tokens has {len(remote)}, and they differ from index "
+                f"{min([*different, len(local), len(remote)])} on; use a teacher with the same "
+                "tokenizer"
             )
 
     async def _post(self, client: httpx.AsyncClient, url: str, body: dict[str, object]) -> object:
@@ -221,12 +217,11 @@ class ServedTeacher:
         return f"{self._run}-{what}-{next(self._numbers)}"
 
 
-def with_answer(sample: Sample, answer: tuple[float, ...] | str) -> Sample:
-    if isinstance(answer, str):
-        return replace(
-            sample, status=SampleStatus.ABORTED, metadata={**sample.metadata, "failure": answer}
-        )
-    return replace(sample, teacher_log_probs=torch.tensor(answer, dtype=torch.float32))
+def with_scores(sample: Sample, result: tuple[float, ...] | str) -> Sample:
+    """Add log-probs [R] of the teacher, or abort the sample with the reason for having none."""
+    if isinstance(result, str):
+        return mark_aborted(sample, result)
+    return replace(sample, teacher_log_probs=torch.tensor(result, dtype=torch.float32))
 
 
 def spread_text(tokenizer: PreTrainedTokenizerBase) -> str:

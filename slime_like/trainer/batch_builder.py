@@ -256,7 +256,7 @@ class BatchMaker:
         """Assign samples to data-parallel ranks and deliver them."""
         self._warn_of_long_sequences(samples)
         with self.progress.phase("balance") if self.plan.linear_cost is not None else nullcontext():
-            shares = self.plan.share(samples)
+            shares = self.plan.assign(samples)
         here = self._delivery.deliver(samples, shares)
         return Rollout(samples, here, shares, self._steps(self.plan, here, shares))
 
@@ -271,7 +271,7 @@ class BatchMaker:
             loss_norm_length=algorithm.loss_norm_length,
             micro_batch_size=algorithm.micro_batch_size,
             positive_nll=algorithm.positive_nll_coef > 0,
-            shares=shares,
+            assignment=shares,
         )
         if not algorithm.observation_loss_coef:
             return steps
@@ -328,7 +328,7 @@ class BatchMaker:
         plan = self._critic_plan
         if plan is None:
             return None
-        own = plan.share(rollout.samples)
+        own = plan.assign(rollout.samples)
         steps = self._steps(plan, rollout.samples, own)
         return ValueExchange(self.backend, rollout.samples, steps, own, rollout.shares)
 

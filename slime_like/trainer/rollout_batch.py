@@ -24,7 +24,7 @@ from slime_like.megatron.backend import LogProbOutput, MegatronBackend
 from slime_like.megatron.micro_batching import work_per_token
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.rollout.reward_parts import OutcomeReader
-from slime_like.rollout.sample_plane import deliver_samples, sharing_of
+from slime_like.rollout.sample_plane import deliver_samples, make_sharing
 from slime_like.rollout.step_plan import (
     DataParallelAssignment,
     SampleCorrection,
@@ -157,7 +157,7 @@ class SampleDelivery:
         Args:
             group: Process group of all ranks, if the default group is in use by another thread.
         """
-        made = self._delivered(samples, self._policy.share(samples), group)
+        made = self._delivered(samples, self._policy.assign(samples), group)
         self._ahead[id(samples[0])] = (samples, made)
 
     def deliver(
@@ -188,9 +188,9 @@ class SampleDelivery:
         here = list(samples)
         if dist.get_world_size() > 1:
             sharings = [
-                sharing_of(dp_ranks, [assigned.indices_of(rank) for rank in range(plan.dp_size)])
+                make_sharing(dp_ranks, [assigned.indices_of(rank) for rank in range(plan.dp_size)])
                 for plan, dp_ranks in self._plans
-                for assigned in [shares if plan is self._policy else plan.share(samples)]
+                for assigned in [shares if plan is self._policy else plan.assign(samples)]
             ]
             own = deliver_samples(samples, sharings, buffer_size=self._buffer_size, group=group)
             here = [own.samples.get(place, sample) for place, sample in enumerate(samples)]
@@ -270,7 +270,7 @@ def step_plan(
         layout.dp_rank,
         linear_cost=cost,
         equal_counts=not algorithm.use_dynamic_batch_size,
-        together=algorithm.samples_together,
+        samples_together=algorithm.samples_together,
     )
 
 

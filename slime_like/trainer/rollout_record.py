@@ -10,14 +10,14 @@ from torch import Tensor
 
 from slime_like.checkpoints.files import writes_to
 from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.rollout.rank_zero import whole_groups
+from slime_like.rollout.rank_zero import gather_groups
 from slime_like.rollout.recording import (
     remove_token_values,
     save_rollout,
     save_token_texts,
     save_token_values,
 )
-from slime_like.rollout.sample_plane import bring_to_rank_zero
+from slime_like.rollout.sample_plane import gather_on_rank_zero
 from slime_like.trainer.batch_builder import Batches
 from slime_like.types import SampleGroup
 
@@ -40,7 +40,7 @@ def record_rollout(
     if rank == 0:  # before the collective below, so before any rank writes its part
         with writes_to(FLAG, target):
             remove_token_values(target, step)
-    whole = whole_groups(groups, bring_to_rank_zero)
+    whole = gather_groups(groups, gather_on_rank_zero)
     if rank == 0:
         with writes_to(FLAG, target):
             save_rollout(target, step, whole)

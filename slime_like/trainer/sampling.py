@@ -22,11 +22,10 @@ from slime_like.rollout.engines.base import RolloutEngine
 from slime_like.rollout.evaluate import Evaluator, make_evaluator
 from slime_like.rollout.group_rows import waiting_from_rows
 from slime_like.rollout.hooks import UserSource
-from slime_like.rollout.rank_zero import RankZeroJson, SamplingPosition, from_one_rank
+from slime_like.rollout.rank_zero import RankZeroJson, SamplingPosition, share_from_rank_zero
 from slime_like.rollout.remax_baseline import with_greedy_rewards
 from slime_like.rollout.rollouter import Rollouter, training_sampling
 from slime_like.rollout.self_teacher import TeacherPrompts
-from slime_like.rollout.step_plan import flatten
 from slime_like.rollout.teacher_client import ServedTeacher
 from slime_like.sample_index import AnySample
 from slime_like.trainer.given_groups import recorded_groups, supervised_groups
@@ -40,7 +39,7 @@ from slime_like.trainer.sampling_factory import (
     needs_greedy,
     staleness_bound,
 )
-from slime_like.types import Prompt, SampleGroup
+from slime_like.types import Prompt, SampleGroup, flatten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -129,7 +128,7 @@ class RolloutManager:
         """The graded groups of a rollout, and metrics of their collection."""
         run, self._rollout_id = self.run_config, step
         if run.debug.load_debug_rollout_data:
-            recorded = from_one_rank(lambda: recorded_groups(run, step))
+            recorded = share_from_rank_zero(lambda: recorded_groups(run, step))
             return self._taught(recorded, {}, None)
         if self._is_sft:
             assert isinstance(self._source, PromptSource)

@@ -19,7 +19,7 @@ from slime_like.megatron.backend import MegatronBackend
 from slime_like.rewards import confinement
 from slime_like.rewards.grader import Grader
 from slime_like.rollout.collector import Collector
-from slime_like.rollout.engines.base import asking_ranks
+from slime_like.rollout.engines.base import num_generating_ranks
 from slime_like.rollout.engines.engine_registry import EngineContext, rollout_engines
 from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.hooks import (
@@ -67,7 +67,7 @@ def make_collector(
         source,
         config.rollout.n_samples_per_prompt,
         rank=dist.get_rank(),
-        num_holders=1 if on_rank_zero else asking_ranks(rollouter.engine, world),
+        num_holders=1 if on_rank_zero else num_generating_ranks(rollouter.engine, world),
     )
     if path not in (None, OWN_ROLLOUT):
         flag = "--rollout-function-path"

@@ -22,7 +22,7 @@ from slime_like.metrics.logger import MetricsLogger, to_json
 from slime_like.metrics.progress import speed_and_memory
 from slime_like.rollout.evaluate import Evaluator, load_prompts
 from slime_like.rollout.sample_plane import with_branches
-from slime_like.rollout.step_plan import check_token_sets, flatten, mask_failed
+from slime_like.rollout.step_plan import check_token_sets, mask_failed
 from slime_like.sample_index import UNKNOWN_VERSIONS
 from slime_like.trainer.checkpointing import RunCheckpoints
 from slime_like.trainer.factory import (
@@ -40,6 +40,7 @@ from slime_like.trainer.sampling import Sampling
 from slime_like.trainer.strategy import make_strategy
 from slime_like.trainer.throughput import throughput_of
 from slime_like.trainer.user_hooks import make_user_hooks
+from slime_like.types import flatten
 
 if TYPE_CHECKING:
     from slime_like.checkpoints.state import TrainerState

@@ -21,7 +21,7 @@ from slime_like.advantages.registry import OutcomeEstimator, advantage_estimator
 from slime_like.distributed.collectives import from_rank_zero
 from slime_like.megatron.trained_network import TrainedNetwork
 from slime_like.rollout.hooks import hook_adapter
-from slime_like.rollout.sample_plane import bring_to_rank_zero
+from slime_like.rollout.sample_plane import gather_on_rank_zero
 from slime_like.rollout.step_plan import map_steps
 from slime_like.sample_index import AnySample, Rows, Versions, remote_samples, rows_of
 from slime_like.types import Sample, SampleGroup, TrainBatch, TrainSample, complete
@@ -120,7 +120,7 @@ class UserHooks:
         if adapter is None:
             return list(samples)
         converts, own = adapter, list[Sample]()
-        whole = bring_to_rank_zero(samples, buffer_size=self._buffer_size)
+        whole = gather_on_rank_zero(samples, buffer_size=self._buffer_size)
 
         def convert() -> tuple[Rows, Versions]:
             own.extend(converts.train_data(complete(whole)))
@@ -178,7 +178,7 @@ class UserHooks:
         if adapter is None:
             return False
         logs, rollout_id = adapter, self._rollout_id
-        whole = bring_to_rank_zero(samples, buffer_size=self._buffer_size)
+        whole = gather_on_rank_zero(samples, buffer_size=self._buffer_size)
         return from_rank_zero(
             lambda: logs.log_rollout(rollout_id, complete(whole), dict(metrics), seconds)
         )
@@ -194,7 +194,7 @@ class UserHooks:
         logs = adapter
         samples = {name: [s for g in groups for s in g.samples] for name, groups in sets.items()}
         whole = {
-            name: bring_to_rank_zero(some, buffer_size=self._buffer_size)
+            name: gather_on_rank_zero(some, buffer_size=self._buffer_size)
             for name, some in samples.items()
         }
         return from_rank_zero(

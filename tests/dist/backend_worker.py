@@ -243,7 +243,7 @@ def check_kl_in_reward(folder: str, ref: str, layout: ParallelLayout, out: str) 
                 float(((s.old_log_probs - s.ref_log_probs) * s.loss_mask).sum()) for s in mine
             ],  # type: ignore[operator]
             rewards=[sample.reward for sample in samples],
-            indices=trainer.batches.plan.share(samples).local_indices,
+            indices=trainer.batches.plan.assign(samples).local_indices,
             reported=metrics["rollout/kl_in_reward"],
             active=sum(s.active_tokens for s in samples),
         )

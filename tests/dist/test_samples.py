@@ -15,9 +15,9 @@ from benchmarks.parity.ranks import run_ranks
 from benchmarks.simulated_ranks import LayoutSizes, SimulatedRank, run_simulated
 from slime_like.distributed.exchange import Sharing
 from slime_like.rollout.sample_plane import (
-    bring_to_rank_zero,
     deliver_samples,
-    delivery_of,
+    gather_on_rank_zero,
+    plan_delivery,
     share_index,
 )
 from slime_like.sample_index import RemoteSample
@@ -73,14 +73,14 @@ def exchange(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, int]
     critic = Sharing(np.arange(world), np.arange(COUNT) * world // COUNT)
     sharings = [policy, critic]
     found = deliver_samples(known, sharings, buffer_size=BUFFER)
-    delivery = delivery_of(known, rank, sharings, BUFFER)
+    delivery = plan_delivery(known, rank, sharings, BUFFER)
     assert sorted(found.samples) == np.flatnonzero(delivery.wanted_by(rank)).tolist()
     assert all(same(sample, made(i)) for i, sample in found.samples.items())
     messages = [m for hop in delivery.hops(rank) for m in hop]
     counted = sum(m.nbytes for m in messages if m.source == rank)
     assert (found.traffic.sent, found.traffic.largest_buffer <= BUFFER) == (counted, True)
     assert found.traffic.received == sum(m.nbytes for m in messages if m.source != rank)
-    whole = bring_to_rank_zero(known, buffer_size=BUFFER)
+    whole = gather_on_rank_zero(known, buffer_size=BUFFER)
     if rank == 0:
         every = complete(whole)
         assert all(same(sample, made(i)) for i, sample in enumerate(every))

@@ -103,7 +103,7 @@ def test_a_filter_that_keeps_nothing_is_an_error(
         max_num_gen_batches=2,
     )
     error = server.train(flags, tmp_path / "log").error()
-    assert "2 draws of 6 prompts (--max-num-gen-batches) brought 0 of the 4 groups" in error
+    assert "2 draws of 6 prompts (--max-num-gen-batches) gave 0 of 4 groups" in error
     assert re.search(r"by reason: dropped (9|1[0-2])\.", error), (
         "three of twelve that are not finished cannot be four"
     )

@@ -53,7 +53,7 @@ def test_log_probs_of_a_real_teacher(demo: Path, servers: Servers) -> None:
         def get_vocab(self) -> dict[str, int]:
             return {**tokenizer.get_vocab(), "<|more|>": 101}
 
-    with pytest.raises(RunError, match="does not know the policy's token 101"):
+    with pytest.raises(RunError, match="lacks the policy's token 101"):
         ServedTeacher(TeacherSettings((servers.urls[0],)), More()).probe()
 
 

@@ -25,7 +25,7 @@ from slime_like.rollout.engines.base import (
     SamplingParams,
 )
 from slime_like.rollout.episode import Model
-from slime_like.rollout.sampler_choices import sets_of
+from slime_like.rollout.sampler_choices import split_token_sets
 from tests.agent_templates import FAMILIES, MARKS, Family, call_text, make_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
@@ -162,7 +162,7 @@ class Talk:
                     assert all(branch.loss_mask[i : i + count])
                     assert set(branch.weight_versions[i : i + count]) == {1}
                     assert branch.token_sets is not None
-                    sets = sets_of(branch.token_sets[i : i + count])
+                    sets = split_token_sets(branch.token_sets[i : i + count])
                     given = written[number][1].token_sets
                     assert given is not None and all(map(torch.equal, sets, given))
                     found.append(number)

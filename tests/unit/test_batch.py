@@ -64,7 +64,7 @@ def test_ranks_share_each_step(dp_size: int, reduction: str) -> None:
             assert a.loss_weights.shape == (a.response_length,)
     for plan, part in zip(plans, parts, strict=True):
         mine = [sample.tokens[0].item() // 100 for step in part for sample in step]
-        assert plan.share(ROLLOUT).local_indices == mine
+        assert plan.assign(ROLLOUT).local_indices == mine
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_cost_changes_who_trains_on_what_and_nothing_else(equal_counts: bool) 
         sizes = [len(part[k]) for part in parts]
         assert sizes == [4, 4] if equal_counts else sorted(sizes) == [1, 7]
     for plan, part in zip(plans, parts, strict=True):
-        share = plan.share(LONG_AND_SHORT)
+        share = plan.assign(LONG_AND_SHORT)
         assert share.local_indices == [s.tokens[0].item() // 100 for step in part for s in step]
         assert share.metrics.keys() == {
             "perf/rank_work_max_over_mean",
@@ -183,14 +183,16 @@ def test_a_cost_changes_who_trains_on_what_and_nothing_else(equal_counts: bool) 
         tokens = [[sum(s.tokens.numel() for s in part[k]) for part in parts] for k in range(3)]
         expected = sum(max(pair) / (sum(pair) / 2) for pair in tokens) / 3
         assert share.metrics["perf/rank_tokens_max_over_mean"] == pytest.approx(expected)
-    assert StepPlan(8, 2, 0).share(LONG_AND_SHORT).metrics == {}
+    assert StepPlan(8, 2, 0).assign(LONG_AND_SHORT).metrics == {}
 
 
 def test_a_step_need_not_be_divisible_by_the_ranks() -> None:
     positions = [
-        StepPlan(8, 3, 0).share(ROLLOUT).mine(1),
+        StepPlan(8, 3, 0).assign(ROLLOUT).indices_in_step(1),
         *(
-            StepPlan(8, 3, r, linear_cost=9.0, equal_counts=False).share(ROLLOUT).mine(1)
+            StepPlan(8, 3, r, linear_cost=9.0, equal_counts=False)
+            .assign(ROLLOUT)
+            .indices_in_step(1)
             for r in range(3)
         ),
     ]
@@ -234,11 +236,11 @@ def test_every_sample_has_routes_of_this_network() -> None:
 @pytest.mark.parametrize("dp_size", [1, 2, 3])
 def test_a_rank_gets_whole_pairs(dp_size: int, cost: float | None) -> None:
     plans = [
-        StepPlan(8, dp_size, rank, linear_cost=cost, equal_counts=False, together=2)
+        StepPlan(8, dp_size, rank, linear_cost=cost, equal_counts=False, samples_together=2)
         for rank in range(dp_size)
     ]
     for k in range(3):
-        places = [plan.share(LONG_AND_SHORT).mine(k) for plan in plans]
+        places = [plan.assign(LONG_AND_SHORT).indices_in_step(k) for plan in plans]
         assert sorted(place for of_rank in places for place in of_rank) == list(range(8))
         for of_rank in places:
             assert len(of_rank) >= 2 and all(place % 2 == 0 for place in of_rank[::2])

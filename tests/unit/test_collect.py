@@ -20,8 +20,8 @@ from slime_like.rollout.collector import Collector
 from slime_like.rollout.engines.base import GenerateOutput, SamplingParams
 from slime_like.rollout.group_rows import waiting_from_rows, waiting_to_rows
 from slime_like.rollout.hooks import group_filters
-from slime_like.rollout.rollouter import Rollouter, cut_at_stop, training_sampling
-from slime_like.rollout.sampler_choices import joined_routes
+from slime_like.rollout.rollouter import Rollouter, training_sampling, truncate_at_stop
+from slime_like.rollout.sampler_choices import join_routes
 from slime_like.types import Prompt, Sample, SampleStatus
 from tests.unit.command_lines import complete
 
@@ -59,7 +59,7 @@ class Script:
     def grade_groups(self, groups: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
         return [list(group) for group in groups]
 
-    def whole(self, samples: Sequence[Sample]) -> list[Sample]:
+    def gather(self, samples: Sequence[Sample]) -> list[Sample]:
         return list(samples)
 
     def _grow(self, s: Sample, limit: int | None) -> Sample:
@@ -146,7 +146,7 @@ def test_a_filter_that_keeps_nothing_ends_the_run(tmp_path: Path) -> None:
     )
     with pytest.raises(
         RunError,
-        match=r"rollout 8: 3 draws of 2 prompts .* brought 0 of the 2 groups .* zero_std_0.5 6",
+        match=r"rollout 8: 3 draws of 2 prompts .* gave 0 of 2 groups .* zero_std_0.5 6",
     ):
         c.collect(7)
 
@@ -250,7 +250,7 @@ def test_the_buffer_goes_through_json_bit_by_bit(tmp_path: Path) -> None:
         SampleStatus.PARTIAL,
         SampleStatus.COMPLETED,
     }
-    holders = [[0, 0]] * len(waiting)
+    holders = [0] * sum(len(group.samples) for group in waiting)
     state = json.loads(json.dumps(waiting_to_rows(waiting, holders), allow_nan=False))
     other = collector(tmp_path, script, *flags)
     cast(GroupBuffer, other.buffer).waiting = waiting_from_rows(state, rank=0, num_holders=1)
@@ -350,15 +350,17 @@ def test_a_stop_string_across_a_cut_ends_the_response() -> None:
     sample = Sample.empty(Prompt(0, "", (65,)), 0)
     sample = replace(sample, tokens=torch.tensor([65, *b"say </an"]), response_length=8)
     output = GenerateOutput(0, tuple(b"s> and on"), (-1.0,) * 9, "length", (3,) * 9)
-    cut = cut_at_stop(Letters(), sample, output, ("</ans>",))
+    cut = truncate_at_stop(Letters(), sample, output, ("</ans>",))
     assert (
         bytes(cut.tokens) == b"s>"
         and cut.finish_reason == "stop"
         and len(cut.log_probs) == len(cut.weight_versions) == 2
     )
-    assert cut_at_stop(Letters(), sample, output, ("</end>",)) is output
+    assert truncate_at_stop(Letters(), sample, output, ("</end>",)) is output
     assert (
-        cut_at_stop(Letters(), Sample.empty(Prompt(0, "", tuple(b"</an")), 0), output, ("</ans>",))
+        truncate_at_stop(
+            Letters(), Sample.empty(Prompt(0, "", tuple(b"</an")), 0), output, ("</ans>",)
+        )
         is output
     ), "a prompt is no response"
 
@@ -377,10 +379,10 @@ def test_routes_of_a_sample_that_grew_are_those_of_their_first_time() -> None:
     computed before."""
     before = torch.tensor([1, 2, -1], dtype=torch.int16).reshape(3, 1, 1)
     now = torch.tensor([7, 7, 3, 4, -1], dtype=torch.int16).reshape(5, 1, 1)
-    grown = joined_routes(before, now, 5)
+    grown = join_routes(before, now, 5)
     assert grown is not None and grown.flatten().tolist() == [1, 2, 3, 4, -1]
-    cut = joined_routes(None, now, 4)
+    cut = join_routes(None, now, 4)
     assert cut is not None and cut.flatten().tolist() == [7, 7, 3, 4]
-    assert joined_routes(None, None, 4) is None
-    assert joined_routes(before, None, 3) is before  # aborted before it was asked for again
-    assert joined_routes(before, None, 4) is None
+    assert join_routes(None, None, 4) is None
+    assert join_routes(before, None, 3) is before  # aborted before it was asked for again
+    assert join_routes(before, None, 4) is None

@@ -14,7 +14,7 @@ import pytest
 
 from arguments.parse import parse_args
 from slime_like.data.prompts import GroupBuffer, PromptSource
-from slime_like.rollout.collector import Collected, Collector, decide_here
+from slime_like.rollout.collector import Collected, Collector, decide_locally
 from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.rollout.hooks import group_filters
 from slime_like.rollout.rollouter import Rollouter, training_sampling
@@ -85,7 +85,7 @@ class World:
 
     def collect(self, rollout_id: int, time_limit_s: float | None = None) -> Collected:
         with StreamGeneration(self.responder, time_limit_s) as generation:
-            return self.collector.collect_from(generation, rollout_id, decide_here)
+            return self.collector.collect_from(generation, rollout_id, decide_locally)
 
 
 OVER = ("--over-sampling-batch-size", "3", "--partial-rollout")

@@ -22,7 +22,7 @@ from slime_like.compat.slime.samples import (
 )
 from slime_like.data.prompts import Choose, PendingGroup
 from slime_like.import_utils import load_function
-from slime_like.rollout.collector import Collector, decide_here
+from slime_like.rollout.collector import Collector, decide_locally
 from slime_like.rollout.hooks import SAMPLE_FILTER, group_filters
 from slime_like.rollout.streaming import StreamGeneration
 from slime_like.types import Prompt, Sample, SampleStatus, complete
@@ -172,7 +172,7 @@ def generate_rollout(
         replace(group_filters(context.config), removed_samples=None),
     )
     with StreamGeneration(responder, args.rollout_time_limit_s) as generation:
-        found = collector.collect_from(generation, rollout_id, decide_here)
+        found = collector.collect_from(generation, rollout_id, decide_locally)
     groups = [_to_slime(complete(group.samples)) for group in found.groups]
     if args.rollout_sample_filter_path is not None:  # this sets remove_sample
         load_function(args.rollout_sample_filter_path, SAMPLE_FILTER)(context.args, groups)

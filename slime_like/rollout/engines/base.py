@@ -203,6 +203,6 @@ class GenerationClient(Protocol):
     async def leave_loop(self) -> None: ...
 
 
-def asking_ranks(engine: RolloutEngine, world_size: int) -> int:
+def num_generating_ranks(engine: RolloutEngine, world_size: int) -> int:
     """Number of ranks, from rank 0 on, that send requests; the others get samples from them."""
     return 1 if engine.serves_all_ranks else world_size

@@ -30,7 +30,7 @@ from slime_like.rollout.engines.base import (
     GenerateRequest,
     SamplingParams,
 )
-from slime_like.rollout.sampler_choices import full_routes
+from slime_like.rollout.sampler_choices import pad_routes
 
 
 @dataclass(slots=True)
@@ -229,7 +229,7 @@ class Decoder:
             finish_reason="abort" if broken else row.finish_reason,
             weight_versions=tuple(row.weight_versions[:finite]),
             token_sets=tuple(row.token_sets[:finite]) if reports_token_sets(sampling) else None,
-            routes=full_routes(row.routes, len(request.prompt_tokens) + finite)
+            routes=pad_routes(row.routes, len(request.prompt_tokens) + finite)
             if row.routes
             else None,
             failure=f"the log-prob of response token {finite} is {float(values[finite])}"
