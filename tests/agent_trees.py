@@ -113,7 +113,7 @@ class Laid:
     """The arguments of `estimate_advantages`; answers: of each sequence."""
 
     outcomes: Outcomes
-    mine: list[int]
+    local_indices: list[int]
     sequences: list[int]
     masks: list[torch.Tensor]
     penalties: list[torch.Tensor]
@@ -123,7 +123,7 @@ class Laid:
 
 def laid(episodes: Sequence[Episode], cut: Sequence[Cut]) -> Laid:
     """Two tokens that are not trained on come before each answer but the first of a sequence."""
-    mine, places, masks, penalties, values, answers, records = [], [], [], [], [], [], []
+    local, places, masks, penalties, values, answers, records = [], [], [], [], [], [], []
     for i, (episode, own) in enumerate(zip(episodes, cut, strict=True)):
         spans = []
         for place, sequence in enumerate(own):
@@ -140,7 +140,7 @@ def laid(episodes: Sequence[Episode], cut: Sequence[Cut]) -> Laid:
                 mask += [True] * len(episode.penalties[a])
                 kl += episode.penalties[a]
                 of_tokens += episode.values[a]
-            mine.append(i)
+            local.append(i)
             places.append(place)
             masks.append(torch.tensor(mask))
             penalties.append(torch.tensor(kl, dtype=torch.float64))
@@ -153,4 +153,4 @@ def laid(episodes: Sequence[Episode], cut: Sequence[Cut]) -> Laid:
         torch.tensor([sum(map(len, e.penalties)) for e in episodes]),
         answers=records,
     )
-    return Laid(told, mine, places, masks, penalties, values, answers)
+    return Laid(told, local, places, masks, penalties, values, answers)

@@ -1,7 +1,7 @@
 """Advantage estimators: rewards -> advantages. They need only torch.
 
->>> compute_advantages("grpo", rewards=rewards, group_ids=prompts, lengths=lengths).values  # one number for each sample
->>> estimate_advantages(settings, outcomes, mine=range(len(masks)), masks=masks).values  # [R] for each sample, by any estimator
+>>> compute_advantages("grpo", rewards=rewards, group_ids=prompts, lengths=lengths).values  # [B]
+>>> estimate_advantages(settings, outcomes, local_indices=range(n), masks=masks).values  # n x [R]
 """
 
 from slime_like.advantages import (  # noqa: F401  (each registers its estimator)

@@ -1,5 +1,4 @@
-"""Compute token advantages of this rank's samples from the rewards of a rollout, with any
-estimator."""
+"""Token advantages of this rank's samples from the rewards of a rollout, with any estimator."""
 
 from __future__ import annotations
 
@@ -12,26 +11,25 @@ from slime_like.advantages.kl_reward import sample_kl
 from slime_like.advantages.outcome import (
     SINGLETONS,
     Singleton,
+    apply_to_groups,
     finite_rewards,
+    group_metrics,
     outcome_advantages,
-    over_groups,
 )
 from slime_like.advantages.registry import (
     AdvantageEstimator,
     EpisodeAnswers,
-    GroupRewards,
     OutcomeEstimator,
     Peers,
     RewardParts,
     TokenEstimator,
     TokenRewards,
-    TurnEstimator,
     advantage_estimators,
     takes_token_rewards,
 )
-from slime_like.advantages.turns import credits_of_tokens
-from slime_like.advantages.walk import tree_of
-from slime_like.advantages.whitening import sum_over, whiten
+from slime_like.advantages.tree_returns import TokenTree
+from slime_like.advantages.turns import turn_advantages
+from slime_like.advantages.whitening import all_reduce, whiten
 from slime_like.config import NON_NEGATIVE, POSITIVE, UNIT, CheckedSettings, arg
 from slime_like.lazy import Tensor, dist, torch
 from slime_like.losses.inputs import require_ids, require_samples, require_shape
@@ -46,15 +44,17 @@ class AdvantageSettings(CheckedSettings):
     singleton: Singleton = arg("zero", "Advantage in a group of one.", choices=SINGLETONS)
     normalize: bool = arg(False, "Whiten over all ranks.")
     gamma: float = arg(1.0, "Discount.", legal=UNIT)
-    lambd: float = arg(1.0, "Of generalised advantage estimation.", legal=UNIT)
-    value_lambd: float | None = arg(None, "Of the critic's returns; None: lambd.", legal=UNIT)
-    lambd_length_alpha: float | None = arg(
-        None, "Lambda by length in place of lambd.", legal=POSITIVE
+    lambd: float = arg(1.0, "GAE lambda.", legal=UNIT)
+    value_lambd: float | None = arg(
+        None, "GAE lambda of the critic's returns; None: lambd.", legal=UNIT
     )
-    kl_coef: float = arg(0.0, "Of the KL in the reward.", legal=NON_NEGATIVE)
-    distillation_coef: float = arg(0.0, "Of the gap to the teacher.", legal=NON_NEGATIVE)
-    distillation_only: bool = arg(False, "Rewards give no advantage.")
-    prefix_gamma: float = arg(0.0, "Of the gap's weight by its prefix.", legal=NON_NEGATIVE)
+    lambd_length_alpha: float | None = arg(
+        None, "VAPO's alpha: lambda by response length; None: lambd.", legal=POSITIVE
+    )
+    kl_coef: float = arg(0.0, "Coefficient of the KL in the reward.", legal=NON_NEGATIVE)
+    distillation_coef: float = arg(0.0, "Coefficient of the teacher gap.", legal=NON_NEGATIVE)
+    distillation_only: bool = arg(False, "Ignore rewards.")
+    prefix_gamma: float = arg(0.0, "Prefix weight of the teacher gap.", legal=NON_NEGATIVE)
     entry: AdvantageEstimator = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -64,68 +64,86 @@ class AdvantageSettings(CheckedSettings):
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """All samples of a rollout, equal on all ranks. rewards: [B] float, not finite where there is
-    none; group_ids, lengths: [B] int, the prompt and the active tokens; greedy_rewards: [B] float,
-    of a greedy response to the prompt, or None. processed: [B] float, what a function of the user's
-    made of the rewards, in place of the comparison within groups; not finite where there is
-    nothing. None without one. answers: of each episode, for estimators of turns and those that follow
-    tokens, None where one has no record of them; None altogether: one answer each.
-    penalties: [B] float, taken off the rewards. token_rewards: by sample, [R] finite rewards of its tokens, which
-    train in place of its reward, or None where it has one for all of it, or where another rank has
-    them: some_have_token_rewards then. parts: of the rewards, for an estimator that compares each on
-    its own; the KL does not come off them."""
+    """Rewards of all B samples of a rollout, equal on all ranks. An agent's episode is one sample,
+    whatever the number of its sequences."""
 
-    rewards: Tensor
-    group_ids: Tensor
-    lengths: Tensor
-    greedy_rewards: Tensor | None = None
+    rewards: Tensor  # [B] float, not finite without a reward
+    group_ids: Tensor  # [B] int, the prompt
+    lengths: Tensor  # [B] int, active tokens
+    greedy_rewards: Tensor | None = None  # [B] float, of a greedy response to the prompt (ReMax)
+    # [B] float, post-processed by a user function, which replaces the comparison within groups
     processed: Tensor | None = None
+    # [R] per sample, finite, in place of its reward; None: the sample has none, or it is on another
+    # rank (`some_have_token_rewards`)
     token_rewards: Sequence[Tensor | None] = ()
     some_have_token_rewards: bool = False
-    parts: RewardParts | None = None
+    parts: RewardParts | None = None  # reward components (gdpo), without the KL penalty
+    # turns of each episode, None if it did not record them; None: every episode is one turn
     answers: Sequence[EpisodeAnswers | None] | None = None
-    penalties: Tensor | None = None
+    penalties: Tensor | None = None  # [B] float, subtracted from the rewards
 
     def __post_init__(self) -> None:
         require_ids("group_ids", self.group_ids, self.rewards.numel())
         for name in ("lengths", "greedy_rewards", "processed", "penalties"):
             if (value := getattr(self, name)) is not None:
                 require_shape(name, value, self.rewards, "rewards")
-        if len(self.token_rewards) not in (0, self.rewards.numel()):
-            raise ValueError(
-                f"token_rewards has {len(self.token_rewards)} entries for {self.rewards.numel()} rewards"
-            )
+        entries, count = len(self.token_rewards), self.rewards.numel()
+        if entries not in (0, count):
+            raise ValueError(f"token_rewards has {entries} entries for {count} rewards")
 
     @property
     def has_token_rewards(self) -> bool:
-        given = any(value is not None for value in self.token_rewards)
-        return given or self.some_have_token_rewards
+        return self.some_have_token_rewards or any(r is not None for r in self.token_rewards)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenAdvantages:
-    """Advantages of this rank's samples. values: [R] float32 per sample, 0 at inactive tokens.
-    metrics: plain numbers by name, equal on all ranks. returns: targets of the critic, if any, [R]
-    float32 per sample: not whitened, 0 at inactive tokens, NaN for samples without a usable
-    reward."""
+    """Advantages of this rank's samples, and metrics that are equal on all ranks."""
+
+    values: list[Tensor]  # [R] float32 per sample, 0 at inactive tokens
+    metrics: Mapping[str, float]
+    # targets of the critic, [R] float32 per sample: not whitened, 0 at inactive tokens, NaN for
+    # samples without a valid reward
+    returns: list[Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """The arguments of `estimate_advantages` that estimators need."""
+
+    settings: AdvantageSettings
+    outcomes: Outcomes
+    indices: Sequence[int]
+    masks: Sequence[Tensor]
+    sequences: Sequence[int]
+    kl: Sequence[Tensor] | None
+    critic_values: Sequence[Tensor] | None
+    energies: Sequence[Tensor] | None
+    group: dist.ProcessGroup | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Estimate:
+    """Result of an estimator. values: [R] float64 per sample. returns: targets of the critic, if
+    the estimator defines them."""
 
     values: list[Tensor]
     metrics: Mapping[str, float]
-    returns: list[Tensor] | None = None
+    returns: Sequence[Tensor] | None = None
 
 
 def estimate_advantages(
     settings: AdvantageSettings,
     outcomes: Outcomes,
     *,
-    mine: Sequence[int],
+    local_indices: Sequence[int],
     masks: Sequence[Tensor],
     sequences: Sequence[int] | None = None,
     kl: Sequence[Tensor] | None = None,
     teacher_gap: Sequence[Tensor] | None = None,
     critic_values: Sequence[Tensor] | None = None,
     energies: Sequence[Tensor] | None = None,
-    given: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
+    precomputed: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> TokenAdvantages:
     """Compute advantages of this rank's samples. The KL penalty is subtracted from the reward: per
@@ -133,255 +151,249 @@ def estimate_advantages(
     non-finite numbers are excluded from all statistics, including whitening, and get advantage 0.
 
     Args:
-        settings: The estimator and its settings.
         outcomes: All samples of the rollout, equal on all ranks.
-        mine: Indices of this rank's samples.
-        masks: [R] bool per sample of this rank, active tokens.
-        sequences: Index of this rank's samples within their episodes; None: episodes have one
-            sequence.
-        kl: [R] by sample of this rank (`kl_reward.token_kl`), or None.
-        teacher_gap: [R] per sample of this rank (`distillation.teacher_gaps`), or None; subtracted
-            from the advantages, scaled, before whitening.
-        critic_values: [R] by sample of this rank, before the update, or None.
-        energies: [R] by sample of this rank (`otb.token_energies`), or None.
-        given: advantages and returns, [R] by sample of this rank, in place of the estimator's.
+        local_indices: Indices of this rank's samples; the lists below have [R] for each of them.
+        masks: Bool, active tokens.
+        sequences: Index of each sample within its episode; None: one sequence per episode.
+        kl: `kl_reward.token_kl`, or None.
+        teacher_gap: `distillation.teacher_gaps`, or None; subtracted, scaled, before whitening.
+        critic_values: Before the update, or None.
+        energies: `otb.token_energies`, or None.
+        precomputed: (advantages, returns) in place of the estimator's.
         group: Data-parallel ranks (collective); None: this process.
 
-    Returns:
-        Advantages per sample of this rank, metrics, and with a critic the returns.
-
     Raises:
-        ValueError: An unknown estimator, a missing input, a wrong number of samples or shape, token
-            rewards with an estimator that does not use them, or no finite reward.
+        ValueError: A missing input, a wrong number of samples or shape, token rewards with an
+            estimator that does not use them, or no finite reward.
     """
-    require_samples(masks, mine=mine, kl=kl, teacher_gap=teacher_gap, critic_values=critic_values)
-    require_samples(masks, energies=energies)
-    entry = settings.entry
-    if given is None:
-        _require_token_rewards_taken(entry, outcomes)
-    rewards, penalised, metrics = _penalised(settings, outcomes, kl, mine, group)
-    targets: Sequence[Tensor] | None = None
-    found: Mapping[str, float]
-    if given is not None:
-        values, found, targets = [value.double() for value in given[0]], {}, given[1]
-    elif isinstance(entry, OutcomeEstimator):
-        values, found = _by_sample(entry, settings, outcomes, penalised, mine, masks)
-    elif outcomes.parts is not None:
-        raise ValueError(f"{entry.name} takes one reward a response, and parts were given")
-    elif isinstance(entry, TurnEstimator):
-        found = over_groups(_itself, penalised, outcomes.group_ids, outcomes.lengths).metrics
-        values = credits_of_tokens(
-            entry,
-            penalised,
-            outcomes.group_ids,
-            outcomes.answers,  # each has its record, see `credit_fields`
-            compared=outcomes.processed is not None,
-            gamma=settings.gamma,
-            normalize_std=settings.normalize_std,
-            mine=mine,
-            sequences=sequences,
-            masks=masks,
-        )
+    require_samples(masks, local_indices=local_indices, kl=kl, teacher_gap=teacher_gap)
+    require_samples(masks, critic_values=critic_values, energies=energies)
+    places = [0] * len(masks) if sequences is None else sequences
+    inputs = _Inputs(
+        settings, outcomes, local_indices, masks, places, kl, critic_values, energies, group
+    )
+    if precomputed is None:
+        _check_token_rewards(settings.entry, outcomes)
+    rewards, metrics = _subtract_kl(inputs)
+    if precomputed is None:
+        estimate = _estimate(inputs, rewards)
     else:
-        usable = torch.where(torch.isfinite(penalised), rewards, float("nan"))
-        batch, numbers, found = _token_rewards(
-            entry, settings, outcomes, usable, mine, masks, kl, critic_values
-        )
-        if entry.needs_energies:
-            batch = replace(batch, energies=energies)
-        if entry.follows_tokens and outcomes.answers is not None:
-            tree = tree_of(outcomes, numbers, mine, sequences, group)
-            batch = replace(batch, tree=tree)
-        if entry.needs_peers:
-            batch = replace(batch, peers=_peers(usable, outcomes, mine, group))
-        values = entry.fn(batch)
-        targets = None if entry.returns is None else entry.returns(batch)
-    metrics |= found
-    sound = _sound(penalised, outcomes, entry)
-    returns = None
-    if critic_values is not None:
-        targets = targets or [a + v.double() for a, v in zip(values, critic_values)]
-        known = [bool(sound[i]) for i in mine]
-        returns = [_returns(*of_one) for of_one in zip(targets, masks, known)]
+        estimate = _Estimate([value.double() for value in precomputed[0]], {}, precomputed[1])
+    metrics |= estimate.metrics
+    valid = _valid_samples(inputs, rewards)
+    returns = None if critic_values is None else _critic_targets(inputs, estimate, valid)
+    values = estimate.values
     if settings.distillation_only:
         values = [torch.zeros_like(value) for value in values]
     if teacher_gap is not None:
-        coef, gaps = settings.distillation_coef, list(teacher_gap)
-        if settings.prefix_gamma:
-            weights = prefix_weights(gaps, masks, settings.prefix_gamma)
-            gaps = [weight * gap for weight, gap in zip(weights, gaps)]
-        values = [value - coef * gap for value, gap in zip(values, gaps)]
-        total_gap = sample_kl(teacher_gap, mine, rewards.numel(), group)
-        sound = sound & torch.isfinite(total_gap)
-        metrics["rollout/opd_reverse_kl"] = _per_token(total_gap, outcomes)
+        values, total_gap = _subtract_teacher_gap(inputs, values, teacher_gap)
+        valid = valid & torch.isfinite(total_gap)
+        metrics["rollout/opd_reverse_kl"] = _mean_per_token(total_gap, outcomes)
         metrics["rollout/opd_nonfinite"] = float((~torch.isfinite(total_gap)).sum())
-    trained = [mask & bool(sound[i]) for i, mask in zip(mine, masks)]
+    trained = [mask & bool(valid[i]) for i, mask in zip(local_indices, masks)]
     if settings.normalize:
         values = whiten(values, trained, group)
     final = [torch.where(mask, value, 0.0).float() for value, mask in zip(values, trained)]
     return TokenAdvantages(final, metrics, returns)
 
 
-def _penalised(
-    settings: AdvantageSettings,
-    outcomes: Outcomes,
-    kl: Sequence[Tensor] | None,
-    mine: Sequence[int],
-    group: dist.ProcessGroup | None,
-) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """Rewards [B] float64, and less the KL of the whole sample; metrics. Where a function of the
-    user's has made something of the rewards, both are that."""
-    rewards, metrics = outcomes.rewards.double(), {}
-    if outcomes.penalties is not None:
-        rewards = rewards - outcomes.penalties
-    total_kl = torch.zeros_like(rewards)
-    if kl is not None:
-        total_kl = sample_kl(kl, mine, rewards.numel(), group)
-        metrics["rollout/kl_in_reward"] = _per_token(total_kl, outcomes)
-    penalised = rewards - settings.kl_coef * total_kl
-    if outcomes.processed is None:
-        return rewards, penalised, metrics
-    processed = torch.where(torch.isfinite(penalised), outcomes.processed.double(), float("nan"))
-    return processed, processed, metrics
-
-
-def _per_token(totals: Tensor, outcomes: Outcomes) -> float:
-    """The mean over tokens of finite sums over samples [B]."""
-    finite = torch.isfinite(totals)
-    return float(totals[finite].sum()) / max(int(outcomes.lengths[finite].sum()), 1)
-
-
-def _by_sample(
-    entry: OutcomeEstimator,
-    settings: AdvantageSettings,
-    outcomes: Outcomes,
-    penalised: Tensor,
-    mine: Sequence[int],
-    masks: Sequence[Tensor],
-) -> tuple[list[Tensor], Mapping[str, float]]:
-    """One number for all tokens of a sample. penalised: [B], not finite where there is none."""
-    if outcomes.processed is not None:
-        finite = finite_rewards(penalised)
-        values = [
-            torch.where(mask & bool(finite[i]), penalised[i], 0.0) for i, mask in zip(mine, masks)
-        ]
-        return values, {"reward/nonfinite": float((~finite).sum())}
-    output = outcome_advantages(
-        entry,
-        rewards=penalised,
-        group_ids=outcomes.group_ids,
-        lengths=outcomes.lengths,
-        normalize_std=settings.normalize_std,
-        singleton=settings.singleton,
-        parts=outcomes.parts,
-    )
-    values = [torch.where(mask, output.values[i].double(), 0.0) for i, mask in zip(mine, masks)]
-    return values, output.metrics
-
-
-def _require_token_rewards_taken(entry: AdvantageEstimator, outcomes: Outcomes) -> None:
-    """Raises ValueError where there are rewards of tokens that would be dropped."""
+def _check_token_rewards(entry: AdvantageEstimator, outcomes: Outcomes) -> None:
+    """Raise ValueError if per-token rewards would be dropped."""
     if not outcomes.has_token_rewards:
         return
     remedy = "return one number for the response, or add --sum-token-rewards to train on their sum"
     if not takes_token_rewards(entry):
-        takers = [n for n, e in advantage_estimators.items() if takes_token_rewards(e)]
+        others = [n for n, e in advantage_estimators.items() if takes_token_rewards(e)]
         raise ValueError(
-            f"--advantage-estimator {entry.name} takes one reward a response, and the reward function gave one for each token; "
-            f"{remedy}; {' and '.join(takers)} take rewards of tokens"
+            f"--advantage-estimator {entry.name} takes one reward per response, and the reward "
+            f"function returned one per token; {remedy}; {' and '.join(others)} use token rewards"
         )
     if outcomes.processed is not None:
         raise ValueError(
-            "--custom-reward-post-process-path and --custom-convert-samples-to-train-data-path give one reward a response, and the reward "
-            "function gave one for each token; " + remedy
+            "--custom-reward-post-process-path and --custom-convert-samples-to-train-data-path "
+            f"take one reward per response, the reward function returned token rewards; {remedy}"
         )
 
 
-def _returns(targets: Tensor, mask: Tensor, known: bool) -> Tensor:
-    """[R] float32 at active tokens, NaN there where the sample's rewards are not known."""
-    return torch.where(mask, targets if known else float("nan"), 0.0).float()
+def _subtract_kl(inputs: _Inputs) -> tuple[Tensor, dict[str, float]]:
+    """Rewards for the estimator, [B] float64, not finite for invalid samples; and metrics. The KL
+    is subtracted per sample, except for per-token estimators and post-processed rewards."""
+    outcomes, rewards = inputs.outcomes, inputs.outcomes.rewards.double()
+    metrics = {}
+    if outcomes.penalties is not None:
+        rewards = rewards - outcomes.penalties
+    total_kl = torch.zeros_like(rewards)
+    if inputs.kl is not None:
+        total_kl = sample_kl(inputs.kl, inputs.indices, rewards.numel(), inputs.group)
+        metrics["rollout/kl_in_reward"] = _mean_per_token(total_kl, outcomes)
+    penalised = rewards - inputs.settings.kl_coef * total_kl
+    if outcomes.processed is not None:
+        rewards = outcomes.processed.double()
+    elif not isinstance(inputs.settings.entry, TokenEstimator):
+        return penalised, metrics
+    return torch.where(torch.isfinite(penalised), rewards, float("nan")), metrics
 
 
-def _sound(penalised: Tensor, outcomes: Outcomes, entry: AdvantageEstimator) -> Tensor:
-    """[B] bool: samples that have all numbers that their advantage is made of."""
-    sound = torch.isfinite(penalised)
-    if (
-        isinstance(entry, TokenEstimator)
-        and entry.needs_greedy
-        and outcomes.greedy_rewards is not None
-    ):
-        sound = sound & torch.isfinite(outcomes.greedy_rewards)
-    return sound
+def _mean_per_token(totals: Tensor, outcomes: Outcomes) -> float:
+    """Mean over the tokens of samples with a finite total [B]."""
+    finite = torch.isfinite(totals)
+    return float(totals[finite].sum()) / max(int(outcomes.lengths[finite].sum()), 1)
 
 
-def _itself(group: GroupRewards) -> Tensor:
-    return group.rewards
-
-
-def _peers(
-    rewards: Tensor, outcomes: Outcomes, mine: Sequence[int], group: dist.ProcessGroup | None
-) -> Peers:
-    """rewards: [B], NaN where a sample cannot be used."""
-    ids, place = outcomes.group_ids.unique(return_inverse=True)
-    usable = torch.isfinite(rewards)
-    references = [0.0] * ids.numel()
-    for i in usable.nonzero().flatten().tolist():
-        references[place[i]] = float(rewards[i])
-    return Peers(
-        groups=[int(place[i]) for i in mine],
-        count=ids.numel(),
-        longest=int(outcomes.lengths.max()),
-        references=[references[place[i]] for i in mine],
-        usable=[bool(usable[i]) for i in mine],
-        total=partial(sum_over, group=group),
+def _estimate(inputs: _Inputs, rewards: Tensor) -> _Estimate:
+    outcomes, entry = inputs.outcomes, inputs.settings.entry
+    if isinstance(entry, OutcomeEstimator):
+        return _outcome_estimate(entry, inputs, rewards)
+    if outcomes.parts is not None:
+        raise ValueError(f"{entry.name} takes one reward per response, not reward components")
+    if isinstance(entry, TokenEstimator):
+        return _token_estimate(entry, inputs, rewards)
+    metrics = group_metrics(rewards, outcomes.group_ids, outcomes.lengths)
+    values = turn_advantages(
+        entry,
+        rewards,
+        outcomes.group_ids,
+        outcomes.answers,  # every episode has its record, see `credit_fields`
+        is_normalized=outcomes.processed is not None,
+        gamma=inputs.settings.gamma,
+        normalize_std=inputs.settings.normalize_std,
+        local_indices=inputs.indices,
+        sequences=inputs.sequences,
+        masks=inputs.masks,
     )
+    return _Estimate(values, metrics)
 
 
-def _token_rewards(
-    entry: TokenEstimator,
-    settings: AdvantageSettings,
-    outcomes: Outcomes,
-    rewards: Tensor,
-    mine: Sequence[int],
-    masks: Sequence[Tensor],
-    kl: Sequence[Tensor] | None,
-    critic_values: Sequence[Tensor] | None,
-) -> tuple[TokenRewards, Tensor, Mapping[str, float]]:
-    """What an estimator of tokens gets, the outcomes [B] of all samples, and metrics. rewards: [B],
-    NaN where a sample cannot be used."""
+def _outcome_estimate(entry: OutcomeEstimator, inputs: _Inputs, rewards: Tensor) -> _Estimate:
+    """One advantage per sample, on all its active tokens."""
+    outcomes, settings = inputs.outcomes, inputs.settings
+    if outcomes.processed is not None:
+        finite = finite_rewards(rewards)
+        values = torch.where(finite, rewards, 0.0)
+        metrics: Mapping[str, float] = {"reward/nonfinite": float((~finite).sum())}
+    else:
+        output = outcome_advantages(
+            entry,
+            rewards=rewards,
+            group_ids=outcomes.group_ids,
+            lengths=outcomes.lengths,
+            normalize_std=settings.normalize_std,
+            singleton=settings.singleton,
+            parts=outcomes.parts,
+        )
+        values, metrics = output.values.double(), output.metrics
+    per_token = [torch.where(mask, values[i], 0.0) for i, mask in zip(inputs.indices, inputs.masks)]
+    return _Estimate(per_token, metrics)
+
+
+def _token_estimate(entry: TokenEstimator, inputs: _Inputs, rewards: Tensor) -> _Estimate:
+    """One advantage per token."""
+    outcomes, settings = inputs.outcomes, inputs.settings
+    group_ids, lengths, greedy = outcomes.group_ids, outcomes.lengths, outcomes.greedy_rewards
     if entry.outcome is None or outcomes.processed is not None:
         finite = finite_rewards(rewards)
-        numbers: Tensor = torch.where(finite, rewards, 0.0)
-        metrics = {"reward/nonfinite": float((~finite).sum())}
+        numbers = torch.where(finite, rewards, 0.0)
+        metrics: Mapping[str, float] = {"reward/nonfinite": float((~finite).sum())}
     else:
-        output = over_groups(
-            entry.outcome,
-            rewards,
-            outcomes.group_ids,
-            outcomes.lengths,
-            singleton=settings.singleton,
+        output = apply_to_groups(
+            entry.outcome, rewards, group_ids, lengths, singleton=settings.singleton
         )
-        numbers, metrics = output.values, dict(output.metrics)
-    if entry.needs_peers:  # of the groups that it compares by itself
-        metrics = dict(over_groups(_itself, rewards, outcomes.group_ids, outcomes.lengths).metrics)
-    if entry.needs_greedy and outcomes.greedy_rewards is not None:
-        broken = ~torch.isfinite(outcomes.greedy_rewards)
-        metrics["reward/greedy_nonfinite"] = float(broken.sum())
-    zero = [torch.zeros(mask.numel(), dtype=torch.float64) for mask in masks]
-    given = [outcomes.token_rewards[i] for i in mine] if outcomes.has_token_rewards else None
-    batch = TokenRewards(
-        outcomes=[float(numbers[i]) for i in mine],
-        masks=masks,
-        penalties=zero if kl is None else [settings.kl_coef * value for value in kl],
-        greedy_rewards=None
-        if outcomes.greedy_rewards is None
-        else [float(outcomes.greedy_rewards[i]) for i in mine],
+        numbers, metrics = output.values, output.metrics
+    if entry.needs_peers:  # it compares within groups by itself
+        metrics = group_metrics(rewards, group_ids, lengths)
+    if entry.needs_greedy and greedy is not None:
+        metrics = {**metrics, "reward/greedy_nonfinite": float((~torch.isfinite(greedy)).sum())}
+    batch = _token_batch(inputs, numbers)
+    if entry.needs_energies:
+        batch = replace(batch, energies=inputs.energies)
+    if entry.follows_tokens and outcomes.answers is not None:
+        batch = replace(batch, tree=_token_tree(inputs, numbers))
+    if entry.needs_peers:
+        batch = replace(batch, peers=_peers(inputs, rewards))
+    values = entry.fn(batch)
+    return _Estimate(values, metrics, None if entry.returns is None else entry.returns(batch))
+
+
+def _token_batch(inputs: _Inputs, numbers: Tensor) -> TokenRewards:
+    """The estimator's view of this rank's samples. numbers: [B], outcome of each sample."""
+    outcomes, settings, indices = inputs.outcomes, inputs.settings, inputs.indices
+    penalties = [torch.zeros(mask.numel(), dtype=torch.float64) for mask in inputs.masks]
+    if inputs.kl is not None:
+        penalties = [settings.kl_coef * value for value in inputs.kl]
+    greedy, token_rewards = outcomes.greedy_rewards, None
+    if outcomes.has_token_rewards:
+        token_rewards = [outcomes.token_rewards[i] for i in indices]
+    return TokenRewards(
+        outcomes=[float(numbers[i]) for i in indices],
+        masks=inputs.masks,
+        penalties=penalties,
+        greedy_rewards=None if greedy is None else [float(greedy[i]) for i in indices],
         gamma=settings.gamma,
-        values=critic_values,
+        values=inputs.critic_values,
         lambd=settings.lambd,
         value_lambd=settings.value_lambd,
         lambd_length_alpha=settings.lambd_length_alpha,
-        token_rewards=given,
+        token_rewards=token_rewards,
         normalize_std=settings.normalize_std,
     )
-    return batch, numbers, metrics
+
+
+def _token_tree(inputs: _Inputs, numbers: Tensor) -> TokenTree:
+    """The turns of this rank's episodes. numbers: [B], outcome of each episode."""
+    outcomes, turns = inputs.outcomes, inputs.outcomes.answers or ()
+    if outcomes.processed is not None:  # of entire episodes, in place of the rewards of turns
+        turns = [t and replace(t, rewards=[0.0] * len(t.rewards)) for t in turns]
+    lengths = outcomes.lengths.tolist()
+    return TokenTree(
+        turns, numbers.tolist(), lengths, inputs.indices, inputs.sequences, inputs.group
+    )
+
+
+def _peers(inputs: _Inputs, rewards: Tensor) -> Peers:
+    ids, group_index = inputs.outcomes.group_ids.unique(return_inverse=True)
+    valid = torch.isfinite(rewards)
+    references = [0.0] * ids.numel()
+    for i in valid.nonzero().flatten().tolist():
+        references[group_index[i]] = float(rewards[i])
+    return Peers(
+        group_index=[int(group_index[i]) for i in inputs.indices],
+        num_groups=ids.numel(),
+        max_length=int(inputs.outcomes.lengths.max()),
+        references=[references[group_index[i]] for i in inputs.indices],
+        valid=[bool(valid[i]) for i in inputs.indices],
+        all_reduce=partial(all_reduce, group=inputs.group),
+    )
+
+
+def _valid_samples(inputs: _Inputs, rewards: Tensor) -> Tensor:
+    """[B] bool: samples with every number that the estimator needs."""
+    valid, entry = torch.isfinite(rewards), inputs.settings.entry
+    greedy = inputs.outcomes.greedy_rewards
+    if isinstance(entry, TokenEstimator) and entry.needs_greedy and greedy is not None:
+        valid = valid & torch.isfinite(greedy)
+    return valid
+
+
+def _critic_targets(inputs: _Inputs, estimate: _Estimate, valid: Tensor) -> list[Tensor]:
+    """[R] float32 per sample, NaN at the active tokens of invalid samples."""
+    assert inputs.critic_values is not None
+    pairs = zip(estimate.values, inputs.critic_values)
+    targets = estimate.returns or [advantage + value.double() for advantage, value in pairs]
+    result = []
+    for i, target, mask in zip(inputs.indices, targets, inputs.masks):
+        value = target if valid[i] else float("nan")
+        result.append(torch.where(mask, value, 0.0).float())
+    return result
+
+
+def _subtract_teacher_gap(
+    inputs: _Inputs, values: list[Tensor], gaps: Sequence[Tensor]
+) -> tuple[list[Tensor], Tensor]:
+    """Advantages minus the scaled gap to the teacher, and the sum of each sample's gap [B].
+    Collective."""
+    settings, count = inputs.settings, inputs.outcomes.rewards.numel()
+    total = sample_kl(gaps, inputs.indices, count, inputs.group)
+    if settings.prefix_gamma:
+        weights = prefix_weights(gaps, inputs.masks, settings.prefix_gamma)
+        gaps = [weight * gap for weight, gap in zip(weights, gaps)]
+    return [v - settings.distillation_coef * gap for v, gap in zip(values, gaps)], total

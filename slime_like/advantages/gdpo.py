@@ -1,9 +1,8 @@
-"""GDPO: group reward-decoupled normalisation, arXiv 2601.05242, section 3: each part of a
-reward is compared within its group on its own, so that a part of small numbers counts as much as one
-of large ones, and different mixtures of parts stay different.
+"""GDPO: group reward-decoupled normalisation, arXiv 2601.05242, section 3: each reward component k
+is normalised within its group separately, so that its scale does not matter.
 
-A_ik = (R_ik - mean of the group) / (std of the group + 1e-6)        of part k
-A_i = (S_i - mean of the rollout) / (std of the rollout + 1e-6),    S_i = sum_k w_k A_ik
+    A_ik = (R_ik - mean of the group) / (std of the group + 1e-6)
+    A_i = (S_i - mean of the rollout) / (std of the rollout + 1e-6),    S_i = sum_k w_k A_ik
 
 Standard deviations have Bessel's correction. The second normalisation is over the samples of the
 rollout, as in the paper and TRL; verl's is over tokens.
@@ -16,12 +15,12 @@ from slime_like.advantages.registry import register_outcome_estimator
 from slime_like.lazy import Tensor
 
 
-def over_rollout(sums: Tensor, usable: Tensor) -> Tensor:
-    """sums [B] normalised over the usable [B] bool."""
-    known = sums[usable]
-    if known.numel() < 2:
+def normalize_rollout(sums: Tensor, valid: Tensor) -> Tensor:
+    """Normalise sums [B] by the statistics of the valid samples [B] bool."""
+    valid_sums = sums[valid]
+    if valid_sums.numel() < 2:
         return sums
-    return (sums - known.mean()) / (known.std() + EPS)
+    return (sums - valid_sums.mean()) / (valid_sums.std() + EPS)
 
 
-register_outcome_estimator("gdpo", scales_by_std=True, combine=over_rollout)(grpo)
+register_outcome_estimator("gdpo", scales_by_std=True, combine=normalize_rollout)(grpo)

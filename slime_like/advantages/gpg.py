@@ -1,9 +1,8 @@
-"""GPG, arXiv 2504.02546: the centred reward, scaled up for the samples of the rollout that teach
-nothing.
+"""GPG, arXiv 2504.02546: the centred reward, scaled up to compensate for groups of equal rewards.
 
-A_i = alpha (R_i - mean),    alpha = samples of the rollout / samples in groups whose rewards differ
+    A_i = alpha (R_i - mean),    alpha = samples / samples in groups whose rewards differ
 
-This is our reading of the paper's valid samples; verl counts rewards that are not zero.
+This is our reading of the paper's valid samples; verl counts nonzero rewards.
 """
 
 from __future__ import annotations

@@ -1,64 +1,59 @@
-"""GRPO of token rewards, for reward functions that judge parts of a response: process supervision of
-DeepSeekMath, arXiv 2402.03300, section 4.1.3, where each token is a step. Rewards are compared at the
-same place of the response, as in MT-GRPO, arXiv 2505.11821, and not over all places at once, so that
-a long response does not differ from a short one by the sum of so many means:
+"""GRPO on token rewards, for reward functions that judge parts of a response: process supervision
+of DeepSeekMath, arXiv 2402.03300, section 4.1.3, with one step per token. Rewards are compared at
+the same position of the response, as in MT-GRPO, arXiv 2505.11821, so that the length of a response
+does not change its baseline:
 
-    r~_t = (R_t - mean_t) / (std_t + 1e-6)      over the group's responses that have a t-th active token
+    r~_t = (R_t - mean_t) / (std_t + 1e-6)      over responses of the group with t active tokens
     A_t  = sum_{s >= t} gamma^(s-t) r~_s
 
-R_t is the reward of the t-th active token less its KL penalty; std has Bessel's correction. Where one
-response is left, and where all rewards are equal, r~_t is 0.
+R_t is the reward of the t-th active token minus its KL penalty; std has Bessel's correction. r~_t
+is 0 if only one response has that position, or if all rewards are equal.
 """
 
 from __future__ import annotations
 
 from slime_like.advantages.grpo import EPS
 from slime_like.advantages.registry import TokenRewards, register_token_estimator
-from slime_like.advantages.returns import discounted_returns, token_rewards
+from slime_like.advantages.returns import discounted_returns, scatter_active, token_rewards
 from slime_like.lazy import Tensor, torch
 
-ROUNDING = 1e-14  # of a mean of equal numbers, over their size
+ROUNDING = 1e-14  # relative rounding error of a mean of equal numbers
 
 
 @register_token_estimator(
     "grpo_token", takes_token_rewards=True, needs_peers=True, scales_by_std=True
 )
 def grpo_token(batch: TokenRewards) -> list[Tensor]:
-    """A collective of the ranks that share the rollout."""
-    peers, given = batch.peers, batch.token_rewards or [None] * len(batch.masks)
+    """Collective over the ranks that share the rollout."""
+    peers, of_tokens = batch.peers, batch.token_rewards or [None] * len(batch.masks)
     if peers is None:
         raise ValueError("--advantage-estimator grpo_token needs the groups of the rollout (peers)")
-    if any(usable and of_one is None for usable, of_one in zip(peers.usable, given)):
+    if any(valid and rewards is None for valid, rewards in zip(peers.valid, of_tokens)):
         raise ValueError(
-            "--advantage-estimator grpo_token compares rewards of tokens, and the reward function gave one for the response; "
-            "return a number for each token, or use --advantage-estimator grpo"
+            "--advantage-estimator grpo_token needs token rewards, and the reward function "
+            "returned one for the response; return one per token, or use grpo"
         )
-    rewards = token_rewards(batch.outcomes, batch.masks, batch.penalties, given)
-    rows = [reward[mask] for reward, mask in zip(rewards, batch.masks)]
+    rewards = token_rewards(batch.outcomes, batch.masks, batch.penalties, of_tokens)
+    active = [reward[mask] for reward, mask in zip(rewards, batch.masks)]
 
-    def of_places(values: list[Tensor]) -> Tensor:
-        """[groups, longest]: sums over the usable responses of all ranks."""
-        sums = torch.zeros(peers.count, peers.longest, dtype=torch.float64)
-        for value, group, usable in zip(values, peers.groups, peers.usable):
-            if usable:
+    def sum_by_position(values: list[Tensor]) -> Tensor:
+        """[groups, positions]: sums over the valid responses of all ranks."""
+        sums = torch.zeros(peers.num_groups, peers.max_length, dtype=torch.float64)
+        for value, group, valid in zip(values, peers.group_index, peers.valid):
+            if valid:
                 sums[group, : value.numel()] += value
-        return peers.total(sums)
+        return peers.all_reduce(sums)
 
-    counts = of_places([torch.ones_like(row) for row in rows])
-    mean = of_places(rows) / counts.clamp(min=1)
+    counts = sum_by_position([torch.ones_like(reward) for reward in active])
+    mean = sum_by_position(active) / counts.clamp(min=1)
     centred = []
-    for row, group in zip(rows, peers.groups):
-        baseline = mean[group, : row.numel()]
-        gap = row - baseline
+    for reward, group in zip(active, peers.group_index):
+        baseline = mean[group, : reward.numel()]
+        gap = reward - baseline
         centred.append(torch.where(gap.abs() <= ROUNDING * baseline.abs(), 0.0, gap))
     if batch.normalize_std:
-        std = (of_places([gap**2 for gap in centred]) / (counts - 1).clamp(min=1)).sqrt()
-        centred = [
-            gap / (std[group, : gap.numel()] + EPS) for gap, group in zip(centred, peers.groups)
-        ]
-    steps = []
-    for gap, mask in zip(centred, batch.masks):
-        step = torch.zeros(mask.numel(), dtype=torch.float64)
-        step[mask] = gap
-        steps.append(step)
+        std = (sum_by_position([gap**2 for gap in centred]) / (counts - 1).clamp(min=1)).sqrt()
+        for k, (gap, group) in enumerate(zip(centred, peers.group_index)):
+            centred[k] = gap / (std[group, : gap.numel()] + EPS)
+    steps = [scatter_active(gap, mask) for gap, mask in zip(centred, batch.masks)]
     return discounted_returns(steps, batch.masks, batch.gamma)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from slime_like.advantages.whitening import all_reduce
 from slime_like.config import NON_NEGATIVE, POSITIVE, CheckedSettings, arg
 from slime_like.lazy import Tensor, dist, torch
 from slime_like.losses.inputs import require_samples
@@ -14,7 +15,6 @@ from slime_like.losses.kl import kl_estimate
 
 if TYPE_CHECKING:
     from slime_like.checkpoints.state import KlState
-
 
 ADAPTIVE_STEP = 0.2
 
@@ -25,8 +25,7 @@ def token_kl(
     ref_log_probs: Sequence[Tensor],
     masks: Sequence[Tensor],
 ) -> list[Tensor]:
-    """The estimate of `losses/kl.py` [R] float64 by sample, 0 at inactive tokens. All arguments:
-    [R] by sample."""
+    """`kl_estimate` [R] float64 per sample, 0 at inactive tokens. All arguments: [R] per sample."""
     require_samples(masks, old_log_probs=old_log_probs, ref_log_probs=ref_log_probs)
     result = []
     for old, ref, mask in zip(old_log_probs, ref_log_probs, masks):
@@ -38,22 +37,23 @@ def token_kl(
 
 
 def sample_kl(
-    kl: Sequence[Tensor], mine: Sequence[int], num_samples: int, group: dist.ProcessGroup | None
+    kl: Sequence[Tensor],
+    local_indices: Sequence[int],
+    num_samples: int,
+    group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """Sum of each sample's KL [num_samples] float64, equal on all ranks. kl: [R] of this rank's
-    samples, which are `mine` among all, of which several may be one episode; group: data-parallel ranks, which share the samples."""
+    """Sum of each sample's KL [num_samples] float64, equal on all ranks of `group`. kl: [R] per
+    local sample; local_indices: its index among all, which sequences of one episode share."""
     sums = torch.zeros(num_samples, dtype=torch.float64)
-    for i, value in zip(mine, kl):
+    for i, value in zip(local_indices, kl):
         sums[i] += value.sum()
-    if group is not None and group.size() > 1:
-        dist.all_reduce(sums, group=group)
-    return sums
+    return all_reduce(sums, group)
 
 
 @dataclass(slots=True)
 class KLController(CheckedSettings):
-    """The coefficient of the KL in the reward. adaptive: Ziegler et al., arXiv 1909.08593, section
-    2.2; a KL above `target` raises it.
+    """The coefficient of the KL in the reward; adaptive as in Ziegler et al., arXiv 1909.08593,
+    section 2.2: a KL above `target` raises it.
 
         value <- value (1 + clip(KL / target - 1, +-0.2) samples / horizon)
 
@@ -61,12 +61,12 @@ class KLController(CheckedSettings):
     """
 
     value: float = arg(0.0, "The coefficient.", legal=NON_NEGATIVE)
-    target: float | None = arg(None, "KL that is aimed at.", legal=POSITIVE)
+    target: float | None = arg(None, "Target KL.", legal=POSITIVE)
     horizon: float | None = arg(None, "Samples over which the coefficient moves.", legal=POSITIVE)
 
     def update(self, kl: float, num_samples: int) -> None:
-        """After a rollout of `num_samples` samples with this mean KL. A KL that is not finite
-        changes nothing."""
+        """Adapt to a rollout of `num_samples` samples with this mean KL; a non-finite KL is
+        ignored."""
         if self.target is None or self.horizon is None or not math.isfinite(kl):
             return
         error = min(max(kl / self.target - 1, -ADAPTIVE_STEP), ADAPTIVE_STEP)
@@ -76,6 +76,6 @@ class KLController(CheckedSettings):
         return {"value": self.value}
 
     def load_state_dict(self, state: KlState) -> None:
-        """A fixed coefficient is what the command line says."""
+        """Restore an adaptive coefficient; a fixed one comes from the command line."""
         if self.target is not None:
             self.value = float(state["value"])

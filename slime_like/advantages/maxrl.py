@@ -1,5 +1,4 @@
-"""MaxRL, arXiv 2602.02710: the reward relative to its group, in units of the group's mean, so that
-hard prompts count more.
+"""MaxRL, arXiv 2602.02710: GRPO with the group's mean as the unit, so that hard prompts count more.
 
 A_i = (R_i - mean) / mean,    0 in a group whose mean is not positive
 """

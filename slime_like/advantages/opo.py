@@ -1,5 +1,4 @@
-"""OPO, arXiv 2505.23585: the baseline with the least variance for gradients that grow with the
-length of the response.
+"""OPO, arXiv 2505.23585: the minimum-variance baseline if gradients grow with response length.
 
 A_i = R_i - sum_j L_j R_j / sum_j L_j        L: active tokens
 """

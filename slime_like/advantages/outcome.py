@@ -3,6 +3,7 @@ rewards and groups of one."""
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -65,7 +66,8 @@ def compute_advantages(
     entry = advantage_estimators.get(estimator)
     if not isinstance(entry, OutcomeEstimator):
         raise ValueError(
-            f"{estimator} gives each token its own advantage; see slime_like.advantages.estimate_advantages"
+            f"{estimator} gives each token its own advantage; "
+            "see slime_like.advantages.estimate_advantages"
         )
     return outcome_advantages(
         entry,
@@ -90,19 +92,16 @@ def outcome_advantages(
 ) -> AdvantageOutput:
     """See `compute_advantages`."""
     if entry.combine is not None:
-        return _by_part(entry, rewards, group_ids, lengths, parts, normalize_std, singleton)
+        return _combine_parts(entry, rewards, group_ids, lengths, parts, normalize_std, singleton)
     if parts is not None:
-        raise ValueError(f"{entry.name} takes one reward a response, and parts were given")
-    output = over_groups(
+        raise ValueError(f"{entry.name} takes one reward per response, not reward components")
+    output = apply_to_groups(
         entry.fn, rewards, group_ids, lengths, normalize_std=normalize_std, singleton=singleton
     )
     values = output.values
     if entry.batch_factor is not None:
-        values = torch.where(
-            output.differing,
-            values * entry.batch_factor(rewards.numel(), int(output.differing.sum())),
-            values,
-        )
+        factor = entry.batch_factor(rewards.numel(), int(output.differing.sum()))
+        values = torch.where(output.differing, values * factor, values)
     return AdvantageOutput(values.float(), output.metrics)
 
 
@@ -125,7 +124,7 @@ class GroupOutput:
     metrics: Mapping[str, float]
 
 
-def over_groups(
+def apply_to_groups(
     fn: Callable[[GroupRewards], Tensor],
     rewards: Tensor,
     group_ids: Tensor,
@@ -134,14 +133,19 @@ def over_groups(
     normalize_std: bool = True,
     singleton: Singleton = "zero",
 ) -> GroupOutput:
-    """`fn` of each group; arguments and errors as of `compute_advantages`."""
+    """Apply `fn` to each group; arguments and errors as of `compute_advantages`."""
     rewards = rewards.double()
     finite = finite_rewards(rewards)
-    values, differing = _of_groups(fn, rewards, finite, group_ids, lengths, normalize_std)
-    return _with_singletons(values, differing, rewards, finite, group_ids, singleton)
+    values, differing = _group_values(fn, rewards, finite, group_ids, lengths, normalize_std)
+    return _handle_singletons(values, differing, rewards, finite, group_ids, singleton)
 
 
-def _by_part(
+def group_metrics(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Mapping[str, float]:
+    """Metrics of the groups, for estimators that compare samples by themselves."""
+    return apply_to_groups(lambda group: group.rewards, rewards, group_ids, lengths).metrics
+
+
+def _combine_parts(
     entry: OutcomeEstimator,
     rewards: Tensor,
     group_ids: Tensor,
@@ -154,23 +158,22 @@ def _by_part(
     from its statistics and adds 0; a sample without a finite reward is excluded from all."""
     assert entry.combine is not None
     rewards = rewards.double()
-    usable = finite_rewards(rewards)
+    valid = finite_rewards(rewards)
     parts = parts or RewardParts(rewards[:, None], (1.0,))
     if parts.values.shape[0] != rewards.numel():
-        raise ValueError(
-            f"parts of rewards have shape {tuple(parts.values.shape)} for {rewards.numel()} rewards"
-        )
-    total, differing = torch.zeros_like(rewards), torch.zeros_like(usable)
+        shape = tuple(parts.values.shape)
+        raise ValueError(f"reward parts have shape {shape} for {rewards.numel()} rewards")
+    total, differing = torch.zeros_like(rewards), torch.zeros_like(valid)
     for part, weight in zip(parts.values.double().unbind(1), parts.weights):
-        known = usable & torch.isfinite(part)
-        values, differ = _of_groups(entry.fn, part, known, group_ids, lengths, normalize_std)
+        present = valid & torch.isfinite(part)
+        values, differ = _group_values(entry.fn, part, present, group_ids, lengths, normalize_std)
         total, differing = total + weight * values, differing | differ
-    values = torch.where(differing, entry.combine(total, usable), 0.0)
-    output = _with_singletons(values, differing, rewards, usable, group_ids, singleton)
+    values = torch.where(differing, entry.combine(total, valid), 0.0)
+    output = _handle_singletons(values, differing, rewards, valid, group_ids, singleton)
     return AdvantageOutput(output.values.float(), output.metrics)
 
 
-def _of_groups(
+def _group_values(
     fn: Callable[[GroupRewards], Tensor],
     rewards: Tensor,
     finite: Tensor,
@@ -178,8 +181,8 @@ def _of_groups(
     lengths: Tensor,
     normalize_std: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(values [B] float64, differing [B] bool) where the finite rewards of a group differ, else 0,
-    exactly: the mean of equal numbers may round away from them."""
+    """(values [B] float64, differing [B] bool). Groups of equal rewards get exactly 0 without
+    calling `fn`, because the mean of equal numbers may round away from them."""
     values, differing = torch.zeros_like(rewards), torch.zeros_like(finite)
     for group_id in group_ids.unique():
         members = ((group_ids == group_id) & finite).nonzero().squeeze(1)
@@ -190,7 +193,7 @@ def _of_groups(
     return values, differing
 
 
-def _with_singletons(
+def _handle_singletons(
     values: Tensor,
     differing: Tensor,
     rewards: Tensor,
@@ -198,26 +201,34 @@ def _with_singletons(
     group_ids: Tensor,
     singleton: Singleton,
 ) -> GroupOutput:
-    """The values, those of groups of one as `singleton` says; and the metrics."""
-    _, place = group_ids.unique(return_inverse=True)
-    groups = int(place.max()) + 1
-    usable, moving = (
-        torch.bincount(place[which], minlength=groups) for which in (finite, differing)
-    )
-    single = int((usable == 1).sum())
+    """Set the values of groups with one finite reward, and add the metrics."""
+    _, group_index = group_ids.unique(return_inverse=True)
+    num_groups = int(group_index.max()) + 1
+    finite_count = torch.bincount(group_index[finite], minlength=num_groups)
+    differing_count = torch.bincount(group_index[differing], minlength=num_groups)
+    num_singletons = int((finite_count == 1).sum())
     if singleton == "reward":
-        values = torch.where(finite & (usable == 1)[place], rewards, values)
-    elif single:
+        values = torch.where(finite & (finite_count == 1)[group_index], rewards, values)
+    elif num_singletons:
         warnings.warn(
             "a group with a single usable sample has advantage 0 (--singleton-advantage)",
-            stacklevel=5,  # where `compute_advantages` is called
+            stacklevel=_stacklevel(),
         )
+    equal_groups = int(((finite_count > 1) & (differing_count == 0)).sum())
     metrics = {
         "reward/nonfinite": float((~finite).sum()),
-        "reward/zero_spread_group_frac": int(((usable > 1) & (moving == 0)).sum()) / groups,
-        "reward/singleton_groups": float(single),
+        "reward/zero_spread_group_frac": equal_groups / num_groups,
+        "reward/singleton_groups": float(num_singletons),
     }
     return GroupOutput(values, differing, metrics)
+
+
+def _stacklevel() -> int:
+    """The level of the caller of this package, for a warning of the calling function."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals["__name__"].startswith("slime_like.advantages."):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def finite_rewards(rewards: Tensor) -> Tensor:
@@ -225,6 +236,7 @@ def finite_rewards(rewards: Tensor) -> Tensor:
     finite = torch.isfinite(rewards)
     if not finite.any():
         raise ValueError(
-            f"none of the {rewards.numel()} rewards of this rollout is finite; see the reward function (--rm-type, --custom-rm-path)"
+            f"none of the {rewards.numel()} rewards of this rollout is finite; "
+            "check the reward function (--rm-type, --custom-rm-path)"
         )
     return finite

@@ -1,30 +1,28 @@
 """PPO's estimator: generalised advantage estimation with the values of a critic, Schulman et al.,
 arXiv 1506.02438 and 1707.06347.
 
-A_t = sum_k (gamma lambda)^k delta_(t+k),    delta_t = R_t + gamma V_next - V_t,    R_s = -penalty_s + R at the last active token
+    A_t = sum_k (gamma lambda)^k delta_(t+k),    delta_t = R_t + gamma V_next - V_t
+    R_s = -penalty_s + R at the last active token, or -penalty_s + r_s with token rewards r
 
-Where the reward function gave each token its own, R_s = -penalty_s + r_s.
-Only active tokens count; see `returns.gae`, and `tree_returns.py` for agents, where l is the tokens
-of the episode. The critic learns the returns A_t + V_t, taken before
-any whitening.
+Only active tokens count; see `returns.gae`, and `tree_returns.py` for agents. The critic learns the
+returns A_t + V_t, before any whitening.
 
 With a separate lambda for the critic (decoupled GAE of VC-PPO, arXiv 2503.01491, section 4.2) the
-returns are those of a second estimate: lambda 1 lets the reward at the end of a long response reach
-the values of its first tokens, which a policy's lambda of 0.95 fades out after a hundred. VAPO,
-arXiv 2504.05118, section 4.2, has the policy's grow with the number l of the sample's active tokens:
-
-lambda = 1 - 1 / (alpha l), at least 0
+returns come from a second estimate: lambda 1 lets the reward at the end of a long response reach
+the values of its first tokens, which a policy's lambda of 0.95 fades out after a hundred. In VAPO,
+arXiv 2504.05118, section 4.2, the policy's lambda grows with the number l of the sample's active
+tokens (of the whole episode for an agent): lambda = max(0, 1 - 1 / (alpha l)).
 """
 
 from __future__ import annotations
 
 from slime_like.advantages.registry import TokenRewards, register_token_estimator
-from slime_like.advantages.walk import active_tokens, gae_of
+from slime_like.advantages.tree_returns import active_tokens, batch_gae
 from slime_like.lazy import Tensor
 
 
 def returns(batch: TokenRewards) -> list[Tensor] | None:
-    """Of the critic's own lambda; None where it has none, and they are A + V."""
+    """Returns for the critic's own lambda; None: A + V."""
     if batch.value_lambd is None and batch.lambd_length_alpha is None:
         return None
     lambd = batch.lambd if batch.value_lambd is None else batch.value_lambd
@@ -48,7 +46,7 @@ def ppo(batch: TokenRewards) -> list[Tensor]:
 
 
 def _estimate(batch: TokenRewards, lambd: list[float]) -> tuple[list[Tensor], list[Tensor]]:
-    """(advantages, returns). lambd: by sample."""
+    """(advantages, returns). lambd: per sample."""
     if batch.values is None:
-        raise ValueError("--advantage-estimator ppo needs a critic's value of every token (values)")
-    return gae_of(batch, batch.values, lambd)
+        raise ValueError("--advantage-estimator ppo needs a critic's values (values)")
+    return batch_gae(batch, batch.values, lambd)

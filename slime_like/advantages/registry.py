@@ -1,6 +1,5 @@
-"""Registry of advantage estimators. Outcome estimators give one number per sample, shared by all
-its active tokens; token estimators give each token its own; turn estimators each turn of an
-agent."""
+"""Registry of advantage estimators. Outcome estimators return one number per sample, for all its
+active tokens; token estimators one per token; turn estimators one per turn of an agent."""
 
 from __future__ import annotations
 
@@ -17,36 +16,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GroupRewards:
-    """The finite rewards of one prompt's group. rewards, lengths: [n] float64, n >= 2."""
+    """The finite rewards of one prompt's group, n >= 2."""
 
-    rewards: Tensor
-    lengths: Tensor  # active tokens
+    rewards: Tensor  # [n] float64
+    lengths: Tensor  # [n] float64, active tokens
     normalize_std: bool
 
 
 @dataclass(frozen=True, slots=True)
 class RewardParts:
-    """What the rewards of a rollout are made of. values: [B, K] float, not finite where a sample has
-    no such part; weights: K numbers."""
+    """The components of the rewards of a rollout."""
 
-    values: Tensor
-    weights: tuple[float, ...]
+    values: Tensor  # [B, K] float, not finite if a sample lacks the component
+    weights: tuple[float, ...]  # K
 
     def __post_init__(self) -> None:
-        if self.values.dim() != 2 or self.values.shape[1] != len(self.weights):
-            raise ValueError(
-                f"parts of rewards have shape {tuple(self.values.shape)} and {len(self.weights)} weights; "
-                "they must be [B, K] and K"
-            )
+        shape, count = tuple(self.values.shape), len(self.weights)
+        if len(shape) != 2 or shape[1] != count:
+            raise ValueError(f"reward parts have shape {shape} for {count} weights, not [B, K]")
 
 
 @dataclass(frozen=True, slots=True)
 class OutcomeEstimator:
-    """fn returns the advantages [n] of one group. batch_factor: function of the numbers of all
-    samples and of samples in groups with differing rewards; multiplies the advantages of the
-    latter. scales_by_std: fn uses `GroupRewards.normalize_std`. combine: apply fn to each reward
-    component; combine maps the weighted sums [B] and the usable samples [B] bool to advantages [B].
-    None: fn is applied to the reward."""
+    """fn returns the advantages [n] of one group. batch_factor: maps the number of all samples, and
+    of those in groups with differing rewards, to a factor of the latter's advantages.
+    scales_by_std: fn uses `GroupRewards.normalize_std`. combine: apply fn to each reward component;
+    combine maps the weighted sums [B] and the valid samples [B] bool to advantages [B]. None: fn is
+    applied to the reward."""
 
     name: str
     fn: Callable[[GroupRewards], Tensor]
@@ -57,54 +53,36 @@ class OutcomeEstimator:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """Group information for samples of one group that are on several ranks.
+    """Groups with samples on several ranks. Sequences have an entry per sample of this rank."""
 
-    groups: per sample, the index of its group, out of `count` in the rollout. longest: active
-        tokens
-    of the rollout's longest sample. references: per sample, one reward of its group, equal within
-    the group. usable: per sample, whether its reward is finite. total: all-reduces a tensor over
-    the ranks.
-    """
-
-    groups: Sequence[int]
-    count: int
-    longest: int
-    references: Sequence[float]
-    usable: Sequence[bool]
-    total: Callable[[Tensor], Tensor]
+    group_index: Sequence[int]  # in [0, num_groups)
+    num_groups: int  # of the rollout
+    max_length: int  # active tokens of the rollout's longest sample
+    references: Sequence[float]  # one reward of the sample's group, equal within the group
+    valid: Sequence[bool]  # whether the sample's reward is finite
+    all_reduce: Callable[[Tensor], Tensor]  # sums a tensor over the ranks
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRewards:
-    """Some samples of a rollout, which may be any part of it.
+    """Samples of a rollout on this rank. Sequences have an entry per sample."""
 
-    outcomes: one number by sample, what `TokenEstimator.outcome` makes of the rewards. masks: [R]
-    bool by sample, active tokens. penalties: [R] float64 by sample, what the KL takes off each
-    token's reward, 0 at inactive tokens. greedy_rewards: reward of a greedy response to the
-    sample's prompt, by sample; None where nobody asked for it. values: [R] by sample, a critic's,
-    read at active tokens only; None without a critic. gamma: discount. lambd: of generalised
-    advantage estimation; value_lambd: that of the critic's returns, None: lambd;
-    lambd_length_alpha: of the policy's as its sample's length has it, None: lambd. token_rewards: [R] by sample, which stand in for its outcome, or None
-    where it has none; None altogether where no sample has any. energies: [R] by sample, the squared
-    norm of the gradient of each token's log-prob by the logits; None where nobody asked for them.
-    peers: None where nobody asked for them. normalize_std: divide by the standard deviation.
-    tree: of agents' episodes; None: each sample is one sequence of tokens.
-    """
-
-    outcomes: Sequence[float]
-    masks: Sequence[Tensor]
-    penalties: Sequence[Tensor]
-    greedy_rewards: Sequence[float] | None
-    gamma: float
-    values: Sequence[Tensor] | None = None
-    lambd: float = 1.0
-    value_lambd: float | None = None
-    lambd_length_alpha: float | None = None
+    outcomes: Sequence[float]  # the rewards after `TokenEstimator.outcome`
+    masks: Sequence[Tensor]  # [R] bool, active tokens
+    penalties: Sequence[Tensor]  # [R] float64, subtracted from token rewards; 0 at inactive tokens
+    greedy_rewards: Sequence[float] | None  # of a greedy response; None: not requested
+    gamma: float  # discount
+    values: Sequence[Tensor] | None = None  # [R], a critic's, read at active tokens only
+    lambd: float = 1.0  # of generalised advantage estimation
+    value_lambd: float | None = None  # of the critic's returns; None: lambd
+    lambd_length_alpha: float | None = None  # lambda by length (VAPO); None: lambd
+    # [R], in place of the outcome, or None for a sample without; None: no sample has any
     token_rewards: Sequence[Tensor | None] | None = None
+    # [R], squared norm of the gradient of each log-prob by the logits; None: not requested
     energies: Sequence[Tensor] | None = None
-    peers: Peers | None = None
-    normalize_std: bool = True
-    tree: TokenTree | None = None
+    peers: Peers | None = None  # None: not requested
+    normalize_std: bool = True  # divide by the standard deviation
+    tree: TokenTree | None = None  # of agents' episodes; None: every sample is one sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,23 +114,21 @@ class TokenEstimator:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeAnswers:
-    """The turns of an agent's episode. parents: index of the turn that each continues, -1 for none.
-    rewards: reward of each turn. spans: per sequence of the episode, (first token in the response,
-    number of tokens, turn) of each trained turn."""
+    """The turns of an agent's episode."""
 
-    parents: Sequence[int]
-    rewards: Sequence[float]
+    parents: Sequence[int]  # the turn that each turn continues, -1 for none
+    rewards: Sequence[float]  # of each turn
+    # per sequence, of each trained turn: (first token in the response, number of tokens, turn)
     spans: Sequence[Sequence[tuple[int, int, int]]]
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerGroup:
-    """The usable episodes of one prompt. rewards: of each, without turn rewards. compared: the same
-    after a user's post-processing; None: to be normalised here."""
+    """The valid episodes of one prompt."""
 
-    rewards: Sequence[float]
+    rewards: Sequence[float]  # of each episode, without turn rewards
     episodes: Sequence[EpisodeAnswers]
-    compared: Sequence[float] | None
+    compared: Sequence[float] | None  # post-processed by a user function; None: to be normalised
     gamma: float
     normalize_std: bool
 

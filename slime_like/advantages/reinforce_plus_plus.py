@@ -1,22 +1,18 @@
 """REINFORCE++, arXiv 2501.03262: no group; the KL is a reward of each token, and whitening over the
 whole rollout is the baseline.
 
-    reinforce_plus_plus:            A_t = sum_{s >= t} gamma^(s-t) R_s,  R_s = -penalty_s + R at the last active token
-    reinforce_plus_plus_baseline:   A_t = R - mean of the group - penalty_t
+    reinforce_plus_plus            A_t = sum_{s >= t} gamma^(s-t) R_s
+                                   R_s = -penalty_s + R at the last active token
+    reinforce_plus_plus_baseline   A_t = R - mean of the group - penalty_t
 
-Where the reward function gave each token its own, R_s = -penalty_s + r_s in the first of the two.
-Distances s - t count active tokens; after an answer of an agent that forks comes the mean over what
-continues it (`tree_returns.py`). Both are whitened afterwards (`whitening.py`).
+With token rewards r, R_s = -penalty_s + r_s in the first of the two. Distances s - t count active
+tokens; trees of agents are in `tree_returns.py`. Both are whitened afterwards (`whitening.py`).
 """
 
 from __future__ import annotations
 
-from slime_like.advantages.registry import (
-    GroupRewards,
-    TokenRewards,
-    register_token_estimator,
-)
-from slime_like.advantages.walk import returns_of
+from slime_like.advantages.registry import GroupRewards, TokenRewards, register_token_estimator
+from slime_like.advantages.tree_returns import batch_returns
 from slime_like.lazy import Tensor, torch
 
 
@@ -29,7 +25,7 @@ from slime_like.lazy import Tensor, torch
     aliases=("reinforce++",),
 )
 def reinforce_plus_plus(batch: TokenRewards) -> list[Tensor]:
-    return returns_of(batch)
+    return batch_returns(batch)
 
 
 def centred(group: GroupRewards) -> Tensor:

@@ -1,4 +1,4 @@
-"""ReMax, arXiv 2310.10505: the return against the reward of the greedy response to the same prompt.
+"""ReMax, arXiv 2310.10505: the return minus the reward of the greedy response to the same prompt.
 
 A_t = sum_{s >= t} gamma^(s-t) R_s - R_greedy,    R_s = -penalty_s + R at the last active token
 """
@@ -6,7 +6,7 @@ A_t = sum_{s >= t} gamma^(s-t) R_s - R_greedy,    R_s = -penalty_s + R at the la
 from __future__ import annotations
 
 from slime_like.advantages.registry import TokenRewards, register_token_estimator
-from slime_like.advantages.walk import returns_of
+from slime_like.advantages.tree_returns import batch_returns
 from slime_like.lazy import Tensor, torch
 
 
@@ -14,9 +14,9 @@ from slime_like.lazy import Tensor, torch
 def remax(batch: TokenRewards) -> list[Tensor]:
     if batch.greedy_rewards is None:
         raise ValueError(
-            "--advantage-estimator remax needs the reward of a greedy response to each prompt (greedy_rewards)"
+            "--advantage-estimator remax needs the reward of a greedy response (greedy_rewards)"
         )
-    returns = returns_of(batch)
+    returns = batch_returns(batch)
     return [
         torch.where(mask, value - greedy, 0.0)
         for value, mask, greedy in zip(returns, batch.masks, batch.greedy_rewards)

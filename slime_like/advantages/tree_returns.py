@@ -1,18 +1,19 @@
-"""Returns and generalised advantages over the trees of agents' episodes, whatever the cut of a tree
-into sequences and wherever these are trained on.
+"""Returns and generalised advantages over the trees of agents' episodes, independent of how a tree
+is split into sequences and of the ranks that train on these.
 
-A token's next one is the next of its answer, and after the last of an answer a the first of each
-answer c that continues a. Every trained token of an episode has the same weight u in the loss
-(`step_weights`), so that those transitions have equal weights: what follows a is the mean over its
-continuations. Bellman's equation and that of generalised advantages (`returns.gae`) then say, at a
-token t with the next ones n(t):
+The successors of a token are the next token of its answer, and after the last token of an answer a
+the first of each answer c that continues a. Every trained token of an episode has the same weight u
+in the loss (`step_weights`), so these transitions have equal weights: what follows a is the mean
+over its continuations. Bellman's equation and that of generalised advantages (`returns.gae`) at a
+token t with successors n(t):
 
-    V'_t = mean_{c in n(t)} V_c,    delta_t = R_t + gamma V'_t - V_t,    A_t = delta_t + gamma lambda mean_{c in n(t)} A_c
+    V'_t = mean_{c in n(t)} V_c,    delta_t = R_t + gamma V'_t - V_t,
+    A_t = delta_t + gamma lambda mean_{c in n(t)} A_c
 
-with V = 0 and lambda 1 these are discounted returns. R_t has minus the penalty of the token; at the
-last token of an answer the answer's own reward; and at the last of one that nothing continues what
-the episode got without the rewards of its answers. A conversation without forks is one sequence as
-in `returns.py`. Continuations in which no token is trained have no weight, and are none.
+With V = 0 and lambda 1 these are discounted returns. R_t has minus the penalty of the token; at the
+last token of an answer also the answer's own reward; and at the last token of a leaf also the
+episode's reward without those of its answers. A conversation without forks is one sequence as in
+`returns.py`. Continuations without a trained token have no weight and are ignored.
 """
 
 from __future__ import annotations
@@ -20,57 +21,98 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from slime_like.advantages.registry import EpisodeAnswers
-from slime_like.advantages.returns import gae
-from slime_like.advantages.whitening import sum_over
+from slime_like.advantages.registry import EpisodeAnswers, TokenRewards
+from slime_like.advantages.returns import discounted_returns, gae, token_rewards
+from slime_like.advantages.whitening import all_reduce
 from slime_like.lazy import Tensor, dist, torch
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTree:
-    """The answers of a rollout's episodes, for the samples of this rank.
+    """The answers of a rollout's episodes, for the samples of this rank."""
 
-    episodes: of all ranks, None where one has no record of its answers. outcomes: [B] float64, what
-    each got with the rewards of its answers. lengths: trained tokens of each. mine, sequences: by
-    sample of this rank, its episode and its place among the sequences of that. group: data-parallel
-    ranks, which walk together.
-    """
-
-    episodes: Sequence[EpisodeAnswers | None]
-    outcomes: Sequence[float]
-    lengths: Sequence[int]
-    mine: Sequence[int]
-    sequences: Sequence[int]
-    group: dist.ProcessGroup | None = None
+    episodes: Sequence[EpisodeAnswers | None]  # of all ranks; None: without a record of its answers
+    outcomes: Sequence[float]  # reward of each episode, including those of its answers
+    lengths: Sequence[int]  # trained tokens of each episode
+    local_indices: Sequence[int]  # the episode of each sample of this rank
+    sequences: Sequence[int]  # its index among the sequences of the episode
+    group: dist.ProcessGroup | None = None  # data-parallel ranks, which share the trees
 
     def has(self, k: int) -> bool:
         """Whether the k-th sample of this rank is of an episode with a record."""
-        return self.episodes[self.mine[k]] is not None
+        return self.episodes[self.local_indices[k]] is not None
+
+
+def batch_returns(batch: TokenRewards) -> list[Tensor]:
+    """Discounted returns [R] float64 per sample, 0 at inactive tokens; see `discounted_returns`."""
+    rewards = token_rewards(batch.outcomes, batch.masks, batch.penalties, batch.token_rewards)
+    returns = discounted_returns(rewards, batch.masks, batch.gamma)
+    if batch.tree is None:
+        return returns
+    lambd = [1.0] * len(returns)
+    in_trees, _ = tree_gae(batch.tree, batch.penalties, None, batch.masks, batch.gamma, lambd)
+    return _select(batch, in_trees, returns)
+
+
+def batch_gae(
+    batch: TokenRewards, values: Sequence[Tensor], lambd: Sequence[float]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """(advantages, returns), [R] float64 per sample each; see `gae`. lambd: per sample."""
+    rewards = token_rewards(batch.outcomes, batch.masks, batch.penalties, batch.token_rewards)
+    advantages, returns = gae(rewards, values, batch.masks, batch.gamma, lambd)
+    if batch.tree is None:
+        return advantages, returns
+    in_trees = tree_gae(batch.tree, batch.penalties, values, batch.masks, batch.gamma, lambd)
+    return _select(batch, in_trees[0], advantages), _select(batch, in_trees[1], returns)
+
+
+def _select(
+    batch: TokenRewards, in_trees: Sequence[Tensor], in_sequences: Sequence[Tensor]
+) -> list[Tensor]:
+    """Per sample, the values over its tree if it has one. A sample with token rewards is a single
+    sequence."""
+    assert batch.tree is not None
+    rewards = batch.token_rewards or [None] * len(in_sequences)
+    result = []
+    for k, of_tokens in enumerate(rewards):
+        use_tree = of_tokens is None and batch.tree.has(k)
+        result.append(in_trees[k] if use_tree else in_sequences[k])
+    return result
+
+
+def active_tokens(batch: TokenRewards) -> list[int]:
+    """Active tokens of each sample; for an agent's episode, of all its sequences."""
+    counts = [int(mask.sum()) for mask in batch.masks]
+    if (tree := batch.tree) is not None:
+        for k, i in enumerate(tree.local_indices):
+            if tree.has(k):
+                counts[k] = tree.lengths[i]
+    return counts
 
 
 @dataclass(slots=True)
 class _Nodes:
-    """All answers. offsets: of each episode's first; parents: -1 for none; alive: a token of it or
-    of what continues it is trained; kept: such continuations."""
+    """The answers of all episodes, as nodes of a forest."""
 
-    offsets: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)  # first node of each episode
+    parents: list[int] = field(default_factory=list)  # -1: root
+    # whether a token of it or of a continuation is trained
     alive: list[bool] = field(default_factory=list)
-    kept: list[list[int]] = field(default_factory=list)
+    children: list[list[int]] = field(default_factory=list)  # those alive
 
     def mean(self, node: int, values: Sequence[float]) -> float:
-        """Over what continues the answer, 0 where nothing does."""
-        later = self.kept[node]
-        return sum(values[c] for c in later) / len(later) if later else 0.0
+        """Mean over the node's children, 0 without any."""
+        children = self.children[node]
+        return sum(values[c] for c in children) / len(children) if children else 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """An answer in a sample of this rank: its node, its sample and its trained tokens there."""
+class _Segment:
+    """The trained tokens of an answer in a sample of this rank."""
 
     node: int
     sample: int
-    places: Tensor
+    positions: Tensor
 
 
 def tree_gae(
@@ -84,51 +126,51 @@ def tree_gae(
     """Advantages and returns; collective over `tree.group`.
 
     Args:
-        penalties: [R] by sample of this rank, read at active tokens only.
-        values: [R] by sample, a critic's; None: 0.
-        masks: [R] bool by sample, active tokens.
+        penalties: [R] per sample of this rank, read at active tokens only.
+        values: [R] per sample, a critic's; None: 0.
+        masks: [R] bool per sample, active tokens.
         gamma: 0 to 1.
-        lambd: 0 to 1 by sample, the same for all samples of an episode.
+        lambd: 0 to 1 per sample, equal for all samples of an episode.
 
     Returns:
-        (advantages, returns), [R] float64 by sample each, 0 at inactive tokens and in samples of
+        (advantages, returns), [R] float64 per sample each, 0 at inactive tokens and in samples of
         episodes without a record.
     """
-    nodes = _nodes(tree)
-    parts = _parts(tree, nodes, masks)
+    nodes = _make_nodes(tree)
+    segments = _make_segments(tree, nodes, masks)
     values = values or [torch.zeros(mask.numel()) for mask in masks]
-    own = torch.zeros(len(nodes.parents), 2, dtype=torch.float64)
-    for part in parts:
-        own[part.node, 0] += part.places.numel()
-        own[part.node, 1] = values[part.sample][part.places[0]].double()
-    counts, first = (row.tolist() for row in sum_over(own, tree.group).unbind(1))
+    # an answer is on one rank, so a sum over ranks gives every rank the numbers of all answers
+    local = torch.zeros(len(nodes.parents), 2, dtype=torch.float64)
+    for segment in segments:
+        local[segment.node, 0] += segment.positions.numel()
+        local[segment.node, 1] = values[segment.sample][segment.positions[0]].double()
+    counts, first_values = (row.tolist() for row in all_reduce(local, tree.group).unbind(1))
     _prune(nodes, counts)
-    after = _after(nodes, counts, first)
-    ends = _end_rewards(tree, nodes)
-    local = _within(parts, penalties, values, ends, after, gamma, lambd)
-    own.zero_()
-    for part, advantage in zip(parts, local, strict=True):
-        own[part.node, 0] = advantage[0]
-        own[part.node, 1] = (gamma * lambd[part.sample]) ** part.places.numel()
-    starts, decays = (row.tolist() for row in sum_over(own, tree.group).unbind(1))
+    next_values = _next_values(nodes, counts, first_values)
+    end_rewards = _end_rewards(tree, nodes)
+    partial = _segment_gae(segments, penalties, values, end_rewards, next_values, gamma, lambd)
+    local.zero_()
+    for segment, advantage in zip(segments, partial, strict=True):
+        local[segment.node, 0] = advantage[0]
+        local[segment.node, 1] = (gamma * lambd[segment.sample]) ** segment.positions.numel()
+    starts, decays = (row.tolist() for row in all_reduce(local, tree.group).unbind(1))
     for node in reversed(range(len(counts))):
-        if not counts[node]:  # no token of it is trained: it passes on what follows it
-            starts[node], decays[node] = ends[node], 1.0
+        if not counts[node]:  # without a trained token, it passes on what follows it
+            starts[node], decays[node] = end_rewards[node], 1.0
         starts[node] += decays[node] * nodes.mean(node, starts)
     advantages = [torch.zeros(mask.numel(), dtype=torch.float64) for mask in masks]
-    for part, advantage in zip(parts, local, strict=True):
-        count = part.places.numel()
-        left = torch.arange(count, 0, -1, dtype=torch.float64)
-        carried = (gamma * lambd[part.sample]) ** left * nodes.mean(part.node, starts)
-        advantages[part.sample][part.places] = advantage + carried
-    returns = [
-        torch.where(m, a + v.double(), 0.0) if tree.has(k) else a
-        for k, (a, v, m) in enumerate(zip(advantages, values, masks, strict=True))
-    ]
+    for segment, advantage in zip(segments, partial, strict=True):
+        left = torch.arange(segment.positions.numel(), 0, -1, dtype=torch.float64)
+        carried = (gamma * lambd[segment.sample]) ** left * nodes.mean(segment.node, starts)
+        advantages[segment.sample][segment.positions] = advantage + carried
+    returns = list(advantages)
+    for k, (value, mask) in enumerate(zip(values, masks, strict=True)):
+        if tree.has(k):
+            returns[k] = torch.where(mask, advantages[k] + value.double(), 0.0)
     return advantages, returns
 
 
-def _nodes(tree: TokenTree) -> _Nodes:
+def _make_nodes(tree: TokenTree) -> _Nodes:
     nodes = _Nodes()
     for episode in tree.episodes:
         offset = len(nodes.parents)
@@ -138,70 +180,72 @@ def _nodes(tree: TokenTree) -> _Nodes:
     return nodes
 
 
-def _parts(tree: TokenTree, nodes: _Nodes, masks: Sequence[Tensor]) -> list[_Part]:
-    found = []
-    for k, (i, mask) in enumerate(zip(tree.mine, masks, strict=True)):
-        episode = tree.episodes[i]
-        for first, count, answer in () if episode is None else episode.spans[tree.sequences[k]]:
-            places = mask[first : first + count].nonzero().flatten() + first
-            if places.numel():
-                found.append(_Part(nodes.offsets[i] + answer, k, places))
-    return found
+def _make_segments(tree: TokenTree, nodes: _Nodes, masks: Sequence[Tensor]) -> list[_Segment]:
+    segments = []
+    for k, (i, mask) in enumerate(zip(tree.local_indices, masks, strict=True)):
+        if (episode := tree.episodes[i]) is None:
+            continue
+        for first, count, answer in episode.spans[tree.sequences[k]]:
+            positions = mask[first : first + count].nonzero().flatten() + first
+            if positions.numel():
+                segments.append(_Segment(nodes.offsets[i] + answer, k, positions))
+    return segments
 
 
 def _prune(nodes: _Nodes, counts: Sequence[float]) -> None:
-    """Fill in what is left of the trees without answers of which nothing is trained."""
-    nodes.kept = [[] for _ in counts]
+    """Set `alive` and `children`. counts: trained tokens of each answer."""
+    nodes.children = [[] for _ in counts]
     nodes.alive = [False] * len(counts)
-    for node in reversed(range(len(counts))):  # what continues an answer is after it
-        nodes.alive[node] = counts[node] > 0 or bool(nodes.kept[node])
+    for node in reversed(range(len(counts))):  # continuations have larger indices
+        nodes.alive[node] = counts[node] > 0 or bool(nodes.children[node])
         if nodes.alive[node] and nodes.parents[node] >= 0:
-            nodes.kept[nodes.parents[node]].append(node)
+            nodes.children[nodes.parents[node]].append(node)
 
 
-def _after(nodes: _Nodes, counts: Sequence[float], first: list[float]) -> list[float]:
-    """The value of what follows each answer. first: of its first token; filled in where none of it
-    is trained."""
-    after = [0.0] * len(counts)
+def _next_values(nodes: _Nodes, counts: Sequence[float], first_values: list[float]) -> list[float]:
+    """Mean value of the continuations of each answer. first_values: value of its first token; set
+    here for answers without a trained token."""
+    result = [0.0] * len(counts)
     for node in reversed(range(len(counts))):
-        after[node] = nodes.mean(node, first)
+        result[node] = nodes.mean(node, first_values)
         if not counts[node]:
-            first[node] = after[node]
-    return after
+            first_values[node] = result[node]
+    return result
 
 
 def _end_rewards(tree: TokenTree, nodes: _Nodes) -> list[float]:
-    """What each answer's last token gets."""
-    ends = [0.0] * len(nodes.parents)
+    """Reward of each answer's last token."""
+    rewards = [0.0] * len(nodes.parents)
     for offset, episode, outcome in zip(nodes.offsets, tree.episodes, tree.outcomes, strict=True):
         if episode is None:
             continue
         alive = [a for a in range(len(episode.parents)) if nodes.alive[offset + a]]
         rest = outcome - sum(episode.rewards[a] for a in alive)
         for a in alive:
-            ends[offset + a] = episode.rewards[a] + (0.0 if nodes.kept[offset + a] else rest)
-    return ends
+            rewards[offset + a] = episode.rewards[a] + (0.0 if nodes.children[offset + a] else rest)
+    return rewards
 
 
-def _within(
-    parts: Sequence[_Part],
+def _segment_gae(
+    segments: Sequence[_Segment],
     penalties: Sequence[Tensor],
     values: Sequence[Tensor],
-    ends: Sequence[float],
-    after: Sequence[float],
+    end_rewards: Sequence[float],
+    next_values: Sequence[float],
     gamma: float,
     lambd: Sequence[float],
 ) -> list[Tensor]:
-    """Advantages of the tokens of each answer, without those of what follows it."""
+    """Advantages of the tokens of each answer, without those of its continuations."""
     rewards = []
-    for part in parts:
-        reward = -penalties[part.sample][part.places].double()
-        reward[-1] += ends[part.node] + gamma * after[part.node]
+    for segment in segments:
+        reward = -penalties[segment.sample][segment.positions].double()
+        reward[-1] += end_rewards[segment.node] + gamma * next_values[segment.node]
         rewards.append(reward)
-    return gae(
+    advantages, _ = gae(
         rewards,
-        [values[part.sample][part.places] for part in parts],
-        [torch.ones(part.places.numel(), dtype=torch.bool) for part in parts],
+        [values[segment.sample][segment.positions] for segment in segments],
+        [torch.ones(segment.positions.numel(), dtype=torch.bool) for segment in segments],
         gamma,
-        [lambd[part.sample] for part in parts],
-    )[0]
+        [lambd[segment.sample] for segment in segments],
+    )
+    return advantages

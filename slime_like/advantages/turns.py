@@ -1,4 +1,4 @@
-"""Credit for each answer of an agent's episode, in place of one number for all of it.
+"""Advantages of the answers of an agent's episode, instead of one number per episode.
 
 grpo_turn, after MT-GRPO (arXiv 2505.11821, section 4) and the discounted returns of GTPO (arXiv
 2511.14846): rewards of answers are compared within the group at the same depth, which is the number
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 
 from slime_like.advantages.grpo import EPS
 from slime_like.advantages.registry import (
@@ -36,56 +37,56 @@ NO_ANSWERS = EpisodeAnswers((), (), ((),))
 
 @register_turn_estimator("grpo_turn")
 def grpo_turn(group: AnswerGroup) -> list[list[float]]:
-    whole = group.compared or _relative(group.rewards, group)
-    places = defaultdict[int, list[tuple[int, int]]](list)
+    episode_advantages = group.compared or _normalize(group.rewards, group)
+    by_depth = defaultdict[int, list[tuple[int, int]]](list)
     for i, episode in enumerate(group.episodes):
-        for a, depth in enumerate(_depths(episode.parents)):
-            places[depth].append((i, a))
-    sums = [[0.0] * len(episode.rewards) for episode in group.episodes]
-    for of_depth in places.values():
-        found = _relative([group.episodes[i].rewards[a] for i, a in of_depth], group)
-        for (i, a), value in zip(of_depth, found, strict=True):
-            sums[i][a] = value
+        for turn, depth in enumerate(_depths(episode.parents)):
+            by_depth[depth].append((i, turn))
+    returns = [[0.0] * len(episode.rewards) for episode in group.episodes]
+    for turns in by_depth.values():
+        rewards = [group.episodes[i].rewards[turn] for i, turn in turns]
+        for (i, turn), value in zip(turns, _normalize(rewards, group), strict=True):
+            returns[i][turn] = value
     for i, episode in enumerate(group.episodes):
         children = _children(episode.parents)
-        for a in reversed(range(len(episode.parents))):  # what continues an answer is after it
-            if children[a]:
-                later = sum(sums[i][c] for c in children[a]) / len(children[a])
-                sums[i][a] += group.gamma * later
-    return [[number + s for s in own] for number, own in zip(whole, sums, strict=True)]
+        for turn in reversed(range(len(children))):  # continuations have larger indices
+            if children[turn]:
+                later = sum(returns[i][child] for child in children[turn]) / len(children[turn])
+                returns[i][turn] += group.gamma * later
+        returns[i] = [episode_advantages[i] + value for value in returns[i]]
+    return returns
 
 
 @register_turn_estimator("grpo_branch")
 def grpo_branch(group: AnswerGroup) -> list[list[float]]:
     branches = [_branches(episode) for episode in group.episodes]
-    totals = [
-        [reward + sum(episode.rewards[a] for a in path) for path in paths]
-        for reward, episode, paths in zip(group.rewards, group.episodes, branches, strict=True)
-    ]
-    across = iter(_relative([total for own in totals for total in own], group))
-    found = []
-    for i, (episode, paths) in enumerate(zip(group.episodes, branches, strict=True)):
-        within = _relative(totals[i], group)
+    totals: list[list[float]] = [[] for _ in branches]
+    for i, episode in enumerate(group.episodes):
+        for branch in branches[i]:
+            turn_rewards = sum(episode.rewards[turn] for turn in branch)
+            totals[i].append(group.rewards[i] + turn_rewards)
+    over_group = iter(_normalize(list(chain.from_iterable(totals)), group))
+    advantages = []
+    for i, episode in enumerate(group.episodes):
         sums, counts = [0.0] * len(episode.rewards), [0] * len(episode.rewards)
-        for path, inside in zip(paths, within, strict=True):
-            outside = next(across)
-            for a in path:
-                sums[a] += inside + (group.compared[i] if group.compared else outside)
-                counts[a] += 1
-        found.append([total / count for total, count in zip(sums, counts, strict=True)])
-    return found
+        for branch, in_episode in zip(branches[i], _normalize(totals[i], group), strict=True):
+            in_group = next(over_group)
+            for turn in branch:
+                sums[turn] += in_episode + (group.compared[i] if group.compared else in_group)
+                counts[turn] += 1
+        advantages.append([total / count for total, count in zip(sums, counts, strict=True)])
+    return advantages
 
 
-def _relative(values: Sequence[float], group: AnswerGroup) -> list[float]:
-    """GRPO's comparison; 0 exactly where all are equal."""
+def _normalize(values: Sequence[float], group: AnswerGroup) -> list[float]:
+    """GRPO's normalisation; exactly 0 if all values are equal."""
     if len(set(values)) < 2:
         return [0.0] * len(values)
     numbers = torch.tensor(values, dtype=torch.float64)
     centred = numbers - numbers.mean()
-    found: list[float] = (
-        centred / (numbers.std() + EPS) if group.normalize_std else centred
-    ).tolist()
-    return found
+    if group.normalize_std:
+        centred = centred / (numbers.std() + EPS)
+    return list(centred.tolist())
 
 
 def _depths(parents: Sequence[int]) -> list[int]:
@@ -96,68 +97,65 @@ def _depths(parents: Sequence[int]) -> list[int]:
 
 
 def _children(parents: Sequence[int]) -> list[list[int]]:
-    found: list[list[int]] = [[] for _ in parents]
-    for a, parent in enumerate(parents):
+    children: list[list[int]] = [[] for _ in parents]
+    for turn, parent in enumerate(parents):
         if parent >= 0:
-            found[parent].append(a)
-    return found
+            children[parent].append(turn)
+    return children
 
 
 def _branches(episode: EpisodeAnswers) -> list[list[int]]:
-    """The answers of each path to an end of the tree."""
-    found = []
-    for a, children in enumerate(_children(episode.parents)):
+    """The turns on the path to each leaf of the tree, the leaf first."""
+    branches = []
+    for turn, children in enumerate(_children(episode.parents)):
         if not children:
-            path = [a]
-            while (parent := episode.parents[path[-1]]) >= 0:
-                path.append(parent)
-            found.append(path)
-    return found
+            branch = [turn]
+            while (parent := episode.parents[branch[-1]]) >= 0:
+                branch.append(parent)
+            branches.append(branch)
+    return branches
 
 
-def credits_of_tokens(
+def turn_advantages(
     entry: TurnEstimator,
     rewards: Tensor,
     group_ids: Tensor,
     answers: Sequence[EpisodeAnswers | None] | None,
     *,
-    compared: bool,
+    is_normalized: bool,
     gamma: float,
     normalize_std: bool,
-    mine: Sequence[int],
-    sequences: Sequence[int] | None,
+    local_indices: Sequence[int],
+    sequences: Sequence[int],
     masks: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Advantages [R] float64 by sample of this rank, the same in every layout.
+    """Advantages [R] float64 per sample of this rank, the same in every layout.
 
     Args:
-        entry: The estimator.
-        rewards: [B] float64 of all episodes, not finite where one cannot be used.
+        rewards: [B] float64 of all episodes, not finite for invalid ones.
         group_ids: [B].
-        answers: Theirs, None for an episode without any; None: of each one, which is all of its
-            one sequence.
-        compared: The rewards are compared already.
-        mine, sequences: By sample of this rank, its episode and its place among the sequences of
-            that; None: the first.
-        masks: [R] bool by sample of this rank.
+        answers: Per episode, None for one without any; None: every episode is one answer.
+        is_normalized: The rewards are normalised within groups already.
+        local_indices, sequences: Per sample of this rank, its episode and its index within it.
+        masks: [R] bool per sample of this rank.
     """
     if answers is None:
-        lone = {i: masks[k].numel() for k, i in enumerate(mine)}
-        spans = [((((0, lone.get(i, 0), 0)),),) for i in range(rewards.numel())]
-        answers = [EpisodeAnswers((-1,), (0.0,), of_one) for of_one in spans]
-    episodes = [NO_ANSWERS if own is None else own for own in answers]
-    credits: list[list[float]] = [[0.0] * len(episode.rewards) for episode in episodes]
+        lengths = {i: mask.numel() for i, mask in zip(local_indices, masks, strict=True)}
+        spans = [(0, lengths.get(i, 0), 0) for i in range(rewards.numel())]
+        answers = [EpisodeAnswers((-1,), (0.0,), [[span]]) for span in spans]
+    episodes = [NO_ANSWERS if episode is None else episode for episode in answers]
+    advantages: list[list[float]] = [[0.0] * len(episode.rewards) for episode in episodes]
     for group_id in group_ids.unique():
         members = ((group_ids == group_id) & torch.isfinite(rewards)).nonzero().flatten().tolist()
         numbers = rewards[members].tolist()
-        own = [episodes[i] for i in members]
-        group = AnswerGroup(numbers, own, numbers if compared else None, gamma, normalize_std)
-        for i, found in zip(members, entry.fn(group), strict=True):
-            credits[i] = found
-    values = []
-    for k, (i, mask) in enumerate(zip(mine, masks, strict=True)):
+        compared = numbers if is_normalized else None
+        group = AnswerGroup(numbers, [episodes[i] for i in members], compared, gamma, normalize_std)
+        for i, values in zip(members, entry.fn(group), strict=True):
+            advantages[i] = values
+    result = []
+    for i, sequence, mask in zip(local_indices, sequences, masks, strict=True):
         value = torch.zeros(mask.numel(), dtype=torch.float64)
-        for first, count, answer in episodes[i].spans[0 if sequences is None else sequences[k]]:
-            value[first : first + count] = credits[i][answer]
-        values.append(torch.where(mask, value, 0.0))
-    return values
+        for first, count, turn in episodes[i].spans[sequence]:
+            value[first : first + count] = advantages[i][turn]
+        result.append(torch.where(mask, value, 0.0))
+    return result

@@ -8,7 +8,7 @@ from slime_like.lazy import Tensor, dist, torch
 from slime_like.losses.inputs import require_samples
 from slime_like.metrics.typed import Metric, MetricAccumulator, masked_mean, masked_std
 
-SAME = 1e-6  # a standard deviation that is rounding
+MIN_STD = 1e-6  # a smaller standard deviation is rounding
 
 
 def value_metrics(
@@ -17,34 +17,35 @@ def value_metrics(
     masks: Sequence[Tensor],
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, float]:
-    """Over the active tokens of all ranks of `group`, each with its own samples. values, returns:
-    [R] by sample; masks: [R] bool. A return that is NaN is no target.
+    """Metrics over the active tokens of all ranks of `group`, each with its own samples. values,
+    returns: [R] per sample; masks: [R] bool. A NaN return is no target.
 
     rollout/values_mean, _std and _abs; rollout/returns_mean and _std; rollout/values_nonfinite, a
     count; rollout/explained_variance, 1 - Var(return - value) / Var(return): 1 for perfect values,
-    0 for a constant, below 0 for worse than a constant. It is left out where all returns are the
-    same.
+    0 for a constant, below 0 for worse than a constant; omitted if all returns are equal.
     """
     require_samples(masks, values=values, returns=returns)
     value, target, active = (
-        torch.cat([*parts, parts[0][:0]]) for parts in (list(values), list(returns), list(masks))
+        torch.cat(list(values)),
+        torch.cat(list(returns)),
+        torch.cat(list(masks)),
     )
     finite = torch.isfinite(value)
-    known = active & finite & ~target.isnan()
+    has_target = active & finite & ~target.isnan()
     accumulator = MetricAccumulator()
     accumulator.add(
         {
             "values_mean": masked_mean(value, active & finite),
             "values_std": masked_std(value, active & finite),
             "values_abs": masked_mean(value.abs(), active & finite),
-            "returns_mean": masked_mean(target, known),
-            "returns_std": masked_std(target, known),
-            "errors_std": masked_std(target.double() - value.double(), known),
+            "returns_mean": masked_mean(target, has_target),
+            "returns_std": masked_std(target, has_target),
+            "errors_std": masked_std(target.double() - value.double(), has_target),
             "values_nonfinite": Metric("sum", (active & ~finite).sum().double()),
         }
     )
     metrics = accumulator.reduce(group)
     error, spread = metrics.pop("errors_std", 0.0), metrics.get("returns_std", 0.0)
-    if spread > SAME:
+    if spread > MIN_STD:
         metrics["explained_variance"] = 1 - (error / spread) ** 2
     return {f"rollout/{name}": number for name, number in metrics.items()}

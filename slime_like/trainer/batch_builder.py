@@ -345,22 +345,22 @@ class BatchMaker:
             assert scores.old is not None, "see RunConfig.old_is_current"
             squared = [o.squared_probs for o in scores.old if o.squared_probs is not None]
             energies = token_energies(scores.old_log_probs, squared, masks)
-        given, settings = None, self.settings.advantages
+        precomputed, settings = None, self.settings.advantages
         if (hooks := self.settings.hooks) is not None:
-            given = hooks.advantages(lambda: self._rank_data(rollout, scores, outcomes))
+            precomputed = hooks.advantages(lambda: self._rank_data(rollout, scores, outcomes))
         if settings.kl_coef != self.kl_controller.value:  # adaptive: the coefficient has moved
             settings = dataclasses.replace(settings, kl_coef=self.kl_controller.value)
         output = estimate_advantages(
             settings,
             outcomes,
-            mine=rollout.local_episodes,
+            local_indices=rollout.local_episodes,
             sequences=rollout.local_sequences,
             masks=masks,
             kl=kl,
             teacher_gap=gap,
             critic_values=scores.values,
             energies=energies,
-            given=given,
+            precomputed=precomputed,
             group=self.layout.dp_group,
         )
         if kl is None:

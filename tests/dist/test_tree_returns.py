@@ -27,14 +27,14 @@ SETTINGS = {
 def advantages(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """By estimator, advantages and returns of this rank's sequences, every `world_size`-th."""
     _, found = forest(4, arguments["cut"], empty=True)
-    mine = [k for k in range(len(found.mine)) if k % world_size == rank]
-    result: dict[str, Any] = {"mine": mine}
+    local = [k for k in range(len(found.local_indices)) if k % world_size == rank]
+    result: dict[str, Any] = {"local": local}
     for name, settings in SETTINGS.items():
         output = estimate_advantages(
-            settings, found.outcomes, mine=[found.mine[k] for k in mine],
-            sequences=[found.sequences[k] for k in mine], masks=[found.masks[k] for k in mine],
-            kl=[found.penalties[k] for k in mine],
-            critic_values=[found.values[k] for k in mine] if name == "ppo" else None,
+            settings, found.outcomes, local_indices=[found.local_indices[k] for k in local],
+            sequences=[found.sequences[k] for k in local], masks=[found.masks[k] for k in local],
+            kl=[found.penalties[k] for k in local],
+            critic_values=[found.values[k] for k in local] if name == "ppo" else None,
             group=dist.group.WORLD,
         )  # fmt: skip
         result[name] = [[v.tolist() for v in own or []] for own in (output.values, output.returns)]
@@ -48,6 +48,6 @@ def test_two_ranks_give_the_numbers_of_one(tmp_path: Path) -> None:
         for name in SETTINGS:
             for part in (0, 1):
                 for rank in both:
-                    for k, value in zip(rank["mine"], rank[name][part]):
+                    for k, value in zip(rank["local"], rank[name][part]):
                         assert value == pytest.approx(alone[name][part][k], abs=1e-5)
-            assert sum(len(rank[name][0]) for rank in both) == len(alone["mine"])
+            assert sum(len(rank[name][0]) for rank in both) == len(alone["local"])

@@ -41,7 +41,7 @@ def advantages(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[st
         for m in masks
     ]
     energies = [torch.rand(n, generator=generator, dtype=torch.float64) for n in LENGTHS]
-    mine = [i for i, owner in enumerate(arguments["shares"]) if owner == rank]
+    local = [i for i, owner in enumerate(arguments["shares"]) if owner == rank]
     for i, owner in enumerate(arguments["shares"]):
         if owner == arguments["empty_rank"]:
             masks[i][:] = False
@@ -50,24 +50,24 @@ def advantages(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[st
         torch.tensor([0, 0, 0, 1, 1, 2, 2, 2]),
         torch.tensor([int(m.sum()) for m in masks]),
     )
-    result: dict[str, Any] = {"mine": mine}
+    result: dict[str, Any] = {"local": local}
     by_token = [reward * mask for reward, mask in zip(told.rewards, masks)]
     for name, settings in SETTINGS.items():
         output = estimate_advantages(
             settings,
             replace(told, token_rewards=by_token) if name == "grpo_token" else told,
-            mine=mine,
-            masks=[masks[i] for i in mine],
-            kl=[kl[i] for i in mine],
-            energies=[torch.where(masks[i], energies[i], 0.0) for i in mine],
+            local_indices=local,
+            masks=[masks[i] for i in local],
+            kl=[kl[i] for i in local],
+            energies=[torch.where(masks[i], energies[i], 0.0) for i in local],
             group=dist.group.WORLD,
         )
         result[name] = [value.tolist() for value in output.values]
         result[name + "/kl"] = output.metrics["rollout/kl_in_reward"]
-    own = [masks[i] for i in mine]
+    own = [masks[i] for i in local]
     correction = off_policy_correction(
         OffPolicyConfig(m2po_threshold=0.3),
-        old_log_probs=torch.cat([kl[i] for i in mine]),
+        old_log_probs=torch.cat([kl[i] for i in local]),
         rollout_log_probs=torch.zeros(sum(m.numel() for m in own)),
         loss_mask=torch.cat(own),
         seq_ids=torch.repeat_interleave(
@@ -83,7 +83,7 @@ def advantages(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[st
     for level in ("token", "sequence"):
         normal = off_policy_correction(
             OffPolicyConfig(tis_ratio_type=level, tis_batch_normalize=True, m2po_threshold=0.3),
-            old_log_probs=torch.cat([kl[i] for i in mine]),
+            old_log_probs=torch.cat([kl[i] for i in local]),
             rollout_log_probs=torch.zeros(sum(m.numel() for m in own)),
             loss_mask=torch.cat(own),
             seq_ids=torch.repeat_interleave(
@@ -101,7 +101,9 @@ def advantages(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[st
 
 def collect(results: list[dict[str, Any]], name: str) -> list[list[float]]:
     """By sample, whoever has it."""
-    by_sample = {i: values for result in results for i, values in zip(result["mine"], result[name])}
+    by_sample = {
+        i: values for result in results for i, values in zip(result["local"], result[name])
+    }
     return [by_sample[i] for i in range(8)]
 
 

@@ -126,12 +126,12 @@ def test_other_estimators_refuse_parts(name: str) -> None:
         parts=RewardParts(torch.ones(2, 1), (1.0,)),
     )
     masks = [torch.ones(1, dtype=torch.bool)] * 2
-    with pytest.raises(ValueError, match=f"{name} takes one reward a response"):
-        estimate_advantages(AdvantageSettings(name), outcomes, mine=range(2), masks=masks)
+    with pytest.raises(ValueError, match=f"{name} takes one reward per response"):
+        estimate_advantages(AdvantageSettings(name), outcomes, local_indices=range(2), masks=masks)
 
 
 def test_parts_of_another_shape_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"shape \(2, 3\) and 2 weights"):
+    with pytest.raises(ValueError, match=r"shape \(2, 3\) for 2 weights"):
         RewardParts(torch.ones(2, 3), (1.0, 1.0))
     with pytest.raises(ValueError, match=r"shape \(9, 3\) for 10 rewards"):
         compute([0.0] * 10, parts=PARTS[:9])

@@ -53,7 +53,7 @@ def test_against_a_loop(by_std: bool, gamma: float, coef: float, seed: int) -> N
     rewards = token_rewards(masks, seed)
     settings = AdvantageSettings("grpo_token", gamma=gamma, kl_coef=coef, normalize_std=by_std)
     told = replace(outcomes(masks), token_rewards=rewards)
-    got = estimate_advantages(settings, told, mine=range(7), masks=masks, kl=kl)
+    got = estimate_advantages(settings, told, local_indices=range(7), masks=masks, kl=kl)
     less_kl = [reward - coef * k for reward, k in zip(rewards, kl)]
     expected = by_loop(masks, less_kl, gamma, by_std=by_std)
     assert flat(got.values) == pytest.approx(flat(expected), rel=1e-5, abs=1e-6)
@@ -64,13 +64,15 @@ def test_equal_rewards_give_exactly_nothing() -> None:
     masks, _ = samples(2)
     rewards = [mask * 0.1 for mask in masks]
     told = replace(outcomes(masks), token_rewards=rewards)
-    got = estimate_advantages(AdvantageSettings("grpo_token"), told, mine=range(7), masks=masks)
+    got = estimate_advantages(
+        AdvantageSettings("grpo_token"), told, local_indices=range(7), masks=masks
+    )
     assert not any(flat(got.values))
 
 
 def test_a_reward_of_the_whole_response_is_refused() -> None:
     masks, _ = samples(0)
-    with pytest.raises(ValueError, match=r"return a number for each token, or use .* grpo"):
+    with pytest.raises(ValueError, match="grpo_token needs token rewards"):
         estimate_advantages(
-            AdvantageSettings("grpo_token"), outcomes(masks), mine=range(7), masks=masks
+            AdvantageSettings("grpo_token"), outcomes(masks), local_indices=range(7), masks=masks
         )

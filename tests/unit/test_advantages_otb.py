@@ -88,7 +88,9 @@ def test_otb_gives_exactly_nothing_where_rewards_are_equal_and_needs_energies() 
     assert not any(flat(got.values))
     assert got.metrics["reward/zero_spread_group_frac"] == 1
     with pytest.raises(ValueError, match="needs the energy of every token"):
-        estimate_advantages(AdvantageSettings("otb"), outcomes(masks), mine=range(7), masks=masks)
+        estimate_advantages(
+            AdvantageSettings("otb"), outcomes(masks), local_indices=range(7), masks=masks
+        )
 
 
 def test_the_numbers_of_verl() -> None:
@@ -108,7 +110,7 @@ def test_the_numbers_of_verl() -> None:
         torch.tensor([4, 2, 3, 3]),
     )
     got = estimate_advantages(
-        AdvantageSettings("otb"), told, mine=range(4), masks=masks, energies=energies
+        AdvantageSettings("otb"), told, local_indices=range(4), masks=masks, energies=energies
     )
     expected = [
         [-0.0120772898, -0.00323070694, 0.0, -0.120567373, 0.0],

@@ -88,7 +88,7 @@ def estimate(
         ]
         told = replace(told, token_rewards=each)
     return estimate_advantages(
-        settings, told, mine=range(len(masks)), masks=masks, kl=kl, critic_values=values, energies=energies_of(masks),
+        settings, told, local_indices=range(len(masks)), masks=masks, kl=kl, critic_values=values, energies=energies_of(masks),
     )  # fmt: skip
 
 
@@ -228,7 +228,7 @@ def test_ppo(name: str, gamma: float, lambd: float) -> None:
     got, whitened = (
         estimate_advantages(
             AdvantageSettings(name, gamma=gamma, lambd=lambd, kl_coef=0.2, normalize=normalize),
-            told, mine=range(7), masks=masks, kl=kl, critic_values=values,
+            told, local_indices=range(7), masks=masks, kl=kl, critic_values=values,
         )
         for normalize in (False, True)
     )  # fmt: skip
@@ -262,7 +262,7 @@ def test_the_critics_lambda_and_the_policys_by_length(
         kl_coef=0.2,
     )
     got = estimate_advantages(
-        settings, outcomes(masks), mine=range(7), masks=masks, kl=kl, critic_values=values
+        settings, outcomes(masks), local_indices=range(7), masks=masks, kl=kl, critic_values=values
     )
     assert got.returns is not None
     for i, (mask, k, value) in enumerate(zip(masks, kl, values)):
@@ -305,8 +305,10 @@ def test_equal_lambdas_are_one_estimate_to_the_last_bit() -> None:
 
 def test_ppo_without_values_is_an_error_and_a_bad_reward_is_no_target() -> None:
     masks, _ = samples(7)
-    with pytest.raises(ValueError, match="a critic's value"):
-        estimate_advantages(AdvantageSettings("ppo"), outcomes(masks), mine=range(7), masks=masks)
+    with pytest.raises(ValueError, match="ppo needs a critic's values"):
+        estimate_advantages(
+            AdvantageSettings("ppo"), outcomes(masks), local_indices=range(7), masks=masks
+        )
     got = estimate(
         AdvantageSettings("ppo"),
         masks,
@@ -370,12 +372,12 @@ def test_parts_of_a_rollout_give_what_the_whole_gives(name: str) -> None:
     settings, told = AdvantageSettings(name, gamma=0.9), outcomes(masks, greedy=[0.5] * 7)
     critic = critic_values(masks)
     whole = estimate_advantages(
-        settings, told, mine=range(7), masks=masks, critic_values=critic
+        settings, told, local_indices=range(7), masks=masks, critic_values=critic
     ).values
     for part in ([0, 3, 6], [5], [2, 1, 4]):
         some = [critic[i] for i in part]
         values = estimate_advantages(
-            settings, told, mine=part, masks=[masks[i] for i in part], critic_values=some
+            settings, told, local_indices=part, masks=[masks[i] for i in part], critic_values=some
         ).values
         for i, value in zip(part, values):
             torch.testing.assert_close(value, whole[i])

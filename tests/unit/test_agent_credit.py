@@ -45,17 +45,17 @@ def outcomes(
         lengths=torch.tensor([4, 6, 2, 2]),
         answers=[*answers, EpisodeAnswers((-1,), (5.0,), [[(0, 2, 0)]])],
     )
-    mine, places, masks, of_tokens = [], [], [], []
+    local, places, masks, of_tokens = [], [], [], []
     for i, episode in enumerate(found.answers or ()):
         for place, own in enumerate(episode.spans):
             tokens = [-1] * (own[-1][0] + own[-1][1])
             for first, count, a in own:
                 tokens[first : first + count] = [a] * count
-            mine.append(i)
+            local.append(i)
             places.append(place)
             masks.append(torch.tensor([a >= 0 for a in tokens]))
             of_tokens.append(tokens)
-    return found, mine, places, masks, of_tokens
+    return found, local, places, masks, of_tokens
 
 
 def relative(value: float, among: list[float]) -> float:
@@ -85,27 +85,27 @@ def by_branch(i: int, a: int, gamma: float) -> float:
         2: {(0,): 1.5},
     }
     every = [total for own in branches.values() for total in own.values()]
-    mine = [
+    local = [
         relative(total, list(branches[i].values())) + relative(total, every)
         for path, total in branches[i].items()
         if a in path
     ]
-    return sum(mine) / len(mine)
+    return sum(local) / len(local)
 
 
 @pytest.mark.parametrize("cut", ["paths", "turns"])
 @pytest.mark.parametrize(("name", "loop"), [("grpo_turn", by_turn), ("grpo_branch", by_branch)])
 def test_an_answer_gets_what_its_paper_says(name: str, loop: object, cut: str) -> None:
     assert callable(loop)
-    found, mine, places, masks, of_tokens = outcomes(cut)
+    found, local, places, masks, of_tokens = outcomes(cut)
     settings = AdvantageSettings(name, gamma=0.5)
-    whole = estimate_advantages(settings, found, mine=mine, sequences=places, masks=masks)
-    for i, tokens, values in zip(mine, of_tokens, whole.values, strict=True):
+    whole = estimate_advantages(settings, found, local_indices=local, sequences=places, masks=masks)
+    for i, tokens, values in zip(local, of_tokens, whole.values, strict=True):
         expected = [0.0 if a < 0 or i == 3 else loop(i, a, 0.5) for a in tokens]
         assert values.tolist() == pytest.approx(expected, abs=1e-6), (i, tokens)
     for rank in (slice(0, 2), slice(2, None)):  # none needs what another has
         own = estimate_advantages(
-            settings, found, mine=mine[rank], sequences=places[rank], masks=masks[rank]
+            settings, found, local_indices=local[rank], sequences=places[rank], masks=masks[rank]
         )
         for a, b in zip(own.values, whole.values[rank], strict=True):
             assert torch.equal(a, b)
@@ -118,7 +118,7 @@ def test_without_forks_and_rewards_of_answers_it_is_grpo(name: str) -> None:
     found = dataclasses.replace(found, answers=plain)
     masks = [torch.ones(2, dtype=torch.bool)] * 4
     given, grpo = (
-        estimate_advantages(AdvantageSettings(n), found, mine=range(4), masks=masks).values
+        estimate_advantages(AdvantageSettings(n), found, local_indices=range(4), masks=masks).values
         for n in (name, "grpo")
     )
     for a, b in zip(given, grpo, strict=True):
@@ -183,7 +183,7 @@ def test_an_episode_that_was_lost_before_its_first_answer_has_no_advantage() -> 
     )  # fmt: skip
     settings = AdvantageSettings(estimator="grpo_turn")
     output = estimate_advantages(
-        settings, found, mine=[2], sequences=[0], masks=[torch.zeros(0, dtype=torch.bool)]
+        settings, found, local_indices=[2], sequences=[0], masks=[torch.zeros(0, dtype=torch.bool)]
     )
     assert output.values[0].numel() == 0
 
@@ -195,7 +195,7 @@ def test_penalties_are_of_the_advantage_alone() -> None:
     )  # fmt: skip
     masks = [torch.ones(1, dtype=torch.bool)] * 2
     first, second = estimate_advantages(
-        AdvantageSettings("grpo"), found, mine=range(2), masks=masks
+        AdvantageSettings("grpo"), found, local_indices=range(2), masks=masks
     ).values
     assert float(first) == pytest.approx(math.sqrt(0.5), rel=1e-4) and float(second) == -float(
         first

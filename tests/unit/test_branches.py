@@ -72,7 +72,10 @@ def test_an_episode_counts_once_in_its_group() -> None:
         outcomes = outcomes_of(step)
         assert outcomes.rewards.tolist() == [1.0, 0.0] and outcomes.lengths.tolist() == [4, 1]
         given = estimate_advantages(
-            settings, outcomes, mine=episodes_of(step).of, masks=[s.loss_mask for s in step]
+            settings,
+            outcomes,
+            local_indices=episodes_of(step).of,
+            masks=[s.loss_mask for s in step],
         )
         values.append(torch.cat([v[s.loss_mask] for v, s in zip(given.values, step)]).tolist())
     assert values[0] == values[1] == values[2]

@@ -50,7 +50,7 @@ def estimate(**settings: object) -> tuple[list[list[float]], dict[str, float]]:
     output = estimate_advantages(
         AdvantageSettings("grpo", normalize_std=False, **settings),  # type: ignore[arg-type]
         outcomes(),
-        mine=range(4),
+        local_indices=range(4),
         masks=MASKS,
         teacher_gap=teacher_gaps(OLD, TEACHER, MASKS),
     )
@@ -71,7 +71,7 @@ def test_the_gap_weighs_less_the_further_the_response_has_gone() -> None:
         estimate_advantages(
             AdvantageSettings("grpo", distillation_coef=0.7, prefix_gamma=gamma),
             told,
-            mine=range(4),
+            local_indices=range(4),
             masks=masks,
             teacher_gap=teacher_gaps(old, teacher, masks),
         )
@@ -119,7 +119,7 @@ def test_a_token_that_the_teacher_cannot_say_leaves_its_sample_out() -> None:
     output = estimate_advantages(
         AdvantageSettings("grpo", normalize=True, distillation_coef=1.0),
         outcomes(),
-        mine=range(4),
+        local_indices=range(4),
         masks=MASKS,
         teacher_gap=teacher_gaps(OLD, broken, MASKS),
     )

@@ -162,7 +162,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: estimate_advantages(
             AdvantageSettings("ppo"),
             Outcomes(torch.ones(1), torch.zeros(1).long(), torch.ones(1).long()),
-            mine=[0],
+            local_indices=[0],
             masks=MASKS,
             critic_values=[],
         ),

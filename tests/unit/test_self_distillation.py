@@ -145,7 +145,9 @@ def test_rewards_give_no_advantage_where_the_teacher_alone_trains() -> None:
     masks = [torch.tensor([True, True]), torch.tensor([True])]
     gaps = [torch.tensor([0.5, -1.0]).double(), torch.tensor([2.0]).double()]
     settings = AdvantageSettings("grpo", distillation_coef=0.5, distillation_only=True)
-    found = estimate_advantages(settings, outcomes, mine=[0, 1], masks=masks, teacher_gap=gaps)
+    found = estimate_advantages(
+        settings, outcomes, local_indices=[0, 1], masks=masks, teacher_gap=gaps
+    )
     assert [value.tolist() for value in found.values] == [[-0.25, 0.5], [-1.0]]
 
 

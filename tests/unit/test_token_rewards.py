@@ -194,7 +194,7 @@ def test_estimators_against_a_loop(estimator):
     output = estimate_advantages(
         AdvantageSettings(estimator, gamma=GAMMA, lambd=LAMBDA, kl_coef=KL_COEF),
         outcomes,
-        mine=range(len(masks)),
+        local_indices=range(len(masks)),
         masks=masks,
         kl=kl,
         critic_values=values if estimator == "ppo" else None,
@@ -217,7 +217,7 @@ def test_a_sample_without_a_finite_reward_gets_nothing():
     output = estimate_advantages(
         AdvantageSettings("reinforce_plus_plus"),
         outcomes_of(samples),
-        mine=[0, 1],
+        local_indices=[0, 1],
         masks=[s.loss_mask for s in samples],
     )
     assert [v.tolist() for v in output.values] == [[0, 0], [1.0, 0.75]]
@@ -228,11 +228,13 @@ def test_a_sample_without_a_finite_reward_gets_nothing():
 )
 def test_other_estimators_refuse_them(estimator):
     samples = [sample(i, "11", reward=1.0, token_rewards=torch.ones(2).double()) for i in range(2)]
-    with pytest.raises(ValueError, match=f"{estimator} takes one reward a response.*--sum-token-r"):
+    with pytest.raises(
+        ValueError, match=f"{estimator} takes one reward per response.*--sum-token-r"
+    ):
         estimate_advantages(
             AdvantageSettings(estimator),
             outcomes_of(samples),
-            mine=[0, 1],
+            local_indices=[0, 1],
             masks=[s.loss_mask for s in samples],
         )
 

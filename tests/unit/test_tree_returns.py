@@ -32,7 +32,9 @@ def forest(seed: int, cut: str, *, empty: bool = False) -> tuple[list[Episode], 
 
 
 def check(found: Laid, values: list[torch.Tensor], wanted: list[list[list[float]]]) -> None:
-    for i, mask, answers, value in zip(found.mine, found.masks, found.answers, values, strict=True):
+    for i, mask, answers, value in zip(
+        found.local_indices, found.masks, found.answers, values, strict=True
+    ):
         tokens = [x for a in answers for x in wanted[i][a]]
         assert value[mask].tolist() == pytest.approx(tokens, abs=1e-5)
         assert not value[~mask].any()
@@ -47,7 +49,7 @@ def test_returns_are_those_of_the_tree(cut: str, empty: bool) -> None:
         for name, baseline in (("reinforce_plus_plus", 0.0), ("remax", 0.25)):
             settings = AdvantageSettings(name, gamma=GAMMA, kl_coef=1.0)
             output = estimate_advantages(
-                settings, told, mine=found.mine, sequences=found.sequences, masks=found.masks,
+                settings, told, local_indices=found.local_indices, sequences=found.sequences, masks=found.masks,
                 kl=found.penalties,
             )  # fmt: skip
             loops = [expected(e, GAMMA, 1.0, with_values=False)[0] for e in episodes]
@@ -63,7 +65,7 @@ def test_a_critics_advantages_are_those_of_the_tree(cut: str, empty: bool) -> No
         for value_lambd in (None, 1.0):
             output = estimate_advantages(
                 dataclasses.replace(settings, value_lambd=value_lambd),
-                found.outcomes, mine=found.mine, sequences=found.sequences, masks=found.masks,
+                found.outcomes, local_indices=found.local_indices, sequences=found.sequences, masks=found.masks,
                 kl=found.penalties, critic_values=found.values,
             )  # fmt: skip
             assert output.returns is not None
@@ -79,7 +81,11 @@ def test_a_fork_by_hand() -> None:
         found = laid([BY_HAND], [cut])
         settings = AdvantageSettings("reinforce_plus_plus", gamma=0.5)
         output = estimate_advantages(
-            settings, found.outcomes, mine=found.mine, sequences=found.sequences, masks=found.masks
+            settings,
+            found.outcomes,
+            local_indices=found.local_indices,
+            sequences=found.sequences,
+            masks=found.masks,
         )
         check(found, output.values, [[[0.125, 0.25], [0.5, 1.0], [0.5, 1.0]]])
 
@@ -88,7 +94,9 @@ def test_rewards_of_answers_are_at_their_ends() -> None:
     episode = Episode([-1, 0], [3.0, 0.0], [[0.0], [0.0]], [[0.0], [0.0]], 4.0)
     found = laid([episode], [[[0, 1]]])
     settings = AdvantageSettings("reinforce_plus_plus", gamma=0.5)
-    arguments = dict(mine=found.mine, sequences=found.sequences, masks=found.masks)
+    arguments = dict(
+        local_indices=found.local_indices, sequences=found.sequences, masks=found.masks
+    )
     output = estimate_advantages(settings, found.outcomes, **arguments)  # type: ignore[arg-type]
     check(found, output.values, [[[3.5], [1.0]]])
     processed = dataclasses.replace(found.outcomes, processed=torch.tensor([2.0]))
@@ -103,7 +111,7 @@ def test_the_length_of_lambda_is_the_episodes() -> None:
         _, found = forest(3, cut)
         settings = AdvantageSettings("ppo", gamma=GAMMA, lambd_length_alpha=0.2)
         output = estimate_advantages(
-            settings, found.outcomes, mine=found.mine, sequences=found.sequences, masks=found.masks,
+            settings, found.outcomes, local_indices=found.local_indices, sequences=found.sequences, masks=found.masks,
             critic_values=found.values,
         )  # fmt: skip
         own = zip(output.values, found.masks, strict=True)
@@ -123,7 +131,7 @@ def test_a_chain_is_as_a_sample_without_a_record() -> None:
             estimate_advantages(
                 settings,
                 told,
-                mine=[0],
+                local_indices=[0],
                 masks=found.masks,
                 kl=found.penalties,
                 critic_values=values,
@@ -140,14 +148,14 @@ def test_an_episode_without_a_reward_leaves_the_others_alone() -> None:
     told: Outcomes = dataclasses.replace(found.outcomes, rewards=rewards)
     settings = AdvantageSettings("ppo", gamma=GAMMA, lambd=LAMBDA, kl_coef=1.0)
     output = estimate_advantages(
-        settings, told, mine=found.mine, sequences=found.sequences, masks=found.masks,
+        settings, told, local_indices=found.local_indices, sequences=found.sequences, masks=found.masks,
         kl=found.penalties, critic_values=found.values,
     )  # fmt: skip
     wanted = [expected(e, GAMMA, LAMBDA, with_values=True)[0] for e in episodes]
     wanted[1] = [[0.0] * len(own) for own in wanted[1]]
     check(found, output.values, wanted)
     assert output.returns is not None
-    for i, mask, target in zip(found.mine, found.masks, output.returns, strict=True):
+    for i, mask, target in zip(found.local_indices, found.masks, output.returns, strict=True):
         assert target[mask].isnan().all() == (i == 1)
 
 

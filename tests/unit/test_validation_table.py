@@ -176,7 +176,10 @@ def estimate(estimator: str) -> Any:
         torch.ones(1, dtype=torch.long),
     )
     return estimate_advantages(
-        AdvantageSettings(estimator), outcomes, mine=[0], masks=[torch.ones(1, dtype=torch.bool)]
+        AdvantageSettings(estimator),
+        outcomes,
+        local_indices=[0],
+        masks=[torch.ones(1, dtype=torch.bool)],
     )
 
 
