@@ -146,7 +146,8 @@ def _wrong_functions(s: Settings) -> list[Problem]:
                 found += problem(
                     name,
                     path,
-                    "must be a plain function, not an async one; wait with slime_api.run in it",
+                    "must be a plain function, not an async one; await in it with "
+                    "slime_like.compat.slime.api.run",
                 )
     return found
 

@@ -47,7 +47,8 @@ def read_train_output(
         isinstance(g, list) and all(isinstance(s, SlimeSample) for s in g) for g in groups
     ):
         raise ValueError(
-            f"{name}: the function returned {_shape(groups)}; return a list of groups, each a list of Sample (see slime_api)"
+            f"{name}: the function returned {_shape(groups)}; return a list of groups, each a list "
+            "of slime_like.compat.slime.api.Sample"
         )
     sizes = [len(group) for group in groups]
     if sizes != [expected.samples] * expected.groups:
@@ -89,7 +90,7 @@ def _read_sample(sample: SlimeSample, expected: Expected) -> Sample:
     )
     if ours.reward is None and ours.status in _TRAINED:
         raise ValueError(
-            f"{place}: has no reward; set it, perhaps with slime_api.async_rm, or the status FAILED"
+            f"{place}: has no reward; set it (async_rm computes it), or set the status FAILED"
         )
     if not sample.written:
         ours = replace(ours, weight_versions=_told_versions(sample, ours, place))

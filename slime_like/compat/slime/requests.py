@@ -70,9 +70,7 @@ async def post(
     Raises ValueError for unsupported parameters."""
     call = _call()
     if not url.endswith("/generate"):
-        raise ValueError(
-            f"post({url!r}): only the rollout engine's /generate is reached through slime_api.post"
-        )
+        raise ValueError(f"post({url!r}): only the rollout engine's /generate can be called")
     if "input_ids" in payload:
         prompt = [int(i) for i in payload["input_ids"]]
     elif isinstance(payload.get("text"), str):
