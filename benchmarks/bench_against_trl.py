@@ -140,7 +140,8 @@ def main() -> None:
                 print(f"{NAMES[side]:<12} {seconds:7.3f} s a step", file=sys.stderr, flush=True)
                 fastest[side] = min(fastest[side], seconds)
     print(
-        f"{case['parameters'] / 1e6:.2f}M parameters, {args.prompts} prompts x {args.samples} samples"
+        f"{case['parameters'] / 1e6:.2f}M parameters, {args.prompts} prompts x {args.samples} "
+        "samples"
         f" of 6 + {args.new_tokens} tokens, {args.threads} threads"
     )
     first = fastest[args.sides[0]]

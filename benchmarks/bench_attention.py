@@ -112,7 +112,8 @@ def main() -> None:
     options = parser.parse_args()
     results = []
     print(
-        f"{'sequences':>9} {'length':>7} {'cp':>3} {'whole s':>8}   each rank's seconds over its fair share"
+        f"{'sequences':>9} {'length':>7} {'cp':>3} {'whole s':>8}   each rank's seconds over its "
+        "fair share"
     )
     for count in (1, 8, 32):
         for cp_size in (2, 4):

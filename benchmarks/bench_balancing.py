@@ -126,7 +126,8 @@ def table(repeats: int) -> list[dict[str, Any]]:
 def growth(repeats: int) -> list[dict[str, float]]:
     rows = []
     print(
-        f"\n{'sequences':>10} {'ranks':>6} {'ms':>8} {'us a sequence':>14} {'max / mean':>11}   (ours, lognormal, work)"
+        f"\n{'sequences':>10} {'ranks':>6} {'ms':>8} {'us a sequence':>14} {'max / mean':>11}   "
+        "(ours, lognormal, work)"
     )
     for count in GROWTH:
         found = measure(
@@ -134,11 +135,13 @@ def growth(repeats: int) -> list[dict[str, float]]:
         )
         rows.append({"sequences": count, "ranks": count // 128, **found})
         print(
-            f"{count:10} {count // 128:6} {found['ms']:8.1f} {1e3 * found['ms'] / count:14.2f} {found['max_over_mean']:11.5f}",
+            f"{count:10} {count // 128:6} {found['ms']:8.1f} {1e3 * found['ms'] / count:14.2f} "
+            f"{found['max_over_mean']:11.5f}",
             flush=True,
         )
     print(
-        f"the time grows with the number of sequences to the power of {growth_exponent(GROWTH, [row['ms'] for row in rows]):.2f}"
+        "the time grows with the number of sequences to the power of "
+        f"{growth_exponent(GROWTH, [row['ms'] for row in rows]):.2f}"
     )
     return rows
 
@@ -151,7 +154,8 @@ def missed(rows: list[dict[str, Any]]) -> list[str]:
         if (row["sequences"], row["load"]) == (16384, "work"):
             if not row["ours"]["max_over_mean"] <= LEVEL:
                 words.append(
-                    f"{row['lengths']}: the heaviest rank has {row['ours']['max_over_mean']:.5f} of the mean, limit {LEVEL}"
+                    f"{row['lengths']}: the heaviest rank has {row['ours']['max_over_mean']:.5f} "
+                    f"of the mean, limit {LEVEL}"
                 )
             if not row["ours"]["ms"] < LIMIT_MS:
                 words.append(f"{row['lengths']}: {row['ours']['ms']:.1f} ms, limit {LIMIT_MS:g}")

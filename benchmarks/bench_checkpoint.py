@@ -60,7 +60,8 @@ def measure(
     model = folder / "model"
     save_model(model, hidden_size=hidden_size, num_layers=num_layers)
     run = parse_args(
-        f"--hf-checkpoint {model} --debug-train-only --load-debug-rollout-data {folder}/none_{{rollout_id}} --lr 1e-3 --num-rollout 1 "
+        f"--hf-checkpoint {model} --debug-train-only --load-debug-rollout-data "
+        f"{folder}/none_{{rollout_id}} --lr 1e-3 --num-rollout 1 "
         "--rollout-batch-size 1 --n-samples-per-prompt 1 --loss-type policy_loss".split(),
         1,
     )

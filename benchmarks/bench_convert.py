@@ -231,11 +231,13 @@ def main() -> int:
     ]
     for result in results:
         print(
-            f"| model of {result[COPY]['gb']:.2f} GB | s | GB/s | times the plain copy | peak, MiB |\n|---|---|---|---|---|"
+            f"| model of {result[COPY]['gb']:.2f} GB | s | GB/s | times the plain copy | peak, "
+            "MiB |\n|---|---|---|---|---|"
         )
         for name, row in result.items():
             print(
-                f"| {name} | {row['s']:.2f} | {row['gb_per_s']:.2f} | {row['copies']:.1f} | {row['peak_mib']:.0f} |"
+                f"| {name} | {row['s']:.2f} | {row['gb_per_s']:.2f} | {row['copies']:.1f} | "
+                f"{row['peak_mib']:.0f} |"
             )
         print()
     print(machine())

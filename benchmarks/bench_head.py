@@ -402,18 +402,21 @@ def main() -> int:
     if rows:
         result["table"] = rows
         print(
-            f"{'':34} {'forward s':>10} {'backward s':>10} {'ratio':>6} {'peak MiB':>9} {'resident MiB':>12}"
+            f"{'':34} {'forward s':>10} {'backward s':>10} {'ratio':>6} {'peak MiB':>9} "
+            f"{'resident MiB':>12}"
         )
     for label, row in rows.items():
         resident = f"{row['resident_mib']:12.0f}" if "resident_mib" in row else ""
         print(
-            f"{label:34} {row['forward_s']:10.3f} {row['backward_s']:10.3f} {row['ratio']:6.2f} {row['peak_mib']:9.0f} {resident}"
+            f"{label:34} {row['forward_s']:10.3f} {row['backward_s']:10.3f} {row['ratio']:6.2f} "
+            f"{row['peak_mib']:9.0f} {resident}"
         )
     if options.curve:
         result["curve"] = curve(options)
         for tokens, row in result["curve"].items():
             print(
-                f"{tokens:6} tokens: {row['seconds']:7.3f} s, {row['us_per_token']:6.1f} us a token, {row['beside_weight_mib']:6.1f} MiB beside the weight's gradient"
+                f"{tokens:6} tokens: {row['seconds']:7.3f} s, {row['us_per_token']:6.1f} us a "
+                f"token, {row['beside_weight_mib']:6.1f} MiB beside the weight's gradient"
             )
         if len(options.curve) > 1:
             exponent = growth_exponent(
@@ -436,7 +439,8 @@ def main() -> int:
         result["targets"] = [{**asdict(target), "met": target.met} for target in found]
         for target in found:
             print(
-                f"{'met   ' if target.met else 'MISSED'} {target.words}: {target.value:.2f}, limit {target.limit:g}"
+                f"{'met   ' if target.met else 'MISSED'} {target.words}: {target.value:.2f}, "
+                f"limit {target.limit:g}"
             )
         missed = sum(not target.met for target in found)
     write_json(options.json, result)

@@ -49,7 +49,10 @@ from slime_like.types import MicroBatch, TrainBatch, TrainSample  # noqa: E402
 
 # Sizes of the demo (scripts/demo.sh): one of the two optimizer steps per rollout.
 SAMPLES, MICRO_BATCH, PROMPT, RESPONSE = 128, 64, 30, 8
-FLAGS = "--debug-train-only --num-rollout 2 --rollout-batch-size 16 --n-samples-per-prompt 8 --micro-batch-size {micro} --lr 1e-4 --no-tensorboard --no-progress --no-plot"
+FLAGS = (
+    "--debug-train-only --num-rollout 2 --rollout-batch-size 16 --n-samples-per-prompt 8 "
+    "--micro-batch-size {micro} --lr 1e-4 --no-tensorboard --no-progress --no-plot"
+)
 NEEDED: dict[str, dict[str, Any]] = {"dro": {"dro_beta": 0.1}}
 TERMS = LossTerms(kl_loss_coef=0.1, entropy_coef=0.01)
 

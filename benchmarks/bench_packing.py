@@ -63,7 +63,8 @@ def by_number(lengths: Lengths, size: int) -> dict[str, float]:
 def table(repeats: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     print(
-        f"{'lengths':10} {'rows':>5} {'bound':>6} {'fullest':>8} {'emptiest':>9} {'pack ms':>8} {'level ms':>9}    by number: rows, largest, padding"
+        f"{'lengths':10} {'rows':>5} {'bound':>6} {'fullest':>8} {'emptiest':>9} {'pack ms':>8} "
+        f"{'level ms':>9}    by number: rows, largest, padding"
     )
     for name, make in LENGTHS.items():
         lengths = make(512)
@@ -71,8 +72,10 @@ def table(repeats: int) -> list[dict[str, Any]]:
         fixed = by_number(lengths, max(1, int(BUDGET / lengths.mean())))
         rows.append({"lengths": name, "packed": found, "by_number": fixed})
         print(
-            f"{name:10} {found['rows']:5} {found['bound']:6} {found['fullest']:8} {found['emptiest']:9} {found['pack_ms']:8.2f} "
-            f"{found['level_ms']:9.2f}    {fixed['rows']:15} {fixed['largest']:8} {fixed['padding_frac']:8.1%}"
+            f"{name:10} {found['rows']:5} {found['bound']:6} {found['fullest']:8} "
+            f"{found['emptiest']:9} {found['pack_ms']:8.2f} "
+            f"{found['level_ms']:9.2f}    {fixed['rows']:15} {fixed['largest']:8} "
+            f"{fixed['padding_frac']:8.1%}"
         )
     return rows
 
@@ -81,17 +84,20 @@ def growth(repeats: int) -> list[dict[str, float]]:
     """Time of packing and balancing over the number of sequences."""
     rows = []
     print(
-        f"\n{'sequences':>10} {'rows':>6} {'bound':>6} {'pack ms':>8} {'level ms':>9} {'us a sequence':>14}   (bimodal)"
+        f"\n{'sequences':>10} {'rows':>6} {'bound':>6} {'pack ms':>8} {'level ms':>9} "
+        f"{'us a sequence':>14}   (bimodal)"
     )
     for count in GROWTH:
         found = packed(LENGTHS["bimodal"](count), repeats)
         ms = found["pack_ms"] + found["level_ms"]
         rows.append({"sequences": count, **found, "ms": ms})
         print(
-            f"{count:10} {found['rows']:6} {found['bound']:6} {found['pack_ms']:8.2f} {found['level_ms']:9.2f} {1e3 * ms / count:14.2f}"
+            f"{count:10} {found['rows']:6} {found['bound']:6} {found['pack_ms']:8.2f} "
+            f"{found['level_ms']:9.2f} {1e3 * ms / count:14.2f}"
         )
     print(
-        f"the time grows with the number of sequences to the power of {growth_exponent(GROWTH, [row['ms'] for row in rows]):.2f}"
+        "the time grows with the number of sequences to the power of "
+        f"{growth_exponent(GROWTH, [row['ms'] for row in rows]):.2f}"
     )
     return rows
 

@@ -261,9 +261,12 @@ def worker(name: str, folder: Path, sizes: Sizes) -> None:
 
         flags = method.flags.format(size=sizes.per_pass, budget=sizes.budget)
         words = (
-            f"--hf-checkpoint {folder}/{method.model} --debug-train-only --load-debug-rollout-data {folder}/rollout_{{rollout_id}} --num-rollout 1 "
-            f"--rollout-batch-size {sizes.sequences // GROUP_SIZE} --n-samples-per-prompt {GROUP_SIZE} --lr {LR} --clip-grad 1.0 "
-            f"--adam-beta2 0.999 --weight-decay 0.01 --eps-clip {CLIP} --loss-reduction token_mean {flags}"
+            f"--hf-checkpoint {folder}/{method.model} --debug-train-only "
+            f"--load-debug-rollout-data {folder}/rollout_{{rollout_id}} --num-rollout 1 "
+            f"--rollout-batch-size {sizes.sequences // GROUP_SIZE} --n-samples-per-prompt "
+            f"{GROUP_SIZE} --lr {LR} --clip-grad 1.0 "
+            f"--adam-beta2 0.999 --weight-decay 0.01 --eps-clip {CLIP} --loss-reduction "
+            f"token_mean {flags}"
         )
         run = parse_args(words.split(), method.ranks)
         with process_groups(run.parallel, virtual_stages=run.virtual_stages, seed=1) as layout:
@@ -331,7 +334,8 @@ def compare(names: Sequence[str], sizes: Sizes, rounds: int) -> dict[str, dict[s
 
 def show(results: dict[str, dict[str, float]], base: str, tokens: int) -> None:
     print(
-        f"\n{'':26} {'core s':>8} {'s':>8} {'tokens/core s':>14} {'tokens/s':>9} {'MiB of a rank':>14}   times {base}: core s, s, memory"
+        f"\n{'':26} {'core s':>8} {'s':>8} {'tokens/core s':>14} {'tokens/s':>9} "
+        f"{'MiB of a rank':>14}   times {base}: core s, s, memory"
     )
     for name, r in results.items():
         r["tokens_per_core_s"], r["tokens_per_s"] = tokens / r["core_s"], tokens / r["s"]
@@ -340,7 +344,8 @@ def show(results: dict[str, dict[str, float]], base: str, tokens: int) -> None:
         )
         r["memory_ratio"] = r["memory_mib"] / results[base]["memory_mib"]
         print(
-            f"{name:26} {r['core_s']:8.2f} {r['s']:8.2f} {r['tokens_per_core_s']:14.0f} {r['tokens_per_s']:9.0f} {r['memory_mib']:14.0f} "
+            f"{name:26} {r['core_s']:8.2f} {r['s']:8.2f} {r['tokens_per_core_s']:14.0f} "
+            f"{r['tokens_per_s']:9.0f} {r['memory_mib']:14.0f} "
             f"{r['speed']:9.2f} {r['passed_speed']:5.2f} {r['memory_ratio']:5.2f}", flush=True,
         )  # fmt: skip
 
@@ -362,7 +367,8 @@ def missed(one: dict[str, dict[str, float]]) -> list[str]:
         if packed >= loop
         else [
             *words,
-            f"packed rows have {packed / loop:.2f} times the speed of the Hugging Face loop, target 1",
+            f"packed rows have {packed / loop:.2f} times the speed of the Hugging Face loop, "
+            "target 1",
         ]
     )
 

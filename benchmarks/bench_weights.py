@@ -190,7 +190,12 @@ def table(ranks: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--layout", type=int, nargs=5, default=[2, 2, 1, 4, 1], help="tensor-, pipeline-, virtual pipeline-, expert-, expert-tensor-parallel size")  # fmt: skip
+    parser.add_argument("--layout", type=int, nargs=5, default=[2, 2, 1, 4, 1], help="tensor-, "
+                                                                                     "pipeline-, "
+                                                                                     "virtual "
+                                                                                     "pipeline-, "
+                                                                                     "expert-, "
+                                                                                     "expert-tensor-parallel size")  # fmt: skip
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--layers", type=int, default=4)
@@ -219,7 +224,8 @@ def main() -> int:
     print(f"{'':36} {'collectives':>11} {'seconds':>8} {'x plain':>8} {'peak MiB':>9}")
     for way, row in rows.items():
         print(
-            f"{way:36} {row['collectives']:11d} {row['seconds']:8.3f} {row['times plain']:8.2f} {row['peak MiB']:9.2f}"
+            f"{way:36} {row['collectives']:11d} {row['seconds']:8.3f} {row['times plain']:8.2f} "
+            f"{row['peak MiB']:9.2f}"
         )
     write_json(given.json, {"bytes": size, "messages": messages, "ways": rows})
     return int(any(rows[way]["times plain"] > given.limit for way in TO_ENGINES))

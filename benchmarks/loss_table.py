@@ -36,8 +36,10 @@ from slime_like.metrics.logger import read_metrics  # noqa: E402
 
 EVAL = "eval/heldout/mean"
 RL = (
-    "--num-rollout {rollouts} --rollout-batch-size 16 --n-samples-per-prompt 8 --num-steps-per-rollout 4 --micro-batch-size 32 "
-    "--lr 1e-3 --lr-decay-style linear --min-lr 1e-4 --lr-warmup-iters 20 --entropy-coef 0.01 --eval-interval {rollouts}"
+    "--num-rollout {rollouts} --rollout-batch-size 16 --n-samples-per-prompt 8 "
+    "--num-steps-per-rollout 4 --micro-batch-size 32 "
+    "--lr 1e-3 --lr-decay-style linear --min-lr 1e-4 --lr-warmup-iters 20 --entropy-coef 0.01 "
+    "--eval-interval {rollouts}"
 )
 # Registered name -> (label, flags) of each of its rows, instead of the defaults.
 ROWS_OF_LOSSES: Mapping[str, Sequence[tuple[str, str]]] = {
@@ -281,7 +283,8 @@ def main() -> int:
             continue
         results[row] = result
         print(
-            f"{i + 1}/{len(chosen)} {row.label}: {result.before:.3f} -> {result.after:.3f} ({result.cpu_s:.0f} CPU s)",
+            f"{i + 1}/{len(chosen)} {row.label}: {result.before:.3f} -> {result.after:.3f} "
+            f"({result.cpu_s:.0f} CPU s)",
             flush=True,
         )
     done = [results[row] for row in chosen if row in results]

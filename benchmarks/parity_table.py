@@ -65,7 +65,8 @@ LAYOUTS = (
     Layout(
         "PP3, ends count as layers",
         3,
-        "--pipeline-model-parallel-size 3 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+        "--pipeline-model-parallel-size 3 --account-for-embedding-in-pipeline-split "
+        "--account-for-loss-in-pipeline-split",
     ),
     Layout(
         "PP2 VP2, Et|tt|t|L",
@@ -91,15 +92,18 @@ LAYOUTS = (
     Layout(
         "PP2 VP2 CP2",
         4,
-        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --context-parallel-size 2",
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+        "--context-parallel-size 2",
     ),
     Layout(
         "DP2 CP2", 4, "--context-parallel-size 2 --micro-batch-size 2 --use-distributed-optimizer"
     ),
 )
 COMMON = (
-    "--debug-train-only --lr 3e-4 --adam-eps 1e-6 --clip-grad 1.0 --weight-decay 0.1 --rollout-batch-size {groups} --n-samples-per-prompt {size} "
-    "--num-rollout {steps} --micro-batch-size 1 --use-rollout-logprobs --use-kl-loss --kl-loss-coef 0.3 --entropy-coef 0.01 "
+    "--debug-train-only --lr 3e-4 --adam-eps 1e-6 --clip-grad 1.0 --weight-decay 0.1 "
+    "--rollout-batch-size {groups} --n-samples-per-prompt {size} "
+    "--num-rollout {steps} --micro-batch-size 1 --use-rollout-logprobs --use-kl-loss "
+    "--kl-loss-coef 0.3 --entropy-coef 0.01 "
     "--no-tensorboard --no-progress --no-plot"
 )
 
@@ -241,7 +245,8 @@ def parity(work: Path, layouts: list[Layout], flags: list[str]) -> list[Row]:
         rows.append(row)
         verdict = "" if row.holds else "   EXCEEDS 1e-5"
         print(
-            f"{row.name:28} {row.loss:9.1e} {row.grad_norm:9.1e} {row.weights:9.1e}  {row.tensor}{verdict}",
+            f"{row.name:28} {row.loss:9.1e} {row.grad_norm:9.1e} {row.weights:9.1e}  "
+            f"{row.tensor}{verdict}",
             flush=True,
         )
     return rows

@@ -29,7 +29,8 @@ from benchmarks.bench_common import growth_exponent  # noqa: E402
 TARGET = ROOT / "docs" / "images" / "costs.png"
 BEGIN, END = "<!-- costs: begin -->\n", "<!-- costs: end -->\n"
 HEADERS = {
-    "en": "| tokens | head, ms | µs each | sequences | packing, ms | µs each | sequences | balancing, ms | µs each |",
+    "en": "| tokens | head, ms | µs each | sequences | packing, ms | µs each | sequences | "
+    "balancing, ms | µs each |",
     "zh": "| token 数 | 输出头，ms | 每个 µs | 序列数 | 打包，ms | 每条 µs | 序列数 | 均衡，ms | 每条 µs |",
 }
 

@@ -28,8 +28,10 @@ from slime_like.rollout.recording import load_rollout  # noqa: E402
 
 NORM_LENGTH = 32
 FLAGS = (
-    f"--debug-train-only --num-rollout 1 --rollout-batch-size {GROUPS} --n-samples-per-prompt {GROUP_SIZE} --micro-batch-size 2 "
-    "--policy-loss-type ppo --use-rollout-logprobs --use-kl-loss --kl-loss-coef 0.1 --entropy-coef 0.01 --lr 3e-4 --clip-grad 1.0 "
+    f"--debug-train-only --num-rollout 1 --rollout-batch-size {GROUPS} --n-samples-per-prompt "
+    f"{GROUP_SIZE} --micro-batch-size 2 "
+    "--policy-loss-type ppo --use-rollout-logprobs --use-kl-loss --kl-loss-coef 0.1 "
+    "--entropy-coef 0.01 --lr 3e-4 --clip-grad 1.0 "
     "--no-tensorboard --no-progress --no-plot"
 )
 COLUMNS = (
@@ -76,7 +78,10 @@ def measure(reduction: str, work: Path) -> list[float]:
 def describe(template: str) -> str:
     groups = load_rollout(template, 0)
     lengths = [s.active_tokens for group in groups for s in group.samples]
-    return f"active tokens of the {len(lengths)} responses: {', '.join(map(str, lengths))}; together {sum(lengths)}"
+    return (
+        f"active tokens of the {len(lengths)} responses: {', '.join(map(str, lengths))}; together "
+        f"{sum(lengths)}"
+    )
 
 
 def main() -> None:

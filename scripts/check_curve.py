@@ -27,14 +27,16 @@ def main() -> int:
     values = [row[options.metric] for row in read_metrics(options.metrics) if options.metric in row]
     if len(values) < 2:
         print(
-            f"{options.metrics}: {options.metric} was logged {len(values)} times; two values are needed",
+            f"{options.metrics}: {options.metric} was logged {len(values)} times; two values are "
+            "needed",
             file=sys.stderr,
         )
         return 1
     holds = values[0] <= options.start_at_most and values[-1] >= options.end_at_least
     wanted = f"(wanted: at most {options.start_at_most:g} to at least {options.end_at_least:g})"
     print(
-        f"{options.metric}: {values[0]:.3f} -> {values[-1]:.3f} {wanted} {'ok' if holds else 'FAILED'}"
+        f"{options.metric}: {values[0]:.3f} -> {values[-1]:.3f} {wanted} "
+        f"{'ok' if holds else 'FAILED'}"
     )
     return 0 if holds else 1
 

@@ -80,7 +80,8 @@ def render(table: FlagTable) -> str:
     for title, flags in groups.items():
         rows = "\n".join(row(flag) for flag in flags)
         parts.append(
-            f"## {title}\n\n| flag | type | default | legal values | what |\n|---|---|---|---|---|\n{rows}\n"
+            f"## {title}\n\n| flag | type | default | legal values | what "
+            f"|\n|---|---|---|---|---|\n{rows}\n"
         )
     parts.append(
         "## Other spellings\n\n| typed | means |\n|---|---|\n" + "\n".join(spellings(table)) + "\n"
@@ -98,11 +99,11 @@ def render(table: FlagTable) -> str:
         if names
     ]
     parts.append(
-        "## Known and not implemented yet\n\nRefused by name, never ignored. So is every field of megatron-core's "
+        "## Known and not implemented yet\n\nRefused by name, never ignored. So is every field of "
+        "megatron-core's "
         f"{', '.join(CONFIGS_OF_GROUP.values())} that is not above, whichever release is\n"
-        "installed: `train.py --help WORD` shows those with WORD in their names, with the reason.\n\n"
-        + "\n".join(lines)
-        + "\n"
+        "installed: `train.py --help WORD` shows those with WORD in their names, with the "
+        "reason.\n\n" + "\n".join(lines) + "\n"
     )
     return "\n".join(parts)
 
@@ -128,7 +129,8 @@ def main() -> int:
         current = TARGET.read_text(encoding="utf-8") if TARGET.is_file() else ""
         if current != text:
             print(
-                f"{TARGET.relative_to(ROOT)} is out of date; run python scripts/generate_flags_doc.py",
+                f"{TARGET.relative_to(ROOT)} is out of date; run python "
+                "scripts/generate_flags_doc.py",
                 file=sys.stderr,
             )
         return int(current != text)

@@ -42,12 +42,14 @@ IFBENCH = Feature(
 )
 UNEVEN = Feature(
     "does not divide the 47 layers",
-    "47 layers on 2 pipeline stages without `--decoder-last-pipeline-num-layers`, as in Megatron-LM",
+    "47 layers on 2 pipeline stages without `--decoder-last-pipeline-num-layers`, as in "
+    "Megatron-LM",
     "47 层分到 2 个流水线阶段而没有 `--decoder-last-pipeline-num-layers`，Megatron-LM 也拒绝",
 )
 CROWDED = Feature(
     "does not divide the 8 processes",
-    "8 expert-parallel ranks for each of 2 pipeline stages on 8 processes; Megatron-LM rejects it too; "
+    "8 expert-parallel ranks for each of 2 pipeline stages on 8 processes; Megatron-LM rejects it "
+    "too; "
     "accepted with `--expert-model-parallel-size 4`",
     "2 个流水线阶段各需 8 个专家并行进程而总共只有 8 个，Megatron-LM 也拒绝；`--expert-model-parallel-size 4` 时接受",
 )

@@ -77,7 +77,8 @@ def main() -> None:
             file.writelines(json.dumps(row) + "\n" for row in part)
     parameters = sum(p.numel() for p in model.parameters())
     print(
-        f"made {folder} ({parameters:,} parameters), {len(parts['train'])} training and {len(parts['heldout'])} held-out prompts"
+        f"made {folder} ({parameters:,} parameters), {len(parts['train'])} training and "
+        f"{len(parts['heldout'])} held-out prompts"
     )
 
 

@@ -221,7 +221,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--self-test",
         action="store_true",
-        help="also try collectives of two processes and one training step of a tiny model; 8 s of processor time",
+        help="also try collectives of two processes and one training step of a tiny model; 8 s of "
+        "processor time",
     )
     result.add_argument("--json", action="store_true", help="print JSON, for a report of a bug")
     return result

@@ -65,7 +65,8 @@ def load_function(
             if callable(value) and not key.startswith("_")
         )
         raise ValueError(
-            f"{flag} {path!r}: {file!r} has no {name!r}; its functions: {', '.join(there) or 'none'}"
+            f"{flag} {path!r}: {file!r} has no {name!r}; its functions: "
+            f"{', '.join(there) or 'none'}"
         )
     if not callable(function):
         raise ValueError(

@@ -145,7 +145,10 @@ class SurvivingStream:
         """Redirect the descriptor, then flush what the stream still buffers."""
         place = self._redirect()
         reason = error.strerror or str(error)
-        text = f"warning: {self._name} is closed ({reason}): the run continues, and writes to {place} from here on\n"
+        text = (
+            f"warning: {self._name} is closed ({reason}): the run continues, and writes to {place} "
+            "from here on\n"
+        )
         with contextlib.suppress(OSError):
             os.write(self._descriptor, text.encode())
         with contextlib.suppress(OSError):

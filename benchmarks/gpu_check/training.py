@@ -34,15 +34,18 @@ RUN = Path(__file__).with_name("run.py")
 SMALL = StepSizes(128, 2, 512, 32, 24, 96, 8, 512, 5)
 TINY = StepSizes(32, 1, 64, 8, 8, 24, 4, 128, 2)
 COMMON = (
-    "--swiglu --num-attention-heads 16 --group-query-attention --num-query-groups 8 --kv-channels 128 --qk-layernorm --normalization RMSNorm "
-    "--norm-epsilon 1e-6 --rotary-base 1000000 --position-embedding-type rope --disable-bias-linear --vocab-size 151936 --num-layers 28"
+    "--swiglu --num-attention-heads 16 --group-query-attention --num-query-groups 8 --kv-channels "
+    "128 --qk-layernorm --normalization RMSNorm "
+    "--norm-epsilon 1e-6 --rotary-base 1000000 --position-embedding-type rope "
+    "--disable-bias-linear --vocab-size 151936 --num-layers 28"
 )
 MODELS = {  # sizes of Qwen's config.json files
     "0.6B": f"{COMMON} --hidden-size 1024 --ffn-hidden-size 3072",
     "1.7B": f"{COMMON} --hidden-size 2048 --ffn-hidden-size 6144",
 }
 REHEARSED = (
-    "--swiglu --num-attention-heads 2 --kv-channels 8 --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --vocab-size 64 "
+    "--swiglu --num-attention-heads 2 --kv-channels 8 --normalization RMSNorm "
+    "--position-embedding-type rope --disable-bias-linear --vocab-size 64 "
     "--num-layers 1 --hidden-size 16 --ffn-hidden-size 32"
 )
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -60,8 +63,10 @@ def trainer(words: str, of: StepSizes, folder: str) -> Iterator[tuple[Any, Any]]
     from slime_like.megatron.init import process_groups
 
     common = (
-        f"--debug-train-only --load-debug-rollout-data {folder}/rollout_{{rollout_id}} --num-rollout 1 --lr 1e-4 --clip-grad 1.0 "
-        f"--rollout-batch-size {of.sequences // GROUP_SIZE} --n-samples-per-prompt {GROUP_SIZE} --loss-reduction token_mean "
+        f"--debug-train-only --load-debug-rollout-data {folder}/rollout_{{rollout_id}} "
+        "--num-rollout 1 --lr 1e-4 --clip-grad 1.0 "
+        f"--rollout-batch-size {of.sequences // GROUP_SIZE} --n-samples-per-prompt {GROUP_SIZE} "
+        "--loss-reduction token_mean "
         f"--use-dynamic-batch-size --max-tokens-per-gpu {of.budget}"
     )
     run = parse_args(f"{common} {words}".split(), 1)
@@ -207,7 +212,8 @@ def handoff(sizes: Sizes) -> Figures:
     (bucket,) = in_buckets(iter([("weight", weight)]), weight.nbytes)
     (entry,) = tensor_update(bucket, bucket.flat, 1, 1)["serialized_named_tensors"]
     code = (
-        "import base64, pickle, sys, torch; content = pickle.loads(base64.b64decode(sys.stdin.read())); "
+        "import base64, pickle, sys, torch; content = "
+        "pickle.loads(base64.b64decode(sys.stdin.read())); "
         "print(float(content['flattened_tensor'].view(torch.float32).double().sum()))"
     )
     took = subprocess.run(

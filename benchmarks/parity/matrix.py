@@ -179,7 +179,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     print("\n".join([*table(found), *summary(found)]))
     print(
-        f"{time.perf_counter() - start:.0f} s; the cells took {sum(f.seconds for f in found):.0f} s; {len(cells) - len(found)} of {len(cells)} are left"
+        f"{time.perf_counter() - start:.0f} s; the cells took {sum(f.seconds for f in found):.0f} "
+        f"s; {len(cells) - len(found)} of {len(cells)} are left"
     )
     if options.docs:
         write_docs(found)

@@ -70,7 +70,8 @@ def settings(folder: str, flags: str = "") -> RunConfig:
     """Settings of a run on the model in `folder`, with `SAMPLES` samples per step. flags:
     additional flags."""
     words = (
-        f"--hf-checkpoint {folder} --debug-train-only --load-debug-rollout-data {folder}/rollout_{{rollout_id}} --lr 1e-2 --num-rollout 4 "
+        f"--hf-checkpoint {folder} --debug-train-only --load-debug-rollout-data "
+        f"{folder}/rollout_{{rollout_id}} --lr 1e-2 --num-rollout 4 "
         f"--rollout-batch-size 2 --n-samples-per-prompt 4 --no-tensorboard --no-progress {flags}"
     )
     return parse_args(words.split(), dist.get_world_size())
@@ -200,7 +201,10 @@ def train(
 ) -> dict[str, Any]:
     """Train; returns losses, gradients and gradient norms of every step, log-probs before the first
     and weights after the last step."""
-    common = "--lr 3e-4 --adam-eps 1e-6 --weight-decay 0.1 --clip-grad 1.0 --entropy-coef 0.01 --use-kl-loss --kl-loss-coef 0.3"
+    common = (
+        "--lr 3e-4 --adam-eps 1e-6 --weight-decay 0.1 --clip-grad 1.0 --entropy-coef 0.01 "
+        "--use-kl-loss --kl-loss-coef 0.3"
+    )
     run = settings(folder, f"{common} --ref-load {folder} {flags}")
     if precision == "float64":
         in_float64(run)

@@ -28,7 +28,10 @@ from slime_like.rewards.shell import ShellLimits, ShellOutcome, Workspace
 
 TURNS = 30
 LIMITS = ShellLimits(wall_s=60)
-SYSTEM = "Solve the task with the tools. The files are in the working folder. Answer without a tool when you are done."
+SYSTEM = (
+    "Solve the task with the tools. The files are in the working folder. Answer without a tool "
+    "when you are done."
+)
 
 
 def tool(name: str, words: str, *arguments: str) -> dict[str, Any]:

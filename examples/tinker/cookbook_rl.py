@@ -163,7 +163,8 @@ def main() -> None:
     rewards = metrics_of(options.log_path, "env/all/reward/total")
     heldout = metrics_of(options.log_path, "test/env/all/reward/total")
     print(
-        f"reward {rewards[0]:.3f} -> {rewards[-1]:.3f}; held-out {heldout[0]:.3f} -> {heldout[-1]:.3f}"
+        f"reward {rewards[0]:.3f} -> {rewards[-1]:.3f}; held-out {heldout[0]:.3f} -> "
+        f"{heldout[-1]:.3f}"
     )
 
 

@@ -47,7 +47,8 @@ def main() -> None:
         ).result()
         print(f"step {step:3d}  reward {baseline:.3f}", flush=True)
     print(
-        f"reward {mean_reward(sample(training, tokenizer, group=options.group, seed=options.steps)):.3f}"
+        "reward "
+        f"{mean_reward(sample(training, tokenizer, group=options.group, seed=options.steps)):.3f}"
     )
     client.close("success").result()
 

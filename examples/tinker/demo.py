@@ -140,7 +140,8 @@ def main() -> None:
             tries = heldout.sample(sampler, list(range(len(heldout.rows))), 4, seed=0)
             ours[rollout] = float(np.mean([reward for group in tries for _, reward in group]))
             print(
-                f"{rollout:4d} rollouts: held-out {ours[rollout]:.3f}, train.py {theirs.get(rollout, float('nan')):.3f}, {time.time() - started:.0f} s",
+                f"{rollout:4d} rollouts: held-out {ours[rollout]:.3f}, train.py "
+                f"{theirs.get(rollout, float('nan')):.3f}, {time.time() - started:.0f} s",
                 flush=True,
             )
         if rollout == last:
@@ -167,7 +168,8 @@ def main() -> None:
         step.result()
     if last in theirs:
         print(
-            f"reward {ours[last]:.3f}, train.py {theirs[last]:.3f} after {last} rollouts; both began at {ours[0]:.3f}, {theirs[0]:.3f}"
+            f"reward {ours[last]:.3f}, train.py {theirs[last]:.3f} after {last} rollouts; both "
+            f"began at {ours[0]:.3f}, {theirs[0]:.3f}"
         )
     client.close("success").result()
 

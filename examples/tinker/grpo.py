@@ -43,11 +43,13 @@ def main() -> None:
         )
         passed.result()
         print(
-            f"step {step:3d}  reward {mean_reward(groups):.3f}  grad_norm {stepped.result().metrics['grad_norm']:.3f}",
+            f"step {step:3d}  reward {mean_reward(groups):.3f}  grad_norm "
+            f"{stepped.result().metrics['grad_norm']:.3f}",
             flush=True,
         )
     print(
-        f"reward {mean_reward(sample(training, tokenizer, group=options.group, seed=options.steps)):.3f}"
+        "reward "
+        f"{mean_reward(sample(training, tokenizer, group=options.group, seed=options.steps)):.3f}"
     )
     client.close("success").result()
 

@@ -79,7 +79,8 @@ def main() -> None:
             f"step {step:3d}  reward {mean_reward(groups):.3f}  critic loss {loss:.4f}", flush=True
         )
     print(
-        f"reward {mean_reward(sample(policy, tokenizer, group=options.group, seed=options.steps)):.3f}"
+        "reward "
+        f"{mean_reward(sample(policy, tokenizer, group=options.group, seed=options.steps)):.3f}"
     )
     client.close("success").result()
 

@@ -50,7 +50,8 @@ class Heartbeat:
             else f"without a move for {self.still_s:.0f} s"
         )
         return (
-            f"rank {rank} (host {self.host}, process {self.process}), last heard of in phase {self.phase} for {self.phase_s:.1f} s, {moves}, "
+            f"rank {rank} (host {self.host}, process {self.process}), last heard of in phase "
+            f"{self.phase} for {self.phase_s:.1f} s, {moves}, "
             f"at {self.where}"
         )
 

@@ -90,7 +90,8 @@ def message_of(error: Exception) -> BaseException | None:
             return error
         reason = str(error).splitlines()[0]
         return RunError(
-            f"rank {me.rank} on host {socket.gethostname()} has no answer from rank 0 ({me.rank_zero}), which holds the store of this run: "
+            f"rank {me.rank} on host {socket.gethostname()} has no answer from rank 0 "
+            f"({me.rank_zero}), which holds the store of this run: "
             f"killed, or its host is gone ({reason}). --load continues from the last checkpoint"
         )
 

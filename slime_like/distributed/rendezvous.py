@@ -47,7 +47,8 @@ class Rendezvous:
 
     def failed(self, why: str) -> RunError:
         return RunError(
-            f"{self.me()} could not meet the others at {self.host}:{self.port} (MASTER_ADDR:MASTER_PORT): {why}"
+            f"{self.me()} could not meet the others at {self.host}:{self.port} "
+            f"(MASTER_ADDR:MASTER_PORT): {why}"
         )
 
 
@@ -61,7 +62,8 @@ def meeting_of(environment: Mapping[str, str]) -> Rendezvous:
     missing = [name for name, value in values.items() if not value]
     if missing:
         raise RunError(
-            f"RANK is set, so this is one of several processes, and {' and '.join(missing)} must be set too; torchrun sets all"
+            f"RANK is set, so this is one of several processes, and {' and '.join(missing)} must "
+            "be set too; torchrun sets all"
         )
     numbers = {}
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
@@ -70,11 +72,13 @@ def meeting_of(environment: Mapping[str, str]) -> Rendezvous:
         numbers[name] = int(values[name])
     if not 0 < numbers["MASTER_PORT"] < 2**16:
         raise RunError(
-            f"MASTER_PORT={numbers['MASTER_PORT']} in the environment is no port; ports are 1 to 65535"
+            f"MASTER_PORT={numbers['MASTER_PORT']} in the environment is no port; ports are 1 to "
+            "65535"
         )
     if numbers["RANK"] >= numbers["WORLD_SIZE"]:
         raise RunError(
-            f"RANK={numbers['RANK']} in the environment must be below WORLD_SIZE={numbers['WORLD_SIZE']}"
+            f"RANK={numbers['RANK']} in the environment must be below "
+            f"WORLD_SIZE={numbers['WORLD_SIZE']}"
         )
     in_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     hosts = numbers["RANK"] == 0 and not in_agent
@@ -136,7 +140,8 @@ def _wait_for_listener(meeting: Rendezvous, deadline: float, timeout: timedelta)
         except OSError as error:
             if time.monotonic() > deadline:
                 raise meeting.failed(
-                    f"nobody listened there for {_words(timeout)} ({error.strerror or error}): a wrong address, a firewall, or rank 0 did "
+                    f"nobody listened there for {_words(timeout)} ({error.strerror or error}): a "
+                    "wrong address, a firewall, or rank 0 did "
                     "not start; --distributed-timeout-minutes waits longer"
                 ) from error
         time.sleep(RETRY_S)
@@ -159,7 +164,8 @@ def _listen(meeting: Rendezvous) -> socket.socket | None:
         if error.errno != errno.EADDRNOTAVAIL:
             raise meeting.failed(error.strerror or str(error)) from error
     logger.warning(
-        "MASTER_ADDR %s is no address of this host: the store of this run listens on all interfaces, at port %d",
+        "MASTER_ADDR %s is no address of this host: the store of this run listens on all "
+        "interfaces, at port %d",
         meeting.host,
         meeting.port,
     )
@@ -171,7 +177,10 @@ def _is_loopback(address: str) -> bool:
 
 
 def _in_use(meeting: Rendezvous) -> str:
-    return f"port {meeting.port} of this host is in use by another program; give another MASTER_PORT, or end that program"
+    return (
+        f"port {meeting.port} of this host is in use by another program; give another MASTER_PORT, "
+        "or end that program"
+    )
 
 
 def _connect(meeting: Rendezvous, deadline: float, timeout: timedelta) -> dist.Store:
@@ -208,10 +217,12 @@ def _connect(meeting: Rendezvous, deadline: float, timeout: timedelta) -> dist.S
         raise meeting.failed(errors[0])
     if meeting.hosts:
         raise meeting.failed(
-            f"rank 0 listens on this host, and {meeting.host} leads elsewhere: MASTER_ADDR must be the host of rank 0"
+            f"rank 0 listens on this host, and {meeting.host} leads elsewhere: MASTER_ADDR must "
+            "be the host of rank 0"
         )
     raise meeting.failed(
-        "what listens there does not answer as rank 0 of a run would: the port is another program's; give another MASTER_PORT"
+        "what listens there does not answer as rank 0 of a run would: the port is another "
+        "program's; give another MASTER_PORT"
     )
 
 

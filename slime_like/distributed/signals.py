@@ -29,12 +29,12 @@ _NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP", signal.SIGINT: "Ct
 
 @dataclass(frozen=True, slots=True)
 class ExitRequest:
-    """A request to end the run. words: the reason. status: exit status; 0 for a stop requested on
-    the command line. hurried: skip everything that can be done later."""
+    """A request to end the run. status: exit status; 0 for a stop requested on the command line.
+    urgent: skip everything that can be done later."""
 
-    words: str
+    reason: str
     status: int
-    hurried: bool = True
+    urgent: bool = True
 
 
 class StopConditions:
@@ -67,33 +67,30 @@ class StopConditions:
     ) -> ExitRequest | None:
         """The request to end the run now, if any. Collective, because a signal may have reached one
         rank only, and clocks differ. any_rank: elementwise logical or over all ranks."""
-        *signalled, late = any_rank(
-            [*(self.signalled == number for number in SIGNALS), self._is_late()]
-        )
-        for number, came in zip(SIGNALS, signalled, strict=True):
-            if came:
+        flags = [*(self.signalled == number for number in SIGNALS), self._is_late()]
+        *signalled, late = any_rank(flags)
+        for number, is_signalled in zip(SIGNALS, signalled, strict=True):
+            if is_signalled:
                 status = CTRL_C_STATUS if number == signal.SIGINT else INTERRUPTED_STATUS
                 return ExitRequest(_NAMES[number], status)
         if late:
             return ExitRequest(f"--exit-duration-in-mins {self.minutes:g}", 0)
         if self.every is not None and rollouts_done % self.every == 0:
-            return ExitRequest(f"--exit-interval {self.every}", 0, hurried=False)
+            return ExitRequest(f"--exit-interval {self.every}", 0, urgent=False)
         return None
 
     def _is_late(self) -> bool:
         return self.minutes is not None and time.monotonic() - self._started > 60 * self.minutes
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        now, again_s = (
-            time.monotonic(),
-            REPEAT_CTRL_C_S if number == signal.SIGINT else REPEAT_S,
-        )
+        now = time.monotonic()
+        is_ctrl_c = number == signal.SIGINT
         if self.signalled is None:
             self.signalled, self._signalled_at = number, now
             if self._announce:
-                again = "; Ctrl-C again ends it at once" if number == signal.SIGINT else ""
+                again = "; Ctrl-C again ends it at once" if is_ctrl_c else ""
                 _write(f"{_name(number)}: the run ends after this rollout{again}")
-        elif now - self._signalled_at > again_s:
+        elif now - self._signalled_at > (REPEAT_CTRL_C_S if is_ctrl_c else REPEAT_S):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

@@ -123,7 +123,8 @@ class Watchdog:
                 answered, unanswered_s = self._store_answered, 0.0
             if unanswered_s > self._limit_s:
                 self._leave(
-                    f"no answer from the store of this run at {store_address()} for {self._limit_s:g} s{self._last_words(0)}",
+                    f"no answer from the store of this run at {store_address()} for "
+                    f"{self._limit_s:g} s{self._last_words(0)}",
                     told=False,
                 )
             silent = [
@@ -141,7 +142,8 @@ class Watchdog:
             self._heard[rank] = LastHeartbeat(heard.pulse, now)
         if self._rank == 0:
             logger.warning(
-                "the process of rank 0 did not run for %.0f s: it was suspended, or its host was; the silence of other ranks counts anew",
+                "the process of rank 0 did not run for %.0f s: it was suspended, or its host was; "
+                "the silence of other ranks counts anew",
                 gap_s,
             )
 
@@ -160,7 +162,8 @@ class Watchdog:
             if not self._is_warned:
                 self._is_warned = True
                 logger.warning(
-                    "another program writes into the store of this run at %s, over the heartbeat of rank %d; what it writes is ignored",
+                    "another program writes into the store of this run at %s, over the heartbeat "
+                    "of rank %d; what it writes is ignored",
                     store_address(),
                     rank,
                 )
@@ -174,7 +177,10 @@ class Watchdog:
             f"no sign of life from {self._heard[rank].pulse.describe(rank)}"
             for rank in sorted(silent)
         )
-        verdict = f"{words}: for more than --heartbeat-timeout-s {self._limit_s:g} s its process is stopped, or its host is gone"
+        verdict = (
+            f"{words}: for more than --heartbeat-timeout-s {self._limit_s:g} s its process is "
+            "stopped, or its host is gone"
+        )
         try:
             first = self._judges_store.claim(f"{PREFIX}/verdict", verdict) == verdict
         except RuntimeError:  # the store is gone
@@ -228,7 +234,10 @@ class Watchdog:
         ]
         name = f"{self._rank} {mine.count}"
         if late and self._store.claim(f"{PREFIX}/slow/{mine.phases}", name) == name:
-            text = f"slow, not gone: the others wait for {'; '.join(late[:4])}{' ...' if late[4:] else ''}"
+            text = (
+                "slow, not gone: the others wait for "
+                f"{'; '.join(late[:4])}{' ...' if late[4:] else ''}"
+            )
             print(text, file=sys.stderr, flush=True)
 
 

@@ -77,8 +77,10 @@ def no_reward(seen: History) -> str | None:
     if not spread or max(spread) > FLAT or any(rewards):
         return None
     return (
-        f"every reward of the last {PATIENCE} rollouts is 0, so nothing is learned. Read some responses (--save-debug-rollout-data): "
-        "the reward may look for a form that the model never writes, --label-key may name the wrong field, "
+        f"every reward of the last {PATIENCE} rollouts is 0, so nothing is learned. Read some "
+        "responses (--save-debug-rollout-data): "
+        "the reward may look for a form that the model never writes, --label-key may name the "
+        "wrong field, "
         "--rollout-max-response-len may cut the answer, or the prompts are too hard"
     )
 
@@ -88,7 +90,8 @@ def constant_reward(seen: History) -> str | None:
     if not spread or max(spread) > FLAT or not any(rewards):
         return None
     return (
-        f"all rewards of the last {PATIENCE} rollouts are the same, {rewards[-1]:.4g} at last, so nothing is learned. "
+        f"all rewards of the last {PATIENCE} rollouts are the same, {rewards[-1]:.4g} at last, so "
+        "nothing is learned. "
         "Either the prompts are solved (--num-rollout can be smaller, or --prompt-data harder), "
         "or the reward does not depend on the response (--custom-rm-path, --rm-type)"
     )
@@ -100,8 +103,10 @@ def no_spread(seen: History) -> str | None:
     if not shares or min(shares) < NO_SPREAD or not spread or max(spread) <= FLAT or any(singles):
         return None
     return (
-        f"in {shares[-1]:.0%} of the groups all responses have the same reward, which gives an advantage of 0: prompts are too easy or "
-        "too hard. --dynamic-sampling-filter-path draws others in their place, a larger --n-samples-per-prompt or "
+        f"in {shares[-1]:.0%} of the groups all responses have the same reward, which gives an "
+        "advantage of 0: prompts are too easy or "
+        "too hard. --dynamic-sampling-filter-path draws others in their place, a larger "
+        "--n-samples-per-prompt or "
         "--rollout-temperature finds differences, and so does a reward with partial credit"
     )
 
@@ -115,8 +120,10 @@ def truncation(seen: History) -> str | None:
         return None
     was = f", {share.start:.0%} at first" if grown >= TRUNCATED_MORE else ""
     return (
-        f"{share.now:.0%} of the responses are cut at --rollout-max-response-len{was}. Where the reward pays for text after the answer, the "
-        "policy learns never to stop: give cut or overlong responses less (--custom-rm-path), hold the policy near the "
+        f"{share.now:.0%} of the responses are cut at --rollout-max-response-len{was}. Where the "
+        "reward pays for text after the answer, the "
+        "policy learns never to stop: give cut or overlong responses less (--custom-rm-path), "
+        "hold the policy near the "
         "first one (--use-kl-loss), or raise the limit if answers need it"
     )
 
@@ -126,8 +133,10 @@ def length_collapse(seen: History) -> str | None:
     if not length.full or length.now >= COLLAPSE * length.start or _improved(seen):
         return None
     return (
-        f"responses have {length.now:.1f} tokens where they had {length.start:.1f}, and the reward is no better. The policy gives up answering: "
-        "lower --lr, hold it near the first one (--use-kl-loss), or look whether the reward or --loss-reduction favours short responses"
+        f"responses have {length.now:.1f} tokens where they had {length.start:.1f}, and the "
+        "reward is no better. The policy gives up answering: "
+        "lower --lr, hold it near the first one (--use-kl-loss), or look whether the reward or "
+        "--loss-reduction favours short responses"
     )
 
 
@@ -136,7 +145,8 @@ def entropy_collapse(seen: History) -> str | None:
     if not entropy.full or entropy.now >= ENTROPY_COLLAPSE * entropy.start or _improved(seen):
         return None
     return (
-        f"the entropy fell from {entropy.start:.3g} to {entropy.now:.3g}, and the reward is no better: all responses are alike, and nothing new is "
+        f"the entropy fell from {entropy.start:.3g} to {entropy.now:.3g}, and the reward is no "
+        "better: all responses are alike, and nothing new is "
         "tried. Lower --lr, raise --entropy-coef (0.01 to begin with), or widen --eps-clip-high"
     )
 

@@ -98,12 +98,15 @@ class MetricsLogger:
             self._waiting.clear()
         if error is None and late:
             logger.warning(
-                f"--output-dir {self.path}: can be written again; {late} earlier lines of metrics were added"
+                f"--output-dir {self.path}: can be written again; {late} earlier lines of metrics "
+                "were added"
             )
         elif error is not None and not late:
             logger.warning(
-                f"--output-dir {self.path}: cannot be written: {error.strerror or error}; make room there. Training continues; "
-                "metrics are kept in memory and written when there is room, and are lost if the run ends before"
+                f"--output-dir {self.path}: cannot be written: {error.strerror or error}; make "
+                "room there. Training continues; "
+                "metrics are kept in memory and written when there is room, and are lost if the "
+                "run ends before"
             )
 
     def _write(self, data: bytes) -> OSError | None:
@@ -129,7 +132,8 @@ class MetricsLogger:
             self._board.flush()
         except OSError as error:
             logger.warning(
-                f"--tensorboard-dir {self._board.log_dir}: cannot be written: {error.strerror or error}; make room there. Training "
+                f"--tensorboard-dir {self._board.log_dir}: cannot be written: "
+                f"{error.strerror or error}; make room there. Training "
                 f"continues without TensorBoard from step {step} on"
             )
             self._board = None
@@ -161,7 +165,8 @@ class MetricsLogger:
         their usual limit."""
         if self._write("".join(self._waiting.values()).encode()) is not None:
             logger.warning(
-                f"--output-dir {self.path}: the metrics of {len(self._waiting)} steps, from step {min(self._waiting)} on, are lost"
+                f"--output-dir {self.path}: the metrics of {len(self._waiting)} steps, from step "
+                f"{min(self._waiting)} on, are lost"
             )
         self._file.close()
         if self._board is not None:

@@ -231,7 +231,10 @@ class Progress:
         width = len(str(self._num_rollouts))
         numbers = "  ".join(f"{label} {value:>8}" for label, value in self._numbers())
         phases = " ".join(f"{name} {value:.2f}" for name, value in phase_seconds(metrics).items())
-        return f"rollout {self._done:>{width}}/{self._num_rollouts}  {numbers}  eta {_clock(self._remaining_s()):>8}  [{phases}]"
+        return (
+            f"rollout {self._done:>{width}}/{self._num_rollouts}  {numbers}  eta "
+            f"{_clock(self._remaining_s()):>8}  [{phases}]"
+        )
 
     def _render(self) -> RenderableType:
         phase = self._timer.current

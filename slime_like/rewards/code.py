@@ -31,7 +31,10 @@ def problem(label: object, metadata: Mapping[str, object]) -> str | None:
     """Why no response to this row can be scored, or None."""
     tests = metadata.get("tests")
     if not isinstance(tests, list) or not tests:
-        return "the reward code needs 'tests' in the row's metadata (--metadata-key): a list of {stdin, stdout} or {code}"
+        return (
+            "the reward code needs 'tests' in the row's metadata (--metadata-key): a list of "
+            "{stdin, stdout} or {code}"
+        )
     for number, test in enumerate(tests):
         kinds = ({"stdin", "stdout"}, {"code"})
         if (
@@ -39,11 +42,17 @@ def problem(label: object, metadata: Mapping[str, object]) -> str | None:
             or set(test) not in kinds
             or not all(isinstance(text, str) for text in test.values())
         ):
-            return f"test {number} of the row's metadata must hold strings under 'stdin' and 'stdout', or under 'code'"
+            return (
+                f"test {number} of the row's metadata must hold strings under 'stdin' and "
+                "'stdout', or under 'code'"
+            )
     for name, most in (("timeout_s", MOST_SECONDS), ("memory_mb", MOST_MEMORY_MB)):
         value = metadata.get(name, 1)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
-            return f"{name!r} of the row's metadata is {value!r}, must be a number above 0 and at most {most:g}"
+            return (
+                f"{name!r} of the row's metadata is {value!r}, must be a number above 0 and at "
+                f"most {most:g}"
+            )
     return None
 
 

@@ -55,7 +55,10 @@ _SYSTEM = (
     "/dev/null", "/dev/urandom",
 )  # fmt: skip
 _known: list[dict[str, str]] = []  # result of `missing`
-_PROBE = "import sys; sys.path.insert(0, sys.argv[1]); from slime_like.rewards import confinement as c; c.own_namespaces(c.readable_paths(packages=False))"
+_PROBE = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from slime_like.rewards import confinement as c; "
+    "c.own_namespaces(c.readable_paths(packages=False))"
+)
 
 
 def package_root() -> str:

@@ -19,9 +19,12 @@ Result = TypeVar("Result")
 # Opcodes of expressions without attributes, subscripts, lambdas, keyword arguments and
 # assignments, in CPython 3.11 to 3.14
 _OPERATIONS = (
-    "CACHE EXTENDED_ARG RESUME NOT_TAKEN PUSH_NULL PRECALL CALL LOAD_NAME LOAD_CONST LOAD_SMALL_INT",
-    "RETURN_VALUE RETURN_CONST UNARY_NEGATIVE UNARY_POSITIVE UNARY_NOT UNARY_INVERT BINARY_OP COMPARE_OP IS_OP",
-    "CONTAINS_OP BUILD_LIST BUILD_TUPLE BUILD_SET BUILD_MAP BUILD_CONST_KEY_MAP LIST_EXTEND SET_UPDATE",
+    "CACHE EXTENDED_ARG RESUME NOT_TAKEN PUSH_NULL PRECALL CALL LOAD_NAME LOAD_CONST "
+    "LOAD_SMALL_INT",
+    "RETURN_VALUE RETURN_CONST UNARY_NEGATIVE UNARY_POSITIVE UNARY_NOT UNARY_INVERT BINARY_OP "
+    "COMPARE_OP IS_OP",
+    "CONTAINS_OP BUILD_LIST BUILD_TUPLE BUILD_SET BUILD_MAP BUILD_CONST_KEY_MAP LIST_EXTEND "
+    "SET_UPDATE",
 )
 _HARMLESS = frozenset(
     dis.opmap[name] for name in " ".join(_OPERATIONS).split() if name in dis.opmap
@@ -30,7 +33,10 @@ _BINARY, _PLAIN_OPERATORS = dis.opmap["BINARY_OP"], 13  # above: in-place, subsc
 # Names that may be used and called: these functions of sympy and Python only compute. One-letter
 # names are a task's unknowns, or sympy's constants and functions.
 _MAKERS = "Integer Float Rational Symbol Function"
-_NUMBERS = "pi oo zoo nan Abs abs sign floor ceiling factorial binomial gcd lcm Integral Add Mul Pow Max Min max min round int float sum"
+_NUMBERS = (
+    "pi oo zoo nan Abs abs sign floor ceiling factorial binomial gcd lcm Integral Add Mul Pow Max "
+    "Min max min round int float sum"
+)
 _FUNCTIONS = (
     "exp log ln sqrt cbrt sin cos tan cot sec csc asin acos atan sinh cosh tanh asinh acosh atanh"
 )

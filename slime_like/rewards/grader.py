@@ -277,7 +277,8 @@ class Grader:
         largest = max([value, *(tokens or ())], key=abs)
         if abs(largest) > self.args.max_abs_reward:
             raise ValueError(
-                f"sample {sample.sample_id}: the reward {largest:g} is beyond --max-abs-reward {self.args.max_abs_reward:g}; "
+                f"sample {sample.sample_id}: the reward {largest:g} is beyond --max-abs-reward "
+                f"{self.args.max_abs_reward:g}; "
                 "correct the reward, or raise the limit"
             )
         metadata = (

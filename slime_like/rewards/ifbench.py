@@ -32,7 +32,8 @@ def prepare() -> None:
             nltk.data.find(name)
         except LookupError as error:
             raise RuntimeError(
-                f"--rm-type ifbench: NLTK's {name} is not in the folder of the package ifbench; fetch "
+                f"--rm-type ifbench: NLTK's {name} is not in the folder of the package ifbench; "
+                "fetch "
                 'it once, with a network: python -c "import ifbench"'
             ) from error
 

@@ -41,7 +41,10 @@ _QUICK_S = (
 )
 _AHEAD = 16
 _END_S = 10.0  # seconds for a keeper to end the processes that a reward started
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from slime_like.rewards.worker import main; main()"
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from slime_like.rewards.worker "
+    "import main; main()"
+)
 _KEPT_ENVIRONMENT = (
     "PATH", "PYTHONHOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR", confinement.DISABLE,
 )  # fmt: skip
@@ -279,7 +282,8 @@ class _Round:
             sys.stderr.write(printable(data[:left].decode(errors="replace")))
             if self.printed > MOST_PRINTED:
                 sys.stderr.write(
-                    f"\n[what the rewards of this rollout print is shown up to {MOST_PRINTED} bytes]\n"
+                    f"\n[what the rewards of this rollout print is shown up to {MOST_PRINTED} "
+                    "bytes]\n"
                 )
 
     def _receive(self, worker: Worker) -> None:

@@ -164,7 +164,8 @@ def reward_of(
     own = metadata.get("rm_type")
     if own is not None and own != rm_type and not from_metadata:
         raise ValueError(
-            f"the row's metadata asks for rm_type {own!r}; allow rows to choose their reward with --rm-type-from-metadata"
+            f"the row's metadata asks for rm_type {own!r}; allow rows to choose their reward with "
+            "--rm-type-from-metadata"
         )
     if own is not None:
         return _known(own, "metadata rm_type")
@@ -172,7 +173,8 @@ def reward_of(
         return _known(rm_type, "--rm-type")
     if task.problem(None, metadata) is not None:
         raise ValueError(
-            "no reward: give --rm-type, --custom-rm-path, or --rm-type-from-metadata and rm_type in its metadata"
+            "no reward: give --rm-type, --custom-rm-path, or --rm-type-from-metadata and rm_type "
+            "in its metadata"
         )
     return "task"
 

@@ -26,7 +26,10 @@ from typing import Literal
 from slime_like.rewards import confinement
 from slime_like.rewards.sandbox_child import BROKEN, ENDED, HEADER, READY
 
-_BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from slime_like.rewards.sandbox_child import main; main()"
+_BOOT = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from slime_like.rewards.sandbox_child import "
+    "main; main()"
+)
 _START_S = 60.0  # seconds until the zygote or a forked program has started, on a loaded machine
 _END_S = 10.0  # seconds until a killed program is gone
 

@@ -1,10 +1,9 @@
-"""The system calls that confined code may make: a classic BPF program with an allow-list, built
-here.
+"""Seccomp filter for confined code: an allow-list of system calls as a classic BPF program.
 
-Everything that is not named gets EPERM. A few calls are allowed for some arguments only; a filter
-cannot follow pointers, so `clone3` answers ENOSYS (the C library falls back to `clone`) and
-`openat2` is not allowed. Sources: linux/seccomp.h, linux/filter.h, asm/unistd_64.h,
-asm-generic/unistd.h. Standard library only.
+All other calls fail with EPERM. Some calls are allowed for some arguments only; a filter cannot
+follow pointers, so `clone3` fails with ENOSYS (the C library falls back to `clone`) and `openat2`
+is not allowed. Sources: linux/seccomp.h, linux/filter.h, asm/unistd_64.h, asm-generic/unistd.h.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -17,48 +16,63 @@ import struct
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH_*
 
-# (x86_64, aarch64) numbers; None: the architecture does not have this call
-_ALLOWED: dict[str, tuple[int | None, int | None]] = {
-    "read": (0, 63), "write": (1, 64), "close": (3, 57), "stat": (4, None), "fstat": (5, 80), "lstat": (6, None),
-    "poll": (7, None), "lseek": (8, 62), "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214),
-    "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "pread64": (17, 67),
-    "pwrite64": (18, 68), "readv": (19, 65), "writev": (20, 66), "access": (21, None), "pipe": (22, None),
-    "select": (23, None), "sched_yield": (24, 124), "mremap": (25, 216), "msync": (26, 227), "mincore": (27, 232),
-    "madvise": (28, 233), "dup": (32, 23), "dup2": (33, None), "pause": (34, None), "nanosleep": (35, 101),
-    "getitimer": (36, 102), "alarm": (37, None), "setitimer": (38, 103), "getpid": (39, 172), "exit": (60, 93),
-    "uname": (63, 160), "getcwd": (79, 17), "readlink": (89, None), "gettimeofday": (96, 169), "getrlimit": (97, 163),
-    "getrusage": (98, 165), "sysinfo": (99, 179), "times": (100, 153), "getuid": (102, 174), "getgid": (104, 176),
-    "geteuid": (107, 175), "getegid": (108, 177), "getppid": (110, 173), "getpgrp": (111, None), "getgroups": (115, 158),
-    "getresuid": (118, 148), "getresgid": (120, 150), "rt_sigpending": (127, 136), "rt_sigtimedwait": (128, 137),
-    "rt_sigsuspend": (130, 133), "sigaltstack": (131, 132), "arch_prctl": (158, None), "gettid": (186, 178),
-    "time": (201, None), "futex": (202, 98), "sched_getaffinity": (204, 123), "getdents64": (217, 61),
-    "set_tid_address": (218, 96), "restart_syscall": (219, 128), "fadvise64": (221, 223), "clock_gettime": (228, 113),
-    "clock_getres": (229, 114), "clock_nanosleep": (230, 115), "exit_group": (231, 94), "epoll_wait": (232, None),
-    "epoll_ctl": (233, 21), "newfstatat": (262, 79), "readlinkat": (267, 78), "faccessat": (269, 48),
-    "pselect6": (270, 72), "ppoll": (271, 73), "set_robust_list": (273, 99), "epoll_pwait": (281, 22),
-    "epoll_create1": (291, 20), "dup3": (292, 24), "pipe2": (293, 59), "getcpu": (309, 168), "getrandom": (318, 278),
-    "membarrier": (324, 283), "statx": (332, 291), "rseq": (334, 293), "close_range": (436, 436),
-    "faccessat2": (439, 439),
-}  # fmt: skip
-_WAITING = {"wait4": (61, 260), "waitid": (247, 95)}  # for a process that may fork
+Numbers = tuple[int | None, int | None]  # on x86_64 and on aarch64; None: no such call there
+
+
+def _syscalls(table: str) -> dict[str, Numbers]:
+    """Parse "name x86_64 aarch64, ...", with "-" where an architecture lacks the call."""
+
+    def number(text: str) -> int | None:
+        return None if text == "-" else int(text)
+
+    rows = (row.split() for row in table.split(","))
+    return {name: (number(x86_64), number(aarch64)) for name, x86_64, aarch64 in rows}
+
+
+_ALLOWED = _syscalls(
+    """
+    read 0 63, write 1 64, close 3 57, stat 4 -, fstat 5 80, lstat 6 -, poll 7 -, lseek 8 62,
+    mmap 9 222, mprotect 10 226, munmap 11 215, brk 12 214, rt_sigaction 13 134,
+    rt_sigprocmask 14 135, rt_sigreturn 15 139, pread64 17 67, pwrite64 18 68, readv 19 65,
+    writev 20 66, access 21 -, pipe 22 -, select 23 -, sched_yield 24 124, mremap 25 216,
+    msync 26 227, mincore 27 232, madvise 28 233, dup 32 23, dup2 33 -, pause 34 -,
+    nanosleep 35 101, getitimer 36 102, alarm 37 -, setitimer 38 103, getpid 39 172, exit 60 93,
+    uname 63 160, getcwd 79 17, readlink 89 -, gettimeofday 96 169, getrlimit 97 163,
+    getrusage 98 165, sysinfo 99 179, times 100 153, getuid 102 174, getgid 104 176,
+    geteuid 107 175, getegid 108 177, getppid 110 173, getpgrp 111 -, getgroups 115 158,
+    getresuid 118 148, getresgid 120 150, rt_sigpending 127 136, rt_sigtimedwait 128 137,
+    rt_sigsuspend 130 133, sigaltstack 131 132, arch_prctl 158 -, gettid 186 178, time 201 -,
+    futex 202 98, sched_getaffinity 204 123, getdents64 217 61, set_tid_address 218 96,
+    restart_syscall 219 128, fadvise64 221 223, clock_gettime 228 113, clock_getres 229 114,
+    clock_nanosleep 230 115, exit_group 231 94, epoll_wait 232 -, epoll_ctl 233 21,
+    newfstatat 262 79, readlinkat 267 78, faccessat 269 48, pselect6 270 72, ppoll 271 73,
+    set_robust_list 273 99, epoll_pwait 281 22, epoll_create1 291 20, dup3 292 24, pipe2 293 59,
+    getcpu 309 168, getrandom 318 278, membarrier 324 283, statx 332 291, rseq 334 293,
+    close_range 436 436, faccessat2 439 439
+    """
+)
+_WAITING = _syscalls("wait4 61 260, waitid 247 95")  # for a process that may fork
 # for a shell in a PID namespace, and for its programs
-_SHELL: dict[str, tuple[int | None, int | None]] = {
-    "open": (2, None), "creat": (85, None), "openat": (257, 56), "execve": (59, 221), "execveat": (322, 281),
-    "fork": (57, None), "vfork": (58, None), "kill": (62, 129), "tgkill": (234, 131), "setpgid": (109, 154),
-    "getpgid": (121, 155), "getsid": (124, 156), "setsid": (112, 157), "umask": (95, 166), "chdir": (80, 49), "fchdir": (81, 50),
-    "mkdir": (83, None), "mkdirat": (258, 34), "rmdir": (84, None), "unlink": (87, None), "unlinkat": (263, 35),
-    "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276), "link": (86, None), "linkat": (265, 37),
-    "symlink": (88, None), "symlinkat": (266, 36), "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53),
-    "truncate": (76, 45), "ftruncate": (77, 46), "fallocate": (285, 47), "utimensat": (280, 88), "fsync": (74, 82),
-    "fdatasync": (75, 83), "flock": (73, 32), "sendfile": (40, 71), "copy_file_range": (326, 285), "statfs": (137, 43),
-    "fstatfs": (138, 44), "getpriority": (140, 141), "getxattr": (191, 8), "lgetxattr": (192, 9), "fgetxattr": (193, 10),
-    "listxattr": (194, 11), "llistxattr": (195, 12), "flistxattr": (196, 13),
-}  # fmt: skip
-_CONDITIONAL = {
-    "ioctl": (16, 29), "clone": (56, 220), "kill": (62, 129), "fcntl": (72, 25), "prctl": (157, 167), "tgkill": (234, 131),
-    "openat": (257, 56), "prlimit64": (302, 261), "clone3": (435, 435), "setxattr": (188, 5), "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7),
-}  # fmt: skip
+_SHELL = _syscalls(
+    """
+    open 2 -, creat 85 -, openat 257 56, execve 59 221, execveat 322 281, fork 57 -, vfork 58 -,
+    kill 62 129, tgkill 234 131, setpgid 109 154, getpgid 121 155, getsid 124 156, setsid 112 157,
+    umask 95 166, chdir 80 49, fchdir 81 50, mkdir 83 -, mkdirat 258 34, rmdir 84 -, unlink 87 -,
+    unlinkat 263 35, rename 82 -, renameat 264 38, renameat2 316 276, link 86 -, linkat 265 37,
+    symlink 88 -, symlinkat 266 36, chmod 90 -, fchmod 91 52, fchmodat 268 53, truncate 76 45,
+    ftruncate 77 46, fallocate 285 47, utimensat 280 88, fsync 74 82, fdatasync 75 83, flock 73 32,
+    sendfile 40 71, copy_file_range 326 285, statfs 137 43, fstatfs 138 44, getpriority 140 141,
+    getxattr 191 8, lgetxattr 192 9, fgetxattr 193 10, listxattr 194 11, llistxattr 195 12,
+    flistxattr 196 13
+    """
+)
+_CONDITIONAL = _syscalls(
+    """
+    ioctl 16 29, clone 56 220, kill 62 129, fcntl 72 25, prctl 157 167, tgkill 234 131,
+    openat 257 56, prlimit64 302 261, clone3 435 435, setxattr 188 5, lsetxattr 189 6,
+    fsetxattr 190 7
+    """
+)
 
 _IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS TIOCGWINSZ FIONREAD FIONBIO
 _F_SETFL, _O_ASYNC = 4, 0o20000
@@ -108,18 +122,20 @@ def _program(*, fork: bool, shell: bool = False) -> list[Instruction]:
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, 0),
     ]
-    more = {**(_WAITING if fork else {}), **(_SHELL if shell else {})}
-    for numbers in {**_ALLOWED, **more}.values():
+    allowed = {**_ALLOWED, **(_WAITING if fork else {}), **(_SHELL if shell else {})}
+    for numbers in allowed.values():
         if (number := numbers[column]) is not None:
             program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
     for name, body in _bodies(fork, shell).items():
-        program += [(_EQUAL, 0, len(body), _CONDITIONAL[name][column]), *body]
+        number = _CONDITIONAL[name][column]
+        assert number is not None, name
+        program += [(_EQUAL, 0, len(body), number), *body]
     return [*program, (_RETURN, 0, 0, _REFUSE)]
 
 
 def _bodies(fork: bool, shell: bool) -> dict[str, list[Instruction]]:
     """Filters of calls that depend on arguments; every path through a body returns."""
-    me = os.getpid()
+    own_pid = os.getpid()
     setfl = _one_of(1, (_F_SETFL,), then=_without_bits(2, _O_ASYNC), other=_one_of(1, _FCNTLS))
     threads = _without_bits(0, ~_OF_THREADS & 0xFFFFFFFF)
     flags = _OF_FORKS | (_OF_SPAWNS if shell else 0)
@@ -136,10 +152,10 @@ def _bodies(fork: bool, shell: bool) -> dict[str, list[Instruction]]:
     return {
         "ioctl": _one_of(1, _IOCTLS),
         "clone": clone,
-        "kill": _one_of(0, (me,)),
+        "kill": _one_of(0, (own_pid,)),
         "fcntl": setfl,
         "prctl": _one_of(0, (*_PRCTLS, *_OF_CHILDREN) if fork else _PRCTLS),
-        "tgkill": _one_of(0, (me,)),
+        "tgkill": _one_of(0, (own_pid,)),
         "openat": _without_bits(2, _WRITING),
         "prlimit64": limits,
         "clone3": [(_RETURN, 0, 0, _ERRNO | errno.ENOSYS)],

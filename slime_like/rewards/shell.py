@@ -24,7 +24,10 @@ from slime_like.rewards import confinement
 from slime_like.rewards.sandbox import SandboxError
 from slime_like.rewards.shell_child import HEADER
 
-_BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from slime_like.rewards.shell_child import main; main()"
+_BOOT = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from slime_like.rewards.shell_child import main; "
+    "main()"
+)
 _START_S = 60.0  # seconds in addition to the deadline for starting the sandbox on a loaded machine
 _NEEDED = ("namespaces", "seccomp")
 

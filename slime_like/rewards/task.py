@@ -41,8 +41,10 @@ def problem(label: object, metadata: Mapping[str, object]) -> str | None:
     ):
         return None
     return (
-        "the reward task needs 'task' (name, options) and 'entry' in the row's metadata (--metadata-key), which rows of a "
-        "reasoning_gym:<task> source have; choose another --rm-type, or name one in the metadata with the key rm_type"
+        "the reward task needs 'task' (name, options) and 'entry' in the row's metadata "
+        "(--metadata-key), which rows of a "
+        "reasoning_gym:<task> source have; choose another --rm-type, or name one in the metadata "
+        "with the key rm_type"
     )
 
 

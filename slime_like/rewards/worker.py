@@ -249,7 +249,8 @@ def answer_to(job: Job, value: Any, reward_key: str | None) -> Answer:
         return to_answer(value, reward_key)
     if isinstance(value, dict | str) or not hasattr(value, "__len__"):
         return {
-            "wrong_type": f"{type(value).__name__} for a group of {len(job.sample)} samples, not a list of rewards"
+            "wrong_type": f"{type(value).__name__} for a group of {len(job.sample)} samples, not "
+            "a list of rewards"
         }
     if len(value) != len(job.sample):
         return {"wrong_type": f"{len(value)} rewards for a group of {len(job.sample)} samples"}

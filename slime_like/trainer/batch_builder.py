@@ -41,7 +41,7 @@ from slime_like.rollout.step_plan import (
     train_samples,
 )
 from slime_like.sample_index import AnySample
-from slime_like.trainer.guards import SamplerGates
+from slime_like.trainer.guards import RolloutGuards
 from slime_like.trainer.rollout_batch import (
     BatchSettings,
     Columns,
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+_BEFORE_STEPS = "before the optimizer steps of a rollout"
 LogProbCheck = Callable[[Sequence[LogProbOutput]], dict[str, float]]
 
 
@@ -67,11 +68,10 @@ LogProbCheck = Callable[[Sequence[LogProbOutput]], dict[str, float]]
 class Batches:
     """The optimizer steps of a rollout: this rank's samples of each step.
 
-    critic: the critic's batches, empty without a critic; its data-parallel ranks may hold different
-    samples. check: with `TrainBatch.old_is_current`, checks the log-probs of the training forward
-    pass before the optimizer step and returns metrics. sample_keys, entropies: names and entropies
-    ([R] each) of the policy's samples, for recordings; entropies are empty without a separate
-    log-prob pass.
+    critic: empty without a critic; its data-parallel ranks may hold other samples than the
+    policy's. check: with `TrainBatch.old_is_current`, checks the log-probs of the training forward
+    pass before the optimizer step and returns metrics. sample_keys, entropies: of the policy's
+    samples, for recordings; entropies ([R] each) are empty without a separate log-prob pass.
     """
 
     policy: list[TrainBatch]
@@ -81,8 +81,8 @@ class Batches:
     entropies: Sequence[Tensor] = ()
 
 
-class BatchMaker:
-    """Makes the train batches of this data-parallel rank.
+class BatchBuilder:
+    """Builds the train batches of this data-parallel rank.
 
     Collective: every rank passes the metadata of all samples of a rollout and receives the samples
     that it trains on.
@@ -93,15 +93,15 @@ class BatchMaker:
         settings: BatchSettings,
         layout: ParallelLayout,
         backend: MegatronBackend,
-        gates: SamplerGates,
+        guards: RolloutGuards,
         progress: Progress,
     ) -> None:
         self.settings = settings
         self.algorithm = settings.algorithm
         self.layout = layout
         self.backend = backend
-        self.gates = gates
-        self.log_probs = LogProbs(settings, layout, backend, gates)
+        self.guards = guards
+        self.log_probs = LogProbs(settings, layout, backend, guards)
         self.progress = progress
         self.plan = step_plan(settings.algorithm, settings.transformer, settings.vocab_size, layout)
         critic = backend.critic
@@ -113,40 +113,39 @@ class BatchMaker:
             replays_rollout=settings.replays_rollout,
             buffer_size=settings.sample_buffer_size,
         )
-        kl = settings.algorithm
-        adaptive = (kl.kl_target, kl.kl_horizon) if kl.kl_ctrl_type == "adaptive" else ()
-        self.kl_controller = KLController(kl.kl_coef, *adaptive)
+        config = settings.algorithm
+        is_adaptive = config.kl_ctrl_type == "adaptive"
+        adaptive = (config.kl_target, config.kl_horizon) if is_adaptive else ()
+        self.kl_controller = KLController(config.kl_coef, *adaptive)
         self._warned_of_long_sequences = False
-        estimator = advantage_estimators.get(settings.algorithm.advantage_estimator)
-        self._needs_energies = needs_energies(estimator)
-        self._needs_trees = bool(tree_reasons(settings.algorithm))
+        self._needs_energies = needs_energies(advantage_estimators.get(config.advantage_estimator))
+        self._needs_trees = bool(tree_reasons(config))
 
     def state_dict(self) -> dict[str, object]:
         """State for resuming, as plain JSON."""
-        return {"kl_controller": self.kl_controller.state_dict(), **self.gates.state_dict()}
+        return {"kl_controller": self.kl_controller.state_dict(), **self.guards.state_dict()}
 
     def load_state_dict(self, state: BatchState) -> None:
         self.kl_controller.load_state_dict(state["kl_controller"])
-        self.gates.load_state_dict(state)
+        self.guards.load_state_dict(state)
 
-    def deliver_ahead(self, samples: Sequence[AnySample], group: dist.ProcessGroup | None) -> None:
-        """Send a rollout's samples to the ranks that will train on them, over `group`; called in
-        the sampling thread. A rollout with failed or branched samples is delivered later, because
-        the trainer assigns those differently."""
+    def deliver_early(self, samples: Sequence[AnySample], group: dist.ProcessGroup | None) -> None:
+        """Send a prefetched rollout's samples to the ranks that will train on them, over `group`;
+        called in the sampling thread. A rollout with failed or branched samples is delivered later,
+        because the trainer assigns those differently."""
         if all(mask_failed(s) is s and not s.num_branches for s in samples):
-            self._delivery.deliver_ahead(samples, group)
+            self._delivery.deliver_early(samples, group)
 
-    def make_supervised(self, samples: Sequence[AnySample]) -> tuple[Batches, dict[str, float]]:
+    def build_supervised(self, samples: Sequence[AnySample]) -> tuple[Batches, dict[str, float]]:
         """Batches for supervised samples, with reference log-probs if the loss needs them."""
-        rollout = self._share(samples)
+        rollout = self._deliver(samples)
         ref = None
         if self.backend.reference is not None:
             with self.progress.phase("log_probs"):
                 ref = self.log_probs.reference(rollout.local)
-            columns: Columns = {"log-prob of the reference": ref}
-            rollout.check_finite(columns, "before the optimizer steps of a rollout")
+            rollout.check_finite({"log-prob of the reference": ref}, _BEFORE_STEPS)
 
-        def complete(i: int, sample: TrainSample) -> TrainSample:
+        def with_inputs(i: int, sample: TrainSample) -> TrainSample:
             labels = None
             if self.algorithm.trains_reward_model:
                 # a scalar score belongs to the token's own row, not to the row that predicts it
@@ -154,69 +153,62 @@ class BatchMaker:
             ref_log_probs = None if ref is None else ref[i]
             return dataclasses.replace(sample, ref_log_probs=ref_log_probs, labels=labels)
 
-        return Batches(map_steps(rollout.steps, complete), []), dict(rollout.shares.metrics)
+        metrics = dict(rollout.assignment.metrics)
+        return Batches(map_steps(rollout.steps, with_inputs), []), metrics
 
-    def make(
+    def build(
         self, samples: Sequence[AnySample], weight_version: int
     ) -> tuple[Batches, dict[str, float]]:
         """Batches and metrics of a rollout. weight_version: version of the policy before the
         update."""
-        rollout = self._share(samples)
+        rollout = self._deliver(samples)
         if self.settings.replays_rollout:
-            own = [self.backend.with_routes_of_stage(step) for step in rollout.steps]
-            rollout = dataclasses.replace(rollout, steps=own)
-        metrics = dict(rollout.shares.metrics)
-        critic = self._critic_part(rollout)
+            steps = [self.backend.with_routes_of_stage(step) for step in rollout.steps]
+            rollout = dataclasses.replace(rollout, steps=steps)
+        metrics = dict(rollout.assignment.metrics)
+        critic = self._value_exchange(rollout)
         scores = self._scores(rollout, weight_version, critic, metrics)
         corrections = [SampleCorrection()] * len(rollout.local)
         if scores.old is not None:
-            corrections, more = self.log_probs.correct(rollout, scores.old)
-            metrics |= more
+            corrections, correction_metrics = self.log_probs.correct(rollout, scores.old)
+            metrics |= correction_metrics
+        outcomes = self._outcomes(rollout)
+        advantages = self._advantages(rollout, scores, outcomes)
+        metrics |= advantages.metrics
+        weights = [c.importance_weights for c in corrections]
+        columns: Columns = {"advantage": advantages.values, "importance weight": weights}
+        rollout.check_finite(columns, _BEFORE_STEPS)
+        critic_batches: list[TrainBatch] = []
+        if critic is not None:
+            values, returns = scores.values, advantages.returns
+            assert values is not None and returns is not None, "see advantages/"
+            metrics |= value_metrics(values, returns, rollout.masks, self.layout.dp_group)
+            critic_batches = critic.batches(returns)
+
+        batches = map_steps(rollout.steps, _loss_inputs(scores, advantages, corrections))
+        if self.settings.hooks is not None:
+            batches = self.settings.hooks.finish(
+                batches, lambda: self._rank_data(rollout, scores, outcomes, advantages)
+            )
+        keys = rollout.local_keys
+        if scores.old is not None:
+            entropies = [output.entropy for output in scores.old]
+            return Batches(batches, critic_batches, None, keys, entropies), metrics
+        batches = [dataclasses.replace(batch, old_is_current=True) for batch in batches]
+
+        def check(log_probs: Sequence[LogProbOutput]) -> dict[str, float]:
+            return self.log_probs.check_update(rollout, log_probs, weight_version)
+
+        return Batches(batches, critic_batches, check, keys), metrics
+
+    def _outcomes(self, rollout: Rollout) -> Outcomes:
+        """Inputs of the advantage estimator, over all ranks."""
         outcomes = outcomes_of(rollout.samples)
         for read in self.settings.outcome_readers:
             outcomes = dataclasses.replace(outcomes, **read(rollout.sampled_episodes))
         if self._needs_trees:
             check_trees(self.algorithm, outcomes.answers, rollout.samples)
-        advantages = self._advantages(rollout, scores, outcomes)
-        metrics |= advantages.metrics
-        weights = [c.importance_weights for c in corrections]
-        columns: Columns = {"advantage": advantages.values, "importance weight": weights}
-        rollout.check_finite(columns, "before the optimizer steps of a rollout")
-        of_critic: list[TrainBatch] = []
-        if critic is not None:
-            assert scores.values is not None and advantages.returns is not None, "see advantages/"
-            metrics |= value_metrics(
-                scores.values, advantages.returns, rollout.masks, self.layout.dp_group
-            )
-            of_critic = critic.batches(advantages.returns)
-
-        def complete(i: int, sample: TrainSample) -> TrainSample:
-            old = None if scores.old is None else scores.old[i]
-            return dataclasses.replace(
-                sample if scores.teacher is None else scores.teacher.lay_on(i, sample),
-                advantages=advantages.values[i],
-                old_log_probs=None if old is None else old.log_probs,
-                routes=sample.routes if old is None or old.routes is None else old.routes,
-                ref_log_probs=None if scores.ref is None else scores.ref[i],
-                keep_mask=corrections[i].keep_mask,
-                importance_weights=corrections[i].importance_weights,
-            )
-
-        of_policy = map_steps(rollout.steps, complete)
-        if self.settings.hooks is not None:
-            of_policy = self.settings.hooks.finish(
-                of_policy, lambda: self._rank_data(rollout, scores, outcomes, advantages)
-            )
-        ids = rollout.local_keys
-        if scores.old is not None:
-            entropies = [output.entropy for output in scores.old]
-            return Batches(of_policy, of_critic, None, ids, entropies), metrics
-        of_policy = [dataclasses.replace(batch, old_is_current=True) for batch in of_policy]
-
-        def check(log_probs: Sequence[LogProbOutput]) -> dict[str, float]:
-            return self.log_probs.check_update(rollout, log_probs, weight_version)
-
-        return Batches(of_policy, of_critic, check, ids), metrics
+        return outcomes
 
     def _rank_data(
         self,
@@ -226,24 +218,21 @@ class BatchMaker:
         advantages: TokenAdvantages | None = None,
     ) -> RankData:
         """The arguments of user hooks: this rank's samples, rewards and token columns."""
-        local, places = rollout.local, rollout.local_episodes
-        has_engines = all(sample.rollout_log_probs is not None for sample in local)
-        return RankData(
-            rollout.drawn,
-            local,
-            group_rewards(self.settings.advantages, outcomes, places),
-            {
-                "log_probs": scores.old_log_probs,
-                "ref_log_probs": scores.ref,
-                "teacher_log_probs": None if scores.teacher is None else scores.teacher.log_probs,
-                "values": scores.values,
-                "rollout_log_probs": [s.rollout_log_probs for s in local] if has_engines else None,  # type: ignore[misc]
-                "kl": self._kl(scores, rollout.masks)
-                or [torch.zeros_like(value) for value in scores.old_log_probs],
-                "advantages": None if advantages is None else advantages.values,
-                "returns": None if advantages is None else advantages.returns,
-            },
-        )
+        local = rollout.local
+        reported = [s.rollout_log_probs for s in local if s.rollout_log_probs is not None]
+        kl = self._kl(scores, rollout.masks)
+        columns = {
+            "log_probs": scores.old_log_probs,
+            "ref_log_probs": scores.ref,
+            "teacher_log_probs": None if scores.teacher is None else scores.teacher.log_probs,
+            "values": scores.values,
+            "rollout_log_probs": reported if len(reported) == len(local) else None,
+            "kl": kl or [torch.zeros_like(value) for value in scores.old_log_probs],
+            "advantages": None if advantages is None else advantages.values,
+            "returns": None if advantages is None else advantages.returns,
+        }
+        rewards = group_rewards(self.settings.advantages, outcomes, rollout.local_episodes)
+        return RankData(rollout.local_samples, local, rewards, columns)
 
     def _kl(self, scores: Scores, masks: Sequence[Tensor]) -> list[Tensor] | None:
         """Per-token KL of the reward, [R] by sample; None without --kl-coef."""
@@ -252,17 +241,19 @@ class BatchMaker:
             return None
         return token_kl(algorithm.kl_loss_type or "k1", scores.old_log_probs, scores.ref, masks)
 
-    def _share(self, samples: Sequence[AnySample]) -> Rollout:
+    def _deliver(self, samples: Sequence[AnySample]) -> Rollout:
         """Assign samples to data-parallel ranks and deliver them."""
         self._warn_of_long_sequences(samples)
         with self.progress.phase("balance") if self.plan.linear_cost is not None else nullcontext():
-            shares = self.plan.assign(samples)
-        here = self._delivery.deliver(samples, shares)
-        return Rollout(samples, here, shares, self._steps(self.plan, here, shares))
+            assignment = self.plan.assign(samples)
+        delivered = self._delivery.deliver(samples, assignment)
+        steps = self._steps(self.plan, delivered, assignment)
+        return Rollout(samples, delivered, assignment, steps)
 
     def _steps(
-        self, plan: StepPlan, samples: Sequence[AnySample], shares: DataParallelAssignment
+        self, plan: StepPlan, samples: Sequence[AnySample], assignment: DataParallelAssignment
     ) -> list[list[TrainSample]]:
+        """This rank's samples of each optimizer step, with their token weights."""
         algorithm = self.algorithm
         steps = train_samples(
             plan,
@@ -271,13 +262,13 @@ class BatchMaker:
             loss_norm_length=algorithm.loss_norm_length,
             micro_batch_size=algorithm.micro_batch_size,
             positive_nll=algorithm.positive_nll_coef > 0,
-            assignment=shares,
+            assignment=assignment,
         )
         if not algorithm.observation_loss_coef:
             return steps
         from slime_like.rollout.observations import with_observation_weights
 
-        return with_observation_weights(plan, samples, shares, steps)
+        return with_observation_weights(plan, samples, assignment, steps)
 
     def _warn_of_long_sequences(self, samples: Sequence[AnySample]) -> None:
         """Warn once per run about sequences over the token budget."""
@@ -292,8 +283,8 @@ class BatchMaker:
             self._warned_of_long_sequences = True
             warn_rank_0(
                 logger,
-                f"a sequence of {longest} tokens is longer than --max-tokens-per-gpu times --context-parallel-size, {budget}: such a "
-                "sequence gets its own micro-batch",
+                f"a sequence of {longest} tokens is longer than --max-tokens-per-gpu times "
+                f"--context-parallel-size, {budget}: such a sequence gets its own micro-batch",
             )
 
     def _scores(
@@ -324,13 +315,13 @@ class BatchMaker:
         rollout.check_finite(columns, "before the advantages of a rollout")
         return Scores(old, ref, teacher, values)
 
-    def _critic_part(self, rollout: Rollout) -> ValueExchange | None:
+    def _value_exchange(self, rollout: Rollout) -> ValueExchange | None:
         plan = self._critic_plan
         if plan is None:
             return None
-        own = plan.assign(rollout.samples)
-        steps = self._steps(plan, rollout.samples, own)
-        return ValueExchange(self.backend, rollout.samples, steps, own, rollout.shares)
+        assignment = plan.assign(rollout.samples)
+        steps = self._steps(plan, rollout.samples, assignment)
+        return ValueExchange(self.backend, rollout.samples, steps, assignment, rollout.assignment)
 
     def _advantages(self, rollout: Rollout, scores: Scores, outcomes: Outcomes) -> TokenAdvantages:
         """Per-token advantages of this rank's samples. Group statistics are over all ranks; the
@@ -368,3 +359,23 @@ class BatchMaker:
         metrics = {**output.metrics, "rollout/kl_coef": self.kl_controller.value}
         self.kl_controller.update(metrics["rollout/kl_in_reward"], len(outcomes.rewards))
         return dataclasses.replace(output, metrics=metrics)
+
+
+def _loss_inputs(
+    scores: Scores, advantages: TokenAdvantages, corrections: Sequence[SampleCorrection]
+) -> Callable[[int, TrainSample], TrainSample]:
+    """Function that adds the inputs of the loss to the i-th local sample."""
+
+    def with_inputs(i: int, sample: TrainSample) -> TrainSample:
+        old = None if scores.old is None else scores.old[i]
+        return dataclasses.replace(
+            sample if scores.teacher is None else scores.teacher.with_scores(i, sample),
+            advantages=advantages.values[i],
+            old_log_probs=None if old is None else old.log_probs,
+            routes=sample.routes if old is None or old.routes is None else old.routes,
+            ref_log_probs=None if scores.ref is None else scores.ref[i],
+            keep_mask=corrections[i].keep_mask,
+            importance_weights=corrections[i].importance_weights,
+        )
+
+    return with_inputs

@@ -185,8 +185,10 @@ class RunCheckpoints:
         different = identity_differences(saved_identity(folder).get("tokenizer", {}), ours)
         if different:
             raise ValueError(
-                f"checkpoint {folder} was trained with another tokenizer than that of --hf-checkpoint "
-                f"{self.run.model.hf_checkpoint}: {', '.join(different)}; give the model of that run"
+                f"checkpoint {folder} was trained with another tokenizer than that of "
+                "--hf-checkpoint "
+                f"{self.run.model.hf_checkpoint}: {', '.join(different)}; give the model of that "
+                "run"
             )
 
     def _warn_of_changes(self, folder: Path, state: TrainerState) -> None:

@@ -12,8 +12,8 @@ from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.metrics.progress import Progress
 from slime_like.rollout.reward_parts import advantage_settings, outcome_readers
-from slime_like.trainer.batch_builder import BatchMaker
-from slime_like.trainer.guards import SamplerGates, train_rollout_limit
+from slime_like.trainer.batch_builder import BatchBuilder
+from slime_like.trainer.guards import RolloutGuards, train_rollout_limit
 from slime_like.trainer.rollout_batch import BatchSettings
 from slime_like.trainer.train_step import TrainStep
 from slime_like.trainer.user_hooks import UserHooks
@@ -69,42 +69,42 @@ def stop_conditions(run: RunConfig, rank: int) -> StopConditions:
     )
 
 
-def sampler_gates(run: RunConfig) -> SamplerGates:
-    return SamplerGates(
+def rollout_guards(run: RunConfig) -> RolloutGuards:
+    return RolloutGuards(
         train_rollout_limit(run),
         run.gates.train_rollout_diff_patience,
         recorded=run.debug.load_debug_rollout_data is not None,
     )
 
 
-def make_batch_maker(
+def make_batch_builder(
     run: RunConfig,
     layout: ParallelLayout,
     backend: MegatronBackend,
-    gates: SamplerGates,
+    guards: RolloutGuards,
     progress: Progress,
     hooks: UserHooks | None,
-) -> BatchMaker:
+) -> BatchBuilder:
     settings = BatchSettings(
         run.algorithm,
-        run.off_policy if run.off_policy.enabled else None,
-        run.megatron.transformer,
-        run.gpt.vocab_size or 0,
-        run.rollout.use_rollout_routing_replay,
-        run.distillation,
-        advantage_settings(run),
-        run.rollout.sample_buffer_size,
-        run.old_is_current,
+        off_policy=run.off_policy if run.off_policy.enabled else None,
+        transformer=run.megatron.transformer,
+        vocab_size=run.gpt.vocab_size or 0,
+        replays_rollout=run.rollout.use_rollout_routing_replay,
+        distillation=run.distillation,
+        advantages=advantage_settings(run),
+        sample_buffer_size=run.rollout.sample_buffer_size,
+        old_is_current=run.old_is_current,
         outcome_readers=outcome_readers(run),
         hooks=hooks,
     )
-    return BatchMaker(settings, layout, backend, gates, progress)
+    return BatchBuilder(settings, layout, backend, guards, progress)
 
 
 def make_train_step(
     run: RunConfig,
     backend: MegatronBackend,
-    gates: SamplerGates,
+    guards: RolloutGuards,
     progress: Progress,
     initial_policy: str | None,
     hooks: UserHooks | None,
@@ -112,15 +112,14 @@ def make_train_step(
     """Build the optimizer-step driver. initial_policy: the Hugging Face model that the run starts
     from; None if it starts from something else."""
     reference = run.model.hf_checkpoint if run.reference_is_base else run.model.ref_load
-    from_reference = (
-        None not in (reference, initial_policy)
-        and Path(str(reference)).resolve() == Path(str(initial_policy)).resolve()
-    )
+    from_reference = False
+    if reference is not None and initial_policy is not None:
+        from_reference = Path(reference).resolve() == Path(initial_policy).resolve()
     return TrainStep(
         run.algorithm,
         backend,
         progress,
-        gates,
+        guards,
         hooks,
         patience=run.gates.max_consecutive_skipped_steps,
         kl_vanishes_at=run.critic.num_critic_only_steps if from_reference else None,

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 # Largest mean log-prob difference (nats) of tokens sampled by older weights. A policy that moved
 # this far within the staleness bound trains on noise; one that did not has a broken engine.
 STALE_LIMIT = 1.0
+_DIFFERENCE = "rollout/train_rollout_log_prob_diff"
 RATIO_ERROR = 1.05  # mean of exp |log-prob difference|; NeMo-RL documents the same bound
 _LOSSES = (
     "loss",
@@ -44,7 +45,7 @@ _LOSSES = (
 )
 
 
-class GateError(RunError):
+class GuardError(RunError):
     """A numeric guard failed."""
 
 
@@ -60,7 +61,10 @@ class NonFinite:
     rank: int
 
     def __str__(self) -> str:
-        return f"{self.what} of sample {self.sample} is {self.value:g} at token {self.token} of its response (rank {self.rank})"
+        return (
+            f"{self.what} of sample {self.sample} is {self.value:g} at token {self.token} of its "
+            f"response (rank {self.rank})"
+        )
 
 
 def first_non_finite(
@@ -79,25 +83,22 @@ def first_non_finite(
         None if all are finite.
     """
     for what, values in columns.items():
-        rows = [
-            (sample, mask, value)
-            for sample, mask, value in zip(samples, masks, values or ())
-            if value is not None
-        ]
-        if not rows or _all_finite([(mask, value) for _, mask, value in rows]):
+        rows = [row for row in zip(samples, masks, values or ()) if row[2] is not None]
+        if not rows:
+            continue
+        # one test of all samples; the samples are tested one by one only if it fails
+        all_masks = torch.cat([mask for _, mask, _ in rows])
+        all_values = torch.cat([value for _, _, value in rows if value is not None])
+        if bool((torch.isfinite(all_values) | ~all_masks).all()):
             continue
         for sample, mask, value in rows:
-            if not _all_finite([(mask, value)]):
-                token = int((mask & ~torch.isfinite(value)).nonzero()[0])
+            assert value is not None
+            broken = mask & ~torch.isfinite(value)
+            if broken.any():
+                token = int(broken.nonzero()[0])
                 rank = dist.get_rank() if dist.is_initialized() else 0
                 return NonFinite(what, sample, token, float(value[token]), rank)
     return None
-
-
-def _all_finite(rows: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Whether all values under their masks are finite. rows: (mask [R], values [R]) per sample."""
-    masks, values = (torch.cat(column) for column in zip(*rows))
-    return bool((torch.isfinite(values) | ~masks).all())
 
 
 def check_finite(
@@ -114,12 +115,13 @@ def check_finite(
         when: Stage of training for the message, e.g. "before the first optimizer step".
 
     Raises:
-        GateError: Names the first non-finite number of the lowest rank that has one.
+        GuardError: Names the first non-finite number of the lowest rank that has one.
     """
-    found = [f for f in gather(first_non_finite(columns, masks, samples)) if f is not None]
-    if found:
-        more = f"; {len(found)} ranks have such numbers" if len(found) > 1 else ""
-        raise GateError(f"{when}: the {found[0]}{more}")
+    by_rank = gather(first_non_finite(columns, masks, samples))
+    non_finite = [number for number in by_rank if number is not None]
+    if non_finite:
+        others = f"; {len(non_finite)} ranks have such numbers" if len(non_finite) > 1 else ""
+        raise GuardError(f"{when}: the {non_finite[0]}{others}")
 
 
 def non_finite_losses(metrics: Mapping[str, float]) -> list[str]:
@@ -132,18 +134,26 @@ def non_finite_losses(metrics: Mapping[str, float]) -> list[str]:
     ]
 
 
+def _forward_tolerance(*, same_packing: bool, half_precision: bool) -> float:
+    """How far two forward passes of the same weights may differ."""
+    if same_packing:
+        return 1e-8
+    return 1e-3 if half_precision else 1e-5
+
+
 def check_old_log_probs(log_ratio_abs: float, *, same_packing: bool, half_precision: bool) -> None:
     """Check that mean |log ratio| vanishes before the first optimizer step on a rollout, where the
     current policy is still the old one.
 
     The limit is 1e-8 if both forward passes packed the samples identically, otherwise 1e-5 in fp32
-    and 1e-3 in half precision. Raises GateError.
+    and 1e-3 in half precision. Raises GuardError.
     """
-    limit = 1e-8 if same_packing else (1e-3 if half_precision else 1e-5)
+    limit = _forward_tolerance(same_packing=same_packing, half_precision=half_precision)
     if not log_ratio_abs <= limit:
-        raise GateError(
-            f"before the first optimizer step the log-probs of the update differ from the recomputed old ones by {log_ratio_abs:.3g} "
-            f"on average (limit {limit:g}): the training forward pass and the log-prob pass do not compute the same model"
+        raise GuardError(
+            "before the first optimizer step the log-probs of the update differ from the "
+            f"recomputed old ones by {log_ratio_abs:.3g} on average (limit {limit:g}): the "
+            "training forward pass and the log-prob pass do not compute the same model"
         )
 
 
@@ -153,13 +163,15 @@ def check_old_values(
     """Check that mean |V - V_old| vanishes before the critic's first optimizer step on a rollout.
 
     The limits are those of `check_old_log_probs`, relative to mean |V_old| if that is above 1.
-    Raises GateError.
+    Raises GuardError.
     """
-    limit = (1e-8 if same_packing else (1e-3 if half_precision else 1e-5)) * max(1.0, values_abs)
+    limit = _forward_tolerance(same_packing=same_packing, half_precision=half_precision)
+    limit *= max(1.0, values_abs)
     if not diff_abs <= limit:
-        raise GateError(
-            f"before the critic's first optimizer step its values differ from those of the rollout by {diff_abs:.3g} on average (limit "
-            f"{limit:g}): the training forward pass and the value pass do not compute the same model"
+        raise GuardError(
+            "before the critic's first optimizer step its values differ from those of the "
+            f"rollout by {diff_abs:.3g} on average (limit {limit:g}): the training forward pass "
+            "and the value pass do not compute the same model"
         )
 
 
@@ -168,14 +180,15 @@ def check_initial_kl(kl: float, *, half_precision: bool) -> None:
     fresh run if the reference model is the initial policy."""
     limit = 1e-3 if half_precision else 1e-8
     if not abs(kl) <= limit:
-        raise GateError(
-            f"the KL to the reference is {kl:.3g} in the first step (limit {limit:g}), although --ref-load and --hf-checkpoint are the "
-            "same folder: reference and policy were loaded differently"
+        raise GuardError(
+            f"the KL to the reference is {kl:.3g} in the first step (limit {limit:g}), although "
+            "--ref-load and --hf-checkpoint are the same folder: reference and policy were "
+            "loaded differently"
         )
 
 
 @dataclass(slots=True)
-class TrainRolloutGate:
+class LogProbGuard:
     """Guard on the log-prob difference between trainer and rollout engine: mean and 99th percentile
     of its absolute value, once per rollout. Warns on a breach and stops the run after `patience`
     consecutive breaches. A probability-ratio error above `RATIO_ERROR` only warns."""
@@ -183,30 +196,34 @@ class TrainRolloutGate:
     limit: float
     patience: int
     breaches: int = 0
-    of: str = ""  # prefix of the message: which tokens
+    prefix: str = ""  # of the message: which tokens
 
     def check(self, mean: float, p99: float, ratio_error: float, weight_version: int) -> str | None:
-        """Returns a warning or None. ratio_error: mean of exp |difference|, 1 if both agree. Raises
-        GateError."""
+        """Returns a warning or None. mean, p99: of the absolute difference, in nats. ratio_error:
+        mean of exp |difference|, 1 if both agree. Raises GuardError."""
         if mean <= self.limit and p99 <= self.limit:
             self.breaches = 0
             if ratio_error <= RATIO_ERROR:
                 return None
-            return f"the probability-ratio error between trainer and sampler is {ratio_error:.4g} (limit {RATIO_ERROR:g})"
+            return (
+                f"the probability-ratio error between trainer and sampler is {ratio_error:.4g} "
+                f"(limit {RATIO_ERROR:g})"
+            )
         self.breaches += 1
         text = (
-            f"{self.of}trainer and sampler disagree in log-prob by {mean:.3g} per token on average, {p99:.3g} at the 99th percentile (limit "
-            f"{self.limit:g}, weight version {weight_version}, breach {self.breaches} of {self.patience})"
+            f"{self.prefix}trainer and sampler disagree in log-prob by {mean:.3g} per token on "
+            f"average, {p99:.3g} at the 99th percentile (limit {self.limit:g}, weight version "
+            f"{weight_version}, breach {self.breaches} of {self.patience})"
         )
         if self.breaches >= self.patience:
-            raise GateError(
+            raise GuardError(
                 text + "; see --max-train-rollout-diff and --train-rollout-diff-patience"
             )
         return text
 
 
 @dataclass(slots=True)
-class SkippedStepGate:
+class SkippedStepGuard:
     """Counts optimizer steps that were skipped for a non-finite gradient; stops the run after
     `patience` consecutive ones."""
 
@@ -216,29 +233,37 @@ class SkippedStepGate:
     owner: str = ""  # "critic's "
 
     def check(self, skipped: bool, grad_norm: float) -> str | None:
-        """A warning, or None. Raises GateError."""
+        """A warning, or None. Raises GuardError."""
         if not skipped:
             self.in_a_row = 0
             return None
         self.in_a_row += 1
         self.total += 1
         what = "NaN" if math.isnan(grad_norm) else "infinite"
-        text = f"{self.owner}optimizer step skipped: the gradient norm is {what} ({self.in_a_row} in a row, {self.total} in total)"
+        text = (
+            f"{self.owner}optimizer step skipped: the gradient norm is {what} "
+            f"({self.in_a_row} in a row, {self.total} in total)"
+        )
         if self.in_a_row >= self.patience:
-            raise GateError(text + "; see --max-consecutive-skipped-steps")
+            raise GuardError(text + "; see --max-consecutive-skipped-steps")
         return text
 
 
-class SamplerGates:
+class RolloutGuards:
     """Guards on the log-prob difference between trainer and rollout engine, separately for tokens
     sampled by the current weights and by older ones. Collective over the data-parallel ranks."""
 
     def __init__(self, limit: float, patience: int, *, recorded: bool) -> None:
-        """limit: see `train_rollout_limit`. recorded: the rollouts are another run's, possibly from
-        other weights, so the difference is reported but not checked."""
+        """
+        Args:
+            limit: See `train_rollout_limit`.
+            patience: Consecutive breaches that stop the run.
+            recorded: The rollouts are another run's, possibly from other weights, so the difference
+                is reported but not checked.
+        """
         self.recorded = recorded
-        self.fresh = TrainRolloutGate(limit, patience)
-        self.stale = TrainRolloutGate(max(STALE_LIMIT, limit), patience, of="stale tokens: ")
+        self.fresh = LogProbGuard(limit, patience)
+        self.stale = LogProbGuard(max(STALE_LIMIT, limit), patience, prefix="stale tokens: ")
 
     def state_dict(self) -> dict[str, int]:
         return {
@@ -273,43 +298,47 @@ class SamplerGates:
             Metrics of the difference.
 
         Raises:
-            GateError: `patience` consecutive breaches.
+            GuardError: `patience` consecutive breaches.
         """
         metrics: dict[str, float] = {}
-        drawn = complete(samples[i] for i in local_indices)
+        sources = complete(samples[i] for i in local_indices)
         if all(s.rollout_log_probs is not None for s in local):
             masks = [s.loss_mask for s in local]
             if not self.recorded:
-                masks = [m & fresh_tokens(d, weight_version) for m, d in zip(masks, drawn)]
+                masks = [m & fresh_tokens(s, weight_version) for m, s in zip(masks, sources)]
             metrics = _difference(old, local, masks, group)
-            if metrics and not self.recorded:
-                metrics["rollout/log_prob_gate_limit"] = self.fresh.limit
-            name = "rollout/train_rollout_log_prob_diff"
-            average, p99 = (metrics.get(f"{name}_{which}", 0.0) for which in ("mean", "p99"))
             if not self.recorded:
+                if metrics:
+                    metrics["rollout/log_prob_gate_limit"] = self.fresh.limit
+                mean = metrics.get(f"{_DIFFERENCE}_mean", 0.0)
+                p99 = metrics.get(f"{_DIFFERENCE}_p99", 0.0)
                 ratio_error = metrics.get("rollout/token_ratio_error", 1.0)
-                if warning := self.fresh.check(average, p99, ratio_error, weight_version):
+                if warning := self.fresh.check(mean, p99, ratio_error, weight_version):
                     warn_rank_0(logger, warning)
         if self.recorded or not all(s.has("rollout_log_probs") for s in samples):
             return metrics
-        if not any(v != weight_version for s in samples for v in s.version_counts):
+        if all(s.version_counts.keys() <= {weight_version} for s in samples):
             return metrics
-        masks = [s.loss_mask & stale_tokens(d, weight_version) for s, d in zip(local, drawn)]
+        masks = [s.loss_mask & stale_tokens(d, weight_version) for s, d in zip(local, sources)]
         if not any_rank([any(bool(mask.any()) for mask in masks)])[0]:
             return metrics
         # Stale tokens have a wider limit rather than none: otherwise an engine could disable the
         # check by reporting an old version.
-        found = _difference(old, local, masks, group)
-        average = found.get("rollout/train_rollout_log_prob_diff_mean", 0.0)
-        warn_rank_0(logger, self.stale.check(average, average, 1.0, weight_version))
-        return metrics | {"rollout/stale_log_prob_diff_mean": average}
+        mean = _difference(old, local, masks, group).get(f"{_DIFFERENCE}_mean", 0.0)
+        warn_rank_0(logger, self.stale.check(mean, mean, 1.0, weight_version))
+        return metrics | {"rollout/stale_log_prob_diff_mean": mean}
 
     def check_update(self, gap: float, weight_version: int, *, on_policy: bool) -> None:
         """Check the first forward pass of an update that uses the engine's log-probs as the old
-        ones. gap: mean absolute difference. on_policy: the current weights sampled all tokens."""
+        ones.
+
+        Args:
+            gap: Mean absolute difference.
+            on_policy: The current weights sampled all tokens.
+        """
         if not self.recorded:
-            gate = self.fresh if on_policy else self.stale
-            warn_rank_0(logger, gate.check(gap, gap, 1.0, weight_version))
+            guard = self.fresh if on_policy else self.stale
+            warn_rank_0(logger, guard.check(gap, gap, 1.0, weight_version))
 
 
 def _difference(
@@ -318,9 +347,8 @@ def _difference(
     masks: Sequence[Tensor],
     group: dist.ProcessGroup,
 ) -> dict[str, float]:
-    return train_rollout_difference(
-        old, [require_rollout_log_probs(s) for s in local], masks, group
-    )
+    rollout_log_probs = [require_rollout_log_probs(sample) for sample in local]
+    return train_rollout_difference(old, rollout_log_probs, masks, group)
 
 
 def train_rollout_limit(run: RunConfig) -> float:

@@ -9,7 +9,7 @@ from arguments.run_config import RunConfig
 from slime_like.data.prompt_format import Room
 from slime_like.data.prompts import PromptSource
 from slime_like.data.sft import answer_problem
-from slime_like.rewards.registry import answer_check
+from slime_like.rewards.registry import AnswerCheck, answer_check
 from slime_like.rollout.hooks import UserSource, user_source
 
 if TYPE_CHECKING:
@@ -26,17 +26,17 @@ def make_source(
         return user_source(run, run.scheduling.data_source_path)
     if not run.data.prompt_data:
         return None
-    check = (
-        answer_problem
-        if run.algorithm.loss_type == "sft_loss"
-        else answer_check(
-            run.reward.rm_type,
-            run.reward.custom_rm_path,
-            from_metadata=run.reward.rm_type_from_metadata,
+    is_sft = run.algorithm.loss_type == "sft_loss"
+    is_recorded = run.debug.load_debug_rollout_data is not None  # the prompts are only counted then
+    check: AnswerCheck | None = None
+    if is_sft and not is_recorded:
+        check = answer_problem
+    elif not is_recorded:
+        config = run.reward
+        check = answer_check(
+            config.rm_type, config.custom_rm_path, from_metadata=config.rm_type_from_metadata
         )
-    )
-    recorded = run.debug.load_debug_rollout_data is not None  # the prompts are only counted then
-    sampled = run.algorithm.loss_type != "sft_loss" and not recorded
+    sampled = not is_sft and not is_recorded
     room = Room(
         run.gpt.max_position_embeddings if sampled else None,
         run.rollout.rollout_max_response_len,
@@ -44,7 +44,7 @@ def make_source(
     return PromptSource(
         run.data,
         tokenizer,
-        answer_check=None if recorded else check,
+        answer_check=check,
         room=room,
         conversations=run.learns_conversations,
         pairs=run.algorithm.pair_loss is not None,
@@ -54,8 +54,8 @@ def make_source(
 
 def check_source(source: PromptSource | UserSource, position: Mapping[str, object]) -> None:
     """Raise ValueError if the checkpoint's position belongs to another kind of source."""
-    saved, ours = position.get("data_source"), not isinstance(source, PromptSource)
-    if ours == (saved is not None):
+    saved = position.get("data_source")
+    if (saved is None) == isinstance(source, PromptSource):
         return
     raise ValueError(
         f"the checkpoint's run drew its prompts from {saved or '--prompt-data'}, so its position "

@@ -4,6 +4,7 @@ each token."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 FLAG = "--save-debug-rollout-data"
-OF_TRAINING = ("advantages", "old_log_probs", "ref_log_probs", "values", "importance_weights")
+TOKEN_VALUES = ("advantages", "old_log_probs", "ref_log_probs", "values", "importance_weights")
 
 
 def record_rollout(
@@ -40,26 +41,26 @@ def record_rollout(
     if rank == 0:  # before the collective below, so before any rank writes its part
         with writes_to(FLAG, target):
             remove_token_values(target, step)
-    whole = gather_groups(groups, gather_on_rank_zero)
+    gathered = gather_groups(groups, gather_on_rank_zero)
     if rank == 0:
         with writes_to(FLAG, target):
-            save_rollout(target, step, whole)
+            save_rollout(target, step, gathered)
             if tokenizer is not None:
-                save_token_texts(target, step, whole, tokenizer)
+                save_token_texts(target, step, gathered, tokenizer)
 
 
 def record_training(target: str, step: int, batches: Batches, layout: ParallelLayout) -> None:
     """Write advantages, log-probs and entropy of this data-parallel rank's samples. Nothing is
     written if a user hook changed the number of samples, because their names are lost."""
-    samples = [sample for batch in batches.policy for sample in batch.samples]
+    samples = list(chain.from_iterable(batch.samples for batch in batches.policy))
     if layout.tp_rank or layout.cp_rank or layout.pp_rank:
         return
     if len(samples) != len(batches.sample_keys):
         return
     values: dict[str, dict[str, Tensor]] = {}
     for i, (key, sample) in enumerate(zip(batches.sample_keys, samples)):
-        found = {name: getattr(sample, name) for name in OF_TRAINING}
-        found["entropy"] = batches.entropies[i] if batches.entropies else None
-        values[key] = {name: value for name, value in found.items() if value is not None}
+        columns = {name: getattr(sample, name) for name in TOKEN_VALUES}
+        columns["entropy"] = batches.entropies[i] if batches.entropies else None
+        values[key] = {name: value for name, value in columns.items() if value is not None}
     with writes_to(FLAG, target):
         save_token_values(target, step, layout.dp_rank, values)

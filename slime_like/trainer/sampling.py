@@ -1,8 +1,6 @@
-"""Engine side of a run: where sample groups come from (live rollouts, sync or async, recorded
-rollouts, or supervised data), evaluation and weight sync.
-
-Weight sync retries after server failures and verifies the servers' log-probs.
-"""
+"""The engine side of a run: the source of sample groups (live rollouts, sync or async; recorded
+rollouts; supervised data), evaluation, and weight sync, which retries after server failures and
+verifies the servers' log-probs."""
 
 from __future__ import annotations
 
@@ -28,8 +26,8 @@ from slime_like.rollout.rollouter import Rollouter, training_sampling
 from slime_like.rollout.self_teacher import TeacherPrompts
 from slime_like.rollout.teacher_client import ServedTeacher
 from slime_like.sample_index import AnySample
-from slime_like.trainer.given_groups import recorded_groups, supervised_groups
 from slime_like.trainer.guards import train_rollout_limit
+from slime_like.trainer.offline_groups import recorded_groups, supervised_groups
 from slime_like.trainer.prompt_source import check_source
 from slime_like.trainer.sampling_factory import (
     function_evaluator,
@@ -88,7 +86,8 @@ class WeightSync:
                     break
             else:
                 raise RunError(
-                    f"the weights of version {version} did not reach the engines in {ATTEMPTS} attempts"
+                    f"the weights of version {version} did not reach the engines in {ATTEMPTS} "
+                    "attempts"
                 )
             if self._check is not None and (self._check_always or not self._checked_once):
                 self.metrics |= self._check.run(version)
@@ -97,7 +96,11 @@ class WeightSync:
 
 class RolloutManager:
     """Provides the sample groups of each rollout. Collective: every rank gets the metadata of all
-    samples. source, rollouter, evaluator, teacher: None if the run needs none."""
+    samples.
+
+    Args:
+        source, rollouter, evaluator, teacher: None if the run needs none.
+    """
 
     def __init__(
         self,
@@ -122,37 +125,37 @@ class RolloutManager:
         self._is_sft = run.algorithm.loss_type == "sft_loss"
         # buffer: next prompts to sample
         self._collector, self.buffer = make_collector(run, rollouter, source, evaluator)
-        self.ahead = self._make_ahead()
+        self.queue = self._make_queue()
 
-    def groups_of(self, step: int) -> tuple[list[SampleGroup], dict[str, float]]:
-        """The graded groups of a rollout, and metrics of their collection."""
+    def generate(self, step: int) -> tuple[list[SampleGroup], dict[str, float]]:
+        """The graded groups of a rollout, and metrics of their collection. step: from 0."""
         run, self._rollout_id = self.run_config, step
         if run.debug.load_debug_rollout_data:
             recorded = share_from_rank_zero(lambda: recorded_groups(run, step))
-            return self._taught(recorded, {}, None)
+            return self._add_teacher(recorded, {}, None)
         if self._is_sft:
             assert isinstance(self._source, PromptSource)
             prompts = self._source.next_prompts(run.rollout.rollout_batch_size)
             return supervised_groups(run, prompts, self._tokenizer)
         if not run.scheduling.async_rollout:
             return self._sampled_groups(step)
-        assert self.ahead is not None
-        self.ahead.allow(min(step + self.ahead.max_staleness, self.num_rollouts - 1))
-        return self.ahead.take(step)
+        assert self.queue is not None
+        self.queue.allow(min(step + self.queue.max_staleness, self.num_rollouts - 1))
+        return self.queue.take(step)
 
     def drain(self) -> None:
         """Wait until no request is in flight. Afterwards the caller has exclusive use of the engine
-        until the next `groups_of`."""
-        if self.ahead is not None:
-            self.ahead.drain()
+        until the next `generate`."""
+        if self.queue is not None:
+            self.queue.drain()
 
     def state_dict(self) -> SamplingState:
         """State for resuming, as plain JSON, including prefetched rollouts. Collective."""
         if self._source is not None and not isinstance(self._source, PromptSource):
             self.drain()
             self._source.save(self._rollout_id)
-        if self.ahead is not None:
-            return self.ahead.state()
+        if self.queue is not None:
+            return self.queue.state()
         return {
             "data": None if self._source is None else self._source.state_dict(),
             "waiting_groups": None,
@@ -161,11 +164,13 @@ class RolloutManager:
     def load_state_dict(self, state: TrainerState) -> str | None:
         """Resume from `state`. Returns a message if prefetched rollouts must be sampled again
         because this run may not train on them."""
-        ahead = state.get("sampled_ahead")
-        problem = None if ahead is None else self._problem_with_ahead(ahead["rollouts"])
+        prefetched = state.get("sampled_ahead")
+        problem = None
         position: SamplingState = state
-        if ahead is not None and (problem is None or self.user_source is not None):
-            position = ahead["behind"]  # a user's source saves only this position
+        if prefetched is not None:
+            problem = self._prefetch_problem(prefetched["rollouts"])
+            if problem is None or self.user_source is not None:
+                position = prefetched["behind"]  # a user's source saves only this position
         if self._source is not None:
             if position["data"] is None:
                 raise ValueError(
@@ -179,31 +184,29 @@ class RolloutManager:
                 rank=self.buffer.rank,
                 num_holders=self.buffer.num_holders,
             )
-        if ahead is None or problem is not None:
-            return problem
-        assert self.ahead is not None
-        self.ahead.load_ahead(ahead)
-        return None
+        if prefetched is not None and problem is None:
+            assert self.queue is not None
+            self.queue.load_ahead(prefetched)
+        return problem
 
-    def _problem_with_ahead(self, rollouts: Sequence[AheadRow]) -> str | None:
+    def _prefetch_problem(self, rollouts: Sequence[AheadRow]) -> str | None:
         """Why this run cannot train on the checkpoint's prefetched rollouts; None if it can."""
-        count, run = len(rollouts), self.run_config
-        again = f"{count} rollouts that the checkpoint's run had sampled ahead are sampled again: "
-        if self.user_source is not None:
-            again = f"{count} rollouts that the checkpoint's run had sampled ahead are lost: "
-        if self.ahead is None or self.ahead.max_staleness < count:
-            return again + "this run's --async-rollout and --max-staleness do not allow them"
-        wanted = (run.rollout.rollout_batch_size, run.rollout.n_samples_per_prompt)
+        count, config = len(rollouts), self.run_config.rollout
+        outcome = "sampled again" if self.user_source is None else "lost"
+        text = f"{count} rollouts that the checkpoint's run had sampled ahead are {outcome}: "
+        if self.queue is None or self.queue.max_staleness < count:
+            return text + "this run's --async-rollout and --max-staleness do not allow them"
         for row in rollouts:
             sizes = {len(group["samples"]) for group in row["groups"]}
-            if len(row["groups"]) != wanted[0] or sizes != {wanted[1]}:
-                return again + "--rollout-batch-size or --n-samples-per-prompt is another one now"
+            has_all_groups = len(row["groups"]) == config.rollout_batch_size
+            if not has_all_groups or sizes != {config.n_samples_per_prompt}:
+                return text + "--rollout-batch-size or --n-samples-per-prompt has changed"
         return None
 
     def close(self) -> None:
         """Stop sampling. Idempotent."""
-        if self.ahead is not None:
-            self.ahead.close()
+        if self.queue is not None:
+            self.queue.close()
         if self._rollouter is not None and self._rollouter.custom_generate is not None:
             self._rollouter.custom_generate.close()
 
@@ -212,17 +215,13 @@ class RolloutManager:
         assert self._rollouter is not None and self._collector is not None
         self._rollouter.rollout_id = step
         collected = self._collector.collect(step)
+        groups = collected.groups
         if self._needs_greedy:
-            groups = with_greedy_rewards(
-                self._rollouter,
-                collected.prompts,
-                collected.groups,
-                training_sampling(self.run_config.rollout),
-            )
-            return self._taught(groups, collected.metrics, self._rollouter.group)
-        return self._taught(collected.groups, collected.metrics, self._rollouter.group)
+            sampling = training_sampling(self.run_config.rollout)
+            groups = with_greedy_rewards(self._rollouter, collected.prompts, groups, sampling)
+        return self._add_teacher(groups, collected.metrics, self._rollouter.group)
 
-    def _taught(
+    def _add_teacher(
         self, groups: list[SampleGroup], metrics: dict[str, float], group: dist.ProcessGroup | None
     ) -> tuple[list[SampleGroup], dict[str, float]]:
         """Add log-probs of a served teacher or self-distillation prompts to the groups, and agent
@@ -233,25 +232,26 @@ class RolloutManager:
             metrics = metrics | agent_metrics(groups, group)
         if self._teacher is None or self.run_config.debug.debug_rollout_only:
             return groups, metrics
-        taught, more = self._teacher.grade(groups, group)
-        return taught, metrics | more
+        groups, teacher_metrics = self._teacher.grade(groups, group)
+        return groups, metrics | teacher_metrics
 
-    def _make_ahead(self) -> AsyncRolloutQueue | None:
-        """The queue that samples rollouts, ahead of training with --async-rollout."""
-        config = self.run_config.scheduling
+    def _make_queue(self) -> AsyncRolloutQueue | None:
+        """The queue that samples rollouts ahead of training with --async-rollout; without it, only
+        the queue's state is used."""
         if self._collector is None or self._rollouter is None:
             return None
-        json = RankZeroJson(self._rollouter)
-        if not config.async_rollout:
-            return AsyncRolloutQueue(
-                self._sampled_groups, self._position, max_staleness=0, json=json
-            )
-        # its own group: the training thread uses the default group concurrently
-        self._rollouter.group = dist.new_group(backend="gloo")
-        bound = staleness_bound(self.run_config)
-        assert bound is not None
+        max_staleness = 0
+        if self.run_config.scheduling.async_rollout:
+            # its own group: the training thread uses the default group concurrently
+            self._rollouter.group = dist.new_group(backend="gloo")
+            bound = staleness_bound(self.run_config)
+            assert bound is not None
+            max_staleness = bound
         return AsyncRolloutQueue(
-            self._sampled_groups, self._position, max_staleness=bound, json=json
+            self._sampled_groups,
+            self._position,
+            max_staleness=max_staleness,
+            json=RankZeroJson(self._rollouter),
         )
 
     def _position(self) -> SamplingPosition:
@@ -267,8 +267,12 @@ class RolloutManager:
 
 
 class Sampling:
-    """The engine side of a run. Collective over all ranks. source, eval_prompts: see `make_source`
-    and `load_prompts`."""
+    """The engine side of a run. Collective over all ranks.
+
+    Args:
+        source: See `make_source`.
+        eval_prompts: See `load_prompts`.
+    """
 
     def __init__(
         self,
@@ -287,7 +291,7 @@ class Sampling:
         teacher = make_teacher(run, tokenizer)
         self._weights = make_weight_sync(run, backend, self._rollouter, progress)
         evaluator = make_evaluator(run, self._rollouter, eval_prompts)
-        self.supply = RolloutManager(
+        self.rollout_manager = RolloutManager(
             run,
             source,
             self._rollouter,
@@ -296,78 +300,80 @@ class Sampling:
             num_rollouts=num_rollouts,
             teacher=teacher,
         )
-        self._offloaded: TrainerMemory | None = None
+        self._trainer_memory: TrainerMemory | None = None
         if run.sglang.offload_train and self._rollouter is not None:
             from slime_like.megatron.offload import TrainerMemory
             from slime_like.megatron.trained_network import TrainedNetwork
 
             networks = (backend.policy, backend.critic)
             trained = [each for each in networks if isinstance(each, TrainedNetwork)]
-            self._offloaded = TrainerMemory(trained)
+            self._trainer_memory = TrainerMemory(trained)
         self._offloaded_gb = 0.0
-        self.evaluator = function_evaluator(
-            run, self._rollouter, evaluator, self.supply.buffer or self.supply.user_source
-        )
+        prompts = self.rollout_manager.buffer or self.rollout_manager.user_source
+        self.evaluator = function_evaluator(run, self._rollouter, evaluator, prompts)
 
-    def deliver_ahead(
+    def deliver_early(
         self, deliver: Callable[[Sequence[AnySample], dist.ProcessGroup | None], None]
     ) -> None:
         """Deliver prefetched rollouts to the ranks that train on them from the sampling thread.
-        deliver: called with all samples of a rollout and a process group of all ranks."""
-        rollouter = self._rollouter
-        if self.supply.ahead is not None and rollouter is not None:
-            self.supply.ahead.deliver = lambda groups: deliver(flatten(groups), rollouter.group)
+
+        Args:
+            deliver: Called with all samples of a rollout and a process group of all ranks.
+        """
+        queue, rollouter = self.rollout_manager.queue, self._rollouter
+        if queue is not None and rollouter is not None:
+            queue.deliver = lambda groups: deliver(flatten(groups), rollouter.group)
 
     def sync_weights(self, version: int) -> None:
         """Sync policy weights to the engine, if there is one and it has another version."""
         if self._weights is not None:
             self._weights.sync(version)
 
-    def groups_of(self, step: int) -> tuple[list[SampleGroup], dict[str, float]]:
+    def generate(self, step: int) -> tuple[list[SampleGroup], dict[str, float]]:
         """The graded groups of a rollout, and metrics of their collection."""
         self._offload()
         with self._progress.phase("generate"):
-            return self.supply.groups_of(step)
+            return self.rollout_manager.generate(step)
 
     def release_engine(self) -> dict[str, float]:
         """Release the engine's memory to the trainer until the next rollout; returns metrics."""
         if self._rollouter is None:
             return {}
         metrics = self._rollouter.engine.take_metrics()
-        if self._offloaded is not None:
+        if self._trainer_memory is not None:
             metrics["perf/offloaded_gb"] = self._offloaded_gb
         self._release()
         return metrics
 
     def _offload(self) -> None:
         """Offload the trainer before servers generate."""
-        if self._offloaded is not None:
+        if self._trainer_memory is not None:
             with self._progress.phase("offload"):
-                self._offloaded_gb = self._offloaded.release() / 1e9
+                self._offloaded_gb = self._trainer_memory.release() / 1e9
 
     def _release(self) -> None:
         """Release the servers' memory before the trainer runs."""
         assert self._rollouter is not None
         self._rollouter.engine.release_memory()
-        if self._offloaded is not None:
+        if self._trainer_memory is not None:
             with self._progress.phase("offload"):
-                self._offloaded.restore()
+                self._trainer_memory.restore()
 
     def evaluate(self, step: int, weight_version: int) -> dict[str, float]:
         """Evaluate these weights, after draining in-flight requests; returns scores."""
         assert self.evaluator is not None
-        self.supply.drain()
+        self.rollout_manager.drain()
         self.sync_weights(weight_version)
         self._offload()
         with self._progress.phase("eval"):
             scores = self.evaluator.evaluate(step)
-        if self._offloaded is not None:
+        if self._trainer_memory is not None:
             self._release()
         return scores
 
     def close(self) -> None:
         """End the graders and engines that this process started. Idempotent."""
-        self.supply.close()
+        self.rollout_manager.close()
         if self.evaluator is not None:
             self.evaluator.close()
         if self._rollouter is not None:

@@ -17,7 +17,7 @@ from slime_like.errors import RunError
 from slime_like.logs import warn_rank_0
 from slime_like.metrics.health import HealthMonitor
 from slime_like.sample_index import TRUNCATED_FRACTION, AnySample
-from slime_like.trainer.batch_builder import Batches, BatchMaker
+from slime_like.trainer.batch_builder import BatchBuilder, Batches
 from slime_like.trainer.sampling_factory import staleness_bound
 from slime_like.types import Sample, SampleStatus, truncated_fraction
 
@@ -48,8 +48,8 @@ class Strategy(Protocol):
         """Raise RunError if too many samples failed. metrics: the rollout's metrics so far."""
         ...
 
-    def make_batches(
-        self, maker: BatchMaker, samples: Sequence[AnySample], weight_version: int
+    def build_batches(
+        self, builder: BatchBuilder, samples: Sequence[AnySample], weight_version: int
     ) -> tuple[Batches, dict[str, float]]:
         """The train batches of the rollout, and metrics."""
         ...
@@ -69,9 +69,14 @@ class ReinforcementLearning:
         max_failed: float,
         reward_trains: bool,
     ) -> None:
-        """recorded: rollouts come from another run and have its weight versions. staleness: maximum
-        staleness in weight versions, None for unbounded. source: named in the error about staler
-        tokens. max_failed: largest fraction of failed samples."""
+        """
+        Args:
+            recorded: The rollouts come from another run and have its weight versions.
+            staleness: Maximum staleness in weight versions; None: unbounded.
+            source: Named in the error about staler tokens.
+            max_failed: Largest fraction of failed samples.
+            reward_trains: See `HealthMonitor`.
+        """
         self.health: HealthMonitor | None = HealthMonitor(reward_trains=reward_trains)
         self._recorded = recorded
         self._staleness = staleness
@@ -88,7 +93,7 @@ class ReinforcementLearning:
         """Also checks the staleness bound, which only a user function or a faulty engine can
         violate."""
         metrics = rollout_metrics(samples, None if self._recorded else weight_version)
-        metrics = merged(metrics, collected)
+        metrics = merge_metrics(metrics, collected)
         if not self._recorded:
             source = f"{self._source}, rollout {step + 1}"
             check_staleness(samples, weight_version, self._staleness, source)
@@ -103,18 +108,18 @@ class ReinforcementLearning:
         text = f"rollout {step + 1}: {failed:.1%} of the samples have no usable response or reward"
         first = first_failure(samples)
         if failed > self._max_failed:
-            # only rank 0 has the counts, but any rank may raise
-            troubles = from_rank_zero(lambda: engine_troubles(metrics))
+            # only rank 0 has the counts, but every rank raises
+            request_failures = from_rank_zero(lambda: engine_failures(metrics))
             raise RunError(
                 f"{text}, more than --max-failed-samples {self._max_failed:g}; the first: "
-                f"{first}{troubles}"
+                f"{first}{request_failures}"
             )
         warn_rank_0(logger, f"{text}; the first: {first}")
 
-    def make_batches(
-        self, maker: BatchMaker, samples: Sequence[AnySample], weight_version: int
+    def build_batches(
+        self, builder: BatchBuilder, samples: Sequence[AnySample], weight_version: int
     ) -> tuple[Batches, dict[str, float]]:
-        return maker.make(samples, weight_version)
+        return builder.build(samples, weight_version)
 
 
 class SupervisedFineTuning:
@@ -142,8 +147,7 @@ class SupervisedFineTuning:
                 logger,
                 f"{share:.1%} of the answers of this step are longer than "
                 f"--rollout-max-response-len {self._limit} and are truncated, without an end "
-                "token; "
-                f"{TRUNCATED_FRACTION} has the fraction of every step",
+                f"token; {TRUNCATED_FRACTION} has the fraction of every step",
             )
         return dict(collected)
 
@@ -152,10 +156,10 @@ class SupervisedFineTuning:
     ) -> None:
         """Nothing to check: given answers cannot fail."""
 
-    def make_batches(
-        self, maker: BatchMaker, samples: Sequence[AnySample], weight_version: int
+    def build_batches(
+        self, builder: BatchBuilder, samples: Sequence[AnySample], weight_version: int
     ) -> tuple[Batches, dict[str, float]]:
-        return maker.make_supervised(samples)
+        return builder.build_supervised(samples)
 
 
 def make_strategy(run: RunConfig) -> Strategy:
@@ -172,21 +176,22 @@ def make_strategy(run: RunConfig) -> Strategy:
     )
 
 
-def merged(ours: dict[str, float], theirs: Mapping[str, float]) -> dict[str, float]:
-    """Merge two sets of metrics. Raises ValueError for a duplicate name (user functions choose
-    theirs freely)."""
-    twice = sorted(ours.keys() & theirs.keys())
-    if twice:
+def merge_metrics(metrics: dict[str, float], user_metrics: Mapping[str, float]) -> dict[str, float]:
+    """Add the metrics of a user function. Raises ValueError for a name that is taken."""
+    duplicates = sorted(metrics.keys() & user_metrics.keys())
+    if duplicates:
         raise ValueError(
-            f"--rollout-function-path: the metric {twice[0]!r} is one of the run's own; give it another name"
+            f"--rollout-function-path: the metric {duplicates[0]!r} is one of the run's own; give it "
+            "another name"
         )
-    return {**ours, **theirs}
+    return {**metrics, **user_metrics}
 
 
 def is_failed(sample: AnySample) -> bool:
     """Whether the sample has no response or no finite reward."""
-    lost = sample.status in (SampleStatus.ABORTED, SampleStatus.FAILED)
-    return lost or sample.reward is None or not math.isfinite(sample.reward)
+    if sample.status in (SampleStatus.ABORTED, SampleStatus.FAILED) or sample.reward is None:
+        return True
+    return not math.isfinite(sample.reward)
 
 
 def failed_fraction(samples: Sequence[AnySample]) -> float:
@@ -198,19 +203,22 @@ def first_failure(samples: Sequence[AnySample]) -> str:
     """A message about the first failed sample, broadcast from the rank that holds it.
     Collective."""
     sample = next(s for s in samples if is_failed(s))
-    texts = gather(_failure(sample) if isinstance(sample, Sample) else None)
-    return next(words for words in texts if words is not None)
+    texts = gather(_describe_failure(sample) if isinstance(sample, Sample) else None)
+    return next(text for text in texts if text is not None)
 
 
-def _failure(sample: Sample) -> str:
+def _describe_failure(sample: Sample) -> str:
     if sample.status == SampleStatus.ABORTED:
-        return f"sample {sample.sample_id}: aborted by the engine" + (
-            f": {why}" if (why := sample.metadata.get("failure")) else ""
-        )
-    return f"sample {sample.sample_id}: {sample.metadata.get('failure', f'its reward is {sample.reward}')}"
+        reason = sample.metadata.get("failure")
+        suffix = f": {reason}" if reason else ""
+        return f"sample {sample.sample_id}: aborted by the engine{suffix}"
+    return (
+        f"sample {sample.sample_id}: "
+        f"{sample.metadata.get('failure', f'its reward is {sample.reward}')}"
+    )
 
 
-def engine_troubles(metrics: Mapping[str, float]) -> str:
+def engine_failures(metrics: Mapping[str, float]) -> str:
     """Counts of failed requests to servers, to append to a message; "" if there were none."""
     counts = [
         f"{name.removeprefix('engine/')} {value:g}"
@@ -258,28 +266,29 @@ def staleness_metrics(counts: Mapping[int, int]) -> dict[str, float]:
         "rollout/staleness_mean": sum(behind * n for behind, n in counts.items()) / total,
         "rollout/staleness_max": float(max(counts)),
     }
-    return metrics | {
-        f"rollout/staleness_frac_{behind}": count / total
-        for behind, count in sorted(counts.items())
-    }
+    for behind, count in sorted(counts.items()):
+        metrics[f"rollout/staleness_frac_{behind}"] = count / total
+    return metrics
 
 
 def check_staleness(
     samples: Sequence[AnySample], weight_version: int, bound: int | None, remedy: str
 ) -> None:
-    """Raise RunError for tokens from a future version, or more than `bound` versions behind
-    `weight_version`, the version of the policy before the update. bound: None for unbounded."""
+    """Raise RunError for tokens of a future version, or of one too far behind.
+
+    Args:
+        weight_version: Version of the policy before the update.
+        bound: Maximum number of versions behind; None: unbounded.
+        remedy: End of the message.
+    """
     for sample in samples:
         versions = sample.version_counts
-        newest, oldest = (
-            max(versions, default=weight_version),
-            min(versions, default=weight_version),
-        )
+        newest = max(versions, default=weight_version)
+        oldest = min(versions, default=weight_version)
         if newest > weight_version or (bound is not None and weight_version - oldest > bound):
             wrong = newest if newest > weight_version else oldest
             legal = "no bound" if bound is None else f"at most {bound} versions behind"
             raise RunError(
                 f"sample {sample.sample_id} has tokens of weight version {wrong}, and the policy "
-                "being "
-                f"trained has version {weight_version} ({legal}): {remedy}"
+                f"being trained has version {weight_version} ({legal}): {remedy}"
             )

@@ -17,20 +17,18 @@ from slime_like.types import Sample, TrainSample
 
 @dataclass(frozen=True, slots=True)
 class TeacherScores:
-    """Teacher scores of this rank's samples. log_probs: [R] each. tokens, probs: with --opd-topk,
+    """Teacher scores of the local samples. log_probs: [R] each. tokens, probs: with --opd-topk,
     [R, K] each: token ids and the teacher's probabilities, all 0 for a sample without teacher."""
 
     log_probs: list[Tensor]
     tokens: list[Tensor] | None = None
     probs: list[Tensor] | None = None
 
-    def lay_on(self, place: int, sample: TrainSample) -> TrainSample:
-        """`sample`, the one at index `place`, with the scores that its loss needs."""
+    def with_scores(self, i: int, sample: TrainSample) -> TrainSample:
+        """Add the scores that the loss needs to `sample`, the i-th local sample."""
         if self.tokens is None or self.probs is None:
             return sample
-        return dataclasses.replace(
-            sample, label_sets=self.tokens[place], label_weights=self.probs[place]
-        )
+        return dataclasses.replace(sample, label_sets=self.tokens[i], label_weights=self.probs[i])
 
 
 def teacher_scores(
@@ -39,10 +37,9 @@ def teacher_scores(
     rollout: Rollout,
     old: Sequence[LogProbOutput] | None,
 ) -> TeacherScores:
-    """Scores from the Megatron teacher or the served teacher. old: the policy's log-probs.
-    Collective."""
+    """Scores of the teacher, of Megatron or served. old: the policy's log-probs. Collective."""
     if backend.teacher is None:
-        return TeacherScores(_served(rollout.drawn))
+        return TeacherScores(_served_log_probs(rollout.local_samples))
     assert old is not None, "see RunConfig.old_is_current"
     if settings.hooks is not None:
         settings.hooks.before_log_prob(backend.teacher.chunks, "teacher_")
@@ -50,35 +47,36 @@ def teacher_scores(
     local = rollout.local
     if top:
         local = [dataclasses.replace(s, label_sets=t) for s, t in zip(local, top, strict=True)]
-    taught = [True] * len(local)
+    has_teacher = [True] * len(local)
     if settings.distillation.teaches_itself:
-        prompts = [sample.teacher_prompt for sample in rollout.drawn]
-        taught = [prompt is not None for prompt in prompts]
-        local = [_as_taught(s, prompt) for s, prompt in zip(local, prompts, strict=True)]
-    found = backend.forward(local, backend.teacher)
+        prompts = [sample.teacher_prompt for sample in rollout.local_samples]
+        has_teacher = [prompt is not None for prompt in prompts]
+        local = [_with_teacher_prompt(s, prompt) for s, prompt in zip(local, prompts, strict=True)]
+    outputs = backend.forward(local, backend.teacher)
     # samples without a teacher use the policy's own log-probs: their gap is 0
-    log_probs = [t.log_probs if has else o.log_probs for t, o, has in zip(found, old, taught)]
+    log_probs = [
+        (output if has else policy).log_probs
+        for output, policy, has in zip(outputs, old, has_teacher)
+    ]
     if not top:
         return TeacherScores(log_probs)
     probs = [
-        t.label_log_probs.exp() * has
-        for t, has in zip(found, taught)
-        if t.label_log_probs is not None
+        output.label_log_probs.exp() * has
+        for output, has in zip(outputs, has_teacher)
+        if output.label_log_probs is not None
     ]
     return TeacherScores(log_probs, top, probs)
 
 
-def _as_taught(sample: TrainSample, prompt: Tensor | None) -> TrainSample:
+def _with_teacher_prompt(sample: TrainSample, prompt: Tensor | None) -> TrainSample:
     """The sample with the teacher's prompt and without routed experts. Samples without a teacher's
     prompt get a one-token prompt; their result is not used."""
-    response = (
-        sample.tokens[-sample.response_length :] if sample.response_length else sample.tokens[:0]
-    )
+    response = sample.tokens[sample.tokens.numel() - sample.response_length :]
     start = sample.tokens[:1] if prompt is None else prompt.to(sample.tokens.dtype)
     return dataclasses.replace(sample, tokens=torch.cat([start, response]), routes=None)
 
 
-def _served(samples: Sequence[Sample]) -> list[Tensor]:
+def _served_log_probs(samples: Sequence[Sample]) -> list[Tensor]:
     """Log-probs of a served teacher, [R] each. A sample that has none is not trained on."""
     return [
         torch.zeros(s.response_length) if s.teacher_log_probs is None else s.teacher_log_probs

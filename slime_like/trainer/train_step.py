@@ -16,9 +16,9 @@ from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.metrics.progress import Progress
 from slime_like.trainer.batch_builder import Batches
 from slime_like.trainer.guards import (
-    GateError,
-    SamplerGates,
-    SkippedStepGate,
+    GuardError,
+    RolloutGuards,
+    SkippedStepGuard,
     check_finite,
     check_initial_kl,
     check_old_log_probs,
@@ -42,7 +42,7 @@ _LOSS_INPUTS = {
     "importance_weights": "importance weight",
     "loss_weights": "weight of the reduction",
 }  # field of a TrainSample -> its name in a message
-_GATES = {"": "policy", "critic_": "critic"}  # key prefix in a checkpoint -> network
+_NETWORKS = {"": "policy", "critic_": "critic"}  # key prefix in a checkpoint -> network
 
 
 class TrainStep:
@@ -53,39 +53,42 @@ class TrainStep:
         algorithm: AlgorithmConfig,
         backend: MegatronBackend,
         progress: Progress,
-        gates: SamplerGates,
+        guards: RolloutGuards,
         hooks: UserHooks | None,
         *,
         patience: int,
         kl_vanishes_at: int | None,
     ) -> None:
-        """gates: guards on the difference to the rollout engine, for updates that use its log-probs
-        as the old ones. patience: consecutive optimizer steps that may be skipped. kl_vanishes_at:
-        the rollout at which the policy equals the reference model, or None."""
+        """
+        Args:
+            guards: For updates that use the log-probs of the rollout engine as the old ones.
+            patience: Consecutive skipped optimizer steps that stop the run.
+            kl_vanishes_at: The rollout at which the policy equals the reference model, or None.
+        """
         self.algorithm = algorithm
         self.backend = backend
         self.progress = progress
-        self.gates = gates
+        self.guards = guards
         self.hooks = hooks
         self.kl_vanishes_at = kl_vanishes_at
         self.entropy = entropy_controller(algorithm)
-        self.skip_gates = {
-            "policy": SkippedStepGate(patience),
-            "critic": SkippedStepGate(patience, owner="critic's "),
+        self.skip_guards = {
+            "policy": SkippedStepGuard(patience),
+            "critic": SkippedStepGuard(patience, owner="critic's "),
         }
 
     def state_dict(self) -> dict[str, object]:
         """Counts of skipped steps and the entropy coefficient, as plain JSON."""
         state: dict[str, object] = {"entropy_controller": self.entropy.state_dict()}
-        for prefix, network in _GATES.items():
-            state[f"{prefix}skipped_steps"] = self.skip_gates[network].total
-            state[f"{prefix}skipped_in_a_row"] = self.skip_gates[network].in_a_row
+        for prefix, network in _NETWORKS.items():
+            state[f"{prefix}skipped_steps"] = self.skip_guards[network].total
+            state[f"{prefix}skipped_in_a_row"] = self.skip_guards[network].in_a_row
         return state
 
     def load_state_dict(self, state: TrainerState) -> None:
         """Restore `state_dict`. Older checkpoints have no entropy state."""
         self.entropy.load_state_dict(state.get("entropy_controller", {}))
-        policy, critic = self.skip_gates["policy"], self.skip_gates["critic"]
+        policy, critic = self.skip_guards["policy"], self.skip_guards["critic"]
         policy.total, policy.in_a_row = int(state["skipped_steps"]), int(state["skipped_in_a_row"])
         critic.total = int(state["critic_skipped_steps"])
         critic.in_a_row = int(state["critic_skipped_in_a_row"])
@@ -93,9 +96,17 @@ class TrainStep:
     def train_policy(
         self, step: int, batches: Batches, *, weight_version: int, on_policy: bool
     ) -> dict[str, float]:
-        """Train the policy on the rollout's batches; returns metrics averaged over the optimizer
-        steps. on_policy: the current weights (`weight_version`) sampled all tokens."""
-        gate = self.skip_gates["policy"]
+        """Train the policy on the batches of a rollout.
+
+        Args:
+            step: The rollout, from 0.
+            weight_version: Version of the policy before the update.
+            on_policy: The current weights sampled all tokens.
+
+        Returns:
+            Metrics, averaged over the optimizer steps.
+        """
+        guard = self.skip_guards["policy"]
         results = []
         checked: dict[str, float] = {}
         with self.progress.phase("train"):
@@ -115,42 +126,42 @@ class TrainStep:
                     self._check_first_update(
                         step, pending.metrics, weight_version=weight_version, on_policy=on_policy
                     )
-                result = self.backend.optim_step(pending)
-                if warning := gate.check(result.skipped, result.grad_norm):
-                    warn_rank_0(logger, warning)
-                results.append(result)
-        return averages(results, gate) | checked
+                results.append(self._optim_step(pending, guard))
+        return averages(results, guard) | checked
 
     def train_critic(self, batches: Sequence[TrainBatch], *, values_abs: float) -> dict[str, float]:
         """As `train_policy`, for the critic. values_abs: mean |V| of the rollout."""
-        gate = self.skip_gates["critic"]
+        guard = self.skip_guards["critic"]
         results = []
         with self.progress.phase("train_critic"):
             for index, batch in enumerate(batches):
                 pending = self.backend.forward_backward_critic(batch)
                 self._check_loss(batch, pending, index, critic=True)
                 if index == 0 and not self._has_dropout:
-                    difference = pending.metrics.get("value_diff_abs", 0.0)
-                    same_packing = self._same_packing(pending.network.layout)
                     check_old_values(
-                        difference,
+                        pending.metrics.get("value_diff_abs", 0.0),
                         values_abs=values_abs,
-                        same_packing=same_packing,
+                        same_packing=self._same_packing(pending.network.layout),
                         half_precision=self._half_precision,
                     )
-                result = self.backend.optim_step(pending)
-                if warning := gate.check(result.skipped, result.grad_norm):
-                    warn_rank_0(logger, warning)
-                results.append(result)
-        return averages(results, gate, prefix="critic_")
+                results.append(self._optim_step(pending, guard))
+        return averages(results, guard, prefix="critic_")
+
+    def _optim_step(self, pending: PendingStep, guard: SkippedStepGuard) -> StepResult:
+        result = self.backend.optim_step(pending)
+        if warning := guard.check(result.skipped, result.grad_norm):
+            warn_rank_0(logger, warning)
+        return result
 
     def _check_loss(
         self, batch: TrainBatch, pending: PendingStep, index: int, *, critic: bool = False
     ) -> None:
-        """Raise GateError before the optimizer step if the loss is not finite, naming the first
-        non-finite input. The gradient may still be finite: a clamp can drop the NaN, and the step
-        would silently miss a term. Communicates only when raising, because all ranks have the same
-        metrics."""
+        """Raise GuardError before the optimizer step if the loss is not finite, naming the first
+        non-finite input.
+
+        The gradient may still be finite: a clamp can drop the NaN, and the step would silently miss
+        a term. Communicates only when raising, because all ranks have the same metrics.
+        """
         broken = non_finite_losses(pending.metrics)
         if not broken:
             return
@@ -165,16 +176,17 @@ class TrainStep:
                 "value": self.backend.forward_critic(samples),
             }
         else:
-            now = self.backend.forward(samples)
+            current = self.backend.forward(samples)
             columns = {
-                "log-prob under the current weights": [o.log_probs for o in now],
-                "entropy under the current weights": [o.entropy for o in now],
-                **{words: [getattr(s, f) for s in samples] for f, words in _LOSS_INPUTS.items()},
+                "log-prob under the current weights": [o.log_probs for o in current],
+                "entropy under the current weights": [o.entropy for o in current],
             }
+            for field, name in _LOSS_INPUTS.items():
+                columns[name] = [getattr(sample, field) for sample in samples]
         masks = [s.loss_mask for s in samples]
         names = [f"{i + 1} of {len(samples)} of this rank" for i in range(len(samples))]
         check_finite(columns, masks, names, when=when)
-        raise GateError(
+        raise GuardError(
             f"{when}, although all of its inputs are finite: check the loss and its coefficients"
         )
 
@@ -186,7 +198,7 @@ class TrainStep:
             return
         gap = metrics.get("log_ratio_abs", 0.0)  # supervised samples have no old log-probs
         if self.algorithm.use_rollout_logprobs:
-            self.gates.check_update(gap, weight_version, on_policy=on_policy)
+            self.guards.check_update(gap, weight_version, on_policy=on_policy)
             return
         check_old_log_probs(
             gap,
@@ -208,13 +220,11 @@ class TrainStep:
     def _same_packing(self, layout: ParallelLayout) -> bool:
         """Whether forward-only passes and updates pack samples identically in this layout."""
         algorithm = self.algorithm
-        same_size = algorithm.log_probs_micro_batch_size in (None, algorithm.micro_batch_size)
-        same_size = (
-            same_size and not algorithm.use_dynamic_batch_size
-        )  # micro-batches of a full rollout differ from those of one step
-        return (
-            same_size and layout.vp_size == 1
-        )  # interleaved stages pad to the longest sequence of the step or the rollout
+        if algorithm.use_dynamic_batch_size:
+            return False  # micro-batches of a full rollout differ from those of one step
+        if layout.vp_size > 1:
+            return False  # interleaved stages pad to the longest sequence of the step or rollout
+        return algorithm.log_probs_micro_batch_size in (None, algorithm.micro_batch_size)
 
 
 def entropy_controller(algorithm: AlgorithmConfig) -> EntropyController:
@@ -230,20 +240,17 @@ def entropy_controller(algorithm: AlgorithmConfig) -> EntropyController:
 
 
 def averages(
-    results: Sequence[StepResult], gate: SkippedStepGate, prefix: str = ""
+    results: Sequence[StepResult], guard: SkippedStepGuard, prefix: str = ""
 ) -> dict[str, float]:
     """Average the metrics of a rollout's optimizer steps. prefix: for names that policy and critic
     share."""
-    names = sorted({name for r in results for name in r.metrics})
-    metrics = {
-        n if n.startswith("perf/") else f"train/{n}": mean(
-            [r.metrics[n] for r in results if n in r.metrics]
-        )
-        for n in names
-    }
+    metrics = {}
+    for name in sorted(set[str]().union(*(result.metrics for result in results))):
+        values = [result.metrics[name] for result in results if name in result.metrics]
+        metrics[name if name.startswith("perf/") else f"train/{name}"] = mean(values)
     metrics[f"train/{prefix}grad_norm"] = mean([r.grad_norm for r in results])
     metrics[f"train/{prefix}lr"] = results[-1].learning_rate
-    metrics[f"train/{prefix}skipped_steps"] = float(gate.total)
+    metrics[f"train/{prefix}skipped_steps"] = float(guard.total)
     return metrics
 
 

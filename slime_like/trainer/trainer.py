@@ -23,15 +23,16 @@ from slime_like.metrics.progress import speed_and_memory
 from slime_like.rollout.evaluate import Evaluator, load_prompts
 from slime_like.rollout.sample_plane import with_branches
 from slime_like.rollout.step_plan import check_token_sets, mask_failed
-from slime_like.sample_index import UNKNOWN_VERSIONS
+from slime_like.sample_index import UNKNOWN_VERSIONS, AnySample
+from slime_like.trainer.batch_builder import Batches
 from slime_like.trainer.checkpointing import RunCheckpoints
 from slime_like.trainer.factory import (
-    make_batch_maker,
+    make_batch_builder,
     make_progress,
     make_train_step,
     num_rollouts,
+    rollout_guards,
     run_tokenizer,
-    sampler_gates,
     steps_per_rollout,
     stop_conditions,
 )
@@ -63,57 +64,55 @@ class Trainer:
     ) -> None:
         """on_phase: called at the start and end of each phase. traced: context manager around each
         rollout, called with the number of finished rollouts."""
-        self.run_config = run
-        self.layout = layout
-        self.output_dir = output_dir
+        self.run_config, self.layout, self.output_dir = run, layout, output_dir
         self._traced = traced
         self.strategy = make_strategy(run)
         self.tokenizer = tokenizer = run_tokenizer(run)
+        # data is read before the model is built, so that bad data fails early
         source = make_source(run, tokenizer)
-        # before the model is built, so that bad data fails early
-        eval_prompts, eval_notes = load_prompts(run, tokenizer)
+        eval_prompts, notes = load_prompts(run, tokenizer)
         self.num_rollouts = num_rollouts(run, source)
-        self.progress = make_progress(run, self.num_rollouts, layout.rank, on_phase)
-        self.hooks = make_user_hooks(run)
-        if self.hooks is not None:
-            self.hooks.megatron_init()
+        self.progress = progress = make_progress(run, self.num_rollouts, layout.rank, on_phase)
+        self.hooks = hooks = make_user_hooks(run)
+        if hooks is not None:
+            hooks.megatron_init()
         total = self.num_rollouts * steps_per_rollout(run)
-        self.backend = MegatronBackend(run, layout, total_steps=total)
-        self._throughput = throughput_of(run, self.backend)
-        self._lengths: list[tuple[int, int]] = []  # of the last trained batch, for `Throughput`
-        if self.backend.critic is not None and self.backend.critic.layout is not layout:
-            logger.info(f"critic: {self.backend.critic.layout.describe()}")
+        self.backend = backend = MegatronBackend(run, layout, total_steps=total)
+        self._throughput = throughput_of(run, backend)
+        # (tokens, tokens with a log-prob) of each sequence of the latest rollout, for `Throughput`
+        self._lengths: list[tuple[int, int]] = []
+        if backend.critic is not None and backend.critic.layout is not layout:
+            logger.info(f"critic: {backend.critic.layout.describe()}")
         self.sampling = Sampling(
             run,
-            self.backend,
+            backend,
             tokenizer,
-            self.progress,
+            progress,
             source=source,
             eval_prompts=eval_prompts,
             num_rollouts=self.num_rollouts,
             output_dir=output_dir,
         )
-        # version of the policy; the engine's lags until the next sync
-        self.weight_version = 1
-        self.start = 0
-        self._unlogged: set[str] = set()  # prefixes of metrics that user functions logged
+        self.weight_version = 1  # of the policy; the engine's lags behind until the next sync
+        self.start = 0  # the first rollout
+        self._hidden = set[str]()  # prefixes of metrics that a user function logs instead
         self._evaluation_due = False  # of rollout `start`, trained before this process resumed
-        for note in [*([] if source is None else source.notes), *eval_notes]:
+        for note in [*(source.notes if source is not None else ()), *notes]:
             warn_rank_0(logger, note)
-        gates = sampler_gates(run)
-        self.batches = make_batch_maker(run, layout, self.backend, gates, self.progress, self.hooks)
-        trains = not run.debug.debug_rollout_only
-        if run.scheduling.async_rollout and trains and not (self.hooks and self.hooks.converts):
-            self.sampling.deliver_ahead(self.batches.deliver_ahead)
+        guards = rollout_guards(run)
+        self.batch_builder = make_batch_builder(run, layout, backend, guards, progress, hooks)
+        converts = hooks is not None and hooks.converts
+        if run.scheduling.async_rollout and not (run.debug.debug_rollout_only or converts):
+            self.sampling.deliver_early(self.batch_builder.deliver_early)
         self.stop = stop_conditions(run, layout.rank)
-        self.checkpoints = RunCheckpoints(run, layout, self.backend, tokenizer)
+        self.checkpoints = RunCheckpoints(run, layout, backend, tokenizer)
         start = self.checkpoints.load()
-        self.updates = make_train_step(
-            run, self.backend, gates, self.progress, start.initial_policy, self.hooks
+        self.train_step = make_train_step(
+            run, backend, guards, progress, start.initial_policy, hooks
         )
         if start.state is not None:
             self._restore(start.state)
-        self.logger = self._open_logger({} if start.state is None else start.state)
+        self.logger = self._open_logger(start.state or {})
 
     def _open_logger(self, state: TrainerState) -> MetricsLogger | None:
         """The metrics logger, on rank 0 only. state: trainer state of the resumed checkpoint."""
@@ -147,7 +146,8 @@ class Trainer:
         self.progress.start_at(self.start)
         if self.start:
             logger.info(
-                f"continuing at rollout {self.start + 1} of {self.num_rollouts}, from {run.checkpoint.load}"
+                f"continuing at rollout {self.start + 1} of {self.num_rollouts}, "
+                f"from {run.checkpoint.load}"
             )
         with self.progress:
             if self._evaluation_due:
@@ -168,7 +168,8 @@ class Trainer:
                 if stop is not None and step + 1 < self.num_rollouts:
                     saved = f", saved in {run.checkpoint.save}" if run.checkpoint.save else ""
                     logger.info(
-                        f"stopped by {stop.words} after rollout {step + 1} of {self.num_rollouts}{saved}"
+                        f"stopped by {stop.reason} after rollout {step + 1} of "
+                        f"{self.num_rollouts}{saved}"
                     )
                     return stop.status
         self._export()
@@ -186,19 +187,19 @@ class Trainer:
         )
         # the sender of the signal may not wait for an evaluation: save first, and record in the
         # checkpoint that the evaluation is missing
-        later = due and stop is not None and stop.hurried and run.checkpoint.save is not None
-        if due and not later:
+        postponed = due and stop is not None and stop.urgent and run.checkpoint.save is not None
+        if due and not postponed:
             metrics |= self._evaluate(step)
             stop = stop or self.stop.requested(step + 1, any_rank)
         is_final = step + 1 == self.num_rollouts
         last = stop is not None or is_final
         if self.checkpoints.wants(step + 1, last=last):
             with self.progress.phase("save"):
-                state = {**self._state(metrics), "evaluation_due": later}
+                state = {**self._state(metrics), "evaluation_due": postponed}
                 metrics |= self.checkpoints.after_rollout(step + 1, state, last=last)
-        if later and is_final:  # no later process would make it up
+        if postponed and is_final:  # no later process would make it up
             metrics |= self._evaluate(step)
-        elif later:
+        elif postponed:
             logger.info(f"the evaluation of rollout {step + 1} is left to the run that resumes")
         metrics |= self.progress.take_seconds()
         metrics |= speed_and_memory(metrics)
@@ -211,12 +212,12 @@ class Trainer:
         """Run the evaluation that a stopped run skipped, with the weights it had; it is logged with
         the metrics of that run's last rollout."""
         metrics_logger = self.logger
-        done = from_rank_zero(
-            lambda: (
-                metrics_logger is not None
-                and any(name.startswith("eval/") for name in metrics_logger.row(self.start))
-            )
-        )
+
+        def is_logged() -> bool:
+            assert metrics_logger is not None, "on rank 0"
+            return any(name.startswith("eval/") for name in metrics_logger.row(self.start))
+
+        done = from_rank_zero(is_logged)
         if self.sampling.evaluator is None or done:
             return
         scores = self._evaluate(self.start - 1)
@@ -247,74 +248,91 @@ class Trainer:
             self.logger = None
 
     def step(self, step: int) -> dict[str, float]:
-        """One rollout and its optimizer steps; returns metrics."""
+        """Run one rollout and its optimizer steps. step: the rollout, from 0. Returns metrics."""
+        run = self.run_config
+        samples, metrics = self._sample(step)
+        self.strategy.check_failures(step, samples, metrics)
+        if run.debug.debug_rollout_only:
+            return metrics
+        sequences = self._sequences(samples)
+        self._lengths = [(s.total_length, s.active_tokens) for s in sequences]
+        batches, batch_metrics = self.strategy.build_batches(
+            self.batch_builder, sequences, self.weight_version
+        )
+        metrics |= batch_metrics
+        if run.debug.save_debug_rollout_data:
+            from slime_like.trainer.rollout_record import record_training
+
+            record_training(run.debug.save_debug_rollout_data, step, batches, self.layout)
+        return metrics | self._train(step, batches, metrics)
+
+    def _sample(self, step: int) -> tuple[list[AnySample], dict[str, float]]:
+        """The graded samples of a rollout and their metrics; sampled with the current weights."""
         run = self.run_config
         if self.strategy.samples_responses:
             self.sampling.sync_weights(self.weight_version)
         if self.hooks is not None:
             self.hooks.begin_rollout(step)
-        begun = time.monotonic()
-        groups, collected = self.sampling.groups_of(step)
+        started = time.monotonic()
+        groups, collected = self.sampling.generate(step)
         samples = [mask_failed(sample) for sample in flatten(groups)]
         check_token_sets(samples, wanted=run.rollout.renormalize_sampled_log_probs)
         metrics = self.strategy.check_samples(step, samples, collected, self.weight_version)
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - started
         if self.hooks is not None and self.hooks.log_rollout(samples, metrics, seconds):
-            self._unlogged.add("rollout/")
+            self._hidden.add("rollout/")
         if self.strategy.samples_responses:
             metrics |= self.sampling.release_engine()
-        if target := run.debug.save_debug_rollout_data:
+        if run.debug.save_debug_rollout_data:
             from slime_like.trainer.rollout_record import record_rollout
 
+            target = run.debug.save_debug_rollout_data
             record_rollout(target, step, groups, self.layout.rank, self.tokenizer)
         if self.logger is not None and self.logger.trackers is not None:
             self.logger.trackers.log_samples(step + 1, samples)
-        self.strategy.check_failures(step, samples, metrics)
-        if run.debug.debug_rollout_only:
-            return metrics
-        trained = samples
+        return samples, metrics
+
+    def _sequences(self, samples: list[AnySample]) -> list[AnySample]:
+        """The sequences to train on: all branches of each episode, or what the user's conversion
+        function makes of the samples."""
+        sequences = samples
         if any(sample.num_branches for sample in samples):
-            trained = with_branches(samples)
+            sequences = with_branches(samples)
         if self.hooks is not None:
-            trained = self.hooks.converted(trained)
-        if len(trained) > len(samples):
+            sequences = self.hooks.convert(sequences)
+        if len(sequences) > len(samples):
             from arguments.rules.agents import check_branches
 
-            check_branches(run)
-        self._lengths = [(s.total_length, s.active_tokens) for s in trained]
-        batches, batch_metrics = self.strategy.make_batches(
-            self.batches, trained, self.weight_version
-        )
-        metrics |= batch_metrics
-        if target:
-            from slime_like.trainer.rollout_record import record_training
+            check_branches(self.run_config)
+        return sequences
 
-            record_training(target, step, batches, self.layout)
+    def _train(self, step: int, batches: Batches, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Train critic and policy; returns metrics. metrics: of the rollout so far."""
+        run = self.run_config
+        trained: dict[str, float] = {}
         if self.backend.critic is not None:
-            metrics |= self.updates.train_critic(
-                batches.critic, values_abs=metrics.get("rollout/values_abs", 0.0)
-            )
-        if step >= run.critic.num_critic_only_steps:
-            on_policy = not metrics.get("rollout/staleness_max") and not metrics.get(
-                UNKNOWN_VERSIONS
-            )
-            metrics |= self.updates.train_policy(
-                step, batches, weight_version=self.weight_version, on_policy=on_policy
-            )
-            self.weight_version += 1
-            interval = run.model.ref_update_interval
-            if interval is not None and (step + 1) % interval == 0:
-                self.backend.update_reference()
-        return metrics
+            values_abs = metrics.get("rollout/values_abs", 0.0)
+            trained |= self.train_step.train_critic(batches.critic, values_abs=values_abs)
+        if step < run.critic.num_critic_only_steps:
+            return trained
+        is_stale = metrics.get("rollout/staleness_max") or metrics.get(UNKNOWN_VERSIONS)
+        trained |= self.train_step.train_policy(
+            step, batches, weight_version=self.weight_version, on_policy=not is_stale
+        )
+        self.weight_version += 1
+        interval = run.model.ref_update_interval
+        if interval is not None and (step + 1) % interval == 0:
+            self.backend.update_reference()
+        return trained
 
     def _check_health(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Warn if the run does not learn; returns ``health/...`` metrics of this rollout."""
         if self.strategy.health is None:
             return {}
-        counted, fresh = self.strategy.health.check(metrics)
-        for text in fresh:
+        health_metrics, warnings = self.strategy.health.check(metrics)
+        for text in warnings:
             warn_rank_0(logger, text)
-        return counted
+        return health_metrics
 
     def _evaluate(self, step: int) -> dict[str, float]:
         scores = self.sampling.evaluate(step, self.weight_version)
@@ -322,7 +340,7 @@ class Trainer:
         if self.hooks is None or not isinstance(evaluator, Evaluator):
             return scores
         if self.hooks.log_eval(step, evaluator.last, scores):
-            self._unlogged.add("eval/")
+            self._hidden.add("eval/")
         return scores
 
     def _state(self, metrics: Mapping[str, float]) -> dict[str, object]:
@@ -330,10 +348,10 @@ class Trainer:
         yet in metrics.jsonl."""
         health = self.strategy.health
         return {
-            **self.sampling.supply.state_dict(),
-            **self.updates.state_dict(),
+            **self.sampling.rollout_manager.state_dict(),
+            **self.train_step.state_dict(),
             "weight_version": self.weight_version,
-            "batches": self.batches.state_dict(),
+            "batches": self.batch_builder.state_dict(),
             "health": None if health is None else health.state_dict(),
             "metrics": to_json(metrics),
             "output_dir": str(self.output_dir.resolve()),
@@ -344,20 +362,21 @@ class Trainer:
         self._evaluation_due = bool(state.get("evaluation_due"))
         try:
             self.weight_version = int(state["weight_version"])
-            self.updates.load_state_dict(state)
-            self.batches.load_state_dict(state["batches"])
+            self.train_step.load_state_dict(state)
+            self.batch_builder.load_state_dict(state["batches"])
             health = self.strategy.health
             if health is not None and (saved := state.get("health")):  # older ones have none
                 health.load_state_dict(saved)
-            warn_rank_0(logger, self.sampling.supply.load_state_dict(state))
+            warn_rank_0(logger, self.sampling.rollout_manager.load_state_dict(state))
         except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
             raise ValueError(
-                f"--load {self.run_config.checkpoint.load}: trainer.json of step {self.start} is damaged ({error!r})"
+                f"--load {self.run_config.checkpoint.load}: trainer.json of step {self.start} is "
+                f"damaged ({error!r})"
             ) from error
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
-        hidden = tuple(self._unlogged)
-        self._unlogged.clear()
+        hidden = tuple(self._hidden)
+        self._hidden.clear()
         if self.logger is not None:
             shown = {n: v for n, v in metrics.items() if not n.startswith(hidden)}
             self.logger.log(step + 1, shown if hidden else metrics)

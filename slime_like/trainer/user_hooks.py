@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -24,7 +25,7 @@ from slime_like.rollout.hooks import hook_adapter
 from slime_like.rollout.sample_plane import gather_on_rank_zero
 from slime_like.rollout.step_plan import map_steps
 from slime_like.sample_index import AnySample, Rows, Versions, remote_samples, rows_of
-from slime_like.types import Sample, SampleGroup, TrainBatch, TrainSample, complete
+from slime_like.types import Sample, SampleGroup, TrainBatch, TrainSample, complete, flatten
 
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
@@ -112,22 +113,26 @@ class UserHooks:
         """Whether a conversion function is set."""
         return self._named("custom_convert_samples_to_train_data_path") is not None
 
-    def converted(self, samples: Sequence[AnySample]) -> list[AnySample]:
+    def convert(self, samples: Sequence[AnySample]) -> list[AnySample]:
         """Convert samples to the sequences to train on, with `TRAIN_REWARD` in their metadata.
-        Collective; the function runs on rank 0. samples: of a rollout, each followed by its
-        branches."""
+        Collective; the function runs on rank 0.
+
+        Args:
+            samples: Of a rollout, each followed by its branches.
+        """
         adapter = self._named("custom_convert_samples_to_train_data_path")
         if adapter is None:
             return list(samples)
-        converts, own = adapter, list[Sample]()
-        whole = gather_on_rank_zero(samples, buffer_size=self._buffer_size)
+        train_data = adapter.train_data
+        gathered = gather_on_rank_zero(samples, buffer_size=self._buffer_size)
+        converted: list[Sample] = []  # on rank 0
 
         def convert() -> tuple[Rows, Versions]:
-            own.extend(converts.train_data(complete(whole)))
-            return rows_of(own, 0)
+            converted.extend(train_data(complete(gathered)))
+            return rows_of(converted, 0)
 
         index = from_rank_zero(convert)
-        return [*own] if own else [*remote_samples(*index)]
+        return [*converted] if converted else [*remote_samples(*index)]
 
     def advantages(self, data: Callable[[], RankData]) -> tuple[list[Tensor], list[Tensor]] | None:
         """Advantages and returns, [R] per sample, from the user's function; None: use the
@@ -138,23 +143,26 @@ class UserHooks:
     def finish(
         self, batches: Sequence[TrainBatch], data: Callable[[], RankData]
     ) -> list[TrainBatch]:
-        """Apply user functions that change loss weights, advantages or masks of the batches. data:
-        the same samples in the same order."""
+        """Apply user functions that change loss weights, advantages or masks of the batches.
+
+        Args:
+            data: Returns the same samples in the same order.
+        """
         if (adapter := self._named("custom_pg_loss_reducer_function_path")) is not None:
-            batches = [self._weighed(adapter, batch) for batch in batches]
+            batches = [self._with_weights(adapter, batch) for batch in batches]
         adapter = self._named("rollout_data_postprocess_path")
         if adapter is None:
             return list(batches)
-        train = [sample for batch in batches for sample in batch.samples]
-        found = dataclasses.replace(data(), train=train)
-        masks, advantages = adapter.postprocess(self._rollout_id, found)
-        changed = [
-            dataclasses.replace(sample, loss_mask=mask, advantages=values)
-            for sample, mask, values in zip(train, masks, advantages, strict=True)
-        ]
-        return map_steps([batch.samples for batch in batches], lambda i, sample: changed[i])
+        steps = [batch.samples for batch in batches]
+        rank_data = dataclasses.replace(data(), train=list(chain.from_iterable(steps)))
+        masks, advantages = adapter.postprocess(self._rollout_id, rank_data)
 
-    def _weighed(self, adapter: HookAdapter, batch: TrainBatch) -> TrainBatch:
+        def replaced(i: int, sample: TrainSample) -> TrainSample:
+            return dataclasses.replace(sample, loss_mask=masks[i], advantages=advantages[i])
+
+        return map_steps(steps, replaced)
+
+    def _with_weights(self, adapter: HookAdapter, batch: TrainBatch) -> TrainBatch:
         """Apply the user's weights to one optimizer step: per sample or, with token_mean, per
         token, where the default weight is one over the number of tokens."""
         if not any(sample.response_length for sample in batch.samples):
@@ -177,11 +185,9 @@ class UserHooks:
         adapter = self._named("custom_rollout_log_function_path")
         if adapter is None:
             return False
-        logs, rollout_id = adapter, self._rollout_id
-        whole = gather_on_rank_zero(samples, buffer_size=self._buffer_size)
-        return from_rank_zero(
-            lambda: logs.log_rollout(rollout_id, complete(whole), dict(metrics), seconds)
-        )
+        log, rollout_id = adapter.log_rollout, self._rollout_id
+        gathered = gather_on_rank_zero(samples, buffer_size=self._buffer_size)
+        return from_rank_zero(lambda: log(rollout_id, complete(gathered), dict(metrics), seconds))
 
     def log_eval(
         self, step: int, sets: Mapping[str, Sequence[SampleGroup]], metrics: Mapping[str, float]
@@ -191,30 +197,30 @@ class UserHooks:
         adapter = self._named("custom_eval_rollout_log_function_path")
         if adapter is None:
             return False
-        logs = adapter
-        samples = {name: [s for g in groups for s in g.samples] for name, groups in sets.items()}
-        whole = {
-            name: gather_on_rank_zero(some, buffer_size=self._buffer_size)
-            for name, some in samples.items()
+        log = adapter.log_eval
+        gathered = {
+            name: gather_on_rank_zero(flatten(groups), buffer_size=self._buffer_size)
+            for name, groups in sets.items()
         }
-        return from_rank_zero(
-            lambda: logs.log_eval(
-                step, {name: complete(some) for name, some in whole.items()}, dict(metrics)
-            )
-        )
+
+        def log_on_rank_zero() -> bool:
+            samples = {name: complete(each) for name, each in gathered.items()}
+            return log(step, samples, dict(metrics))
+
+        return from_rank_zero(log_on_rank_zero)
 
 
 def make_user_hooks(config: RunConfig) -> UserHooks | None:
     """The user hooks of a run; None if no flag names a function."""
-    given = any(getattr(config.hooks, f.name) for f in dataclasses.fields(config.hooks))
-    return UserHooks(config) if given else None
+    is_set = any(getattr(config.hooks, f.name) for f in dataclasses.fields(config.hooks))
+    return UserHooks(config) if is_set else None
 
 
 def group_rewards(
-    settings: AdvantageSettings, outcomes: Outcomes, places: Sequence[int]
+    settings: AdvantageSettings, outcomes: Outcomes, indices: Sequence[int]
 ) -> list[float]:
     """Rewards of this rank's samples as slime passes them: normalised within groups if the
-    estimator does so for whole responses. 0 if there is no finite number."""
+    estimator does so for entire responses. 0 if there is no finite number."""
     values = outcomes.rewards if outcomes.processed is None else outcomes.processed
     grouped = isinstance(advantage_estimators.get(settings.estimator), OutcomeEstimator)
     if outcomes.processed is None and grouped:
@@ -226,4 +232,4 @@ def group_rewards(
             normalize_std=settings.normalize_std,
             singleton=settings.singleton,
         ).values
-    return [float(v) for v in torch.nan_to_num(values, 0.0, 0.0, 0.0)[list(places)]]
+    return [float(v) for v in torch.nan_to_num(values, 0.0, 0.0, 0.0)[list(indices)]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,10 @@ from slime_like.types import TrainBatch, TrainSample
 class ValueExchange:
     """One rollout under the critic's layout. Every method is collective.
 
-    samples: of the rollout. steps: this rank's samples of each optimizer step, by the critic's
-    assignment `shares`. policy, policy_shares: the policy's layout and assignment.
+    Args:
+        samples: Of the rollout.
+        steps: This rank's samples of each optimizer step, by the critic's assignment.
+        assignment, policy_assignment: Of critic and policy.
     """
 
     def __init__(
@@ -29,51 +32,51 @@ class ValueExchange:
         backend: MegatronBackend,
         samples: Sequence[AnySample],
         steps: Sequence[Sequence[TrainSample]],
-        shares: DataParallelAssignment,
-        policy_shares: DataParallelAssignment,
+        assignment: DataParallelAssignment,
+        policy_assignment: DataParallelAssignment,
     ) -> None:
         assert backend.critic is not None
         self._backend = backend
         self._critic, self._policy = backend.critic.layout, backend.layout
         self._lengths = [sample.response_length for sample in samples]
         self._steps = steps
-        self._shares, self._policy_shares = shares, policy_shares
+        self._assignment, self._policy_assignment = assignment, policy_assignment
         self._values: list[Tensor] = []
 
     def compute_values(self) -> list[Tensor]:
         """Critic values of every response token, [R] float32 per sample of the policy's share."""
-        self._values = self._backend.forward_critic(
-            [sample for step in self._steps for sample in step]
-        )
-        return self._moved(self._values, self._shares, self._critic, self._policy_shares)
+        self._values = self._backend.forward_critic(list(chain.from_iterable(self._steps)))
+        return self._move(self._values, self._assignment, self._critic, self._policy_assignment)
 
     def batches(self, returns: Sequence[Tensor]) -> list[TrainBatch]:
         """The critic's train batches, with the values of `compute_values`. returns: [R] float32 per
         sample of the policy's share."""
-        own = self._moved(returns, self._policy_shares, self._policy, self._shares)
-        return map_steps(
-            self._steps,
-            lambda i, sample: dataclasses.replace(sample, values=self._values[i], returns=own[i]),
-        )
+        returns = self._move(returns, self._policy_assignment, self._policy, self._assignment)
 
-    def _moved(
+        def with_values(i: int, sample: TrainSample) -> TrainSample:
+            return dataclasses.replace(sample, values=self._values[i], returns=returns[i])
+
+        return map_steps(self._steps, with_values)
+
+    def _move(
         self,
         values: Sequence[Tensor],
-        shares: DataParallelAssignment,
+        source: DataParallelAssignment,
         layout: ParallelLayout,
-        wanted: DataParallelAssignment,
+        destination: DataParallelAssignment,
     ) -> list[Tensor]:
+        """Exchange per-token values between two assignments. layout: of `source`."""
         if self._critic is self._policy:
             return list(values)
-        everyones = over_all_ranks(
-            values, shares, self._lengths, layout.dp_group, self._backend.device
+        gathered = gather_values(
+            values, source, self._lengths, layout.dp_group, self._backend.device
         )
-        return [everyones[i] for i in wanted.local_indices]
+        return [gathered[i] for i in destination.local_indices]
 
 
-def over_all_ranks(
+def gather_values(
     values: Sequence[Tensor],
-    shares: DataParallelAssignment,
+    assignment: DataParallelAssignment,
     lengths: Sequence[int],
     group: dist.ProcessGroup,
     device: torch.device,
@@ -83,24 +86,24 @@ def over_all_ranks(
     Args:
         values: [R] float32 per sample of this rank.
         lengths: R of every sample of the rollout.
-        group: Data-parallel ranks, in the order of `shares`.
+        group: Data-parallel ranks, in the order of `assignment`.
 
     Returns:
         [R] float32 per sample of the rollout.
     """
-    places = [shares.indices_of(rank) for rank in range(group.size())]
-    totals = [sum(lengths[i] for i in of_rank) for of_rank in places]
-    mine = torch.zeros(max(totals), dtype=torch.float32, device=device)
-    mine[: totals[group.rank()]] = torch.cat([*values, torch.zeros(0)]).to(device)
-    table = torch.empty(group.size() * max(totals), dtype=torch.float32, device=device)
-    dist.all_gather_into_tensor(table, mine, group=group)
-    found: dict[int, Tensor] = {}
-    for of_rank, row in zip(places, table.view(group.size(), -1).cpu(), strict=True):
-        sizes = [lengths[i] for i in of_rank]
-        found |= dict(
-            zip(of_rank, (part.clone() for part in row[: sum(sizes)].split(sizes)), strict=True)
-        )
-    return [found[i] for i in range(len(lengths))]
+    indices = [assignment.indices_of(rank) for rank in range(group.size())]
+    sizes = [[lengths[i] for i in rank_indices] for rank_indices in indices]
+    padded = max(map(sum, sizes))
+    local = torch.zeros(padded, dtype=torch.float32, device=device)
+    local[: sum(sizes[group.rank()])] = torch.cat([*values, torch.zeros(0)]).to(device)
+    table = torch.empty(group.size() * padded, dtype=torch.float32, device=device)
+    dist.all_gather_into_tensor(table, local, group=group)
+    gathered: dict[int, Tensor] = {}
+    rows = table.view(group.size(), -1).cpu()
+    for rank_indices, rank_sizes, row in zip(indices, sizes, rows, strict=True):
+        parts = row[: sum(rank_sizes)].split(rank_sizes)
+        gathered |= zip(rank_indices, (part.clone() for part in parts), strict=True)
+    return [gathered[i] for i in range(len(lengths))]
 
 
 def plan_of_critic(policy: StepPlan, critic: ParallelLayout) -> StepPlan:

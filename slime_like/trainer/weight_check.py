@@ -63,8 +63,10 @@ class WeightCheck:
             mean, largest = float(torch.cat(gaps).mean()), float(torch.cat(gaps).max())
             if not mean <= self._limit:
                 raise RunError(
-                    f"the engine {url} does not have the weights of version {version}: its log-probs of {sum(map(len, gaps))} tokens differ from "
-                    f"the trainer's by {mean:.3g} on average (at most {largest:.3g}; limit {self._limit:g})"
+                    f"the engine {url} does not have the weights of version {version}: its "
+                    f"log-probs of {sum(map(len, gaps))} tokens differ from "
+                    f"the trainer's by {mean:.3g} on average (at most {largest:.3g}; limit "
+                    f"{self._limit:g})"
                 )
             worst = max(worst, mean)
         return {"engine/weight_check_log_prob_diff": worst}

@@ -59,9 +59,10 @@ def second_step(
             loss = policy_losses.get("cross_entropy")
             trainer.backend.objective = Objective(loss, loss.config_type(), LossTerms())
         samples = [
-            mask_failed(sample) for sample in flatten(trainer.sampling.supply.groups_of(0)[0])
+            mask_failed(sample)
+            for sample in flatten(trainer.sampling.rollout_manager.generate(0)[0])
         ]
-        first, second = trainer.batches.make(samples, weight_version=0)[0].policy
+        first, second = trainer.batch_builder.build(samples, weight_version=0)[0].policy
         trainer.backend.update(first)
         pending = trainer.backend.forward_backward(second)
         return dict(pending.metrics), gradients(trainer.backend)

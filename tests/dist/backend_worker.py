@@ -25,7 +25,7 @@ from slime_like.megatron.backend import MegatronBackend  # noqa: E402
 from slime_like.megatron.network import Network  # noqa: E402
 from slime_like.megatron.ops.vocab_parallel import vocab_parallel_log_probs  # noqa: E402
 from slime_like.megatron.parallel_layout import ParallelLayout  # noqa: E402
-from slime_like.trainer.guards import GateError, SkippedStepGate  # noqa: E402
+from slime_like.trainer.guards import GuardError, SkippedStepGuard  # noqa: E402
 from slime_like.trainer.trainer import Trainer  # noqa: E402
 from tests.dist.float64 import WithoutFloat32  # noqa: E402
 
@@ -61,7 +61,7 @@ def poison_one_rank(network: Network, rank: int, value: float) -> Any:
 def check_poison(folder: str, layout: ParallelLayout, flags: str, value: float) -> dict[str, Any]:
     """Two good steps, three poisoned on the last rank, one good: what happened on this rank."""
     backend = MegatronBackend(settings(folder, flags), layout, total_steps=8)
-    gate = SkippedStepGate(patience=3)
+    gate = SkippedStepGuard(patience=3)
     warnings = []
     for seed in (1, 2):
         result = backend.update(share(random_samples(seed), layout))
@@ -77,7 +77,7 @@ def check_poison(folder: str, layout: ParallelLayout, flags: str, value: float) 
         )
         try:
             warnings.append(gate.check(result.skipped, result.grad_norm))
-        except GateError as error:
+        except GuardError as error:
             stopped = str(error)
     if handle is not None:
         handle.remove()
@@ -139,7 +139,7 @@ def check_gate(folder: str, layout: ParallelLayout, out: str) -> dict[str, Any]:
         trainer.backend.forward = wrong  # type: ignore[method-assign]
         try:
             trainer.step(0)
-        except GateError as error:
+        except GuardError as error:
             same = all(
                 torch.equal(a, b)
                 for a, b in zip(before, optimizer_state(trainer.backend), strict=True)
@@ -166,9 +166,9 @@ def check_non_finite(folder: str, ref: str, layout: ParallelLayout, out: str) ->
     found = {}
     with make_trainer(folder, layout, out, flags) as trainer:
         backend, before = trainer.backend, optimizer_state(trainer.backend)
-        groups, _ = trainer.sampling.supply.groups_of(0)
+        groups, _ = trainer.sampling.rollout_manager.generate(0)
         samples = [sample for group in groups for sample in group.samples]
-        batches, _ = trainer.batches.make(samples, weight_version=1)
+        batches, _ = trainer.batch_builder.build(samples, weight_version=1)
         policy = batches.policy
         if spoilt_rank:
             mine = list(policy[0].samples)
@@ -185,19 +185,19 @@ def check_non_finite(folder: str, ref: str, layout: ParallelLayout, out: str) ->
             return results
 
         for name, attempt in {
-            "loss": lambda: trainer.updates.train_policy(
+            "loss": lambda: trainer.train_step.train_policy(
                 0,
                 dataclasses.replace(batches, policy=policy),
                 weight_version=1,
                 on_policy=True,
             ),
-            "reference": lambda: trainer.batches.make(samples, weight_version=1),
+            "reference": lambda: trainer.batch_builder.build(samples, weight_version=1),
         }.items():
             backend.forward = real if name == "loss" else broken_reference  # type: ignore[method-assign]
             try:
                 attempt()
                 found[name] = ""
-            except GateError as error:
+            except GuardError as error:
                 found[name] = str(error)
         same = all(torch.equal(a, b) for a, b in zip(before, optimizer_state(backend), strict=True))
     return {**found, "same": same}
@@ -208,18 +208,18 @@ def check_adaptive_entropy(folder: str, layout: ParallelLayout, out: str) -> dic
     first one's state."""
     flags = "--entropy-ctrl-type adaptive --entropy-target 100 --entropy-coef 0.001 --entropy-coef-delta 0.0005"
     with make_trainer(folder, layout, out, flags) as trainer:
-        groups, _ = trainer.sampling.supply.groups_of(0)
+        groups, _ = trainer.sampling.rollout_manager.generate(0)
         samples = [sample for group in groups for sample in group.samples]
-        batches, _ = trainer.batches.make(samples, weight_version=1)
+        batches, _ = trainer.batch_builder.build(samples, weight_version=1)
         twice = dataclasses.replace(batches, policy=[batches.policy[0], batches.policy[0]])
-        metrics = trainer.updates.train_policy(0, twice, weight_version=1, on_policy=True)
+        metrics = trainer.train_step.train_policy(0, twice, weight_version=1, on_policy=True)
         applied = trainer.backend.objective.terms.entropy_coef
         state = json.loads(json.dumps(trainer._state({})))
     with make_trainer(folder, layout, out, flags) as trainer:
-        trainer.updates.load_state_dict(state)
-        resumed = trainer.updates.entropy.coef
+        trainer.train_step.load_state_dict(state)
+        resumed = trainer.train_step.entropy.coef
         older: Any = {name: value for name, value in state.items() if name != "entropy_controller"}
-        trainer.updates.load_state_dict(older)
+        trainer.train_step.load_state_dict(older)
     return dict(mean=metrics["train/entropy_coef"], applied=applied, resumed=resumed)
 
 
@@ -229,9 +229,9 @@ def check_kl_in_reward(folder: str, ref: str, layout: ParallelLayout, out: str) 
     with make_trainer(
         folder, layout, out, f"--kl-coef 0.5 --ref-load {ref} --advantage-estimator grpo"
     ) as trainer:
-        groups, _ = trainer.sampling.supply.groups_of(0)
+        groups, _ = trainer.sampling.rollout_manager.generate(0)
         samples = [sample for group in groups for sample in group.samples]
-        batches, metrics = trainer.batches.make(samples, weight_version=0)
+        batches, metrics = trainer.batch_builder.build(samples, weight_version=0)
         mine = [sample for batch in batches.policy for sample in batch.samples]
         return dict(
             advantages=[
@@ -243,7 +243,7 @@ def check_kl_in_reward(folder: str, ref: str, layout: ParallelLayout, out: str) 
                 float(((s.old_log_probs - s.ref_log_probs) * s.loss_mask).sum()) for s in mine
             ],  # type: ignore[operator]
             rewards=[sample.reward for sample in samples],
-            indices=trainer.batches.plan.assign(samples).local_indices,
+            indices=trainer.batch_builder.plan.assign(samples).local_indices,
             reported=metrics["rollout/kl_in_reward"],
             active=sum(s.active_tokens for s in samples),
         )
@@ -263,7 +263,7 @@ def check_one_pass(folder: str, layout: ParallelLayout, out: str, flags: str) ->
     found = []
     for old_is_current in (True, False):
         with make_trainer(folder, layout, out, flags + " --micro-batch-size 1") as trainer:
-            batches = trainer.batches
+            batches = trainer.batch_builder
             settings = dataclasses.replace(batches.settings, old_is_current=old_is_current)
             default = batches.settings.old_is_current
             batches.settings = settings

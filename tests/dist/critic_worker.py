@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.parity.steps import parallel
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.trainer.guards import SkippedStepGate
+from slime_like.trainer.guards import SkippedStepGuard
 from slime_like.types import TrainSample
 from slime_like.weights.hf_export import export_hf_weights
 from tests.dist.backend_worker import poison_one_rank, random_samples, share
@@ -122,7 +122,7 @@ def skipped(folder: str, layout: ParallelLayout, flags: str) -> dict[str, Any]:
     """A NaN in one gradient of the last rank: every rank skips, and the policy goes on."""
     backend = make_backend(folder, layout, flags)
     assert backend.critic is not None
-    gate = SkippedStepGate(patience=3, owner="critic's ")
+    gate = SkippedStepGuard(patience=3, owner="critic's ")
     handle = poison_one_rank(backend.critic, layout.world_size - 1, float("nan"))
     before = critic_weights(backend)
     result = backend.update_critic(share(critic_samples(1), layout))

@@ -327,7 +327,7 @@ def count_deliveries(rank: int, out: str) -> None:
     """A line of `out`/threads for each delivery of samples: the thread that rank 0 has it in."""
     from slime_like.trainer.rollout_batch import SampleDelivery
 
-    delivered = SampleDelivery._delivered
+    delivered = SampleDelivery._exchange
 
     def counted(self: Any, *args: Any) -> Any:
         if rank == 0:
@@ -335,12 +335,12 @@ def count_deliveries(rank: int, out: str) -> None:
                 file.write(f"{threading.current_thread().name}\n")
         return delivered(self, *args)
 
-    SampleDelivery._delivered = counted  # type: ignore[method-assign]
+    SampleDelivery._exchange = counted  # type: ignore[method-assign]
 
 
 def deliver_in_front(rank: int, out: str) -> None:
     """As `count_deliveries`; rollouts that are sampled ahead are delivered when they are trained on."""
-    from slime_like.trainer.batch_builder import BatchMaker
+    from slime_like.trainer.batch_builder import BatchBuilder
 
     count_deliveries(rank, out)
-    BatchMaker.deliver_ahead = lambda self, samples, group: None  # type: ignore[method-assign]
+    BatchBuilder.deliver_early = lambda self, samples, group: None  # type: ignore[method-assign]

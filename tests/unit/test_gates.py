@@ -9,8 +9,8 @@ import torch
 
 from slime_like.errors import RunError
 from slime_like.trainer.guards import (
-    GateError,
-    SkippedStepGate,
+    GuardError,
+    SkippedStepGuard,
     check_finite,
     check_initial_kl,
     check_old_log_probs,
@@ -28,7 +28,7 @@ def test_old_log_probs(same_packing: bool, half: bool, limit: float) -> None:
     check_old_log_probs(0.0, same_packing=same_packing, half_precision=half)
     check_old_log_probs(limit, same_packing=same_packing, half_precision=half)
     for value in (1.01 * limit, math.inf, math.nan):
-        with pytest.raises(GateError, match="do not compute the same model"):
+        with pytest.raises(GuardError, match="do not compute the same model"):
             check_old_log_probs(value, same_packing=same_packing, half_precision=half)
 
 
@@ -42,7 +42,7 @@ def test_old_values(same_packing: bool, half: bool, limit: float) -> None:
         bound = limit * max(1.0, size)
         check_old_values(bound, values_abs=size, same_packing=same_packing, half_precision=half)
         for value in (1.01 * bound, math.inf, math.nan):
-            with pytest.raises(GateError, match="do not compute the same model"):
+            with pytest.raises(GuardError, match="do not compute the same model"):
                 check_old_values(
                     value, values_abs=size, same_packing=same_packing, half_precision=half
                 )
@@ -65,7 +65,7 @@ def test_the_first_number_that_is_not_finite_is_named(value: float) -> None:
     assert found is not None
     assert (found.what, found.sample, found.token, found.rank) == ("value of the critic", "8", 2, 0)
     with pytest.raises(
-        GateError, match=f"now: the value of the critic of sample 8 is {value:g} at token 2"
+        GuardError, match=f"now: the value of the critic of sample 8 is {value:g} at token 2"
     ):
         check_finite({**columns, "value of the critic": broken}, MASKS, ["7", "8"], when="now")
 
@@ -84,25 +84,25 @@ def test_initial_kl(half: bool, limit: float) -> None:
     for value in (0.0, limit, -limit):
         check_initial_kl(value, half_precision=half)
     for value in (1.01 * limit, -1.01 * limit, math.nan):
-        with pytest.raises(GateError, match="were loaded differently"):
+        with pytest.raises(GuardError, match="were loaded differently"):
             check_initial_kl(value, half_precision=half)
 
 
 def test_skipped_steps_in_a_row() -> None:
-    assert (SkippedStepGate(patience=2, owner="critic's ").check(True, math.nan) or "").startswith(
+    assert (SkippedStepGuard(patience=2, owner="critic's ").check(True, math.nan) or "").startswith(
         "critic's optimizer step skipped"
     )
-    gate = SkippedStepGate(patience=2)
+    gate = SkippedStepGuard(patience=2)
     assert gate.check(False, 1.0) is None
     assert "NaN (1 in a row, 1 in total)" in (gate.check(True, math.nan) or "")
     assert gate.check(False, 1.0) is None
     assert "infinite (1 in a row, 2 in total)" in (gate.check(True, math.inf) or "")
     with pytest.raises(
-        GateError, match=r"2 in a row, 3 in total\); see --max-consecutive-skipped-steps"
+        GuardError, match=r"2 in a row, 3 in total\); see --max-consecutive-skipped-steps"
     ):
         gate.check(True, math.nan)
     assert gate.total == 3
 
 
 def test_a_gate_is_a_run_error() -> None:
-    assert issubclass(GateError, RunError)
+    assert issubclass(GuardError, RunError)

@@ -70,7 +70,7 @@ LAYERS = (
     ("slime_like.trainer.weight_check",),
     (
         "slime_like.trainer.sampling_factory",
-        "slime_like.trainer.given_groups",
+        "slime_like.trainer.offline_groups",
         "slime_like.trainer.train_step",
     ),
     ("slime_like.trainer.factory", "slime_like.trainer.sampling"),

@@ -16,8 +16,8 @@ from slime_like.metrics.logger import MetricsLogger
 from slime_like.report.gates import GATES, gates
 from slime_like.report.read import read_run
 from slime_like.trainer.guards import (
-    SkippedStepGate,
-    TrainRolloutGate,
+    LogProbGuard,
+    SkippedStepGuard,
     check_finite,
     check_old_log_probs,
 )
@@ -67,8 +67,8 @@ def test_counts_and_limits(tmp_path: Path) -> None:
     json.dumps(list(found.values()), allow_nan=False)
 
 
-def difference(of: str = "") -> None:
-    TrainRolloutGate(0.1, 1, of=of).check(0.5, 0.5, 1.0, 3)
+def difference(prefix: str = "") -> None:
+    LogProbGuard(0.1, 1, prefix=prefix).check(0.5, 0.5, 1.0, 3)
 
 
 def not_finite() -> None:
@@ -80,8 +80,8 @@ ENDINGS = {
     "trainer and engine give the same log-probs": difference,
     "stale tokens: trainer and engine are near": lambda: difference("stale tokens: "),
     "staleness, in weight versions": lambda: check_staleness([sample(0, 1, "abc", 1.0)], 9, 1, "x"),
-    "gradients are finite, else the step is skipped": lambda: SkippedStepGate(1).check(True, math.inf),
-    "the critic's gradients are finite": lambda: SkippedStepGate(1, owner="critic's ").check(True, math.nan),
+    "gradients are finite, else the step is skipped": lambda: SkippedStepGuard(1).check(True, math.inf),
+    "the critic's gradients are finite": lambda: SkippedStepGuard(1, owner="critic's ").check(True, math.nan),
     "the loss and what it is made of are finite": not_finite,
     "the update computes the log-probs of the log-prob pass": lambda: check_old_log_probs(
         0.1, same_packing=True, half_precision=False

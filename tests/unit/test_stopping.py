@@ -28,7 +28,7 @@ for repeat_s in sys.argv[2:]:
     signals.REPEAT_S = signals.REPEAT_CTRL_C_S = float(repeat_s)
     os.kill(os.getpid(), number)
 request = stop.requested(1, lambda flags: flags)
-print(request.words, request.status)
+print(request.reason, request.status)
 """
 AT_ONCE = """
 import os, signal, sys
@@ -105,7 +105,7 @@ def test_a_signal_that_the_parent_ignores_stays_ignored(name: str) -> None:
     """nohup, and a shell's job in the background."""
     program = f"import signal; signal.signal(signal.{name}, signal.SIG_IGN)\n{CATCH}"
     done = run(program, name, "60")
-    assert done.returncode == 1 and "'NoneType' object has no attribute 'words'" in done.stderr
+    assert done.returncode == 1 and "'NoneType' object has no attribute 'reason'" in done.stderr
 
 
 @pytest.mark.parametrize(

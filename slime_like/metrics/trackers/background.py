@@ -58,7 +58,8 @@ class BackgroundTracker:
             self._dropped += 1
             if self._dropped == 1:
                 logger.warning(
-                    "tracker %s does not keep up: records are left out of it (metrics.jsonl has all)",
+                    "tracker %s does not keep up: records are left out of it (metrics.jsonl has "
+                    "all)",
                     self.name,
                 )
 

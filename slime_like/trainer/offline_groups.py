@@ -27,31 +27,32 @@ def supervised_groups(
     """Supervised samples, one or a preference pair per prompt, of which each rank builds its share;
     and the fraction that was truncated."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    count, make = run.algorithm.samples_together, sft_samples
-    if count > 1:
+    size, make = run.algorithm.samples_together, sft_samples
+    if size > 1:
         make = partial(pair_samples, scored=run.algorithm.trains_reward_model)
     limit = run.rollout.rollout_max_response_len
     own = together(lambda: make(prompts[rank::world], tokenizer, max_response_len=limit))
-    made = share_index(own, [place // count % world for place in range(count * len(prompts))])
-    rows = zip(*[iter(made)] * count, strict=True)
-    groups = [SampleGroup(row[0].group_id, tuple(row)) for row in rows]
-    return groups, {TRUNCATED_FRACTION: truncated_fraction(made)}
+    holders = [i // size % world for i in range(size * len(prompts))]
+    samples = share_index(own, holders)
+    groups = []
+    for start in range(0, len(samples), size):
+        group = tuple(samples[start : start + size])
+        groups.append(SampleGroup(group[0].group_id, group))
+    return groups, {TRUNCATED_FRACTION: truncated_fraction(samples)}
 
 
 def recorded_groups(run: RunConfig, step: int) -> list[SampleGroup]:
     """The groups of --load-debug-rollout-data. Raises ValueError if another run recorded them."""
     template = run.debug.load_debug_rollout_data
     assert template is not None
-    rollout = run.rollout
     groups = load_rollout(template, step)
-    found, wanted = (
-        sum(len(g.samples) for g in groups),
-        rollout.rollout_batch_size * rollout.n_samples_per_prompt,
-    )
-    if found != wanted:
+    count = sum(len(group.samples) for group in groups)
+    expected = run.rollout.rollout_batch_size * run.rollout.n_samples_per_prompt
+    if count != expected:
         raise ValueError(
-            f"--load-debug-rollout-data {template}: rollout {step + 1} has {found} samples, and --rollout-batch-size times "
-            f"--n-samples-per-prompt is {wanted}; give the sizes of the recorded run"
+            f"--load-debug-rollout-data {template}: rollout {step + 1} has {count} samples, and "
+            "--rollout-batch-size times "
+            f"--n-samples-per-prompt is {expected}; give the sizes of the recorded run"
         )
     try:
         check_values(groups, run.gpt.vocab_size or 2**31)
