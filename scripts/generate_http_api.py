@@ -1,5 +1,5 @@
-"""Write docs/http_api.md: the routes of the Tinker server and of the agents' gateway with bodies and
-errors, as their FastAPI apps have them.
+"""Write docs/http_api.md: the routes of the Tinker server and of the agent gateway, with bodies and
+errors, from their FastAPI apps.
 
 python scripts/generate_http_api.py [--check]
 """
@@ -150,23 +150,25 @@ def page() -> str:
     lines = [
         "# HTTP API", "",
         "Routes of the [Tinker-compatible server](en/server.md) ([中文](zh/server.md)) and of the",
-        "[agent gateway](en/agents.md) ([中文](zh/agents.md)). `scripts/generate_http_api.py` writes this",
-        "page from the FastAPI apps. Bodies and replies are JSON unless stated otherwise; unknown fields",
-        "are rejected.", "",
+        "[agent gateway](en/agents.md) ([中文](zh/agents.md)), written from the FastAPI apps by",
+        "`scripts/generate_http_api.py`. Bodies and replies are JSON unless stated otherwise;",
+        "unknown fields are rejected.", "",
         "## Tinker server", "",
-        "Pass the key as `X-API-Key` or `Authorization: Bearer`. A future is `{\"request_id\": ...}`;",
-        "`retrieve_future` waits for its result. A retried request with the same sequence numbers and the",
-        "same body gets the same future. Errors are `{\"detail\": ...}`:", "",
+        "Pass the key as `X-API-Key` or `Authorization: Bearer`. A future is",
+        "`{\"request_id\": ...}`; `retrieve_future` waits for its result. A retried request with",
+        "the same sequence numbers and the same body gets the same future. Errors are",
+        "`{\"detail\": ...}`:", "",
         *_errors(SERVER_ERRORS),
     ]  # fmt: skip
     for route in routes(server()):
         lines += _section(route)
     lines += [
         "## Agent gateway", "",
-        "Pass the key as `Authorization: Bearer`, as `X-Api-Key`, or in the path: `/session/KEY/v1/...`.",
-        "Sampling parameters are those of the run, whatever a client asks for. A field listed with values",
-        "accepts only these; any other field accepts what its API allows. Errors have the format of the",
-        "API that was called, `{\"error\": {\"type\": ..., \"message\": ...}}`:", "",
+        "Pass the key as `Authorization: Bearer`, as `X-Api-Key`, or in the path:",
+        "`/session/KEY/v1/...`. Sampling parameters are those of the run, whatever a client asks",
+        "for. A field listed with values accepts only these; any other field accepts what its API",
+        "allows. Errors have the format of the API that was called,",
+        "`{\"error\": {\"type\": ..., \"message\": ...}}`:", "",
         *_errors(GATEWAY_ERRORS),
     ]  # fmt: skip
     for route in routes(gateway()):

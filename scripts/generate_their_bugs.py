@@ -1,5 +1,6 @@
 """Write docs/en/their_bugs.md and docs/zh/their_bugs.md from docs/their_bugs.yaml:
-python scripts/generate_their_bugs.py. tests/unit/test_their_bugs.py checks that they are current."""
+python scripts/generate_their_bugs.py. tests/unit/test_their_bugs.py checks that they are up to
+date."""
 
 from __future__ import annotations
 
@@ -32,8 +33,10 @@ TEXTS = {
     },
     "zh": {
         "title": "别人的 bug，我们的测试",
-        "lead": "用户向其他训练框架和推理引擎公开报告的 {bugs} 个 bug，以及本项目中会因此失败的测试。"
-        "列出的每个帖子都读过首帖。其中许多 bug 已经修复：这张表说明训练框架必须测试什么，而不是这些项目有什么问题。"
+        "lead": "用户向其他训练框架和推理引擎公开报告的 {bugs} 个 bug，"
+        "以及本项目中会因此失败的测试。"
+        "列出的每个帖子都读过首帖。其中许多 bug 已经修复：这张表说明训练框架必须测试什么，"
+        "而不是这些项目有什么问题。"
         "本页由 `python scripts/generate_their_bugs.py` 从 `docs/their_bugs.yaml` 生成；"
         "`make test` 检查每个测试都存在，并在持续集成中运行。",
         "head": "| 报告 | 发生了什么 | 测试 | 运行于 |",
