@@ -31,20 +31,22 @@ COMMANDS: Mapping[str, Command] = {
     "train": Command("train", "train a policy, as python train.py does"),
     "serve": Command("slime_like.tinker.__main__", "serve the Tinker API"),
     "preflight": Command(
-        "train", "whether a command line of train starts and fits, without a GPU", ("--preflight",)
+        "train", "check without a GPU whether a job starts and fits in memory", ("--preflight",)
     ),
-    "new": Command("slime_like.cli.new", "write a recipe to start from: data, reward, settings"),
+    "new": Command("slime_like.cli.new", "create a project: data, reward, settings"),
     "report": Command(
-        "slime_like.report.__main__", "a run as one HTML page: curves, time, rollouts"
+        "slime_like.report.__main__", "write one HTML page about a run: curves, times, rollouts"
     ),
-    "dump": Command("slime_like.cli.dump", "the stacks of all ranks of a run that is running"),
-    "inspect": Command("slime_like.cli.inspect_checkpoint", "what is in a folder of checkpoints"),
-    "convert": Command("slime_like.cli.convert", "convert checkpoints from and to Hugging Face's"),
+    "dump": Command("slime_like.cli.dump", "print the stacks of all ranks of a running job"),
+    "inspect": Command("slime_like.cli.inspect_checkpoint", "list the checkpoints of a folder"),
+    "convert": Command(
+        "slime_like.cli.convert", "convert checkpoints from and to the Hugging Face format"
+    ),
     "pull-weights": Command(
         "slime_like.cli.pull_weights",
-        "next to servers on another node: apply what a trainer of --update-weight-mode delta sends",
+        "apply weight deltas of a remote trainer (--update-weight-mode delta) on a server node",
     ),
-    "doctor": Command("slime_like.doctor", "what this environment has, and what it lacks"),
+    "doctor": Command("slime_like.doctor", "list installed and missing dependencies"),
 }
 
 

@@ -1,10 +1,10 @@
-"""Keep a node's copy of the weights up to date, for servers on a node without trainer ranks.
+"""Keep a local copy of the weights up to date on a node that has servers but no trainer ranks.
 
     slime-like pull-weights /shared/updates /local/checkpoint --engines http://10.0.0.7:30000
 
-It waits for the trainer of --update-weight-mode delta, which has --update-weight-disk-dir
-/shared/updates. Servers may be started from the local folder's model as from any other; the trainer
-has them load the local folder when it is at the update. Ends with SIGTERM or Ctrl-C.
+For a trainer with --update-weight-mode delta and --update-weight-disk-dir /shared/updates. Every
+weight delta is applied to the local copy, which the trainer then has the servers load. Servers may
+start from the local copy or from any other folder of the model. Ends with SIGTERM or Ctrl-C.
 """
 
 from __future__ import annotations
@@ -18,27 +18,30 @@ import threading
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
-        description="Keep a node's copy of the weights that a trainer sends as changes, for the servers on the node."
+        description="Keep a local copy of the weights up to date on a node that has servers but no "
+        "trainer ranks."
     )
-    result.add_argument("source", help="the trainer's --update-weight-disk-dir, as seen here")
-    result.add_argument("folder", help="of the copy, on a disk of this node")
+    result.add_argument(
+        "source", help="the trainer's --update-weight-disk-dir, as mounted on this node"
+    )
+    result.add_argument("folder", help="folder of the local copy, on a disk of this node")
     result.add_argument(
         "--engines", nargs="+", required=True, metavar="URL",
-        help="the servers on this node, as the trainer names them, with http://",
+        help="URLs of the servers on this node, as the trainer names them",
     )  # fmt: skip
     return result
 
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    words = parser().parse_args()
+    args = parser().parse_args()
     from slime_like.weights.delta_follow import follow
     from slime_like.weights.delta_local import LocalCheckpoint
 
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    follow(LocalCheckpoint(words.source, words.folder), words.engines, stop)
+    follow(LocalCheckpoint(args.source, args.folder), args.engines, stop)
     return 0
 
 
