@@ -101,7 +101,7 @@ def update(way: str, weights: WeightStream, bucket_bytes: int) -> tuple[int, int
         ranks.assist()
         return _handed.pop(dist.get_rank())
     if way == "rank zero":
-        return _take(ranks.whole().buckets())
+        return _take(ranks.gathered().buckets())
     order = CountOrder()
     order.assist(ranks.order(order))
     return _handed.pop(0)

@@ -173,7 +173,7 @@ def finished(row: Row, rollouts: int, model: Path, out: Path) -> Result | None:
     if not (folder / "result.json").exists():
         return None
     found = Result(**json.loads((folder / "result.json").read_text(encoding="utf-8")))
-    same = found.command == command_words(row, rollouts, model, out)
+    same = found.command == command_line_of(row, rollouts, model, out)
     return replace(found, **asdict(row)) if same else None
 
 
@@ -183,7 +183,7 @@ def command_of(row: Row, rollouts: int, model: Path, out: Path) -> list[str]:
     )
 
 
-def command_words(row: Row, rollouts: int, model: Path, out: Path) -> str:
+def command_line_of(row: Row, rollouts: int, model: Path, out: Path) -> str:
     """The command line of a row, without the interpreter."""
     return shlex.join(command_of(row, rollouts, model, out)[1:])
 
@@ -208,7 +208,7 @@ def measure(row: Row, rollouts: int, model: Path, out: Path) -> Result:
         clipped=sum(clipped) / len(clipped) if clipped else None,
         rollouts=rollouts,
         cpu_s=round(cpu_s, 1),
-        command=command_words(row, rollouts, model, out),
+        command=command_line_of(row, rollouts, model, out),
         date=time.strftime("%Y-%m-%d"),
     )
     (folder / "result.json").write_text(json.dumps(asdict(result), indent=1), encoding="utf-8")

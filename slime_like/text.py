@@ -28,6 +28,12 @@ def clean(text: object, longest: int = LONGEST) -> str:
     return words if len(words) <= longest else words[: longest - 3] + "..."
 
 
+def list_names(names: Sequence[str], limit: int = 8) -> str:
+    """The first names, comma-separated, and how many more there are."""
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + rest
+
+
 def printable(text: str) -> str:
     """Escape newlines, control characters and lone surrogates (``\\x1b``, ``\\ud800``)."""
     return _UNFIT.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

@@ -33,7 +33,7 @@ from slime_like.rollout.engines.sglang.http import Deadlines, Retries
 from slime_like.rollout.engines.sglang.requests import RequestSettings
 from slime_like.rollout.engines.sglang.routed_experts import RoutesFormat
 from slime_like.rollout.engines.sglang.router import Router
-from slime_like.rollout.engines.sglang.server_pool import Fleet, HealthSettings
+from slime_like.rollout.engines.sglang.server_pool import HealthSettings, ServerPool
 from slime_like.rollout.engines.sglang.weight_transfer.base import UpdateSettings
 from slime_like.rollout.engines.sglang.weight_transfer.updater import WeightUpdater
 from slime_like.weights.gather import TensorPlan, views
@@ -482,8 +482,8 @@ def engine_of(
 ) -> Iterator[SglangEngine]:
     """An engine that asks `servers`; synced: they have the model's weights, as version 1. delta:
     they get changes of weights; settings of these."""
-    health = HealthSettings(interval_s=0.05, timeout_s=probe_timeout_s, start_s=10, strikes=2)
-    fleet = Fleet(
+    health = HealthSettings(interval_s=0.05, timeout_s=probe_timeout_s, start_s=10, failed_probes=2)
+    pool = ServerPool(
         [s.url for s in servers],
         [],
         router,
@@ -491,9 +491,9 @@ def engine_of(
         1.0,
         joined_by_router=joined_by_router,
     )
-    fleet.start()
+    pool.start()
     updater = WeightUpdater(
-        fleet,
+        pool,
         UpdateSettings(
             transport,
             buffer_bytes,
@@ -507,7 +507,7 @@ def engine_of(
     )
     requests = RequestSettings(Deadlines(5.0, total_s, total_s), Retries(ATTEMPTS, 0.01, 0.02), 64)
     engine = SglangEngine(
-        fleet, updater, requests, model, check_updates=False, colocated=colocated, routes=routes
+        pool, updater, requests, model, check_updates=False, colocated=colocated, routes=routes
     )
     try:
         if synced:

@@ -131,7 +131,7 @@ def check_trees(
         if counts[i] > 1 and (answers is None or answers[i] is None):
             raise ValueError(
                 f"--advantage-estimator {name} with {' and '.join(reasons)}: the returns of sample "
-                f"{samples[place].sample_id} depend on which of its {counts[i]} sequences continues "
-                "which, and it has no record of this; agents keep one, a list from a generate "
-                "function does not: return one sample, or remove these flags"
+                f"{samples[place].sample_id} depend on which of its {counts[i]} sequences "
+                "continues which, and it has no record of this; agents keep one, a list from a "
+                "generate function does not: return one sample, or remove these flags"
             )

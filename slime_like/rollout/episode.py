@@ -325,8 +325,8 @@ def sample_of(episode: Episode, sample: Sample, tokenizer: PreTrainedTokenizerBa
         sets = [*sets, *empty_token_sets(length - len(sets))]
         if not failed and any(m and not len(ids) for m, ids in zip(episode.loss_mask, sets)):
             raise ValueError(
-                f"{where}: --renormalize-sampled-log-probs: greedy tokens have no sampling mask and "
-                "cannot be trained on; set their entries of episode.loss_mask to False"
+                f"{where}: --renormalize-sampled-log-probs: greedy tokens have no sampling mask: "
+                "set their entries of episode.loss_mask to False"
             )
     reward = _checked_reward(episode.reward, where)
     status = SampleStatus.COMPLETED

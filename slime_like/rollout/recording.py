@@ -22,14 +22,14 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from slime_like.rollout.engines.checked_json import (
-    BadAnswer,
+    InvalidResponse,
+    int_of,
     log_prob,
     object_of,
     printable,
     shown,
     text_of,
     token_ids,
-    whole_of,
 )
 from slime_like.types import NOT_SAMPLED, Sample, SampleGroup, SampleStatus, complete, flatten
 
@@ -227,13 +227,13 @@ def _to_row(sample: Sample, tensors: dict[str, Tensor], key: str) -> dict[str, A
 def _from_row(row: dict[str, Any], tensors: dict[str, Tensor], key: str = "") -> Sample:
     where = f"sample {shown(row['sample_id'])}"
     key = key or str(row["sample_id"])
-    whole_of(row["sample_id"], where, 0, _MAX_ID)
-    whole_of(row["group_id"], f"{where}: group_id", 0, _MAX_ID)
-    length = whole_of(row["response_length"], f"{where}: response_length", 0, _MAX_ID)
+    int_of(row["sample_id"], where, 0, _MAX_ID)
+    int_of(row["group_id"], f"{where}: group_id", 0, _MAX_ID)
+    length = int_of(row["response_length"], f"{where}: response_length", 0, _MAX_ID)
     for name in ("text", "response"):
         text_of(row[name], f"{where}: {name}", _MAX_ID)
     if row["reward"] is not None and type(row["reward"]) not in (int, float):
-        raise BadAnswer(f"{where}: reward {shown(row['reward'])} is no number")
+        raise InvalidResponse(f"{where}: reward {shown(row['reward'])} is no number")
     object_of(row["metadata"], f"{where}: metadata")
     present: dict[str, Any] = {
         name: tensors[f"{key}.{name}"] for name in _TENSORS if f"{key}.{name}" in tensors

@@ -202,8 +202,8 @@ def _all_gather_varying(
 def _broadcast_each(
     local: np.ndarray, nbytes: np.ndarray, group: dist.ProcessGroup | None
 ) -> list[np.ndarray]:
-    """As `_all_gather_varying`, by a broadcast from each rank, for very unequal sizes: an all-gather pads
-    every row to the longest, so its size grows with the number of ranks."""
+    """As `_all_gather_varying`, by a broadcast from each rank, for very unequal sizes: an
+    all-gather pads every row to the longest, so its size grows with the number of ranks."""
     parts = []
     for source, size in enumerate(nbytes.tolist()):
         part = local if source == dist.get_rank() else np.empty(size, dtype=np.uint8)

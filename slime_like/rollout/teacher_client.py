@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from slime_like.distributed.collectives import from_rank_zero, gather, together
 from slime_like.errors import RunError
-from slime_like.rollout.engines.checked_json import BadAnswer
+from slime_like.rollout.engines.checked_json import InvalidResponse
 from slime_like.rollout.engines.sglang.http import (
     Deadlines,
     RequestFailed,
@@ -152,7 +152,7 @@ class ServedTeacher:
             )
         except RequestFailed as failure:
             return f"the teacher: {failure}"
-        except BadAnswer as failure:
+        except InvalidResponse as failure:
             counts["bad_answer"] += 1
             return f"the teacher: {failure}"
         return scores
@@ -166,7 +166,7 @@ class ServedTeacher:
                     for text in texts:
                         tokens = tuple(tokenizer(text)["input_ids"])
                         await self._compare_text(client, url, text, tokens)
-                except (RequestFailed, BadAnswer) as failure:
+                except (RequestFailed, InvalidResponse) as failure:
                     raise RunError(
                         f"--opd-teacher-url: the teacher does not answer: {failure}"
                     ) from None

@@ -24,7 +24,7 @@ from slime_like.distributed.collectives import from_rank_zero, on_rank_zero
 from slime_like.errors import RunError
 from slime_like.megatron.init import device_of_this_process
 from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.rollout.engines.checked_json import BadAnswer
+from slime_like.rollout.engines.checked_json import InvalidResponse
 from slime_like.rollout.engines.sglang.engine import SglangEngine
 from slime_like.rollout.engines.sglang.factory import request_settings, start_servers
 from slime_like.rollout.engines.sglang.http import (
@@ -35,7 +35,7 @@ from slime_like.rollout.engines.sglang.http import (
 )
 from slime_like.rollout.engines.sglang.protocol import read_scores, scoring_body
 from slime_like.rollout.engines.sglang.requests import RequestSettings
-from slime_like.rollout.engines.sglang.server_pool import Fleet, Worker
+from slime_like.rollout.engines.sglang.server_pool import ServerPool, Worker
 from slime_like.rollout.engines.sglang.weight_spec import checkpoint_shapes
 from slime_like.rollout.engines.sglang.weight_transfer.base import UpdateSettings
 from slime_like.rollout.engines.sglang.weight_transfer.disk import DiskTransport
@@ -63,15 +63,15 @@ class SnapshotTransport(DiskTransport):
     folder = Path()
 
     def update(self, ranks: SendingRanks, version: int, workers: Sequence[Worker]) -> None:
-        for _ in ranks.whole():  # names and shapes, to compare with the base model
+        for _ in ranks.gathered():  # names and shapes, to compare with the base model
             pass
         self.load_everywhere(self.folder, version, workers)
 
 
-def snapshot_updater(fleet: Fleet, base: str, folder: Path, timeout_s: float) -> WeightUpdater:
+def snapshot_updater(pool: ServerPool, base: str, folder: Path, timeout_s: float) -> WeightUpdater:
     """An updater that loads snapshots. base: the folder that the servers were started with."""
     settings = UpdateSettings("disk", timeout_s=timeout_s, disk_dir=str(folder), keep_files=True)
-    return WeightUpdater(fleet, settings, base, torch.device("cpu"), SnapshotTransport)
+    return WeightUpdater(pool, settings, base, torch.device("cpu"), SnapshotTransport)
 
 
 def snapshots_of(updater: WeightUpdater | None) -> SnapshotTransport | None:
@@ -99,7 +99,7 @@ class SglangSampler:
         self._version = 0
         self._tied = from_rank_zero(lambda: is_tied(base))
         self._numbers = itertools.count()
-        self.honours_seeds = from_rank_zero(lambda: seeds_count(engine.fleet))
+        self.honours_seeds = from_rank_zero(lambda: seeds_count(engine.pool))
 
     def sample(
         self,
@@ -162,7 +162,7 @@ class SglangSampler:
                 )
         try:
             prompt_scores = asyncio.run(self._score_all(asked.prompts)) if scored else []
-        except (RequestFailed, BadAnswer) as failure:
+        except (RequestFailed, InvalidResponse) as failure:
             raise RunError(str(failure)) from failure
         samples = {
             where: plain(output) for where, output in zip(asked.wanted, outputs, strict=True)
@@ -190,11 +190,11 @@ class SglangSampler:
         first = next(self._numbers)
 
         async def attempt(number: int) -> tuple[float, ...]:
-            assert self._engine.fleet is not None
-            ready = self._engine.fleet.ready()
+            assert self._engine.pool is not None
+            ready = self._engine.pool.ready()
             if not ready:
                 raise RequestFailed(
-                    "no_engine", "no engine with the snapshot's weights is left", again=False
+                    "no_engine", "no engine with the snapshot's weights is left", retryable=False
                 )
             url, rid = (
                 ready[(first + number) % len(ready)].url,
@@ -217,26 +217,26 @@ def make_sglang_sampler(run: RunConfig, layout: ParallelLayout) -> SglangSampler
     assert run.model.hf_checkpoint is not None
     model, root = run.model.hf_checkpoint, Path(run.server.server_dir).resolve()
 
-    def make_updater(fleet: Fleet) -> WeightUpdater:
-        return snapshot_updater(fleet, model, root, run.sglang.update_weight_timeout_s)
+    def make_updater(pool: ServerPool) -> WeightUpdater:
+        return snapshot_updater(pool, model, root, run.sglang.update_weight_timeout_s)
 
-    fleet, updater, agent = start_servers(
+    pool, updater, agent = start_servers(
         run, make_updater, device=device_of_this_process(), logs=root / "engines"
     )
     settings = request_settings(run.sglang)
     engine = SglangEngine(
-        fleet, updater, settings, model, check_updates=run.sglang.check_weight_update_equal, agent=agent
+        pool, updater, settings, model, check_updates=run.sglang.check_weight_update_equal, agent=agent
     )  # fmt: skip
     return SglangSampler(engine, snapshots_of(updater), settings, model)
 
 
-def seeds_count(fleet: Fleet | None) -> bool:
+def seeds_count(pool: ServerPool | None) -> bool:
     """Whether every server samples deterministically from the given seeds."""
-    if fleet is None:
+    if pool is None:
         return False
-    for worker in fleet.alive():
+    for worker in pool.alive():
         try:
-            info: Any = fleet.call(worker, "/server_info", timeout_s=CONTROL_S, method="GET")
+            info: Any = pool.call(worker, "/server_info", timeout_s=CONTROL_S, method="GET")
         except RequestFailed:
             return False
         if info.get("enable_deterministic_inference") is not True:

@@ -23,7 +23,7 @@ from slime_like.rollout.engines.local.engine import LocalEngine
 from slime_like.rollout.engines.sglang.engine import SglangEngine
 from slime_like.rollout.engines.sglang.http import Deadlines, Retries
 from slime_like.rollout.engines.sglang.requests import RequestSettings
-from slime_like.rollout.engines.sglang.server_pool import Fleet, HealthSettings
+from slime_like.rollout.engines.sglang.server_pool import HealthSettings, ServerPool
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.sampler import seed_of
 from slime_like.tinker.sglang_sampler import SglangSampler, snapshot_updater, snapshots_of
@@ -53,18 +53,18 @@ def snapshots(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def sampler_of(base: str, servers: list[FakeServer]) -> SglangSampler:
-    fleet = Fleet(
+    pool = ServerPool(
         [s.url for s in servers],
         [],
         None,
         HealthSettings(0.05, 5.0, 10.0, 2),
         1.0,
     )
-    fleet.start()
-    updater = snapshot_updater(fleet, base, Path(base), 5.0)
+    pool.start()
+    updater = snapshot_updater(pool, base, Path(base), 5.0)
     settings = RequestSettings(Deadlines(5.0, 10.0, 10.0), Retries(2, 0.01, 0.02), 64)
     return SglangSampler(
-        SglangEngine(fleet, updater, settings, base, check_updates=False),
+        SglangEngine(pool, updater, settings, base, check_updates=False),
         snapshots_of(updater),
         settings,
         base,

@@ -24,12 +24,12 @@ class Elsewhere(EngineProcess):
     sender = 2
     exit_status = None
 
-    def last_words(self, characters: int = 600) -> str:
+    def log_tail(self, characters: int = 600) -> str:
         return ""
 
     def end(self) -> None: ...
 
-    def again(self) -> Elsewhere:
+    def restart(self) -> Elsewhere:
         return self
 
 
@@ -71,9 +71,9 @@ def engine_on(rank: int, transport: str, arguments: dict[str, Any]) -> Iterator[
             arguments["folder"], servers, transport=name, synced=False, update_timeout_s=SECONDS, probe_timeout_s=SECONDS,
             keep_copy=False, delta={} if delta else None,
         ) as engine:  # fmt: skip
-            assert engine.fleet is not None
+            assert engine.pool is not None
             if nodes:
-                engine.fleet.workers[-1].process = Elsewhere()
+                engine.pool.workers[-1].process = Elsewhere()
             yield engine
     else:
         requests = RequestSettings(Deadlines(5.0, SECONDS, SECONDS), Retries(1, 0.01, 0.02), 4)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_like.rollout.engines.base import GenerateRequest, SamplingParams
-from slime_like.rollout.engines.checked_json import LOWEST_LOG_PROB, BadAnswer, parse_json
+from slime_like.rollout.engines.checked_json import LOWEST_LOG_PROB, InvalidResponse, parse_json
 from slime_like.rollout.engines.sglang import control_answers
 from slime_like.rollout.engines.sglang.protocol import (
     Legal,
@@ -115,7 +115,7 @@ def sentence_of(read: Callable[[], Any]) -> str | None:
     """The sentence of what is refused, None where something was read. Anything else is raised."""
     try:
         read()
-    except (BadAnswer, Refused) as refusal:
+    except (InvalidResponse, Refused) as refusal:
         words = str(refusal)
         assert words and words.isprintable() and len(words) < 2000, words
         return words

@@ -115,7 +115,7 @@ def wait_for(url: str, process: ServerProcess) -> None:
                 return
         except httpx.HTTPError:
             pass
-        assert process.exit_status is None and time.monotonic() < deadline, process.last_words(3000)
+        assert process.exit_status is None and time.monotonic() < deadline, process.log_tail(3000)
         time.sleep(0.5)
 
 

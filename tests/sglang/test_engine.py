@@ -22,7 +22,7 @@ from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, Sam
 from slime_like.rollout.engines.sglang.engine import SglangEngine
 from slime_like.rollout.engines.sglang.requests import RequestSettings
 from slime_like.rollout.engines.sglang.router import Router
-from slime_like.rollout.engines.sglang.server_pool import Fleet, HealthSettings
+from slime_like.rollout.engines.sglang.server_pool import HealthSettings, ServerPool
 from slime_like.rollout.engines.sglang.weight_transfer.base import UpdateSettings
 from slime_like.rollout.engines.sglang.weight_transfer.updater import WeightUpdater
 from tests.sglang.conftest import Servers, running, slowed
@@ -43,7 +43,7 @@ def engine_of(
     """router: host:port. more: of the engine."""
     behind = None if router is None else Router(f"http://{router}", None, 5.0)
     with engine_with(
-        Fleet(urls, [], behind, HealthSettings(interval_s=0.3), 5.0),
+        ServerPool(urls, [], behind, HealthSettings(interval_s=0.3), 5.0),
         model,
         transport,
         **more,
@@ -52,17 +52,19 @@ def engine_of(
 
 
 @contextlib.contextmanager
-def engine_with(fleet: Fleet, model: str, transport: str, **more: Any) -> Iterator[SglangEngine]:
+def engine_with(
+    pool: ServerPool, model: str, transport: str, **more: Any
+) -> Iterator[SglangEngine]:
     try:
-        fleet.start()
+        pool.start()
         updater = WeightUpdater(
-            fleet, UpdateSettings(transport, timeout_s=60), model, torch.device("cpu")
+            pool, UpdateSettings(transport, timeout_s=60), model, torch.device("cpu")
         )
         engine = SglangEngine(
-            fleet, updater, RequestSettings(), model, **({"check_updates": True} | more)
+            pool, updater, RequestSettings(), model, **({"check_updates": True} | more)
         )
     except BaseException:
-        fleet.close()
+        pool.close()
         raise
     try:
         yield engine
@@ -148,7 +150,7 @@ def test_versions_and_log_probs_of_tokens_around_an_update(
                 lambda: all(running(url) for url in servers.urls), "requests at both servers"
             )
             time.sleep(0.3)
-            assert not any(worker.in_flight for worker in engine.fleet.workers), (
+            assert not any(worker.in_flight for worker in engine.pool.workers), (
                 "requests went past the router"
             )
             engine.pause()
@@ -213,7 +215,7 @@ def test_memory_is_released_and_taken_back(demo: Path, servers: Servers) -> None
     one that is out of order."""
     model = str(demo / "model")
     with engine_of(model, servers.urls, "tensor", colocated=True) as engine:
-        assert engine.fleet is not None
+        assert engine.pool is not None
         engine.update_weights(weights(model, 1.0), 1)
         before = engine.generate(REQUESTS[:2], GREEDY)
         for version in (2, 3):
@@ -224,4 +226,4 @@ def test_memory_is_released_and_taken_back(demo: Path, servers: Servers) -> None
             assert [o.tokens for o in after] == [o.tokens for o in before] and set(
                 after[0].weight_versions
             ) == {version}
-        assert engine.fleet.evictions == 0
+        assert engine.pool.evictions == 0

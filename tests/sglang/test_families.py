@@ -62,7 +62,7 @@ def ask(folder: Path, prompts: list[list[int]]) -> list[dict[str, Any]]:
             json=body | {"return_logprob": True, "logprob_start_len": 0},
             timeout=120,
         )
-        assert answer.status_code == 200, (answer.text, process.last_words(3000))
+        assert answer.status_code == 200, (answer.text, process.log_tail(3000))
     finally:
         process.end()
     return list(answer.json())

@@ -16,7 +16,7 @@ from slime_like.rollout.engines.sglang.engine import SglangEngine
 from slime_like.rollout.engines.sglang.processes import ServerProcess, free_ports
 from slime_like.rollout.engines.sglang.protocol import Legal, generation_body, read_generation
 from slime_like.rollout.engines.sglang.router import Router
-from slime_like.rollout.engines.sglang.server_pool import Fleet, HealthSettings
+from slime_like.rollout.engines.sglang.server_pool import HealthSettings, ServerPool
 from tests.sglang.conftest import (
     START_S,
     Servers,
@@ -65,7 +65,7 @@ def assert_has(url: str, model: str, version: int) -> None:
 
 
 def is_ready(engine: SglangEngine, url: str) -> bool:
-    return any(worker.url == url for worker in engine.fleet.ready())
+    return any(worker.url == url for worker in engine.pool.ready())
 
 
 def test_one_that_comes_back(demo: Path, servers: Servers) -> None:
@@ -82,7 +82,7 @@ def test_one_that_comes_back(demo: Path, servers: Servers) -> None:
             wait_until(
                 lambda: all(running(url) for url in servers.urls), "requests at both servers"
             )
-            engine.fleet.evict(engine.fleet.workers[1], "the test takes it out")
+            engine.pool.evict(engine.pool.workers[1], "the test takes it out")
             httpx.post(
                 f"{lost}/pause_generation", json={"mode": "abort"}, timeout=60
             ).raise_for_status()
@@ -106,8 +106,10 @@ def test_one_that_is_added_to_the_router(demo: Path, servers: Servers) -> None:
     router = Router(f"http://{servers.router}", None, 5.0)
     router.remove(late)
     router.add(first)
-    fleet = Fleet([first], [], router, HealthSettings(interval_s=0.3), 5.0, joined_by_router=True)
-    with engine_with(fleet, model, "broadcast") as engine:
+    pool = ServerPool(
+        [first], [], router, HealthSettings(interval_s=0.3), 5.0, joined_by_router=True
+    )
+    with engine_with(pool, model, "broadcast") as engine:
         for version in (1, 2):
             engine.update_weights(weights(model, FACTORS[version]), version)
         httpx.post(
@@ -131,7 +133,7 @@ def test_one_that_is_none_of_the_runs_gets_nothing(demo: Path, servers: Servers)
     with engine_of(model, [first], "broadcast", router=servers.router) as engine:
         assert other not in router.workers()
         engine.update_weights(weights(model, FACTORS[1]), 1)
-        assert [w.url for w in engine.fleet.workers] == [first] and set(router.workers()) == {first}
+        assert [w.url for w in engine.pool.workers] == [first] and set(router.workers()) == {first}
 
 
 def test_the_only_one_is_killed_and_started_again(demo: Path, tmp_path: Path) -> None:
@@ -141,15 +143,17 @@ def test_the_only_one_is_killed_and_started_again(demo: Path, tmp_path: Path) ->
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     started = ServerProcess(server_launch(demo / "model", port, tmp_path / "server.log"))
-    fleet = Fleet([], [(url, started)], None, HealthSettings(interval_s=0.5, start_s=START_S), 5.0)
-    with engine_with(fleet, model, "broadcast") as engine:
+    pool = ServerPool(
+        [], [(url, started)], None, HealthSettings(interval_s=0.5, start_s=START_S), 5.0
+    )
+    with engine_with(pool, model, "broadcast") as engine:
         for version in (1, 2):
             engine.update_weights(weights(model, FACTORS[version]), version)
         with in_background(engine, REQUESTS, SAMPLING) as outputs:
             wait_until(lambda: running(url) > 0, "requests at the server")
             os.kill(schedulers_below(started.pid)[0], signal.SIGKILL)
             wait_until(
-                lambda: is_ready(engine, url) and fleet.workers[0].restarts == 1,
+                lambda: is_ready(engine, url) and pool.workers[0].restarts == 1,
                 "its return",
                 START_S,
             )

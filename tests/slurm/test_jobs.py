@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime_like.rollout.engines.sglang.processes import CPU_SETTINGS, command_words
+from slime_like.rollout.engines.sglang.processes import CPU_SETTINGS, command_line_of
 from tests.e2e.helpers import Workspace, make_workspace, rows_of, weights_of
 from tests.e2e.programs import ENVIRONMENT, ROOT, free_port, make_demo
 from tests.slurm.cluster import Cluster, why_not
@@ -252,7 +252,7 @@ def test_trainer_and_a_real_engine_on_nodes_of_their_own(cluster: Cluster, tmp_p
         "PROCESSES_PER_NODE": "2",
     }
     engine = " ".join(
-        command_words({**CPU_SETTINGS, "dtype": "float32", "max_running_requests": 16})
+        command_line_of({**CPU_SETTINGS, "dtype": "float32", "max_running_requests": 16})
     )
     flags = [
         "--prompt-data", str(demo / "train.jsonl"), "--input-key", "messages", "--label-key", "answer", "--apply-chat-template",

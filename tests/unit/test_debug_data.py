@@ -224,9 +224,12 @@ def _another_sample(path: Path) -> None:
         (_other_tensors, r"r1\.safetensors: damaged"),
         (_wrong_length, r"r1\.json: damaged \(ValueError: sample 0: "),
         (_unknown_status, r"r1\.json: damaged \(ValueError: 'fine'"),
-        (_word_for_reward, r"r1\.json: damaged \(BadAnswer: sample 0: reward 'high' is no number"),
+        (
+            _word_for_reward,
+            r"r1\.json: damaged \(InvalidResponse: sample 0: reward 'high' is no number",
+        ),
         (_nested_metadata, r"r1\.json: not JSON \("),
-        (_group_id_of_text, r"r1\.json: damaged \(BadAnswer: sample 0: group_id is '7'"),
+        (_group_id_of_text, r"r1\.json: damaged \(InvalidResponse: sample 0: group_id is '7'"),
         (_another_sample, r"r1\.json: damaged \(ValueError: sample 99: "),
     ],
 )
@@ -293,8 +296,8 @@ def _good(**changes: Any) -> Sample:
         ({}, None),
         ({"status": SampleStatus.ABORTED, "tokens": torch.tensor([1, 2, 3, 4, 99])}, None),
         ({"weight_versions": ()}, None),
-        ({"tokens": torch.tensor([1, 2, 3, 4, 10])}, "tokens are no token ids: 10 at 4"),
-        ({"tokens": torch.tensor([-1, 2, 3, 4, 5])}, "tokens are no token ids: -1 at 0"),
+        ({"tokens": torch.tensor([1, 2, 3, 4, 10])}, "tokens: 10 at 4 is not a token id"),
+        ({"tokens": torch.tensor([-1, 2, 3, 4, 5])}, "tokens: -1 at 0 is not a token id"),
         (
             {"rollout_log_probs": torch.tensor([-0.5, 0, math.nan])},
             "the log-prob of token 2 is nan",

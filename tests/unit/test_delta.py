@@ -260,8 +260,8 @@ def test_hundred_updates_with_servers_that_are_killed_and_come_late(
         with engine_of(
             model, servers, synced=False, update_timeout_s=30.0, delta={**settings, "local_dir": str(near)}
         ) as engine:  # fmt: skip
-            fleet = engine.fleet
-            assert fleet is not None
+            pool = engine.pool
+            assert pool is not None
             running.append(follower(far, tmp_path / "far"))
             for version in range(1, 101):
                 weights = stepped(weights, generator)
@@ -275,20 +275,20 @@ def test_hundred_updates_with_servers_that_are_killed_and_come_late(
                     far.hung = True
                     stop.set()
                     running.pop().join()
-                    wait_for(lambda: far.url not in [w.url for w in fleet.alive()], "out")
+                    wait_for(lambda: far.url not in [w.url for w in pool.alive()], "out")
                 if version == 75:
                     stop.clear()
                     running.append(follower(far, tmp_path / "far2"))
                     far.hung = False
                 if version in (22, 62, 76):
                     count = 2 if version == 62 else 3
-                    wait_for(lambda count=count: len(fleet.ready()) == count, "all back")
+                    wait_for(lambda count=count: len(pool.ready()) == count, "all back")
                 updated(engine, weights, version)
-                for worker in fleet.ready():
+                for worker in pool.ready():
                     assert same(received[worker.url].weights, weights), (version, worker.url)
                 assert len(updates_in(root)) <= 8
                 assert len(list(root.glob("full-*"))) == 1
-            assert len(fleet.ready()) == 3
+            assert len(pool.ready()) == 3
             found = copy_for(root, far.url)
             assert found is not None and same(stored(Path(found.folder)), weights)
             assert same(stored(near), weights)
@@ -311,5 +311,5 @@ def test_a_server_on_a_node_without_a_copy_holds_nobody_up(model: str, tmp_path:
     ) as engine:  # fmt: skip
         engine.update_weights(iter(in_bf16(model).items()), 1)
         assert engine.weight_version == 1
-        assert engine.fleet is not None
-        assert [worker.url for worker in engine.fleet.ready()] == [here.url]
+        assert engine.pool is not None
+        assert [worker.url for worker in engine.pool.ready()] == [here.url]

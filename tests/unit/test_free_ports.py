@@ -33,7 +33,7 @@ def test_one_that_is_taken_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(processes, "_first_outgoing_port", lambda: port + 1)
         with pytest.raises(
             OSError,
-            match=f"1 free ports are wanted on 127.0.0.1, and 0 were found from {port} to {port}",
+            match=f"127.0.0.1 has 0 free ports from {port} to {port}, 1 are needed",
         ):
             free_ports(1)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from arguments.parse import parse_args
-from benchmarks.loss_table import Result, command_of, command_words, finished, is_further, rows
+from benchmarks.loss_table import Result, command_line_of, command_of, finished, is_further, rows
 from slime_like.advantages import TurnEstimator, advantage_estimators
 from tests.unit.loss_cases import OF_SINGLE_RESPONSES
 from tests.unit.test_example_command_lines import warm_start_files
@@ -49,7 +49,7 @@ def test_a_finished_run_counts_as_long_as_its_command_line_is_the_same(tmp_path:
     row, model = rows()[0], tmp_path / "sft/hf"
     folder = Path(command_of(row, 48, model, tmp_path)[-1])
     folder.mkdir(parents=True)
-    words = command_words(row, 48, model, tmp_path)
+    words = command_line_of(row, 48, model, tmp_path)
     result = Result(
         **asdict(row),
         before=0.1,

@@ -145,7 +145,7 @@ def entries(change: Any) -> Fault:
 WRONG: dict[str, tuple[list[Fault | None], str]] = {
     "an error that lasts": ([status(500, "out of memory")] * ATTEMPTS, "status 500: out of memory"),
     "a refusal": ([status(403, "not you")], "status 403: not you"),
-    "html": ([text("<html>502</html>")], "no JSON"),
+    "html": ([text("<html>502</html>")], "invalid JSON"),
     "no log-probs": (
         [changed(lambda a: a["meta_info"].pop("input_token_logprobs"))],
         "no log-probs",

@@ -16,7 +16,7 @@ from slime_like.errors import RunError
 from slime_like.rollout.engines.sglang.node_agent import NodeAgent, RemoteNode, RemoteProcess
 from slime_like.rollout.engines.sglang.nodes import Node, place_servers
 from slime_like.rollout.engines.sglang.processes import Launch, ServerProcess, SpanningProcess
-from slime_like.rollout.engines.sglang.server_pool import Fleet, HealthSettings
+from slime_like.rollout.engines.sglang.server_pool import HealthSettings, ServerPool
 
 KEY, RANK = b"of the job", 8
 
@@ -97,7 +97,7 @@ def test_a_process_elsewhere(node: RemoteNode, tmp_path: Path) -> None:
     assert process.sender == RANK and process.exit_status is None
     process.end()
     assert node.state(0) is None
-    again = process.again()
+    again = process.restart()
     wait_until(lambda: started.read_text() == "xx")
     again.end()
 
@@ -107,8 +107,8 @@ def test_one_that_ends_by_itself(node: RemoteNode, tmp_path: Path) -> None:
     process = RemoteProcess(node, 4, program(tmp_path, words))
     wait_until(lambda: process.exit_status is not None)
     assert process.exit_status == 3
-    assert "no memory" in process.last_words() and "engine.log on 10.0.0.1" in process.last_words()
-    again = process.again()  # of which the old status says nothing
+    assert "no memory" in process.log_tail() and "engine.log on 10.0.0.1" in process.log_tail()
+    again = process.restart()  # of which the old status says nothing
     wait_until(lambda: (tmp_path / "started").read_text() == "xx")
     wait_until(lambda: again.exit_status == 3)
 
@@ -117,7 +117,7 @@ def test_one_that_cannot_start(node: RemoteNode, tmp_path: Path) -> None:
     (tmp_path / "logs").touch()
     process = RemoteProcess(node, 0, program(tmp_path, "pass"))
     wait_until(lambda: process.exit_status is not None)
-    assert "logs" in process.last_words()
+    assert "logs" in process.log_tail()
 
 
 def test_one_over_several_nodes(node: RemoteNode, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_one_over_several_nodes(node: RemoteNode, tmp_path: Path) -> None:
     whole = SpanningProcess([stays, ends])
     wait_until(lambda: whole.exit_status == 5)
     wait_until((folders[0] / "started").exists)
-    again = whole.again()
+    again = whole.restart()
     wait_until(lambda: all((f / "started").read_text() == "xx" for f in folders))
     again.end()
     assert node.state(0) is node.state(1) is None
@@ -148,5 +148,5 @@ def test_what_others_write_is_not_started(store: dist.Store, tmp_path: Path) -> 
 def test_a_fleet_that_is_closed_ends_what_was_started_for_it(tmp_path: Path) -> None:
     alone, *parts = [ServerProcess(program(tmp_path, "time.sleep(1000)")) for _ in range(3)]
     processes = [("http://a", alone), ("http://b", SpanningProcess(parts))]
-    Fleet([], processes, None, HealthSettings(), 1.0).close()
+    ServerPool([], processes, None, HealthSettings(), 1.0).close()
     assert None not in [process.exit_status for process in (alone, *parts)]

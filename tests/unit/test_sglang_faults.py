@@ -151,8 +151,8 @@ def compressed(handler: Handler, answer: Answer) -> None:
 
 # Status 200, and not what was asked for -> words of the rejection.
 WRONG: dict[str, tuple[Fault, str]] = {
-    "html": (text("<html>502 Bad Gateway</html>"), "no JSON"),
-    "garbage": (text("\x00\x01{{", "application/json"), "no JSON"),
+    "html": (text("<html>502 Bad Gateway</html>"), "invalid JSON"),
+    "garbage": (text("\x00\x01{{", "application/json"), "invalid JSON"),
     "a list": (text("[1, 2]", "application/json"), "no answer of /generate"),
     "text alone": (text(json.dumps({"text": "hello"}), "application/json"), "no answer of /generate"),
     "fewer log-probs": (changed(log_probs(lambda p: p[:-1])), "log-probs for"),
@@ -164,9 +164,9 @@ WRONG: dict[str, tuple[Fault, str]] = {
     "a word": (changed(log_probs(lambda p: [["-1", *p[0][1:]], *p[1:]])), "is '-1'"),
     "above 0": (changed(log_probs(lambda p: [[0.5, *p[0][1:]], *p[1:]])), "is 0.5"),
     "of another token": (changed(log_probs(lambda p: [[p[0][0], p[0][1] + 1, None], *p[1:]])), "and the token there is"),
-    "too many tokens": (changed(lambda a: a.update(output_ids=[9] * 9)), "where 1 to 8 were asked for"),
+    "too many tokens": (changed(lambda a: a.update(output_ids=[9] * 9)), "expected 1 to 8"),
     "no tokens": (changed(lambda a: a.update(output_ids=[])), "0 tokens"),
-    "tokens that are words": (changed(lambda a: a.update(output_ids=["a"])), "no token ids"),
+    "tokens that are words": (changed(lambda a: a.update(output_ids=["a"])), "not a token id"),
     "another count": (changed(meta(completion_tokens=99)), "the server counted 99"),
     "an answer to another request": (changed(meta(id="r-9\n")), "the response is to request 'r-9\\n'"),
     "another prompt": (changed(meta(prompt_tokens=4)), "the server read 4"),
@@ -176,14 +176,14 @@ WRONG: dict[str, tuple[Fault, str]] = {
     "a span of 1e13 tokens": (changed(meta(weight_versions=[{"version": "1", "start": 0, "end": 10**13}])), "are none of"),
     "a version that is infinite": (changed(meta(weight_versions=None, weight_version=float("inf"))), "weight version inf"),
     "a version that is a list": (changed(meta(weight_versions=None, weight_version=[1])), "weight version [1]"),
-    "versions that are text": (changed(meta(weight_versions="1")), "is no list"),
+    "versions that are text": (changed(meta(weight_versions="1")), "is not a list"),
     "nested too deep": (text("[" * 100_000, "application/json"), "nested deeper than 32"),
     "nested deep": (text("[" * 40 + "]" * 40, "application/json"), "nested deeper than 32"),
     "a status that is a word": (changed(meta(finish_reason={"type": "abort", "status_code": "abc"})), "status_code 'abc'"),
-    "an integer of 400 digits": (changed(log_probs(lambda p: [[-(10**400), *p[0][1:]], *p[1:]])), "an integer of 402 digits"),
+    "an integer of 400 digits": (changed(log_probs(lambda p: [[-(10**400), *p[0][1:]], *p[1:]])), "integer of 402 digits"),
     "far below 0": (changed(log_probs(lambda p: [[-1e300, *p[0][1:]], *p[1:]])), "is -1e+300"),
-    "a token of 2**70": (changed(lambda a: a.update(output_ids=[2**70])), "an integer of 22 digits"),
-    "a token beyond the vocabulary": (changed(lambda a: a.update(output_ids=[64])), "are no token ids: 64 at 0"),
+    "a token of 2**70": (changed(lambda a: a.update(output_ids=[2**70])), "integer of 22 digits"),
+    "a token beyond the vocabulary": (changed(lambda a: a.update(output_ids=[64])), "64 at 0 is not a token id"),
     "a lone surrogate": (changed(meta(finish_reason="\ud800\n\x1b[31m")), "unknown finish_reason '\\ud800\\n\\x1b[31m'"),
     "compressed": (compressed, "the answer is encoded as 'gzip'"),
     "too large": (text("[" + "1, " * 2**20 + "1]", "application/json"), "more than "),
@@ -266,11 +266,11 @@ def test_a_server_that_keeps_answering_under_other_weights_stays_out(model: str)
         for _ in range(200):
             outputs = engine.generate(REQUESTS, SAMPLING)
             rejected += sum(output.finish_reason == "abort" for output in outputs)
-            if rejected == 3 and not any(w.returning for w in engine.fleet.workers):
+            if rejected == 3 and not any(w.returning for w in engine.pool.workers):
                 break
             time.sleep(0.05)
         assert rejected == 3
-        assert [w.url for w in engine.fleet.alive()] == [servers[1].url]
+        assert [w.url for w in engine.pool.alive()] == [servers[1].url]
         assert_right(engine.generate(REQUESTS, SAMPLING), model)
 
 
@@ -335,8 +335,8 @@ def test_garbage_of_control_calls_is_a_sentence_and_kills_no_thread(model: str) 
     with fake_servers(model, 3) as (server, late, fake):
         router = Router(fake.url, None, 1.0)
         with engine_of(model, [server, late], router=router) as engine:
-            assert engine.fleet is not None and engine._updater is not None
-            watcher, version = engine.fleet._watcher, 1
+            assert engine.pool is not None and engine._updater is not None
+            watcher, version = engine.pool._monitor, 1
             for body in GARBAGE:
                 fake.garbage["/workers"] = body.encode()
                 for path in ("/model_info", "/server_info"):
@@ -344,17 +344,17 @@ def test_garbage_of_control_calls_is_a_sentence_and_kills_no_thread(model: str) 
                 with contextlib.suppress(RunError):  # of the router, by its name
                     engine.update_weights(weights_of(model), version + 1)
                 with contextlib.suppress(RunError, RequestFailed):
-                    engine._updater.servers.size(engine.fleet.workers[1])
-                engine.fleet.take_added()
-                engine.fleet._wake.set()
-                wait_until(lambda: not engine.fleet._wake.is_set())
+                    engine._updater.servers.size(engine.pool.workers[1])
+                engine.pool.handle_added_servers()
+                engine.pool._wake.set()
+                wait_until(lambda: not engine.pool._wake.is_set())
                 assert watcher is not None and watcher.is_alive()
-                assert engine.fleet.workers[0].alive
+                assert engine.pool.workers[0].alive
                 fake.garbage, late.garbage = {}, {}
                 version += 2
-                wait_until(lambda: len(engine.fleet.alive()) == 2)
+                wait_until(lambda: len(engine.pool.alive()) == 2)
                 engine.update_weights(weights_of(model), version)
-                wait_until(lambda: len(engine.fleet.ready()) == 2)
+                wait_until(lambda: len(engine.pool.ready()) == 2)
             fake.faults = [status(503)] * 100  # it only names servers
             outputs = engine.generate(REQUESTS, SamplingParams(max_new_tokens=2))
             assert {v for o in outputs for v in o.weight_versions} == {version}
@@ -366,7 +366,7 @@ def test_a_call_that_answers_success_false_has_failed(model: str) -> None:
             b'{"success": false, "message": "no\\nway"}'
         )
         engine.update_weights(weights_of(model), 1)
-        assert [w.url for w in engine.fleet.ready()] == [servers[1].url]
+        assert [w.url for w in engine.pool.ready()] == [servers[1].url]
         client = ControlClient(1.0)
         with pytest.raises(RequestFailed, match=r"disk: the call failed: no\\nway"):
             client.call(f"{servers[0].url}/update_weights_from_disk", {}, timeout_s=30)
@@ -452,7 +452,7 @@ def test_samples_of_a_server_that_dies_go_elsewhere(model: str) -> None:
         servers[0].faults = [silence(5)] * 3
         threading.Timer(0.15, servers[0].stop).start()
         assert_right(engine.generate(REQUESTS, SAMPLING), model)
-        wait_until(lambda: [w.url for w in engine.fleet.alive()] == [servers[1].url])
+        wait_until(lambda: [w.url for w in engine.pool.alive()] == [servers[1].url])
         engine.check_health()
         assert engine.weight_version == 1  # the one that is left has the weights
         assert engine.take_metrics()["engine/evictions"] == 1
@@ -510,7 +510,7 @@ def test_a_server_that_is_added_to_the_router_gets_weights_or_no_requests(
             fake.workers.append(late.url)
             expected = {server.url, early.url, late.url} if joins else {server.url}
             wait_until(
-                lambda: {w.url for w in engine.fleet.ready()} == expected == set(fake.workers)
+                lambda: {w.url for w in engine.pool.ready()} == expected == set(fake.workers)
             )
             assert [s.version for s in (early, late)] == (["1"] * 2 if joins else ["default"] * 2)
             fake.faults = [status(503)] * 100  # it only names servers
@@ -543,10 +543,10 @@ def test_a_server_that_comes_back_gets_the_weights_before_requests(model: str) -
         engine_of(model, servers, probe_timeout_s=0.5) as engine,
     ):
         servers[0].hung = True
-        wait_until(lambda: len(engine.fleet.ready()) == 1)
+        wait_until(lambda: len(engine.pool.ready()) == 1)
         updates = servers[0].count("/update_weights_from_disk")
         servers[0].hung = False
-        wait_until(lambda: len(engine.fleet.ready()) == 2)
+        wait_until(lambda: len(engine.pool.ready()) == 2)
         assert servers[0].count("/update_weights_from_disk") == updates + 1
         assert_right(engine.generate(REQUESTS, SAMPLING), model)
 
@@ -559,7 +559,7 @@ def test_when_no_server_is_left(model: str) -> None:
             (o.failure is not None and server.url in o.failure) or "no engine" in str(o.failure)
             for o in outputs
         )
-        wait_until(lambda: not engine.fleet.alive())
+        wait_until(lambda: not engine.pool.alive())
         with pytest.raises(RunError, match=f"no engine answers any more: {server.url}"):
             engine.check_health()
 
@@ -599,7 +599,7 @@ def test_a_server_that_refuses_an_update_is_out(model: str) -> None:
     with fake_servers(model, 2) as servers, engine_of(model, servers, synced=False) as engine:
         servers[0].refused["/update_weights_from_disk"] = (400, "no such folder")
         engine.update_weights(weights_of(model), 1)
-        assert engine.weight_version == 1 and [w.url for w in engine.fleet.ready()] == [
+        assert engine.weight_version == 1 and [w.url for w in engine.pool.ready()] == [
             servers[1].url
         ]
         assert_right(engine.generate(REQUESTS, SAMPLING), model)
@@ -628,7 +628,7 @@ def test_weights_in_requests(model: str) -> None:
         servers[1].refused["/update_weights_from_tensor"] = (400, "not this one")
         before = servers[1].count("/update_weights_from_tensor")
         engine.update_weights(((name, tensor * 1.1) for name, tensor in weights_of(model)), 2)
-        assert engine.weight_version == 2 and [w.url for w in engine.fleet.ready()] == [
+        assert engine.weight_version == 2 and [w.url for w in engine.pool.ready()] == [
             servers[0].url
         ]
         assert (
@@ -649,7 +649,7 @@ def test_a_server_that_does_not_tell_its_size_is_out(model: str, transport: str)
         server.refused["/server_info"] = (500, "no")
         engine.update_weights(weights_of(model), 1)
         assert (
-            engine.weight_version == -1 and not engine.fleet.ready() and engine.fleet.evictions == 1
+            engine.weight_version == -1 and not engine.pool.ready() and engine.pool.evictions == 1
         )
 
 
@@ -662,7 +662,7 @@ def test_memory_is_given_back_where_it_was_taken(model: str) -> None:
         assert engine.weight_version == -1 and [
             s.count("/release_memory_occupation") for s in servers
         ] == [1, 1]
-        engine.fleet.workers[1].evictions += 1
+        engine.pool.workers[1].evictions += 1
         engine.update_weights(weights_of(model), 2)
         assert [s.count("/resume_memory_occupation") for s in servers] == [1, 0]
         paths = [path for path, _ in servers[0].seen]
@@ -717,7 +717,7 @@ def test_a_refused_broadcast_ends_in_bounded_time(model: str, path: str) -> None
         with contextlib.suppress(RunError):
             engine.update_weights(weights_of(model), 1)
         assert engine.weight_version == -1 and time.monotonic() - start < 100
-        assert not engine.fleet.ready()
+        assert not engine.pool.ready()
 
 
 def test_another_version_than_was_sent_stops_the_run(model: str) -> None:
@@ -725,7 +725,7 @@ def test_another_version_than_was_sent_stops_the_run(model: str) -> None:
         server.get = lambda handler: handler.reply(200, b'{"weight_version": "7"}')  # type: ignore[method-assign]
         with pytest.raises(
             RunError,
-            match=r"has weights of version '7' after an update to 2; does another run use it\?",
+            match=r"reports weight version '7' after an update to 2; does another run use it\?",
         ):
             engine.update_weights(weights_of(model), 2)
 
@@ -735,7 +735,7 @@ def test_another_version_than_was_sent_stops_the_run(model: str) -> None:
     [
         (lambda w: w.pop("model.norm.weight"), "missing: model.norm.weight"),
         (lambda w: w.update({"model.layers.7.x": torch.zeros(1)}), "unknown: model.layers.7.x"),
-        (lambda w: w.update({"model.norm.weight": torch.zeros(3)}), r"of another shape: model.norm.weight \[3\] \(there: \[32\]\)"),
+        (lambda w: w.update({"model.norm.weight": torch.zeros(3)}), r"of another shape: model.norm.weight \[3\] \(checkpoint: \[32\]\)"),
     ],
 )  # fmt: skip
 def test_weights_that_are_not_the_checkpoints_stop_the_run(
@@ -764,7 +764,7 @@ def test_a_server_that_is_lost_in_a_probe_is_out_and_the_others_are_probed(model
         ((url, outputs),) = engine.probe(REQUESTS, SAMPLING)
         assert url == servers[1].url
         assert_right(outputs, model)
-        assert engine.fleet is not None and engine.fleet.evictions == 1
+        assert engine.pool is not None and engine.pool.evictions == 1
     with fake_servers(model, 1) as servers, engine_of(model, servers) as engine:
         servers[0].probe_faults = [status(503)] * len(REQUESTS)
         with pytest.raises(RunError, match="no engine answers after a weight update"):

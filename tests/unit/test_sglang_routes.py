@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from arguments.parse import parse_args
 from slime_like.errors import RunError
 from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
-from slime_like.rollout.engines.checked_json import BadAnswer
+from slime_like.rollout.engines.checked_json import InvalidResponse
 from slime_like.rollout.engines.local.engine import LocalEngine
 from slime_like.rollout.engines.sglang.engine import SglangEngine
 from slime_like.rollout.engines.sglang.factory import require_routes
@@ -86,9 +86,9 @@ def test_a_router_is_passed_by(
 ) -> None:
     """sglang_router would leave out of a request that it asks for routes."""
     server, engine = one
-    assert engine.fleet is not None
+    assert engine.pool is not None
     with FakeServer(server.model) as router:  # of a version that was never given weights
-        monkeypatch.setattr(engine.fleet, "router", Router(router.url, None, 1.0))
+        monkeypatch.setattr(engine.pool, "router", Router(router.url, None, 1.0))
         (output,) = engine.generate(REQUESTS[:1], SAMPLING)
         assert output.routes is not None and router.count("/generate") == 0
         engine.generate(REQUESTS[:1], SamplingParams(max_new_tokens=2))
@@ -143,15 +143,15 @@ WRONG: dict[str, tuple[Callable[[dict], object], str]] = {
         lambda a: a["meta_info"].update(routed_experts=[1, 2]),
         "the server reports no routed experts",
     ),
-    "no base64": (lambda a: a["meta_info"].update(routed_experts="%%%"), "are no base64"),
+    "no base64": (lambda a: a["meta_info"].update(routed_experts="%%%"), "is not base64"),
     "half a number": (
         lambda a: a["meta_info"].update(routed_experts="AAAA"),
-        "are no base64 of whole numbers",
+        "is not base64 of int32",
     ),
-    "one token less": (altered(lambda n: n[:-1]), r"were expected"),
-    "a layer more": (altered(lambda n: np.concatenate([n, n[:, :1]], axis=1)), r"were expected"),
-    "8-byte numbers": (altered(lambda n: n.astype(np.int64)), r"were expected"),
-    "an expert that is not there": (altered(put(4)), "to 4; the network has 0 to 3"),
+    "one token less": (altered(lambda n: n[:-1]), r"expected"),
+    "a layer more": (altered(lambda n: np.concatenate([n, n[:, :1]], axis=1)), r"expected"),
+    "8-byte numbers": (altered(lambda n: n.astype(np.int64)), r"expected"),
+    "an expert that is not there": (altered(put(4)), "to 4, expected 0 to 3"),
     "a negative one": (altered(put(-1)), "from -1 to 3"),
     "never written": (
         altered(lambda n: n * (np.arange(n.shape[0]) != 2)[:, None, None].astype(np.int32)),
@@ -199,7 +199,7 @@ def test_an_aborted_request_may_have_none() -> None:
     request, output = GenerateRequest(0, (5, 6), 0), GenerateOutput(0, (7,), (-1.0,), "abort", (1,))
     assert read_routes({}, request, output, FORMAT, "r").tolist() == [[[-1, -1], [-1, -1]]] * 3
     ended = GenerateOutput(0, (7,), (-1.0,), "stop", (1,))
-    with pytest.raises(BadAnswer, match="reports no routed experts"):
+    with pytest.raises(InvalidResponse, match="reports no routed experts"):
         read_routes({}, request, ended, FORMAT, "r")
 
 
@@ -207,12 +207,12 @@ def test_a_server_that_tells_none_is_named_before_the_run(
     one: tuple[FakeServer, SglangEngine],
 ) -> None:
     server, engine = one
-    require_routes(engine.fleet)  # it does not say
+    require_routes(engine.pool)  # it does not say
     server.info = {**server.info, "enable_return_routed_experts": True}
-    require_routes(engine.fleet)
+    require_routes(engine.pool)
     server.info = {**server.info, "enable_return_routed_experts": False}
     with pytest.raises(
         RunError,
         match=f"the engine {server.url} does not report routed experts.*--enable-return-routed-experts",
     ):
-        require_routes(engine.fleet)
+        require_routes(engine.pool)

@@ -1,7 +1,7 @@
 """Parse and validate untrusted JSON, with bounds on size, depth and numbers.
 
-`parse_json` decodes the bytes; the checks below extract typed values. For any input, an error is a
-`BadAnswer` with a one-line message. Engine responses and recorded rollouts share these checks.
+`parse_json` decodes the bytes; the checks below extract typed values. For any input, an error is an
+`InvalidResponse` with a one-line message. Recorded rollouts are checked by the same functions.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ HIGHEST_LOG_PROB = 1e-3  # rounding may give a log-prob slightly above 0
 _SHOWN = 200  # characters of a bad value in a message
 
 
-class BadAnswer(ValueError):
+class InvalidResponse(ValueError):
     """A response with status 200 but invalid content. The message is one line."""
 
 
-class WrongVersion(BadAnswer):
+class WrongWeightVersion(InvalidResponse):
     """Tokens with a weight version that was never sent or cannot have generated them."""
 
 
@@ -41,22 +41,22 @@ def parse_json(data: bytes) -> object:
     """
     try:
         value = json.loads(data.decode("utf-8"), parse_int=_bounded_int)
-    except BadAnswer:
+    except InvalidResponse:
         raise
     except RecursionError:
-        raise BadAnswer(f"no JSON that is read here: nested deeper than {MAX_DEPTH}") from None
+        raise InvalidResponse(f"JSON nested deeper than {MAX_DEPTH} levels") from None
     except ValueError:
-        raise BadAnswer(f"no JSON: {shown(data[:_SHOWN].decode('utf-8', 'replace'))}") from None
+        raise InvalidResponse(
+            f"invalid JSON: {shown(data[:_SHOWN].decode('utf-8', 'replace'))}"
+        ) from None
     if _is_deeper(value, MAX_DEPTH):
-        raise BadAnswer(f"no JSON that is read here: nested deeper than {MAX_DEPTH}")
+        raise InvalidResponse(f"JSON nested deeper than {MAX_DEPTH} levels")
     return value
 
 
 def _bounded_int(digits: str) -> int:
     if len(digits) > MAX_INT_DIGITS:
-        raise BadAnswer(
-            f"no JSON that is read here: an integer of {len(digits)} digits, {digits[:20]}..."
-        )
+        raise InvalidResponse(f"JSON integer of {len(digits)} digits: {digits[:20]}...")
     return int(digits)
 
 
@@ -67,11 +67,9 @@ def _is_deeper(value: object, limit: int) -> bool:
         containers = [v for v in level if isinstance(v, list | dict)]
         if not containers:
             return False
-        level = [
-            item
-            for container in containers
-            for item in (container.values() if isinstance(container, dict) else container)
-        ]
+        level = []
+        for container in containers:
+            level += container.values() if isinstance(container, dict) else container
     return True
 
 
@@ -91,43 +89,44 @@ def printable(text: str, limit: int = _SHOWN) -> str:
 def object_of(value: object, what: str) -> dict[str, object]:
     """Raises BadAnswer for anything but an object."""
     if not isinstance(value, dict):
-        raise BadAnswer(f"{what} is no object: {shown(value)}")
+        raise InvalidResponse(f"{what} is not an object: {shown(value)}")
     return value
 
 
 def list_of(value: object, what: str) -> list[object]:
     """Raises BadAnswer for anything but an array."""
     if not isinstance(value, list):
-        raise BadAnswer(f"{what} is no list: {shown(value)}")
+        raise InvalidResponse(f"{what} is not a list: {shown(value)}")
     return value
 
 
 def text_of(value: object, what: str, max_length: int = 1000) -> str:
     """Raises BadAnswer for anything but a string of at most `max_length` characters."""
     if not isinstance(value, str) or len(value) > max_length:
-        raise BadAnswer(f"{what} is no text of at most {max_length} characters: {shown(value)}")
+        raise InvalidResponse(
+            f"{what} is not text of at most {max_length} characters: {shown(value)}"
+        )
     return value
 
 
-def is_whole(value: object, low: int, high: int) -> TypeGuard[int]:
+def is_int_between(value: object, low: int, high: int) -> TypeGuard[int]:
     """Whether value is an integer (no bool, no float) from `low` to `high`."""
     return type(value) is int and low <= value <= high
 
 
-def whole_of(value: object, what: str, low: int, high: int) -> int:
+def int_of(value: object, what: str, low: int, high: int) -> int:
     """Raises BadAnswer for anything but an integer from `low` to `high`."""
-    if not is_whole(value, low, high):
-        raise BadAnswer(f"{what} is {shown(value)}, must be a whole number from {low} to {high}")
+    if not is_int_between(value, low, high):
+        raise InvalidResponse(f"{what} is {shown(value)}, must be an integer from {low} to {high}")
     return value
 
 
 def token_ids(values: Any, what: str, vocab_size: int) -> tuple[int, ...]:
     """Validate token ids. Raises BadAnswer naming the first that is not in the vocabulary."""
     for i, value in enumerate(list_of(values, what)):
-        if not is_whole(value, 0, vocab_size - 1):
-            raise BadAnswer(
-                f"{what} are no token ids: {shown(value, 40)} at {i}, and the vocabulary has 0 to "
-                f"{vocab_size - 1}"
+        if not is_int_between(value, 0, vocab_size - 1):
+            raise InvalidResponse(
+                f"{what}: {shown(value, 40)} at {i} is not a token id from 0 to {vocab_size - 1}"
             )
     return tuple(values)
 
@@ -136,13 +135,15 @@ def log_prob(value: Any, what: str) -> float:
     """Validate a finite log-prob representable in float32. Raises BadAnswer."""
     legal = type(value) in (int, float) and math.isfinite(value)
     if not legal or not LOWEST_LOG_PROB <= value <= HIGHEST_LOG_PROB:
-        raise BadAnswer(
+        raise InvalidResponse(
             f"{what} is {shown(value, 40)}, must be a number from {LOWEST_LOG_PROB:g} to 0"
         )
     return float(value)
 
 
-def rising_versions(versions: Sequence[int], legal: Collection[int], what: str) -> tuple[int, ...]:
+def check_weight_versions(
+    versions: Sequence[int], legal: Collection[int], what: str
+) -> tuple[int, ...]:
     """Validate weight versions of consecutive tokens: each in `legal`, non-decreasing.
 
     Raises WrongVersion.
@@ -151,10 +152,10 @@ def rising_versions(versions: Sequence[int], legal: Collection[int], what: str) 
     for version in versions:
         if version not in legal:
             names = ", ".join(map(str, sorted(legal))) or "none"
-            raise WrongVersion(
+            raise WrongWeightVersion(
                 f"{what}: weight version {shown(version, 40)}, and only {names} can have written it"
             )
         if newest is not None and version < newest:
-            raise WrongVersion(f"{what}: weight version {version} after {newest}")
+            raise WrongWeightVersion(f"{what}: weight version {version} after {newest}")
         newest = version
     return tuple(versions)

@@ -29,10 +29,10 @@ BatchSize = Callable[[Sequence[GenerateRequest], SamplingParams], int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class _PendingRequest:
     request: GenerateRequest
     sampling: SamplingParams
-    answer: asyncio.Future[GenerateOutput]
+    output: asyncio.Future[GenerateOutput]
 
 
 class Batcher:
@@ -44,8 +44,8 @@ class Batcher:
         self.paused = False
         self._decode = decode
         self._batch_size = batch_size
-        self._waiting: deque[_Waiting] = deque()
-        self._running: list[_Waiting] = []
+        self._waiting: deque[_PendingRequest] = deque()
+        self._running: list[_PendingRequest] = []
         self._aborted: set[int] = set()
         self._pump: asyncio.Task[None] | None = None
         self._token_lock = token_lock
@@ -55,10 +55,10 @@ class Batcher:
         if self._pump is None or self._pump.done() or self._pump.get_loop() is not loop:
             self._waiting.clear()  # left by an event loop that has ended
             self._pump = loop.create_task(self._serve())
-        item = _Waiting(request, sampling, loop.create_future())
-        self._waiting.append(item)
+        pending = _PendingRequest(request, sampling, loop.create_future())
+        self._waiting.append(pending)
         try:
-            return await item.answer
+            return await pending.output
         except asyncio.CancelledError:
             self.abort([request.sample_id])
             raise
@@ -67,13 +67,15 @@ class Batcher:
         """Abort requests: running ones after the next token, waiting ones at once, without
         output."""
 
-        def wanted(item: _Waiting) -> bool:
-            return sample_ids is None or item.request.sample_id in sample_ids
+        def matches(pending: _PendingRequest) -> bool:
+            return sample_ids is None or pending.request.sample_id in sample_ids
 
-        self._aborted.update(item.request.sample_id for item in self._running if wanted(item))
-        for item in [item for item in self._waiting if wanted(item)]:
-            self._waiting.remove(item)
-            _answer(item, GenerateOutput(item.request.sample_id, (), (), "abort", ()))
+        self._aborted.update(
+            pending.request.sample_id for pending in self._running if matches(pending)
+        )
+        for pending in [pending for pending in self._waiting if matches(pending)]:
+            self._waiting.remove(pending)
+            _set_output(pending, GenerateOutput(pending.request.sample_id, (), (), "abort", ()))
 
     async def _serve(self) -> None:
         await asyncio.sleep(0)  # batch all requests of this event-loop iteration
@@ -82,15 +84,17 @@ class Batcher:
             try:
                 await self._serve_batch(self._running)
             except Exception as error:
-                for item in self._running:
-                    if not item.answer.done():
-                        item.answer.set_exception(error)
+                for pending in self._running:
+                    if not pending.output.done():
+                        pending.output.set_exception(error)
             finally:
                 self._running = []
                 self._aborted.clear()
 
-    async def _serve_batch(self, batch: Sequence[_Waiting]) -> None:
-        tokens = self._decode([item.request for item in batch], batch[0].sampling, self._aborted)
+    async def _serve_batch(self, batch: Sequence[_PendingRequest]) -> None:
+        tokens = self._decode(
+            [pending.request for pending in batch], batch[0].sampling, self._aborted
+        )
         while True:
             while self.paused:
                 await asyncio.sleep(PAUSED_POLL_S)
@@ -99,22 +103,25 @@ class Batcher:
             if ended is None:
                 return
             for index, output in ended.items():
-                _answer(batch[index], output)
+                _set_output(batch[index], output)
             await asyncio.sleep(0)
 
-    def _next_batch(self) -> list[_Waiting]:
+    def _next_batch(self) -> list[_PendingRequest]:
         """The oldest request and others with equal sampling parameters. Equal prompts are adjacent,
         so that each is prefilled once."""
         sampling = self._waiting[0].sampling
-        alike = [item for item in self._waiting if item.sampling == sampling]
-        batch = alike[: self._batch_size([item.request for item in alike], sampling)]
-        for item in batch:
-            self._waiting.remove(item)
+        compatible = [pending for pending in self._waiting if pending.sampling == sampling]
+        batch = compatible[
+            : self._batch_size([pending.request for pending in compatible], sampling)
+        ]
+        for pending in batch:
+            self._waiting.remove(pending)
         return sorted(
-            batch, key=lambda item: (len(item.request.prompt_tokens), item.request.prompt_tokens)
+            batch,
+            key=lambda pending: (len(pending.request.prompt_tokens), pending.request.prompt_tokens),
         )
 
 
-def _answer(item: _Waiting, output: GenerateOutput) -> None:
-    if not item.answer.done():
-        item.answer.set_result(output)
+def _set_output(pending: _PendingRequest, output: GenerateOutput) -> None:
+    if not pending.output.done():
+        pending.output.set_result(output)

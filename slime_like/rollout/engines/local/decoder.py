@@ -40,9 +40,8 @@ class _Row:
     tokens: list[int] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
     token_sets: list[Tensor] = field(default_factory=list)  # only if requested
-    routes: list[Tensor] = field(
-        default_factory=list
-    )  # only if requested: the prompt [P, layers, topk], then each token
+    # only if requested: of the prompt [P, layers, topk], then of each token
+    routes: list[Tensor] = field(default_factory=list)
     finish_reason: FinishReason = "length"
 
 
@@ -86,19 +85,18 @@ class Decoder:
         """Decode B requests in one batch. Yields after every token: newly finished outputs by
         index. aborted: sample ids to abort, read after every token."""
         rows = [_Row() for _ in requests]
-        own_ends = frozenset() if sampling.ignore_end_tokens else self._end_ids
-        stop_ids = own_ends.union(sampling.stop_token_ids)
-        uniforms = draw_uniforms([r.seed for r in requests], sampling.max_new_tokens).to(
-            self._device
-        )  # (B, N)
+        prompts = [request.prompt_tokens for request in requests]
+        stop_ids = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_end_tokens:
+            stop_ids |= self._end_ids
+        uniforms = draw_uniforms([r.seed for r in requests], sampling.max_new_tokens)  # (B, N)
+        uniforms = uniforms.to(self._device)
         log_probs = torch.full(uniforms.shape, float("nan"), device=self._device)  # (B, N)
         with self.routes.recording(sampling.report_routes):
-            logits, cache, mask, positions = self._prefill(
-                [r.prompt_tokens for r in requests], sampling.max_new_tokens
-            )
+            logits, cache, mask, positions = self._prefill(prompts, sampling.max_new_tokens)
         if sampling.report_routes:
-            for i, routes in enumerate(self.routes.of_prompts([r.prompt_tokens for r in requests])):
-                rows[i].routes.append(routes)
+            for record, routes in zip(rows, self.routes.of_prompts(prompts), strict=True):
+                record.routes.append(routes)
         live = list(range(len(requests)))  # requests[live[j]] is row j of the running batch
         live_index = torch.arange(len(requests), device=self._device)
         prompt_width = mask.size(1) - sampling.max_new_tokens
@@ -221,20 +219,21 @@ class Decoder:
         aborts the response."""
         values = log_probs[: len(row.tokens)]
         finite = int(values.isfinite().cumprod(0).sum())
-        broken = finite < len(row.tokens)
+        finish_reason, failure, routes = row.finish_reason, None, None
+        if finite < len(row.tokens):
+            finish_reason = "abort"
+            failure = f"the log-prob of response token {finite} is {float(values[finite])}"
+        if row.routes:
+            routes = pad_routes(row.routes, len(request.prompt_tokens) + finite)
         return GenerateOutput(
             sample_id=request.sample_id,
             tokens=tuple(row.tokens[:finite]),
             log_probs=tuple(values[:finite].tolist()),
-            finish_reason="abort" if broken else row.finish_reason,
+            finish_reason=finish_reason,
             weight_versions=tuple(row.weight_versions[:finite]),
             token_sets=tuple(row.token_sets[:finite]) if reports_token_sets(sampling) else None,
-            routes=pad_routes(row.routes, len(request.prompt_tokens) + finite)
-            if row.routes
-            else None,
-            failure=f"the log-prob of response token {finite} is {float(values[finite])}"
-            if broken
-            else None,
+            routes=routes,
+            failure=failure,
         )
 
 
@@ -251,27 +250,27 @@ class RouteRecorder:
         # expert weights)
         experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
         self.layers = len(experts)
-        self._records = False
-        self._seen: list[Tensor] = []  # of the last forward pass: [n, topk] int16 of each layer
+        self._is_recording = False
+        self._recorded: list[Tensor] = []  # of the last forward pass: [n, topk] int16 of each layer
         for module in experts:
-            module.register_forward_pre_hook(self._see)
+            module.register_forward_pre_hook(self._record)
 
-    def _see(self, module: torch.nn.Module, given: tuple[Any, ...]) -> None:
-        if self._records:
-            self._seen.append(given[1].to(torch.int16).cpu())
+    def _record(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        if self._is_recording:
+            self._recorded.append(inputs[1].to(torch.int16).cpu())
 
     @contextmanager
-    def recording(self, wanted: bool) -> Iterator[None]:
+    def recording(self, enabled: bool) -> Iterator[None]:
         """Record during one forward pass."""
-        self._records, self._seen = wanted, []
+        self._is_recording, self._recorded = enabled, []
         yield
-        self._records = False
+        self._is_recording = False
 
     def last(self, batch: int) -> Tensor:
         """Routed experts of the last forward pass over `batch` rows of equal length: [batch,
         length, layers, topk]."""
-        assert len(self._seen) == self.layers, "every expert layer is called once in a pass"
-        return torch.stack(self._seen, dim=1).unflatten(0, (batch, -1))
+        assert len(self._recorded) == self.layers, "every expert layer is called once in a pass"
+        return torch.stack(self._recorded, dim=1).unflatten(0, (batch, -1))
 
     def of_prompts(self, prompts: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """Routed experts of each prompt, [P, layers, topk], after a forward pass over the distinct
@@ -328,15 +327,12 @@ def _sample(
     if sampling.top_p < 1:
         kept = TopPLogitsWarper(sampling.top_p)(None, kept)
     cumulative = kept.double().softmax(-1).cumsum(-1)
-    target = (
-        uniforms * cumulative[:, -1]
-    )  # below the total even after rounding: uniforms are at most 1 - 2^-53
+    # below the total even after rounding: uniforms are at most 1 - 2^-53
+    target = uniforms * cumulative[:, -1]
     # The first entry strictly above the target has positive probability; the clamp only matters for
     # NaN.
-    tokens = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(
-        max=scores.size(-1) - 1
-    )
-    return tokens, kept, scores
+    tokens = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+    return tokens.clamp(max=scores.size(-1) - 1), kept, scores
 
 
 def _log_prob(scores: Tensor, tokens: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ from slime_like.rollout.engines.base import (
 )
 from slime_like.rollout.engines.local.batcher import Batcher
 from slime_like.rollout.engines.local.decoder import Decoder
+from slime_like.text import list_names
 
 # KV cache budget that sets the batch size without --rollout-local-batch-size: for a small model,
 # larger batches cost little more time until the KV cache exceeds the processor caches.
@@ -70,10 +71,8 @@ class LocalEngine(RolloutEngine):
             config.tie_word_embeddings = tied
         if hasattr(config, "quantization_config"):  # of the files; synced weights have none
             del config.quantization_config
-        with (
-            no_init_weights(),
-            torch.device(device),
-        ):  # no random initialisation: every weight is synced later
+        # no random initialisation: every weight is synced later
+        with no_init_weights(), torch.device(device):
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, trust_remote_code=trust_remote_code
             )
@@ -163,31 +162,27 @@ class LocalEngine(RolloutEngine):
     def _check(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> None:
         if not self._weights_complete:
             raise RuntimeError(
-                "the local engine has no complete weights: its first or latest update_weights did not succeed"
+                "the local engine has no complete weights: the latest update_weights failed"
             )
         if sampling.report_routes and not self._decoder.routes.layers:
-            raise ValueError(
-                "the model has no experts whose routes could be told (--use-rollout-routing-replay)"
-            )
+            raise ValueError("--use-rollout-routing-replay: the model has no MoE layers")
         if sampling.stop and self._tokenizer is None:
-            raise ValueError(
-                f"stop strings {sampling.stop!r} need a tokenizer, and this engine was made without one"
-            )
+            raise ValueError(f"stop strings {sampling.stop!r} require an engine with a tokenizer")
         for request in requests:
             prompt = request.prompt_tokens
             if not prompt:
                 raise ValueError(f"sample {request.sample_id}: the prompt is empty")
             if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
                 raise ValueError(
-                    f"sample {request.sample_id}: a prompt token is outside the vocabulary [0, {self._vocab_size})"
+                    f"sample {request.sample_id}: a prompt token is outside the vocabulary "
+                    f"[0, {self._vocab_size})"
                 )
-            if (
-                self._max_positions is not None
-                and len(prompt) + sampling.max_new_tokens > self._max_positions
-            ):
+            longest = len(prompt) + sampling.max_new_tokens
+            if self._max_positions is not None and longest > self._max_positions:
                 raise ValueError(
-                    f"sample {request.sample_id}: {len(prompt)} prompt tokens and {sampling.max_new_tokens} new ones exceed the model's "
-                    f"{self._max_positions} positions; lower --rollout-max-response-len or drop long prompts"
+                    f"sample {request.sample_id}: {len(prompt)} prompt tokens and "
+                    f"{sampling.max_new_tokens} new ones exceed the model's {self._max_positions} "
+                    "positions; lower --rollout-max-response-len or drop long prompts"
                 )
 
     @torch.inference_mode()
@@ -201,15 +196,10 @@ class LocalEngine(RolloutEngine):
         )
         scores = []
         for prompt in prompts:  # one by one, to bound memory: each has [L, V] logits
-            logits = (
-                self._model(input_ids=torch.tensor([prompt], device=self._device))
-                .logits[0, :-1]
-                .float()
-            )
-            labels = torch.tensor(prompt[1:], device=self._device)
-            scores.append(
-                tuple((logits.gather(1, labels[:, None])[:, 0] - logits.logsumexp(-1)).tolist())
-            )
+            ids = torch.tensor([prompt], device=self._device)
+            logits = self._model(input_ids=ids).logits[0, :-1].float()
+            log_probs = logits.gather(1, ids[0, 1:, None])[:, 0] - logits.logsumexp(-1)
+            scores.append(tuple(log_probs.tolist()))
         return scores
 
     @torch.inference_mode()
@@ -257,13 +247,11 @@ def end_token_ids(
     )
     ids: set[int] = set()
     for source in sources:
-        ids.update(
-            source if isinstance(source, list | tuple) else () if source is None else (source,)
-        )
+        if isinstance(source, list | tuple):
+            ids.update(source)
+        elif source is not None:
+            ids.add(source)
     return frozenset(ids)
-
-
-MAX_NAMES = 8  # listed in an error message
 
 
 class WeightSlots:
@@ -278,13 +266,14 @@ class WeightSlots:
         has_conversions = bool(get_model_conversion_mapping(model, add_legacy=False))
         self._slots: dict[str, Tensor] = {}
         for name, weight in model.state_dict().items():
-            self._slots.update(
-                _checkpoint_views(model, name, weight) if has_conversions else {name: weight}
-            )
-        names_at: dict[int, list[str]] = {}
+            if has_conversions:
+                self._slots |= _checkpoint_views(model, name, weight)
+            else:
+                self._slots[name] = weight
+        tied_names: dict[int, set[str]] = {}  # by address
         for name, slot in self._slots.items():
-            names_at.setdefault(slot.data_ptr(), []).append(name)
-        self._same_slot = {name: frozenset(names) for names in names_at.values() for name in names}
+            tied_names.setdefault(slot.data_ptr(), set()).add(name)
+        self._same_slot = {name: tied_names[s.data_ptr()] for name, s in self._slots.items()}
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -306,9 +295,8 @@ class WeightSlots:
             elif name in seen:
                 problems.setdefault("received twice", []).append(name)
             elif slot.shape != tensor.shape:
-                problems.setdefault("of another shape", []).append(
-                    f"{name} {list(tensor.shape)} (the model's: {list(slot.shape)})"
-                )
+                shapes = f"{name} {list(tensor.shape)} (the model's: {list(slot.shape)})"
+                problems.setdefault("of another shape", []).append(shapes)
             elif seen.isdisjoint(self._same_slot[name]):
                 slot.copy_(tensor)
             elif not torch.equal(slot, tensor.to(slot)):
@@ -318,10 +306,8 @@ class WeightSlots:
         if missing:
             problems["missing"] = missing
         if problems:
-            raise ValueError(
-                "weights sent to the rollout engine are "
-                + "; ".join(f"{kind}: {_list(names)}" for kind, names in problems.items())
-            )
+            texts = [f"{kind}: {list_names(names)}" for kind, names in problems.items()]
+            raise ValueError("weights sent to the rollout engine are " + "; ".join(texts))
 
 
 def _checkpoint_views(model: PreTrainedModel, name: str, weight: Tensor) -> dict[str, Tensor]:
@@ -341,12 +327,8 @@ def _checkpoint_views(model: PreTrainedModel, name: str, weight: Tensor) -> dict
         ]
         if not torch.equal(index.as_strided(part.shape, strides, offset), part):
             raise ValueError(
-                f"the local engine cannot hold {type(model).__name__}: its weight {name!r} is no rearrangement of checkpoint weights"
+                f"the local engine does not support {type(model).__name__}: its weight {name!r} "
+                "does not rearrange checkpoint weights"
             )
         views[part_name] = weight.as_strided(part.shape, strides, weight.storage_offset() + offset)
     return views
-
-
-def _list(names: list[str]) -> str:
-    rest = len(names) - MAX_NAMES
-    return ", ".join(names[:MAX_NAMES]) + (f" and {rest} more" if rest > 0 else "")

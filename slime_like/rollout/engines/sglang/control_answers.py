@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from slime_like.rollout.engines.checked_json import (
-    BadAnswer,
+    InvalidResponse,
+    int_of,
     list_of,
     object_of,
     shown,
     text_of,
-    whole_of,
 )
 
 _MAX_RANKS = 4096
@@ -29,31 +29,31 @@ def weight_version(answer: Mapping[str, object]) -> str:
 def tensor_parallel_size(answer: Mapping[str, object]) -> int | None:
     """The tensor-parallel size in a /server_info response; None if the server also uses other
     parallelism."""
-    others = [whole_of(answer.get(n, 1), n, 1, _MAX_RANKS) for n in ("pp_size", "dp_size")]
-    size = whole_of(answer.get("tp_size", 1), "tp_size", 1, _MAX_RANKS)
+    others = [int_of(answer.get(n, 1), n, 1, _MAX_RANKS) for n in ("pp_size", "dp_size")]
+    size = int_of(answer.get("tp_size", 1), "tp_size", 1, _MAX_RANKS)
     return size if others == [1, 1] else None
 
 
 def checksums(answer: Mapping[str, object]) -> dict[str, str]:
     """The checksum of every weight in a /weights_checker response, by rank and name."""
-    found: dict[str, str] = {}
+    by_name: dict[str, str] = {}
     for i, rank in enumerate(list_of(answer.get("ranks"), "ranks")):
         sums = object_of(object_of(rank, f"rank {i}").get("checksums"), f"checksums of rank {i}")
-        found |= {f"{i}/{name}": str(value) for name, value in sums.items()}
-    return found
+        by_name |= {f"{i}/{name}": str(value) for name, value in sums.items()}
+    return by_name
 
 
 def router_workers(answer: Mapping[str, object]) -> list[tuple[str, str, bool]]:
     """(address, id, whether it gets requests) of each worker in a router's /workers response."""
     entries = list_of(answer.get("workers"), "the list of workers")
     if len(entries) > _MAX_WORKERS:
-        raise BadAnswer(f"{len(entries)} workers, more than {_MAX_WORKERS}")
+        raise InvalidResponse(f"{len(entries)} workers, more than {_MAX_WORKERS}")
     workers = []
     for i, entry in enumerate(entries):
         worker = object_of(entry, f"worker {i}")
         number = worker.get("id")
         if type(number) not in (int, str):
-            raise BadAnswer(f"the id of worker {i} is {shown(number)}")
+            raise InvalidResponse(f"the id of worker {i} is {shown(number)}")
         url = server_address(worker.get("url"), f"the url of worker {i}")
         workers.append((url, text_of(str(number), "id"), worker.get("is_healthy", True) is True))
     return workers
@@ -69,5 +69,5 @@ def server_address(value: object, what: str) -> str:
     except ValueError:
         legal = False
     if not legal:
-        raise BadAnswer(f"{what} is no address of a server: {shown(value)}")
+        raise InvalidResponse(f"{what} is not a server address: {shown(value)}")
     return text.rstrip("/")

@@ -9,61 +9,64 @@ from slime_like.errors import RunError
 from slime_like.rollout.engines.checked_json import shown
 from slime_like.rollout.engines.sglang.control_answers import checksums, weight_version
 from slime_like.rollout.engines.sglang.http import RequestFailed
-from slime_like.rollout.engines.sglang.server_pool import Fleet, Worker
+from slime_like.rollout.engines.sglang.server_pool import ServerPool, Worker
 from slime_like.rollout.engines.sglang.weight_transfer.servers import CONTROL_S
+from slime_like.text import list_names
 
 logger = logging.getLogger(__name__)
 
 
 def call_servers(
-    fleet: Fleet, workers: Sequence[Worker], path: str, body: dict[str, object]
+    pool: ServerPool, workers: Sequence[Worker], path: str, body: dict[str, object]
 ) -> None:
     """POST to all servers; a server that fails is evicted."""
     for worker in workers:
         try:
-            fleet.call(worker, path, body, timeout_s=CONTROL_S)
+            pool.call(worker, path, body, timeout_s=CONTROL_S)
         except RequestFailed as failure:
-            fleet.evict(worker, str(failure))
+            pool.evict(worker, str(failure))
 
 
-def check_versions(fleet: Fleet, workers: Sequence[Worker], version: int) -> list[Worker]:
+def check_versions(pool: ServerPool, workers: Sequence[Worker], version: int) -> list[Worker]:
     """Check that every server reports `version`; returns the servers that respond. Raises RunError
     if one reports another version, or if none is left."""
-    answering = []
+    responding = []
     for worker in workers:
         try:
-            has = fleet.ask(worker, "/model_info", weight_version, timeout_s=CONTROL_S)
+            reported = pool.ask(worker, "/model_info", weight_version, timeout_s=CONTROL_S)
         except RequestFailed as failure:
-            fleet.evict(worker, str(failure))
+            pool.evict(worker, str(failure))
             continue
-        if has != str(version):
+        if reported != str(version):
             raise RunError(
-                f"the engine {worker.url} has weights of version {shown(has)} after an update to {version}; does another run use it?"
+                f"the engine {worker.url} reports weight version {shown(reported)} after an update "
+                f"to {version}; does another run use it?"
             )
-        answering.append(worker)
-    if not answering:
+        responding.append(worker)
+    if not responding:
         raise RunError(f"no engine is left after the update to version {version}")
-    return answering
+    return responding
 
 
-def check_alike(fleet: Fleet, workers: Sequence[Worker]) -> None:
+def check_equal_weights(pool: ServerPool, workers: Sequence[Worker]) -> None:
     """Check that servers of equal tensor-parallel size report equal weight checksums; otherwise
     raise RunError. Servers without the endpoint are skipped."""
-    found: dict[tuple[str, ...], dict[str, str]] = {}
+    reference: dict[tuple[str, ...], dict[str, str]] = {}
     for worker in workers:
         try:
             body = {"action": "checksum"}
-            sums = fleet.ask(
+            sums = pool.ask(
                 worker, "/weights_checker", checksums, timeout_s=10 * CONTROL_S, body=body
             )
         except RequestFailed as failure:
             logger.warning(f"the engine {worker.url} gives no checksums of its weights: {failure}")
             continue
-        other = found.setdefault(tuple(sorted(sums)), sums)
-        different = [name for name in sums if sums[name] != other[name]]
+        expected = reference.setdefault(tuple(sorted(sums)), sums)
+        different = [name for name in sums if sums[name] != expected[name]]
         if different:
             raise RunError(
-                f"the engine {worker.url} has other weights than the first engine after the same update: {', '.join(different[:8])}"
+                f"the engine {worker.url} has other weights than the first engine after the same "
+                f"update: {list_names(different)}"
             )
 
 
@@ -71,28 +74,24 @@ class ColocatedMemory:
     """GPU memory shared by servers and trainer under --colocate; the trainer has it while it
     trains. fleet: on rank 0, None elsewhere."""
 
-    def __init__(self, fleet: Fleet | None) -> None:
-        self._fleet = fleet
+    def __init__(self, pool: ServerPool | None) -> None:
+        self._fleet = pool
         # servers that released their memory, with their eviction counts at that time
-        self._lent: list[tuple[Worker, int]] | None = None
+        self._released: list[tuple[Worker, int]] | None = None
 
     def release(self) -> None:
         """Make the servers release weights and KV cache."""
-        if self._lent is None:
-            self._lent = []
+        if self._released is None:
+            self._released = []
             if self._fleet is not None:
                 call_servers(self._fleet, self._fleet.alive(), "/release_memory_occupation", {})
-                self._lent = [(worker, worker.evictions) for worker in self._fleet.alive()]
+                self._released = [(worker, worker.evictions) for worker in self._fleet.alive()]
 
     def resume(self) -> None:
         """Make the servers reallocate their memory; weights are synced afterwards. Servers
         restarted since `release` are skipped: they never released memory, and resuming would crash
         them."""
-        lent, self._lent = self._lent, None
-        if lent and self._fleet is not None:
-            workers = [
-                worker
-                for worker, evictions in lent
-                if worker.alive and worker.evictions == evictions
-            ]
+        released, self._released = self._released, None
+        if released and self._fleet is not None:
+            workers = [w for w, evictions in released if w.alive and w.evictions == evictions]
             call_servers(self._fleet, workers, "/resume_memory_occupation", {})

@@ -20,11 +20,11 @@ from slime_like.rollout.engines.base import (
     RolloutEngine,
     SamplingParams,
 )
-from slime_like.rollout.engines.checked_json import BadAnswer
+from slime_like.rollout.engines.checked_json import InvalidResponse
 from slime_like.rollout.engines.sglang.control_plane import (
     ColocatedMemory,
     call_servers,
-    check_alike,
+    check_equal_weights,
     check_versions,
 )
 from slime_like.rollout.engines.sglang.http import (
@@ -36,17 +36,17 @@ from slime_like.rollout.engines.sglang.node_agent import NodeAgent
 from slime_like.rollout.engines.sglang.protocol import (
     Legal,
     Refused,
-    answer_bytes,
     generation_body,
+    max_response_bytes,
     read_generation,
 )
 from slime_like.rollout.engines.sglang.requests import LOOK_S, RequestSettings, ServerRequests
 from slime_like.rollout.engines.sglang.routed_experts import RoutesFormat
-from slime_like.rollout.engines.sglang.server_pool import Fleet, Worker
+from slime_like.rollout.engines.sglang.server_pool import ServerPool, Worker
 from slime_like.rollout.engines.sglang.weight_spec import compare_with_checkpoint, vocabulary_size
 from slime_like.rollout.engines.sglang.weight_transfer.sending_ranks import SendingRanks
 from slime_like.rollout.engines.sglang.weight_transfer.servers import UpdateIncomplete
-from slime_like.rollout.engines.sglang.weight_transfer.several_senders import leave
+from slime_like.rollout.engines.sglang.weight_transfer.several_senders import leave_group
 from slime_like.rollout.engines.sglang.weight_transfer.updater import WeightUpdater
 from slime_like.weights.gather import DEFAULT_BUCKET_BYTES
 
@@ -61,11 +61,19 @@ class SglangEngine(RolloutEngine):
     of its servers."""
 
     def __init__(
-        self, fleet: Fleet | None, updater: WeightUpdater | None, requests: RequestSettings, hf_checkpoint: str, *,
-        check_updates: bool, colocated: bool = False, routes: RoutesFormat | None = None, agent: NodeAgent | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        pool: ServerPool | None,
+        updater: WeightUpdater | None,
+        requests: RequestSettings,
+        hf_checkpoint: str,
+        *,
+        check_updates: bool,
+        colocated: bool = False,
+        routes: RoutesFormat | None = None,
+        agent: NodeAgent | None = None,
+    ) -> None:
         self.serves_all_ranks = self.takes_quantized = self.takes_prediction_layers = True
-        self.fleet = fleet
+        self.pool = pool
         self._updater = updater
         self._agent = agent
         self._bucket_bytes = DEFAULT_BUCKET_BYTES
@@ -73,12 +81,12 @@ class SglangEngine(RolloutEngine):
             self._bucket_bytes = updater.servers.settings.buffer_bytes
         self._hf_checkpoint = hf_checkpoint
         self._check_updates = check_updates
-        self._memory = ColocatedMemory(fleet) if colocated else None
+        self._memory = ColocatedMemory(pool) if colocated else None
         self._settings = requests
         self._vocab_size = vocabulary_size(hf_checkpoint)
         self._requests: ServerRequests | None = None
-        if fleet is not None:
-            self._requests = ServerRequests(fleet, requests, self._vocab_size, routes)
+        if pool is not None:
+            self._requests = ServerRequests(pool, requests, self._vocab_size, routes)
         self._paused = False
         self._metrics: dict[str, float] = {}
 
@@ -87,7 +95,7 @@ class SglangEngine(RolloutEngine):
     async def generate_one(
         self, request: GenerateRequest, sampling: SamplingParams
     ) -> GenerateOutput:
-        requests = self._on_rank_zero()
+        requests = self._rank_zero_requests()
         if self.weight_version < 0 and not requests.updating:
             raise RuntimeError(
                 "the engines have no complete weights: the first or latest update_weights did not "
@@ -103,7 +111,7 @@ class SglangEngine(RolloutEngine):
         if self._requests is not None:
             await self._requests.leave_loop()
 
-    def _on_rank_zero(self) -> ServerRequests:
+    def _rank_zero_requests(self) -> ServerRequests:
         assert self._requests is not None, "only rank 0 sends requests"
         return self._requests
 
@@ -132,7 +140,7 @@ class SglangEngine(RolloutEngine):
         if self._memory is not None:
             self._memory.resume()
         ranks = SendingRanks(weights, self._bucket_bytes)
-        if self.fleet is None:
+        if self.pool is None:
             ranks.assist()
         else:
             try:
@@ -154,9 +162,9 @@ class SglangEngine(RolloutEngine):
             self._requests.updating = False
 
     def _update(self, ranks: SendingRanks, version: int) -> bool:
-        assert self.fleet is not None and self._updater is not None
-        with self.fleet.lock:
-            for worker in self.fleet.workers:
+        assert self.pool is not None and self._updater is not None
+        with self.pool.lock:
+            for worker in self.pool.workers:
                 worker.version = None
         self._call_all("/pause_generation", PAUSE)
         first = not self._metrics
@@ -169,14 +177,14 @@ class SglangEngine(RolloutEngine):
             # servers stay paused until the next attempt: none may generate with partial weights
             return False
         compare_with_checkpoint(sent.shapes, self._hf_checkpoint)
-        workers = check_versions(self.fleet, sent.workers, version)
+        workers = check_versions(self.pool, sent.workers, version)
         if first or self._check_updates:
-            check_alike(self.fleet, workers)
+            check_equal_weights(self.pool, workers)
         if not self._paused:  # otherwise the caller resumes
             self._call_all("/continue_generation", {})
-        self.fleet.version = version
+        self.pool.version = version
         for worker in workers:
-            self.fleet.has_weights(worker, version)
+            self.pool.has_weights(worker, version)
         self._metrics |= {
             "engine/weight_update_gb": sent.nbytes / 1e9,
             "engine/weight_update_gb_per_s": sent.nbytes / 1e9 / sent.seconds,
@@ -185,8 +193,8 @@ class SglangEngine(RolloutEngine):
         return True
 
     def _call_all(self, path: str, body: dict[str, Any]) -> None:
-        if self.fleet is not None:
-            call_servers(self.fleet, self.fleet.alive(), path, body)
+        if self.pool is not None:
+            call_servers(self.pool, self.pool.alive(), path, body)
 
     def probe(
         self, requests: Sequence[GenerateRequest], sampling: SamplingParams
@@ -194,50 +202,44 @@ class SglangEngine(RolloutEngine):
         """On rank 0, send the same requests to every server; returns outputs with the server's
         address. A server lost during the probe is evicted with a warning. Raises RunError if none
         responds and none restarts, or if a response is invalid."""
-        assert self.fleet is not None
-        workers = self.fleet.ready()
-        legal = Legal(self._vocab_size, {self.fleet.version})
+        assert self.pool is not None
+        workers = self.pool.ready()
+        legal = Legal(self._vocab_size, {self.pool.version})
 
-        async def ask() -> list[list[GenerateOutput | BaseException]]:
+        async def probe_all() -> list[list[GenerateOutput | BaseException]]:
             async with async_client(len(requests)) as client:
 
-                async def one(worker: Worker, request: GenerateRequest) -> GenerateOutput:
-                    rid = self._on_rank_zero().new_id("probe")
+                async def generate(worker: Worker, request: GenerateRequest) -> GenerateOutput:
+                    rid = self._rank_zero_requests().new_id("probe")
                     body = generation_body(request, sampling, rid)
-                    url, limit = f"{worker.url}/generate", answer_bytes(request, sampling)
+                    url, limit = f"{worker.url}/generate", max_response_bytes(request, sampling)
                     answer = await post_once(client, url, body, self._settings.deadlines, limit)
                     return read_generation(answer, request, sampling, rid, legal)
 
-                return [
-                    await asyncio.gather(
-                        *(one(worker, r) for r in requests), return_exceptions=True
-                    )
-                    for worker in workers
-                ]
+                outputs = []
+                for worker in workers:
+                    calls = [generate(worker, request) for request in requests]
+                    outputs.append(await asyncio.gather(*calls, return_exceptions=True))
+                return outputs
 
-        found = []
-        for worker, outputs in zip(workers, asyncio.run(ask()), strict=True):
+        results = []
+        for worker, outputs in zip(workers, asyncio.run(probe_all()), strict=True):
             failures = [output for output in outputs if isinstance(output, BaseException)]
             if not failures:
-                found.append(
-                    (
-                        worker.url,
-                        [output for output in outputs if isinstance(output, GenerateOutput)],
-                    )
-                )
+                succeeded = [output for output in outputs if isinstance(output, GenerateOutput)]
+                results.append((worker.url, succeeded))
             elif isinstance(failures[0], RequestFailed):
-                self.fleet.evict(worker, f"no answer after a weight update: {failures[0]}")
-            elif isinstance(failures[0], BadAnswer | Refused):
+                self.pool.evict(worker, f"no answer after a weight update: {failures[0]}")
+            elif isinstance(failures[0], InvalidResponse | Refused):
                 raise RunError(
-                    f"the engine {worker.url} gives a wrong answer after a weight update: {failures[0]}"
+                    f"the engine {worker.url} gives a wrong answer after a weight update: "
+                    f"{failures[0]}"
                 )
             else:
                 raise failures[0]
-        if not found and not self.fleet.starts_again():
-            raise RunError(
-                "no engine answers after a weight update; what was wrong with each was told above"
-            )
-        return found
+        if not results and not self.pool.can_restart_any():
+            raise RunError("no engine answers after a weight update; see the warnings above")
+        return results
 
     def release_memory(self) -> None:
         """Before training, servers release weights and KV cache on GPUs that they share with the
@@ -257,19 +259,19 @@ class SglangEngine(RolloutEngine):
     def _is_stale(self) -> bool:
         """On rank 0, wait for a healthy server; returns whether any lacks the current weights.
         Raises RunError if none responds in time."""
-        if self.fleet is None:
+        if self.pool is None:
             return False
-        deadline = time.monotonic() + self.fleet.health.start_s
+        deadline = time.monotonic() + self.pool.health.start_s
         while (
-            not self.fleet.alive()
-            and any(w.process is not None or w.returning for w in self.fleet.workers)
+            not self.pool.alive()
+            and any(w.process is not None or w.returning for w in self.pool.workers)
             and time.monotonic() < deadline
         ):
             time.sleep(LOOK_S)
-        alive = self.fleet.alive()
+        alive = self.pool.alive()
         if not alive:
             raise RunError(
-                f"no engine answers any more: {', '.join(w.url for w in self.fleet.workers)}"
+                f"no engine answers any more: {', '.join(w.url for w in self.pool.workers)}"
             )
         return any(worker.version != self.weight_version for worker in alive)
 
@@ -277,24 +279,24 @@ class SglangEngine(RolloutEngine):
         """On rank 0, request counts by outcome since the last call, and metrics of the latest
         weight update."""
         metrics = dict(self._metrics)
-        if self.fleet is None or self._requests is None:
+        if self.pool is None or self._requests is None:
             return metrics
         counts, self._requests.counts = self._requests.counts, Counter()
         metrics |= {f"engine/{name}": float(value) for name, value in counts.items()}
         for name in ("retries", "dropped", "rejected"):
             metrics.setdefault(f"engine/{name}", 0.0)
-        metrics["engine/ready"] = float(len(self.fleet.ready()))
-        metrics["engine/evictions"] = float(self.fleet.evictions)
+        metrics["engine/ready"] = float(len(self.pool.ready()))
+        metrics["engine/evictions"] = float(self.pool.evictions)
         return metrics
 
     def close(self) -> None:
-        leave()  # leave the process groups in which this rank sent weights
+        leave_group()  # leave the process groups in which this rank sent weights
         if self._updater is not None:
             self._updater.close()
             self._updater = None
-        if self.fleet is not None:
-            self.fleet.close()
-            self.fleet = self._requests = None
+        if self.pool is not None:
+            self.pool.close()
+            self.pool = self._requests = None
         if self._agent is not None:
             self._agent.close()
             self._agent = None

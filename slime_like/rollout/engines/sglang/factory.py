@@ -37,7 +37,7 @@ from slime_like.rollout.engines.sglang.processes import (
 from slime_like.rollout.engines.sglang.requests import RequestSettings
 from slime_like.rollout.engines.sglang.routed_experts import RoutesFormat
 from slime_like.rollout.engines.sglang.router import Router
-from slime_like.rollout.engines.sglang.server_pool import Fleet, HealthSettings
+from slime_like.rollout.engines.sglang.server_pool import HealthSettings, ServerPool
 from slime_like.rollout.engines.sglang.weight_transfer.base import UpdateSettings
 from slime_like.rollout.engines.sglang.weight_transfer.servers import CONTROL_S
 from slime_like.rollout.engines.sglang.weight_transfer.updater import WeightUpdater
@@ -51,22 +51,31 @@ def make_sglang_engine(context: EngineContext) -> SglangEngine:
     run, device = context.config, context.device
     assert run.model.hf_checkpoint is not None
     model, settings = run.model.hf_checkpoint, update_settings(run.sglang)
-    fleet, updater, agent = start_servers(
-        run, lambda fleet: WeightUpdater(fleet, settings, model, device), device=device, logs=context.output_dir / "engines"
-    )  # fmt: skip
+    pool, updater, agent = start_servers(
+        run,
+        lambda pool: WeightUpdater(pool, settings, model, device),
+        device=device,
+        logs=context.output_dir / "engines",
+    )
     return SglangEngine(
-        fleet, updater, request_settings(run.sglang), model, check_updates=run.sglang.check_weight_update_equal,
-        colocated=bool(run.sglang.offload_rollout), routes=routes_format(run), agent=agent,
-    )  # fmt: skip
+        pool,
+        updater,
+        request_settings(run.sglang),
+        model,
+        check_updates=run.sglang.check_weight_update_equal,
+        colocated=bool(run.sglang.offload_rollout),
+        routes=routes_format(run),
+        agent=agent,
+    )
 
 
 def start_servers(
     run: RunConfig,
-    make_updater: Callable[[Fleet], WeightUpdater],
+    make_updater: Callable[[ServerPool], WeightUpdater],
     *,
     device: torch.device,
     logs: Path,
-) -> tuple[Fleet | None, WeightUpdater | None, NodeAgent | None]:
+) -> tuple[ServerPool | None, WeightUpdater | None, NodeAgent | None]:
     """Start servers and router on all nodes and wait until they respond. Collective.
 
     Returns:
@@ -85,25 +94,25 @@ def start_servers(
         if rank and any(node.rank == rank for node in nodes):
             agent = NodeAgent(job().store, rank)
 
-    def start() -> tuple[Fleet, WeightUpdater]:
-        fleet = start_fleet(run, nodes, device=device, logs=logs)
-        return fleet, make_updater(fleet)
+    def start() -> tuple[ServerPool, WeightUpdater]:
+        pool = start_pool(run, nodes, device=device, logs=logs)
+        return pool, make_updater(pool)
 
     try:
-        fleet, updater = on_rank_zero(start) or (None, None)
+        pool, updater = on_rank_zero(start) or (None, None)
     except BaseException:
         if agent is not None:
             agent.close()
         raise
-    return fleet, updater, agent
+    return pool, updater, agent
 
 
-def start_fleet(
+def start_pool(
     run: RunConfig, nodes: Sequence[Node], *, device: torch.device, logs: Path
-) -> Fleet:
+) -> ServerPool:
     config = run.sglang
     router = make_router(config, logs)
-    fleet = None
+    pool = None
     try:
         addresses = [engine_url(address) for address in config.rollout_external_engine_addrs or []]
         by_router = config.rollout_external_engine_addrs is None
@@ -119,7 +128,7 @@ def start_fleet(
         started = list[tuple[str, EngineProcess]]()
         if config.rollout_num_gpus is not None:
             started = start_processes(engine_launches(run, nodes, device=device, logs=logs))
-        fleet = Fleet(
+        pool = ServerPool(
             addresses,
             started,
             router,
@@ -129,13 +138,13 @@ def start_fleet(
         )
         if router is not None and config.sglang_router_ip is None:
             router.start(config.rollout_health_check_first_wait)
-        fleet.start()
+        pool.start()
         if run.rollout.use_rollout_routing_replay:
-            require_routes(fleet)
-        return fleet
+            require_routes(pool)
+        return pool
     except BaseException:
-        if fleet is not None:
-            fleet.close()
+        if pool is not None:
+            pool.close()
         elif router is not None:
             router.close()
         raise
@@ -153,22 +162,21 @@ def routes_format(run: RunConfig) -> RoutesFormat | None:
     )
 
 
-def require_routes(fleet: Fleet) -> None:
+def require_routes(pool: ServerPool) -> None:
     """Raise RunError naming a server that does not report routed experts."""
-    if fleet.router is not None:
+    if pool.router is not None:
         logger.info(
-            "requests of rollouts go to the engines directly: sglang_router does not pass on that they ask for routes"
+            "rollout requests bypass sglang_router, which does not forward return_routed_experts"
         )
-    for worker in fleet.alive():
+    for worker in pool.alive():
         try:
-            info = fleet.call(worker, "/server_info", timeout_s=CONTROL_S, method="GET")
+            info = pool.call(worker, "/server_info", timeout_s=CONTROL_S, method="GET")
         except RequestFailed as failure:
             raise RunError(str(failure)) from None
         if info.get(ROUTES_SETTING) is False:
             raise RunError(
                 f"--use-rollout-routing-replay: the engine {worker.url} does not report routed "
-                "experts; start it with "
-                "--enable-return-routed-experts"
+                "experts; start it with --enable-return-routed-experts"
             )
 
 
@@ -179,7 +187,7 @@ def workers_of(router: Router) -> list[str]:
         raise RunError(str(failure)) from None
     if not workers:
         raise RunError(
-            f"the router {router.url} has no workers; name the servers with --rollout-external-engine-addrs"
+            f"the router {router.url} has no workers; set --rollout-external-engine-addrs"
         )
     return workers
 
@@ -193,17 +201,21 @@ def make_router(config: SglangConfig, logs: Path) -> Router | None:
             None,
             config.rollout_connect_timeout_s,
         )
-    python = (
-        interpreter(config.sglang_python)
-        if packages_of(interpreter(config.sglang_python))[1] is not None
-        else interpreter(None)
-    )
+    python = interpreter(config.sglang_python)
+    if packages_of(python)[1] is None:  # without sglang_router
+        python = interpreter(None)
     port, metrics_port = free_ports(2)
-    ours = {
-        "host": LOOPBACK, "port": port, "prometheus_host": LOOPBACK, "prometheus_port": metrics_port, "log_level": "warn",
-        "request_timeout_secs": int(config.rollout_request_timeout_s) + 1, "retry_max_retries": 2, "health_check_interval_secs": 5,
-    }  # fmt: skip
-    command = router_command(python, ours | (config.sglang_router_flags or {}))
+    settings = {
+        "host": LOOPBACK,
+        "port": port,
+        "prometheus_host": LOOPBACK,
+        "prometheus_port": metrics_port,
+        "log_level": "warn",
+        "request_timeout_secs": int(config.rollout_request_timeout_s) + 1,
+        "retry_max_retries": 2,
+        "health_check_interval_secs": 5,
+    }
+    command = router_command(python, settings | (config.sglang_router_flags or {}))
     return Router(
         f"http://{LOOPBACK}:{port}",
         Launch(command, logs / "router.log"),

@@ -1,10 +1,9 @@
 """HTTP requests to servers that may be slow, faulty or dead: deadlines and retries.
 
-| failure | action |
-|---|---|
-| no connection, connection lost, read timeout, total timeout | retry, on another server if there is
-one | | status 5xx, 429 | retry with exponential backoff | | other status | fail: the same request
-would be rejected again | | status 200 with invalid or oversized JSON | fail: never passed on |
+- no connection, connection lost, read timeout, total timeout: retry, on another server if possible
+- status 5xx, 429: retry with exponential backoff
+- other status: fail, because the same request would be rejected again
+- status 200 with invalid or oversized JSON: fail
 
 Compression is neither requested nor accepted, so that size limits hold.
 """
@@ -24,7 +23,7 @@ from typing import TypeVar
 
 import httpx
 
-from slime_like.rollout.engines.checked_json import BadAnswer, parse_json, printable, shown
+from slime_like.rollout.engines.checked_json import InvalidResponse, parse_json, printable, shown
 
 T = TypeVar("T")
 
@@ -33,7 +32,7 @@ T = TypeVar("T")
 KEEPALIVE_S = 2.0
 ANSWER_BYTES = 64 * 2**20  # default size limit of a response
 _REFUSAL_BYTES = 64 * 2**10  # size limit of an error body, which is only shown
-_SLACK_S = 5.0  # for the control client's thread to cancel a late call
+_CANCEL_S = 5.0  # for the control client's thread to cancel a late call
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,24 +59,26 @@ class Retries:
     longest_pause_s: float = 10.0
 
     def pause_s(self, failures: int) -> float:
-        whole = min(self.longest_pause_s, self.first_pause_s * 2 ** (failures - 1))
-        return whole * random.uniform(0.5, 1.0)
+        pause = min(self.longest_pause_s, self.first_pause_s * 2 ** (failures - 1))
+        return pause * random.uniform(0.5, 1.0)
 
 
 class RequestFailed(Exception):
-    """A failed request. kind: a short name for counting. again: whether a retry may succeed."""
+    """A failed request. kind: a short name for counting. retryable: whether a retry may succeed."""
 
-    def __init__(self, kind: str, message: str, *, again: bool, server_gone: bool = False) -> None:
+    def __init__(
+        self, kind: str, message: str, *, retryable: bool, server_gone: bool = False
+    ) -> None:
         super().__init__(message)
         self.kind = kind
-        self.again = again
+        self.retryable = retryable
         self.server_gone = server_gone
 
 
 def async_client(connections: int) -> httpx.AsyncClient:
     """An HTTP client for one event loop. connections: keep-alive connections; more may be open.
 
-    Cookies are not kept: they belong to a host, so those of one server would go to all others there.
+    Cookies are not kept: they belong to a host, and would go to all other servers there.
     """
     limits = httpx.Limits(
         max_connections=None, max_keepalive_connections=connections, keepalive_expiry=KEEPALIVE_S
@@ -112,7 +113,7 @@ def _request(
             headers={"Accept-Encoding": "identity"},
         )
     except httpx.InvalidURL as error:
-        raise RequestFailed("no_url", f"{shown(url)}: {error}", again=False) from None
+        raise RequestFailed("no_url", f"{shown(url)}: {error}", retryable=False) from None
 
 
 async def _exchange(
@@ -133,7 +134,9 @@ async def _exchange(
                 await response.aclose()
     except TimeoutError:
         raise RequestFailed(
-            "total_timeout", f"{url}: no whole answer within {deadlines.total_s:g} s", again=True
+            "total_timeout",
+            f"{url}: no whole answer within {deadlines.total_s:g} s",
+            retryable=True,
         ) from None
     except httpx.HTTPError as error:
         raise failure_of(error, url, deadlines) from None
@@ -147,7 +150,7 @@ async def _body(
     legal, encoding = response.status_code in statuses, response.headers.get("Content-Encoding")
     if legal and encoding not in (None, "identity"):
         raise RequestFailed(
-            "encoded", f"{url}: the answer is encoded as {shown(encoding, 40)}", again=False
+            "encoded", f"{url}: the answer is encoded as {shown(encoding, 40)}", retryable=False
         )
     parts: list[bytes] = []
     size = 0
@@ -155,56 +158,45 @@ async def _body(
         parts.append(part)
         size += len(part)
         if legal and size > max_bytes:
-            raise RequestFailed("too_large", f"{url}: more than {max_bytes} bytes", again=False)
+            raise RequestFailed("too_large", f"{url}: more than {max_bytes} bytes", retryable=False)
         if not legal and size > _REFUSAL_BYTES:
             break
     if not legal:
         status = response.status_code
-        words = printable(b"".join(parts).decode("utf-8", "replace"), 1000)
+        message = printable(b"".join(parts).decode("utf-8", "replace"), 1000)
         raise RequestFailed(
-            f"status_{status}", f"{url}: status {status}: {words}", again=is_passing(status)
+            f"status_{status}", f"{url}: status {status}: {message}", retryable=is_transient(status)
         )
     return b"".join(parts)
 
 
-def is_passing(status: int) -> bool:
+def is_transient(status: int) -> bool:
     """Whether the same request may succeed later."""
     return status >= 500 or status == 429
 
 
 def failure_of(error: httpx.HTTPError, url: str, deadlines: Deadlines) -> RequestFailed:
     """Translate an httpx error."""
+    reason = printable(str(error))
     if isinstance(error, httpx.ConnectTimeout):
-        return RequestFailed(
-            "connect_timeout",
-            f"{url}: no connection within {deadlines.connect_s:g} s",
-            again=True,
-            server_gone=True,
-        )
+        message = f"{url}: no connection within {deadlines.connect_s:g} s"
+        return RequestFailed("connect_timeout", message, retryable=True, server_gone=True)
     if isinstance(error, httpx.ConnectError):
-        return RequestFailed(
-            "connect",
-            f"{url}: no connection: {printable(str(error))}",
-            again=True,
-            server_gone=True,
-        )
+        message = f"{url}: no connection: {reason}"
+        return RequestFailed("connect", message, retryable=True, server_gone=True)
     if isinstance(error, httpx.TimeoutException):
-        return RequestFailed(
-            "read_timeout", f"{url}: silent for {deadlines.read_s:g} s", again=True
-        )
-    return RequestFailed(
-        "connection_lost",
-        f"{url}: the connection was lost: {type(error).__name__}: {printable(str(error))}",
-        again=True,
-    )
+        message = f"{url}: silent for {deadlines.read_s:g} s"
+        return RequestFailed("read_timeout", message, retryable=True)
+    message = f"{url}: the connection was lost: {type(error).__name__}: {reason}"
+    return RequestFailed("connection_lost", message, retryable=True)
 
 
 def json_of(body: bytes, url: str) -> object:
     """Decode the body. Raises RequestFailed for invalid JSON (see `parse_json` for limits)."""
     try:
         return parse_json(body)
-    except BadAnswer as error:
-        raise RequestFailed("no_json", f"{url}: status 200 and {error}", again=False) from None
+    except InvalidResponse as error:
+        raise RequestFailed("no_json", f"{url}: status 200 and {error}", retryable=False) from None
 
 
 async def with_retries(
@@ -217,7 +209,7 @@ async def with_retries(
             return await attempt(number)
         except RequestFailed as failure:
             counts[failure.kind] += 1
-            if not failure.again or number == retries.attempts:
+            if not failure.retryable or number == retries.attempts:
                 raise
             counts["retries"] += 1
             await asyncio.sleep(retries.pause_s(number))
@@ -254,13 +246,13 @@ class ControlClient:
         if value is None:
             return {}
         if not isinstance(value, dict):
-            raise RequestFailed("no_object", f"{url}: no object: {shown(value)}", again=False)
+            raise RequestFailed("no_object", f"{url}: no object: {shown(value)}", retryable=False)
         if value.get("success", True) is not True:
-            words = printable(str(value.get("message", value)))
-            raise RequestFailed("no_success", f"{url}: the call failed: {words}", again=False)
+            message = printable(str(value.get("message", value)))
+            raise RequestFailed("no_success", f"{url}: the call failed: {message}", retryable=False)
         return value
 
-    def is_reached(self, url: str, timeout_s: float) -> bool:
+    def is_reachable(self, url: str, timeout_s: float) -> bool:
         """Whether a GET returns status 200."""
         try:
             self._bytes(url, None, timeout_s, "GET", ANSWER_BYTES)
@@ -275,25 +267,25 @@ class ControlClient:
         # outside the loop, because serialising a large body would block it
         request = _request(self._client, method, url, body, deadlines)
         exchange = _exchange(self._client, request, deadlines, max_bytes, (200, 202))
-        ended = RequestFailed("closed", f"{url}: the run ends", again=False)
+        closed = RequestFailed("closed", f"{url}: the run ends", retryable=False)
         try:
             future = asyncio.run_coroutine_threadsafe(exchange, self._loop)
         except RuntimeError:  # the loop is closed
             exchange.close()
-            raise ended from None
+            raise closed from None
         try:
-            return future.result(timeout_s + _SLACK_S)
+            return future.result(timeout_s + _CANCEL_S)
         except (TimeoutError, CancelledError):  # the loop was closed during the call
             future.cancel()
-            raise ended from None
+            raise closed from None
 
     def close(self) -> None:
         """Close; calls in flight fail. Idempotent."""
         if self._loop.is_closed():
             return
         with contextlib.suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result(_SLACK_S)
+            asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result(_CANCEL_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_SLACK_S)
+        self._thread.join(_CANCEL_S)
         if not self._thread.is_alive():
             self._loop.close()

@@ -45,31 +45,38 @@ def engine_launches(
     config = run.sglang
     assert config.rollout_num_gpus is not None and run.model.hf_checkpoint is not None
     per_engine = config.rollout_num_gpus_per_engine
-    placed = place_servers(nodes, config.rollout_num_gpus, per_engine, colocate=config.colocate)
-    require_reachable(config, {share.node.rank for shares in placed for share in shares})
+    placements = place_servers(nodes, config.rollout_num_gpus, per_engine, colocate=config.colocate)
+    require_reachable(config, {share.node.rank for shares in placements for share in shares})
     ports = {node.rank: iter(node.ports) for node in nodes}
     servers = list[list[Part]]()
-    for number, shares in enumerate(placed):
-        several: dict[str, object] = {}
+    for number, shares in enumerate(placements):
+        multi_node_settings: dict[str, object] = {}
         if len(shares) > 1:
             if config.update_weight_transport == "cuda_ipc":
                 raise RunError(
-                    f"--update-weight-transport cuda_ipc: a server of --rollout-num-gpus-per-engine {per_engine} is on {len(shares)} nodes, "
-                    "and handles of GPU memory are of use on one; legal values: disk, tensor"
+                    "--update-weight-transport cuda_ipc: a server of --rollout-num-gpus-per-engine "
+                    f"{per_engine} spans {len(shares)} nodes, and GPU memory handles are valid on "
+                    "one; legal values: disk, tensor"
                 )
             first, second = shares[0].node, shares[1].node
             host = first.address if first.rank else address_towards([f"http://{second.address}:1"])
-            meeting = f"{host}:{next(ports[first.rank])}"
-            several = {"nnodes": len(shares), "dist_init_addr": meeting}
+            init_address = f"{host}:{next(ports[first.rank])}"
+            multi_node_settings = {"nnodes": len(shares), "dist_init_addr": init_address}
         parts = list[Part]()
         for node_rank, share in enumerate(shares):
             host, port = share.node.address, next(ports[share.node.rank])
-            settings: dict[str, object] = several | server_settings(
-                model=run.model.hf_checkpoint, port=port, host=host, gpus=per_engine, base_gpu=share.first_gpu,
-                dtype=str(run.megatron.transformer.params_dtype).removeprefix("torch."), cuda=device.type == "cuda",
-                memory_saver=bool(config.offload_rollout), given=config.sglang_server_flags or {},
-            )  # fmt: skip
-            if several:
+            settings: dict[str, object] = multi_node_settings | server_settings(
+                model=run.model.hf_checkpoint,
+                port=port,
+                host=host,
+                gpus=per_engine,
+                base_gpu=share.first_gpu,
+                dtype=str(run.megatron.transformer.params_dtype).removeprefix("torch."),
+                cuda=device.type == "cuda",
+                memory_saver=bool(config.offload_rollout),
+                overrides=config.sglang_server_flags or {},
+            )
+            if multi_node_settings:
                 settings["node_rank"] = node_rank
             if run.rollout.use_rollout_routing_replay:
                 settings[ROUTES_SETTING] = True
@@ -89,7 +96,8 @@ def require_reachable(config: SglangConfig, ranks: Collection[int]) -> None:
         and any(ranks)
     ):
         raise RunError(
-            f"--update-weight-disk-dir is missing: servers on {len(ranks)} nodes read weights from a folder that all of them see, under the same name"
+            f"--update-weight-disk-dir is missing: servers on {len(ranks)} nodes need a shared "
+            "folder, with the same path on all of them"
         )
 
 
@@ -103,11 +111,10 @@ def start_processes(servers: Sequence[Sequence[Part]]) -> list[tuple[str, Engine
             rank = part.node.rank
             if rank and rank not in remote:
                 remote[rank] = RemoteNode(job().store, rank, part.node.address)
-            processes.append(
-                RemoteProcess(remote[rank], number, part.launch)
-                if rank
-                else ServerProcess(part.launch)
-            )
-        whole = processes[0] if len(processes) == 1 else SpanningProcess(processes)
-        started.append((parts[0].url, whole))
+            if rank:
+                processes.append(RemoteProcess(remote[rank], number, part.launch))
+            else:
+                processes.append(ServerProcess(part.launch))
+        process = processes[0] if len(processes) == 1 else SpanningProcess(processes)
+        started.append((parts[0].url, process))
     return started

@@ -22,11 +22,11 @@ LOOK_S = 0.25
 SLACK_S = 4.0  # for rank 0 to learn that a server has ended
 
 
-def _wanted(rank: int) -> str:
+def _wanted_key(rank: int) -> str:
     return f"servers/{rank}/wanted"
 
 
-def _state(rank: int) -> str:
+def _state_key(rank: int) -> str:
     return f"servers/{rank}/state"
 
 
@@ -52,15 +52,15 @@ class NodeAgent:
     def _run(self) -> None:
         try:
             while not self._stop.wait(LOOK_S):
-                self._become(json.loads(self._store.read(_wanted(self._rank)) or "{}"))
+                self._reconcile(json.loads(self._store.read(_wanted_key(self._rank)) or "{}"))
                 self._report()
         except RuntimeError as error:  # the store is gone, and rank 0 with it
             logger.warning("the servers of this node are ended: %s", str(error).splitlines()[0])
-        self._become({})
+        self._reconcile({})
         with contextlib.suppress(RuntimeError):
             self._report()
 
-    def _become(self, wanted: Mapping[str, Any]) -> None:
+    def _reconcile(self, wanted: Mapping[str, Any]) -> None:
         """Start and stop servers to match the desired state."""
         attempts = {number: launch["attempt"] for number, launch in wanted.items()}
         old = [n for n, (attempt, _) in self._running.items() if attempts.get(n) != attempt]
@@ -85,10 +85,10 @@ class NodeAgent:
         state: dict[str, object] = dict(self._failed)
         for number, (attempt, process) in self._running.items():
             status = process.exit_status
-            output = "" if status is None else process.last_words()
+            output = "" if status is None else process.log_tail()
             state[number] = {"attempt": attempt, "status": status, "output": output}
         if state != self._reported:
-            self._store.put(_state(self._rank), json.dumps(state))
+            self._store.put(_state_key(self._rank), json.dumps(state))
             self._reported = state
 
 
@@ -98,7 +98,7 @@ class RemoteNode:
     def __init__(self, store: SignedStore, rank: int, address: str) -> None:
         self.rank, self.address = rank, address
         self._store = store.clone()
-        self._wanted: dict[str, object] = {}
+        self._wanted_key: dict[str, object] = {}
         self._attempts = 0
         self._lock = threading.Lock()
 
@@ -106,7 +106,7 @@ class RemoteNode:
         """Request a server; returns the attempt number."""
         with self._lock:
             self._attempts += 1
-            self._want(
+            self._request(
                 number,
                 {"attempt": self._attempts, "command": launch.command, "log": str(launch.log)},
             )
@@ -114,19 +114,19 @@ class RemoteNode:
 
     def end(self, number: int) -> None:
         with self._lock:
-            self._want(number, None)
+            self._request(number, None)
 
     def state(self, number: int) -> dict[str, Any] | None:
         """Attempt, exit status (None: running) and last output of a server; None: not started."""
         with self._lock:
-            found = json.loads(self._store.read(_state(self.rank)) or "{}")
+            found = json.loads(self._store.read(_state_key(self.rank)) or "{}")
         return found.get(str(number))
 
-    def _want(self, number: int, launch: dict[str, object] | None) -> None:
-        self._wanted.pop(str(number), None)
+    def _request(self, number: int, launch: dict[str, object] | None) -> None:
+        self._wanted_key.pop(str(number), None)
         if launch is not None:
-            self._wanted[str(number)] = launch
-        self._store.put(_wanted(self.rank), json.dumps(self._wanted))
+            self._wanted_key[str(number)] = launch
+        self._store.put(_wanted_key(self.rank), json.dumps(self._wanted_key))
 
 
 class RemoteProcess(EngineProcess):
@@ -144,7 +144,7 @@ class RemoteProcess(EngineProcess):
         state = self._node.state(self._number)
         return state["status"] if state is not None and state["attempt"] == self._attempt else None
 
-    def last_words(self, characters: int = 600) -> str:
+    def log_tail(self, characters: int = 600) -> str:
         state = self._node.state(self._number)
         where = f"its output is in {self._launch.log} on {self._node.address}"
         return f"{'' if state is None else state['output'][-characters:]}\n({where})".lstrip()
@@ -156,5 +156,5 @@ class RemoteProcess(EngineProcess):
             while self._node.state(self._number) is not None and time.monotonic() < deadline:
                 time.sleep(LOOK_S)
 
-    def again(self) -> RemoteProcess:
+    def restart(self) -> RemoteProcess:
         return RemoteProcess(self._node, self._number, self._launch)

@@ -34,13 +34,13 @@ class Node:
         trainer's."""
         return 0 if colocate else self.processes
 
-    def room(self, wanted: int, *, colocate: bool) -> int:
+    def room(self, num_gpus: int, *, colocate: bool) -> int:
         """Number of GPUs for servers. Without CUDA, each trainer process counts as one shared GPU,
         and the number of other GPUs is unlimited."""
         if colocate:
             return self.processes
         if self.gpus is None:
-            return wanted
+            return num_gpus
         return max(0, self.gpus - self.processes)
 
 
@@ -56,9 +56,9 @@ class Share:
 def find_nodes(servers: int, device: torch.device) -> list[Node]:
     """All nodes, ordered by first rank. servers: number of servers to start. Collective."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    own = next(ranks for ranks in ranks_by_node() if rank in ranks)
-    mine = this_node(own, servers, device) if rank == own[0] else None
-    return [node for node in gather(mine) if node is not None]
+    node_ranks = next(ranks for ranks in ranks_by_node() if rank in ranks)
+    local_node = this_node(node_ranks, servers, device) if rank == node_ranks[0] else None
+    return [node for node in gather(local_node) if node is not None]
 
 
 def this_node(ranks: Sequence[int], servers: int, device: torch.device) -> Node:
@@ -86,22 +86,22 @@ def place_servers(
         gpus: GPUs of all servers; a multiple of per_server.
     """
     rooms = [node.room(gpus, colocate=colocate) for node in nodes]
-    parts, placed = -(-per_server // max(max(rooms), 1)), list[tuple[Share, ...]]()
+    parts, placements = -(-per_server // max(max(rooms), 1)), list[tuple[Share, ...]]()
     if parts == 1:
         for node, room in zip(nodes, rooms, strict=True):
             first = node.first_gpu(colocate=colocate)
             starts = range(first, first + room - per_server + 1, per_server)
-            placed += [(Share(node, start, per_server),) for start in starts]
+            placements += [(Share(node, start, per_server),) for start in starts]
     elif per_server % parts == 0:
         each = per_server // parts
-        whole = [n for n, room in zip(nodes, rooms, strict=True) if room == each]
-        for start in range(0, len(whole) - parts + 1, parts):
-            chosen = whole[start : start + parts]
-            placed.append(tuple(Share(n, n.first_gpu(colocate=colocate), each) for n in chosen))
+        free_nodes = [n for n, room in zip(nodes, rooms, strict=True) if room == each]
+        for start in range(0, len(free_nodes) - parts + 1, parts):
+            chosen = free_nodes[start : start + parts]
+            placements.append(tuple(Share(n, n.first_gpu(colocate=colocate), each) for n in chosen))
     servers = gpus // per_server
-    if len(placed) < servers:
+    if len(placements) < servers:
         raise RunError(
-            f"--rollout-num-gpus {gpus}: {servers} server(s) of --rollout-num-gpus-per-engine {per_server} do not fit; "
-            f"GPUs for servers by node: {', '.join(map(str, rooms))}"
+            f"--rollout-num-gpus {gpus}: {servers} server(s) of --rollout-num-gpus-per-engine "
+            f"{per_server} do not fit; GPUs for servers by node: {', '.join(map(str, rooms))}"
         )
-    return placed[:servers]
+    return placements[:servers]

@@ -27,24 +27,24 @@ def die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def members(session: int) -> list[int]:
+def session_processes(session: int) -> list[int]:
     """Live processes of a session. Uses the session because descendants of a server may have left
     its process group."""
-    found = []
+    pids = []
     for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
         if name.isdigit():
             with contextlib.suppress(OSError, IndexError, ValueError):
                 with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
                     state, _, _, owner = file.read().rpartition(")")[2].split()[:4]
                 if int(owner) == session and state not in "ZX":
-                    found.append(int(name))
-    return found
+                    pids.append(int(name))
+    return pids
 
 
 def signal_all(session: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(session, number)
-    for pid in members(session):
+    for pid in session_processes(session):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
@@ -52,7 +52,7 @@ def signal_all(session: int, number: int) -> None:
 def end(child: subprocess.Popen[bytes]) -> None:
     signal_all(child.pid, signal.SIGTERM)
     deadline = time.monotonic() + GRACE_S
-    while time.monotonic() < deadline and (child.poll() is None or members(child.pid)):
+    while time.monotonic() < deadline and (child.poll() is None or session_processes(child.pid)):
         time.sleep(0.05)
     signal_all(child.pid, signal.SIGKILL)
     child.wait()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
-KEEPER = Path(__file__).with_name("process_supervisor.py")
+SUPERVISOR = Path(__file__).with_name("process_supervisor.py")
 END_S = 6.0  # for a supervisor to end its server
 LOWEST_PORT = 10000
 OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -37,18 +37,19 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     its port only half a minute after its start, and an outgoing connection could take an ephemeral
     one until then. Raises OSError if there are too few."""
     candidates = range(LOWEST_PORT, _first_outgoing_port())
-    found: list[int] = []
+    ports: list[int] = []
     for port in random.SystemRandom().sample(candidates, k=len(candidates)):
-        if len(found) == count:
+        if len(ports) == count:
             break
         with contextlib.suppress(OSError), socket.socket() as s:
             s.bind((host, port))
-            found.append(port)
-    if len(found) < count:
+            ports.append(port)
+    if len(ports) < count:
         raise OSError(
-            f"{count} free ports are wanted on {host}, and {len(found)} were found from {candidates.start} to {candidates.stop - 1}"
+            f"{host} has {len(ports)} free ports from {candidates.start} to {candidates.stop - 1}, "
+            f"{count} are needed"
         )
-    return found
+    return ports
 
 
 def _first_outgoing_port() -> int:
@@ -56,24 +57,23 @@ def _first_outgoing_port() -> int:
         first = int(OUTGOING_PORTS.read_text(encoding="ascii").split()[0])
     except (OSError, ValueError, IndexError):  # not Linux
         first = 32768
-    return (
-        first if first > LOWEST_PORT + 1000 else 65536
-    )  # if nearly all ports are ephemeral, no choice is better
+    # if nearly all ports are ephemeral, no choice is better
+    return first if first > LOWEST_PORT + 1000 else 65536
 
 
-def command_words(settings: Mapping[str, object]) -> list[str]:
+def command_line_of(settings: Mapping[str, object]) -> list[str]:
     """{"tp_size": 2, "sleep_on_idle": True} -> --tp-size 2 --sleep-on-idle. None and False are
     omitted."""
-    words: list[str] = []
+    arguments: list[str] = []
     for name, value in settings.items():
         if value is None or value is False:
             continue
-        words.append("--" + name.replace("_", "-"))
-        if value is not True:
-            words += (
-                [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
-            )
-    return words
+        arguments.append("--" + name.replace("_", "-"))
+        if isinstance(value, list | tuple):
+            arguments += map(str, value)
+        elif value is not True:
+            arguments.append(str(value))
+    return arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class EngineProcess(ABC):
         """The exit status; None while it runs."""
 
     @abstractmethod
-    def last_words(self, characters: int = 600) -> str:
+    def log_tail(self, characters: int = 600) -> str:
         """The last `characters` of its output."""
 
     @abstractmethod
@@ -103,7 +103,7 @@ class EngineProcess(ABC):
         """Kill it with all descendants; returns when they are gone."""
 
     @abstractmethod
-    def again(self) -> EngineProcess:
+    def restart(self) -> EngineProcess:
         """Restart it after it has ended."""
 
 
@@ -116,8 +116,8 @@ class ServerProcess(EngineProcess):
         self.launch = launch
         launch.log.parent.mkdir(parents=True, exist_ok=True)
         with open(launch.log, "ab") as log:
-            self._keeper = subprocess.Popen(
-                [sys.executable, "-S", "-E", str(KEEPER), str(os.getpid()), *launch.command],
+            self._supervisor = subprocess.Popen(
+                [sys.executable, "-S", "-E", str(SUPERVISOR), str(os.getpid()), *launch.command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -128,30 +128,29 @@ class ServerProcess(EngineProcess):
     @property
     def pid(self) -> int:
         """Process id of the supervisor, the parent of the server."""
-        return self._keeper.pid
+        return self._supervisor.pid
 
     @property
     def exit_status(self) -> int | None:
-        return self._keeper.poll()
+        return self._supervisor.poll()
 
-    def last_words(self, characters: int = 600) -> str:
+    def log_tail(self, characters: int = 600) -> str:
         try:
-            return self.launch.log.read_text(encoding="utf-8", errors="replace")[
-                -characters:
-            ].strip()
+            text = self.launch.log.read_text(encoding="utf-8", errors="replace")
         except OSError:
             return ""
+        return text[-characters:].strip()
 
     def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._keeper.pid, signal.SIGTERM)
+            os.kill(self._supervisor.pid, signal.SIGTERM)
         try:
-            self._keeper.wait(END_S)
+            self._supervisor.wait(END_S)
         except subprocess.TimeoutExpired:
-            self._keeper.kill()
-            self._keeper.wait()
+            self._supervisor.kill()
+            self._supervisor.wait()
 
-    def again(self) -> ServerProcess:
+    def restart(self) -> ServerProcess:
         return ServerProcess(self.launch)
 
 
@@ -166,17 +165,17 @@ class SpanningProcess(EngineProcess):
     def exit_status(self) -> int | None:
         return next((s for part in self._parts if (s := part.exit_status) is not None), None)
 
-    def last_words(self, characters: int = 600) -> str:
+    def log_tail(self, characters: int = 600) -> str:
         each = characters // len(self._parts)
-        return "\n".join(filter(None, (part.last_words(each) for part in self._parts)))
+        return "\n".join(filter(None, (part.log_tail(each) for part in self._parts)))
 
     def end(self) -> None:
         for part in self._parts:
             part.end()
 
-    def again(self) -> SpanningProcess:
+    def restart(self) -> SpanningProcess:
         self.end()
-        return SpanningProcess([part.again() for part in self._parts])
+        return SpanningProcess([part.restart() for part in self._parts])
 
 
 def clean_environment() -> dict[str, str]:
@@ -202,11 +201,11 @@ def clean_environment() -> dict[str, str]:
 
 
 def server_command(python: str, settings: Mapping[str, object]) -> tuple[str, ...]:
-    return (python, "-m", "sglang.launch_server", *command_words(settings))
+    return (python, "-m", "sglang.launch_server", *command_line_of(settings))
 
 
 def router_command(python: str, settings: Mapping[str, object]) -> tuple[str, ...]:
-    return (python, "-m", "sglang_router.launch_router", *command_words(settings))
+    return (python, "-m", "sglang_router.launch_router", *command_line_of(settings))
 
 
 def server_settings(
@@ -219,7 +218,7 @@ def server_settings(
     dtype: str,
     cuda: bool,
     memory_saver: bool,
-    given: Mapping[str, object],
+    overrides: Mapping[str, object],
 ) -> dict[str, object]:
     """Arguments of one server. given: the user's --sglang flags, which override ours."""
     ours: dict[str, object] = {
@@ -235,4 +234,4 @@ def server_settings(
         if cuda
         else dict(CPU_SETTINGS)
     )
-    return ours | dict(given)
+    return ours | dict(overrides)

@@ -13,12 +13,12 @@ from slime_like.rollout.engines.base import (
     SamplingParams,
 )
 from slime_like.rollout.engines.checked_json import (
-    BadAnswer,
-    WrongVersion,
-    is_whole,
+    InvalidResponse,
+    WrongWeightVersion,
+    check_weight_versions,
+    is_int_between,
     log_prob,
     printable,
-    rising_versions,
     shown,
     token_ids,
 )
@@ -53,7 +53,8 @@ def generation_body(
     Raises ValueError for stop tokens with ignore_end_tokens, which SGLang does not support."""
     if sampling.ignore_end_tokens and sampling.stop_token_ids:
         raise ValueError(
-            f"SGLang ignores the stop tokens {list(sampling.stop_token_ids)} together with the model's end tokens; give one of the two"
+            f"SGLang's ignore_eos also ignores the stop tokens {list(sampling.stop_token_ids)}; "
+            "use either ignore_end_tokens or stop_token_ids"
         )
     extra = {"return_routed_experts": True} if sampling.report_routes else {}
     return extra | {
@@ -99,7 +100,9 @@ def scoring_body_of_text(text: str, rid: str) -> dict[str, object]:
     }
 
 
-def answer_bytes(request: GenerateRequest, sampling: SamplingParams, token_bytes: int = 0) -> int:
+def max_response_bytes(
+    request: GenerateRequest, sampling: SamplingParams, token_bytes: int = 0
+) -> int:
     """Size limit of the response in bytes. token_bytes: bytes of routed experts per token."""
     tokens = len(request.prompt_tokens) + sampling.max_new_tokens
     return _ANSWER_BYTES + tokens * (_TOKEN_BYTES + token_bytes)
@@ -119,28 +122,28 @@ def read_generation(
     finish, reason = _finish_reason(meta, rid)
     status = reason.get("status_code")
     if finish == "abort" and status is not None:
-        if not is_whole(status, 100, 599):
-            raise BadAnswer(f"request {rid}: status_code {shown(status)} of an abort")
+        if not is_int_between(status, 100, 599):
+            raise InvalidResponse(f"request {rid}: status_code {shown(status)} of an abort")
         raise Refused(f"request {rid}: {printable(str(reason.get('message')))}", status)
     tokens = token_ids(answer.get("output_ids"), f"request {rid}: output_ids", legal.vocab_size)
     if len(tokens) > sampling.max_new_tokens or (not tokens and finish != "abort"):
-        raise BadAnswer(
-            f"request {rid}: {len(tokens)} tokens where 1 to {sampling.max_new_tokens} were asked for"
+        raise InvalidResponse(
+            f"request {rid}: {len(tokens)} tokens, expected 1 to {sampling.max_new_tokens}"
         )
     counted = meta.get("completion_tokens", len(tokens))
     if counted != len(tokens):
-        raise BadAnswer(
+        raise InvalidResponse(
             f"request {rid}: {len(tokens)} tokens, and the server counted {shown(counted)}"
         )
     read = meta.get("prompt_tokens", len(request.prompt_tokens))
     if read != len(request.prompt_tokens):
-        raise BadAnswer(
+        raise InvalidResponse(
             f"request {rid}: a prompt of {len(request.prompt_tokens)} tokens, and the server read "
             f"{shown(read)}"
         )
     log_probs = _log_probs(meta.get("output_token_logprobs"), tokens, rid)
     versions = _weight_versions(meta, len(tokens), rid)
-    rising_versions(versions, legal.versions, f"request {rid}")
+    check_weight_versions(versions, legal.versions, f"request {rid}")
     return GenerateOutput(request.sample_id, tokens, log_probs, finish, versions)
 
 
@@ -158,8 +161,8 @@ def read_scores(
     scored = tuple(tokens[start + 1 :])
     entries = meta_of(answer, rid).get("input_token_logprobs")
     if not isinstance(entries, list) or len(entries) != len(tokens) - start:
-        found = f"{len(entries)} log-probs" if isinstance(entries, list) else "no log-probs"
-        raise BadAnswer(f"request {rid}: {found} for {len(tokens) - start} input tokens")
+        count = f"{len(entries)} log-probs" if isinstance(entries, list) else "no log-probs"
+        raise InvalidResponse(f"request {rid}: {count} for {len(tokens) - start} input tokens")
     named = [
         [entry[0], token]
         if token == last and isinstance(entry, list) and entry[1:2] == [0]
@@ -175,7 +178,7 @@ def read_input_tokens(answer: object, rid: str) -> tuple[int, ...]:
     if not isinstance(entries, list) or not all(
         isinstance(entry, list) and len(entry) > 1 for entry in entries
     ):
-        raise BadAnswer(f"request {rid}: no log-probs of input tokens: {shown(entries)}")
+        raise InvalidResponse(f"request {rid}: no log-probs of input tokens: {shown(entries)}")
     return token_ids([entry[1] for entry in entries], f"request {rid}: input tokens", _NO_LIMIT)
 
 
@@ -183,10 +186,10 @@ def meta_of(answer: object, rid: str) -> Mapping[str, object]:
     """Raises BadAnswer, also for the response to another request: of one prompt length they would
     be alike otherwise."""
     if not isinstance(answer, dict) or not isinstance(answer.get("meta_info"), dict):
-        raise BadAnswer(f"request {rid}: no answer of /generate: {shown(answer)}")
+        raise InvalidResponse(f"request {rid}: no answer of /generate: {shown(answer)}")
     meta = answer["meta_info"]
     if not str(meta.get("id", rid)).endswith(rid):  # some versions put a worker's number before it
-        raise BadAnswer(f"request {rid}: the response is to request {shown(meta['id'])}")
+        raise InvalidResponse(f"request {rid}: the response is to request {shown(meta['id'])}")
     return meta
 
 
@@ -196,19 +199,19 @@ def _finish_reason(
     reason = meta.get("finish_reason")
     kind = reason.get("type") if isinstance(reason, dict) else None
     if not isinstance(reason, dict) or kind not in get_args(FinishReason):
-        raise BadAnswer(f"request {rid}: unknown finish_reason {shown(reason)}")
+        raise InvalidResponse(f"request {rid}: unknown finish_reason {shown(reason)}")
     return cast(FinishReason, kind), reason
 
 
 def _log_probs(entries: object, tokens: tuple[int, ...], rid: str) -> tuple[float, ...]:
     """Log-probs from [log_prob, token id, ...] entries, one for each of `tokens`, in order."""
     if not isinstance(entries, list) or len(entries) != len(tokens):
-        found = len(entries) if isinstance(entries, list) else "no"
-        raise BadAnswer(f"request {rid}: {found} log-probs for {len(tokens)} tokens")
+        count = len(entries) if isinstance(entries, list) else "no"
+        raise InvalidResponse(f"request {rid}: {count} log-probs for {len(tokens)} tokens")
     values = []
     for place, (entry, token) in enumerate(zip(entries, tokens, strict=True)):
         if not isinstance(entry, list) or len(entry) < 2 or entry[1] != token:
-            raise BadAnswer(
+            raise InvalidResponse(
                 f"request {rid}: the log-prob at {place} is {shown(entry)}, and the token there is "
                 f"{token}"
             )
@@ -223,18 +226,18 @@ def _weight_versions(meta: Mapping[str, object], length: int, rid: str) -> tuple
     if spans is None:
         spans = [{"version": meta.get("weight_version"), "start": 0, "end": length}]
     if not isinstance(spans, list):
-        raise BadAnswer(f"request {rid}: weight_versions {shown(spans)} is no list")
+        raise InvalidResponse(f"request {rid}: weight_versions is not a list: {shown(spans)}")
     versions: list[int] = []
     for span in spans:
         start, end = (span.get(key) if isinstance(span, dict) else None for key in ("start", "end"))
-        if start != len(versions) or not is_whole(end, len(versions), length):
-            raise BadAnswer(
+        if start != len(versions) or not is_int_between(end, len(versions), length):
+            raise InvalidResponse(
                 f"request {rid}: the weight versions {shown(spans)} are none of {length} tokens"
             )
         if end > len(versions):
             versions += [_version(span.get("version"), rid)] * (end - len(versions))
     if len(versions) != length:
-        raise BadAnswer(
+        raise InvalidResponse(
             f"request {rid}: weight versions of {len(versions)} tokens for {length} tokens"
         )
     return tuple(versions)
@@ -246,8 +249,8 @@ def _version(value: object, rid: str) -> int:
     if type(value) is int:
         return value
     if not isinstance(value, str):
-        raise BadAnswer(f"request {rid}: weight version {shown(value)}")
+        raise InvalidResponse(f"request {rid}: weight version {shown(value)}")
     digits = value.removeprefix("-")
     if not (digits.isascii() and digits.isdecimal() and len(digits) <= 18):
-        raise WrongVersion(f"request {rid}: the weight version {shown(value)} was never sent")
+        raise WrongWeightVersion(f"request {rid}: the weight version {shown(value)} was never sent")
     return int(value)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import httpx
 
 from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
-from slime_like.rollout.engines.checked_json import BadAnswer, WrongVersion
+from slime_like.rollout.engines.checked_json import InvalidResponse, WrongWeightVersion
 from slime_like.rollout.engines.sglang.http import (
     Deadlines,
     RequestFailed,
@@ -26,13 +26,13 @@ from slime_like.rollout.engines.sglang.http import (
 from slime_like.rollout.engines.sglang.protocol import (
     Legal,
     Refused,
-    answer_bytes,
     generation_body,
+    max_response_bytes,
     meta_of,
     read_generation,
 )
 from slime_like.rollout.engines.sglang.routed_experts import RoutesFormat, read_routes
-from slime_like.rollout.engines.sglang.server_pool import Fleet, Worker
+from slime_like.rollout.engines.sglang.server_pool import ServerPool, Worker
 from slime_like.rollout.engines.sglang.weight_transfer.servers import CONTROL_S
 
 ABORT_DEADLINES = Deadlines(CONTROL_S, CONTROL_S, CONTROL_S)
@@ -58,7 +58,7 @@ class ServerRequests:
 
     def __init__(
         self,
-        fleet: Fleet,
+        pool: ServerPool,
         settings: RequestSettings,
         vocab_size: int,
         routes: RoutesFormat | None,
@@ -74,7 +74,7 @@ class ServerRequests:
         self.updating = False
         self.bypasses_router = False
         self.counts: Counter[str] = Counter()
-        self._fleet = fleet
+        self._fleet = pool
         self._settings = settings
         self._vocab_size = vocab_size
         self._routes = routes
@@ -84,7 +84,7 @@ class ServerRequests:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots = asyncio.Semaphore(1)
         self._pending: dict[str, int] = {}  # request id -> sample id
-        self._abort_asked: set[str] = set()
+        self._abort_requested: set[str] = set()
 
     def new_id(self, what: object) -> str:
         """A unique request id."""
@@ -98,22 +98,22 @@ class ServerRequests:
             raise ValueError(f"sample {request.sample_id}: the prompt is empty")
         if sampling.report_routes and self._routes is None:
             raise ValueError("report_routes: the network has no experts")
-        client = self._client_here()
+        client = self._loop_client()
         rid = self.new_id(request.sample_id)
         self._pending[rid] = request.sample_id
         try:
             async with self._slots:
-                return await self._ask(client, request, sampling, rid)
-        except (RequestFailed, BadAnswer) as failure:
+                return await self._generate(client, request, sampling, rid)
+        except (RequestFailed, InvalidResponse) as failure:
             kind = failure.kind if isinstance(failure, RequestFailed) else "bad_answer"
             self.counts["dropped" if isinstance(failure, RequestFailed) else "rejected"] += 1
-            if isinstance(failure, BadAnswer):
+            if isinstance(failure, InvalidResponse):
                 self.counts[kind] += 1
-            words = str(failure) if rid in str(failure) else f"request {rid}: {failure}"
-            return GenerateOutput(request.sample_id, (), (), "abort", (), failure=words)
+            message = str(failure) if rid in str(failure) else f"request {rid}: {failure}"
+            return GenerateOutput(request.sample_id, (), (), "abort", (), failure=message)
         finally:
             self._pending.pop(rid, None)
-            self._abort_asked.discard(rid)
+            self._abort_requested.discard(rid)
 
     async def abort(self, sample_ids: Collection[int] | None = None) -> None:
         """As `RolloutEngine.abort`."""
@@ -122,8 +122,8 @@ class ServerRequests:
             for rid, sample_id in self._pending.items()
             if sample_ids is None or sample_id in sample_ids
         ]
-        self._abort_asked.update(rids)
-        client = self._client_here()
+        self._abort_requested.update(rids)
+        client = self._loop_client()
 
         async def send_abort(worker: Worker, rid: str) -> None:
             try:
@@ -138,7 +138,7 @@ class ServerRequests:
             *(send_abort(worker, rid) for worker in self._fleet.alive() for rid in rids)
         )
 
-    async def _ask(
+    async def _generate(
         self,
         client: httpx.AsyncClient,
         request: GenerateRequest,
@@ -151,25 +151,25 @@ class ServerRequests:
             avoid.add(self._fleet.router.url)
 
         async def attempt(number: int) -> GenerateOutput:
-            if rid in self._abort_asked:
+            if rid in self._abort_requested:
                 return GenerateOutput(request.sample_id, (), (), "abort", ())
-            this_rid = rid if number == 1 else f"{rid}-{number}"
-            self._pending[this_rid] = request.sample_id
+            attempt_rid = rid if number == 1 else f"{rid}-{number}"
+            self._pending[attempt_rid] = request.sample_id
             try:
-                return await self._answer(client, request, sampling, this_rid, avoid)
-            except Refused as refused:
+                return await self._attempt(client, request, sampling, attempt_rid, avoid)
+            except Refused as refusal:
                 raise RequestFailed(
-                    f"refused_{refused.status}", str(refused), again=refused.status >= 500
+                    f"refused_{refusal.status}", str(refusal), retryable=refusal.status >= 500
                 ) from None
             finally:
-                if this_rid != rid:
-                    del self._pending[this_rid]
-                    self._abort_asked.discard(this_rid)
+                if attempt_rid != rid:
+                    del self._pending[attempt_rid]
+                    self._abort_requested.discard(attempt_rid)
 
         output: GenerateOutput = await with_retries(attempt, self._settings.retries, self.counts)
         return output
 
-    async def _answer(
+    async def _attempt(
         self,
         client: httpx.AsyncClient,
         request: GenerateRequest,
@@ -182,7 +182,7 @@ class ServerRequests:
         url, worker = await self._target(avoid)
         oldest, evictions = self._fleet.version, 0 if worker is None else worker.evictions
         body = generation_body(request, sampling, rid)
-        limit = answer_bytes(request, sampling, self._token_bytes(sampling))
+        limit = max_response_bytes(request, sampling, self._token_bytes(sampling))
         answer = await self._post(client, url, worker, body, limit, avoid)
         legal = Legal(self._vocab_size, {v for v in self.sent if v >= oldest})
         try:
@@ -192,16 +192,18 @@ class ServerRequests:
             assert self._routes is not None
             routes = read_routes(meta_of(answer, rid), request, output, self._routes, rid)
             return replace(output, routes=routes)
-        except WrongVersion as wrong:
+        except WrongWeightVersion as error:
             self.counts["wrong_version"] += 1
             if worker is None:
                 self.bypasses_router = True
             else:
                 # in a thread: it may call the router
-                await asyncio.to_thread(self._fleet.distrust, worker, evictions, str(wrong))
-            raise WrongVersion(f"{url}: {wrong}") from None
-        except BadAnswer as wrong:
-            raise BadAnswer(f"{url}: {wrong}") from None
+                await asyncio.to_thread(
+                    self._fleet.report_wrong_version, worker, evictions, str(error)
+                )
+            raise WrongWeightVersion(f"{url}: {error}") from None
+        except InvalidResponse as error:
+            raise InvalidResponse(f"{url}: {error}") from None
 
     def _token_bytes(self, sampling: SamplingParams) -> int:
         """Bytes of one token's routed experts in a response: base64 of int32 for every layer."""
@@ -231,14 +233,16 @@ class ServerRequests:
         except RequestFailed as failure:
             avoid.add(url)
             if worker is not None and failure.server_gone:
-                worker.strikes += 1
+                worker.failed_probes += 1
             raise
         except asyncio.CancelledError as cancelled:
             if "evicted" not in cancelled.args:
                 raise
             task.uncancel()
             raise RequestFailed(
-                "evicted", f"{url}: the server was taken out while it worked on this", again=True
+                "evicted",
+                f"{url}: the server was taken out while it worked on this",
+                retryable=True,
             ) from None
         finally:
             if worker is not None:
@@ -253,7 +257,7 @@ class ServerRequests:
         while self.updating or not (ready := self._fleet.ready()):
             if not (self.updating or self._fleet.may_recover()) or time.monotonic() > deadline:
                 raise RequestFailed(
-                    "no_engine", "no engine with the current weights is left", again=False
+                    "no_engine", "no engine with the current weights is left", retryable=False
                 )
             await asyncio.sleep(LOOK_S)
         router = self._fleet.router
@@ -262,7 +266,7 @@ class ServerRequests:
         worker = min(ready, key=lambda w: (w.url in avoid, len(w.in_flight)))
         return worker.url, worker
 
-    def _client_here(self) -> httpx.AsyncClient:
+    def _loop_client(self) -> httpx.AsyncClient:
         """The HTTP client of the current event loop; a client is bound to its loop."""
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:

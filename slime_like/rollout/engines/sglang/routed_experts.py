@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest
-from slime_like.rollout.engines.checked_json import BadAnswer, shown
+from slime_like.rollout.engines.checked_json import InvalidResponse, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,31 +48,33 @@ def read_routes(
     if output.finish_reason == "abort" and (encoded is None or not output.tokens):
         return expected.unknown(length)
     if not isinstance(encoded, str):
-        raise BadAnswer(
+        raise InvalidResponse(
             f"request {rid}: the server reports no routed experts; start it with "
             "--enable-return-routed-experts, and with an MoE model"
         )
     try:
         numbers = np.frombuffer(base64.b64decode(encoded, validate=True), dtype="<i4")
     except (binascii.Error, ValueError):
-        raise BadAnswer(
-            f"request {rid}: the routed experts are no base64 of whole numbers: {shown(encoded, 40)!r}"
+        raise InvalidResponse(
+            f"request {rid}: routed_experts is not base64 of int32: {shown(encoded, 40)!r}"
         ) from None
     shape = (length - 1, len(expected.sparse), expected.topk)
     if numbers.size != shape[0] * shape[1] * shape[2]:
-        raise BadAnswer(
-            f"request {rid}: {numbers.size} routed experts where (tokens - 1, layers, experts of a token) = {shape} were expected"
+        raise InvalidResponse(
+            f"request {rid}: {numbers.size} routed experts, expected (tokens - 1, layers, topk) = "
+            f"{shape}"
         )
-    known = numbers.reshape(shape)[:, np.array(expected.sparse)]
-    if known.size and (known.min() < 0 or known.max() >= expected.experts):
-        raise BadAnswer(
-            f"request {rid}: routed experts from {known.min()} to {known.max()}; the network has 0 to {expected.experts - 1}"
+    experts = numbers.reshape(shape)[:, np.array(expected.sparse)]
+    if experts.size and (experts.min() < 0 or experts.max() >= expected.experts):
+        raise InvalidResponse(
+            f"request {rid}: routed experts from {experts.min()} to {experts.max()}, expected 0 to "
+            f"{expected.experts - 1}"
         )
-    in_order = np.sort(known, axis=-1)
+    sorted_experts = np.sort(experts, axis=-1)
     if (
-        in_order[..., 1:] == in_order[..., :-1]
+        sorted_experts[..., 1:] == sorted_experts[..., :-1]
     ).any():  # e.g. the server's buffer was never written
-        raise BadAnswer(f"request {rid}: a token was routed to the same expert twice")
+        raise InvalidResponse(f"request {rid}: a token was routed to the same expert twice")
     routes = expected.unknown(length)
-    routes[:-1] = torch.from_numpy(known.astype(np.int16))
+    routes[:-1] = torch.from_numpy(experts.astype(np.int16))
     return routes

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from urllib.parse import quote
 
 from slime_like.errors import RunError
-from slime_like.rollout.engines.checked_json import BadAnswer
+from slime_like.rollout.engines.checked_json import InvalidResponse
 from slime_like.rollout.engines.sglang.control_answers import router_workers
 from slime_like.rollout.engines.sglang.http import ControlClient, RequestFailed
 from slime_like.rollout.engines.sglang.processes import Launch, ServerProcess
@@ -39,7 +39,8 @@ class Router:
             status = None if self._process is None else self._process.exit_status
             if self._process is not None and status is not None:
                 raise RunError(
-                    f"the router {self.url} ended with status {status} while it started:\n{self._process.last_words()}"
+                    f"the router {self.url} ended with status {status} while it started:\n"
+                    f"{self._process.log_tail()}"
                 )
             try:
                 self.workers()
@@ -59,8 +60,8 @@ class Router:
         answer = self._control.call(url, timeout_s=CALL_S, method="GET")
         try:
             return router_workers(answer)
-        except BadAnswer as bad:
-            raise RequestFailed("bad_answer", f"{url}: {bad}", again=False) from None
+        except InvalidResponse as bad:
+            raise RequestFailed("bad_answer", f"{url}: {bad}", retryable=False) from None
 
     def add(self, worker: str) -> None:
         """Add a server; returns once the router routes to it. Raises RunError."""
@@ -97,6 +98,6 @@ class Router:
         while not done():
             if time.monotonic() > deadline:
                 raise RequestFailed(
-                    "router", f"{self.url}: no effect within {ADD_S:g} s", again=False
+                    "router", f"{self.url}: no effect within {ADD_S:g} s", retryable=False
                 )
             time.sleep(0.05)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from slime_like.errors import RunError
-from slime_like.rollout.engines.checked_json import BadAnswer
+from slime_like.rollout.engines.checked_json import InvalidResponse
 from slime_like.rollout.engines.sglang.http import ANSWER_BYTES, ControlClient, RequestFailed
 from slime_like.rollout.engines.sglang.processes import EngineProcess
 from slime_like.rollout.engines.sglang.router import Router
@@ -41,10 +41,10 @@ class Worker:
     process: EngineProcess | None = None
     alive: bool = False
     version: int | None = None
-    strikes: int = 0
+    failed_probes: int = 0
     restarts: int = 0
     evictions: int = 0
-    wrong_versions: int = 0
+    num_wrong_versions: int = 0
     returning: bool = False
     in_flight: set[asyncio.Task[object]] = field(default_factory=set)
 
@@ -57,10 +57,10 @@ class HealthSettings:
     interval_s: float = 10.0
     timeout_s: float = 10.0
     start_s: float = 600.0
-    strikes: int = 3
+    failed_probes: int = 3
 
 
-class Fleet:
+class ServerPool:
     """All servers: external ones by address, and those that this run started and will end.
 
     joined_by_router: also servers that are added to the router later. Worker state changes under
@@ -68,9 +68,15 @@ class Fleet:
     """
 
     def __init__(
-        self, addresses: Sequence[str], started: Sequence[tuple[str, EngineProcess]], router: Router | None, health: HealthSettings,
-        connect_s: float, *, joined_by_router: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        addresses: Sequence[str],
+        started: Sequence[tuple[str, EngineProcess]],
+        router: Router | None,
+        health: HealthSettings,
+        connect_s: float,
+        *,
+        joined_by_router: bool = False,
+    ) -> None:
         self.router = router
         self.joined_by_router = joined_by_router
         self.health = health
@@ -83,8 +89,8 @@ class Fleet:
         self._control = ControlClient(connect_s)
         self._stop = threading.Event()
         self._wake = threading.Event()  # set to probe immediately
-        self._router_trouble = ""
-        self._watcher: threading.Thread | None = None
+        self._router_warning = ""
+        self._monitor: threading.Thread | None = None
         self.workers = [Worker(url) for url in addresses] + [
             Worker(url, process) for url, process in started
         ]
@@ -99,22 +105,25 @@ class Fleet:
                 status = None if worker.process is None else worker.process.exit_status
                 if status is not None:
                     raise RunError(
-                        f"the engine {worker.url} ended with status {status} while it started:\n{last_words(worker)}"
+                        f"the engine {worker.url} ended with status {status} while it started:\n"
+                        f"{log_tail(worker)}"
                     )
-            waiting = [worker for worker in waiting if not self.answers(worker)]
+            waiting = [worker for worker in waiting if not self.is_healthy(worker)]
             if waiting and time.monotonic() > deadline:
                 names = ", ".join(worker.url for worker in waiting)
                 raise RunError(
-                    f"no answer from the engines {names} within {self.health.start_s:g} s (--rollout-health-check-first-wait)\n"
-                    + "\n".join(last_words(worker) for worker in waiting)
+                    f"no answer from the engines {names} within {self.health.start_s:g} s "
+                    "(--rollout-health-check-first-wait)\n" + "\n".join(map(log_tail, waiting))
                 )
             if waiting:
                 time.sleep(0.25)
         for worker in self.workers:
             worker.alive = True
-        self.take_added()
-        self._watcher = threading.Thread(target=self._watch, name="sglang-health", daemon=True)
-        self._watcher.start()
+        self.handle_added_servers()
+        self._monitor = threading.Thread(
+            target=self._monitor_health, name="sglang-health", daemon=True
+        )
+        self._monitor.start()
 
     def alive(self) -> list[Worker]:
         with self.lock:
@@ -135,15 +144,15 @@ class Fleet:
         """Whether a server without the current weights can get them before the next update."""
         with self.lock:
             returning = any(worker.returning for worker in self.workers)
-        return self.restore is not None and (returning or self.starts_again())
+        return self.restore is not None and (returning or self.can_restart_any())
 
-    def starts_again(self) -> bool:
+    def can_restart_any(self) -> bool:
         """Whether an evicted server may be restarted."""
         with self.lock:
             return any(
                 w.process is not None
                 and w.restarts <= MAX_RESTARTS
-                and w.wrong_versions < MAX_WRONG_VERSIONS
+                and w.num_wrong_versions < MAX_WRONG_VERSIONS
                 for w in self.workers
             )
 
@@ -182,12 +191,14 @@ class Fleet:
         answer = self.call(worker, path, body, timeout_s=timeout_s, method=method)
         try:
             return read(answer)
-        except BadAnswer as bad:
-            raise RequestFailed("bad_answer", f"{worker.url}{path}: {bad}", again=False) from None
+        except InvalidResponse as bad:
+            raise RequestFailed(
+                "bad_answer", f"{worker.url}{path}: {bad}", retryable=False
+            ) from None
 
-    def answers(self, worker: Worker, timeout_s: float | None = None) -> bool:
+    def is_healthy(self, worker: Worker, timeout_s: float | None = None) -> bool:
         """Whether the server passes a health probe."""
-        return self._control.is_reached(
+        return self._control.is_reachable(
             f"{worker.url}/health", self.health.timeout_s if timeout_s is None else timeout_s
         )
 
@@ -198,39 +209,43 @@ class Fleet:
         if self.router is not None:
             self.router.add(worker.url)
 
-    def evict(self, worker: Worker, why: str) -> None:
+    def evict(self, worker: Worker, reason: str) -> None:
         """Evict a server: its requests are retried elsewhere. A server that we started is
         restarted."""
         with self.lock:
             if not worker.alive and worker.version is None:
                 return
-            worker.alive, worker.version, worker.strikes = False, None, 0
+            worker.alive, worker.version, worker.failed_probes = False, None, 0
             worker.evictions += 1
             for task in worker.in_flight:
                 with contextlib.suppress(RuntimeError):  # its event loop has ended
                     task.get_loop().call_soon_threadsafe(task.cancel, "evicted")
-        logger.warning(f"the engine {worker.url} is out: {why}")
+        logger.warning(f"the engine {worker.url} is out: {reason}")
         if self.router is not None:
             self.router.remove(worker.url)
 
-    def distrust(self, worker: Worker, evictions: int, why: str) -> None:
+    def report_wrong_version(self, worker: Worker, evictions: int, reason: str) -> None:
         """Evict a server that responded with an impossible weight version. The first few times it
         gets the current weights and returns. evictions: its count when the request was sent; if it
         has grown since, the response predates that eviction and is ignored."""
         with self.lock:
             if worker.evictions != evictions:
                 return
-            worker.wrong_versions += 1
-            worker.returning = worker.wrong_versions < MAX_WRONG_VERSIONS
-            ends = "" if worker.returning else f"; after {worker.wrong_versions} times it stays out"
-            self.evict(worker, why + ends)
+            worker.num_wrong_versions += 1
+            worker.returning = worker.num_wrong_versions < MAX_WRONG_VERSIONS
+            suffix = (
+                ""
+                if worker.returning
+                else f"; after {worker.num_wrong_versions} times it stays out"
+            )
+            self.evict(worker, reason + suffix)
         self._wake.set()
 
     def close(self) -> None:
         self._stop.set()
         self._wake.set()
-        if self._watcher is not None:
-            self._watcher.join(self.health.timeout_s + 5)
+        if self._monitor is not None:
+            self._monitor.join(self.health.timeout_s + 5)
         if self.router is not None:
             self.router.close()
         processes = [w.process for w in self.workers if w.process is not None]
@@ -239,7 +254,7 @@ class Fleet:
                 list(threads.map(lambda process: process.end(), processes))
         self._control.close()
 
-    def _watch(self) -> None:
+    def _monitor_health(self) -> None:
         """Health-check thread: probe every server periodically, and check in between that started
         processes still run."""
         next_probe = 0.0
@@ -249,50 +264,46 @@ class Fleet:
             probes = woken or time.monotonic() >= next_probe
             if probes:
                 next_probe = time.monotonic() + self.health.interval_s
-                self._guarded("the servers of the router", self.take_added)
+                self._log_errors("the servers of the router", self.handle_added_servers)
             for worker in list(self.workers):
                 if self._stop.is_set():
                     return
-                look = functools.partial(self._look_after, worker, probe=probes)
-                self._guarded(f"the engine {worker.url}", look)
+                check = functools.partial(self._check_worker, worker, probe=probes)
+                self._log_errors(f"the engine {worker.url}", check)
 
-    def _guarded(self, what: str, action: Callable[[], None]) -> None:
+    def _log_errors(self, what: str, action: Callable[[], None]) -> None:
         """Run `action`; an error about one server must not end the health checks."""
         try:
             action()
         except Exception as error:
             logger.warning(f"watching {what}: {type(error).__name__}: {error}")
 
-    def take_added(self) -> None:
+    def handle_added_servers(self) -> None:
         """Handle servers that were added to the user's router: they get no requests through it
         until they have the current weights, or never if they do not belong to this run."""
         if self.router is None or self.router.is_ours:
             return
         try:
-            added = [
-                url
-                for url in self.router.workers()
-                if url not in {worker.url for worker in self.workers}
-            ]
+            members = {worker.url for worker in self.workers}
+            new_urls = [url for url in self.router.workers() if url not in members]
         except RequestFailed as failure:  # an unreachable router adds no servers
-            if failure.kind == "bad_answer" and self._router_trouble != str(failure):
-                self._router_trouble = str(failure)
+            if failure.kind == "bad_answer" and self._router_warning != str(failure):
+                self._router_warning = str(failure)
                 logger.warning(f"the router does not list its engines: {failure}")
             return
-        for url in added:
+        for url in new_urls:
             self.router.remove(url)
             if self.joined_by_router:
                 with self.lock:
                     self.workers.append(Worker(url))
-                logger.info(
-                    f"the engine {url} was added to the router {self.router.url} and belongs to this run now"
-                )
+                logger.info(f"the engine {url} joins this run through the router {self.router.url}")
             else:
                 logger.warning(
-                    f"the engine {url} is none of this run's: the router {self.router.url} was told to send it nothing"
+                    f"the engine {url} does not belong to this run and was removed from the router "
+                    f"{self.router.url}"
                 )
 
-    def _look_after(self, worker: Worker, *, probe: bool) -> None:
+    def _check_worker(self, worker: Worker, *, probe: bool) -> None:
         status = None if worker.process is None else worker.process.exit_status
         if status is not None:
             self.evict(worker, f"its process ended with status {status}")
@@ -300,16 +311,17 @@ class Fleet:
             return
         if not probe:
             return
-        if self.answers(worker):
-            worker.strikes = 0
-            if not worker.alive and worker.wrong_versions < MAX_WRONG_VERSIONS:
-                self._welcome(worker)
+        if self.is_healthy(worker):
+            worker.failed_probes = 0
+            if not worker.alive and worker.num_wrong_versions < MAX_WRONG_VERSIONS:
+                self._readmit(worker)
             return
-        worker.strikes += 1
-        if worker.alive and worker.strikes >= self.health.strikes:
+        worker.failed_probes += 1
+        if worker.alive and worker.failed_probes >= self.health.failed_probes:
             self.evict(
                 worker,
-                f"{self.health.strikes} health probes without an answer within {self.health.timeout_s:g} s each",
+                f"{self.health.failed_probes} consecutive health probes failed "
+                f"(timeout {self.health.timeout_s:g} s)",
             )
             if worker.process is not None:
                 worker.process.end()
@@ -323,9 +335,9 @@ class Fleet:
         logger.warning(
             f"the engine {worker.url} is started again ({worker.restarts} of {MAX_RESTARTS})"
         )
-        worker.process = worker.process.again()
+        worker.process = worker.process.restart()
 
-    def _welcome(self, worker: Worker) -> None:
+    def _readmit(self, worker: Worker) -> None:
         """A server responds again or for the first time: send it the current weights, then
         requests."""
         with self.lock:
@@ -340,6 +352,6 @@ class Fleet:
             )
 
 
-def last_words(worker: Worker) -> str:
-    words = "" if worker.process is None else worker.process.last_words()
+def log_tail(worker: Worker) -> str:
+    words = "" if worker.process is None else worker.process.log_tail()
     return f"--- {worker.url}:\n{words}" if words else ""

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slime_like.errors import RunError
+from slime_like.text import list_names
 
-SHOWN = 8  # names in an error message
 # Checkpoint entries that are not synced: buffers of old writers, multi-token prediction heads.
 OPTIONAL_PARTS = ("rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 
@@ -43,51 +43,41 @@ def vocabulary_size(folder: str) -> int:
 def compare_with_checkpoint(sent: Mapping[str, tuple[int, ...]], folder: str) -> None:
     """Raise RunError naming missing and unknown weights and wrong shapes. A tied output layer may
     be present on either side."""
-    there = checkpoint_shapes(folder)
-    if not there:
+    expected = checkpoint_shapes(folder)
+    if not expected:
         return
     tied = {"lm_head.weight"}
     missing = [
         n
-        for n in there.keys() - sent.keys() - tied
+        for n in expected.keys() - sent.keys() - tied
         if not any(part in n for part in OPTIONAL_PARTS) and not _is_extra_layer(n, sent)
     ]
     problems = {
         "missing": sorted(missing),
-        "unknown": sorted(sent.keys() - there.keys() - tied),
+        "unknown": sorted(sent.keys() - expected.keys() - tied),
         "of another shape": [
-            f"{n} {list(sent[n])} (there: {list(there[n])})"
-            for n in sorted(sent.keys() & there.keys())
-            if sent[n] != there[n]
+            f"{n} {list(sent[n])} (checkpoint: {list(expected[n])})"
+            for n in sorted(sent.keys() & expected.keys())
+            if sent[n] != expected[n]
         ],
     }
-    found = [
-        f"{kind}: {', '.join(names[:SHOWN])}"
-        + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-        for kind, names in problems.items()
-        if names
-    ]
-    if found:
+    messages = [f"{kind}: {list_names(names)}" for kind, names in problems.items() if names]
+    if messages:
         raise RunError(
-            f"the weights sent to the engines are not those of {folder}: " + "; ".join(found)
+            f"the weights sent to the engines are not those of {folder}: " + "; ".join(messages)
         )
 
 
 def _is_extra_layer(name: str, sent: Mapping[str, tuple[int, ...]]) -> bool:
     """Whether `name` is in a layer after the last one that was sent: multi-token prediction."""
     number = _layer(name)
-    return number is not None and number > max(
-        (n for n in map(_layer, sent) if n is not None), default=-1
-    )
+    sent_layers = [n for n in map(_layer, sent) if n is not None]
+    return number is not None and number > max(sent_layers, default=-1)
 
 
 def _layer(name: str) -> int | None:
-    words = name.split(".")
-    return next(
-        (
-            int(word)
-            for before, word in itertools.pairwise(words)
-            if before == "layers" and word.isdigit()
-        ),
-        None,
-    )
+    """The number after "layers" in a weight's name."""
+    for before, part in itertools.pairwise(name.split(".")):
+        if before == "layers" and part.isdigit():
+            return int(part)
+    return None

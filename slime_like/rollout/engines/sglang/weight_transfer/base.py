@@ -58,7 +58,7 @@ class WeightTransport:
     def update(self, ranks: SendingRanks, version: int, workers: Sequence[Worker]) -> None:
         """As `send`, but other ranks may send too. Transports that only send from rank 0 implement
         `send` instead."""
-        self.send(ranks.whole(), version, workers)
+        self.send(ranks.gathered(), version, workers)
 
     def send(self, weights: WeightBuckets, version: int, workers: Sequence[Worker]) -> None:
         """Send all weights to the servers: (Hugging Face name, full tensor) pairs in buckets,

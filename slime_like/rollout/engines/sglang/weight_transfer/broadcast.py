@@ -16,7 +16,7 @@ from slime_like.rollout.engines.sglang.weight_transfer.base import WeightTranspo
 from slime_like.rollout.engines.sglang.weight_transfer.process_group import (
     BroadcastFailed,
     BroadcastGroup,
-    Meeting,
+    Rendezvous,
     address_towards,
 )
 from slime_like.rollout.engines.sglang.weight_transfer.sending_ranks import SendingRanks
@@ -35,61 +35,77 @@ class BroadcastTransport(WeightTransport):
         self._backend = "nccl" if servers.device.type == "cuda" else "gloo"
         self._groups: dict[int, BroadcastGroup] = {}  # sending rank -> group
         self._name = ""  # name of the groups
-        self._meeting: Meeting | None = None
+        self._rendezvous: Rendezvous | None = None
         # members of the groups; a restarted or evicted server counts as a new member
         self._members: list[tuple[Worker, EngineProcess | None, int]] = []
         self._numbers = 0  # counter for unique names
         self._copy: tuple[int, list[Bucket]] | None = None  # version, weights
 
     def update(self, ranks: SendingRanks, version: int, workers: Sequence[Worker]) -> None:
-        if self.restores or not ranks.several or self._is_out_of_reach(workers):
-            self.send(ranks.whole(), version, workers)
+        if self.restores or not ranks.multiple_senders or self._is_unreachable(workers):
+            self.send(ranks.gathered(), version, workers)
         else:
-            self.servers.in_session(workers, lambda ready: self._lead(ranks, version, ready))
+            self.servers.in_session(
+                workers, lambda ready: self._broadcast_from_all(ranks, version, ready)
+            )
 
     def send(self, weights: WeightBuckets, version: int, workers: Sequence[Worker]) -> None:
         self._copy = None  # free the old copy first: never two in memory
         copy: list[Bucket] = []
-        self.servers.in_session(workers, lambda ready: self._move(weights, copy, version, ready))
+        self.servers.in_session(
+            workers, lambda ready: self._broadcast_from_rank_zero(weights, copy, version, ready)
+        )
         self._copy = (version, copy) if self.restores else None
 
-    def _is_out_of_reach(self, workers: Sequence[Worker]) -> bool:
+    def _is_unreachable(self, workers: Sequence[Worker]) -> bool:
         """Whether the servers listen only on rank 0's host, unreachable from other hosts."""
         here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         address = address_towards([worker.url for worker in workers])
         return here < dist.get_world_size() and address == LOOPBACK
 
-    def _move(
+    def _broadcast_from_rank_zero(
         self, weights: WeightBuckets, copy: list[Bucket], version: int, workers: Sequence[Worker]
     ) -> None:
-        with self._giving_up(workers):
-            if meeting := self._renew(workers, {0}):
+        with self._abort_on_failure(workers):
+            if rendezvous := self._new_rendezvous(workers, {0}):
                 sizes = self.servers.sizes(workers)
-                self._groups[0] = self._group(self._name, meeting, workers, sizes)
+                self._groups[0] = self._group(self._name, rendezvous, workers, sizes)
             for bucket in weights.buckets():
                 self._groups[0].send(bucket.tensors, bucket.flat, version, is_last=bucket.is_last)
                 if self.restores:
                     copy.append(dataclasses.replace(bucket, flat=bucket.flat.to("cpu")))
                 del bucket  # free it before the next one is built
 
-    def _lead(self, ranks: SendingRanks, version: int, workers: Sequence[Worker]) -> None:
+    def _broadcast_from_all(
+        self, ranks: SendingRanks, version: int, workers: Sequence[Worker]
+    ) -> None:
         sizes = self.servers.sizes(workers)
         senders = sorted({planned.sender for planned in ranks.plan})
-        is_new = self._renew(workers, senders) is not None
-        assert self._meeting is not None
+        is_new = self._new_rendezvous(workers, senders) is not None
+        assert self._rendezvous is not None
         order = BroadcastOrder(
-            self._name, self._meeting.address, self._meeting.port, 1 + sum(sizes), self._backend, self.servers.settings.timeout_s,
+            self._name,
+            self._rendezvous.address,
+            self._rendezvous.port,
+            1 + sum(sizes),
+            self._backend,
+            self.servers.settings.timeout_s,
             update=self._new_name(),
-        )  # fmt: skip
-        turns = Turns(self._meeting.store, order.update)
+        )
+        turns = Turns(self._rendezvous.store, order.update)
         weights = ranks.order(order)
         stream = weights.own().buckets()
         try:
-            with self._giving_up(workers):
+            with self._abort_on_failure(workers):
                 for sender in senders if is_new else ():
                     self._groups[sender] = self._group(
-                        order.name_of(sender), self._meeting, workers, sizes, sends_here=sender == 0, stopped=turns.look
-                    )  # fmt: skip
+                        order.name_of(sender),
+                        self._rendezvous,
+                        workers,
+                        sizes,
+                        sends_here=sender == 0,
+                        stopped=turns.raise_if_failed,
+                    )
                 self._take_turns(weights, stream, version, turns)
         except BaseException:
             turns.fail("a server, or another rank, failed")
@@ -105,9 +121,13 @@ class BroadcastTransport(WeightTransport):
         last = len(weights.plan) - 1
         for number, planned in enumerate(weights.plan):
             flat = next(stream).flat if planned.sender == 0 else None
-            turns.give(number)
+            turns.grant(number)
             self._groups[planned.sender].send(
-                planned.tensors, flat, version, is_last=number == last, stopped=turns.look
+                planned.tensors,
+                flat,
+                version,
+                is_last=number == last,
+                stopped=turns.raise_if_failed,
             )
             del flat
 
@@ -122,8 +142,10 @@ class BroadcastTransport(WeightTransport):
         version, weights = self._copy
         self.servers.begin(worker)
         try:
-            meeting = self._meeting_of([worker])
-            group = self._group(self._new_name(), meeting, [worker], self.servers.sizes([worker]))
+            rendezvous = self._rendezvous_for([worker])
+            group = self._group(
+                self._new_name(), rendezvous, [worker], self.servers.sizes([worker])
+            )
             try:
                 for bucket in weights:
                     group.send(bucket.tensors, bucket.flat, version, is_last=bucket.is_last)
@@ -140,34 +162,33 @@ class BroadcastTransport(WeightTransport):
             group.close()
 
     @contextmanager
-    def _giving_up(self, workers: Sequence[Worker]) -> Iterator[None]:
+    def _abort_on_failure(self, workers: Sequence[Worker]) -> Iterator[None]:
         """A failure in this block ends all groups and the update."""
         try:
             yield
         except BroadcastFailed as failure:
             self._abandon()
-            self.servers.give_up(failure, [workers[i] for i in failure.servers], workers)
+            self.servers.abort_update(failure, [workers[i] for i in failure.servers], workers)
 
     def _abandon(self) -> None:
         for group in self._groups.values():
             group.abandon()
         self._groups, self._members = {}, []
 
-    def _renew(self, workers: Sequence[Worker], senders: Collection[int]) -> Meeting | None:
+    def _new_rendezvous(
+        self, workers: Sequence[Worker], senders: Collection[int]
+    ) -> Rendezvous | None:
         """The rendezvous of new groups of these servers and senders; None if they exist already."""
         members = [(worker, worker.process, worker.evictions) for worker in workers]
         if self._groups.keys() == set(senders) and members == self._members:
             return None
         self._abandon()
-        self._name, self._meeting, self._members = (
-            self._new_name(),
-            self._meeting_of(workers),
-            members,
-        )
-        return self._meeting
+        self._name, self._members = self._new_name(), members
+        self._rendezvous = self._rendezvous_for(workers)
+        return self._rendezvous
 
-    def _meeting_of(self, workers: Sequence[Worker]) -> Meeting:
-        return Meeting([worker.url for worker in workers], self.servers.settings.timeout_s)
+    def _rendezvous_for(self, workers: Sequence[Worker]) -> Rendezvous:
+        return Rendezvous([worker.url for worker in workers], self.servers.settings.timeout_s)
 
     def _new_name(self) -> str:
         self._numbers += 1
@@ -176,7 +197,7 @@ class BroadcastTransport(WeightTransport):
     def _group(
         self,
         name: str,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         workers: Sequence[Worker],
         sizes: Sequence[int],
         *,
@@ -187,6 +208,13 @@ class BroadcastTransport(WeightTransport):
             return lambda path, body: self.servers.call(worker, path, body)
 
         return BroadcastGroup(
-            name, meeting, [call_of(w) for w in workers], sizes, self._backend, self.servers.device, self.servers.settings.timeout_s,
-            sends_here=sends_here, stopped=stopped,
-        )  # fmt: skip
+            name,
+            rendezvous,
+            [call_of(w) for w in workers],
+            sizes,
+            self._backend,
+            self.servers.device,
+            self.servers.settings.timeout_s,
+            sends_here=sends_here,
+            stopped=stopped,
+        )

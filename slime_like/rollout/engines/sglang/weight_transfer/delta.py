@@ -61,16 +61,22 @@ class DeltaTransport(WeightTransport):
         number = max(updates_in(self._root), default=0) + 1
         full = self._broken or number - self._full >= self.servers.settings.full_interval
         publication = Publication(
-            str(self._root), self.servers.hf_checkpoint, self._run, number, version, fresh=self._broken, full=full
-        )  # fmt: skip
+            str(self._root),
+            self.servers.hf_checkpoint,
+            self._run,
+            number,
+            version,
+            fresh=self._broken,
+            full=full,
+        )
         self._broken, self._latest = True, None
-        if ranks.several:
+        if ranks.multiple_senders:
             update = publication.write(ranks.order(publication))
         else:
-            update = publication.write_alone(ranks.whole())
+            update = publication.write_alone(ranks.gathered())
         self._broken, self.moved_bytes = False, update.nbytes
         self._full = number if full else self._full
-        if any(is_here(worker) for worker in self.servers.fleet.workers):
+        if any(is_here(worker) for worker in self.servers.pool.workers):
             self._local.bring(number)
         self._latest = update
         wait_s = self.servers.settings.timeout_s
@@ -93,27 +99,31 @@ class DeltaTransport(WeightTransport):
             self._load(worker, 0.0)
         except RequestFailed as failure:
             if failure.kind == NO_COPY:
-                self.servers.fleet.evict(worker, str(failure))
+                self.servers.pool.evict(worker, str(failure))
             raise
 
     def _load(self, worker: Worker, wait_s: float) -> None:
         assert self._latest is not None, "asked where there is a latest version"
         here = is_here(worker)
-        folder = self._local.folder if here else self._copy_near(worker, self._latest, wait_s)
+        folder = self._local.folder if here else self._remote_copy(worker, self._latest, wait_s)
         load_folder(self.servers, worker, folder, self._latest.version)
 
-    def _copy_near(self, worker: Worker, update: Update, wait_s: float) -> Path:
+    def _remote_copy(self, worker: Worker, update: Update, wait_s: float) -> Path:
         """The folder on the server's node, after it has applied the update. Raises
         RequestFailed."""
         deadline = time.monotonic() + wait_s
         while True:
-            found = copy_for(self._root, worker.url)
-            if found is not None and found.update == (update.run, update.number):
-                return Path(found.folder)
+            copy = copy_for(self._root, worker.url)
+            if copy is not None and copy.update == (update.run, update.number):
+                return Path(copy.folder)
             if time.monotonic() >= deadline or not worker.alive:
-                why = "no such program names it" if found is None else found.error or "late"
-                words = f"{worker.url} needs weights of version {update.version} from `slime-like pull-weights {self._root}` on its node: {why}"
-                raise RequestFailed(NO_COPY, words, again=False)
+                reason = "not running" if copy is None else copy.error or "late"
+                raise RequestFailed(
+                    NO_COPY,
+                    f"{worker.url} needs weight version {update.version} from `slime-like "
+                    f"pull-weights {self._root}` on its node: {reason}",
+                    retryable=False,
+                )
             time.sleep(LOOK_S)
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ class DiskTransport(WeightTransport):
     def __init__(self, servers: Servers) -> None:
         super().__init__(servers)
         settings = servers.settings
-        self._keeps = settings.keep_files
+        self._keep_files = settings.keep_files
         self._temporary = (
             scratch_folder("slime_like_weights_") if settings.disk_dir is None else None
         )
@@ -46,13 +46,13 @@ class DiskTransport(WeightTransport):
         """See `WeightTransport`. Every rank writes its weights."""
         folder = self._root / f"version-{version}"
         save = SaveOrder(str(folder), self.servers.hf_checkpoint)
-        if ranks.several:
+        if ranks.multiple_senders:
             save.assist(ranks.order(save))
         else:
-            write_hf(folder, ranks.whole(), Path(self.servers.hf_checkpoint))
+            write_hf(folder, ranks.gathered(), Path(self.servers.hf_checkpoint))
         before = self._snapshot
         self.load_everywhere(folder, version, workers)
-        if before is not None and before[1] != folder and not self._keeps:
+        if before is not None and before[1] != folder and not self._keep_files:
             shutil.rmtree(before[1], ignore_errors=True)
 
     def load_everywhere(self, folder: Path, version: int, workers: Sequence[Worker]) -> None:
@@ -74,7 +74,7 @@ class DiskTransport(WeightTransport):
     def close(self) -> None:
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
-        elif self._snapshot is not None and not self._keeps:
+        elif self._snapshot is not None and not self._keep_files:
             shutil.rmtree(self._snapshot[1], ignore_errors=True)
 
 

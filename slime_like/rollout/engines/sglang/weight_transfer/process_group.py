@@ -32,7 +32,7 @@ class BroadcastFailed(RuntimeError):
         self.servers = tuple(servers)
 
 
-class Meeting:
+class Rendezvous:
     """Rendezvous store of the groups, in this process. It listens on one interface only; a store
     given by host name and port would listen on all."""
 
@@ -59,7 +59,7 @@ class Meeting:
 
 
 def connect(address: str, port: int, limit: timedelta) -> dist.Store:
-    """A separate connection to a `Meeting`, because waiting blocks a connection."""
+    """A separate connection to a `Rendezvous`, because waiting blocks a connection."""
     return dist.TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False)
 
 
@@ -115,58 +115,71 @@ class BroadcastGroup:
     """
 
     def __init__(
-        self, name: str, meeting: Meeting, calls: Sequence[Call], sizes: Sequence[int], backend: str, device: torch.device, timeout_s: float,
-        *, sends_here: bool = True, stopped: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
-        self._name, self._calls, self._device, self._timeout_s, self._stopped = (
-            name,
-            list(calls),
-            device,
-            timeout_s,
-            stopped,
-        )
+        self,
+        name: str,
+        rendezvous: Rendezvous,
+        calls: Sequence[Call],
+        sizes: Sequence[int],
+        backend: str,
+        device: torch.device,
+        timeout_s: float,
+        *,
+        sends_here: bool = True,
+        stopped: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._name, self._calls, self._device = name, list(calls), device
+        self._timeout_s, self._stopped = timeout_s, stopped
         self._threads = ThreadPoolExecutor(
             max_workers=len(calls) + 1, thread_name_prefix="weight-update"
         )
         self._member: Member | None = None
         world = 1 + sum(sizes)
-        where = f"joining the group at {meeting.address}:{meeting.port}"
-        bodies = [
-            {"master_address": meeting.address, "master_port": meeting.port, "rank_offset": 1 + sum(sizes[:i]), "world_size": world,
-             "group_name": name, "backend": backend}
-            for i in range(len(calls))
-        ]  # fmt: skip
-        answers = [
-            self._threads.submit(call, "/init_weights_update_group", body)
-            for call, body in zip(self._calls, bodies, strict=True)
-        ]
+        where = f"joining the group at {rendezvous.address}:{rendezvous.port}"
+        common = {
+            "master_address": rendezvous.address,
+            "master_port": rendezvous.port,
+            "world_size": world,
+            "group_name": name,
+            "backend": backend,
+        }
+        answers = []
+        for i, call in enumerate(self._calls):
+            body = common | {"rank_offset": 1 + sum(sizes[:i])}
+            answers.append(self._threads.submit(call, "/init_weights_update_group", body))
         if sends_here:
             joined = self._threads.submit(
-                lambda: Member(name, meeting.connect(), world, backend, timeout_s)
+                lambda: Member(name, rendezvous.connect(), world, backend, timeout_s)
             )
             self._wait(joined.done, answers, where)
             try:
                 self._member = joined.result()
             except (RuntimeError, OSError) as error:
-                raise BroadcastFailed(
-                    f"the servers did not join the group at {meeting.address}:{meeting.port}: {str(error).splitlines()[0]}"
-                ) from None
+                raise BroadcastFailed(f"{where}: {str(error).splitlines()[0]}") from None
         else:
             self._wait(lambda: all(answer.done() for answer in answers), answers, where)
         self._check(answers, where, time.monotonic() + timeout_s)
 
     def send(
-        self, tensors: Sequence[TensorPlan], flat: Tensor | None, version: int, *, is_last: bool,
+        self,
+        tensors: Sequence[TensorPlan],
+        flat: Tensor | None,
+        version: int,
+        *,
+        is_last: bool,
         stopped: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Send one bucket; returns when all servers have it. flat: its bytes if this process is the
         sender. is_last: last bucket of the update. stopped: see the class. Raises BroadcastFailed
         within the time limit."""
         self._stopped = stopped
         body: dict[str, object] = {
-            "names": [t.name for t in tensors], "dtypes": [str(t.dtype).removeprefix("torch.") for t in tensors],
-            "shapes": [list(t.shape) for t in tensors], "group_name": self._name, "load_format": "flattened_bucket", "flush_cache": is_last,
-        }  # fmt: skip
+            "names": [t.name for t in tensors],
+            "dtypes": [str(t.dtype).removeprefix("torch.") for t in tensors],
+            "shapes": [list(t.shape) for t in tensors],
+            "group_name": self._name,
+            "load_format": "flattened_bucket",
+            "flush_cache": is_last,
+        }
         if is_last:
             body["weight_version"] = str(version)
         deadline = time.monotonic() + self._timeout_s
@@ -179,13 +192,13 @@ class BroadcastGroup:
             self._wait(lambda: all(answer.done() for answer in answers), answers, what)
         else:
             assert flat is not None
-            self._look_for_refusals(answers, deadline)
+            self._check_early_responses(answers, deadline)
             self._member.broadcast(
                 flat.to(self._device), lambda done: self._wait(done, answers, what)
             )
         self._check(answers, what, deadline)
 
-    def _look_for_refusals(self, answers: Sequence[Future[object]], deadline: float) -> None:
+    def _check_early_responses(self, answers: Sequence[Future[object]], deadline: float) -> None:
         refusal = min(deadline, time.monotonic() + REFUSAL_S)
         while time.monotonic() < refusal and not any(answer.done() for answer in answers):
             time.sleep(POLL_S)

@@ -28,19 +28,19 @@ class Order(Protocol):
 
 
 class SendingRanks:
-    """One weight update over all ranks. Rank 0 calls either `whole` or `order` once, then `finish`;
-    the other ranks call `assist`."""
+    """One weight update over all ranks. Rank 0 calls either `gathered` or `order` once, then
+    `finish`; the other ranks call `assist`."""
 
     def __init__(self, weights: Iterator[tuple[str, Tensor]], max_bytes: int) -> None:
         """weights: a `WeightStream`, or any other iterator, of which only rank 0's is used.
         max_bytes: bucket size for the latter."""
         self._weights = weights
         self._max_bytes = max_bytes
-        self._told = False
-        self._whole: WeightBuckets | None = None
+        self._order_sent = False
+        self._gathered: WeightBuckets | None = None
 
     @property
-    def several(self) -> bool:
+    def multiple_senders(self) -> bool:
         """Whether ranks other than 0 can send."""
         return isinstance(self._weights, WeightStream) and dist.get_world_size() > 1
 
@@ -50,23 +50,23 @@ class SendingRanks:
         assert isinstance(self._weights, WeightStream), "asked where there are several"
         return self._weights.plan
 
-    def whole(self) -> WeightBuckets:
+    def gathered(self) -> WeightBuckets:
         """All weights, gathered on rank 0."""
-        self._tell(None)
-        self._whole = self._handed_over()
-        return self._whole
+        self._send_order(None)
+        self._gathered = self._gather()
+        return self._gathered
 
     def order(self, order: Order) -> WeightStream:
         """Broadcast `order` to the other ranks. Rank 0 has to consume the returned stream in the
         same way."""
         assert isinstance(self._weights, WeightStream), "asked where there are several"
-        self._tell(order)
+        self._send_order(order)
         return self._weights
 
     def assist(self) -> None:
         order: Order | None = share(None)
         if order is None:
-            for _ in self._handed_over():
+            for _ in self._gather():
                 pass
         else:
             assert isinstance(self._weights, WeightStream)
@@ -75,9 +75,9 @@ class SendingRanks:
 
     def finish(self) -> None:
         """End the update, also after an error, so that no rank keeps waiting."""
-        if not self._told:
-            self.whole()
-        for _ in self._whole or ():
+        if not self._order_sent:
+            self.gathered()
+        for _ in self._gathered or ():
             pass
 
     def report(self) -> tuple[dict[str, tuple[int, ...]], int]:
@@ -85,15 +85,15 @@ class SendingRanks:
         if isinstance(self._weights, WeightStream):
             tensors = [tensor for planned in self._weights.plan for tensor in planned.tensors]
             return {t.name: t.shape for t in tensors}, sum(t.nbytes for t in tensors)
-        assert self._whole is not None
-        return self._whole.shapes, self._whole.nbytes
+        assert self._gathered is not None
+        return self._gathered.shapes, self._gathered.nbytes
 
-    def _tell(self, order: Order | None) -> None:
-        assert not self._told
-        self._told = True
+    def _send_order(self, order: Order | None) -> None:
+        assert not self._order_sent
+        self._order_sent = True
         share(order)
 
-    def _handed_over(self) -> WeightBuckets:
+    def _gather(self) -> WeightBuckets:
         if isinstance(self._weights, WeightStream):
             return self._weights.to_rank_zero()
         return as_buckets(self._weights, self._max_bytes)

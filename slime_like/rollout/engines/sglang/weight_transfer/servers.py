@@ -11,7 +11,7 @@ import torch
 from slime_like.errors import RunError
 from slime_like.rollout.engines.sglang.control_answers import tensor_parallel_size
 from slime_like.rollout.engines.sglang.http import RequestFailed
-from slime_like.rollout.engines.sglang.server_pool import Fleet, Worker
+from slime_like.rollout.engines.sglang.server_pool import ServerPool, Worker
 from slime_like.rollout.engines.sglang.weight_transfer.base import UpdateSettings
 
 CONTROL_S = 30.0  # time limit of calls without weights
@@ -26,16 +26,16 @@ class Servers:
     device: device of the trainer's weights."""
 
     def __init__(
-        self, fleet: Fleet, settings: UpdateSettings, hf_checkpoint: str, device: torch.device
+        self, pool: ServerPool, settings: UpdateSettings, hf_checkpoint: str, device: torch.device
     ) -> None:
-        self.fleet = fleet
+        self.pool = pool
         self.settings = settings
         self.hf_checkpoint = hf_checkpoint
         self.device = device
 
     def call(self, worker: Worker, path: str, body: dict[str, object]) -> object:
         """POST with the time limit of a weight bucket. Raises RequestFailed."""
-        return self.fleet.call(worker, path, body, timeout_s=self.settings.timeout_s)
+        return self.pool.call(worker, path, body, timeout_s=self.settings.timeout_s)
 
     def on_each(
         self, workers: Sequence[Worker], call: Callable[[Worker], object], what: str
@@ -43,7 +43,7 @@ class Servers:
         """Run `call` for all workers concurrently; returns those that succeeded. If all failed,
         raises UpdateIncomplete if one of them is being restarted, otherwise RunError."""
         if not workers:
-            self.none_left(f"{what}: no engine is left")
+            self.raise_none_left(f"{what}: no engine is left")
         failures: list[str] = []
         succeeded: list[Worker] = []
         with ThreadPoolExecutor(max_workers=len(workers)) as threads:
@@ -54,9 +54,9 @@ class Servers:
                     succeeded.append(worker)
                 except RequestFailed as failure:
                     failures.append(str(failure))
-                    self.fleet.evict(worker, f"{what}: {failure}")
+                    self.pool.evict(worker, f"{what}: {failure}")
         if len(failures) == len(workers):
-            self.none_left(f"{what} failed on every engine: " + "; ".join(failures))
+            self.raise_none_left(f"{what} failed on every engine: " + "; ".join(failures))
         return succeeded
 
     def in_session(
@@ -71,12 +71,12 @@ class Servers:
         """Begin an update session. A stale session (of another run, or from before an eviction) is
         ended first."""
         try:
-            self.fleet.call(worker, "/begin_weight_update", {}, timeout_s=CONTROL_S)
+            self.pool.call(worker, "/begin_weight_update", {}, timeout_s=CONTROL_S)
         except RequestFailed as failure:
             if "already open" not in str(failure):
                 raise
-            self.fleet.call(worker, "/end_weight_update", {}, timeout_s=CONTROL_S)
-            self.fleet.call(worker, "/begin_weight_update", {}, timeout_s=CONTROL_S)
+            self.pool.call(worker, "/end_weight_update", {}, timeout_s=CONTROL_S)
+            self.pool.call(worker, "/begin_weight_update", {}, timeout_s=CONTROL_S)
 
     def end(self, worker: Worker) -> None:
         self.call(worker, "/end_weight_update", {})
@@ -89,34 +89,35 @@ class Servers:
             try:
                 sizes.append(self.size(worker))
             except RequestFailed as failure:
-                self.fleet.evict(worker, str(failure))
+                self.pool.evict(worker, str(failure))
                 raise UpdateIncomplete(str(failure)) from None
         return sizes
 
     def size(self, worker: Worker) -> int:
         """Tensor-parallel size of a server. Raises RequestFailed."""
-        size = self.fleet.ask(worker, "/server_info", tensor_parallel_size, timeout_s=CONTROL_S)
+        size = self.pool.ask(worker, "/server_info", tensor_parallel_size, timeout_s=CONTROL_S)
         if size is None:
             raise RunError(
-                f"the engine {worker.url} is pipeline- or data-parallel: weights can only reach it with --update-weight-transport disk"
+                f"the engine {worker.url} is pipeline- or data-parallel, which requires "
+                "--update-weight-transport disk"
             )
         return size
 
-    def give_up(
-        self, why: Exception, failed: Sequence[Worker], workers: Sequence[Worker]
+    def abort_update(
+        self, error: Exception, failed: Sequence[Worker], workers: Sequence[Worker]
     ) -> NoReturn:
         """Evict the servers that failed or no longer respond (all, if that is unknown) and raise
         UpdateIncomplete."""
         others = [w for w in workers if w not in failed]
-        named = [*failed, *(w for w in others if not self._reachable(w))]
-        for worker in named or list(workers):
-            self.fleet.evict(worker, str(why))
-        raise UpdateIncomplete(str(why)) from None
+        unreachable = [*failed, *(w for w in others if not self._reachable(w))]
+        for worker in unreachable or list(workers):
+            self.pool.evict(worker, str(error))
+        raise UpdateIncomplete(str(error)) from None
 
     def _reachable(self, worker: Worker) -> bool:
-        return self.fleet.answers(worker, min(CONTROL_S, self.fleet.health.timeout_s))
+        return self.pool.is_healthy(worker, min(CONTROL_S, self.pool.health.timeout_s))
 
-    def none_left(self, words: str) -> NoReturn:
-        if self.fleet.starts_again():
-            raise UpdateIncomplete(words)
-        raise RunError(words)
+    def raise_none_left(self, message: str) -> NoReturn:
+        if self.pool.can_restart_any():
+            raise UpdateIncomplete(message)
+        raise RunError(message)

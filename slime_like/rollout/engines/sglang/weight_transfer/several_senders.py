@@ -35,12 +35,12 @@ class Turns:
     def __init__(self, store: dist.Store, update: str) -> None:
         self._store = store
         self._update = update
-        self._looked = 0.0
+        self._last_check = 0.0
 
-    def give(self, number: int) -> None:
+    def grant(self, number: int) -> None:
         self._store.set(f"{self._update}/{number}", GO)
 
-    def await_own(self, number: int) -> None:
+    def wait_for_turn(self, number: int) -> None:
         """Wait for the turn of bucket `number`. Raises BroadcastFailed if the update ends
         before."""
         key = f"{self._update}/{number}"
@@ -48,18 +48,18 @@ class Turns:
         if self._store.get(key).decode() == STOP:
             raise BroadcastFailed("the update was given up")
 
-    def fail(self, words: str) -> None:
-        self._store.set(f"{self._update}/failed", words)
+    def fail(self, message: str) -> None:
+        self._store.set(f"{self._update}/failed", message)
 
     def end(self, numbers: range) -> None:
         """Release the waiters of these buckets."""
         for number in numbers:
             self._store.set(f"{self._update}/{number}", STOP)
 
-    def look(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raise BroadcastFailed if a rank has failed; polls the store at intervals."""
-        if time.monotonic() - self._looked >= LOOK_S:
-            self._looked = time.monotonic()
+        if time.monotonic() - self._last_check >= LOOK_S:
+            self._last_check = time.monotonic()
             key = f"{self._update}/failed"
             if self._store.check([key]):
                 raise BroadcastFailed(self._store.get(key).decode())
@@ -88,53 +88,53 @@ class BroadcastOrder:
         turns: Turns | None = None
         try:
             if any(planned.sender == rank for planned in weights.plan):
-                joined = self._join()
-                turns = Turns(joined.store, self.update)
+                membership = self._join()
+                turns = Turns(membership.store, self.update)
                 for number, planned in enumerate(weights.plan):
                     if planned.sender == rank:
                         bucket = next(stream)
-                        turns.await_own(number)
-                        joined.member.broadcast(bucket.flat, _waiting(turns))
+                        turns.wait_for_turn(number)
+                        membership.member.broadcast(bucket.flat, _wait_unless_failed(turns))
                         del bucket
         except (RuntimeError, OSError) as failure:
-            leave()
+            leave_group()
             if turns is not None:
                 with contextlib.suppress(RuntimeError):
                     turns.fail(f"rank {rank}: {str(failure).splitlines()[0]}")
         for _ in stream:  # consume: it contains collectives
             pass
 
-    def _join(self) -> Joined:
-        if not _joined or _joined[0].groups != self.groups:
-            leave()
+    def _join(self) -> Membership:
+        if not _membership or _membership[0].groups != self.groups:
+            leave_group()
             limit = timedelta(seconds=self.timeout_s)
             store = connect(self.address, self.port, limit)
             name = self.name_of(dist.get_rank())
             member = Member(name, store, self.world, self.backend, self.timeout_s)
-            _joined.append(Joined(self.groups, store, member))
-        return _joined[0]
+            _membership.append(Membership(self.groups, store, member))
+        return _membership[0]
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class Membership:
     groups: str
     store: dist.Store
     member: Member
 
 
-_joined: list[Joined] = []  # this rank's group, reused by the next update
+_membership: list[Membership] = []  # this rank's group, reused by the next update
 
 
-def leave() -> None:
+def leave_group() -> None:
     """Leave the group without waiting for the other members."""
-    while _joined:
-        _joined.pop().member.abandon()
+    while _membership:
+        _membership.pop().member.abandon()
 
 
-def _waiting(turns: Turns) -> Callable[[Callable[[], bool]], None]:
+def _wait_unless_failed(turns: Turns) -> Callable[[Callable[[], bool]], None]:
     def wait(done: Callable[[], bool]) -> None:
         while not done():
-            turns.look()
+            turns.raise_if_failed()
             time.sleep(POLL_S)
 
     return wait

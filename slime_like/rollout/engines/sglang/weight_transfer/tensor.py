@@ -48,13 +48,16 @@ class NodeOrder:
     timeout_s: float
 
     def assist(self, weights: WeightStream) -> None:
-        self.carry_out(weights)
+        self.execute(weights)
 
-    def carry_out(self, weights: WeightStream) -> dict[str, str]:
+    def execute(self, weights: WeightStream) -> dict[str, str]:
         """Run on every rank. Returns errors of all ranks, keyed by server address."""
         received = weights.to_ranks(list(self.targets))
         failed = self.send(received, self.targets.get(dist.get_rank(), {}))
-        return {url: words for part in gather(failed) for url, words in part.items()}
+        errors: dict[str, str] = {}
+        for rank_errors in gather(failed):
+            errors |= rank_errors
+        return errors
 
     def send(self, weights: WeightBuckets, targets: Mapping[str, int]) -> dict[str, str]:
         """Consume all weights and send them to the servers of `targets`. A server that fails gets
@@ -95,7 +98,7 @@ class NodeOrder:
             answers = dict(zip(targets, threads.map(post, targets), strict=True))
         if flat.is_cuda:
             torch.cuda.ipc_collect()  # free memory of handles that the servers have closed
-        return {url: words for url, words in answers.items() if words is not None}
+        return {url: error for url, error in answers.items() if error is not None}
 
 
 class TensorTransport(WeightTransport):
@@ -106,17 +109,19 @@ class TensorTransport(WeightTransport):
 
     def update(self, ranks: SendingRanks, version: int, workers: Sequence[Worker]) -> None:
         def move(order: NodeOrder) -> dict[str, str]:
-            return order.carry_out(ranks.order(order))
+            return order.execute(ranks.order(order))
 
-        if ranks.several and any(sender_of(worker) for worker in workers):
+        if ranks.multiple_senders and any(sender_of(worker) for worker in workers):
             self.servers.in_session(workers, lambda ready: self._move(move, version, ready))
         else:
-            self.send(ranks.whole(), version, workers)
+            self.send(ranks.gathered(), version, workers)
 
     def send(self, weights: WeightBuckets, version: int, workers: Sequence[Worker]) -> None:
         def move(order: NodeOrder) -> dict[str, str]:
-            every = {url: size for part in order.targets.values() for url, size in part.items()}
-            return order.send(weights, every)
+            every_server: dict[str, int] = {}
+            for targets in order.targets.values():
+                every_server.update(targets)
+            return order.send(weights, every_server)
 
         self.servers.in_session(workers, lambda ready: self._move(move, version, ready))
 
@@ -126,13 +131,13 @@ class TensorTransport(WeightTransport):
         targets: dict[int, dict[str, int]] = {}
         for worker, size in zip(workers, self.servers.sizes(workers), strict=True):
             targets.setdefault(sender_of(worker), {})[worker.url] = size
-        limits = self.servers.fleet.connect_s, self.servers.settings.timeout_s
+        limits = self.servers.pool.connect_s, self.servers.settings.timeout_s
         failed = move(NodeOrder(targets, version, self.as_handles, *limits))
         for worker in workers:
             if worker.url in failed:
-                self.servers.fleet.evict(worker, f"a bucket of weights: {failed[worker.url]}")
+                self.servers.pool.evict(worker, f"a bucket of weights: {failed[worker.url]}")
         if len(failed) == len(workers):
-            self.servers.none_left(
+            self.servers.raise_none_left(
                 "a bucket of weights failed on every engine: " + "; ".join(failed.values())
             )
 
@@ -152,30 +157,24 @@ def tensor_update(bucket: Bucket, flat: Tensor, version: int, ranks: int) -> dic
     metadata: list[SimpleNamespace] = []
     start = 0
     for tensor in bucket.tensors:
-        end = start + tensor.nbytes
-        metadata.append(
-            SimpleNamespace(
-                name=tensor.name,
-                shape=tensor.shape,
-                dtype=tensor.dtype,
-                start_idx=start,
-                end_idx=end,
-                numel=tensor.nbytes,
-            )
-        )
+        end, numel = start + tensor.nbytes, tensor.nbytes
+        entry = SimpleNamespace(name=tensor.name, shape=tensor.shape, dtype=tensor.dtype)
+        entry.start_idx, entry.end_idx, entry.numel = start, end, numel
+        metadata.append(entry)
         start = end
     content = {"flattened_tensor": flat, "metadata": metadata}
-    entries = (
-        [_pickled(content, ForkingPickler) for _ in range(ranks)]
-        if flat.is_cuda
-        else [_pickled(content, pickle.Pickler)] * ranks
-    )
+    if flat.is_cuda:
+        entries = [_pickled(content, ForkingPickler) for _ in range(ranks)]
+    else:
+        entries = [_pickled(content, pickle.Pickler)] * ranks
     body: dict[str, Any] = {
         "serialized_named_tensors": entries,
         "load_format": "flattened_bucket",
         "flush_cache": bucket.is_last,
     }
-    return body | ({"weight_version": str(version)} if bucket.is_last else {})
+    if bucket.is_last:
+        body["weight_version"] = str(version)
+    return body
 
 
 def _pickled(content: dict[str, object], pickler: type[pickle.Pickler]) -> str:

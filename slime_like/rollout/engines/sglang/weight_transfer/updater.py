@@ -13,7 +13,7 @@ from slime_like.errors import RunError
 from slime_like.rollout.engines.checked_json import shown
 from slime_like.rollout.engines.sglang.control_answers import weight_version
 from slime_like.rollout.engines.sglang.http import RequestFailed
-from slime_like.rollout.engines.sglang.server_pool import Fleet, Worker
+from slime_like.rollout.engines.sglang.server_pool import ServerPool, Worker
 from slime_like.rollout.engines.sglang.weight_transfer.base import (
     UpdateSettings,
     WeightTransport,
@@ -48,20 +48,20 @@ class WeightUpdater:
 
     def __init__(
         self,
-        fleet: Fleet,
+        pool: ServerPool,
         settings: UpdateSettings,
         hf_checkpoint: str,
         device: torch.device,
         transport: type[WeightTransport] | None = None,
     ) -> None:
-        self.servers = Servers(fleet, settings, hf_checkpoint, device)
+        self.servers = Servers(pool, settings, hf_checkpoint, device)
         self.transport = (transport or transport_of(settings))(self.servers)
         # servers with the latest weights, with their eviction counts at that time
         self._holders: list[tuple[Worker, int]] = []
         # held by an update (training thread) or a restore (health-check thread)
         self._one_at_a_time = threading.Lock()
         if self.transport.restores:
-            fleet.restore = self.restore
+            pool.restore = self.restore
 
     def update(self, ranks: SendingRanks, version: int) -> TransferReport:
         """Update all servers; returns when every remaining server has the weights. Servers that
@@ -71,7 +71,7 @@ class WeightUpdater:
             return self._update(ranks, version)
 
     def _update(self, ranks: SendingRanks, version: int) -> TransferReport:
-        workers = self.servers.fleet.alive()
+        workers = self.servers.pool.alive()
         evictions = [worker.evictions for worker in workers]
         self._holders = []
         start = time.monotonic()
@@ -97,20 +97,21 @@ class WeightUpdater:
                 return None
             if (worker, evictions) in self._holders:  # an update has reached it already
                 return version
-            fleet = self.servers.fleet
+            pool = self.servers.pool
             try:
                 self.transport.restore(worker)
-                has = fleet.ask(worker, "/model_info", weight_version, timeout_s=CONTROL_S)
+                reported = pool.ask(worker, "/model_info", weight_version, timeout_s=CONTROL_S)
                 # it may have been evicted while paused
-                fleet.call(worker, "/continue_generation", {}, timeout_s=CONTROL_S)
+                pool.call(worker, "/continue_generation", {}, timeout_s=CONTROL_S)
             except (RequestFailed, UpdateIncomplete, RunError) as failure:
                 logger.warning(
                     f"the engine {worker.url} did not get the current weights: {failure}"
                 )
                 return None
-            if has != str(version):
+            if reported != str(version):
                 logger.warning(
-                    f"the engine {worker.url} has weights of version {shown(has)} after it got {version}"
+                    f"the engine {worker.url} reports weight version {shown(reported)} after an "
+                    f"update to {version}"
                 )
                 return None
             self._holders.append((worker, evictions))
