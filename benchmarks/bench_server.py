@@ -239,7 +239,7 @@ def measure_latency(
                 ways["sdk"] = sdk_call(sdk, message)
             milliseconds = medians(ways, repeats)
             client.step()
-            host.execute({"op": "step", "model": "m", "adam": ADAM})
+            host.execute({"op": "optim_step", "model": "m", "adam": ADAM})
             ratios = {
                 f"{way} / direct": ms / milliseconds["direct"]
                 for way, ms in milliseconds.items()
@@ -311,7 +311,7 @@ def direct_host(model: Path) -> Iterator[Any]:
 
 def direct_call(host: Any, message: Any) -> Callable[[], Any]:
     command = command_of(message)
-    return lambda: host.execute({"op": "pass", "model": "m", **command})
+    return lambda: host.execute({"op": "forward_backward", "model": "m", **command})
 
 
 def http_call(client: HttpClient, message: Any) -> Any:
@@ -320,10 +320,12 @@ def http_call(client: HttpClient, message: Any) -> Any:
 
 def command_of(message: Any) -> dict[str, Any]:
     """The command that workers get for a request, without the model."""
-    from slime_like.tinker.data import Limits, check_pass
+    from slime_like.tinker.data import Limits, check_forward_backward
 
     message.model_id, message.seq_id = "m", 1
-    return check_pass(message, role="policy", limits=Limits(10_000, 10_000, 10**9)).command()
+    return check_forward_backward(
+        message, role="policy", limits=Limits(10_000, 10_000, 10**9)
+    ).command()
 
 
 @contextlib.contextmanager

@@ -73,7 +73,7 @@ def server() -> FastAPI:
         operations = ServerOperations(
             registry, nobody, folder=Path(name), base="/m", max_snapshots=1
         )
-        dispatcher = Dispatcher(journal, operations, most_waiting=1, gap_s=1.0, batch=1)
+        dispatcher = Dispatcher(journal, operations, max_waiting=1, gap_s=1.0, batch=1)
         base, limits = BaseModel("/m", "m", "Arch", True), Limits(100, 32, 4096)
         return make_server(Service(config, base, limits, registry, dispatcher, operations))
 

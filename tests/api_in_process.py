@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 
 from arguments.schema import ServerConfig
-from slime_like.tinker.access import KeyRing, Visitors
+from slime_like.tinker.access import KeyRing, OriginCheck
 from slime_like.tinker.app import make_app
 from slime_like.tinker.base_model import BaseModel
 from slime_like.tinker.data import Limits
@@ -26,7 +26,7 @@ from slime_like.tinker.store import Journal
 
 async def workers(id: str, command: dict[str, Any]) -> Any:
     """What the workers would answer, without a model."""
-    if command["op"] == "pass":
+    if command["op"] == "forward_backward":
         rows = sum(command["lengths"])
         columns = len(command["fields"].get("label_sets", b"")) // (8 * rows) or 1
         return {
@@ -34,7 +34,7 @@ async def workers(id: str, command: dict[str, Any]) -> Any:
             "losses": np.zeros(rows, "<f4").tobytes(),
             "metrics": {},
         }
-    if command["op"] == "step":
+    if command["op"] == "optim_step":
         return {"stepped": True, "grad_norm": 1.0}
     if command["op"] in ("save", "export"):
         Path(command["folder"]).mkdir(parents=True)
@@ -56,7 +56,7 @@ class Api:
         journal, config = Journal(":memory:"), ServerConfig(future_hold_s=5.0, seq_gap_s=1.0)
         registry = Registry(journal)
         operations = ServerOperations(registry, workers, folder=folder, base="/m", max_snapshots=4)
-        self.dispatcher = Dispatcher(journal, operations, most_waiting=4096, gap_s=1.0, batch=4)
+        self.dispatcher = Dispatcher(journal, operations, max_waiting=4096, gap_s=1.0, batch=4)
         base, limits = BaseModel("/m", "m", "Arch", True), Limits(100, 32, 4096)
         service = Service(config, base, limits, registry, self.dispatcher, operations)
         self.faults: list[str] = []
@@ -64,7 +64,7 @@ class Api:
             make_app(service),
             keys=keys,
             max_body=10**6,
-            visitors=Visitors(config.host),
+            origin_check=OriginCheck(config.host),
             operators=operators,
         )
         self.http = httpx.AsyncClient(

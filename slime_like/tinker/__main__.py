@@ -17,7 +17,7 @@ from slime_like.distributed.signals import CTRL_C_STATUS, end_with
 from slime_like.logs import set_up_logging
 from slime_like.metrics.startup import Startup
 
-ANSWERS = {"--help", "-h", "--version"}
+PRINT_AND_EXIT = {"--help", "-h", "--version"}
 logger = logging.getLogger("slime_like.tinker")  # __name__ is __main__, a logger without handlers
 
 
@@ -34,11 +34,9 @@ def main() -> int:
 def serve(rank: int, world_size: int) -> int:
     """Start the server on this rank; returns the exit status. Raises SystemExit for --help and for
     errors in the command line."""
-    asks = bool(ANSWERS & set(sys.argv))
-    if not asks:
-        set_up_logging(rank)
     startup = Startup(rank)
-    if not asks:
+    if PRINT_AND_EXIT.isdisjoint(sys.argv):
+        set_up_logging(rank)
         startup("reading the command line, importing torch and megatron-core")
     from arguments.parse import SERVER, parse_or_exit
 

@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 
 log = logging.getLogger(__name__)
 REREAD_S = 1.0
-OPERATOR = "operator"
 
 
 class KeyRing:
@@ -40,11 +39,11 @@ class KeyRing:
         time."""
         if time.monotonic() - self._checked > REREAD_S:
             self._reload()
-        digest, found = hashlib.sha256(key).digest(), None
-        for known, owner in self._owners.items():
-            if hmac.compare_digest(known, digest):
-                found = owner
-        return found
+        digest, result = hashlib.sha256(key).digest(), None
+        for other, owner in self._owners.items():  # without a break: the time is constant
+            if hmac.compare_digest(other, digest):
+                result = owner
+        return result
 
     def _reload(self) -> None:
         self._checked = time.monotonic()
@@ -58,7 +57,7 @@ class KeyRing:
                 log.warning("others can read %s; chmod 600 keeps its keys secret", self._path)
             keys = self._read(str(self._path))
         except (OSError, ValueError) as error:
-            log.warning("%s: %s; the keys that were there before stay valid", self._path, error)
+            log.warning("%s: %s; the previous keys stay valid", self._path, error)
             return
         self._owners = {hashlib.sha256(key.encode()).digest(): owner_name(key) for key in keys}
 
@@ -68,31 +67,33 @@ def owner_name(key: str) -> str:
     return "key-" + hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
-class Visitors:
-    """For servers without keys: rejects requests of web pages, which arrive through DNS rebinding (a
-    foreign host name that resolves to this address), or from a form or script of another site."""
+class OriginCheck:
+    """For servers without keys: rejects requests of web pages, which arrive through DNS rebinding
+    (a foreign host name that resolves to this address), or from a form or script of another
+    site."""
 
-    def __init__(self, host: str, more: Sequence[str] = ()) -> None:
+    def __init__(self, host: str, allowed_hosts: Sequence[str] = ()) -> None:
         """
         Args:
             host: Address that the server listens on.
-            more: Additional host names that clients use.
+            allowed_hosts: Additional host names that clients use.
         """
-        self._names = {"localhost", host.lower(), *(name.lower() for name in more)}
+        self._names = {"localhost", host.lower(), *(name.lower() for name in allowed_hosts)}
 
     def refusal(self, headers: Mapping[bytes, bytes]) -> str | None:
         """Reason for rejecting a request; None if it is accepted."""
         host = headers.get(b"host", b"").decode("latin1")
-        if not self._known(host_name(host)):
-            return f"Host {host[:256]!r} is none of this server's names; --allowed-hosts takes more"
-        origin = headers.get(b"origin")
-        if origin is not None and not self._known(host_name(_ascii(origin).partition("://")[2])):
-            return f"requests of pages of another site ({_ascii(origin)[:256]!r}) are not taken"
+        if not self._is_own(host_name(host)):
+            return f"Host {host[:256]!r} is not a name of this server; add it to --allowed-hosts"
+        if b"origin" in headers:
+            origin = headers[b"origin"].decode("latin1")
+            if not self._is_own(host_name(origin.partition("://")[2])):
+                return f"cross-site request from {origin[:256]!r}"
         if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
-            return "requests of pages of another site are not taken"
+            return "cross-site request"
         return None
 
-    def _known(self, name: str | None) -> bool:
+    def _is_own(self, name: str | None) -> bool:
         return name is not None and (name.lower() in self._names or _is_loopback(name))
 
 
@@ -102,10 +103,6 @@ def host_name(host: str) -> str | None:
         return urlsplit(f"//{host}").hostname
     except ValueError:
         return None
-
-
-def _ascii(value: bytes) -> str:
-    return value.decode("latin1")
 
 
 def _is_loopback(name: str) -> bool:

@@ -1,5 +1,5 @@
-"""The API process: HTTP for clients, a loopback port for the workers, the journal. Started by rank
-0 of the workers (see __main__.py)."""
+"""The API process: serves HTTP to clients, a loopback port to the workers, and keeps the journal.
+Rank 0 of the workers starts it (worker.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import time
 from collections.abc import Awaitable, Callable
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 
@@ -21,7 +20,8 @@ from arguments.parse import SERVER, parse_or_exit
 from arguments.rules.server import valid_keys
 from arguments.run_config import RunConfig
 from slime_like.checkpoints.lock import FolderInUse, FolderLock
-from slime_like.tinker.access import KeyRing, Visitors
+from slime_like.tinker import codec
+from slime_like.tinker.access import KeyRing, OriginCheck
 from slime_like.tinker.app import make_app
 from slime_like.tinker.base_model import BaseModel
 from slime_like.tinker.data import Limits
@@ -44,8 +44,8 @@ LOG_FILE = "server.log"
 LOG_BYTES, LOG_FILES = 50_000_000, 5
 HOUSEKEEPING_S = 5.0
 OLD_API_S = 30.0  # seconds for a replaced API process to exit
-LOCAL_BATCH = 64  # sampling requests per command to a local engine
-CONTEXT_WITHOUT_POSITIONS = 2**17  # for models without a context length in their config
+LOCAL_BATCH = 64  # sampling requests per command to local engines
+DEFAULT_CONTEXT = 2**17  # for models without a context length in their config
 
 
 def key_ring(path: str | None) -> KeyRing | None:
@@ -60,29 +60,21 @@ def base_model_of(run: RunConfig) -> BaseModel:
     supports_lora = run.model.transformer_impl == "local"  # like train.py
     tied = not run.gpt.untie_embeddings_and_output_weights
     supports_unembed = not (tied and run.rollout.rollout_engine == "sglang")
-    return BaseModel(
-        folder,
-        run.server.served_model_name or folder,
-        architecture,
-        supports_lora,
-        supports_unembed,
-    )
+    name = run.server.served_model_name or folder
+    return BaseModel(folder, name, architecture, supports_lora, supports_unembed)
 
 
 def limits_of(run: RunConfig) -> Limits:
-    positions = run.gpt.max_position_embeddings or CONTEXT_WITHOUT_POSITIONS
+    context = run.gpt.max_position_embeddings or DEFAULT_CONTEXT
     assert run.gpt.vocab_size is not None
-    return Limits(
-        run.gpt.vocab_size,
-        run.server.max_sequence_length or positions,
-        run.server.max_request_tokens,
-    )
+    max_length = run.server.max_sequence_length or context
+    return Limits(run.gpt.vocab_size, max_length, run.server.max_request_tokens)
 
 
 def make_service(
     run: RunConfig,
     journal: Journal,
-    call: Callable[[str, dict[str, object]], Awaitable[object]],
+    call: Callable[[str, codec.Message], Awaitable[object]],
     has_workers: Callable[[], bool] = lambda: True,
 ) -> Service:
     """Build the service.
@@ -98,14 +90,15 @@ def make_service(
     operations = ServerOperations(
         registry, call, folder=root, base=base.folder, max_snapshots=run.server.max_snapshots
     )
+    batch = run.sglang.sglang_server_concurrency
+    if run.rollout.rollout_engine == "local":
+        batch = run.rollout.rollout_local_batch_size or LOCAL_BATCH
     dispatcher = Dispatcher(
         journal,
         operations,
-        most_waiting=run.server.max_queued_requests,
+        max_waiting=run.server.max_queued_requests,
         gap_s=run.server.seq_gap_s,
-        batch=run.rollout.rollout_local_batch_size or LOCAL_BATCH
-        if run.rollout.rollout_engine == "local"
-        else run.sglang.sglang_server_concurrency,
+        batch=batch,
         has_workers=has_workers,
     )
     return Service(run.server, base, limits_of(run), registry, dispatcher, operations)
@@ -124,7 +117,7 @@ class ApiProcess:
         self.link = WorkerLink(
             root,
             fingerprint=fingerprint_of(run),
-            on_connect=self._workers_came,
+            on_connect=self._workers_connected,
             on_loss=self._workers_ended,
             on_other_settings=self._replaced,
             on_fault=self._failed,
@@ -133,7 +126,7 @@ class ApiProcess:
         self.service.problem = self._problem
         self.fault: str | None = None
         self._ended = asyncio.Event()
-        self._deserted: asyncio.TimerHandle | None = None
+        self._restart_timer: asyncio.TimerHandle | None = None
         self._tasks: list[asyncio.Task[object]] = []
 
     async def serve(self) -> int:
@@ -142,24 +135,19 @@ class ApiProcess:
         config = self.run.server
         listening = await listen(config.host, config.port)
         await self.link.start()
-        self.service.dispatcher.restore(self._cannot_go_on)
+        self.service.dispatcher.restore(self._interruption)
         self.service.dispatcher.start(self._failed)
         keys = key_ring(config.api_key_file)
         if keys is not None:
-            self.service.lifetimes.keys = lambda: len(keys)
+            self.service.sessions.keys = lambda: len(keys)
         gate = Gate(
             make_app(self.service),
             keys=keys,
             max_body=int(config.max_body_mb * 1e6),
-            visitors=Visitors(config.host, config.allowed_hosts or ()),
+            origin_check=OriginCheck(config.host, config.allowed_hosts or ()),
             operators=key_ring(config.operator_key_file),
         )
-        settings = uvicorn.Config(
-            gate, http=PatientProtocol, ws="none", lifespan="off", log_level="warning", access_log=False, server_header=False,
-            timeout_keep_alive=75, timeout_graceful_shutdown=2,
-        )  # fmt: skip
-        server = uvicorn.Server(settings)
-        server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+        server = make_server(gate)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._ended.set)
@@ -177,10 +165,11 @@ class ApiProcess:
         self.journal.close()
         self.lock.release()
         if self.fault is not None:
-            raise Failed(f"{self.fault}; the API process ends, and the workers start another")
+            raise Failed(f"{self.fault}; the workers will restart the API process")
         return 0 if self.link.said_goodbye else 1
 
-    def _cannot_go_on(self, request: Request) -> str | None:
+    def _interruption(self, request: Request) -> str | None:
+        """Why a request of an earlier process cannot be executed any more, or None."""
         model = self.service.registry.models.get(request.body.get("model", ""))
         return model.reason if model is not None and model.state == "ended" else None
 
@@ -195,42 +184,39 @@ class ApiProcess:
         self._ended.set()
 
     def _replaced(self) -> None:
-        log.warning("workers with another command line have come; this API process ends")
+        log.warning("workers with another command line connected; this API process exits")
         self._ended.set()
 
-    def _workers_came(self, hello: dict[str, Any]) -> None:
-        if self._deserted is not None:
-            self._deserted.cancel()
-            self._deserted = None
-        self.service.lifetimes.workers_came(hello)
+    def _workers_connected(self, hello: codec.Message) -> None:
+        if self._restart_timer is not None:
+            self._restart_timer.cancel()
+            self._restart_timer = None
+        self.service.sessions.workers_connected(hello)
         self.service.dispatcher.wake()
-        print(
-            f"slime_like.tinker: {hello['facts']['layout']}, http://{self.run.server.host}:{self.run.server.port}",
-            flush=True,
-        )
+        url = f"http://{self.run.server.host}:{self.run.server.port}"
+        print(f"slime_like.tinker: {hello['facts']['layout']}, {url}", flush=True)
 
     def _workers_ended(self, reason: str) -> None:
-        self.service.lifetimes.workers_ended(reason)
+        self.service.sessions.workers_ended(reason)
         if self.link.said_goodbye:
             self._ended.set()
             return
         log.warning(
-            "the workers have ended; waiting %g s for others (--worker-restart-s)",
+            "the workers have ended; waiting %g s for new ones (--worker-restart-s)",
             self.run.server.worker_restart_s,
         )
         self._wait_for_workers()
 
     def _wait_for_workers(self) -> None:
         """End the process if no workers connect within --worker-restart-s."""
-        self._deserted = asyncio.get_running_loop().call_later(
-            self.run.server.worker_restart_s, self._ended.set
-        )
+        loop, delay = asyncio.get_running_loop(), self.run.server.worker_restart_s
+        self._restart_timer = loop.call_later(delay, self._ended.set)
 
     async def _housekeeping(self) -> None:
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             try:
-                self.service.lifetimes.end_silent_sessions()
+                self.service.sessions.end_silent_sessions()
             except Exception:
                 log.exception("housekeeping")
 
@@ -249,6 +235,24 @@ def take_over(folder: Path) -> FolderLock:
             time.sleep(0.1)
 
 
+def make_server(app: Gate) -> uvicorn.Server:
+    """The HTTP server, without signal handlers, which would end it before the journal is closed."""
+    settings = uvicorn.Config(
+        app,
+        http=PatientProtocol,
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=2,
+    )
+    server = uvicorn.Server(settings)
+    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+    return server
+
+
 class ServerLog(RotatingFileHandler):
     """Log file of the server. On a full disk the server continues, with a single warning."""
 
@@ -262,7 +266,7 @@ class ServerLog(RotatingFileHandler):
             self.warned = True
             print(
                 f"warning: --server-dir: {self.baseFilename} cannot be written: {error.strerror}; "
-                "requests are served, and not logged until there is room",
+                "requests are served but not logged until there is space",
                 file=sys.stderr,
                 flush=True,
             )
@@ -285,17 +289,17 @@ async def listen(host: str, port: int) -> socket.socket:
     for attempt in range(20):
         # with an explicit protocol number asyncio recognises TCP and sets TCP_NODELAY, which saves
         # 40 ms per response
-        found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            found.bind((host, port))
+            listening.bind((host, port))
         except OSError as error:
-            found.close()
+            listening.close()
             if attempt == 19:
                 raise Failed(f"--host {host} --port {port}: {error.strerror}") from error
             await asyncio.sleep(0.25)
         else:
-            return found
+            return listening
     raise AssertionError("unreachable")
 
 
@@ -304,15 +308,15 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="slime_like.tinker: %(message)s")
     world_size, argv = int(sys.argv[1]), sys.argv[2:]
     run = parse_or_exit(argv, world_size, 0, SERVER)
+
+    async def serve() -> int:
+        return await ApiProcess(run).serve()
+
     try:
-        return asyncio.run(_serve(run))
+        return asyncio.run(serve())
     except (Failed, FolderInUse, JournalError, OSError) as error:  # OSError: e.g. a full disk
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
-
-
-async def _serve(run: RunConfig) -> int:
-    return await ApiProcess(run).serve()
 
 
 if __name__ == "__main__":

@@ -19,13 +19,10 @@ class BaseModel:
     supports_lora: bool = False
     supports_unembed: bool = True
 
-    def is_called(self, name: str) -> bool:
-        return name in (self.name, self.folder)
-
     def check_name(self, name: str) -> None:
         """Raise Refused for any other model."""
-        if not self.is_called(name):
-            raise Refused(f"base_model {name!r} is not served here; it is {self.name!r}")
+        if name not in (self.name, self.folder):
+            raise Refused(f"base_model {name!r} is not served here, must be {self.name!r}")
 
 
 def adapter_of(
@@ -38,7 +35,8 @@ def adapter_of(
         return None
     if not base.supports_lora:
         raise Refused(
-            f"LoRA (rank {lora.rank}) is not offered with Transformer Engine layers (--transformer-impl); rank 0 trains all weights"
+            f"LoRA (rank {lora.rank}) is not supported with Transformer Engine layers "
+            "(--transformer-impl); rank 0 trains all weights"
         )
     settings = {
         name: getattr(lora, name)
@@ -54,12 +52,13 @@ def check_unembed(lora: dict[str, object] | None, base: BaseModel) -> None:
     """Raise Refused for an adapter whose merged weights the sampler cannot load."""
     if lora is not None and lora["train_unembed"] and not base.supports_unembed:
         raise Refused(
-            "train_unembed is not offered with --rollout-engine sglang for this model, whose output layer is its embedding: SGLang's servers "
-            "hold one weight for both, and could not take the merged ones; give train_unembed=False, or serve with --rollout-engine local"
+            "train_unembed is not supported with --rollout-engine sglang for a model with tied "
+            "embeddings: SGLang cannot load an untied output layer into it; set "
+            "train_unembed=False, or serve with --rollout-engine local"
         )
 
 
 def check_optimizer(config: schemas.OptimizerConfig | None) -> None:
     """Raise Refused for an unsupported optimizer configuration."""
     if config is not None and config.type != "adamw":
-        raise Refused(f"optimizer {config.type!r} is not offered here; the only one is adamw")
+        raise Refused(f"optimizer {config.type!r} is not supported, must be adamw")

@@ -1,8 +1,8 @@
-"""Plain values as bytes, without pickle: JSON for the structure, and the byte strings in it behind
-it as they are.
+"""Binary encoding of plain values, without pickle: JSON for the structure, then the byte strings
+that it refers to.
 
-Values are None, bool, int, float, str, bytes, lists and dicts with string keys. Tuples come back as
-lists.
+Values are None, bool, int, float, str, bytes, lists, and dicts with string keys. Tuples are decoded
+as lists.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 
 BYTES = "$bytes"  # {"$bytes": i} refers to the i-th byte string
 _SIZE = struct.Struct("<Q")
+HEAD = _SIZE.size
+Message = dict[str, Any]  # a decoded command or response
 
 
 def encode(value: object) -> bytes:
@@ -20,7 +22,7 @@ def encode(value: object) -> bytes:
     byte-string key."""
     blobs: list[bytes] = []
 
-    def plain(item: Any) -> Any:
+    def plain(item: object) -> object:
         if isinstance(item, bytes):
             blobs.append(item)
             return {BYTES: len(blobs) - 1}
@@ -44,18 +46,18 @@ def decode(data: bytes) -> Any:
     for length in sizes:
         blobs.append(data[start : start + length])
         start += length
-    assert start == len(data), "a frame of another length"
+    assert start == len(data), "frame size mismatch"
 
-    def whole(item: object) -> Any:
-        if isinstance(item, dict):
-            return (
-                blobs[item[BYTES]]
-                if BYTES in item
-                else {key: whole(inner) for key, inner in item.items()}
-            )
-        return [whole(inner) for inner in item] if isinstance(item, list) else item
+    def restore(item: object) -> object:
+        if isinstance(item, list):
+            return [restore(inner) for inner in item]
+        if not isinstance(item, dict):
+            return item
+        if BYTES in item:
+            return blobs[item[BYTES]]
+        return {key: restore(inner) for key, inner in item.items()}
 
-    return whole(structure)
+    return restore(structure)
 
 
 def framed(data: bytes) -> bytes:
@@ -66,6 +68,3 @@ def framed(data: bytes) -> bytes:
 def frame_size(head: bytes) -> int:
     """Size of a frame, from its first `HEAD` bytes."""
     return int(_SIZE.unpack(head)[0])
-
-
-HEAD = _SIZE.size

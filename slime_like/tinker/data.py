@@ -1,4 +1,4 @@
-"""Parse and validate forward_backward bodies: protobuf to checked arrays for the workers."""
+"""Parse and validate forward_backward bodies: protobuf to arrays for the workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slime_like.tinker import proto
+from slime_like.tinker import codec, proto
 from slime_like.tinker.errors import HttpError, Refused
 from slime_like.tinker.losses import (
     CRITIC_LOSS,
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 
 Array = NDArray[Any]
-_DTYPES: dict[int, np.dtype[Any]] = {
+DType = np.dtype[Any]
+_DTYPES: dict[int, DType] = {
     proto.DTYPE_FLOAT32: np.dtype("<f4"),
     proto.DTYPE_INT64: np.dtype("<i8"),
     proto.DTYPE_INT32: np.dtype("<i4"),
@@ -55,12 +56,16 @@ class ForwardBackwardInput:
     tokens: list[Array]
     fields: dict[str, list[Array]]
 
-    def command(self) -> dict[str, Any]:
+    def command(self) -> codec.Message:
         """The command for the workers, as plain values with datums concatenated. widths: K of each
         datum with label sets, which are padded to the largest K with labels of weight 0."""
         widths = [sets.shape[1] for sets in self.fields.get("label_sets", [])]
-        told: dict[str, Any] = {"widths": widths} if widths else {}
-        return told | {
+        command: codec.Message = {"widths": widths} if widths else {}
+        fields = {}
+        for name, arrays in self.fields.items():
+            dtype = "<i8" if name in ("labels", "label_sets") else "<f4"
+            fields[name] = np.concatenate(pad_to_widest(arrays)).astype(dtype).tobytes()
+        return command | {
             "loss": {
                 "kind": self.loss.kind,
                 "settings": dict(self.loss.settings),
@@ -69,20 +74,16 @@ class ForwardBackwardInput:
             "forward_only": self.forward_only,
             "lengths": [int(t.size) for t in self.tokens],
             "tokens": np.concatenate(self.tokens).astype("<i8").tobytes(),
-            "fields": {
-                name: np.concatenate(filled(arrays, widths))
-                .astype("<i8" if name in ("labels", "label_sets") else "<f4")
-                .tobytes()
-                for name, arrays in self.fields.items()
-            },
+            "fields": fields,
         }
 
 
-def filled(arrays: list[Array], widths: Sequence[int]) -> list[Array]:
-    """Pad arrays [N, K] to the largest K."""
-    return [
-        np.pad(a, ((0, 0), (0, max(widths) - a.shape[1]))) if a.ndim == 2 else a for a in arrays
-    ]
+def pad_to_widest(arrays: list[Array]) -> list[Array]:
+    """Pad arrays [N, K] to the largest K; arrays [N] are unchanged."""
+    if arrays[0].ndim == 1:
+        return arrays
+    widest = max(array.shape[1] for array in arrays)
+    return [np.pad(array, ((0, 0), (0, widest - array.shape[1]))) for array in arrays]
 
 
 def parse_request(body: bytes) -> Message:
@@ -100,7 +101,7 @@ def parse_request(body: bytes) -> Message:
     return request
 
 
-def check_pass(request: Message, *, role: str, limits: Limits) -> ForwardBackwardInput:
+def check_forward_backward(request: Message, *, role: str, limits: Limits) -> ForwardBackwardInput:
     """Validate a request. role: of the model. Raises Refused naming the model and the datum."""
     who = f"model {request.model_id}"
     config = loss_config(request)
@@ -112,44 +113,51 @@ def check_pass(request: Message, *, role: str, limits: Limits) -> ForwardBackwar
     for index, datum in enumerate(request.data):
         where = f"{who}, datum {index}"
         inputs = model_input(datum.model_input, where, limits)
-        tokens.append(inputs)
-        tensors.append(
-            check_tensors(
-                datum.loss_fn_inputs,
-                loss,
-                int(inputs.size),
-                where,
-                limits,
-                forward_only=request.forward_only,
-            )
+        arrays = check_tensors(
+            datum.loss_fn_inputs,
+            loss,
+            int(inputs.size),
+            where,
+            limits,
+            forward_only=request.forward_only,
         )
-        total += max(int(array.size) for array in (inputs, *tensors[-1].values()))
+        tokens.append(inputs)
+        tensors.append(arrays)
+        total += max(int(array.size) for array in (inputs, *arrays.values()))
         if total > limits.max_tokens:
             raise Refused(
-                f"{who}: the batch has more than {limits.max_tokens} tokens (--max-request-tokens); send it in parts"
+                f"{who}: the batch has more than {limits.max_tokens} tokens "
+                "(--max-request-tokens); split it"
             )
-    names = sorted({name for datum in tensors for name in datum})
-    if len({datum["target_tokens"].ndim for datum in tensors if "target_tokens" in datum}) > 1:
-        raise Refused(
-            f"{who}: some datums have one target a token and others several; send them in calls of their own"
-        )
-    if "weights" in names and all(
-        "target_tokens" not in t or t["target_tokens"].ndim == 1 for t in tensors
-    ):
-        for inputs, given in zip(tokens, tensors, strict=True):
-            given.setdefault("weights", np.ones(inputs.size, dtype=np.float32))
-    if mixed := [name for name in names if any(name not in datum for datum in tensors)]:
-        raise Refused(
-            f"{who}: some datums have {', '.join(mixed)} and others do not; give all or none"
-        )
-    fields = {
-        field_of(name, tensors[0][name]): [datum[name] for datum in tensors] for name in names
-    }
-    return ForwardBackwardInput(loss, bool(request.forward_only), tokens, fields)
+    return ForwardBackwardInput(
+        loss, bool(request.forward_only), tokens, fields_of(tokens, tensors, who)
+    )
 
 
-def field_of(name: str, array: Array) -> str:
-    return SETS[name] if array.ndim == 2 else FIELDS[name]
+def fields_of(
+    tokens: Sequence[Array], tensors: Sequence[dict[str, Array]], who: str
+) -> dict[str, list[Array]]:
+    """The datums' tensors by TrainSample field, with default weights. Raises Refused if the datums
+    have different tensors."""
+    dimensions = {datum["target_tokens"].ndim for datum in tensors if "target_tokens" in datum}
+    if len(dimensions) > 1:
+        raise Refused(
+            f"{who}: some datums have one target per token, others several; send them in separate "
+            "calls"
+        )
+    names = sorted(set[str]().union(*tensors))
+    if "weights" in names and dimensions <= {1}:
+        for inputs, datum in zip(tokens, tensors, strict=True):
+            datum.setdefault("weights", np.ones(inputs.size, dtype=np.float32))
+    fields = {}
+    for name in names:
+        arrays = [datum[name] for datum in tensors if name in datum]
+        if len(arrays) < len(tensors):
+            raise Refused(
+                f"{who}: some datums have {name} and others do not; give it for all or none"
+            )
+        fields[SETS[name] if arrays[0].ndim == 2 else FIELDS[name]] = arrays
+    return fields
 
 
 def loss_config(request: Message) -> dict[str, float | str]:
@@ -177,18 +185,16 @@ def check_role(name: str, config: dict[str, float | str], role: str, who: str) -
 
 
 def model_input(chunks: Sequence[Message], where: str, limits: Limits) -> Array:
-    """Concatenate the chunks of a datum into token ids [N]."""
+    """Token ids [N] of a datum, from its chunks."""
     parts = []
     for chunk in chunks:
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
             raise Refused(
-                f"{where}: a chunk of kind {kind or 'none'}; only encoded_text is offered here"
+                f"{where}: a chunk of kind {kind or 'none'}; only encoded_text is supported"
             )
         data = chunk.encoded_text.tokens
-        if len(data) % 4:
-            raise Refused(f"{where}: {len(data)} bytes of tokens are no int32 array")
-        parts.append(np.frombuffer(data, dtype="<i4").astype(np.int64))
+        parts.append(numbers(data, np.dtype("<i4"), f"{where}: tokens").astype(np.int64))
     tokens = np.concatenate(parts) if parts else np.zeros(0, np.int64)
     check_tokens(tokens, where, limits)
     return tokens
@@ -198,16 +204,23 @@ def check_tokens(tokens: Array, where: str, limits: Limits, *, room: int = 0) ->
     """Raise Refused for invalid token ids or too many of them. room: number of further tokens that
     must fit."""
     if tokens.size == 0:
-        raise Refused(f"{where}: it has no tokens")
+        raise Refused(f"{where}: no tokens")
     if tokens.size + room > limits.max_length:
-        more = f" and {room} new ones" if room else ""
+        new = f" and {room} new ones" if room else ""
         raise Refused(
-            f"{where}: {tokens.size} tokens{more} exceed the longest sequence, {limits.max_length}"
+            f"{where}: {tokens.size} tokens{new} exceed the maximum sequence length, "
+            f"{limits.max_length}"
         )
-    if int(tokens.min()) < 0 or int(tokens.max()) >= limits.vocab_size:
-        bad = int(tokens[(tokens < 0) | (tokens >= limits.vocab_size)][0])
+    check_vocabulary(tokens, where, limits)
+
+
+def check_vocabulary(tokens: Array, where: str, limits: Limits) -> None:
+    """Raise Refused for token ids outside the vocabulary."""
+    invalid = tokens[(tokens < 0) | (tokens >= limits.vocab_size)]
+    if invalid.size:
         raise Refused(
-            f"{where}: token {bad} is outside the vocabulary, 0 to {limits.vocab_size - 1}"
+            f"{where}: token {int(invalid[0])} is outside the vocabulary, 0 to "
+            f"{limits.vocab_size - 1}"
         )
 
 
@@ -222,14 +235,15 @@ def check_tensors(
 ) -> dict[str, Array]:
     """Validate the tensors of one datum; returns them by name."""
     given = set(inputs)
-    known = loss.required | loss.optional
     if loss.is_critic:
-        _check_pair(given, where, forward_only=forward_only)
+        _check_values_and_returns(given, where, forward_only=forward_only)
     if missing := sorted(loss.required - given):
         raise Refused(f"{where}: loss_fn {loss.name!r} needs {', '.join(missing)}")
-    if unknown := sorted(given - known):
+    accepted = loss.required | loss.optional
+    if unknown := sorted(given - accepted):
         raise Refused(
-            f"{where}: unknown loss_fn_inputs {', '.join(unknown)} for loss_fn {loss.name!r}; known: {', '.join(sorted(known))}"
+            f"{where}: unknown loss_fn_inputs {', '.join(unknown)} for loss_fn {loss.name!r}; "
+            f"accepted: {', '.join(sorted(accepted))}"
         )
     if loss.kind == SOFT_LOSS and len(inputs["target_tokens"].shape) == 2:
         return soft_targets(inputs, length, where, limits)
@@ -243,7 +257,7 @@ def check_tensors(
         mask = tensors[name]
         if not np.isin(mask, (0, 1)).all():
             raise Refused(
-                f"{where}: {name} holds {mask[~np.isin(mask, (0, 1))][0]:g}; it must be 0 or 1"
+                f"{where}: {name} has {mask[~np.isin(mask, (0, 1))][0]:g}, must be 0 or 1"
             )
         if not mask.any():
             raise Refused(f"{where}: {name} is 0 everywhere")
@@ -252,15 +266,16 @@ def check_tensors(
     return tensors
 
 
-def _check_pair(given: set[str], where: str, *, forward_only: bool) -> None:
-    pair = {"values", "returns"}
-    if len(pair & given) == 1:
+def _check_values_and_returns(given: set[str], where: str, *, forward_only: bool) -> None:
+    present = given & {"values", "returns"}
+    if len(present) == 1:
         raise Refused(
-            f"{where}: it has {', '.join(pair & given)} alone; give both values and returns, or neither"
+            f"{where}: only {', '.join(present)}; give both values and returns, or neither"
         )
-    if not pair & given and not forward_only:
+    if not present and not forward_only:
         raise Refused(
-            f"{where}: values and returns are required for every response token; without them a critic can only be asked (forward)"
+            f"{where}: values and returns are required for every response token; without them a "
+            "critic only supports forward"
         )
 
 
@@ -270,26 +285,27 @@ def soft_targets(inputs: Message, length: int, where: str, limits: Limits) -> di
     width = int(inputs["target_tokens"].shape[1])
     if not 0 < width <= limits.vocab_size:
         raise Refused(
-            f"{where}: target_tokens has {width} targets a token, must be 1 to {limits.vocab_size}"
+            f"{where}: target_tokens has {width} targets per token, must be 1 to "
+            f"{limits.vocab_size}"
         )
     if length * width > limits.max_tokens:
         raise Refused(
-            f"{where}: {length} x {width} targets are more than {limits.max_tokens} (--max-request-tokens)"
+            f"{where}: {length} x {width} targets are more than {limits.max_tokens} "
+            "(--max-request-tokens)"
         )
     if "mask" in inputs:
-        raise Refused(f"{where}: mask does not go with several targets a token; give weights of 0")
+        raise Refused(
+            f"{where}: mask does not support several targets per token; give weights of 0"
+        )
     if "weights" not in inputs:
-        raise Refused(f"{where}: several targets a token need weights of shape [{length}, {width}]")
+        raise Refused(
+            f"{where}: several targets per token need weights of shape [{length}, {width}]"
+        )
     tensors = {
         name: tensor(inputs[name], name, length, where, critic=False, width=width)
         for name in ("target_tokens", "weights")
     }
-    flat = tensors["target_tokens"].reshape(-1)
-    if int(flat.min()) < 0 or int(flat.max()) >= limits.vocab_size:
-        bad = int(flat[(flat < 0) | (flat >= limits.vocab_size)][0])
-        raise Refused(
-            f"{where}: target_tokens: token {bad} is outside the vocabulary, 0 to {limits.vocab_size - 1}"
-        )
+    check_vocabulary(tensors["target_tokens"], f"{where}, target_tokens", limits)
     return tensors
 
 
@@ -298,67 +314,66 @@ def tensor(
 ) -> Array:
     """Decode an array [length] or [length, width] of finite numbers: int64 for tokens, float32
     otherwise."""
-    wanted = [length] if width is None else [length, width]
+    expected = [length] if width is None else [length, width]
     shape = list(message.shape)
     dtype = _DTYPES.get(message.dtype)
     if dtype is None or (name in INTEGERS and dtype.kind == "f"):
+        legal = "int64" if name in INTEGERS else "float32"
+        raise Refused(f"{where}: {name} has dtype {message.dtype}, must be {legal}")
+    if len(shape) > 1 and shape != expected:
         raise Refused(
-            f"{where}: {name} has dtype {message.dtype}; {'int64' if name in INTEGERS else 'float32'} is wanted"
+            f"{where}: {name} has shape {shape}, must be {expected}; only cross_entropy supports "
+            "several targets per token, with weights of the same shape"
         )
-    if len(shape) > 1 and shape != wanted:
-        only = "several targets a token go with cross_entropy alone, and its weights have the shape of target_tokens; "
-        raise Refused(f"{where}: {name} has shape {shape}; {only}{wanted} is wanted")
     if message.WhichOneof("encoding") == "sparse_csr":
         if width is None:
             raise Refused(
-                f"{where}: {name} is a sparse tensor, which is offered for target_tokens and weights of shape [N, K] alone"
+                f"{where}: {name} is sparse; only target_tokens and weights of shape [N, K] may be"
             )
-        array = dense_of(message.sparse_csr, dtype, length, width, f"{where}: {name}")
+        array = dense_from_csr(message.sparse_csr, dtype, length, width, f"{where}: {name}")
     else:
-        array = numbers(message.dense, dtype, f"{where}: {len(message.dense)} bytes of {name}")
-    if array.size != math.prod(wanted) or (shape and shape != wanted):
-        told = f"{name} has {array.size} entries" + (
-            f" and shape {shape}" if shape and shape != [array.size] else ""
-        )
-        rule = (
-            "values and returns are required for every response token"
-            if critic and name in ("values", "returns")
-            else "one a token is wanted"
-        )
-        raise Refused(f"{where}: {told}, the model input {length} tokens; {rule}")
+        array = numbers(message.dense, dtype, f"{where}: {name}")
+    if array.size != math.prod(expected) or (shape and shape != expected):
+        actual = f"{name} has {array.size} entries"
+        if shape and shape != [array.size]:
+            actual += f" and shape {shape}"
+        rule = "one per token is required"
+        if critic and name in ("values", "returns"):
+            rule = "values and returns are required for every response token"
+        raise Refused(f"{where}: {actual}, the model input has {length} tokens; {rule}")
     if name in INTEGERS:
-        return array.reshape(wanted).astype(np.int64)
+        return array.reshape(expected).astype(np.int64)
     if not np.isfinite(array).all() or (array.size and float(np.abs(array).max()) > LARGEST):
-        raise Refused(f"{where}: {name} holds a number that is not finite, or above {LARGEST:g}")
-    return array.reshape(wanted).astype(np.float32)
+        raise Refused(f"{where}: {name} has a value that is not finite, or above {LARGEST:g}")
+    return array.reshape(expected).astype(np.float32)
 
 
-def numbers(data: bytes, dtype: np.dtype[Any], what: str) -> Array:
+def numbers(data: bytes, dtype: DType, what: str) -> Array:
+    """Decode an array [N]. Raises Refused for a size that is no multiple of the dtype's."""
     if len(data) % dtype.itemsize:
-        raise Refused(f"{what} are no array of {dtype.name}")
+        raise Refused(f"{what}: {len(data)} bytes are not an array of {dtype.name}")
     return np.frombuffer(data, dtype=dtype)
 
 
-def dense_of(csr: Message, dtype: np.dtype[Any], rows: int, columns: int, what: str) -> Array:
+def dense_from_csr(csr: Message, dtype: DType, rows: int, columns: int, what: str) -> Array:
     """Convert a CSR matrix to dense [rows * columns]. Raises Refused for invalid indices."""
     index = np.dtype("<i8")
     values = numbers(csr.values, dtype, f"{what}: values")
-    ends, places = (
-        numbers(csr.crow_indices, index, f"{what}: crow_indices"),
-        numbers(csr.col_indices, index, f"{what}: col_indices"),
-    )
-    counts = np.diff(ends)
-    sound = (
-        ends.size == rows + 1
-        and ends[0] == 0
-        and ends[-1] == places.size == values.size
+    row_ends = numbers(csr.crow_indices, index, f"{what}: crow_indices")
+    column_of = numbers(csr.col_indices, index, f"{what}: col_indices")
+    counts = np.diff(row_ends)
+    valid = (
+        row_ends.size == rows + 1
+        and row_ends[0] == 0
+        and row_ends[-1] == column_of.size == values.size
         and (counts >= 0).all()
+        and ((column_of >= 0) & (column_of < columns)).all()
     )
-    if not sound or (places.size and (int(places.min()) < 0 or int(places.max()) >= columns)):
-        raise Refused(f"{what} is no sparse matrix of {rows} rows and {columns} columns")
+    if not valid:
+        raise Refused(f"{what} is not a valid CSR matrix of {rows} rows and {columns} columns")
+    row_of = np.repeat(np.arange(rows), counts)
+    if np.unique(row_of * columns + column_of).size != column_of.size:
+        raise Refused(f"{what} has a duplicate entry")
     dense = np.zeros((rows, columns), dtype=dtype)
-    where = np.repeat(np.arange(rows), counts)
-    if np.unique(where * columns + places).size != places.size:
-        raise Refused(f"{what} has an entry twice")
-    dense[where, places] = values
+    dense[row_of, column_of] = values
     return dense.reshape(-1)

@@ -1,4 +1,4 @@
-"""Download of external checkpoints over HTTP, through signed links that expire."""
+"""Downloads of external checkpoints over HTTP, through signed links that expire."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from slime_like.tinker.errors import HttpError
 from slime_like.tinker.model_registry import Checkpoint, Registry
-from slime_like.tinker.serializers import moment
+from slime_like.tinker.serializers import iso_time
 
 LINKS_S = 3600
 
@@ -38,16 +38,17 @@ class Downloads:
             HttpError: 422 for a checkpoint that is not external.
         """
         if checkpoint.kind != "external":
-            words = "only those of save_weights_external can be downloaded"
             raise HttpError(
-                422, f"checkpoint {checkpoint.path} is of kind {checkpoint.kind}; {words}"
+                422,
+                f"checkpoint {checkpoint.path} is of kind {checkpoint.kind}; only checkpoints of "
+                "save_weights_external can be downloaded",
             )
         expires = int(time.time()) + LINKS_S
         urls = {}
         for name in files_of(checkpoint):
             path = f"{checkpoint.path.removeprefix('tinker://')}/{name}"
             urls[name] = f"{base_url}{expires}/{self._sign(expires, path)}/{quote(path)}"
-        return {"urls": urls, "expires": moment(expires)}
+        return {"urls": urls, "expires": iso_time(expires)}
 
     def file(self, expires: int, signature: str, path: str) -> Path:
         """The file behind a link.
@@ -65,15 +66,14 @@ class Downloads:
                 checkpoint or file does not exist any more.
         """
         if not hmac.compare_digest(self._sign(expires, path).encode(), signature.encode()):
-            raise HttpError(403, "this link was not made by this server")
+            raise HttpError(403, "invalid link")
         if expires < time.time():
-            raise HttpError(403, "this link has expired; ask for another")
+            raise HttpError(403, "the link has expired; request another one")
         run, kind, name, file = path.split("/", 3)
         checkpoint = self._registry.checkpoints.get(f"tinker://{run}/{kind}/{name}")
-        found = None if checkpoint is None else files_of(checkpoint).get(file)
-        if found is None:
-            raise HttpError(404, f"{path} is gone")
-        return found
+        if checkpoint is None or (local := files_of(checkpoint).get(file)) is None:
+            raise HttpError(404, f"{path} does not exist any more")
+        return local
 
     def _sign(self, expires: int, path: str) -> str:
         return hmac.new(self._secret, f"{expires}/{path}".encode(), hashlib.sha256).hexdigest()

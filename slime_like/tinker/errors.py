@@ -1,16 +1,15 @@
-"""Errors of requests, by who can fix them."""
+"""Errors of requests, by who has to act on them."""
 
 from __future__ import annotations
 
 
 class Refused(ValueError):
-    """A well-formed request that is unsupported or invalid and must be changed by the client. Its
-    future fails with category "user"."""
+    """A well-formed request that is invalid or unsupported; the client must change it. Its future
+    fails with category "user"."""
 
 
 class Failed(RuntimeError):
-    """A server error; futures fail with category "server". broken: the model is not usable any
-    more."""
+    """A server error; futures fail with category "server". broken: the model is lost."""
 
     def __init__(self, message: str, *, broken: bool = False) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Whether the API process and the workers are of one command line."""
+"""Fingerprint of a server's settings: API process and workers must have the same."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 from arguments.config_groups import ConfigGroups
 from arguments.run_config import RunConfig
@@ -25,6 +24,7 @@ def fingerprint_of(run: RunConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _plain(value: Any) -> Any:
-    is_instance = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    return dataclasses.asdict(value) if is_instance else value
+def _plain(value: object) -> object:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return value

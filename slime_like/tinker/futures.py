@@ -1,5 +1,4 @@
-"""Accepted requests (futures): their position in a queue, and their results until they are
-fetched."""
+"""Accepted requests (futures), and the queues that they wait in."""
 
 from __future__ import annotations
 
@@ -7,13 +6,13 @@ import asyncio
 import heapq
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from slime_like.tinker import codec
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
+_JOURNALED = "id op queue seq owner digest created state content_type category finished extra size"
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +29,7 @@ class Request:
     owner: str
     digest: str
     created: float
-    body: dict[str, Any] = field(default_factory=dict)
+    body: codec.Message = field(default_factory=dict)
     state: str = "waiting"  # running, done
     result: bytes = b""
     content_type: str = ""
@@ -56,25 +55,10 @@ class Request:
 
     def record(self) -> dict[str, object]:
         """The request's journal entry."""
-        names = (
-            "id",
-            "op",
-            "queue",
-            "seq",
-            "owner",
-            "digest",
-            "created",
-            "state",
-            "content_type",
-            "category",
-            "finished",
-            "extra",
-            "size",
-        )
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in _JOURNALED.split()}
 
     @staticmethod
-    def from_journal(record: dict[str, Any], body: bytes | None, result: bytes | None) -> Request:
+    def from_journal(record: codec.Message, body: bytes | None, result: bytes | None) -> Request:
         request = Request(**{**record, "state": "waiting"})
         if record["state"] == "done":
             request.state, request.result = "done", result or b""
@@ -112,9 +96,13 @@ class Queue:
 
     @property
     def ready(self) -> bool:
-        return bool(self._waiting) and (
-            self.next_seq is None or self._waiting[0].seq == self.next_seq
-        )
+        if not self._waiting:
+            return False
+        return self.next_seq is None or self._waiting[0].seq == self.next_seq
+
+    def has_taken(self, seq: int) -> bool:
+        """Whether this sequence number is consumed; any may be in order of arrival."""
+        return self.next_seq is None or seq < self.next_seq
 
     def first(self) -> Request:
         return self._waiting[0]
@@ -127,12 +115,15 @@ class Queue:
         self.next_seq += 1
         return heapq.heappop(self._waiting)
 
-    def take_like(self, first: Request, alike: Any, most: int) -> list[Request]:
-        """Remove up to `most` waiting requests for which `alike(first, other)` holds; only for
-        order of arrival."""
-        chosen = [r for r in self._waiting if alike(first, r)][:most]
-        self._waiting = [r for r in self._waiting if r not in chosen]
-        return chosen
+    def take_batch(
+        self, can_batch: Callable[[Request, Request], bool], limit: int
+    ) -> list[Request]:
+        """Remove and return up to `limit` waiting requests that can be executed together with the
+        first; only for order of arrival."""
+        first = self._waiting[0]
+        batch = [r for r in self._waiting if can_batch(first, r)][:limit]
+        self._waiting = [r for r in self._waiting if r not in batch]
+        return batch
 
     def take_all(self) -> list[Request]:
         """Remove all waiting requests, and consume all sequence numbers up to the last of them."""

@@ -29,7 +29,7 @@ def run(config: RunConfig, rank: int, startup: Say) -> int:
 
     signal.signal(signal.SIGTERM, stop)
     if "RANK" in os.environ:
-        startup(f"waiting for the {os.environ.get('WORLD_SIZE')} processes to meet")
+        startup(f"waiting for all {os.environ.get('WORLD_SIZE')} processes")
     try:
         with process_groups(
             config.parallel, virtual_stages=config.virtual_stages, seed=config.model.seed

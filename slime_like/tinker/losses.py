@@ -1,4 +1,4 @@
-"""Map loss names and settings of the Tinker API to slime_like/losses. Every loss is a weighted sum
+"""Maps loss names and settings of the Tinker API to slime_like/losses. Every loss is a weighted sum
 of token losses."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,11 @@ from slime_like.tinker.errors import Refused
 from slime_like.tinker.schemas import LARGEST, SMALLEST
 
 CRITIC_LOSS = "ppo_critic"
-# known names that are not supported
-NOT_OFFERED = {
-    "stable_reinforce": "it needs provenance spans and sampling records of the server, and its formula is not public",
-    "custom": "losses that clients define run in the client: forward_backward_custom without an uploaded loss",
+UNSUPPORTED = {  # losses of the API -> why they are rejected
+    "stable_reinforce": "it needs provenance spans and sampling records, and its formula is not "
+    "public",
+    "custom": "custom losses run in the client: use forward_backward_custom without an uploaded "
+    "loss",
 }
 # tensor of a datum -> field of TrainSample
 FIELDS = {
@@ -64,46 +65,53 @@ class ServedLoss:
 def served_loss(name: str, config: Mapping[str, float | str]) -> ServedLoss:
     """Resolve a loss and its configuration. Raises Refused for an unknown loss or setting, a
     missing setting, or an illegal value."""
-    if name in NOT_OFFERED:
-        raise Refused(f"loss_fn {name!r} is not offered here: {NOT_OFFERED[name]}")
-    if name in _OF_TINKER:
-        return _OF_TINKER[name](_Config(name, config))
+    if name in UNSUPPORTED:
+        raise Refused(f"loss_fn {name!r} is not supported: {UNSUPPORTED[name]}")
+    if name in _TINKER_LOSSES:
+        return _TINKER_LOSSES[name](_Config(name, config))
     if name not in policy_losses.names(with_aliases=True):
-        raise Refused(f"unknown loss_fn {name!r}; known: {', '.join(known_losses())}")
-    return _own_loss(name, config)
+        raise Refused(f"unknown loss_fn {name!r}; accepted: {', '.join(loss_names())}")
+    return _policy_loss(name, config)
 
 
-def known_losses() -> list[str]:
-    return [*_OF_TINKER, *(n for n in policy_losses.names() if n not in _OF_TINKER)]
+def loss_names() -> list[str]:
+    return [*_TINKER_LOSSES, *(n for n in policy_losses.names() if n not in _TINKER_LOSSES)]
+
+
+def check_keys(loss: str, config: Mapping[str, object], accepted: Sequence[str]) -> None:
+    """Raise Refused for keys that the loss does not accept."""
+    if unknown := [repr(key) for key in config if key not in accepted]:
+        raise Refused(
+            f"loss_fn {loss!r}: unknown loss_fn_config {', '.join(unknown)}; accepted: "
+            f"{', '.join(accepted) or 'none'}"
+        )
 
 
 class _Config:
-    """A loss_fn_config that is consumed key by key."""
+    """A loss_fn_config that is read key by key."""
 
-    def __init__(self, loss: str, given: Mapping[str, float | str]) -> None:
-        self.loss, self.given, self.known = loss, given, []  # type: tuple[str, Mapping[str, float | str], list[str]]
+    def __init__(self, loss: str, values: Mapping[str, float | str]) -> None:
+        self._loss, self._values = loss, values
+        self._keys: list[str] = []  # that were read
 
     def number(
-        self, key: str, default: float | None, holds: Callable[[float], bool], words: str
+        self, key: str, default: float | None, is_legal: Callable[[float], bool], legal: str
     ) -> float:
-        self.known.append(key)
-        value = self.given.get(key, default)
+        self._keys.append(key)
+        value = self._values.get(key, default)
         if value is None:
             raise Refused(
-                f"loss_fn {self.loss!r} needs loss_fn_config[{key!r}] ({words}): its default is not documented"
+                f"loss_fn {self._loss!r} needs loss_fn_config[{key!r}] ({legal}); Tinker does not "
+                "document a default"
             )
-        if isinstance(value, str) or not holds(value) or not fits_float32(value):
+        if isinstance(value, str) or not is_legal(value) or not fits_float32(value):
             raise Refused(
-                f"loss_fn {self.loss!r}: loss_fn_config[{key!r}] is {value!r}, must be {words}"
+                f"loss_fn {self._loss!r}: loss_fn_config[{key!r}] is {value!r}, must be {legal}"
             )
         return float(value)
 
     def finish(self) -> None:
-        if unknown := [key for key in self.given if key not in self.known]:
-            known = ", ".join(self.known) or "none"
-            raise Refused(
-                f"loss_fn {self.loss!r}: unknown loss_fn_config {', '.join(map(repr, unknown))}; known: {known}"
-            )
+        check_keys(self._loss, self._values, self._keys)
 
     def thresholds(self, low: float | None, high: float | None) -> tuple[float, float]:
         """Bounds of a ratio as absolute values."""
@@ -165,7 +173,7 @@ def _critic(config: _Config) -> ServedLoss:
     )
 
 
-_OF_TINKER: dict[str, Callable[[_Config], ServedLoss]] = {
+_TINKER_LOSSES: dict[str, Callable[[_Config], ServedLoss]] = {
     "cross_entropy": _plain("cross_entropy", frozenset({"target_tokens"})),
     "importance_sampling": _plain("importance_sampling", _RL),
     "ppo": _ppo,
@@ -176,33 +184,28 @@ _OF_TINKER: dict[str, Callable[[_Config], ServedLoss]] = {
 }
 
 
-def _own_loss(name: str, config: Mapping[str, float | str]) -> ServedLoss:
+def _policy_loss(name: str, config: Mapping[str, float | str]) -> ServedLoss:
     """A slime_like loss, by its own name, with flag names as settings. `mask` selects the tokens
     that it counts."""
     kind = policy_losses.canonical(name)
     loss = policy_losses.get(kind)
     hints = typing.get_type_hints(loss.config_type)
-    names = [*(field.name for field in dataclasses.fields(loss.config_type)), ENTROPY]
-    if unknown := [key for key in config if key not in names]:
-        raise Refused(
-            f"loss_fn {name!r}: unknown loss_fn_config {', '.join(map(repr, unknown))}; known: {', '.join(names)}"
-        )
-    given = {key: _typed(name, key, value, hints.get(key, float)) for key, value in config.items()}
-    entropy_coef = given.pop(ENTROPY, 0.0)
+    check_keys(name, config, [*(f.name for f in dataclasses.fields(loss.config_type)), ENTROPY])
+    values = {key: _typed(name, key, value, hints.get(key, float)) for key, value in config.items()}
+    entropy_coef = values.pop(ENTROPY, 0.0)
     if not 0 <= entropy_coef < float("inf"):
         raise Refused(
             f"loss_fn {name!r}: loss_fn_config[{ENTROPY!r}] is {entropy_coef!r}, must be >= 0"
         )
-    settings = {**loss.alias_defaults.get(name, {}), **given}
+    settings = {**loss.alias_defaults.get(name, {}), **values}
     try:
-        made = loss.config_type(**settings)
+        needs = loss.with_config(loss.config_type(**settings)).needs
     except SettingsError as error:
-        words = "; ".join(
+        message = "; ".join(
             f"{problem.flag.lstrip('-').replace('-', '_')} is {problem.value!r}: {problem.message}"
             for problem in error.problems
         )
-        raise Refused(f"loss_fn {name!r}: {words}") from None
-    needs = loss.with_config(made).needs
+        raise Refused(f"loss_fn {name!r}: {message}") from None
     required = {"target_tokens", "mask"} | {
         key for key, field in FIELDS.items() if field in needs and key not in MASKS
     }
@@ -227,7 +230,7 @@ def _typed(loss: str, key: str, value: float | str, hint: object) -> Any:
         return int(value)
     elif bool in kinds and value in (0.0, 1.0):
         return bool(value)
-    wanted = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
+    legal = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
     if float in kinds and not isinstance(value, str):
-        wanted = f"0, or {SMALLEST:g} to {LARGEST:g} without its sign"
-    raise Refused(f"loss_fn {loss!r}: loss_fn_config[{key!r}] is {value!r}, must be {wanted}")
+        legal = f"0, or of magnitude {SMALLEST:g} to {LARGEST:g}"
+    raise Refused(f"loss_fn {loss!r}: loss_fn_config[{key!r}] is {value!r}, must be {legal}")

@@ -1,4 +1,4 @@
-"""ASGI middleware before all routes: API key, body size limit, and body timeout."""
+"""ASGI middleware before all routes: API key, origin, and limits of headers and body."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from slime_like.tinker.access import KeyRing, Visitors
+from slime_like.tinker.access import KeyRing, OriginCheck
+from slime_like.tinker.errors import HttpError
 
 OWNER = "slime_like.owner"  # keys in the ASGI scope
 IS_OPERATOR = "slime_like.is_operator"
@@ -35,80 +36,78 @@ class Gate:
         *,
         keys: KeyRing | None,
         max_body: int,
-        visitors: Visitors,
+        origin_check: OriginCheck,
         operators: KeyRing | None = None,
     ) -> None:
         """
         Args:
-            keys: Accepted API keys; None accepts every client that `visitors` accepts.
+            keys: Accepted API keys; None accepts every client that `origin_check` accepts.
             max_body: Maximum size of a body in bytes; bodies are read in full.
-            operators: Keys that may list and end the sessions of all keys; everyone may if neither
-                kind of keys is given.
+            operators: Keys that may list and end the sessions of all keys; every client may if
+                neither kind of keys is given.
         """
         self.app = app
         self.max_body = max_body
-        self._keys, self._operators, self._visitors = keys, operators, visitors
+        self._keys, self._operators, self._origin_check = keys, operators, origin_check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self.app(scope, receive, send)
             return
+        try:
+            body = await self._accept(scope, receive)
+        except HttpError as error:
+            return await send_error(send, error.status, str(error))
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> MutableMapping[str, object]:
+            return messages.pop() if messages else await receive()
+
+        await self.app(scope, replay, send)
+
+    async def _accept(self, scope: Scope, receive: Receive) -> bytes:
+        """Check a request and read its body, decompressed. Records the owner in `scope`. Raises
+        HttpError."""
         headers = {name.lower(): value for name, value in scope["headers"]}
         is_open = scope["path"] in OPEN or scope["path"].startswith(DOWNLOADS)
-        if self._keys is None and (why := self._visitors.refusal(headers)) is not None:
-            return await refuse(send, 403, why)
+        if self._keys is None and (reason := self._origin_check.refusal(headers)) is not None:
+            raise HttpError(403, reason)
         owner = self._owner(headers, scope)
         if owner is None and not is_open:
-            return await refuse(
-                send, 401, "the key in X-API-Key is missing or unknown (see --api-key-file)"
-            )
+            raise HttpError(401, "X-API-Key is missing or unknown (see --api-key-file)")
         if len(scope["headers"]) > MAX_HEADERS:
-            return await refuse(send, 431, f"more than {MAX_HEADERS} headers")
+            raise HttpError(431, f"more than {MAX_HEADERS} headers")
         encoding = headers.get(b"content-encoding")
-        if encoding is not None and (encoding != ZSTD or not unpacks()):
-            return await refuse(
-                send,
-                415,
-                f"Content-Encoding {encoding.decode('latin1')!r} is not offered here; send the body as it is",
+        if encoding is not None and (encoding != ZSTD or not supports_zstd()):
+            name = encoding.decode("latin1")
+            raise HttpError(
+                415, f"Content-Encoding {name!r} is not supported; send it uncompressed"
             )
-        told = headers.get(b"content-length", b"0")
-        if not told.isdigit() or len(told) > 18 or int(told) > self.max_body:
-            return await refuse(
-                send, 413, f"the body is larger than {self.max_body} bytes (--max-body-mb)"
-            )
+        declared = headers.get(b"content-length", b"0")
+        too_large = HttpError(413, f"the body exceeds {self.max_body} bytes (--max-body-mb)")
+        if not declared.isdigit() or len(declared) > 18 or int(declared) > self.max_body:
+            raise too_large
         try:
             async with asyncio.timeout(BODY_S):
                 body = await self._body(receive)
         except TimeoutError:
-            return await refuse(send, 408, f"the body did not come within {BODY_S:g} s")
+            raise HttpError(408, f"the body was not received within {BODY_S:g} s") from None
         if body is not None and encoding is not None:
-            try:
-                body = unpacked(body, self.max_body)
-            except ValueError as error:
-                return await refuse(send, 400, str(error))
+            body = decompress(body, self.max_body)
         if body is None:
-            return await refuse(
-                send, 413, f"the body is larger than {self.max_body} bytes (--max-body-mb)"
-            )
+            raise too_large
         scope[OWNER] = owner or ""
-        given = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def again() -> MutableMapping[str, object]:
-            return given.pop() if given else await receive()
-
-        await self.app(scope, again, send)
+        return body
 
     def _owner(self, headers: dict[bytes, bytes], scope: Scope) -> str | None:
         """Owner of the request's key; None if the key is rejected. Records in `scope` whether it is
         an operator's."""
-        key = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(
-            b"Bearer "
-        )
+        bearer = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        key = headers.get(b"x-api-key") or bearer
         operator = None if self._operators is None else self._operators.owner(key)
-        scope[IS_OPERATOR] = operator is not None or (
-            self._keys is None and self._operators is None
-        )
+        without_keys = self._keys is None and self._operators is None
+        scope[IS_OPERATOR] = operator is not None or without_keys
         if self._keys is None:
             return "local"
         return self._keys.owner(key) or operator
@@ -129,32 +128,30 @@ class Gate:
 
 
 @functools.cache
-def unpacks() -> bool:
+def supports_zstd() -> bool:
     """Whether compressed bodies are supported: zstandard is installed."""
     return importlib.util.find_spec("zstandard") is not None
 
 
-def unpacked(body: bytes, most: int) -> bytes | None:
-    """Decompress a zstd body; None if the result exceeds `most` bytes. Raises ValueError for
+def decompress(body: bytes, limit: int) -> bytes | None:
+    """Decompress a zstd body; None if the result exceeds `limit` bytes. Raises HttpError 400 for
     invalid data."""
     import zstandard
 
     try:
         size = zstandard.frame_content_size(body)
         if size < 0:
-            raise ValueError("the zstd body does not declare its size; compress it in one piece")
-        if size > most:
+            raise HttpError(400, "the zstd body does not declare its size; compress it at once")
+        if size > limit:
             return None
-        found: bytes = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW).decompress(
-            body, allow_extra_data=False
-        )
+        decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
+        return bytes(decompressor.decompress(body, allow_extra_data=False))
     except zstandard.ZstdError as error:
-        raise ValueError(f"the body is not zstd: {error}") from None
-    return found
+        raise HttpError(400, f"the body is not valid zstd: {error}") from None
 
 
-async def refuse(send: Send, status: int, text: str) -> None:
-    body = json.dumps({"detail": text}).encode()
+async def send_error(send: Send, status: int, detail: str) -> None:
+    body = json.dumps({"detail": detail}).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),

@@ -1,8 +1,8 @@
 """The pool of models: on the device, or offloaded to host memory. Every method is collective.
 
-Fully trained models share slots, networks with the shape of the base model: a model's state is in a
-slot or in host memory, and is swapped in on request. Adapters share one frozen base; an offloaded
-adapter frees its device memory.
+Fully trained models share slots, which are networks with the shape of the base model: a model's
+state is in a slot or in host memory, and is swapped in on request. Adapters share one frozen base;
+an offloaded adapter frees its device memory.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ LORA_ALPHA = 32.0  # the API does not specify it; this is the value of the offic
 @dataclass(slots=True)
 class HostedModel:
     """A model of a client. slot: index of its network if all weights are trained and resident;
-    otherwise `stored` is its state. adapter: its LoRA network; outside: its copy in host memory
-    while offloaded. used: logical time of last use. passes: forward passes so far, a seed for
-    losses that draw random numbers. incomplete: why gradients for the next step are missing."""
+    otherwise `stored` is its state. adapter: its LoRA network; offloaded: its copy in host memory
+    while it is not on the device. used: logical time of last use. passes: forward passes so far, a
+    seed for losses that draw random numbers. incomplete: why gradients for the next step are
+    missing."""
 
     id: str
     role: str
     slot: int | None = None
     stored: StoredState | None = None
     adapter: LoraNetwork | None = None
-    outside: OffloadedNetwork | None = None
+    offloaded: OffloadedNetwork | None = None
     used: int = 0
     passes: int = 0
     incomplete: str = ""
@@ -63,7 +64,7 @@ class ModelPool:
     ) -> None:
         """base: folder of the base model; hf: its configuration. seed: for adapters without one.
         max_models, max_adapters: maximum on the device; None for no limit."""
-        assert not settings.ddp.overlap_grad_reduce, "refused on the command line"
+        assert not settings.ddp.overlap_grad_reduce, "rejected on the command line"
         self.settings, self.layout, self.hf = settings, layout, hf
         self.base, self.seed = base, seed
         self.max_models, self.max_adapters = max_models, max_adapters
@@ -79,7 +80,7 @@ class ModelPool:
         assert model not in self.models, model
         created = HostedModel(model, role)
         if lora is not None:
-            self._make_room_for_an_adapter()
+            self._make_room_for_adapter()
             created.adapter = self._new_adapter(lora, role)
             self._use(created)
         else:
@@ -110,10 +111,10 @@ class ModelPool:
         hosted = self.models[model]
         self._use(hosted)
         if hosted.adapter is not None:
-            if hosted.outside is not None:
-                self._make_room_for_an_adapter()
-                hosted.outside.restore()
-                hosted.outside = None
+            if hosted.offloaded is not None:
+                self._make_room_for_adapter()
+                hosted.offloaded.restore()
+                hosted.offloaded = None
             return hosted.adapter
         if hosted.slot is None:
             assert hosted.stored is not None
@@ -130,7 +131,7 @@ class ModelPool:
         self._clock += 1
         hosted.used = self._clock
 
-    # --- all weights ------------------------------------------------------------------------------------------------
+    # --- all weights ---
 
     def _start_critic(self, critic: TrainedNetwork, policy: str | None) -> None:
         """Initialise a critic from its policy's current weights (from the base if the policy is an
@@ -154,37 +155,27 @@ class ModelPool:
         """A network for a model: a free one, a new one if allowed, otherwise that of the least
         recently used model."""
         self._use(hosted)
-        free = next(
-            (
-                i
-                for i, slot in enumerate(self._slots)
-                if slot.role == hosted.role and slot.model is None
-            ),
-            None,
-        )
-        if free is None:
-            free = self._make_room(hosted.role)
-        self._slots[free].model = hosted.id
-        hosted.slot = free
-        return self._slots[free].network
+        index = self._free_slot(hosted.role)
+        self._slots[index].model = hosted.id
+        hosted.slot = index
+        return self._slots[index].network
 
-    def _make_room(self, role: str) -> int:
-        most = self.max_models
-        taken = [i for i, slot in enumerate(self._slots) if slot.role == role]
-        if most is None or len(self._slots) < most or not taken:
+    def _free_slot(self, role: str) -> int:
+        slots = [i for i, slot in enumerate(self._slots) if slot.role == role]
+        for i in slots:
+            if self._slots[i].model is None:
+                return i
+        if self.max_models is None or len(self._slots) < self.max_models or not slots:
             self._slots.append(Slot(role, self._new_network(role)))
             return len(self._slots) - 1
-        oldest = min(taken, key=lambda i: self.models[self._slots[i].model or ""].used)
-        out = self.models[self._slots[oldest].model or ""]
-        out.stored, out.slot = StoredState(self._slots[oldest].network), None
+        oldest = min(slots, key=lambda i: self.models[self._slots[i].model or ""].used)
+        evicted = self.models[self._slots[oldest].model or ""]
+        evicted.stored, evicted.slot = StoredState(self._slots[oldest].network), None
         return oldest
 
     def _new_network(self, role: str) -> TrainedNetwork:
         network = TrainedNetwork(
-            *self.settings.shape,
-            self.layout,
-            **self._training(),
-            value_head=role == "critic",
+            *self.settings.shape, self.layout, **self._training(), value_head=role == "critic"
         )
         network.allocate_moments()
         return network
@@ -195,39 +186,33 @@ class ModelPool:
         own = dataclasses.replace(self.settings.optimizer)
         return self.settings.training(total_steps=1, optimizer=own)
 
-    # --- adapters ---------------------------------------------------------------------------------------------------
+    # --- adapters ---
 
-    def _make_room_for_an_adapter(self) -> None:
+    def _make_room_for_adapter(self) -> None:
         """Offload the least recently used adapters to host memory until there is room for one
         more."""
-        most = self.max_adapters
-        inside = sorted(
-            (m for m in self.models.values() if m.adapter is not None and m.outside is None),
-            key=lambda m: m.used,
-        )
-        for out in [] if most is None else inside[: max(0, len(inside) - most + 1)]:
-            assert out.adapter is not None
-            out.outside = OffloadedNetwork(out.adapter)
+        if self.max_adapters is None:
+            return
+        resident = [
+            m for m in self.models.values() if m.adapter is not None and m.offloaded is None
+        ]
+        resident.sort(key=lambda m: m.used)
+        for evicted in resident[: max(0, len(resident) - self.max_adapters + 1)]:
+            assert evicted.adapter is not None
+            evicted.offloaded = OffloadedNetwork(evicted.adapter)
 
     def _new_adapter(self, lora: Mapping[str, Any], role: str) -> LoraNetwork:
         """Create an adapter on the shared frozen base, which is created with the first adapter. A
         critic's adapter starts from that base, with zero values. Raises Refused if there is nothing
         to train."""
-        parts = {
-            "attn": lora["train_attn"],
-            "mlp": lora["train_mlp"],
-            "unembed": lora["train_unembed"],
-        }
-        targets = frozenset(
-            name for part, wanted in parts.items() if wanted for name in TARGETS[part]
-        )
-        if not targets:
-            words = (
-                "train_attn, train_mlp and train_unembed are all False: there is nothing to train"
-            )
+        parts = [part for part in ("attn", "mlp", "unembed") if lora[f"train_{part}"]]
+        if not parts:
             if role == "critic":
-                words = "train_attn and train_mlp are both False: an adapter of a critic has no other layers, for it has no output layer"
-            raise Refused(words)
+                raise Refused(
+                    "train_attn and train_mlp are both False: a critic has no other layers to train"
+                )
+            raise Refused("train_attn, train_mlp and train_unembed are all False: nothing to train")
+        targets = frozenset[str]().union(*(TARGETS[part] for part in parts))
         if self._base_of_adapters is None:
             self._base_of_adapters = LoraBase(*self.settings.shape, self.layout, hf=self.hf)
             self._base_of_adapters.load_hf(self.base)

@@ -1,4 +1,4 @@
-"""Records of clients' sessions, models, samplers and checkpoints, with owners and quotas. Persisted
+"""Records of clients' sessions, models, samplers and checkpoints, with owners and quotas; persisted
 in the journal."""
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 from slime_like.tinker.errors import HttpError, Refused
 from slime_like.tinker.store import Journal
@@ -94,30 +93,30 @@ class Checkpoint:
     def checkpoint_id(self) -> str:
         return f"{KINDS[self.kind]}/{self.name}"
 
+    def has_expired(self, now: float) -> bool:
+        return self.expires is not None and self.expires < now
 
-Record = TypeVar("Record", Session, Model, Sampler, Checkpoint)
-_TABLES: dict[str, type] = {
-    "session": Session,
-    "model": Model,
-    "sampler": Sampler,
-    "checkpoint": Checkpoint,
+
+AnyRecord = Session | Model | Sampler | Checkpoint
+_TABLES: dict[type, str] = {  # name in the journal
+    Session: "session",
+    Model: "model",
+    Sampler: "sampler",
+    Checkpoint: "checkpoint",
 }
-_KIND_OF = {record: kind for kind, record in _TABLES.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """How many models or sessions one key may hold.
+    """How many models or sessions may exist.
 
-    what: for messages. most, flag: limit over all keys. per_key, key_flag: limit per key; None:
-    with several keys, a key may hold at most as many as are still free.
+    kind: models or sessions. limit: over all keys. per_key: limit per key; None: with several keys,
+    a key may hold at most as many as are still free.
     """
 
-    what: str
-    most: int
+    kind: str
+    limit: int
     per_key: int | None
-    flag: str
-    key_flag: str
 
     def refusal(self, owners: Sequence[str], owner: str, *, several: bool) -> str | None:
         """Reason why `owner` cannot have another one; None if it can.
@@ -126,16 +125,16 @@ class Quota:
             owners: Owners of the existing ones.
             several: Whether there are several keys.
         """
-        local = sum(1 for other in owners if other == owner)
-        if len(owners) >= self.most:
-            return f"{len(owners)} {self.what} are open, the most that {self.flag} allows"
-        room = self.per_key
-        if room is None:
-            room = max(1, self.most - len(owners)) if several else self.most
-        if local >= room:
+        flag, held = f"--max-{self.kind}", owners.count(owner)
+        if len(owners) >= self.limit:
+            return f"{len(owners)} {self.kind} are open ({flag} {self.limit})"
+        limit = self.per_key
+        if limit is None:
+            limit = max(1, self.limit - len(owners)) if several else self.limit
+        if held >= limit:
             return (
-                f"{local} {self.what} of this key are open, the most that it may have "
-                f"({self.key_flag}; {self.flag} {self.most} for all keys)"
+                f"this key has {held} open {self.kind}, its maximum ({flag}-per-key; {flag} "
+                f"{self.limit} for all keys)"
             )
         return None
 
@@ -152,40 +151,32 @@ class Registry:
     checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for kind, record_type in _TABLES.items():
-            for id, record, _, _ in self.journal.entries(kind):
-                self._table(record_type)[id] = record_type(**record)
+        for record_type, name in _TABLES.items():
+            for id, record, _, _ in self.journal.entries(name):
+                self._table(name)[id] = record_type(**record)
 
-    def _table(self, record_type: type) -> dict[str, object]:
-        tables: dict[type, dict[str, Any]] = {
-            Session: self.sessions,
-            Model: self.models,
-            Sampler: self.samplers,
-            Checkpoint: self.checkpoints,
-        }
-        return tables[record_type]
+    def _table(self, name: str) -> dict[str, AnyRecord]:
+        return getattr(self, f"{name}s")
 
-    def keep(self, record: Session | Model | Sampler | Checkpoint) -> None:
-        self._table(type(record))[record.id] = record
-        self.journal.put(_KIND_OF[type(record)], record.id, dataclasses.asdict(record))
+    def keep(self, record: AnyRecord) -> None:
+        name = _TABLES[type(record)]
+        self._table(name)[record.id] = record
+        self.journal.put(name, record.id, dataclasses.asdict(record))
 
-    def forget(self, record: Session | Model | Sampler | Checkpoint) -> None:
-        self._table(type(record)).pop(record.id, None)
-        self.journal.remove(_KIND_OF[type(record)], record.id)
+    def forget(self, record: AnyRecord) -> None:
+        name = _TABLES[type(record)]
+        self._table(name).pop(record.id, None)
+        self.journal.remove(name, record.id)
 
-    # --- sessions ---------------------------------------------------------------------------------------------------
+    # --- sessions ---
 
     def new_session(
         self, owner: str, *, user_metadata: dict[str, object] | None, display_name: str | None
     ) -> Session:
         now = time.time()
+        id = f"session-{secrets.token_hex(8)}"
         session = Session(
-            f"session-{secrets.token_hex(8)}",
-            owner,
-            now,
-            now,
-            user_metadata=user_metadata,
-            display_name=display_name,
+            id, owner, now, now, user_metadata=user_metadata, display_name=display_name
         )
         self.keep(session)
         return session
@@ -200,7 +191,7 @@ class Registry:
         session.seen = time.time()
         return session
 
-    # --- models -----------------------------------------------------------------------------------------------------
+    # --- models ---
 
     def model(self, id: str, owner: str) -> Model:
         model = self.models.get(id)
@@ -212,15 +203,13 @@ class Registry:
             session.seen = model.seen
         return model
 
-    def lost(self, model: Model, why: str) -> str:
+    def lost(self, model: Model, reason: str) -> str:
         """Message that a model is lost, why, and from which checkpoint to continue."""
-        newest = self.newest_checkpoint(model.id)
-        rest = (
-            "it was never saved"
-            if newest is None
-            else f"continue from its newest checkpoint, {newest.path}"
-        )
-        return f"model {model.id} is lost: {why}; {rest}"
+        newest = self.newest_checkpoint(model.id, "training")
+        remedy = "it was never saved"
+        if newest is not None:
+            remedy = f"continue from its newest checkpoint, {newest.path}"
+        return f"model {model.id} is lost: {reason}; {remedy}"
 
     def live_models(self) -> list[Model]:
         return [m for m in self.models.values() if m.state != "ended"]
@@ -228,45 +217,45 @@ class Registry:
     def policy_for_critic(self, session: str) -> str:
         """The policy that a session's new critic belongs to: the newest one without a critic.
         Raises Refused."""
-        mine = [m for m in self.models.values() if m.session == session and m.state != "ended"]
-        policies = [m for m in mine if m.role == "policy"]
+        models = [m for m in self.live_models() if m.session == session]
+        policies = [m for m in models if m.role == "policy"]
         if not policies:
             raise Refused("create a policy before its critic: this session has none")
-        taken = {m.policy for m in mine if m.role == "critic"}
+        taken = {m.policy for m in models if m.role == "critic"}
         free = [m for m in policies if m.id not in taken]
         if not free:
-            raise Refused(f"one critic per policy: {', '.join(m.id for m in policies)} has one")
+            ids = ", ".join(m.id for m in policies)
+            raise Refused(f"one critic per policy: {ids} already has one")
         return max(free, key=lambda m: m.created).id
 
-    # --- checkpoints ------------------------------------------------------------------------------------------------
+    # --- checkpoints ---
 
     def checkpoint(self, path: str, owner: str, kind: str | None = None) -> Checkpoint:
         """Look up a checkpoint. Raises Refused if this owner has none with this path and kind, or
         it has expired."""
-        found = self.checkpoints.get(path)
-        if (
-            found is None
-            or found.owner != owner
-            or (found.expires is not None and found.expires < time.time())
-        ):
+        checkpoint = self.checkpoints.get(path)
+        if checkpoint is None or checkpoint.owner != owner or checkpoint.has_expired(time.time()):
             raise Refused(f"checkpoint {path} does not exist")
-        if kind is not None and found.kind != kind:
+        if kind is not None and checkpoint.kind != kind:
             raise Refused(
-                f"checkpoint {path} is of kind {found.kind}; one of kind {kind} is wanted ({KINDS[kind]}/...)"
+                f"checkpoint {path} is of kind {checkpoint.kind}, must be of kind {kind} "
+                f"({KINDS[kind]}/...)"
             )
-        return found
+        return checkpoint
 
-    def newest_checkpoint(self, run: str) -> Checkpoint | None:
-        mine = [c for c in self.checkpoints.values() if c.run == run and c.kind == "training"]
-        return max(mine, key=lambda c: c.created, default=None)
+    def newest_checkpoint(self, run: str, kind: str) -> Checkpoint | None:
+        checkpoints = [c for c in self.checkpoints.values() if c.run == run and c.kind == kind]
+        return max(checkpoints, key=lambda c: c.created, default=None)
 
 
-def role_of(user_metadata: dict[str, object] | None, raw: str | None) -> str:
+def role_of(user_metadata: dict[str, object] | None, model_role: str | None) -> str:
     """The role of a new model, from either way of declaring it. Raises Refused."""
-    told = (user_metadata or {}).get("model_role")
-    if told is not None and raw is not None and told != raw:
-        raise Refused(f"model_role is {raw!r} and user_metadata says {told!r}; give one of them")
-    role = raw if raw is not None else told if told is not None else "policy"
-    if role not in ROLES:
-        raise Refused(f"unknown model_role {role!r}; accepted: {', '.join(ROLES)}")
-    return str(role)
+    in_metadata = (user_metadata or {}).get("model_role")
+    if None not in (in_metadata, model_role) and in_metadata != model_role:
+        raise Refused(
+            f"model_role is {model_role!r}, but {in_metadata!r} in user_metadata; give one of them"
+        )
+    roles = [role for role in (model_role, in_metadata, "policy") if role is not None]
+    if roles[0] not in ROLES:
+        raise Refused(f"unknown model_role {roles[0]!r}; accepted: {', '.join(ROLES)}")
+    return str(roles[0])

@@ -10,10 +10,7 @@ import torch
 from torch import Tensor
 
 from slime_like.losses.total import token_losses, weigh
-from slime_like.losses.value_loss import (
-    ValueLossConfig,
-    token_value_losses,
-)
+from slime_like.losses.value_loss import ValueLossConfig, token_value_losses
 from slime_like.megatron.forward_step import Objective, loss_inputs, value_inputs, values_of
 from slime_like.megatron.model.policy import LogProbHead, head_weight
 from slime_like.metrics.typed import Metric, masked_mean

@@ -1,5 +1,5 @@
-"""The operation of each accepted request: a command to the workers, then updates of registry and
-files from the response."""
+"""Executes accepted requests: sends a command to the workers, then updates registry and files from
+the response."""
 
 from __future__ import annotations
 
@@ -10,15 +10,21 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from slime_like.tinker import codec
 from slime_like.tinker.errors import Failed, Refused
 from slime_like.tinker.futures import Request, json_result
 from slime_like.tinker.model_registry import KINDS, Checkpoint, Model, Registry, Sampler
 from slime_like.tinker.request_queue import Result
-from slime_like.tinker.results import pass_output, sample_output
+from slime_like.tinker.results import forward_backward_output, sample_output
 
 log = logging.getLogger(__name__)
 SHARED = ("sampling", "prompt_log_probs", "seeded", "top_k_prompt", "top_k_sample")  # of a batch
-Call = Callable[[str, dict[str, Any]], Awaitable[Any]]
+SAVE_TYPES = {  # kind of checkpoint -> type of the response
+    "training": "save_weights",
+    "sampler": "save_weights_for_sampler",
+    "external": "save_weights_external",
+}
+Call = Callable[[str, codec.Message], Awaitable[Any]]  # request id, command
 
 
 class EndModel(Protocol):
@@ -28,7 +34,7 @@ class EndModel(Protocol):
 
 
 class ServerOperations:
-    """Executes requests. call: sends a command to the workers. folder: of everything that the
+    """Executes requests. call: sends a command to the workers. folder: for everything that the
     server stores. base: folder of the base model."""
 
     def __init__(
@@ -81,26 +87,18 @@ class ServerOperations:
             self.end_model(model, f"model {model.id} was not created")
         self.registry.keep(model)
 
-    def _ready(self, request: Request) -> Model:
+    def _model(self, request: Request) -> Model:
+        """The request's model. Raises Failed if it has ended."""
         model = self.registry.models[request.body["model"]]
         if model.state == "ended":
             raise Failed(model.reason)
         return model
 
-    # --- models -----------------------------------------------------------------------------------------------------
+    # --- models ---
 
     async def _create_model(self, request: Request) -> Result:
-        model = self._ready(request)
-        await self.call(
-            request.id,
-            {
-                "op": "create",
-                "model": model.id,
-                "role": model.role,
-                "policy": model.policy,
-                "lora": model.lora,
-            },
-        )
+        model = self._model(request)
+        await self._create(request.id, model, policy=model.policy)
         model.state = "ready"
         self.registry.keep(model)
         log.info("model %s of %s: created", model.id, model.owner)
@@ -108,23 +106,17 @@ class ServerOperations:
 
     async def _load_new(self, request: Request) -> Result:
         """Create a model from a checkpoint."""
-        model = self._ready(request)
-        await self.call(
-            request.id,
-            {
-                "op": "create",
-                "model": model.id,
-                "role": model.role,
-                "policy": None,
-                "lora": model.lora,
-            },
-        )
+        await self._create(request.id, self._model(request), policy=None)
         return await self._load(request)
 
+    async def _create(self, id: str, model: Model, *, policy: str | None) -> None:
+        command = {"op": "create", "model": model.id, "role": model.role, "lora": model.lora}
+        await self.call(id, {**command, "policy": policy})
+
     async def _load(self, request: Request) -> Result:
-        model, path = self._ready(request), request.body["path"]
+        model, path = self._model(request), request.body["path"]
         checkpoint = self.registry.checkpoint(path, request.owner, "training")
-        self._same_kind(model, checkpoint)
+        self._check_shape(model, checkpoint)
         command = {
             "op": "load",
             "model": model.id,
@@ -137,19 +129,16 @@ class ServerOperations:
         return json_result({"path": path, "model_id": model.id, "type": "load_weights"})
 
     @staticmethod
-    def _same_kind(model: Model, checkpoint: Checkpoint) -> None:
+    def _check_shape(model: Model, checkpoint: Checkpoint) -> None:
         if checkpoint.role != model.role:
             raise Refused(
-                f"checkpoint {checkpoint.path} is of a {checkpoint.role}, model {model.id} is a {model.role}"
+                f"checkpoint {checkpoint.path} is of a {checkpoint.role}, model {model.id} is a "
+                f"{model.role}"
             )
         if checkpoint.lora != model.lora:
-            kind = (
-                "full weights"
-                if checkpoint.lora is None
-                else f"an adapter of rank {checkpoint.lora['rank']}"
-            )
             raise Refused(
-                f"checkpoint {checkpoint.path} has {kind}; model {model.id} has another shape of its trained weights"
+                f"checkpoint {checkpoint.path} has {describe_lora(checkpoint.lora)}, model "
+                f"{model.id} {describe_lora(model.lora)}"
             )
 
     async def _unload(self, request: Request) -> Result:
@@ -158,68 +147,53 @@ class ServerOperations:
         return json_result({"model_id": model, "type": "unload_model"})
 
     async def _forward_backward(self, request: Request) -> Result:
-        model, command = self._ready(request), request.body["command"]
-        told = {name: value for name, value in command.items() if name != "widths"}
-        value = await self.call(request.id, {"op": "pass", "model": model.id, **told})
-        return pass_output(
-            value, command["lengths"], command.get("widths"), critic=model.role == "critic"
+        model, command = self._model(request), dict(request.body["command"])
+        widths = command.pop("widths", None)
+        value = await self.call(
+            request.id, {"op": "forward_backward", "model": model.id, **command}
         )
+        critic = model.role == "critic"
+        return forward_backward_output(value, command["lengths"], widths, critic=critic)
 
     async def _optim_step(self, request: Request) -> Result:
-        model = self._ready(request)
-        value = await self.call(
-            request.id, {"op": "step", "model": model.id, "adam": request.body["adam"]}
-        )
+        model, adam = self._model(request), request.body["adam"]
+        command = {"op": "optim_step", "model": model.id, "adam": adam}
+        value = await self.call(request.id, command)
+        norm = value["grad_norm"]
         if not value["stepped"]:
-            norm = value["grad_norm"]
-            why = f"the gradient norm is {norm}"
+            reason = f"the gradient norm is {norm}"
             if not isinstance(norm, str):
-                why = f"with a gradient norm of {norm:g} and these settings a weight may overflow"
+                reason = f"with gradient norm {norm:g} and these settings a weight may overflow"
             raise Refused(
-                f"model {model.id}: the optimizer step was skipped: {why}; weights and moments are "
-                "as before, the gradients are forgotten"
+                f"model {model.id}: optimizer step skipped: {reason}; weights and moments are "
+                "unchanged, the gradients are discarded"
             )
-        metrics = {
-            "grad_norm": value["grad_norm"],
-            "learning_rate": request.body["adam"]["learning_rate"],
-        }
+        metrics = {"grad_norm": norm, "learning_rate": adam["learning_rate"]}
         return json_result({"metrics": metrics, "type": "optim_step"})
 
-    # --- checkpoints ------------------------------------------------------------------------------------------------
+    # --- checkpoints ---
 
     async def _save(self, request: Request) -> Result:
         """Save a checkpoint. kind: training (full state, to resume from), sampler or external (a
         Hugging Face model)."""
-        model, body = self._ready(request), request.body
-        path = f"tinker://{model.id}/{KINDS[body['kind']]}/{body['name']}"
-        before = self.registry.checkpoints.get(path)
-        if before is not None and not body["overwrite"]:
-            raise Refused(
-                f"checkpoint {path} exists; give another name"
-                + (", or overwrite=True" if body["kind"] == "training" else "")
-            )
-        folder = (
-            self.folder
-            / "checkpoints"
-            / model.id
-            / KINDS[body["kind"]]
-            / f"{body['name']}.{request.seq}"
-        )
-        op = "save" if body["kind"] == "training" else "export"
+        model, body = self._model(request), request.body
+        kind, name, training = body["kind"], body["name"], body["kind"] == "training"
+        path = f"tinker://{model.id}/{KINDS[kind]}/{name}"
+        existing = self.registry.checkpoints.get(path)
+        if existing is not None and not body["overwrite"]:
+            overwrite = ", or overwrite=True" if training else ""
+            raise Refused(f"checkpoint {path} exists; give another name{overwrite}")
+        root = self.folder / "checkpoints" / model.id / KINDS[kind]
+        folder = root / f"{name}.{request.seq}"
+        op = "save" if training else "export"
         await self.call(request.id, {"op": op, "model": model.id, "folder": str(folder)})
         self._add_checkpoint(model, body, path, folder)
-        if before is not None:
-            remove_tree(Path(before.folder))
-        kind = {
-            "training": "save_weights",
-            "sampler": "save_weights_for_sampler",
-            "external": "save_weights_external",
-        }[body["kind"]]
-        return json_result({"path": path, "type": kind})
+        if existing is not None:
+            remove_tree(Path(existing.folder))
+        return json_result({"path": path, "type": SAVE_TYPES[kind]})
 
-    def _add_checkpoint(self, model: Model, body: dict[str, Any], path: str, folder: Path) -> None:
+    def _add_checkpoint(self, model: Model, body: codec.Message, path: str, folder: Path) -> None:
         now = time.time()
-        expires = None if body["ttl_seconds"] is None else now + body["ttl_seconds"]
         checkpoint = Checkpoint(
             path,
             model.id,
@@ -230,14 +204,16 @@ class ServerOperations:
             now,
             model.base_model,
             model.role,
+            size=size_of(folder),
+            lora=model.lora,
+            expires=None if body["ttl_seconds"] is None else now + body["ttl_seconds"],
+            user_metadata=body["user_metadata"],
         )
-        checkpoint.size, checkpoint.lora, checkpoint.expires = size_of(folder), model.lora, expires
-        checkpoint.user_metadata = body["user_metadata"]
         self.registry.keep(checkpoint)
 
     async def _snapshot(self, request: Request) -> Result:
         """Export the model for a new sampling session without a named checkpoint."""
-        model, sampler_id = self._ready(request), request.body["sampler"]
+        model, sampler_id = self._model(request), request.body["sampler"]
         folder = self.folder / "snapshots" / f"{model.id}.{request.seq}"
         await self.call(request.id, {"op": "export", "model": model.id, "folder": str(folder)})
         self.registry.keep(
@@ -249,22 +225,20 @@ class ServerOperations:
     def _drop_old_snapshots(self, owner: str) -> None:
         """Remove a key's least recently used snapshots over --max-snapshots; the limit is per
         key."""
-        root = self.folder / "snapshots"
-        mine = sorted(
-            (
-                s
-                for s in self.registry.samplers.values()
-                if s.owner == owner and Path(s.folder).parent == root
-            ),
-            key=lambda s: s.used,
-        )
-        for sampler in mine[: max(0, len(mine) - self.max_snapshots)]:
+        samplers = self.registry.samplers.values()
+        snapshots = [s for s in samplers if s.owner == owner and self._is_snapshot(s)]
+        snapshots.sort(key=lambda s: s.used)
+        for sampler in snapshots[: max(0, len(snapshots) - self.max_snapshots)]:
             self.drop_sampler(sampler)
+
+    def _is_snapshot(self, sampler: Sampler) -> bool:
+        """Whether the weights are the sampler's own, not of a checkpoint or the base model."""
+        return Path(sampler.folder).parent == self.folder / "snapshots"
 
     def drop_sampler(self, sampler: Sampler) -> None:
         """Forget a sampler, and delete its weights if they are a snapshot."""
         self.registry.forget(sampler)
-        if Path(sampler.folder).parent == self.folder / "snapshots":
+        if self._is_snapshot(sampler):
             remove_tree(Path(sampler.folder))
 
     def drop_checkpoint(self, checkpoint: Checkpoint) -> None:
@@ -273,9 +247,9 @@ class ServerOperations:
             self.registry.forget(sampler)
         remove_tree(Path(checkpoint.folder))
 
-    # --- sampling ---------------------------------------------------------------------------------------------------
+    # --- sampling ---
 
-    def alike(self, first: Request, other: Request) -> bool:
+    def can_batch(self, first: Request, other: Request) -> bool:
         if first.op != "sample" or "refusal" in first.body or "refusal" in other.body:
             return first is other
         return all(first.body.get(name) == other.body.get(name) for name in SHARED)
@@ -285,7 +259,7 @@ class ServerOperations:
             raise Refused(requests[0].body["refusal"])
         sampler = self.registry.samplers.get(requests[0].queue)
         if sampler is None:
-            return [Refused(snapshot_is_gone(requests[0].queue))] * len(requests)
+            return [Refused(snapshot_removed(requests[0].queue))] * len(requests)
         sampler.used = time.time()
         first = requests[0].body
         command = {
@@ -297,14 +271,20 @@ class ServerOperations:
             "seeds": [request.body["seed"] for request in requests],
         }
         value = await self.call(requests[0].id, command)
-        return [
-            sample_output(answer["sequences"], answer["prompt_log_probs"], answer.get("top_prompt"))
-            for answer in value
-        ]
+        return [sample_output(samples) for samples in value]
 
 
-def snapshot_is_gone(id: str) -> str:
-    return f"sampling session {id} is gone: its snapshot was removed to make room (--max-snapshots), or its checkpoint was"
+def snapshot_removed(id: str) -> str:
+    return (
+        f"sampling session {id} has ended: its snapshot was removed to make room "
+        "(--max-snapshots), or its checkpoint was deleted"
+    )
+
+
+def describe_lora(lora: dict[str, object] | None) -> str:
+    if lora is None:
+        return "full weights"
+    return f"an adapter ({', '.join(f'{name}={value}' for name, value in lora.items())})"
 
 
 def remove_tree(folder: Path) -> None:

@@ -21,28 +21,28 @@ class ServerMetrics:
         self.registry = CollectorRegistry()
         self._requests = Counter(
             f"{PREFIX}_requests",
-            "Requests that have ended. outcome: ok, user or server (who caused the failure).",
+            "Finished requests. outcome: ok, user or server (who caused the failure).",
             ["op", "outcome"],
             registry=self.registry,
         )
-        self._waited = Histogram(
+        self._queued_s = Histogram(
             f"{PREFIX}_waiting_seconds",
-            "Seconds from the acceptance of a request to its execution.",
+            "Seconds from acceptance to execution of a request.",
             ["op"],
             buckets=SECONDS,
             registry=self.registry,
         )
-        self._took = Histogram(
+        self._execution_s = Histogram(
             f"{PREFIX}_execution_seconds",
-            "Seconds of the execution of a request.",
+            "Execution time of a request, in seconds.",
             ["op"],
             buckets=SECONDS,
             registry=self.registry,
         )
         registry, dispatcher = service.registry, service.dispatcher
-        for name, words, count in (
+        for name, description, count in (
             ("healthy", "1 while requests are executed.", lambda: service.problem() is None),
-            ("waiting_requests", "Requests in the queues.", lambda: dispatcher.waiting),
+            ("waiting_requests", "Queued requests.", lambda: dispatcher.waiting),
             (
                 "sessions",
                 "Open sessions.",
@@ -56,14 +56,14 @@ class ServerMetrics:
                 lambda: sum(c.size for c in registry.checkpoints.values()),
             ),
         ):
-            Gauge(f"{PREFIX}_{name}", words, registry=self.registry).set_function(count)
+            Gauge(f"{PREFIX}_{name}", description, registry=self.registry).set_function(count)
 
     def done(self, request: Request) -> None:
         """Count a finished request."""
         self._requests.labels(request.op, request.category or "ok").inc()
         if request.started:
-            self._waited.labels(request.op).observe(request.started - request.created)
-            self._took.labels(request.op).observe(request.finished - request.started)
+            self._queued_s.labels(request.op).observe(request.started - request.created)
+            self._execution_s.labels(request.op).observe(request.finished - request.started)
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""

@@ -1,4 +1,4 @@
-"""Accept requests, execute them one at a time on the workers, and keep their results. A single
+"""Accepts requests, executes them one at a time on the workers, and keeps their results. A single
 asyncio task executes them, without polling.
 
 Requests of a model are executed in sequence order; models and samplers take turns (round-robin).
@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from slime_like.tinker import codec
 from slime_like.tinker.errors import Failed, HttpError, Refused
@@ -20,24 +20,24 @@ from slime_like.tinker.store import Journal, JournalError
 from slime_like.tinker.supervision import supervised
 
 log = logging.getLogger(__name__)
-# seconds that a result is kept after it was fetched, because a response may be lost
-FETCHED_FOR_S = 120.0
-KEPT_FOR_S = 3600.0  # seconds that an unfetched result is kept
-KEPT_OF_A_QUEUE = 2000  # finished requests per queue for which retries are recognised
+# seconds that a result is kept after it was fetched, because the response may be lost
+KEEP_FETCHED_S = 120.0
+KEEP_UNFETCHED_S = 3600.0
+MAX_FINISHED = 2000  # finished requests per queue for which retries are recognised
 MAX_WAITING_BYTES = 2**30
 SWEEP_S = 1.0
-REWRITE_S = 0.5  # seconds between attempts to write the journal
+JOURNAL_RETRY_S = 0.5
 
 Result = tuple[bytes, str]  # with its content type
 
 
 class Operations(Protocol):
-    """Executes requests. `alike`: whether another request of a sampler can be batched with the
+    """Executes requests. `can_batch`: whether another request of a sampler can be batched with the
     first. `needs_workers`: False for a request that fails in any case."""
 
     async def execute(self, requests: Sequence[Request]) -> Sequence[Result | Exception]: ...
 
-    def alike(self, first: Request, other: Request) -> bool: ...
+    def can_batch(self, first: Request, other: Request) -> bool: ...
 
     def needs_workers(self, request: Request) -> bool: ...
 
@@ -50,14 +50,14 @@ class Dispatcher:
         journal: Journal,
         operations: Operations,
         *,
-        most_waiting: int,
+        max_waiting: int,
         gap_s: float,
         batch: int,
         has_workers: Callable[[], bool] = lambda: True,
     ) -> None:
         """
         Args:
-            most_waiting: Maximum number of waiting requests over all queues.
+            max_waiting: Maximum number of waiting requests over all queues.
             gap_s: Maximum time in seconds that requests wait for a missing sequence number.
             batch: Samples executed together.
             has_workers: Whether workers are connected; call `wake` when this changes.
@@ -66,7 +66,7 @@ class Dispatcher:
         self.operations = operations
         self.queues: dict[str, Queue] = {}
         self.requests: dict[str, Request] = {}
-        self._most_waiting, self._gap_s, self._batch = most_waiting, gap_s, batch
+        self._max_waiting, self._gap_s, self._batch = max_waiting, gap_s, batch
         self._has_workers = has_workers
         self.on_done: Callable[[Request], None] = lambda request: None  # for metrics
         self._wake = asyncio.Event()
@@ -94,19 +94,19 @@ class Dispatcher:
     def waiting(self) -> int:
         return sum(len(queue) for queue in self.queues.values())
 
-    # --- accepting --------------------------------------------------------------------------------------------------
+    # --- accepting ---
 
-    def known(self, key: str, seq: int, digest: str) -> Request | None:
+    def accepted(self, key: str, seq: int, digest: str) -> Request | None:
         """The previously accepted request with this sequence number, or None. Raises HttpError 422
         if that was a different request, or one that is not kept any more."""
-        before = self.requests.get(request_id(key, seq))
-        if before is not None:
-            if before.digest != digest:
+        earlier = self.requests.get(request_id(key, seq))
+        if earlier is not None:
+            if earlier.digest != digest:
                 raise HttpError(422, f"{key}: seq_id {seq} was used by another request")
-            return before
+            return earlier
         queue = self.queues.get(key)
-        if queue is not None and queue.next_seq is not None and seq < queue.next_seq:
-            raise HttpError(422, f"{key}: seq_id {seq} is over; the next is {queue.next_seq}")
+        if queue is not None and queue.next_seq is not None and queue.has_taken(seq):
+            raise HttpError(422, f"{key}: seq_id {seq} is too low; the next is {queue.next_seq}")
         return None
 
     def accept(self, request: Request, *, internal: bool = False) -> Request:
@@ -136,14 +136,17 @@ class Dispatcher:
         return request
 
     def _check_room(self, request: Request) -> None:
-        mine, all_queues = len(self.queues[request.queue]), self.waiting
-        my_bytes = self._bytes.get(request.queue, 0)
-        if (
-            mine >= self._most_waiting - all_queues
-            or my_bytes + request.size > MAX_WAITING_BYTES - sum(self._bytes.values())
-        ):
-            words = f"{mine} requests of {request.queue} are waiting, {all_queues} in all (--max-queued-requests)"
-            raise HttpError(429, f"{words}; try again later")
+        waiting, size = len(self.queues[request.queue]), self._bytes.get(request.queue, 0)
+        free, free_bytes = (
+            self._max_waiting - self.waiting,
+            MAX_WAITING_BYTES - sum(self._bytes.values()),
+        )
+        if waiting >= free or size + request.size > free_bytes:
+            raise HttpError(
+                429,
+                f"{waiting} requests of {request.queue} are waiting, {self.waiting} in total "
+                "(--max-queued-requests); try again later",
+            )
 
     def _add(self, request: Request) -> None:
         self.queues[request.queue].add(request)
@@ -160,24 +163,24 @@ class Dispatcher:
             self.requests[id] = request
             if request.state == "done":
                 continue
-            why = interrupted(request)
-            if request.queue not in self.queues and why is None:
-                why = f"{request.queue} is gone"
-            if why is not None:
-                words = "the server restarted before this request was executed"
-                self._fail(request, Failed(f"{words}: {why}"))
+            reason = interrupted(request)
+            if request.queue not in self.queues and reason is None:
+                reason = f"{request.queue} has ended"
+            if reason is not None:
+                message = f"the server restarted before this request was executed: {reason}"
+                self._fail(request, Failed(message))
             else:
                 self._add(request)
         self._wake.set()
 
-    # --- executing --------------------------------------------------------------------------------------------------
+    # --- executing ---
 
     async def _run(self) -> None:
         while True:
             await self._wake.wait()
             self._wake.clear()
             while True:
-                await self._results_written()
+                await self._journal_written()
                 batch = self._next_batch()
                 if not batch:
                     break
@@ -187,15 +190,15 @@ class Dispatcher:
         """Check again for requests that can be executed."""
         self._wake.set()
 
-    async def _results_written(self) -> None:
+    async def _journal_written(self) -> None:
         """Wait until the last results are in the journal; otherwise a restart would execute their
         requests again."""
         while self.journal.problem is not None and not self.journal.flush():
-            await asyncio.sleep(REWRITE_S)
+            await asyncio.sleep(JOURNAL_RETRY_S)
 
     def _can_execute(self, queue: Queue) -> bool:
-        """Whether the queue's next request can be executed. Without workers only requests that fail
-        anyway are, so that their clients need not wait."""
+        """Whether the queue's next request can be executed. Without workers, only requests that
+        fail anyway are executed, so that their clients need not wait."""
         if not queue.ready:
             return False
         return self._has_workers() or not self.operations.needs_workers(queue.first())
@@ -212,7 +215,7 @@ class Dispatcher:
             self._last = key
             if queue.next_seq is not None:
                 return [queue.take()]
-            return queue.take_like(queue.first(), self.operations.alike, self._batch)
+            return queue.take_batch(self.operations.can_batch, self._batch)
         return []
 
     async def _execute(self, batch: list[Request]) -> None:
@@ -234,22 +237,17 @@ class Dispatcher:
     def _fail(self, request: Request, error: Exception) -> None:
         """Finish a request with an error. The response has status 200, because clients retry
         others."""
-        ours = isinstance(error, Refused | Failed)
-        text = (
-            str(error)
-            if ours
-            else f"the server has a fault, please report it: {type(error).__name__}: {error}"
-        )
-        request.finish(
-            json.dumps({"error": text}).encode(),
-            "",
-            "user" if isinstance(error, Refused) else "server",
-        )
+        message = str(error)
+        if not isinstance(error, Refused | Failed):
+            message = f"internal error, please report it: {type(error).__name__}: {error}"
+        category = "user" if isinstance(error, Refused) else "server"
+        request.finish(json.dumps({"error": message}).encode(), "", category)
         self._done(request)
 
     def _done(self, request: Request) -> None:
-        if (left := self._bytes.pop(request.queue, 0) - request.size) > 0:
-            self._bytes[request.queue] = left
+        remaining = self._bytes.pop(request.queue, 0) - request.size
+        if remaining > 0:
+            self._bytes[request.queue] = remaining
         self.journal.put("request", request.id, request.record(), result=request.result)
         try:
             self.operations.executed(request)
@@ -279,7 +277,7 @@ class Dispatcher:
         if forget:
             self.queues.pop(key, None)
 
-    # --- periodic -------------------------------------------------------------------------------------------------------
+    # --- periodic ---
 
     async def _sweep(self) -> None:
         while True:
@@ -290,8 +288,8 @@ class Dispatcher:
             for key, queue in list(self.queues.items()):
                 since = queue.missing_since()
                 if since is not None and now - since > self._gap_s:
-                    words = f"request {queue.next_seq} of {key} never came, and this one had to wait for it"
-                    self.fail_all(key, Refused(words))
+                    missing = f"request {queue.next_seq} of {key}"
+                    self.fail_all(key, Refused(f"{missing}, which precedes this one, never came"))
             self.expire(now)
 
     def expire(self, now: float) -> None:
@@ -301,22 +299,20 @@ class Dispatcher:
         for request in list(self.requests.values()):
             if request.state != "done":
                 continue
-            old = now - request.finished > KEPT_FOR_S or (
-                request.fetched and now - request.fetched > FETCHED_FOR_S
-            )
-            if old:
+            fetched = request.fetched and now - request.fetched > KEEP_FETCHED_S
+            if fetched or now - request.finished > KEEP_UNFETCHED_S:
                 self._forget(request)
             else:
                 done.setdefault(request.queue, []).append(request)
         for requests in done.values():
-            for request in sorted(requests, key=lambda r: r.finished)[:-KEPT_OF_A_QUEUE]:
+            for request in sorted(requests, key=lambda r: r.finished)[:-MAX_FINISHED]:
                 self._forget(request)
 
     def _forget(self, request: Request) -> None:
         self.requests.pop(request.id, None)
         self.journal.remove("request", request.id)
 
-    # --- results ----------------------------------------------------------------------------------------------------
+    # --- results ---
 
     def find(self, id: str, owner: str) -> Request:
         """Look up a request. Raises HttpError 404 if it never existed, 410 if its result is
@@ -328,15 +324,11 @@ class Dispatcher:
             return request
         key, _, seq = id.rpartition("/")
         queue = self.queues.get(key)
-        if (
-            queue is not None
-            and seq.isdigit()
-            and (queue.next_seq is None or int(seq) < queue.next_seq)
-        ):
-            raise HttpError(410, f"the result of request {id} is not kept any more")
+        if queue is not None and seq.isdigit() and queue.has_taken(int(seq)):
+            raise HttpError(410, f"the result of request {id} has expired")
         raise HttpError(404, f"request {id} does not exist")
 
-    async def result(self, request: Request, *, hold_s: float) -> dict[str, Any] | Result:
+    async def result(self, request: Request, *, hold_s: float) -> dict[str, object] | Result:
         """Response of `retrieve_future`: the result and its type, or JSON for a failure or, after
         `hold_s` seconds, for "try again"."""
         try:
@@ -344,7 +336,11 @@ class Dispatcher:
                 await request.done.wait()
         except TimeoutError:
             state = "active" if self.journal.problem is None else "paused_capacity"
-            again = {"type": "try_again", "request_id": request.id, "queue_state": state}
+            again: dict[str, object] = {
+                "type": "try_again",
+                "request_id": request.id,
+                "queue_state": state,
+            }
             if self.journal.problem is not None:
                 again["queue_state_reason"] = self.journal.problem
             return again

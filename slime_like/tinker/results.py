@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,12 +15,14 @@ from slime_like.tinker.futures import PROTOBUF
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
+    from slime_like.tinker.sampler import PromptSamples, TopTokens
+    from slime_like.tinker.worker_backend import ForwardBackwardResult
 
 REDUCTIONS = {"mean": "mean", "std": "mean", "sum": "sum", "min": "min", "max": "max"}
 
 
-def pass_output(
-    value: dict[str, Any],
+def forward_backward_output(
+    value: ForwardBackwardResult,
     lengths: Sequence[int],
     widths: Sequence[int] | None = None,
     *,
@@ -29,7 +31,6 @@ def pass_output(
     """Result of forward_backward: `logprobs` (`values` of a critic) and `elementwise_loss` of every
     datum, and metrics `name:reduction`.
 
-    value: scores and losses as concatenated float32 bytes, and metrics as {name: [kind, number]}.
     widths: number of targets per token of each datum, if there are several; its `logprobs` are then
     [N, K]. Raises Failed if the loss is not finite.
     """
@@ -37,8 +38,7 @@ def pass_output(
     total = float(losses.sum(dtype=np.float64))
     if not math.isfinite(total):
         raise Failed(
-            f"the loss of this batch is {total}: see the metrics and the inputs; the gradients of this model are not usable",
-            broken=False,
+            f"the loss of this batch is {total}: check the inputs; the gradients are not valid"
         )
     metrics = {"loss:sum": total}
     for name, (kind, number) in value["metrics"].items():
@@ -47,27 +47,18 @@ def pass_output(
         metrics["critic_loss:sum"] = total
     output = proto.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
     if widths is None:
-        _add_record(
-            output,
-            lengths,
-            {
-                "values" if critic else "logprobs": value["scores"],
-                "elementwise_loss": value["losses"],
-            },
-        )
+        scores = "values" if critic else "logprobs"
+        fields = {scores: value["scores"], "elementwise_loss": value["losses"]}
+        _add_record(output, lengths, fields)
         return output.SerializeToString(), PROTOBUF
-    scores, start = np.frombuffer(value["scores"], dtype="<f4").reshape(-1, max(widths)), 0
+    log_probs, start = np.frombuffer(value["scores"], dtype="<f4").reshape(-1, max(widths)), 0
     for length, width in zip(lengths, widths, strict=True):  # all datums of a record have equal K
         rows = slice(start, start + length)
-        _add_record(
-            output,
-            [length],
-            {
-                "logprobs": scores[rows, :width].tobytes(),
-                "elementwise_loss": losses[rows].tobytes(),
-            },
-            width,
-        )
+        fields = {
+            "logprobs": log_probs[rows, :width].tobytes(),
+            "elementwise_loss": losses[rows].tobytes(),
+        }
+        _add_record(output, [length], fields, width)
         start += length
     return output.SerializeToString(), PROTOBUF
 
@@ -79,14 +70,12 @@ def _add_record(
     record = output.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(lengths))
     ends = np.concatenate([[0], np.cumsum(lengths)])
     for name, data in fields.items():
-        tensor, wide = (
-            record.fields[name],
-            width if width is not None and name == "logprobs" else None,
-        )
+        tensor, row_bytes = record.fields[name], 4
         tensor.data, tensor.dtype = data, proto.DTYPE_FLOAT32
-        tensor.offsets = (ends * 4 * (wide or 1)).astype("<i8").tobytes()
-        if wide is not None:
-            tensor.trailing_shape.append(wide)
+        if width is not None and name == "logprobs":
+            tensor.trailing_shape.append(width)
+            row_bytes *= width
+        tensor.offsets = (ends * row_bytes).astype("<i8").tobytes()
 
 
 def _metric_name(name: str, *, critic: bool) -> str:
@@ -96,29 +85,21 @@ def _metric_name(name: str, *, critic: bool) -> str:
     return {"value_clipfrac": "values_clipfrac"}.get(name, name) if critic else name
 
 
-def sample_output(
-    sequences: Sequence[dict[str, Any]],
-    prompt_log_probs: bytes | None,
-    top_prompt: dict[str, Any] | None = None,
-) -> tuple[bytes, str]:
-    """Result of asample. sequences: tokens as int32 bytes and log_probs as float32 bytes; stopped:
-    ended by a stop token or text. prompt_log_probs: float32, NaN for the first token. top_prompt,
-    and `top` of a sequence: the most likely tokens, see `sampler.top_of`."""
+def sample_output(samples: PromptSamples) -> tuple[bytes, str]:
+    """Result of asample."""
     response = proto.SampleResponse()
-    for sequence in sequences:
+    for sequence in samples["sequences"]:
         added = response.sequences.add(tokens=sequence["tokens"], logprobs=sequence["log_probs"])
-        added.stop_reason = (
-            proto.STOP_REASON_STOP if sequence["stopped"] else proto.STOP_REASON_LENGTH
-        )
-        if sequence.get("top") is not None:
-            _add_top(added.topk_sampled_logprobs, sequence["top"])
-    if top_prompt is not None:
-        _add_top(response.topk_prompt_logprobs, top_prompt)
-    if prompt_log_probs is not None:
-        response.prompt_logprobs = prompt_log_probs
+        stopped = sequence["stopped"]
+        added.stop_reason = proto.STOP_REASON_STOP if stopped else proto.STOP_REASON_LENGTH
+        _set_top(added.topk_sampled_logprobs, sequence.get("top"))
+    _set_top(response.topk_prompt_logprobs, samples.get("top_prompt"))
+    if samples["prompt_log_probs"] is not None:
+        response.prompt_logprobs = samples["prompt_log_probs"]
     return response.SerializeToString(), PROTOBUF
 
 
-def _add_top(message: Message, top: dict[str, object]) -> None:
-    message.token_ids, message.logprobs = top["tokens"], top["log_probs"]
-    message.k, message.length = top["k"], top["length"]
+def _set_top(message: Message, top: TopTokens | None) -> None:
+    if top is not None:
+        message.token_ids, message.logprobs = top["tokens"], top["log_probs"]
+        message.k, message.length = top["k"], top["length"]

@@ -1,5 +1,5 @@
-"""Sampling from snapshots on the workers: local engines that hold snapshots, with requests
-distributed over the ranks."""
+"""Sampling from snapshots on the workers: every rank has local engines, and samples its share of
+the requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -31,37 +31,70 @@ if TYPE_CHECKING:
 MISSING_LOG_PROB = -99999.0  # the SDK's value (tinker.types.topk_logprobs)
 
 
+class TopTokens(TypedDict):
+    """The k most likely tokens at `length` positions: [length, k], as int32 and float32 bytes."""
+
+    tokens: bytes
+    log_probs: bytes
+    k: int
+    length: int
+
+
+class SampledSequence(TypedDict):
+    """A response. tokens, log_probs: int32 and float32 bytes. stopped: ended by a stop token or
+    text."""
+
+    tokens: bytes
+    log_probs: bytes
+    stopped: bool
+    top: NotRequired[TopTokens]
+
+
+class PromptSamples(TypedDict):
+    """All samples of one prompt. prompt_log_probs: float32 bytes, NaN for the first token."""
+
+    sequences: list[SampledSequence]
+    prompt_log_probs: bytes | None
+    top_prompt: NotRequired[TopTokens | None]
+
+
+Place = tuple[int, int]  # prompt index, sample index
+
+
 @dataclass(frozen=True, slots=True)
 class SampleCommand:
-    """A batch to sample. prompts: their tokens. wanted: (prompt index, sample index) of all
-    samples."""
+    """A batch to sample. counts, seeds: number of samples and seed of each prompt.
+    prompt_log_probs: whether to score the prompts. seeded: whether the client set the seeds.
+    top_k_prompt, top_k_sample: number of most likely tokens to return per position; 0 for none."""
 
     params: SamplingParams
     prompts: list[tuple[int, ...]]
-    wanted: list[tuple[int, int]]
+    counts: list[int]
+    seeds: list[int]
+    prompt_log_probs: bool = False
+    seeded: bool = False
+    top_k_prompt: int = 0
+    top_k_sample: int = 0
 
     @classmethod
-    def of(
-        cls, sampling: Mapping[str, Any], prompts: Sequence[bytes], counts: Sequence[int]
+    def from_plain(
+        cls, sampling: Mapping[str, Any], prompts: Sequence[bytes], **fields: Any
     ) -> SampleCommand:
-        """Build from plain values. prompts: little-endian int32. counts: number of samples per
-        prompt."""
-        params = SamplingParams(
-            **{
-                **sampling,
-                "stop": tuple(sampling["stop"]),
-                "stop_token_ids": tuple(sampling["stop_token_ids"]),
-            }
-        )
+        """Build from plain values. prompts: little-endian int32."""
+        stop, stop_token_ids = tuple(sampling["stop"]), tuple(sampling["stop_token_ids"])
+        params = SamplingParams(**{**sampling, "stop": stop, "stop_token_ids": stop_token_ids})
         tokens = [tuple(np.frombuffer(prompt, dtype="<i4").tolist()) for prompt in prompts]
-        return cls(params, tokens, [(i, j) for i, count in enumerate(counts) for j in range(count)])
+        return cls(params, tokens, **fields)
 
-    def requests(
-        self, places: Sequence[tuple[int, int]], seeds: Sequence[int]
-    ) -> list[GenerateRequest]:
-        """Requests for a subset of `wanted`, numbered in order. seeds: one per prompt."""
+    @property
+    def places(self) -> list[Place]:
+        """Of all samples, by prompt."""
+        return [(i, j) for i, count in enumerate(self.counts) for j in range(count)]
+
+    def requests(self, places: Sequence[Place]) -> list[GenerateRequest]:
+        """Requests for a subset of `places`, numbered in order."""
         return [
-            GenerateRequest(n, self.prompts[i], seed_of(seeds[i], j))
+            GenerateRequest(n, self.prompts[i], seed_of(self.seeds[i], j))
             for n, (i, j) in enumerate(places)
         ]
 
@@ -88,52 +121,42 @@ class SnapshotSampler:
         self._tokenizer = tokenizer
         self._updates = 0
 
-    def sample(
-        self,
-        folder: str,
-        sampling: Mapping[str, Any],
-        prompts: list[bytes],
-        counts: list[int],
-        seeds: list[int],
-        prompt_log_probs: bool,
-        seeded: bool = False,
-        top_k_prompt: int = 0,
-        top_k_sample: int = 0,
-    ) -> list[dict[str, Any]]:
-        """Samples of each prompt, as plain values, on every rank. seeded: whether the client set
-        the seeds; ignored here, where seeds always apply. top_k_prompt, top_k_sample: number of
-        most likely tokens to return per position; 0 for none."""
+    def sample(self, folder: str, command: SampleCommand) -> list[PromptSamples]:
+        """Samples of each prompt, on every rank. Seeds always apply."""
         together(lambda: self._engine(folder))
         engine = self._engine(folder)
-        asked = SampleCommand.of(sampling, prompts, counts)
         rank, world = self.layout.rank, self.layout.world_size
-        mine = asked.wanted[rank::world]
-        requests = asked.requests(mine, seeds)
-        outputs = together(lambda: engine.generate(requests, asked.params) if requests else [])
-        scored = list(range(rank, len(prompts), world)) if prompt_log_probs else []
-        scores = together(lambda: engine.prompt_log_probs([asked.prompts[i] for i in scored]))
-        samples = {where: plain(output) for where, output in zip(mine, outputs, strict=True)}
-        if top_k_sample:
-            together(lambda: add_top(engine, asked, samples, top_k_sample))
-        own = range(rank, len(prompts), world) if top_k_prompt else []
+        local_places = command.places[rank::world]
+        requests = command.requests(local_places)
+        outputs = together(lambda: engine.generate(requests, command.params) if requests else [])
+        local_prompts = {i: command.prompts[i] for i in range(rank, len(command.prompts), world)}
+        to_score = local_prompts if command.prompt_log_probs else {}
+        scores = together(lambda: engine.prompt_log_probs(list(to_score.values())))
+        samples = {
+            place: plain_output(output) for place, output in zip(local_places, outputs, strict=True)
+        }
+        if command.top_k_sample:
+            together(lambda: add_top_tokens(engine, command, samples))
+        for_top = local_prompts if command.top_k_prompt else {}
+        k = command.top_k_prompt
         tops = together(
-            lambda: {i: top_of(engine, asked.prompts[i], 0, top_k_prompt, 1.0) for i in own}
+            lambda: {i: top_tokens(engine, prompt, 0, k, 1.0) for i, prompt in for_top.items()}
         )
-        local = (samples, {i: with_nan(s) for i, s in zip(scored, scores)}, tops)
-        sequences: dict[tuple[int, int], dict[str, object]] = {}
+        local = (samples, {i: with_nan(s) for i, s in zip(to_score, scores)}, tops)
+        sequences: dict[Place, SampledSequence] = {}
         prompt_scores: dict[int, bytes] = {}
-        top_prompts: dict[int, dict[str, Any]] = {}
-        for of_samples, of_prompts, of_tops in gather(local):
-            sequences |= of_samples
-            prompt_scores |= of_prompts
-            top_prompts |= of_tops
+        top_prompts: dict[int, TopTokens] = {}
+        for rank_samples, rank_scores, rank_tops in gather(local):
+            sequences |= rank_samples
+            prompt_scores |= rank_scores
+            top_prompts |= rank_tops
         return [
             {
                 "sequences": [sequences[i, j] for j in range(count)],
                 "prompt_log_probs": prompt_scores.get(i),
                 "top_prompt": top_prompts.get(i),
             }
-            for i, count in enumerate(counts)
+            for i, count in enumerate(command.counts)
         ]
 
     def close(self) -> None:
@@ -170,10 +193,8 @@ class SnapshotSampler:
 
 def seed_of(seed: int, sample: int) -> int:
     """63-bit seed of the j-th sample of a request, a function of both numbers only."""
-    return (
-        int.from_bytes(hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest(), "big")
-        >> 1
-    )
+    digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def is_tied(folder: str) -> bool:
@@ -198,9 +219,10 @@ def weights_in(folder: str) -> Iterator[tuple[str, Tensor]]:
                 yield name, files.read(name, 0, 0, files.shape(name)[0])
 
 
-def plain(output: GenerateOutput) -> dict[str, Any]:
+def plain_output(output: GenerateOutput) -> SampledSequence:
+    """Convert to plain values. Raises ValueError for an aborted output."""
     if output.finish_reason == "abort":
-        raise ValueError("the model gave a log-prob that is not finite: its weights are broken")
+        raise ValueError("the model's log-probs are not finite: its weights are corrupt")
     return {
         "tokens": np.array(output.tokens, dtype="<i4").tobytes(),
         "log_probs": np.array(output.log_probs, dtype="<f4").tobytes(),
@@ -213,25 +235,22 @@ def with_nan(scores: tuple[float, ...]) -> bytes:
     return np.array([float("nan"), *scores], dtype="<f4").tobytes()
 
 
-def add_top(
-    engine: LocalEngine,
-    asked: SampleCommand,
-    samples: Mapping[tuple[int, int], dict[str, Any]],
-    k: int,
+def add_top_tokens(
+    engine: LocalEngine, command: SampleCommand, samples: Mapping[Place, SampledSequence]
 ) -> None:
-    """Add to each sample, by (prompt, sample) index, its most likely tokens at the sampling
-    temperature."""
+    """Add to each sample its most likely tokens at the sampling temperature."""
+    k, temperature = command.top_k_sample, command.params.temperature
     for (i, _), sample in samples.items():
-        prompt = asked.prompts[i]
+        prompt = command.prompts[i]
         row = (*prompt, *np.frombuffer(sample["tokens"], dtype="<i4").tolist())
-        sample["top"] = top_of(engine, row, len(prompt), k, asked.params.temperature)
+        sample["top"] = top_tokens(engine, row, len(prompt), k, temperature)
 
 
-def top_of(
+def top_tokens(
     engine: LocalEngine, tokens: Sequence[int], first: int, k: int, temperature: float
-) -> dict[str, object]:
-    """The k most likely tokens at positions `first` to N - 1, as plain values. Position 0 has no
-    log-probs and gets the SDK's values for missing: token 0, MISSING_LOG_PROB."""
+) -> TopTokens:
+    """The k most likely tokens at positions `first` to N - 1. Position 0 has no log-probs and gets
+    the SDK's values for missing: token 0, MISSING_LOG_PROB."""
     ids, scores = engine.top_log_probs(tokens, max(first, 1), k, temperature)
     if first == 0:
         ids = torch.nn.functional.pad(ids, (0, 0, 1, 0))

@@ -11,8 +11,8 @@ from slime_like.tinker.errors import Refused
 from slime_like.tinker.schemas import Sample, SamplingParams
 
 MAX_TOP_K = 1024
-# fields of SDK 0.38 that are not supported, with the value that leaves them off
-NOT_OFFERED: dict[str, object] = {
+# unsupported fields of SDK 0.38 -> the value that disables them
+UNSUPPORTED: dict[str, object] = {
     "target_prompt_logprobs": None,
     "prompt_alt_tokens_k": 0,
     "prompt_logprobs_last_n": None,
@@ -23,29 +23,29 @@ NOT_OFFERED: dict[str, object] = {
 def sample_body(request: Sample, limits: Limits) -> dict[str, object]:
     """Validate a sampling request; returns prompt, number of samples, seed and settings as plain
     values. Raises Refused."""
-    for name, unwanted in NOT_OFFERED.items():
-        if getattr(request, name) not in (unwanted, None):
-            raise Refused(f"{name} is not offered here; leave it out")
+    for name, disabled in UNSUPPORTED.items():
+        if getattr(request, name) not in (disabled, None):
+            raise Refused(f"{name} is not supported; leave it out")
     if request.base_model is not None or request.model_path is not None:
         raise Refused(
-            "base_model and model_path belong to create_sampling_session; a sampling session has its weights"
+            "base_model and model_path are arguments of create_sampling_session; the weights of a "
+            "sampling session are fixed"
         )
     tokens: list[int] = []
     for chunk in request.prompt.chunks:
         if chunk.type != "encoded_text" or chunk.tokens is None or chunk.model_extra:
-            raise Refused(
-                f"the prompt has a chunk of kind {chunk.type!r}; only encoded_text is offered here"
-            )
+            raise Refused(f"prompt: a chunk of kind {chunk.type!r}; only encoded_text is supported")
         tokens += chunk.tokens
     prompt = np.array(tokens, dtype=np.int64)
     params = request.sampling_params
     check_tokens(prompt, "prompt", limits, room=params.max_tokens or 1)
-    longest = (
-        params.max_tokens if params.max_tokens is not None else limits.max_length - prompt.size
-    )
-    if longest * request.num_samples > limits.max_tokens:
+    max_tokens = params.max_tokens
+    if max_tokens is None:
+        max_tokens = limits.max_length - prompt.size
+    if max_tokens * request.num_samples > limits.max_tokens:
         raise Refused(
-            f"{request.num_samples} samples of up to {longest} tokens are more than {limits.max_tokens} (--max-request-tokens)"
+            f"{request.num_samples} samples of up to {max_tokens} tokens are more than "
+            f"{limits.max_tokens} (--max-request-tokens)"
         )
     return {
         "prompt": prompt.astype("<i4").tobytes(),
@@ -56,34 +56,34 @@ def sample_body(request: Sample, limits: Limits) -> dict[str, object]:
             "temperature": params.temperature,
             "top_p": params.top_p,
             "top_k": params.top_k,
-            "max_new_tokens": longest,
+            "max_new_tokens": max_tokens,
             **_stops(params, limits),
         },
         "prompt_log_probs": bool(request.prompt_logprobs),
-        **_top_k(request, prompt.size, longest, limits),
+        **_top_k(request, prompt.size, max_tokens, limits),
     }
 
 
-def _top_k(request: Sample, length: int, longest: int, limits: Limits) -> dict[str, int]:
-    """Number of most likely tokens to return per position. length: of the prompt. longest: maximum
-    tokens of a sample. Raises Refused."""
-    most = min(MAX_TOP_K, limits.vocab_size)
-    wanted = {}
-    for part, positions in (("prompt", length), ("sample", longest * request.num_samples)):
+def _top_k(request: Sample, length: int, max_tokens: int, limits: Limits) -> dict[str, int]:
+    """Number of most likely tokens to return per position. length: of the prompt. max_tokens: of a
+    sample. Raises Refused."""
+    max_k = min(MAX_TOP_K, limits.vocab_size)
+    top_k = {}
+    for part, positions in (("prompt", length), ("sample", max_tokens * request.num_samples)):
         k = getattr(request, f"topk_{part}_logprobs")
-        if not 0 <= k <= most or k * positions > limits.max_tokens:
+        if not 0 <= k <= max_k or k * positions > limits.max_tokens:
             raise Refused(
-                f"topk_{part}_logprobs is {k}, at up to {positions} positions: 0 to {most} are "
-                f"offered, and at most {limits.max_tokens} log-probs in one request "
+                f"topk_{part}_logprobs is {k}, at up to {positions} positions; must be 0 to "
+                f"{max_k}, with at most {limits.max_tokens} log-probs in one request "
                 "(--max-request-tokens)"
             )
-        wanted[f"top_k_{part}"] = k
-    return wanted
+        top_k[f"top_k_{part}"] = k
+    return top_k
 
 
 def _stops(params: SamplingParams, limits: Limits) -> dict[str, object]:
-    """Stop conditions. None keeps the model's own end tokens, an empty list disables them, other
-    values are added."""
+    """Stop conditions. None keeps the model's end tokens, an empty list disables them, other values
+    are added."""
     stop = [params.stop] if isinstance(params.stop, str) else params.stop
     texts = [s for s in stop or [] if isinstance(s, str)]
     tokens = [s for s in stop or [] if not isinstance(s, str)]

@@ -1,8 +1,8 @@
-"""JSON request bodies, as sent by SDK 0.38. Unknown fields are rejected (422) by name."""
+"""JSON request bodies, as sent by SDK 0.38. Unknown fields are rejected (422)."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
 
@@ -35,15 +35,13 @@ class Body(BaseModel):
     type: str | None = Field(default=None, max_length=64)
 
 
-def _small(metadata: dict[str, object] | None) -> dict[str, object] | None:
+def _check_metadata(metadata: dict[str, object] | None) -> dict[str, object] | None:
     for key, value in (metadata or {}).items():
-        if (
-            not isinstance(value, str | int | float | bool | None)
-            or len(key) > MAX_METADATA_TEXT
-            or len(str(value)) > MAX_METADATA_TEXT
-        ):
+        is_scalar = isinstance(value, str | int | float | bool | None)
+        if not is_scalar or max(len(key), len(str(value))) > MAX_METADATA_TEXT:
             raise ValueError(
-                f"user_metadata: values are texts or numbers of at most {MAX_METADATA_TEXT} characters"
+                "user_metadata: values must be strings or numbers of at most "
+                f"{MAX_METADATA_TEXT} characters"
             )
     if metadata is not None and len(metadata) > MAX_METADATA:
         raise ValueError(f"user_metadata: at most {MAX_METADATA} entries")
@@ -53,7 +51,7 @@ def _small(metadata: dict[str, object] | None) -> dict[str, object] | None:
 class WithMetadata(Body):
     user_metadata: dict[str, object] | None = None
 
-    _checked = field_validator("user_metadata")(_small)
+    _checked = field_validator("user_metadata")(_check_metadata)
 
 
 class ClientConfig(Body):
@@ -101,7 +99,7 @@ class ModelRequest(Body):
 
 
 class AdamParams(Body):
-    """Within float32: an update is at most learning_rate / eps times a moment."""
+    """Bounded so that updates, at most learning_rate / eps times a moment, fit float32."""
 
     learning_rate: Finite = Field(default=1e-4, ge=0, le=1e3)
     beta1: Finite = Field(default=0.9, ge=0, lt=1)
@@ -171,9 +169,8 @@ class JoinSamplingSession(Body):
 
 
 class PromptChunk(Body):
-    model_config = ConfigDict(
-        extra="allow", strict=True
-    )  # fields of other kinds of chunks, which are rejected with a message
+    # fields of other kinds of chunks are allowed here, and rejected later with a clearer message
+    model_config = ConfigDict(extra="allow", strict=True)
 
     type: str = Field(default="encoded_text", max_length=64)
     tokens: list[Token] | None = None
@@ -202,20 +199,16 @@ class SamplingParams(Body):
     @classmethod
     def _top_k(cls, value: int) -> int:
         if value != -1 and not 1 <= value < 2**31:
-            raise ValueError("top_k is -1 (no limit) or at least 1")
+            raise ValueError("top_k must be -1 (no limit) or at least 1")
         return value
 
     @field_validator("stop")
     @classmethod
-    def _stop(cls, value: Any) -> Any:
-        texts = (
-            [value] if isinstance(value, str) else [s for s in value or [] if isinstance(s, str)]
-        )
-        if (
-            any(not text or len(text) > 1024 for text in texts)
-            or len(texts) > 64
-            or (isinstance(value, list) and len(value) > 1024)
-        ):
+    def _stop(cls, value: str | list[str] | list[int] | None) -> str | list[str] | list[int] | None:
+        entries = [value] if isinstance(value, str) else value or []
+        texts = [entry for entry in entries if isinstance(entry, str)]
+        legal = all(1 <= len(text) <= 1024 for text in texts)
+        if not legal or len(texts) > 64 or len(entries) > 1024:
             raise ValueError("stop: at most 64 texts of 1 to 1024 characters, or 1024 tokens")
         return value
 

@@ -1,4 +1,4 @@
-"""Serialise sessions, models and checkpoints for clients, with pagination."""
+"""Serialises sessions, models and checkpoints for clients, with pagination."""
 
 from __future__ import annotations
 
@@ -11,64 +11,61 @@ from slime_like.tinker.model_registry import Checkpoint, Model, Registry, Sessio
 
 T = TypeVar("T")
 
-PAGE = 20
-LONGEST_PAGE = 1000
+DEFAULT_LIMIT, MAX_LIMIT = 20, 1000
 
 
 def page_of(records: list[T], query: Mapping[str, str]) -> tuple[list[T], dict[str, int]]:
     """Select the page given by the query's `limit` and `offset`. Raises HttpError."""
     try:
-        limit, offset = int(query.get("limit", PAGE)), int(query.get("offset", 0))
+        limit, offset = int(query.get("limit", DEFAULT_LIMIT)), int(query.get("offset", 0))
     except ValueError:
-        raise HttpError(422, "limit and offset are whole numbers") from None
-    if not 1 <= limit <= LONGEST_PAGE or not 0 <= offset < 2**31:
-        raise HttpError(422, f"limit is 1 to {LONGEST_PAGE}, offset at least 0")
-    return records[offset : offset + limit], {
-        "offset": offset,
-        "limit": limit,
-        "total_count": len(records),
-    }
+        raise HttpError(422, "limit and offset must be integers") from None
+    if not 1 <= limit <= MAX_LIMIT or not 0 <= offset < 2**31:
+        raise HttpError(422, f"limit must be 1 to {MAX_LIMIT}, offset at least 0")
+    cursor = {"offset": offset, "limit": limit, "total_count": len(records)}
+    return records[offset : offset + limit], cursor
 
 
-def moment(seconds: float) -> str:
+def iso_time(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat()
 
 
-def texts(metadata: Mapping[str, object] | None) -> dict[str, str] | None:
+def as_strings(metadata: Mapping[str, object] | None) -> dict[str, str] | None:
     """Metadata with string values only, as clients require."""
     return None if metadata is None else {key: str(value) for key, value in metadata.items()}
 
 
 def session_record(registry: Registry, session: Session) -> dict[str, object]:
+    models = [m.id for m in registry.models.values() if m.session == session.id]
     return {
-        "training_run_ids": [
-            model.id for model in registry.models.values() if model.session == session.id
-        ],
-        "sampler_ids": [
-            sampler.id for sampler in registry.samplers.values() if sampler.session == session.id
-        ],
-        "user_metadata": texts(session.user_metadata),
+        "training_run_ids": models,
+        "sampler_ids": sampler_ids(registry, session),
+        "user_metadata": as_strings(session.user_metadata),
         "display_name": session.display_name,
     }
+
+
+def sampler_ids(registry: Registry, session: Session) -> list[str]:
+    return [s.id for s in registry.samplers.values() if s.session == session.id]
 
 
 def checkpoint_record(checkpoint: Checkpoint) -> dict[str, object]:
     return {
         "checkpoint_id": checkpoint.checkpoint_id,
         "checkpoint_type": checkpoint.kind,
-        "time": moment(checkpoint.created),
+        "time": iso_time(checkpoint.created),
         "tinker_path": checkpoint.path,
         "size_bytes": checkpoint.size,
         "public": False,
-        "user_metadata": texts(checkpoint.user_metadata),
-        "expires_at": None if checkpoint.expires is None else moment(checkpoint.expires),
+        "user_metadata": as_strings(checkpoint.user_metadata),
+        "expires_at": None if checkpoint.expires is None else iso_time(checkpoint.expires),
     }
 
 
 def run_record(registry: Registry, model: Model) -> dict[str, object]:
     def newest(kind: str) -> dict[str, object] | None:
-        mine = [c for c in registry.checkpoints.values() if c.run == model.id and c.kind == kind]
-        return checkpoint_record(max(mine, key=lambda c: c.created)) if mine else None
+        checkpoint = registry.newest_checkpoint(model.id, kind)
+        return None if checkpoint is None else checkpoint_record(checkpoint)
 
     return {
         "training_run_id": model.id,
@@ -77,29 +74,31 @@ def run_record(registry: Registry, model: Model) -> dict[str, object]:
         "is_lora": model.lora is not None,
         "lora_rank": None if model.lora is None else model.lora["rank"],
         "corrupted": model.corrupted,
-        "last_request_time": moment(model.seen),
+        "last_request_time": iso_time(model.seen),
         "last_checkpoint": newest("training"),
         "last_sampler_checkpoint": newest("sampler"),
-        "user_metadata": texts(model.user_metadata),
+        "user_metadata": as_strings(model.user_metadata),
     }
 
 
-def holdings(registry: Registry) -> list[dict[str, object]]:
+def open_sessions(registry: Registry) -> list[dict[str, object]]:
     """Open sessions with their models and samplers, for operators."""
-    return [
-        {
+    records: list[dict[str, object]] = []
+    for session in registry.sessions.values():
+        if session.finished:
+            continue
+        models = [m for m in registry.live_models() if m.session == session.id]
+        record: dict[str, object] = {
             "session_id": session.id,
             "owner": session.owner,
-            "created": moment(session.created),
-            "last_seen": moment(session.seen),
+            "created": iso_time(session.created),
+            "last_seen": iso_time(session.seen),
             "display_name": session.display_name,
             "models": [
                 {"model_id": m.id, "role": m.role, "rank": (m.lora or {"rank": 0})["rank"]}
-                for m in registry.live_models()
-                if m.session == session.id
+                for m in models
             ],
-            "sampler_ids": [s.id for s in registry.samplers.values() if s.session == session.id],
+            "sampler_ids": sampler_ids(registry, session),
         }
-        for session in registry.sessions.values()
-        if not session.finished
-    ]
+        records.append(record)
+    return records

@@ -1,4 +1,4 @@
-"""The server's logic behind the HTTP routes: validate and accept requests, and answer queries."""
+"""The server's logic behind the HTTP routes: accepts valid requests and answers queries."""
 
 from __future__ import annotations
 
@@ -7,19 +7,26 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from arguments.schema import ServerConfig
 from slime_like.tinker import schemas
 from slime_like.tinker.base_model import BaseModel, adapter_of, check_optimizer, check_unembed
-from slime_like.tinker.data import Limits, check_pass, parse_request
+from slime_like.tinker.data import Limits, check_forward_backward, parse_request
 from slime_like.tinker.errors import HttpError, Refused
 from slime_like.tinker.futures import Request
 from slime_like.tinker.model_registry import Checkpoint, Model, Registry, Sampler, role_of
-from slime_like.tinker.operations import ServerOperations, snapshot_is_gone
+from slime_like.tinker.operations import ServerOperations, snapshot_removed
 from slime_like.tinker.request_queue import Dispatcher, request_id
 from slime_like.tinker.sampling import sample_body
 from slime_like.tinker.session_manager import SessionManager
+
+ModelBody = (  # names a model and a sequence number
+    schemas.OptimStep
+    | schemas.SaveWeights
+    | schemas.SaveWeightsForSampler
+    | schemas.SaveWeightsExternal
+    | schemas.LoadWeights
+)
 
 
 class Service:
@@ -39,7 +46,7 @@ class Service:
         self.dispatcher = dispatcher
         self.operations = operations
         self.problem: Callable[[], str | None] = lambda: None  # why requests are not executed
-        self.lifetimes = SessionManager(config, registry, dispatcher, operations)
+        self.sessions = SessionManager(config, registry, dispatcher, operations)
         for model in registry.models.values():
             dispatcher.queue(model.id, next_seq=model.next_seq)
         for sampler in registry.samplers.values():
@@ -49,7 +56,7 @@ class Service:
         self.registry.session(body.session_id, owner)
         return {"type": "session_heartbeat"}
 
-    # --- requests with a future -------------------------------------------------------------------------------------
+    # --- requests with a future ---
 
     def _accept(
         self,
@@ -66,15 +73,16 @@ class Service:
         )
         return future_of(self.dispatcher.accept(request))
 
-    def _repeated(self, queue: str, seq: int, digest: str) -> dict[str, object] | None:
-        before = self.dispatcher.known(queue, seq, digest)
-        return None if before is None else future_of(before)
+    def _earlier(self, queue: str, seq: int, digest: str) -> dict[str, object] | None:
+        """The future of an earlier identical request, which the client is retrying."""
+        earlier = self.dispatcher.accepted(queue, seq, digest)
+        return None if earlier is None else future_of(earlier)
 
     def create_model(self, body: schemas.CreateModel, owner: str) -> dict[str, object]:
         session = self.registry.session(body.session_id, owner)
         id, digest = f"{session.id}:train:{body.model_seq_id}", digest_of("create_model", body)
-        if (before := self._repeated(id, 0, digest)) is not None:
-            return before
+        if (earlier := self._earlier(id, 0, digest)) is not None:
+            return earlier
         model = self._new_model(id, session.id, owner, body.user_metadata)
         request: dict[str, object] = {"model": id}
         try:
@@ -94,18 +102,11 @@ class Service:
     ) -> Model:
         if id in self.registry.models:
             raise HttpError(422, f"model {id} exists")
-        self.lifetimes.room_for_a_model(owner)
+        self.sessions.make_room_for_model(owner)
         now = time.time()
+        base = self.base.name
         return Model(
-            id,
-            session,
-            owner,
-            self.base.name,
-            "policy",
-            now,
-            now,
-            next_seq=0,
-            user_metadata=user_metadata,
+            id, session, owner, base, "policy", now, now, next_seq=0, user_metadata=user_metadata
         )
 
     def _open(self, model: Model) -> None:
@@ -113,45 +114,43 @@ class Service:
         self.dispatcher.queue(model.id, next_seq=0)
 
     def load_weights(self, body: schemas.LoadWeights, owner: str) -> dict[str, object]:
-        by_model, by_session = body.model_id is not None, body.session_id is not None
-        if (
-            by_model == by_session
-            or (by_model and body.seq_id is None)
-            or (by_session and body.model_seq_id is None)
-        ):
+        existing = body.model_id is not None and body.seq_id is not None
+        new = body.session_id is not None and body.model_seq_id is not None
+        one_id = (body.model_id is None) != (body.session_id is None)
+        if not one_id or existing == new:
             raise HttpError(
                 422,
-                "give session_id and model_seq_id for a new model, or model_id and seq_id for one that is there",
+                "give session_id and model_seq_id for a new model, or model_id and seq_id for an "
+                "existing one",
             )
-        digest = digest_of("load_weights", body)
-        if body.model_id is not None and body.seq_id is not None:
-            model = self.registry.model(body.model_id, owner)
-            if (before := self._repeated(model.id, body.seq_id, digest)) is not None:
-                return before
-            request = {"model": model.id, "path": body.path, "optimizer": body.optimizer}
-            return self._accept("load", model.id, body.seq_id, owner, digest, request)
+        if existing:
+            request = {"path": body.path, "optimizer": body.optimizer}
+            return self._of_model("load", body, owner, request, digest_op="load_weights")
+        return self._load_new(body, owner)
+
+    def _load_new(self, body: schemas.LoadWeights, owner: str) -> dict[str, object]:
         assert body.session_id is not None
         session = self.registry.session(body.session_id, owner)
-        id = f"{session.id}:train:{body.model_seq_id}"
-        if (before := self._repeated(id, 0, digest)) is not None:
-            return before
+        id, digest = f"{session.id}:train:{body.model_seq_id}", digest_of("load_weights", body)
+        if (earlier := self._earlier(id, 0, digest)) is not None:
+            return earlier
         model = self._new_model(id, session.id, owner, body.user_metadata)
-        request = {"model": id, "path": body.path, "optimizer": body.optimizer}
+        request: dict[str, object] = {"model": id, "path": body.path, "optimizer": body.optimizer}
         try:
             if body.base_model is not None:
                 self.base.check_name(body.base_model)
             check_optimizer(body.optimizer_config)
             if body.optimizer and body.optimizer_config is not None:
                 raise Refused(
-                    "optimizer_config does not go with optimizer=True, which takes the checkpoint's"
+                    "optimizer=True loads the checkpoint's optimizer; leave optimizer_config out"
                 )
             checkpoint = self.registry.checkpoint(body.path, owner, "training")
             check_unembed(checkpoint.lora, self.base)
             model.role, model.lora = checkpoint.role, checkpoint.lora
-            told = role_of(body.user_metadata, None)
-            if (body.user_metadata or {}).get("model_role") is not None and told != model.role:
+            role = role_of(body.user_metadata, None)
+            if (body.user_metadata or {}).get("model_role") is not None and role != model.role:
                 raise Refused(
-                    f"checkpoint {body.path} is of a {model.role}, and model_role says {told}"
+                    f"model_role is {role}, but checkpoint {body.path} is of a {model.role}"
                 )
             if model.role == "critic":
                 model.policy = self.registry.policy_for_critic(session.id)
@@ -165,7 +164,7 @@ class Service:
         model = self.registry.model(body.model_id, owner)
         if model.state == "ended":
             raise HttpError(410, model.reason)
-        return future_of(self.lifetimes.unload_model(model, digest_of("unload_model", body)))
+        return future_of(self.sessions.unload_model(model, digest_of("unload_model", body)))
 
     def forward_backward(self, data: bytes, owner: str) -> dict[str, object]:
         request = parse_request(data)
@@ -173,11 +172,12 @@ class Service:
         digest = hashlib.sha256(
             b"forward_backward" + request.SerializeToString(deterministic=True)
         ).hexdigest()
-        if (before := self._repeated(model.id, request.seq_id, digest)) is not None:
-            return before
-        body: dict[str, Any] = {"model": model.id}
+        if (earlier := self._earlier(model.id, request.seq_id, digest)) is not None:
+            return earlier
+        body: dict[str, object] = {"model": model.id}
         try:
-            body["command"] = check_pass(request, role=model.role, limits=self.limits).command()
+            checked = check_forward_backward(request, role=model.role, limits=self.limits)
+            body["command"] = checked.command()
         except Refused as error:
             body["refusal"] = str(error)
         return self._accept("forward_backward", model.id, request.seq_id, owner, digest, body)
@@ -189,7 +189,7 @@ class Service:
         if body.optimizer_params is not None:
             kind = body.optimizer_params.get("type")
             request["refusal"] = (
-                f"optimizer {kind!r} is not offered here; the only one is adamw, with adam_params"
+                f"optimizer {kind!r} is not supported, must be adamw with adam_params"
             )
         elif body.adam_params is None:
             request["refusal"] = "adam_params is missing"
@@ -203,10 +203,8 @@ class Service:
     def save_external(self, body: schemas.SaveWeightsExternal, owner: str) -> dict[str, object]:
         request = save_request("external", body, overwrite=False)
         if body.age_encryption_recipients:
-            request["refusal"] = (
-                "age_encryption_recipients is not offered here; the files are written as they are"
-            )
-        return self._of_model("save", body, owner, self._for_policies(body.model_id, request))
+            request["refusal"] = "age_encryption_recipients is not supported; leave it out"
+        return self._of_model("save", body, owner, self._policies_only(body.model_id, request))
 
     def save_for_sampler(
         self, body: schemas.SaveWeightsForSampler, owner: str
@@ -223,13 +221,11 @@ class Service:
             if request["sampler"] in self.registry.samplers:
                 request["refusal"] = f"sampling session {request['sampler']} exists"
         if body.kind == "inflight":
-            request["refusal"] = (
-                "kind='inflight' is not offered here; snapshots (the default) stay fixed"
-            )
+            request["refusal"] = "kind='inflight' is not supported, must be 'snapshot'"
         op = "save" if body.path is not None else "snapshot"
-        return self._of_model(op, body, owner, self._for_policies(body.model_id, request))
+        return self._of_model(op, body, owner, self._policies_only(body.model_id, request))
 
-    def _for_policies(self, model_id: str, request: dict[str, object]) -> dict[str, object]:
+    def _policies_only(self, model_id: str, request: dict[str, object]) -> dict[str, object]:
         model = self.registry.models.get(model_id)
         if model is not None and model.role == "critic":
             request["refusal"] = (
@@ -237,16 +233,19 @@ class Service:
             )
         return request
 
-    def _of_model(self, op: str, body: Any, owner: str, request: dict[str, Any]) -> dict[str, Any]:
+    def _of_model(
+        self, op: str, body: ModelBody, owner: str, request: dict[str, object], digest_op: str = ""
+    ) -> dict[str, object]:
+        """Accept a request of an existing model. digest_op: see `digest_of`; default `op`."""
+        assert body.model_id is not None and body.seq_id is not None
         model = self.registry.model(body.model_id, owner)
-        digest = digest_of(op, body)
-        if (before := self._repeated(model.id, body.seq_id, digest)) is not None:
-            return before
-        return self._accept(
-            op, model.id, body.seq_id, owner, digest, {"model": model.id, **request}
-        )
+        digest = digest_of(digest_op or op, body)
+        if (earlier := self._earlier(model.id, body.seq_id, digest)) is not None:
+            return earlier
+        request = {"model": model.id, **request}
+        return self._accept(op, model.id, body.seq_id, owner, digest, request)
 
-    # --- sampling ---------------------------------------------------------------------------------------------------
+    # --- sampling ---
 
     def create_sampling_session(
         self, body: schemas.CreateSamplingSession, owner: str
@@ -283,20 +282,20 @@ class Service:
     def sampler(self, id: str, owner: str) -> Sampler:
         sampler = self.registry.samplers.get(id)
         if sampler is None or sampler.owner != owner:
-            made_in = self.registry.sessions.get(id.partition(":sample:")[0])
-            was_here = sampler is None and made_in is not None and made_in.owner == owner
-            words = f"sampling session {id} does not exist"
-            raise HttpError(404, snapshot_is_gone(id) if was_here else words)
+            created_in = self.registry.sessions.get(id.partition(":sample:")[0])
+            existed = sampler is None and created_in is not None and created_in.owner == owner
+            missing = f"sampling session {id} does not exist"
+            raise HttpError(404, snapshot_removed(id) if existed else missing)
         session = self.registry.sessions.get(sampler.session)
         if session is not None and not session.finished:
             session.seen = time.time()
         return sampler
 
-    def sample(self, body: schemas.Sample, owner: str) -> dict[str, Any]:
+    def sample(self, body: schemas.Sample, owner: str) -> dict[str, object]:
         sampler = self.sampler(body.sampling_session_id, owner)
         digest = digest_of("asample", body)
-        if (before := self._repeated(sampler.id, body.seq_id, digest)) is not None:
-            return before
+        if (earlier := self._earlier(sampler.id, body.seq_id, digest)) is not None:
+            return earlier
         self.dispatcher.queue(sampler.id, next_seq=None)
         ids = [f"{sampler.id}/{body.seq_id}/{i}" for i in range(body.num_samples)]
         try:
@@ -307,7 +306,7 @@ class Service:
             "sample", sampler.id, body.seq_id, owner, digest, request, sample_sequence_ids=ids
         )
 
-    # --- queries --------------------------------------------------------------------------------------------------------
+    # --- queries ---
 
     def get_info(self, body: schemas.ModelRequest, owner: str) -> dict[str, object]:
         model = self.registry.model(body.model_id, owner)
@@ -318,19 +317,21 @@ class Service:
         }
         rank = None if model.lora is None else model.lora["rank"]
         return {
-            "model_id": model.id, "model_data": data, "is_lora": rank is not None, "lora_rank": rank, "model_name": self.base.name,
+            "model_id": model.id,
+            "model_data": data,
+            "is_lora": rank is not None,
+            "lora_rank": rank,
+            "model_name": self.base.name,
             "type": "get_info",
-        }  # fmt: skip
+        }
 
     def weights_info(self, body: schemas.WeightsInfo, owner: str) -> dict[str, object]:
         checkpoint = self.checkpoint(body.tinker_path, owner)
         lora = checkpoint.lora
         info: dict[str, object] = {"base_model": checkpoint.base_model, "is_lora": lora is not None}
         if lora is not None:
-            info |= {
-                "lora_rank": lora["rank"],
-                **{name: lora[name] for name in ("train_unembed", "train_mlp", "train_attn")},
-            }
+            info["lora_rank"] = lora["rank"]
+            info |= {name: lora[name] for name in ("train_unembed", "train_mlp", "train_attn")}
         return info
 
     def checkpoint(self, path: str, owner: str) -> Checkpoint:
@@ -352,18 +353,23 @@ class Service:
         }
 
 
-def save_request(kind: str, body: Any, *, overwrite: bool) -> dict[str, Any]:
-    metadata = getattr(body, "user_metadata", None)
+def save_request(
+    kind: str,
+    body: schemas.SaveWeights | schemas.SaveWeightsForSampler | schemas.SaveWeightsExternal,
+    *,
+    overwrite: bool,
+) -> dict[str, object]:
     return {
         "kind": kind,
         "name": body.path,
         "ttl_seconds": body.ttl_seconds,
         "overwrite": overwrite,
-        "user_metadata": metadata,
+        "user_metadata": getattr(body, "user_metadata", None),
     }
 
 
-def digest_of(op: str, body: Any) -> str:
+def digest_of(op: str, body: schemas.Body) -> str:
+    """Digest of a request's body, to distinguish a retry from a different request."""
     return hashlib.sha256(json.dumps([op, body.model_dump()], sort_keys=True).encode()).hexdigest()
 
 

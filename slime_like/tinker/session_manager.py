@@ -1,15 +1,14 @@
-"""Lifetimes of sessions, models and samplers: they end by their client, by a missed heartbeat, or
+"""Lifetimes of sessions, models and samplers: they end by their client, by missed heartbeats, or
 with the workers; their queued requests then fail with the reason."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
 
 from arguments.schema import ServerConfig
-from slime_like.tinker import schemas
+from slime_like.tinker import codec, schemas
 from slime_like.tinker.errors import Failed, HttpError, Refused
 from slime_like.tinker.futures import Request
 from slime_like.tinker.model_registry import Model, Quota, Registry
@@ -38,20 +37,8 @@ class SessionManager:
         dispatcher.queue(HOUSEKEEPING, next_seq=None)
         self._housekeeping = 0
         self.keys: Callable[[], int] = lambda: 1  # number of API keys
-        self.sessions_quota = Quota(
-            "sessions",
-            config.max_sessions,
-            config.max_sessions_per_key,
-            "--max-sessions",
-            "--max-sessions-per-key",
-        )
-        self.models_quota = Quota(
-            "models",
-            config.max_models,
-            config.max_models_per_key,
-            "--max-models",
-            "--max-models-per-key",
-        )
+        self.sessions_quota = Quota("sessions", config.max_sessions, config.max_sessions_per_key)
+        self.models_quota = Quota("models", config.max_models, config.max_models_per_key)
 
     def create_session(self, body: schemas.CreateSession, owner: str) -> dict[str, object]:
         self.end_silent_sessions()
@@ -76,21 +63,17 @@ class SessionManager:
         Raises:
             HttpError: 403 if there is no room.
         """
-        silent = sorted(
-            (
-                s
-                for s in self.registry.sessions.values()
-                if not s.finished and time.time() - s.seen > SILENT_S
-            ),
-            key=lambda s: s.seen,
-        )
-        while (why := quota.refusal(owners(), owner, several=self.keys() > 1)) is not None:
+        now = time.time()
+        sessions = self.registry.sessions.values()
+        silent = [s for s in sessions if not s.finished and now - s.seen > SILENT_S]
+        silent.sort(key=lambda s: s.seen)
+        while (reason := quota.refusal(owners(), owner, several=self.keys() > 1)) is not None:
             if not silent:
-                raise HttpError(403, f"{why}; close the session of another, or wait for it")
-            gone = silent.pop(0)
-            self.finish_session(gone.id, gone.owner, "silent, and another needs its room")
+                raise HttpError(403, f"{reason}; close another session, or wait for one to end")
+            oldest = silent.pop(0)
+            self.finish_session(oldest.id, oldest.owner, "silent, to make room for another")
 
-    def room_for_a_model(self, owner: str) -> None:
+    def make_room_for_model(self, owner: str) -> None:
         """Make room for another model. Raises HttpError 403 if there is none."""
         self.make_room(
             self.models_quota, owner, lambda: [m.owner for m in self.registry.live_models()]
@@ -108,14 +91,12 @@ class SessionManager:
         log.info("session %s of %s: finished %s", id, owner, reason)
         session.finished = True
         self.registry.keep(session)
-        for model in [
-            m for m in self.registry.models.values() if m.session == id and m.state != "ended"
-        ]:
-            self.end_model(model, f"model {model.id} is unloaded, for its session has finished")
+        for model in [m for m in self.registry.live_models() if m.session == id]:
+            self.end_model(model, f"model {model.id} was unloaded: its session has finished")
         for sampler in [s for s in self.registry.samplers.values() if s.session == id]:
             self.operations.drop_sampler(sampler)
-            words = f"sampling session {sampler.id} is gone, for its session has finished"
-            self.dispatcher.fail_all(sampler.id, Refused(words), forget=True)
+            reason = f"sampling session {sampler.id} has ended: its session has finished"
+            self.dispatcher.fail_all(sampler.id, Refused(reason), forget=True)
 
     def end_silent_sessions(self, now: float | None = None) -> None:
         """Finish silent sessions; remove long-finished sessions and expired checkpoints."""
@@ -130,7 +111,7 @@ class SessionManager:
                 self.dispatcher.fail_all(model.id, Failed(model.reason), forget=True)
                 self.registry.forget(model)
         for checkpoint in list(self.registry.checkpoints.values()):
-            if checkpoint.expires is not None and checkpoint.expires < now:
+            if checkpoint.has_expired(now):
                 self.operations.drop_checkpoint(checkpoint)
 
     def end_model(
@@ -150,9 +131,7 @@ class SessionManager:
         if queue is not None and queue.next_seq is not None:
             model.next_seq = max(model.next_seq, queue.next_seq)
         self.registry.keep(model)
-        for critic in [
-            m for m in self.registry.models.values() if m.policy == model.id and m.state != "ended"
-        ]:
+        for critic in [m for m in self.registry.live_models() if m.policy == model.id]:
             critic.policy = None  # the critic continues without a policy
             self.registry.keep(critic)
         if unload and had_weights:
@@ -160,39 +139,21 @@ class SessionManager:
 
     def _unload(self, model: Model, digest: str = "") -> Request:
         self._housekeeping += 1
-        key = f"{time.time_ns()}.{self._housekeeping}"
-        body = {"model": model.id}
-        request = Request(
-            f"{HOUSEKEEPING}/{key}",
-            "unload",
-            HOUSEKEEPING,
-            0,
-            model.owner,
-            digest,
-            time.time(),
-            body,
-        )
+        id = f"{HOUSEKEEPING}/{time.time_ns()}.{self._housekeeping}"
+        body, now = {"model": model.id}, time.time()
+        request = Request(id, "unload", HOUSEKEEPING, 0, model.owner, digest, now, body)
         return self.dispatcher.accept(request, internal=True)
 
-    def workers_came(self, hello: dict[str, Any]) -> None:
+    def workers_connected(self, hello: codec.Message) -> None:
         """Handle new workers: models that they do not have are lost, except those still to be
         created."""
-        held = set(hello["facts"]["models"])
-        for model in list(self.registry.live_models()):
-            if model.state == "ready" and model.id not in held:
-                self.end_model(
-                    model,
-                    self.registry.lost(model, "the workers were started anew"),
-                    unload=False,
-                    corrupted=True,
-                )
+        self._lose_models("the workers were restarted", kept=hello["facts"]["models"])
 
     def workers_ended(self, reason: str) -> None:
+        self._lose_models(f"the workers have ended ({reason})")
+
+    def _lose_models(self, reason: str, kept: Collection[str] = ()) -> None:
         for model in self.registry.live_models():
-            if model.state == "ready":
-                self.end_model(
-                    model,
-                    self.registry.lost(model, f"the workers have ended ({reason})"),
-                    unload=False,
-                    corrupted=True,
-                )
+            if model.state == "ready" and model.id not in kept:
+                lost = self.registry.lost(model, reason)
+                self.end_model(model, lost, unload=False, corrupted=True)

@@ -1,9 +1,9 @@
-"""Sampling from fixed weights by SGLang servers. They hold one snapshot; another one takes its
-place when it is asked for.
+"""Sampling from snapshots by SGLang servers, which hold one snapshot at a time and load another one
+on request.
 
-Requests come one command after another, so no request sees an exchange; what samplers ask for at
-the same time waits in the dispatcher's queues, which take together what goes to one snapshot.
-Snapshots are folders of --server-dir, which the servers have to see under the same name.
+Commands are executed one after another, so weights never change during a request. Concurrent
+requests wait in the dispatcher's queues, which batch those of the same snapshot. Snapshots are
+folders of --server-dir, which must have the same path on the servers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +43,26 @@ from slime_like.rollout.engines.sglang.weight_transfer.sending_ranks import Send
 from slime_like.rollout.engines.sglang.weight_transfer.servers import CONTROL_S
 from slime_like.rollout.engines.sglang.weight_transfer.updater import WeightUpdater
 from slime_like.tinker.errors import Refused
-from slime_like.tinker.sampler import SampleCommand, is_tied, plain, with_nan
+from slime_like.tinker.sampler import (
+    PromptSamples,
+    SampleCommand,
+    is_tied,
+    plain_output,
+    with_nan,
+)
 
 ATTEMPTS = 3  # attempts to update the servers; every failed one costs a server
-NO_SEED = "seed is not honoured by the SGLang servers of this server; start them with --sglang-enable-deterministic-inference, or leave it out"
+NO_SEED = (
+    "seed requires deterministic SGLang servers: start them with "
+    "--sglang-enable-deterministic-inference, or leave the seed out"
+)
 NO_TOP_K = (
-    "top-k log-probs (topk_prompt_logprobs, topk_sample_logprobs) are not offered by this server, which samples with --rollout-engine sglang: leave "
-    "them out, or start the server with --rollout-engine local"
+    "topk_prompt_logprobs and topk_sample_logprobs are not supported with --rollout-engine sglang: "
+    "leave them out, or start the server with --rollout-engine local"
 )
 UNTIED = (
-    "this snapshot has an output layer of its own (train_unembed), and the SGLang servers were started with one that is the embedding: sample it with "
-    "--rollout-engine local, or train with train_unembed=False"
+    "this snapshot has an untied output layer (train_unembed), which SGLang servers of a model "
+    "with tied embeddings cannot load: use --rollout-engine local, or train_unembed=False"
 )
 
 
@@ -74,7 +83,7 @@ def snapshot_updater(pool: ServerPool, base: str, folder: Path, timeout_s: float
     return WeightUpdater(pool, settings, base, torch.device("cpu"), SnapshotTransport)
 
 
-def snapshots_of(updater: WeightUpdater | None) -> SnapshotTransport | None:
+def snapshot_transport(updater: WeightUpdater | None) -> SnapshotTransport | None:
     """The transport of a `snapshot_updater`; None except on rank 0."""
     if updater is None:
         return None
@@ -99,36 +108,23 @@ class SglangSampler:
         self._version = 0
         self._tied = from_rank_zero(lambda: is_tied(base))
         self._numbers = itertools.count()
-        self.honours_seeds = from_rank_zero(lambda: seeds_count(engine.pool))
+        self.deterministic = from_rank_zero(lambda: is_deterministic(engine.pool))
 
-    def sample(
-        self,
-        folder: str,
-        sampling: Mapping[str, Any],
-        prompts: list[bytes],
-        counts: list[int],
-        seeds: list[int],
-        prompt_log_probs: bool,
-        seeded: bool = False,
-        top_k_prompt: int = 0,
-        top_k_sample: int = 0,
-    ) -> list[dict[str, Any]]:
-        """Samples of each prompt, as plain values, on rank 0. On all ranks, raises Refused for
-        top-k log-probs and for seeds without effect, RunError if the servers do not respond
-        properly."""
-        if top_k_prompt or top_k_sample:
+    def sample(self, folder: str, command: SampleCommand) -> list[PromptSamples]:
+        """Samples of each prompt, on rank 0. On all ranks, raises Refused for top-k log-probs and
+        for seeds without effect, RunError if the servers do not respond properly."""
+        if command.top_k_prompt or command.top_k_sample:
             raise Refused(NO_TOP_K)
-        if seeded and not self.honours_seeds:
+        if command.seeded and not self.deterministic:
             raise Refused(NO_SEED)
-        self._give(folder)
-        asked = SampleCommand.of(sampling, prompts, counts)
-        return on_rank_zero(lambda: self._ask(asked, counts, seeds, prompt_log_probs)) or []
+        self._load(folder)
+        return on_rank_zero(lambda: self._sample(command)) or []
 
     def close(self) -> None:
         self._engine.close()
 
-    def _give(self, folder: str) -> None:
-        """Update the servers to the folder's weights. Collective."""
+    def _load(self, folder: str) -> None:
+        """Make the servers load the folder's weights. Collective."""
         self._engine.check_health()
         if folder == self._folder and self._engine.weight_version == self._version:
             return
@@ -136,7 +132,7 @@ class SglangSampler:
             raise Refused(UNTIED)
         self._folder = ""
         shapes: dict[str, Tensor] = {}  # on rank 0
-        on_rank_zero(lambda: shapes.update(shapes_in(folder)))
+        on_rank_zero(lambda: shapes.update(meta_weights(folder)))
         for _ in range(ATTEMPTS):
             self._version += 1
             if self._snapshots is not None:
@@ -149,30 +145,34 @@ class SglangSampler:
             f"the snapshot {folder} did not reach the SGLang servers in {ATTEMPTS} attempts"
         )
 
-    def _ask(
-        self, asked: SampleCommand, counts: Sequence[int], seeds: Sequence[int], scored: bool
-    ) -> list[dict[str, object]]:
-        outputs = self._engine.generate(asked.requests(asked.wanted, seeds), asked.params)
+    def _sample(self, command: SampleCommand) -> list[PromptSamples]:
+        places = command.places
+        outputs = self._engine.generate(command.requests(places), command.params)
         for output in outputs:
             if output.finish_reason == "abort":
-                raise RunError(f"a sample was given up: {output.failure}")
-            if set(output.weight_versions) != {self._version}:
+                raise RunError(f"a sample was aborted: {output.failure}")
+            versions = set(output.weight_versions)
+            if versions != {self._version}:
                 raise RunError(
-                    f"a sample has weights of version {set(output.weight_versions)}, not {self._version}; does another run use the server?"
+                    f"a sample has weight version {versions}, not {self._version}; does another "
+                    "run use the server?"
                 )
-        try:
-            prompt_scores = asyncio.run(self._score_all(asked.prompts)) if scored else []
-        except (RequestFailed, InvalidResponse) as failure:
-            raise RunError(str(failure)) from failure
+        scores: list[bytes] | None = None
+        if command.prompt_log_probs:
+            try:
+                scored = asyncio.run(self._score_all(command.prompts))
+            except (RequestFailed, InvalidResponse) as failure:
+                raise RunError(str(failure)) from failure
+            scores = [with_nan(each) for each in scored]
         samples = {
-            where: plain(output) for where, output in zip(asked.wanted, outputs, strict=True)
+            place: plain_output(output) for place, output in zip(places, outputs, strict=True)
         }
         return [
             {
                 "sequences": [samples[i, j] for j in range(count)],
-                "prompt_log_probs": with_nan(prompt_scores[i]) if scored else None,
+                "prompt_log_probs": None if scores is None else scores[i],
             }
-            for i, count in enumerate(counts)
+            for i, count in enumerate(command.counts)
         ]
 
     async def _score_all(self, prompts: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
@@ -193,20 +193,13 @@ class SglangSampler:
             assert self._engine.pool is not None
             ready = self._engine.pool.ready()
             if not ready:
-                raise RequestFailed(
-                    "no_engine", "no engine with the snapshot's weights is left", retryable=False
-                )
-            url, rid = (
-                ready[(first + number) % len(ready)].url,
-                f"prompt-{first}-{number}-{self._version}",
-            )
-            return read_scores(
-                await post_once(
-                    client, f"{url}/generate", scoring_body(prompt, rid), self._settings.deadlines
-                ),
-                prompt,
-                rid,
-            )
+                message = "no engine with the snapshot's weights is left"
+                raise RequestFailed("no_engine", message, retryable=False)
+            url = ready[(first + number) % len(ready)].url
+            rid = f"prompt-{first}-{number}-{self._version}"
+            body, deadlines = scoring_body(prompt, rid), self._settings.deadlines
+            response = await post_once(client, f"{url}/generate", body, deadlines)
+            return read_scores(response, prompt, rid)
 
         scores: tuple[float, ...] = await with_retries(attempt, self._settings.retries, Counter())
         return scores
@@ -224,13 +217,12 @@ def make_sglang_sampler(run: RunConfig, layout: ParallelLayout) -> SglangSampler
         run, make_updater, device=device_of_this_process(), logs=root / "engines"
     )
     settings = request_settings(run.sglang)
-    engine = SglangEngine(
-        pool, updater, settings, model, check_updates=run.sglang.check_weight_update_equal, agent=agent
-    )  # fmt: skip
-    return SglangSampler(engine, snapshots_of(updater), settings, model)
+    check = run.sglang.check_weight_update_equal
+    engine = SglangEngine(pool, updater, settings, model, check_updates=check, agent=agent)
+    return SglangSampler(engine, snapshot_transport(updater), settings, model)
 
 
-def seeds_count(pool: ServerPool | None) -> bool:
+def is_deterministic(pool: ServerPool | None) -> bool:
     """Whether every server samples deterministically from the given seeds."""
     if pool is None:
         return False
@@ -244,7 +236,7 @@ def seeds_count(pool: ServerPool | None) -> bool:
     return True
 
 
-def shapes_in(folder: str) -> dict[str, Tensor]:
+def meta_weights(folder: str) -> dict[str, Tensor]:
     """Shapes of the weights in a Hugging Face folder, as tensors without data. Raises ValueError if
     there are none."""
     shapes = checkpoint_shapes(folder)

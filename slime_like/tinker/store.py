@@ -1,8 +1,8 @@
 """Persistent store of the API process (sessions, models, checkpoints, requests) in one SQLite file.
 
-Records are JSON; the body of a request and its result are bytes in separate columns. A write
-has reached the operating system when the call returns (synchronous = NORMAL): the death of the
-process loses nothing, that of the machine the last moments.
+Records are JSON; the body of a request and its result are bytes in separate columns. A write has
+reached the operating system when the call returns (synchronous = NORMAL), so a crash of the process
+loses nothing; a crash of the machine may lose the last writes.
 
 A failed write (full disk, locked file) is kept in memory and retried by `flush`; until then
 `problem` has the reason. Callers that must not continue without it pass `required`.
@@ -20,12 +20,14 @@ from typing import Any
 log = logging.getLogger(__name__)
 SCHEMA = """
 create table if not exists entries (
-    kind text not null, id text not null, record text not null, body blob, result blob, primary key (kind, id)
+    kind text not null, id text not null, record text not null, body blob, result blob,
+    primary key (kind, id)
 ) without rowid
 """
 OPEN_S = 30.0  # seconds that another process may lock the file at startup
 BUSY_S = 0.2  # and during a write, which blocks all responses
-Row = tuple[str, bytes | None, bytes | None]
+Record = dict[str, Any]
+Row = tuple[str, bytes | None, bytes | None]  # record, body, result
 
 
 class JournalError(Exception):
@@ -48,7 +50,7 @@ class Journal:
             JournalError: The file cannot be opened or written.
         """
         self.problem: str | None = None
-        self._unwritten: dict[tuple[str, str], Row | None] = {}  # None: to be removed
+        self._pending: dict[tuple[str, str], Row | None] = {}  # None: to be removed
         try:
             self._db = sqlite3.connect(str(path), isolation_level=None, timeout=OPEN_S)
             self._db.execute("pragma journal_mode = wal")
@@ -56,13 +58,13 @@ class Journal:
             self._db.execute(SCHEMA)
             self._db.execute(f"pragma busy_timeout = {int(BUSY_S * 1000)}")
         except (sqlite3.Error, OSError) as error:
-            raise JournalError(f"the journal {path} cannot be used: {error}") from error
+            raise JournalError(f"cannot open the journal {path}: {error}") from error
 
     def put(
         self,
         kind: str,
         id: str,
-        record: dict[str, Any],
+        record: Record,
         *,
         body: bytes | None = None,
         result: bytes | None = None,
@@ -74,33 +76,33 @@ class Journal:
             JournalError: The write is `required` and failed.
         """
         key, row = (kind, id), (json.dumps(record), body, result)
-        self._unwritten[key] = row
+        self._pending[key] = row
         if self.problem is None:
             self.flush()
         if required and self.problem is not None:
-            del self._unwritten[key]
+            del self._pending[key]
             raise JournalError(self.problem)
 
     def remove(self, kind: str, id: str) -> None:
-        self._unwritten[kind, id] = None
+        self._pending[kind, id] = None
         if self.problem is None:
             self.flush()
 
     def flush(self) -> bool:
         """Write pending entries; returns whether everything is written."""
         if self.problem is not None:  # only a successful write clears the problem
-            self._unwritten.setdefault(("probe", "probe"), ("{}", None, None))
+            self._pending.setdefault(("probe", "probe"), ("{}", None, None))
         try:
-            for (kind, id), row in list(self._unwritten.items()):
+            for (kind, id), row in list(self._pending.items()):
                 self._write(kind, id, row)
-                del self._unwritten[kind, id]
+                del self._pending[kind, id]
         except (sqlite3.Error, OSError) as error:
             if self.problem is None:
-                log.error("the journal cannot be written, execution waits: %s", error)
-            self.problem = f"the server's journal cannot be written: {error}"
+                log.error("cannot write the journal, execution is paused: %s", error)
+            self.problem = f"cannot write the server's journal: {error}"
             return False
         if self.problem is not None:
-            log.warning("the journal is written again, execution continues")
+            log.warning("the journal can be written again, execution continues")
         self.problem = None
         return True
 
@@ -108,17 +110,13 @@ class Journal:
         if row is None:
             self._db.execute("delete from entries where kind = ? and id = ?", (kind, id))
         else:
-            self._db.execute(
-                "insert or replace into entries values (?, ?, ?, ?, ?)", (kind, id, *row)
-            )
+            insert = "insert or replace into entries values (?, ?, ?, ?, ?)"
+            self._db.execute(insert, (kind, id, *row))
 
-    def entries(
-        self, kind: str
-    ) -> Iterator[tuple[str, dict[str, Any], bytes | None, bytes | None]]:
+    def entries(self, kind: str) -> Iterator[tuple[str, Record, bytes | None, bytes | None]]:
         """(id, record, body, result) of every entry of a kind."""
-        for id, record, body, result in self._db.execute(
-            "select id, record, body, result from entries where kind = ? order by id", (kind,)
-        ):
+        query = "select id, record, body, result from entries where kind = ? order by id"
+        for id, record, body, result in self._db.execute(query, (kind,)):
             yield id, json.loads(record), body, result
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Background tasks that nobody awaits: the end of one is reported instead of going unnoticed."""
+"""Supervision of background tasks that are not awaited: a task that ends is reported."""
 
 from __future__ import annotations
 

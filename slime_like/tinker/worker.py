@@ -1,5 +1,5 @@
-"""The workers' loop: rank 0 receives commands from the API process, all ranks execute them, and an
-error on one rank is an error on all."""
+"""The workers' command loop: rank 0 receives commands from the API process, all ranks execute them,
+and an error on one rank is an error on all."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -40,116 +41,127 @@ START_S = 120.0  # for the API process to start
 AGREE_S = 10.0  # for the other ranks to report on a command that failed on this one
 
 
+class Outcome(TypedDict):
+    """What a rank reports about a command. error: message, or None. user: whether the client has to
+    act on it. lost: it was interrupted in a collective. stage: see `worker_backend`."""
+
+    error: str | None
+    user: bool
+    lost: bool
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The common outcome of a failed command. category: user or server. stage: the furthest of all
+    ranks."""
+
+    category: str
+    error: str
+    stage: int
+
+
 class Worker:
     """The command loop of one rank. host: executes commands."""
 
     def __init__(self, host: ModelHost, layout: ParallelLayout) -> None:
         self.host, self.layout = host, layout
-        self._number = 0  # of the command, equal on all ranks
+        self._sequence = 0  # commands so far, equal on all ranks
 
     def serve(self, source: CommandSource | None) -> None:
         """Execute commands until the source ends. source: on rank 0 only."""
         while True:
             frame = source.next() if source is not None else None
-            frame = broadcast_frame(frame)
-            command = codec.decode(frame)
+            command = codec.decode(broadcast_frame(frame))
             if command["op"] == "stop":
                 return
             if command["op"] == "idle":
                 continue
-            answer = self.execute(command)
+            response = self.execute(command)
             if source is not None:
-                source.answer({"id": command["id"], **answer})
+                source.respond({"id": command["id"], **response})
 
-    def execute(self, command: dict[str, object]) -> dict[str, Any]:
+    def execute(self, command: codec.Message) -> codec.Message:
         """Execute a command on all ranks; returns the response for the API process. Raises RunError
         if the ranks cannot agree on the outcome: some of them are then stuck in a collective."""
-        self._number += 1
+        self._sequence += 1
         value, error = None, None
         try:
             value = self.host.execute(command)
         except Exception as raised:
             error = raised
-        outcome = self._agree(error)
-        if outcome is None:
+        failure = self._agree(error)
+        if failure is None:
             return {"ok": True, "value": value}
-        broken = self._recover(command, outcome)
-        return {
-            "ok": False,
-            "category": "server" if broken else outcome["category"],
-            "error": outcome["error"],
-            "broken": broken,
-        }
+        broken = self._recover(command, failure)
+        category = "server" if broken else failure.category
+        return {"ok": False, "category": category, "error": failure.error, "broken": broken}
 
-    def _recover(self, command: dict[str, Any], outcome: dict[str, Any]) -> bool:
+    def _recover(self, command: codec.Message, failure: Failure) -> bool:
         """Undo a failed command; returns whether its model is lost."""
-        never_made = command["op"] == "create" and outcome["category"] == "user"
-        if "model" not in command or never_made:
+        never_created = command["op"] == "create" and failure.category == "user"
+        if "model" not in command or never_created:
             return False
-        # the client knows of a failed step; after a failed pass the next step lacks gradients
-        missing = outcome["error"] if command["op"] == "pass" else ""
-        lost = self.host.recover(command["model"], outcome["stage"], missing)
+        # the client knows that an optim_step failed, but after a failed forward_backward the next
+        # optim_step would silently lack gradients
+        missing = failure.error if command["op"] == "forward_backward" else ""
+        lost = self.host.recover(command["model"], failure.stage, missing)
         return lost or command["model"] not in self.host.models
 
-    def _agree(self, error: Exception | None) -> dict[str, object] | None:
-        """Agree on the outcome of a command.
+    def _agree(self, error: Exception | None) -> Failure | None:
+        """Agree on the outcome of a command; None on success.
 
         The ranks communicate through the store of their process group, because a failed rank may
         have left the others in a collective.
 
-        Returns:
-            None on success; otherwise error, category and stage (the furthest of all ranks).
-
         Raises:
             RunError: Some rank does not respond, or was interrupted in a collective.
         """
-        explained = is_of_user(error) or is_out_of_memory(error) or isinstance(error, Failed)
+        explained = is_user_error(error) or is_out_of_memory(error) or isinstance(error, Failed)
         if error is not None and not explained:
             traceback.print_exception(error)
-        local: dict[str, Any] = {
-            "error": None if error is None else words_of(error),
-            "user": error is None or is_of_user(error),
+        local: Outcome = {
+            "error": None if error is None else error_message(error),
+            "user": error is None or is_user_error(error),
             "lost": self.layout.world_size > 1 and error is not None and looks_lost(error),
             "stage": self.host.stage,
         }
-        found = {self.layout.rank: local}
+        outcomes = {self.layout.rank: local}
         if self.layout.world_size > 1:
-            found = self._exchange(local)
-        failed = {rank: o for rank, o in sorted(found.items()) if o["error"] is not None}
+            outcomes = self._exchange(local)
+        failed = failed_only(outcomes)
         if not failed:
             return None
         if any(o["lost"] for o in failed.values()):  # no later collective would work
-            raise RunError(cause_of(failed))
-        everybody = len(failed) == self.layout.world_size
-        user = everybody and all(o["user"] for o in failed.values())
-        return {
-            "category": "user" if user else "server",
-            "error": next(iter(failed.values()))["error"] if everybody else cause_of(failed),
-            "stage": max(o["stage"] for o in found.values()),
-        }
+            raise RunError(root_failure(failed))
+        stage = max(o["stage"] for o in outcomes.values())
+        if len(failed) < self.layout.world_size:
+            return Failure("server", root_failure(failed), stage)
+        category = "user" if all(o["user"] for o in failed.values()) else "server"
+        return Failure(category, str(next(iter(failed.values()))["error"]), stage)
 
-    def _exchange(self, local: dict[str, object]) -> dict[int, dict[str, object]]:
+    def _exchange(self, local: Outcome) -> dict[int, Outcome]:
         """Exchange the outcomes of a command; returns them by rank. Raises RunError."""
         store: dist.Store = dist.distributed_c10d._get_default_store()
         store.set(self._key(self.layout.rank), json.dumps(local))
-        self._forget(store)
+        self._delete_old_outcome(store)
         deadline: float | None = None
         while True:
-            found = self._reported(store)
-            if len(found) == self.layout.world_size:
-                return found
-            failed = {rank: o for rank, o in found.items() if o["error"] is not None}
+            outcomes = self._reported(store)
+            if len(outcomes) == self.layout.world_size:
+                return outcomes
+            failed = failed_only(outcomes)
             if failed and deadline is None:
                 deadline = time.monotonic() + AGREE_S
             if deadline is not None and time.monotonic() > deadline:
-                silent = set(range(self.layout.world_size)) - found.keys()
+                silent = sorted(set(range(self.layout.world_size)) - outcomes.keys())
                 raise RunError(
-                    f"{cause_of(failed)}; no answer from rank {', '.join(map(str, sorted(silent)))}, "
-                    "which may wait for it in a collective"
+                    f"{root_failure(failed)}; no answer from rank {', '.join(map(str, silent))}, "
+                    "which may be stuck in a collective"
                 )
             time.sleep(0.0005)
 
-    def _reported(self, store: dist.Store) -> dict[int, dict[str, object]]:
+    def _reported(self, store: dist.Store) -> dict[int, Outcome]:
         return {
             rank: json.loads(store.get(self._key(rank)))
             for rank in range(self.layout.world_size)
@@ -161,37 +173,43 @@ class Worker:
         if self.layout.world_size == 1:
             return None
         with contextlib.suppress(RuntimeError):
-            found = self._reported(dist.distributed_c10d._get_default_store())
-            failed = {rank: o for rank, o in sorted(found.items()) if o["error"] is not None}
-            return cause_of(failed) if failed else None
+            failed = failed_only(self._reported(dist.distributed_c10d._get_default_store()))
+            return root_failure(failed) if failed else None
         return None
 
     def _key(self, rank: int, back: int = 0) -> str:
-        return f"slime_like/tinker/{self._number - back}/{rank}"
+        return f"slime_like/tinker/{self._sequence - back}/{rank}"
 
-    def _forget(self, store: dist.Store) -> None:
+    def _delete_old_outcome(self, store: dist.Store) -> None:
         """Delete the outcome of two commands ago, which every rank has read."""
-        if self._number > 2:
+        if self._sequence > 2:
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 store.delete_key(self._key(self.layout.rank, back=2))
 
 
-def is_of_user(error: BaseException | None) -> bool:
+def is_user_error(error: BaseException | None) -> bool:
     return isinstance(error, Refused | ValueError | OSError)
 
 
-def cause_of(failed: Mapping[int, Mapping[str, object]]) -> str:
-    """The root failure, with its rank."""
+def failed_only(outcomes: Mapping[int, Outcome]) -> dict[int, Outcome]:
+    return {rank: o for rank, o in sorted(outcomes.items()) if o["error"] is not None}
+
+
+def root_failure(failed: Mapping[int, Outcome]) -> str:
+    """Message of the rank that failed first: not of one that was interrupted in a collective."""
     rank, first = min(failed.items(), key=lambda item: (item[1]["lost"], item[0]))
     return f"rank {rank}: {first['error']}"
 
 
-def words_of(error: BaseException) -> str:
+def error_message(error: BaseException) -> str:
     if is_out_of_memory(error):
         reason = str(error).strip().splitlines()[0] if str(error).strip() else "MemoryError"
-        return f"out of memory ({reason[:300]}); send fewer or shorter sequences, or lower --max-tokens-per-gpu"
-    ours = isinstance(error, Refused | ValueError | OSError | RunError | Failed)
-    return str(error) if ours else f"{type(error).__name__}: {error}"
+        return (
+            f"out of memory ({reason[:300]}); send fewer or shorter sequences, or lower "
+            "--max-tokens-per-gpu"
+        )
+    explained = isinstance(error, Refused | ValueError | OSError | RunError | Failed)
+    return str(error) if explained else f"{type(error).__name__}: {error}"
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -225,13 +243,8 @@ class CommandSource:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._facts = facts
         self._fingerprint = fingerprint_of(run)
-        self._command = [
-            sys.executable,
-            "-m",
-            "slime_like.tinker.api_process",
-            str(run.world_size),
-            *run.argv,
-        ]
+        module = "slime_like.tinker.api_process"
+        self._command = [sys.executable, "-m", module, str(run.world_size), *run.argv]
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._last: dict[str, object] | None = None
@@ -259,7 +272,7 @@ class CommandSource:
             self._last, self.busy = None, True
             return frame
 
-    def answer(self, message: dict[str, Any]) -> None:
+    def respond(self, message: codec.Message) -> None:
         """Send a response. It is kept until the next command, for an API process that has
         restarted."""
         self._last, self.busy = message, False
@@ -273,10 +286,9 @@ class CommandSource:
         """Disconnect. goodbye: the API process exits too; otherwise it informs clients and waits
         for other workers for a while."""
         if self._socket is not None:
+            farewell = codec.encode({"reason": reason, "goodbye": goodbye})
             with contextlib.suppress(OSError):
-                self._socket.sendall(
-                    codec.framed(codec.encode({"reason": reason, "goodbye": goodbye}))
-                )
+                self._socket.sendall(codec.framed(farewell))
             self._close()
         if goodbye and self._process is not None:
             try:
@@ -307,58 +319,47 @@ class CommandSource:
         one."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
-            if (opened := self._try()) is not None:
-                self._socket = opened
+            self._socket = self._try_to_connect()
+            if self._socket is not None:
                 return
             if self._process is None or self._process.poll() is not None:
                 self._start()
             time.sleep(0.1)
-        raise RunError(
-            f"the API process did not come up within {START_S:g} s; see its messages above"
-        )
+        raise RunError(f"the API process did not start within {START_S:g} s; see its log above")
 
     def _start(self) -> None:
         now = time.monotonic()
         self._starts = [t for t in self._starts if now - t < 60.0] + [now]
         if self._process is not None and (self._process.returncode == 2 or len(self._starts) > 3):
-            raise RunError("the API process ends as soon as it is started; see its messages above")
+            raise RunError("the API process exits as soon as it is started; see its log above")
         (self.folder / LINK_FILE).unlink(missing_ok=True)
-        self._process = subprocess.Popen(
-            self._command, start_new_session=True
-        )  # torchrun kills the session of a rank that fails
+        # in its own session, because torchrun kills the session of a rank that fails
+        self._process = subprocess.Popen(self._command, start_new_session=True)
 
-    def _try(self) -> socket.socket | None:
+    def _try_to_connect(self) -> socket.socket | None:
         try:
-            told = json.loads((self.folder / LINK_FILE).read_text(encoding="utf-8"))
-            ours = told.get("fingerprint") == self._fingerprint
-            opened = socket.create_connection(("127.0.0.1", told["port"]), timeout=5)
+            link = json.loads((self.folder / LINK_FILE).read_text(encoding="utf-8"))
+            same_settings = link.get("fingerprint") == self._fingerprint
+            connection = socket.create_connection(("127.0.0.1", link["port"]), timeout=5)
         except (OSError, ValueError, KeyError):
             return None
-        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             hello = {
-                "token": told["token"],
+                "token": link["token"],
                 "fingerprint": self._fingerprint,
                 "facts": self._facts(),
                 "last": self._last,
             }
-            opened.sendall(codec.framed(codec.encode(hello)))
+            connection.sendall(codec.framed(codec.encode(hello)))
         except OSError:
-            opened.close()
+            connection.close()
             return None
-        if not ours:  # the API process sees this in our hello as well, and exits
-            logger.info(
-                "slime_like.tinker: the API process that is there has another command line; "
-                "a new one takes its place"
-            )
-            opened.close()
+        if not same_settings:  # the API process sees this in our hello as well, and exits
+            logger.info("replacing a running API process that has another command line")
+            connection.close()
             return None
-        return opened
-
-
-def facts_of(host: ModelHost) -> dict[str, object]:
-    """What the API process needs to know about the workers."""
-    return {"layout": host.layout.describe(), "models": sorted(host.models)}
+        return connection
 
 
 def serve(run: RunConfig, layout: ParallelLayout, startup: Say = lambda what: None) -> None:
@@ -372,7 +373,7 @@ def serve(run: RunConfig, layout: ParallelLayout, startup: Say = lambda what: No
     )
     host = ModelHost(run, layout, tokenizer)
     worker = Worker(host, layout)
-    source = CommandSource(run, lambda: facts_of(host)) if layout.rank == 0 else None
+    source = CommandSource(run, host.describe) if layout.rank == 0 else None
     startup("starting the API process")
     reason, goodbye = "they were stopped", True
     try:
@@ -382,7 +383,7 @@ def serve(run: RunConfig, layout: ParallelLayout, startup: Say = lambda what: No
         goodbye = source is None or (layout.world_size == 1 and not source.busy)
         raise
     except Exception as error:
-        reason, goodbye = words_of(explain(error, layout.world_size)), False
+        reason, goodbye = error_message(explain(error, layout.world_size)), False
         raise
     finally:
         if source is not None:
@@ -392,6 +393,3 @@ def serve(run: RunConfig, layout: ParallelLayout, startup: Say = lambda what: No
 
 class Terminated(KeyboardInterrupt):
     """Raised on SIGTERM."""
-
-
-__all__: Sequence[str] = ("CommandSource", "Worker", "serve")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from arguments.hf.model import read_hf_model
@@ -34,7 +35,7 @@ from slime_like.tinker.errors import Refused
 from slime_like.tinker.losses import CRITIC_LOSS
 from slime_like.tinker.model_pool import HostedModel, ModelPool
 from slime_like.tinker.objectives import PolicySum, ValueSum
-from slime_like.tinker.sampler import SnapshotSampler
+from slime_like.tinker.sampler import PromptSamples, SampleCommand, SnapshotSampler
 from slime_like.types import TrainSample
 from slime_like.weights.hf_save import save_hf
 from slime_like.weights.quantized import CodedWeight
@@ -48,13 +49,22 @@ if TYPE_CHECKING:
 
 PASS_TOKENS = 8192  # tokens per micro-batch without --max-tokens-per-gpu
 SPACE_REMEDY = (
-    "delete checkpoints of the server that are not needed (delete_checkpoint, or a ttl_seconds when "
-    "they are saved), or start it with a --server-dir on a larger disk"
+    "delete checkpoints of the server (delete_checkpoint, or save them with ttl_seconds), or use a "
+    "--server-dir on a larger disk"
 )
 CHECKPOINT_STEP = 1  # every saved state has its own checkpoint folder
-WHOLE_NUMBERS = ("tokens", "labels", "label_sets")
+INTEGERS = ("tokens", "labels", "label_sets")
 SETS = ("label_sets", "label_weights")  # fields with several numbers per token
 UNCHANGED, GRADIENTS, WEIGHTS = range(3)  # what a command may have changed in its model
+
+
+class ForwardBackwardResult(TypedDict):
+    """Per-token results of all datums, as float32 bytes. scores: log-probs or values, [N] or
+    [N, K]. losses: [N]. metrics: {name: [kind, value]}, finite ones only."""
+
+    scores: bytes
+    losses: bytes
+    metrics: dict[str, tuple[str, float]]
 
 
 class ModelHost:
@@ -71,7 +81,7 @@ class ModelHost:
         self.run, self.layout = run, layout
         self.base = run.model.hf_checkpoint
         self.hf = read_hf_model(self.base)
-        self.residents = ModelPool(
+        self.pool = ModelPool(
             network_settings(run),
             layout,
             self.hf,
@@ -88,47 +98,50 @@ class ModelHost:
         """Execute a command; the result, plain values, is valid on rank 0. Raises Refused,
         ValueError or OSError for errors that the client can fix."""
         self.stage = UNCHANGED
-        return getattr(self, f"do_{command['op']}")(
-            **{k: v for k, v in command.items() if k not in ("op", "id")}
-        )
+        arguments = {name: value for name, value in command.items() if name not in ("op", "id")}
+        return getattr(self, f"do_{command['op']}")(**arguments)
+
+    def describe(self) -> dict[str, object]:
+        """What the API process needs to know about the workers."""
+        return {"layout": self.layout.describe(), "models": sorted(self.models)}
 
     def recover(self, model: str, stage: int, missing: str) -> bool:
         """Undo the partial effects of a failed command on its model. Collective.
 
         Args:
             stage: The furthest stage that any rank reached.
-            missing: Why the next step lacks gradients of this command; "" if it does not need them.
+            missing: Why the next step lacks gradients of this command; "" if it needs none.
 
         Returns:
             Whether the model is lost.
         """
         hosted = self.models.get(model)
         if stage == WEIGHTS:
-            self.residents.unload(model)
+            self.pool.unload(model)
             return True
         if stage == GRADIENTS and hosted is not None:
-            self.residents.network(model).abandon_gradients()
+            self.pool.network(model).abandon_gradients()
             hosted.incomplete = hosted.incomplete or missing
         return False
 
-    # --- models -----------------------------------------------------------------------------------------------------
+    # --- models ---
 
     def do_create(
         self, model: str, role: str, policy: str | None, lora: Mapping[str, object] | None
     ) -> None:
         self.stage = WEIGHTS
-        self.residents.create(model, role, policy, lora)
+        self.pool.create(model, role, policy, lora)
 
     def do_unload(self, model: str) -> None:
-        self.residents.unload(model)
+        self.pool.unload(model)
 
     @property
     def models(self) -> Mapping[str, HostedModel]:
-        return self.residents.models
+        return self.pool.models
 
-    # --- training ---------------------------------------------------------------------------------------------------
+    # --- training ---
 
-    def do_pass(
+    def do_forward_backward(
         self,
         model: str,
         loss: Mapping[str, object],
@@ -136,31 +149,29 @@ class ModelHost:
         lengths: list[int],
         tokens: bytes,
         fields: Mapping[str, bytes],
-    ) -> dict[str, object] | None:
-        """Forward pass, and backward pass unless forward_only; returns per-token results and
-        metrics on rank 0."""
-        network, hosted = self.residents.network(model), self.models[model]
+    ) -> ForwardBackwardResult | None:
+        """Forward pass, and backward pass unless forward_only; the result is on rank 0."""
+        network, hosted = self.pool.network(model), self.models[model]
         samples = samples_of(lengths, tokens, fields)
-        mine = list(range(self.layout.dp_rank, len(samples), self.layout.dp_size))
-        own = [samples[i] for i in mine] or [without_tokens(samples[0])]
-        size = MicroBatchSize(
-            1, (self.run.algorithm.max_tokens_per_gpu or PASS_TOKENS) * self.layout.cp_size
-        )
+        local_indices = list(range(self.layout.dp_rank, len(samples), self.layout.dp_size))
+        local = [samples[i] for i in local_indices] or [without_tokens(samples[0])]
+        max_tokens = self.run.algorithm.max_tokens_per_gpu or PASS_TOKENS
+        size = MicroBatchSize(1, max_tokens * self.layout.cp_size)
         selection = SelectionSeed(self.run.model.seed, hosted.passes)
         hosted.passes += 1
         compute = self._computation(loss)
         if forward_only:
-            found = network.forward(own, compute, size, selection=selection)
+            output = network.forward(local, compute, size, selection=selection)
         else:
-            found = network.forward_backward(
-                own,
+            output = network.forward_backward(
+                local,
                 compute,
                 size,
                 selection=selection,
                 per_token=True,
                 before_change=self._before_gradients,
             )
-        return self._collect(mine, found, len(samples))
+        return self._collect(local_indices, output, len(samples))
 
     def _before_gradients(self) -> None:
         """From here on an error may leave incomplete gradients."""
@@ -169,47 +180,39 @@ class ModelHost:
     def _computation(self, loss: Mapping[str, Any]) -> TokenComputation:
         if loss["kind"] == CRITIC_LOSS:
             return ValueSum(ValueLossConfig(**loss["settings"]))
-        chosen = policy_losses.get(loss["kind"])
+        policy_loss = policy_losses.get(loss["kind"])
+        config = policy_loss.config_type(**loss["settings"])
         terms = LossTerms(entropy_coef=loss["entropy_coef"])
-        return PolicySum(
-            self._head, Objective(chosen, chosen.config_type(**loss["settings"]), terms)
-        )
+        return PolicySum(self._head, Objective(policy_loss, config, terms))
 
-    def _collect(self, mine: list[int], found: PassOutput, count: int) -> dict[str, object] | None:
+    def _collect(
+        self, local_indices: list[int], output: PassOutput, count: int
+    ) -> ForwardBackwardResult | None:
         """Gather the per-token results of all data-parallel ranks on rank 0, in the order of the
         samples."""
         layout = self.layout
-        told = None
+        local = None
         if layout.is_last_stage:
-            numbers = found.metrics.reduce(layout.dp_cp_group)
-            kinds = {name: found.metrics.kind(name) for name in numbers}
+            metrics = output.metrics.reduce(layout.dp_cp_group)
+            typed = {name: (output.metrics.kind(name), value) for name, value in metrics.items()}
             if layout.tp_rank == 0 and layout.cp_rank == 0:
-                told = (
-                    mine,
-                    [[t.numpy() for t in column[: len(mine)]] for column in found.columns],
-                    numbers,
-                    kinds,
-                )
-        parts = [part for part in gather(told) if part is not None]
+                local = (local_indices, _as_arrays(output.columns, len(local_indices)), typed)
+        parts = [part for part in gather(local) if part is not None]
         if layout.rank != 0:
             return None
-        whole: list[list[Any]] = [[None] * count for _ in found.columns]
-        for places, columns, _, _ in parts:
-            for column, target in zip(columns, whole):
-                for place, values in zip(places, column):
-                    target[place] = values
-        _, _, numbers, kinds = parts[0]
-        *scores, losses = (np.concatenate(column).astype("<f4") for column in whole)
-        finite = {
-            name: [kinds[name], value] for name, value in numbers.items() if math.isfinite(value)
-        }
+        by_sample: list[dict[int, NDArray[Any]]] = [{} for _ in output.columns]
+        for indices, columns, _ in parts:
+            for column, values in zip(by_sample, columns):
+                column.update(zip(indices, values))
+        *scores, losses = (_concatenate(column, count) for column in by_sample)
+        typed = parts[0][2]
         return {
             "scores": np.stack(scores, -1).tobytes(),
             "losses": losses.tobytes(),
-            "metrics": finite,
+            "metrics": {name: each for name, each in typed.items() if math.isfinite(each[1])},
         }
 
-    def do_step(self, model: str, adam: Mapping[str, float]) -> dict[str, object]:
+    def do_optim_step(self, model: str, adam: Mapping[str, float]) -> dict[str, object]:
         settings = AdamStep(
             adam["learning_rate"],
             adam["beta1"],
@@ -218,43 +221,38 @@ class ModelHost:
             adam["weight_decay"],
             max_norm=adam["grad_clip_norm"],
         )
-        network, hosted = self.residents.network(model), self.models[model]
-        if why := hosted.incomplete:
+        network, hosted = self.pool.network(model), self.models[model]
+        if reason := hosted.incomplete:
             hosted.incomplete = ""
             network.abandon_gradients()
             raise Refused(
-                f"model {model}: a forward_backward before this step failed ({why}), and with it the "
-                "gradients since the last step; the step is not taken, weights and optimizer are as "
-                "before: send these batches again"
+                f"model {model}: optim_step rejected: a forward_backward since the last step "
+                f"failed ({reason}), so all gradients since that step are discarded; weights and "
+                "optimizer are unchanged: send the batches again"
             )
         self.stage = GRADIENTS
         stepped, grad_norm, _ = network.optim_step(settings, self._before_change)
-        told = grad_norm if math.isfinite(grad_norm) else str(grad_norm)
-        return {"stepped": stepped, "grad_norm": told}
+        finite = math.isfinite(grad_norm)
+        return {"stepped": stepped, "grad_norm": grad_norm if finite else str(grad_norm)}
 
     def _before_change(self) -> None:
         """From here on an error loses the model, since its weights may be partly updated."""
         self.stage = WEIGHTS
 
-    # --- files ------------------------------------------------------------------------------------------------------
+    # --- checkpoints ---
 
     def do_save(self, model: str, folder: str) -> None:
         """Save a checkpoint of weights and optimizer, without gradients accumulated since the last
         step."""
-        network = self._network_to_keep(model)
+        network = self._finite_network(model)
         saver = CheckpointSaver(folder, SavePolicy(space_remedy=SPACE_REMEDY))
-        state = {"model": self._shape(model)}
-        saver.save(
-            CHECKPOINT_STEP,
-            {self.models[model].role: network.saved(with_schedule=False)},
-            state,
-            with_rng=False,
-        )
+        networks = {self.models[model].role: network.saved(with_schedule=False)}
+        saver.save(CHECKPOINT_STEP, networks, {"model": self._shape(model)}, with_rng=False)
 
     def do_load(self, model: str, folder: str, optimizer: bool) -> None:
         """Load the weights of a checkpoint, and its optimizer or a fresh one. If the checkpoint is
         rejected before anything was loaded, the model is unchanged."""
-        network = self.residents.network(model)
+        network = self.pool.network(model)
         saved = network.saved(with_optimizer=optimizer, with_schedule=False)
         load_checkpoint(
             checkpoint_folder(folder, CHECKPOINT_STEP),
@@ -274,10 +272,10 @@ class ModelHost:
 
     def do_export(self, model: str, folder: str) -> None:
         """Export all weights as a Hugging Face model, with an adapter merged."""
-        network = self._network_to_keep(model)
+        network = self._finite_network(model)
         Path(folder).parent.mkdir(parents=True, exist_ok=True)
-        more = untrained_weights(self.hf, self.base, quantized=bool(self._coded))
-        save_hf(folder, network.export_hf(self.hf, coded=self._coded), self.base, more=more)
+        untrained = untrained_weights(self.hf, self.base, quantized=bool(self._coded))
+        save_hf(folder, network.export_hf(self.hf, coded=self._coded), self.base, more=untrained)
 
     @cached_property
     def _coded(self) -> Mapping[str, CodedWeight]:
@@ -287,26 +285,23 @@ class ModelHost:
             return {}
         return from_rank_zero(lambda: stored_format(self.base))
 
-    def _network_to_keep(self, model: str) -> TrainedNetwork:
-        """The network of a model that is about to be saved. Raises Refused if it has NaN or
-        infinity."""
-        network = self.residents.network(model)
+    def _finite_network(self, model: str) -> TrainedNetwork:
+        """The network of a model, to be saved. Raises Refused if it has NaN or infinity."""
+        network = self.pool.network(model)
         network.finish_updates()
         if network.has_non_finite():
-            raise Refused(
-                f"model {model} has weights or moments that are not finite; nothing is saved"
-            )
+            raise Refused(f"model {model} has non-finite weights or moments and is not saved")
         return network
 
     def _shape(self, model: str) -> dict[str, object]:
         adapter = self.models[model].adapter
-        own = {"lora_rank": 0} if adapter is None else adapter.spec.describe()
-        return {**model_shape(self.run.megatron.transformer, self.run.gpt), **own}
+        lora = {"lora_rank": 0} if adapter is None else adapter.spec.describe()
+        return {**model_shape(self.run.megatron.transformer, self.run.gpt), **lora}
 
-    # --- sampling ---------------------------------------------------------------------------------------------------
+    # --- sampling ---
 
-    def do_sample(self, **request: Any) -> list[dict[str, Any]]:
-        return self.sampler.sample(**request)
+    def do_sample(self, folder: str, **request: Any) -> list[PromptSamples]:
+        return self.sampler.sample(folder, SampleCommand.from_plain(**request))
 
     def close(self) -> None:
         """Stop the sampler."""
@@ -331,20 +326,27 @@ def make_sampler(
     return make_sglang_sampler(run, layout)
 
 
+def _concatenate(column: Mapping[int, NDArray[Any]], count: int) -> NDArray[Any]:
+    return np.concatenate([column[i] for i in range(count)]).astype("<f4")
+
+
+def _as_arrays(columns: Sequence[Sequence[Tensor]], count: int) -> list[list[NDArray[Any]]]:
+    """The first `count` entries of every column; a rank without samples has one placeholder."""
+    return [[values.numpy() for values in column[:count]] for column in columns]
+
+
 def samples_of(lengths: list[int], tokens: bytes, fields: Mapping[str, bytes]) -> list[TrainSample]:
-    """Convert datums to samples in which every row is scored."""
+    """Convert datums to samples in which every token is a response token."""
 
-    def parts(name: str, data: bytes) -> tuple[Tensor, ...]:
-        whole = torch.from_numpy(
-            np.frombuffer(data, dtype="<i8" if name in WHOLE_NUMBERS else "<f4").copy()
-        )
-        return (whole.view(sum(lengths), -1) if name in SETS else whole).split(lengths)
+    def split(name: str, data: bytes) -> tuple[Tensor, ...]:
+        dtype = "<i8" if name in INTEGERS else "<f4"
+        values = torch.from_numpy(np.frombuffer(data, dtype=dtype).copy())
+        return (values.view(sum(lengths), -1) if name in SETS else values).split(lengths)
 
-    inputs = parts("tokens", tokens)
-    columns = {name: parts(name, data) for name, data in fields.items()}
+    columns = {name: split(name, data) for name, data in fields.items()}
     ones = [torch.ones(n) for n in lengths]
     samples = []
-    for i, row in enumerate(inputs):
+    for i, row in enumerate(split("tokens", tokens)):
         values = {name: column[i] for name, column in columns.items()}
         if "keep_mask" in values:
             values["keep_mask"] = values["keep_mask"] > 0

@@ -34,7 +34,7 @@ class WorkerLink:
         folder: Path,
         *,
         fingerprint: str,
-        on_connect: Callable[[dict[str, object]], None],
+        on_connect: Callable[[codec.Message], None],
         on_loss: Callable[[str], None],
         on_other_settings: Callable[[], None],
         on_fault: Callable[[str], None] = log.error,
@@ -55,9 +55,9 @@ class WorkerLink:
         self._on_other_settings, self._on_fault = on_other_settings, on_fault
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self.connected = False
-        self._waiting: tuple[str, asyncio.Future[dict[str, object]]] | None = None
+        self._waiting: tuple[str, asyncio.Future[codec.Message]] | None = None
         self._server: asyncio.Server | None = None
-        self._late: dict[str, object] | None = None
+        self._late: codec.Message | None = None  # response of the workers' last command
         self.said_goodbye = False
 
     async def start(self) -> None:
@@ -78,7 +78,7 @@ class WorkerLink:
         if self._streams is not None:
             self._streams[1].close()
 
-    async def call(self, id: str, command: dict[str, object]) -> object:
+    async def call(self, id: str, command: codec.Message) -> object:
         """Execute a command on the workers; returns their response.
 
         Raises:
@@ -87,20 +87,19 @@ class WorkerLink:
         """
         if not self.connected:
             raise Failed("the workers have ended")
-        if (
-            self._late is not None and self._late["id"] == id
-        ):  # executed for an earlier API process that exited before the response arrived
+        # executed for an earlier API process that exited before the response arrived
+        if self._late is not None and self._late["id"] == id:
             message, self._late = self._late, None
             return value_of(message)
         assert self._streams is not None
-        answer: asyncio.Future[dict[str, object]] = asyncio.get_running_loop().create_future()
-        self._waiting = (id, answer)
+        response: asyncio.Future[codec.Message] = asyncio.get_running_loop().create_future()
+        self._waiting = (id, response)
         try:
             writer = self._streams[1]
             writer.write(codec.framed(codec.encode({"id": id, **command})))
             with contextlib.suppress(ConnectionError):  # reported by the reader
                 await writer.drain()
-            return value_of(await answer)
+            return value_of(await response)
         finally:
             self._waiting = None
 
@@ -131,12 +130,8 @@ class WorkerLink:
                 if "reason" in message:
                     self.said_goodbye, reason = message["goodbye"], message["reason"]
                     break
-                if (
-                    self._waiting is not None
-                    and self._waiting[0] == message["id"]
-                    and not self._waiting[1].done()
-                ):
-                    self._waiting[1].set_result(message)
+                if self._waiting is not None and self._waiting[0] == message["id"]:
+                    self._respond(message)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         except Exception as error:
@@ -146,24 +141,23 @@ class WorkerLink:
             self.connected = False
             self._streams = None
             writer.close()
-            if self._waiting is not None and not self._waiting[1].done():
-                self._waiting[1].set_result(
-                    {
-                        "ok": False,
-                        "category": "server",
-                        "error": f"the workers have ended ({reason})",
-                    }
-                )
+            error_text = f"the workers have ended ({reason})"
+            self._respond({"ok": False, "category": "server", "error": error_text})
             self._on_loss(reason)
 
-    async def _read(self, reader: asyncio.StreamReader, most: int | None = None) -> Any:
+    def _respond(self, message: codec.Message) -> None:
+        """Resolve the pending call, if there is one."""
+        if self._waiting is not None and not self._waiting[1].done():
+            self._waiting[1].set_result(message)
+
+    async def _read(self, reader: asyncio.StreamReader, limit: int | None = None) -> Any:
         size = codec.frame_size(await reader.readexactly(codec.HEAD))
-        if most is not None and size > most:
+        if limit is not None and size > limit:
             raise ValueError("too large")
         return codec.decode(await reader.readexactly(size))
 
 
-def value_of(message: dict[str, Any]) -> object:
+def value_of(message: codec.Message) -> object:
     """Result of a command from the workers' response. Raises Refused or Failed."""
     if message["ok"]:
         return message["value"]

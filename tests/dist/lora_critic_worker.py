@@ -50,7 +50,7 @@ def make_host(folder: str, layout: ParallelLayout, flags: str = "") -> ModelHost
 
 
 def network_of(host: ModelHost, model: str = "critic") -> LoraNetwork:
-    network = host.residents.network(model)
+    network = host.pool.network(model)
     assert isinstance(network, LoraNetwork)
     return network
 
@@ -89,7 +89,9 @@ def critic_command(seed: int) -> dict[str, Any]:
 
 
 def critic_pass(host: ModelHost, seed: int, **changes: Any) -> Any:
-    return host.execute({"op": "pass", "model": "critic", **critic_command(seed), **changes})
+    return host.execute(
+        {"op": "forward_backward", "model": "critic", **critic_command(seed), **changes}
+    )
 
 
 def whole(host: ModelHost, *, gradient: bool = False) -> dict[str, Tensor]:
@@ -144,7 +146,9 @@ def train(host: ModelHost) -> dict[str, Any]:
     network.finalize_gradients = finalize  # type: ignore[method-assign]
     for step in range(STEPS):
         told.append(critic_pass(host, 2 * step))
-        host.execute({"op": "pass", "model": "policy", **command_of(message_of(3, 9, seed=step))})
+        host.execute(
+            {"op": "forward_backward", "model": "policy", **command_of(message_of(3, 9, seed=step))}
+        )
         told.append(critic_pass(host, 2 * step + 1))
         settings = {
             **ADAM,
@@ -153,9 +157,11 @@ def train(host: ModelHost) -> dict[str, Any]:
             "weight_decay": 0.1,
             "grad_clip_norm": 1.0,
         }
-        norms.append(host.execute({"op": "step", "model": "critic", "adam": settings})["grad_norm"])
+        norms.append(
+            host.execute({"op": "optim_step", "model": "critic", "adam": settings})["grad_norm"]
+        )
     told.append(critic_pass(host, 9, forward_only=True))
-    norms.append(host.execute({"op": "step", "model": "policy", "adam": ADAM})["grad_norm"])
+    norms.append(host.execute({"op": "optim_step", "model": "policy", "adam": ADAM})["grad_norm"])
     return dict(told=told, gradients=gradients, norms=norms, end=whole(host))
 
 

@@ -24,7 +24,7 @@ class Source:
     def next(self) -> bytes:
         return codec.encode(self.commands.pop(0))
 
-    def answer(self, message: dict[str, Any]) -> None:
+    def respond(self, message: dict[str, Any]) -> None:
         self.answers.append(message)
 
 
@@ -61,7 +61,7 @@ def errors_are_agreed(rank: int, world_size: int, arguments: dict[str, Any]) -> 
         {"id": "2", "op": "sum", "refused_on": [0, 1]},
         {
             "id": "3",
-            "op": "pass",
+            "op": "forward_backward",
             "model": "m",
             "fails_on": [1],
             "no_collective": True,
@@ -69,13 +69,19 @@ def errors_are_agreed(rank: int, world_size: int, arguments: dict[str, Any]) -> 
         },
         {
             "id": "3b",
-            "op": "step",
+            "op": "optim_step",
             "model": "m",
             "fails_on": [0, 1],
             "no_collective": True,
             "stages": [1, 2],
         },
-        {"id": "3c", "op": "pass", "model": "m", "exhausts": [0, 1], "no_collective": True},
+        {
+            "id": "3c",
+            "op": "forward_backward",
+            "model": "m",
+            "exhausts": [0, 1],
+            "no_collective": True,
+        },
         {
             "id": "3d",
             "op": "load",
@@ -118,7 +124,7 @@ def a_rank_is_left_in_a_collective(rank: int, world_size: int, arguments: dict[s
         time.sleep(2.5)  # as if in the collective
         return {}
     try:
-        loop.execute({"id": "1", "op": "pass", "model": "m", "fails_on": [1]})
+        loop.execute({"id": "1", "op": "forward_backward", "model": "m", "fails_on": [1]})
     except RunError as error:
         return {"error": str(error), "seconds": time.monotonic() - started}
     return {}

@@ -74,17 +74,15 @@ def trained(model: Path, *flags: str) -> dict[str, Any]:
                         if name == "critic"
                         else command_of(message_of(3, 9, seed=seed))
                     )
-                    host.execute({"op": "pass", "model": name, **command})
+                    host.execute({"op": "forward_backward", "model": name, **command})
                     seen["held"].append(tuple(held(host, adapter) for adapter in ADAPTERS))
             for name in MODELS:
                 seen["norms"].append(
                     host.execute(
-                        {"op": "step", "model": name, "adam": {**ADAM, "learning_rate": 1e-2}}
+                        {"op": "optim_step", "model": name, "adam": {**ADAM, "learning_rate": 1e-2}}
                     )["grad_norm"]
                 )
-        seen["tensors"] = [
-            t.clone() for name in MODELS for t in host.residents.network(name).tensors()
-        ]
+        seen["tensors"] = [t.clone() for name in MODELS for t in host.pool.network(name).tensors()]
     return seen
 
 
@@ -141,10 +139,12 @@ def test_models_that_were_saved_and_loaded_wait_too(
         host = ModelHost(run, layout)
 
         def step(name: str, seed: int) -> float:
-            host.execute({"op": "pass", "model": name, **command_of(message_of(3, 9, seed=seed))})
+            host.execute(
+                {"op": "forward_backward", "model": name, **command_of(message_of(3, 9, seed=seed))}
+            )
             return float(
                 host.execute(
-                    {"op": "step", "model": name, "adam": {**ADAM, "learning_rate": 1e-2}}
+                    {"op": "optim_step", "model": name, "adam": {**ADAM, "learning_rate": 1e-2}}
                 )["grad_norm"]
             )
 
@@ -167,8 +167,7 @@ def test_models_that_were_saved_and_loaded_wait_too(
                 )
         norms = [[step(name, seed) for seed in (1, 2)] for name in ("saved", "loaded")]
         ends = [
-            [t.clone() for t in host.residents.network(name).tensors()]
-            for name in ("saved", "loaded")
+            [t.clone() for t in host.pool.network(name).tensors()] for name in ("saved", "loaded")
         ]
     assert norms[0] == norms[1] and norms[0][1] > 0
     assert [i for i, (a, b) in enumerate(zip(*ends, strict=True)) if not torch.equal(a, b)] == []
@@ -195,7 +194,7 @@ def test_a_model_is_lost_by_a_load_only_if_something_was_read_into_it(
         assert loop.execute({"op": "create", **made})["ok"]
         assert loop.execute({"op": "save", "model": "m", "folder": str(tmp_path)})["ok"]
         damage(tmp_path)
-        before = [t.clone() for t in host.residents.network("m").tensors()]
+        before = [t.clone() for t in host.pool.network("m").tensors()]
         load = {"op": "load", "model": "m", "folder": str(tmp_path), "optimizer": True}
         answer = loop.execute(load)
         assert not answer["ok"] and "is damaged" in answer["error"], answer
@@ -203,9 +202,11 @@ def test_a_model_is_lost_by_a_load_only_if_something_was_read_into_it(
         assert (answer["broken"], answer["category"]) == (lost, "server" if lost else "user")
         assert ("m" not in host.models) == lost
         if not lost:
-            after = host.residents.network("m").tensors()
+            after = host.pool.network("m").tensors()
             assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-            assert loop.execute({"op": "pass", "model": "m", **command_of(message_of(3, 9))})["ok"]
+            assert loop.execute(
+                {"op": "forward_backward", "model": "m", **command_of(message_of(3, 9))}
+            )["ok"]
 
 
 def test_a_full_disk_is_reported_in_the_words_of_the_server(

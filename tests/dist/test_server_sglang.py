@@ -25,8 +25,8 @@ from slime_like.rollout.engines.sglang.http import Deadlines, Retries
 from slime_like.rollout.engines.sglang.requests import RequestSettings
 from slime_like.rollout.engines.sglang.server_pool import HealthSettings, ServerPool
 from slime_like.tinker.errors import Refused
-from slime_like.tinker.sampler import seed_of
-from slime_like.tinker.sglang_sampler import SglangSampler, snapshot_updater, snapshots_of
+from slime_like.tinker.sampler import SampleCommand, seed_of
+from slime_like.tinker.sglang_sampler import SglangSampler, snapshot_transport, snapshot_updater
 from slime_like.tinker.worker_backend import ModelHost
 from tests.fake_sglang import FakeServer, changed, fake_servers, make_served_model, status
 from tests.quantized_models import fp8_config, fp8_matrix, write_model
@@ -65,7 +65,7 @@ def sampler_of(base: str, servers: list[FakeServer]) -> SglangSampler:
     settings = RequestSettings(Deadlines(5.0, 10.0, 10.0), Retries(2, 0.01, 0.02), 64)
     return SglangSampler(
         SglangEngine(pool, updater, settings, base, check_updates=False),
-        snapshots_of(updater),
+        snapshot_transport(updater),
         settings,
         base,
     )
@@ -90,7 +90,7 @@ def ask(sampler: SglangSampler, folder: str, **changes: Any) -> list[dict[str, A
         "prompt_log_probs": True,
         "seeded": True,
     }
-    return sampler.sample(folder, **{**request, **changes})
+    return sampler.sample(folder, SampleCommand.from_plain(**{**request, **changes}))
 
 
 def assert_of(answers: list[dict[str, Any]], folder: str) -> None:
@@ -192,7 +192,7 @@ def test_a_snapshot_that_is_untied_is_refused(
     folder = shutil.copytree(snapshots[1], tmp_path / "untied")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
-    with pytest.raises(Refused, match="output layer of its own"):
+    with pytest.raises(Refused, match="untied output layer"):
         ask(pair.sampler, str(folder))
     assert_of(ask(pair.sampler, snapshots[1]), snapshots[1])
 

@@ -221,7 +221,7 @@ def test_a_saved_state_goes_on_bit_by_bit(client: tinker.ServiceClient, api: Api
     (offered,) = rest.get_server_capabilities().result().supported_models
     assert offered.model_name == str(api.model)
     with pytest.raises(
-        tinker.APIStatusError, match=r"POST /api/v1/training_runs/.*/publish is not offered here"
+        tinker.APIStatusError, match=r"POST /api/v1/training_runs/.*/publish is not supported"
     ):
         rest.publish_checkpoint_from_tinker_path(path).result()
     rest.delete_checkpoint_from_tinker_path(path).result()

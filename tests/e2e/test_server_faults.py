@@ -129,7 +129,7 @@ def test_memory_and_numbers(work: Any, tmp_path: Path) -> None:
 
         told = exhausted(server, raw, model, 5, forward_only=False)
         assert "out of memory" in told["error"], told
-        assert "send these batches again" in raw.refused(raw.step(model, 6))
+        assert "send the batches again" in raw.refused(raw.step(model, 6))
         for one, first in ((model, 7), (plain, 4)):
             raw.send_pass(raw.pass_body(one, first, batch(2)))
         raw.step(model, 8)

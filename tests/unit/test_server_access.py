@@ -10,7 +10,7 @@ import pytest
 
 from arguments.rules.server import valid_keys
 from slime_like.tinker import access
-from slime_like.tinker.access import KeyRing, Visitors
+from slime_like.tinker.access import KeyRing, OriginCheck
 from slime_like.tinker.model_registry import Quota
 
 
@@ -56,14 +56,14 @@ def test_keys_are_read_again(
         ({b"host": b"localhost", b"sec-fetch-site": b"same-origin"}, True),
     ],
 )
-def test_visitors(headers: dict[bytes, bytes], taken: bool) -> None:
-    why = Visitors("127.0.0.1", ["train.example"]).refusal(headers)
+def test_origins(headers: dict[bytes, bytes], taken: bool) -> None:
+    why = OriginCheck("127.0.0.1", ["train.example"]).refusal(headers)
     assert (why is None) == taken, why
 
 
 def test_what_one_key_may_hold() -> None:
     """Of several keys each leaves as much as it takes; a flag says otherwise; one key takes all."""
-    quota = Quota("models", 8, None, "--max-models", "--max-models-per-key")
+    quota = Quota("models", 8, None)
 
     def taken_by(owner: str, owners: list[str], *, several: bool = True) -> list[str]:
         while quota.refusal(owners, owner, several=several) is None:
@@ -75,7 +75,7 @@ def test_what_one_key_may_hold() -> None:
     assert "--max-models-per-key" in str(quota.refusal(first, "a", several=True))
     assert len(taken_by("a", [], several=False)) == 8
     assert "--max-models" in str(quota.refusal(["b"] * 8, "a", several=True))
-    one = Quota("models", 8, 1, "--max-models", "--max-models-per-key")
+    one = Quota("models", 8, 1)
     assert one.refusal(["b"], "a", several=True) is None
     assert one.refusal(["a"], "a", several=False)
 

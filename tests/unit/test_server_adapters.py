@@ -31,7 +31,9 @@ def test_the_sdks_defaults_are_taken() -> None:
 
 
 def test_an_output_layer_that_samplers_cannot_take() -> None:
-    with pytest.raises(Refused, match="train_unembed is not offered with --rollout-engine sglang"):
+    with pytest.raises(
+        Refused, match="train_unembed is not supported with --rollout-engine sglang"
+    ):
         adapter_of(LoraConfig(rank=32), "policy", SGLANG)
     settings = adapter_of(LoraConfig(rank=32, train_unembed=False), "policy", SGLANG)
     assert settings is not None and not settings["train_unembed"]

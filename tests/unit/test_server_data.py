@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from tinker import types
 
 from slime_like.tinker import proto
-from slime_like.tinker.data import Limits, check_pass
+from slime_like.tinker.data import Limits, check_forward_backward
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.losses import served_loss
 from slime_like.tinker.schemas import AdamParams
@@ -38,7 +38,7 @@ def request(targets: Any, weights: Any | None, loss: str = "cross_entropy", leng
 
 
 def checked(message: Any) -> dict[str, list[Any]]:
-    return check_pass(message, role="policy", limits=LIMITS).fields
+    return check_forward_backward(message, role="policy", limits=LIMITS).fields
 
 
 def test_sparse_tensors_are_what_the_sdk_left_out() -> None:
@@ -99,14 +99,14 @@ def test_shapes_that_are_refused() -> None:
         (request(two.long(), torch.ones(4)), "weights has 4 entries"),
         (
             request(two.long(), torch.ones(4, 3)),
-            "several targets a token go with cross_entropy alone",
+            "only cross_entropy supports several targets per token",
         ),
         (request(two.long() * 60, two), "token 60 is outside the vocabulary"),
-        (request(torch.ones(4, 60).long(), torch.ones(4, 60)), "60 targets a token"),
+        (request(torch.ones(4, 60).long(), torch.ones(4, 60)), "60 targets per token"),
         (request(torch.ones(4, 50).long(), torch.ones(4, 50), length=4), None),
         (request(torch.ones(5, 41).long(), torch.ones(5, 41), length=5), "more than 200"),
         (request(two.long(), two * float("inf")), "not finite"),
-        (request(torch.ones(4).long(), two), "several targets a token go with"),
+        (request(torch.ones(4).long(), two), "only cross_entropy supports"),
     ]
     for message, words in cases:
         if words is None:

@@ -34,7 +34,7 @@ class Recorder:
             raise Refused("it is bad")
         return [json_result({"id": r.id}) for r in requests]
 
-    def alike(self, first: Request, other: Request) -> bool:
+    def can_batch(self, first: Request, other: Request) -> bool:
         return first.body == other.body
 
     def needs_workers(self, request: Request) -> bool:
@@ -45,7 +45,7 @@ class Recorder:
 
 def make(journal: Journal, **settings: object) -> tuple[Dispatcher, Recorder]:
     operations = Recorder()
-    options = {"most_waiting": 100, "gap_s": 60.0, "batch": 3, **settings}
+    options = {"max_waiting": 100, "gap_s": 60.0, "batch": 3, **settings}
     return Dispatcher(journal, operations, **options), operations  # type: ignore[arg-type]
 
 
@@ -114,7 +114,7 @@ def test_too_much_waiting_is_refused_for_a_while() -> None:
     """One model fills half of the room; what it leaves is there for others, who fill half of that."""
 
     async def run() -> None:
-        dispatcher, _ = make(Journal(":memory:"), most_waiting=8)
+        dispatcher, _ = make(Journal(":memory:"), max_waiting=8)
         for key, room in (("a", 4), ("b", 2), ("c", 1)):
             dispatcher.queue(key, next_seq=1)
             for seq in range(1, room + 1):
@@ -135,7 +135,7 @@ def test_a_client_that_floods_does_not_hold_others_up() -> None:
     between two of theirs there is one of the flood and one of each other."""
 
     async def run() -> None:
-        dispatcher, operations = make(Journal(":memory:"), most_waiting=1000)
+        dispatcher, operations = make(Journal(":memory:"), max_waiting=1000)
         for key in ("flood", "first", "second", "third"):
             dispatcher.queue(key, next_seq=1)
         for seq in range(1, 101):
@@ -183,7 +183,7 @@ def test_a_restart_finds_results_and_what_waits(tmp_path: Path) -> None:
         for key in "ab":
             dispatcher.queue(key, next_seq=2)
         dispatcher.restore(lambda r: "its model is lost" if r.queue == "b" else None)
-        assert dispatcher.known("a", 1, "digest {}") is dispatcher.requests["a/1"]
+        assert dispatcher.accepted("a", 1, "digest {}") is dispatcher.requests["a/1"]
         dispatcher.start()
         await settled(dispatcher)
         await dispatcher.stop()

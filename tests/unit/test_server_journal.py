@@ -146,7 +146,7 @@ def test_an_operation_that_breaks_does_not_stop_execution() -> None:
 
 def test_internal_requests_are_accepted_when_the_queues_are_full() -> None:
     """The server's own, such as the unloading of a model."""
-    dispatcher, _ = make(Journal(":memory:"), most_waiting=2)
+    dispatcher, _ = make(Journal(":memory:"), max_waiting=2)
     for key in ("a", "own"):
         dispatcher.queue(key, next_seq=None)
     dispatcher.accept(request("a", 1))

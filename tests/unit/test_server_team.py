@@ -65,7 +65,7 @@ def test_a_request_that_the_workers_die_with_names_the_newest_checkpoint(api: Ap
     path = api.post("retrieve_future", api.post("save_weights", body))["path"]
 
     async def die(id: str, command: dict[str, Any]) -> Any:
-        api.service.lifetimes.workers_ended("the connection was closed")
+        api.service.sessions.workers_ended("the connection was closed")
         raise Failed("the workers have ended (the connection was closed)")
 
     api.service.operations.call = die
@@ -123,4 +123,4 @@ def test_a_web_page_of_another_site_is_refused(api: Api) -> None:
     for header in ({"Host": "rebound.example"}, {"Origin": "https://site.example"}):
         assert api.send("create_session", b"{}", header).status_code == 403
     path = "training_runs/r/checkpoints/weights/a/publish"
-    assert "is not offered here" in api.loop.run_until_complete(api.http.delete(path)).text
+    assert "cannot be published" in api.loop.run_until_complete(api.http.delete(path)).text

@@ -16,7 +16,7 @@ from slime_like.rollout.engines.local.engine import LocalEngine
 from slime_like.tinker.data import Limits
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.results import sample_output
-from slime_like.tinker.sampler import SampleCommand, add_top, plain, top_of
+from slime_like.tinker.sampler import SampleCommand, add_top_tokens, plain_output, top_tokens
 from slime_like.tinker.sampling import sample_body
 from slime_like.tinker.schemas import Sample
 from tests.fake_sglang import make_served_model
@@ -38,12 +38,19 @@ def test_top_k_log_probs_are_those_of_log_softmax(tmp_path: Path) -> None:
     folder = make_served_model(tmp_path / "model", seed=0)
     engine = LocalEngine(folder, None)
     engine.update_weights(iter(load_file(Path(folder) / "model.safetensors").items()), 1)
-    asked = SampleCommand.of(SAMPLING, [np.array(PROMPT, "<i4").tobytes()], [2])
+    prompts = [np.array(PROMPT, "<i4").tobytes()]
+    command = SampleCommand.from_plain(SAMPLING, prompts, counts=[2], seeds=[0], top_k_sample=K)
     params = SamplingParams(**{**SAMPLING, "stop": (), "stop_token_ids": ()})
     outputs = engine.generate([GenerateRequest(j, PROMPT, seed=j) for j in range(2)], params)
-    samples = {(0, j): plain(output) for j, output in enumerate(outputs)}
-    add_top(engine, asked, samples, K)
-    content, _ = sample_output(list(samples.values()), None, top_of(engine, PROMPT, 0, K, 1.0))
+    samples = {(0, j): plain_output(output) for j, output in enumerate(outputs)}
+    add_top_tokens(engine, command, samples)
+    content, _ = sample_output(
+        {
+            "sequences": list(samples.values()),
+            "prompt_log_probs": None,
+            "top_prompt": top_tokens(engine, PROMPT, 0, K, 1.0),
+        }
+    )
     read = deserialize_sample_response(content)
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
