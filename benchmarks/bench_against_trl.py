@@ -141,8 +141,7 @@ def main() -> None:
                 fastest[side] = min(fastest[side], seconds)
     print(
         f"{case['parameters'] / 1e6:.2f}M parameters, {args.prompts} prompts x {args.samples} "
-        "samples"
-        f" of 6 + {args.new_tokens} tokens, {args.threads} threads"
+        f"samples of 6 + {args.new_tokens} tokens, {args.threads} threads"
     )
     first = fastest[args.sides[0]]
     for side, seconds in fastest.items():

@@ -231,8 +231,8 @@ def main() -> int:
     ]
     for result in results:
         print(
-            f"| model of {result[COPY]['gb']:.2f} GB | s | GB/s | times the plain copy | peak, "
-            "MiB |\n|---|---|---|---|---|"
+            f"| model of {result[COPY]['gb']:.2f} GB | s | GB/s | times the plain copy | peak, MiB "
+            "|\n|---|---|---|---|---|"
         )
         for name, row in result.items():
             print(

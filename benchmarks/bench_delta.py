@@ -120,10 +120,9 @@ def measure(words: argparse.Namespace, lr: float) -> dict[str, float]:
         "apply_s": statistics.median(applying),
     }
     print(
-        f"lr {lr:g}: {row['full_mib']:.0f} MiB of weights; an update is {row['share_mean']:.2%} "
-        "of them "
-        f"(at most {row['share_max']:.2%}), {row['write_s']:.2f} s to write, {row['apply_s']:.2f} "
-        "s to apply"
+        f"lr {lr:g}: {row['full_mib']:.0f} MiB of weights; an update is {row['share_mean']:.2%} of "
+        f"them (at most {row['share_max']:.2%}), {row['write_s']:.2f} s to write, "
+        f"{row['apply_s']:.2f} s to apply"
     )
     return row
 

@@ -73,9 +73,8 @@ def table(repeats: int) -> list[dict[str, Any]]:
         rows.append({"lengths": name, "packed": found, "by_number": fixed})
         print(
             f"{name:10} {found['rows']:5} {found['bound']:6} {found['fullest']:8} "
-            f"{found['emptiest']:9} {found['pack_ms']:8.2f} "
-            f"{found['level_ms']:9.2f}    {fixed['rows']:15} {fixed['largest']:8} "
-            f"{fixed['padding_frac']:8.1%}"
+            f"{found['emptiest']:9} {found['pack_ms']:8.2f} {found['level_ms']:9.2f}    "
+            f"{fixed['rows']:15} {fixed['largest']:8} {fixed['padding_frac']:8.1%}"
         )
     return rows
 

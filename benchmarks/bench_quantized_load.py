@@ -96,8 +96,8 @@ def main() -> int:
     write_json(chosen.json, asdict(found))
     print(
         f"{found.stored / 1e9:.2f} GB of fp8 in {count} weights, one of which is "
-        f"{found.tensor / 1e6:.0f} MB in bf16: "
-        f"{found.peak / 1e6:.0f} MB beside a shard, {found.seconds:.1f} s for both ranks"
+        f"{found.tensor / 1e6:.0f} MB in bf16: {found.peak / 1e6:.0f} MB beside a shard, "
+        f"{found.seconds:.1f} s for both ranks"
     )
     return 0
 

@@ -4,9 +4,9 @@
 
 256 responses of 4,096 tokens are on rank 0, as with servers, and every rank trains on its part of
 them. For each number of gloo processes: the most memory of any rank above what it had before (MiB),
-seconds, and bytes that all ranks together hold afterwards, rank 0's samples included (MiB). "before"
-is how ranks once shared samples: all of them, pickled, on every rank; 16 processes would need 10
-GiB for it, so it is measured with at most --before-up-to.
+seconds, and bytes that all ranks together hold afterwards, rank 0's samples included (MiB).
+"before" is how ranks once shared samples: all of them, pickled, on every rank; 16 processes would
+need 10 GiB for it, so it is measured with at most --before-up-to.
 
 Then the same delivery for ranks that are simulated, 8 to a copy of the model, with 32 responses for
 each copy: what rank 0 sends, the most that another rank sends and gets, the index, the messages of

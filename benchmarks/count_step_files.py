@@ -72,10 +72,10 @@ def second_step(folder: Path) -> list[str]:
     from slime_like.trainer.trainer import Trainer
 
     flags = (
-        f"--hf-checkpoint {folder}/model --prompt-data {data} --input-key messages "
-        "--label-key answer --apply-chat-template --rm-type exact_match --lr 1e-4 "
-        "--num-rollout 2 --rollout-batch-size 2 --n-samples-per-prompt 4 "
-        f"--rollout-max-response-len 8 --no-progress --output-dir {folder}/out"
+        f"--hf-checkpoint {folder}/model --prompt-data {data} --input-key messages --label-key "
+        "answer --apply-chat-template --rm-type exact_match --lr 1e-4 --num-rollout 2 "
+        "--rollout-batch-size 2 --n-samples-per-prompt 4 --rollout-max-response-len 8 "
+        f"--no-progress --output-dir {folder}/out"
     )
     config = parse_args(flags.split(), world_size=1)
     groups = process_groups(

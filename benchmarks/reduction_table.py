@@ -29,9 +29,8 @@ from slime_like.rollout.recording import load_rollout  # noqa: E402
 NORM_LENGTH = 32
 FLAGS = (
     f"--debug-train-only --num-rollout 1 --rollout-batch-size {GROUPS} --n-samples-per-prompt "
-    f"{GROUP_SIZE} --micro-batch-size 2 "
-    "--policy-loss-type ppo --use-rollout-logprobs --use-kl-loss --kl-loss-coef 0.1 "
-    "--entropy-coef 0.01 --lr 3e-4 --clip-grad 1.0 "
+    f"{GROUP_SIZE} --micro-batch-size 2 --policy-loss-type ppo --use-rollout-logprobs "
+    "--use-kl-loss --kl-loss-coef 0.1 --entropy-coef 0.01 --lr 3e-4 --clip-grad 1.0 "
     "--no-tensorboard --no-progress --no-plot"
 )
 COLUMNS = (

@@ -95,13 +95,7 @@ class SimulatedWorld:
         self._calls: dict[tuple[Hashable, ...], _Call] = {}
 
     def post(
-        self,
-        key: tuple[Hashable, ...],
-        kind: str,
-        place: int,
-        size: int,
-        tensors: Any,
-        move: Move,
+        self, key: tuple[Hashable, ...], kind: str, place: int, size: int, tensors: Any, move: Move
     ) -> _Call:
         """Post tensors for a collective; the last of `size` ranks moves the data of all."""
         with self._lock:

@@ -29,10 +29,9 @@ import megatron_patches
 from slime_like import parse_args
 
 FLAGS = (
-    "--policy-loss-type sapo --sapo-tau-pos 1.0 --sapo-tau-neg 1.05 --entropy-coef 0.01 "
-    "--lr 1e-3 --lr-decay-style linear --min-lr 2e-4 --num-steps-per-rollout 2 "
-    "--rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 8 "
-    "--micro-batch-size 64"
+    "--policy-loss-type sapo --sapo-tau-pos 1.0 --sapo-tau-neg 1.05 --entropy-coef 0.01 --lr 1e-3 "
+    "--lr-decay-style linear --min-lr 2e-4 --num-steps-per-rollout 2 --rollout-batch-size 32 "
+    "--n-samples-per-prompt 8 --rollout-max-response-len 8 --micro-batch-size 64"
 )
 
 

@@ -2,8 +2,8 @@
 
 .venv-see/bin/python scripts/check_accessibility.py outputs/site/index.html 'report.html#curves'
 
-Needs `make see-env` and a Chromium, Debian's or Playwright's. tests/see checks a report and the site.
-"""
+Needs `make see-env` and a Chromium, Debian's or Playwright's. tests/see checks a report and the
+site."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def _on_screen(browser: Any, axe: str, page: str, screen: tuple[str, int]) -> It
         node = rule["nodes"][0]
         why = node["any"][0]["message"] if node["any"] else rule["help"]
         yield (
-            f"{scheme} {width} {page}: {rule['id']} ({rule['impact']}), {len(rule['nodes'])} times,"
-            f" first at {node['target']}: {why}"
+            f"{scheme} {width} {page}: {rule['id']} ({rule['impact']}), {len(rule['nodes'])} "
+            f"times, first at {node['target']}: {why}"
         )
 
 

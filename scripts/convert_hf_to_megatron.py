@@ -1,4 +1,5 @@
-"""`slime-like convert hf-to-megatron`, from a checkout that is not installed: python scripts/convert_hf_to_megatron.py ..."""
+"""`slime-like convert hf-to-megatron`, from a checkout that is not installed: python
+scripts/convert_hf_to_megatron.py ..."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""`slime-like convert megatron-to-hf`, from a checkout that is not installed: python scripts/convert_megatron_to_hf.py ..."""
+"""`slime-like convert megatron-to-hf`, from a checkout that is not installed: python
+scripts/convert_megatron_to_hf.py ..."""
 
 import sys
 from pathlib import Path

@@ -100,9 +100,9 @@ def render(table: FlagTable) -> str:
     ]
     parts.append(
         "## Known and not implemented yet\n\nRefused by name, never ignored. So is every field of "
-        "megatron-core's "
-        f"{', '.join(CONFIGS_OF_GROUP.values())} that is not above, whichever release is\n"
-        "installed: `train.py --help WORD` shows those with WORD in their names, with the "
+        f"megatron-core's {', '.join(CONFIGS_OF_GROUP.values())} that is not above, whichever "
+        "release is\ninstalled: `train.py --help WORD` shows those with WORD in their names, with "
+        "the "
         "reason.\n\n" + "\n".join(lines) + "\n"
     )
     return "\n".join(parts)

@@ -1,4 +1,5 @@
-"""`slime-like inspect`, from a checkout that is not installed: python scripts/inspect_checkpoint.py ..."""
+"""`slime-like inspect`, from a checkout that is not installed: python scripts/inspect_checkpoint.py
+..."""
 
 import sys
 from pathlib import Path

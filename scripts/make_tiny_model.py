@@ -3,9 +3,8 @@
 
     python scripts/make_tiny_model.py --like GLM-4.5-Air --output-dir outputs/tiny
 
---like: a published model, an architecture (Glm4MoeForCausalLM) or a model_type (glm4_moe). Nothing is
-downloaded.
-"""
+--like: a published model, an architecture (Glm4MoeForCausalLM) or a model_type (glm4_moe). Nothing
+is downloaded."""
 
 from __future__ import annotations
 

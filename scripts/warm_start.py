@@ -20,14 +20,12 @@ ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 1800
 SFT = (
     "--loss-type sft_loss --num-rollout 112 --rollout-batch-size 128 --micro-batch-size 64 --lr "
-    "3e-3 --lr-decay-style linear "
-    "--lr-warmup-iters 20 --eval-interval 112"
+    "3e-3 --lr-decay-style linear --lr-warmup-iters 20 --eval-interval 112"
 )
 DATA = (
     "--input-key messages --label-key answer --apply-chat-template --rollout-shuffle "
-    "--n-samples-per-eval-prompt 4 "
-    "--custom-rm-path scripts/demo_reward.py:score --rollout-max-response-len 8 --no-tensorboard "
-    "--no-progress --no-plot"
+    "--n-samples-per-eval-prompt 4 --custom-rm-path scripts/demo_reward.py:score "
+    "--rollout-max-response-len 8 --no-tensorboard --no-progress --no-plot"
 )
 
 

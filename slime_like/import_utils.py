@@ -31,8 +31,8 @@ class ExitCalled(RunError):
 
 
 def takes_args(function: Callable[..., Any]) -> bool:
-    """Whether a function that makes responses is in slime's convention: its first parameter is called
-    ``args``."""
+    """Whether a function that makes responses is in slime's convention: its first parameter is
+    called ``args``."""
     return next(iter(inspect.signature(function).parameters), None) == "args"
 
 

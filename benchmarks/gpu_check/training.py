@@ -35,9 +35,8 @@ SMALL = StepSizes(128, 2, 512, 32, 24, 96, 8, 512, 5)
 TINY = StepSizes(32, 1, 64, 8, 8, 24, 4, 128, 2)
 COMMON = (
     "--swiglu --num-attention-heads 16 --group-query-attention --num-query-groups 8 --kv-channels "
-    "128 --qk-layernorm --normalization RMSNorm "
-    "--norm-epsilon 1e-6 --rotary-base 1000000 --position-embedding-type rope "
-    "--disable-bias-linear --vocab-size 151936 --num-layers 28"
+    "128 --qk-layernorm --normalization RMSNorm --norm-epsilon 1e-6 --rotary-base 1000000 "
+    "--position-embedding-type rope --disable-bias-linear --vocab-size 151936 --num-layers 28"
 )
 MODELS = {  # sizes of Qwen's config.json files
     "0.6B": f"{COMMON} --hidden-size 1024 --ffn-hidden-size 3072",
@@ -45,8 +44,8 @@ MODELS = {  # sizes of Qwen's config.json files
 }
 REHEARSED = (
     "--swiglu --num-attention-heads 2 --kv-channels 8 --normalization RMSNorm "
-    "--position-embedding-type rope --disable-bias-linear --vocab-size 64 "
-    "--num-layers 1 --hidden-size 16 --ffn-hidden-size 32"
+    "--position-embedding-type rope --disable-bias-linear --vocab-size 64 --num-layers 1 "
+    "--hidden-size 16 --ffn-hidden-size 32"
 )
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 

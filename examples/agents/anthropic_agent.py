@@ -29,11 +29,7 @@ def answer(client: Anthropic, question: str) -> str:
         if message.stop_reason != "tool_use":
             return "".join(block.text for block in message.content if block.type == "text")
         results = [
-            {
-                "type": "tool_result",
-                "tool_use_id": block.id,
-                "content": result_of_add(block.input),
-            }
+            {"type": "tool_result", "tool_use_id": block.id, "content": result_of_add(block.input)}
             for block in message.content
             if block.type == "tool_use"
         ]

@@ -20,11 +20,7 @@ from openai import OpenAI
 TURNS = 5
 TOOL: Any = {
     "type": "function",
-    "function": {
-        "name": "add",
-        "description": add.__doc__,
-        "parameters": SCHEMA,
-    },
+    "function": {"name": "add", "description": add.__doc__, "parameters": SCHEMA},
 }
 
 

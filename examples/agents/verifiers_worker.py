@@ -52,7 +52,8 @@ class Environment(Protocol):
 
 
 def load(name: str, settings: Mapping[str, Any]) -> Environment:
-    """Of the installed release's kind. Raises ValueError for what one sample alone cannot be given."""
+    """Of the installed release's kind. Raises ValueError for what one sample alone cannot be
+    given."""
     classic = hasattr(importlib.import_module("verifiers"), "load_environment")
     return Classic(name, settings) if classic else Taskset(name, settings)
 

@@ -51,8 +51,7 @@ class Heartbeat:
         )
         return (
             f"rank {rank} (host {self.host}, process {self.process}), last heard of in phase "
-            f"{self.phase} for {self.phase_s:.1f} s, {moves}, "
-            f"at {self.where}"
+            f"{self.phase} for {self.phase_s:.1f} s, {moves}, at {self.where}"
         )
 
 

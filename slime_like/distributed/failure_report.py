@@ -91,8 +91,8 @@ def message_of(error: Exception) -> BaseException | None:
         reason = str(error).splitlines()[0]
         return RunError(
             f"rank {me.rank} on host {socket.gethostname()} has no answer from rank 0 "
-            f"({me.rank_zero}), which holds the store of this run: "
-            f"killed, or its host is gone ({reason}). --load continues from the last checkpoint"
+            f"({me.rank_zero}), which holds the store of this run: killed, or its host is gone "
+            f"({reason}). --load continues from the last checkpoint"
         )
 
 

@@ -141,8 +141,8 @@ def _wait_for_listener(meeting: Rendezvous, deadline: float, timeout: timedelta)
             if time.monotonic() > deadline:
                 raise meeting.failed(
                     f"nobody listened there for {_words(timeout)} ({error.strerror or error}): a "
-                    "wrong address, a firewall, or rank 0 did "
-                    "not start; --distributed-timeout-minutes waits longer"
+                    "wrong address, a firewall, or rank 0 did not start; "
+                    "--distributed-timeout-minutes waits longer"
                 ) from error
         time.sleep(RETRY_S)
 
@@ -217,8 +217,8 @@ def _connect(meeting: Rendezvous, deadline: float, timeout: timedelta) -> dist.S
         raise meeting.failed(errors[0])
     if meeting.hosts:
         raise meeting.failed(
-            f"rank 0 listens on this host, and {meeting.host} leads elsewhere: MASTER_ADDR must "
-            "be the host of rank 0"
+            f"rank 0 listens on this host, and {meeting.host} leads elsewhere: MASTER_ADDR must be "
+            "the host of rank 0"
         )
     raise meeting.failed(
         "what listens there does not answer as rank 0 of a run would: the port is another "

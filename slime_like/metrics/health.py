@@ -72,82 +72,77 @@ class Series:
 History = Mapping[str, Series]
 
 
-def no_reward(seen: History) -> str | None:
-    rewards, spread = seen[REWARD].newest(PATIENCE), seen[REWARD_STD].newest(PATIENCE)
+def no_reward(history: History) -> str | None:
+    rewards, spread = history[REWARD].newest(PATIENCE), history[REWARD_STD].newest(PATIENCE)
     if not spread or max(spread) > FLAT or any(rewards):
         return None
     return (
         f"every reward of the last {PATIENCE} rollouts is 0, so nothing is learned. Read some "
-        "responses (--save-debug-rollout-data): "
-        "the reward may look for a form that the model never writes, --label-key may name the "
-        "wrong field, "
-        "--rollout-max-response-len may cut the answer, or the prompts are too hard"
+        "responses (--save-debug-rollout-data): the reward may look for a form that the model "
+        "never writes, --label-key may name the wrong field, --rollout-max-response-len may cut "
+        "the answer, or the prompts are too hard"
     )
 
 
-def constant_reward(seen: History) -> str | None:
-    rewards, spread = seen[REWARD].newest(PATIENCE), seen[REWARD_STD].newest(PATIENCE)
+def constant_reward(history: History) -> str | None:
+    rewards, spread = history[REWARD].newest(PATIENCE), history[REWARD_STD].newest(PATIENCE)
     if not spread or max(spread) > FLAT or not any(rewards):
         return None
     return (
-        f"all rewards of the last {PATIENCE} rollouts are the same, {rewards[-1]:.4g} at last, so "
-        "nothing is learned. "
-        "Either the prompts are solved (--num-rollout can be smaller, or --prompt-data harder), "
-        "or the reward does not depend on the response (--custom-rm-path, --rm-type)"
+        f"all rewards of the last {PATIENCE} rollouts are {rewards[-1]:.4g}, so nothing is "
+        "learned. Either the prompts are solved (--num-rollout can be smaller, or --prompt-data "
+        "harder), or the reward does not depend on the response (--custom-rm-path, --rm-type)"
     )
 
 
-def no_spread(seen: History) -> str | None:
-    shares, spread = seen[SPREADLESS].newest(PATIENCE), seen[REWARD_STD].newest(PATIENCE)
-    singles = seen[SINGLE].newest(PATIENCE)
+def no_spread(history: History) -> str | None:
+    shares, spread = history[SPREADLESS].newest(PATIENCE), history[REWARD_STD].newest(PATIENCE)
+    singles = history[SINGLE].newest(PATIENCE)
     if not shares or min(shares) < NO_SPREAD or not spread or max(spread) <= FLAT or any(singles):
         return None
     return (
         f"in {shares[-1]:.0%} of the groups all responses have the same reward, which gives an "
-        "advantage of 0: prompts are too easy or "
-        "too hard. --dynamic-sampling-filter-path draws others in their place, a larger "
-        "--n-samples-per-prompt or "
-        "--rollout-temperature finds differences, and so does a reward with partial credit"
+        "advantage of 0: prompts are too easy or too hard. --dynamic-sampling-filter-path draws "
+        "others in their place, a larger --n-samples-per-prompt or --rollout-temperature finds "
+        "differences, and so does a reward with partial credit"
     )
 
 
-def truncation(seen: History) -> str | None:
-    share = seen[TRUNCATION]
+def truncation(history: History) -> str | None:
+    share = history[TRUNCATION]
     if not share.full:
         return None
-    grown = share.now - share.start
-    if share.now < TRUNCATED and grown < TRUNCATED_MORE:
+    increase = share.now - share.start
+    if share.now < TRUNCATED and increase < TRUNCATED_MORE:
         return None
-    was = f", {share.start:.0%} at first" if grown >= TRUNCATED_MORE else ""
+    was = f", {share.start:.0%} at first" if increase >= TRUNCATED_MORE else ""
     return (
         f"{share.now:.0%} of the responses are cut at --rollout-max-response-len{was}. Where the "
-        "reward pays for text after the answer, the "
-        "policy learns never to stop: give cut or overlong responses less (--custom-rm-path), "
-        "hold the policy near the "
-        "first one (--use-kl-loss), or raise the limit if answers need it"
+        "reward pays for text after the answer, the policy learns never to stop: give cut or "
+        "overlong responses less (--custom-rm-path), hold the policy near the first one "
+        "(--use-kl-loss), or raise the limit if answers need it"
     )
 
 
-def length_collapse(seen: History) -> str | None:
-    length = seen[LENGTH]
-    if not length.full or length.now >= COLLAPSE * length.start or _improved(seen):
+def length_collapse(history: History) -> str | None:
+    length = history[LENGTH]
+    if not length.full or length.now >= COLLAPSE * length.start or _improved(history):
         return None
     return (
-        f"responses have {length.now:.1f} tokens where they had {length.start:.1f}, and the "
-        "reward is no better. The policy gives up answering: "
-        "lower --lr, hold it near the first one (--use-kl-loss), or look whether the reward or "
-        "--loss-reduction favours short responses"
+        f"responses have {length.now:.1f} tokens where they had {length.start:.1f}, and the reward "
+        "is no better. The policy gives up answering: lower --lr, hold it near the first one "
+        "(--use-kl-loss), or look whether the reward or --loss-reduction favours short responses"
     )
 
 
-def entropy_collapse(seen: History) -> str | None:
-    entropy = seen[ENTROPY]
-    if not entropy.full or entropy.now >= ENTROPY_COLLAPSE * entropy.start or _improved(seen):
+def entropy_collapse(history: History) -> str | None:
+    entropy = history[ENTROPY]
+    if not entropy.full or entropy.now >= ENTROPY_COLLAPSE * entropy.start or _improved(history):
         return None
     return (
         f"the entropy fell from {entropy.start:.3g} to {entropy.now:.3g}, and the reward is no "
-        "better: all responses are alike, and nothing new is "
-        "tried. Lower --lr, raise --entropy-coef (0.01 to begin with), or widen --eps-clip-high"
+        "better: all responses are alike, and nothing new is tried. Lower --lr, raise "
+        "--entropy-coef (0.01 to begin with), or widen --eps-clip-high"
     )
 
 
@@ -162,10 +157,10 @@ RULES: Mapping[str, Callable[[History], str | None]] = {
 REWARD_RULES = frozenset({"no_reward", "constant_reward", "no_spread"})
 
 
-def _improved(seen: History) -> bool:
+def _improved(history: History) -> bool:
     """Whether the mean reward has increased since the first rollouts, by more than its
     variation."""
-    reward, spread = seen[REWARD], seen[REWARD_STD]
+    reward, spread = history[REWARD], history[REWARD_STD]
     if not reward.full or not spread.full:
         return False
     return reward.now > reward.start + IMPROVED * spread.start
@@ -183,7 +178,7 @@ class HealthMonitor:
         self._rules = {
             name: rule for name, rule in RULES.items() if reward_trains or name not in REWARD_RULES
         }
-        self._seen = {name: Series() for name in WATCHED}
+        self._history = {name: Series() for name in WATCHED}
         self._shown: list[str] = []
 
     def check(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
@@ -198,22 +193,24 @@ class HealthMonitor:
         """
         for name in WATCHED:
             if name in metrics:
-                self._seen[name].add(metrics[name])
-        holding = {name: text for name, rule in self._rules.items() if (text := rule(self._seen))}
-        fresh = [name for name in holding if name not in self._shown]
-        self._shown += fresh
-        counted = {"health/warnings": float(len(holding))}
-        counted |= {f"health/{name}": 1.0 for name in holding}
-        return counted, [f"{name} (health/{name}): {holding[name]}" for name in fresh]
+                self._history[name].add(metrics[name])
+        warnings = {
+            name: text for name, rule in self._rules.items() if (text := rule(self._history))
+        }
+        new = [name for name in warnings if name not in self._shown]
+        self._shown += new
+        health = {"health/warnings": float(len(warnings))}
+        health |= {f"health/{name}": 1.0 for name in warnings}
+        return health, [f"{name} (health/{name}): {warnings[name]}" for name in new]
 
     def state_dict(self) -> dict[str, object]:
         """State for a checkpoint, as plain JSON."""
-        series = {name: [list(s.first), list(s.last)] for name, s in self._seen.items()}
+        series = {name: [list(s.first), list(s.last)] for name, s in self._history.items()}
         return {"series": series, "shown": list(self._shown)}
 
     def load_state_dict(self, state: HealthState) -> None:
         """Continue from a `state_dict`; metrics that are not in it start empty."""
         for name, (first, last) in state["series"].items():
-            if name in self._seen:
-                self._seen[name] = Series(first, last)
+            if name in self._history:
+                self._history[name] = Series(first, last)
         self._shown = list(state["shown"])

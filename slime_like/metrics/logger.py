@@ -57,19 +57,17 @@ class MetricsLogger:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             kept = _drop_from(self.path, start_step) if self.path.exists() else None
             self._file = self._open()
-        self._waiting: dict[int, str] = {}  # pending lines, by step
+        self._pending: dict[int, str] = {}  # pending lines, by step
         self.trackers = trackers
         self._board: SummaryWriter | None = None
         if tensorboard_dir is not None:
             from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-            _tell_errors_of_its_thread_once()
+            _silence_writer_thread()
             with writes_to("--tensorboard-dir", tensorboard_dir):
                 self._board = SummaryWriter(str(tensorboard_dir), purge_step=start_step)
         if last is not None and kept is not None and start_step - 1 not in kept:
-            self.log(
-                start_step - 1, {name: _from_json(name, value) for name, value in last.items()}
-            )
+            self.log(start_step - 1, {name: _from_json(name, v) for name, v in last.items()})
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write one line before returning (without fsync: a power failure may lose it). On a full
@@ -77,8 +75,8 @@ class MetricsLogger:
         assert not _RESERVED & values.keys(), f"metrics may not be called {sorted(_RESERVED)}"
         row: dict[str, object] = {"step": step, "time": round(time.time(), 3)}
         row.update(to_json(values))
-        self._waiting[step] = json.dumps(row, allow_nan=False) + "\n"
-        self._write_waiting_lines()
+        self._pending[step] = json.dumps(row, allow_nan=False) + "\n"
+        self._write_pending()
         self._log_to_board(step, values)
         if self.trackers is not None:
             self.trackers.log(step, values)
@@ -89,13 +87,13 @@ class MetricsLogger:
         self._size = file.tell()
         return file
 
-    def _write_waiting_lines(self) -> None:
+    def _write_pending(self) -> None:
         """Write the pending lines; warns when the disk becomes full, and when it can be written
         again."""
-        late = len(self._waiting) - 1
-        error = self._write("".join(self._waiting.values()).encode())
+        late = len(self._pending) - 1
+        error = self._write("".join(self._pending.values()).encode())
         if error is None:
-            self._waiting.clear()
+            self._pending.clear()
         if error is None and late:
             logger.warning(
                 f"--output-dir {self.path}: can be written again; {late} earlier lines of metrics "
@@ -104,17 +102,16 @@ class MetricsLogger:
         elif error is not None and not late:
             logger.warning(
                 f"--output-dir {self.path}: cannot be written: {error.strerror or error}; make "
-                "room there. Training continues; "
-                "metrics are kept in memory and written when there is room, and are lost if the "
-                "run ends before"
+                "room there. Training continues; metrics are kept in memory and written when there "
+                "is room, and are lost if the run ends before"
             )
 
     def _write(self, data: bytes) -> OSError | None:
         """Append all of `data`, or nothing."""
-        written = 0
+        done = 0
         try:
-            while written < len(data):
-                written += self._file.write(data[written:])
+            while done < len(data):
+                done += self._file.write(data[done:])
         except OSError as error:
             with suppress(OSError):
                 self._file.truncate(self._size)
@@ -133,8 +130,8 @@ class MetricsLogger:
         except OSError as error:
             logger.warning(
                 f"--tensorboard-dir {self._board.log_dir}: cannot be written: "
-                f"{error.strerror or error}; make room there. Training "
-                f"continues without TensorBoard from step {step} on"
+                f"{error.strerror or error}; make room there. Training continues without "
+                f"TensorBoard from step {step} on"
             )
             self._board = None
 
@@ -146,7 +143,7 @@ class MetricsLogger:
     def amend(self, step: int, values: Mapping[str, float]) -> None:
         """Add metrics to the line of `step`, if it is the last one; otherwise write a new line."""
         before = self.row(step)
-        if step not in self._waiting:
+        if step not in self._pending:
             self._file.close()
             with writes_to("--output-dir", self.path):
                 _drop_from(self.path, step)
@@ -155,18 +152,18 @@ class MetricsLogger:
 
     def row(self, step: int) -> dict[str, float]:
         """The metrics of a written step; empty if there is none."""
-        lines = [self._waiting[step]] if step in self._waiting else []
+        lines = [self._pending[step]] if step in self._pending else []
         rows = [_parse(line) for line in lines] or read_metrics(self.path)
-        found = next((row for row in rows if row["step"] == step), {})
-        return {name: value for name, value in found.items() if name not in _RESERVED}
+        row = next((row for row in rows if row["step"] == step), {})
+        return {name: value for name, value in row.items() if name not in _RESERVED}
 
     def close(self, finish_s: float | None = None) -> None:
         """Write pending lines and close everything. finish_s: time limit for the trackers; None:
         their usual limit."""
-        if self._write("".join(self._waiting.values()).encode()) is not None:
+        if self._write("".join(self._pending.values()).encode()) is not None:
             logger.warning(
-                f"--output-dir {self.path}: the metrics of {len(self._waiting)} steps, from step "
-                f"{min(self._waiting)} on, are lost"
+                f"--output-dir {self.path}: the metrics of {len(self._pending)} steps, from step "
+                f"{min(self._pending)} on, are lost"
             )
         self._file.close()
         if self._board is not None:
@@ -181,7 +178,7 @@ class MetricsLogger:
         self.close()
 
 
-def _tell_errors_of_its_thread_once() -> None:
+def _silence_writer_thread() -> None:
     """Suppress tracebacks of TensorBoard's writer thread: an error in it, such as a full disk, is
     raised again by the next call of the writer."""
     before: Callable[[threading.ExceptHookArgs], object] = threading.excepthook
@@ -228,7 +225,7 @@ def _parse(line: str) -> dict[str, float]:
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         raise ValueError('expected an object with an integer "step"')
     if not line.endswith("\n"):
-        raise ValueError("the line is cut off")
+        raise ValueError("the line is truncated")
     return {
         name: value if name == "step" else _from_json(name, value) for name, value in row.items()
     }
@@ -237,7 +234,9 @@ def _parse(line: str) -> dict[str, float]:
 def _to_json(value: float) -> float | str:
     if math.isnan(value):
         return "NaN"
-    return value if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"
+    if math.isfinite(value):
+        return value
+    return "Infinity" if value > 0 else "-Infinity"
 
 
 def _from_json(name: str, value: object) -> float:
@@ -248,11 +247,11 @@ def _from_json(name: str, value: object) -> float:
 
 def _drop_from(path: Path, start_step: int) -> set[float]:
     """Atomically rewrite the file without steps >= start_step. Returns the remaining steps."""
-    left = [(line, row["step"]) for line, row in _rows(path) if row["step"] < start_step]
+    kept = [(line, row["step"]) for line, row in _rows(path) if row["step"] < start_step]
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(line for line, _ in left)
+        file.writelines(line for line, _ in kept)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    return {step for _, step in left}
+    return {step for _, step in kept}

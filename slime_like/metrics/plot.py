@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,16 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, YELLOW, GREY = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#D55E00",
-    "#CC79A7",
-    "#56B4E9",
-    "#F0E442",
-    "#7F7F7F",
-)
+BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+PURPLE, SKY, YELLOW, GREY = "#CC79A7", "#56B4E9", "#F0E442", "#7F7F7F"
 INDIGO, WINE = "#332288", "#882255"
 CYCLE = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION, YELLOW, GREY)
 PHASE_COLOURS = {
@@ -96,10 +88,7 @@ PANELS = (
     ),
     Panel(
         "Gradient norm before clipping",
-        (
-            ("policy", "train/grad_norm", BLUE),
-            ("critic", "train/critic_grad_norm", PURPLE),
-        ),
+        (("policy", "train/grad_norm", BLUE), ("critic", "train/critic_grad_norm", PURPLE)),
         log_scale=True,
     ),
     Panel("Critic: value loss", (("per token", "train/value_loss", PURPLE),), log_scale=True),
@@ -121,7 +110,12 @@ def series(rows: Rows, metric: str) -> Points:
 
 
 def eval_metrics(rows: Rows) -> list[str]:
-    return sorted({name for row in rows for name in row if name.startswith("eval/")})
+    return logged_metrics(rows, "eval/")
+
+
+def logged_metrics(rows: Rows, prefix: str | tuple[str, ...]) -> list[str]:
+    """Names of the metrics with such a prefix that any row has, sorted."""
+    return sorted(name for name in set[str]().union(*rows) if name.startswith(prefix))
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
@@ -130,9 +124,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
     half = max(len(values) // 20, 1)
     result = []
     for i in range(len(values)):
-        window = [
-            value for value in values[max(i - half, 0) : i + half + 1] if math.isfinite(value)
-        ]
+        window = list(filter(math.isfinite, values[max(i - half, 0) : i + half + 1]))
         result.append(sum(window) / len(window) if window else math.nan)
     return result
 
@@ -158,19 +150,8 @@ def write_plot(rows: Rows, path: str | Path, title: str = "", *, only: Sequence[
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(NO_MATPLOTLIB) from error
-    evals = [name for name in eval_metrics(rows) if name.endswith("/mean")]
-    eval_curves = tuple(
-        (name.split("/", 1)[1].removesuffix("/mean"), name, CYCLE[i % len(CYCLE)])
-        for i, name in enumerate(evals)
-    )
-    panels = [PANELS[0], Panel("Evaluation score", eval_curves), *PANELS[1:]]
-    panels = [
-        panel for panel in panels if any(series(rows, metric) for _, metric, _ in panel.curves)
-    ]
-    panels = [panel for panel in panels if _is_chosen(panel.title, only)]
-    has_phases = _is_chosen(PHASES_TITLE, only) and any(
-        STEP_SECONDS in row or phase_seconds(row) for row in rows
-    )
+    panels = _panels_with_data(rows, only)
+    has_phases = _is_selected(PHASES_TITLE, only) and any(map(_has_seconds, rows))
     if only and not panels and not has_phases:
         raise ValueError(f"--panels {' '.join(only)}: no panel with data has such a title")
     count = len(panels) + has_phases
@@ -203,14 +184,29 @@ def write_plot(rows: Rows, path: str | Path, title: str = "", *, only: Sequence[
     return path
 
 
+def _panels_with_data(rows: Rows, only: Sequence[str]) -> list[Panel]:
+    """The selected panels, each with the curves that have data."""
+    eval_curves: list[tuple[str, str, str]] = []
+    for name in eval_metrics(rows):
+        if name.endswith("/mean"):
+            label = name.split("/", 1)[1].removesuffix("/mean")
+            eval_curves.append((label, name, CYCLE[len(eval_curves) % len(CYCLE)]))
+    panels = []
+    for panel in (PANELS[0], Panel("Evaluation score", tuple(eval_curves)), *PANELS[1:]):
+        curves = tuple(curve for curve in panel.curves if series(rows, curve[1]))
+        if curves and _is_selected(panel.title, only):
+            panels.append(replace(panel, curves=curves))
+    return panels
+
+
 def _draw_panel(axis: Axes, panel: Panel, rows: Rows) -> None:
-    drawn = [
-        (label, metric, colour) for label, metric, colour in panel.curves if series(rows, metric)
-    ]
-    bad = 0
-    for label, metric, colour in drawn:
-        steps, values = (list(column) for column in zip(*series(rows, metric), strict=True))
-        bad += sum(not math.isfinite(value) for value in values)
+    non_finite, all_positive = 0, True
+    for label, metric, colour in panel.curves:
+        points = series(rows, metric)
+        steps, values = [step for step, _ in points], [value for _, value in points]
+        finite = list(filter(math.isfinite, values))
+        non_finite += len(values) - len(finite)
+        all_positive = all_positive and min(finite, default=1.0) > 0
         if len(values) < SMOOTH_FROM:
             axis.plot(steps, values, color=colour, lw=1.8, marker="o", ms=3.5, label=label)
         else:
@@ -219,38 +215,32 @@ def _draw_panel(axis: Axes, panel: Panel, rows: Rows) -> None:
         if len(values) == 1:
             axis.set_xlim(steps[0] - 1, steps[0] + 1)
     if panel.band is not None and (band := dict(series(rows, panel.band))):
-        points = [
-            (step, value, band[step]) for step, value in series(rows, drawn[0][1]) if step in band
-        ]
-        low, high = [v - s for _, v, s in points], [v + s for _, v, s in points]
-        axis.fill_between(
-            [step for step, _, _ in points], low, high, color=drawn[0][2], alpha=0.12, lw=0
-        )
-    positive = all(
-        value > 0
-        for _, metric, _ in drawn
-        for _, value in series(rows, metric)
-        if math.isfinite(value)
-    )
-    if panel.log_scale and positive:
+        _, metric, colour = panel.curves[0]
+        points = [(step, value) for step, value in series(rows, metric) if step in band]
+        low = [value - band[step] for step, value in points]
+        high = [value + band[step] for step, value in points]
+        steps = [step for step, _ in points]
+        axis.fill_between(steps, low, high, color=colour, alpha=0.12, lw=0)
+    if panel.log_scale and all_positive:
         axis.set_yscale("log")
     if panel.is_share:
         axis.set_ylim(-0.03, 1.03)
-    _finish(axis, panel.title + (f" ({bad} not finite)" if bad else ""))
+    _finish(axis, panel.title + (f" ({non_finite} not finite)" if non_finite else ""))
     axis.legend(frameon=False, fontsize=9, loc="best")
 
 
 def _draw_phases(axis: Axes, rows: Rows) -> None:
     """Seconds of each phase, stacked, with the remaining time on top. A rollout is as wide as one
     step of the axis."""
-    names = list(phase_seconds({name: 0.0 for row in rows for name in row}))
-    rows = [row for row in rows if STEP_SECONDS in row or phase_seconds(row)]
+    names = list(phase_seconds(dict.fromkeys(logged_metrics(rows, "perf/"), 0.0)))
+    rows = list(filter(_has_seconds, rows))
     steps = [int(row["step"]) for row in rows]
-    layers = [[row.get(phase_metric(name), 0.0) for row in rows] for name in names]
-    totals = [row.get(STEP_SECONDS, sum(phase_seconds(row).values())) for row in rows]
-    layers.append(
-        [max(total - sum(column), 0.0) for total, *column in zip(totals, *layers, strict=True)]
-    )
+    layers: list[list[float]] = [[] for _ in (*names, "other")]
+    for row in rows:
+        seconds = [row.get(phase_metric(name), 0.0) for name in names]
+        total = row.get(STEP_SECONDS, sum(phase_seconds(row).values()))
+        for layer, value in zip(layers, (*seconds, max(total - sum(seconds), 0.0)), strict=True):
+            layer.append(value)
     edges = [step - 0.5 for step in steps] + [steps[-1] + 0.5]
     colours = [*map(phase_colour, names), OTHER_COLOUR]
     labels = [name.replace("_", "-") for name in names] + ["other"]
@@ -276,18 +266,22 @@ def _draw_phases(axis: Axes, rows: Rows) -> None:
     )
 
 
-def _is_chosen(title: str, only: Sequence[str]) -> bool:
-    return not only or any(title.lower().startswith(word.lower()) for word in only)
+def _is_selected(title: str, only: Sequence[str]) -> bool:
+    return not only or title.lower().startswith(tuple(prefix.lower() for prefix in only))
+
+
+def _has_seconds(row: Mapping[str, float]) -> bool:
+    return STEP_SECONDS in row or bool(phase_seconds(row))
 
 
 def phase_colour(name: str) -> str:
     """The colour of a phase: the same in every plot, independent of a run's other phases.
 
     Args:
-        name: As in ``perf/<name>_s``; an unknown phase shares the colour of a known one.
+        name: As in ``perf/<name>_s``; another phase shares the colour of one of `PHASE_COLOURS`.
     """
-    known = list(PHASE_COLOURS.values())
-    return PHASE_COLOURS.get(name, known[zlib.crc32(name.encode()) % len(known)])
+    colours = list(PHASE_COLOURS.values())
+    return PHASE_COLOURS.get(name, colours[zlib.crc32(name.encode()) % len(colours)])
 
 
 def _finish(axis: Axes, title: str) -> None:

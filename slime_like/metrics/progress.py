@@ -3,6 +3,7 @@ one aligned line per rollout."""
 
 from __future__ import annotations
 
+import math
 import resource
 import statistics
 import time
@@ -19,17 +20,8 @@ from rich.text import Text
 
 from slime_like.logs import show_through
 
-PHASES = (
-    "generate",
-    "balance",
-    "log_probs",
-    "values",
-    "train_critic",
-    "train",
-    "sync",
-    "eval",
-    "save",
-)  # in the order of a rollout; others are shown after these
+# in the order of a rollout; others are shown after these
+PHASES = "generate balance log_probs values train_critic train sync eval save".split()  # noqa: SIM905
 STEP_SECONDS = "perf/step_s"
 SAMPLING_SECONDS = "perf/sampling_s"  # time of the sampling thread, concurrent with the phases
 
@@ -41,7 +33,7 @@ def phase_metric(phase: str) -> str:
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
     """Seconds by phase from logged metrics: every ``perf/<phase>_s`` except the full step,
     concurrent times and rates."""
-    found = {
+    seconds = {
         name.removeprefix("perf/").removesuffix("_s"): value
         for name, value in metrics.items()
         if name.startswith("perf/")
@@ -50,7 +42,7 @@ def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
         and not name.endswith("_per_s")
     }
     order = {phase: i for i, phase in enumerate(PHASES)}
-    return dict(sorted(found.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
+    return dict(sorted(seconds.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
 
 
 class PhaseTimer:
@@ -143,9 +135,8 @@ class Progress:
         self._show = show
         self._done = 0
         self._latest: dict[str, float] = {}
-        self._rewards: tuple[
-            float, ...
-        ] = ()  # replaced, not mutated: the display's thread reads it
+        # replaced, not mutated: the display's thread reads it
+        self._rewards: tuple[float, ...] = ()
         self._durations: deque[float] = deque(maxlen=ETA_WINDOW)
         self._started = self._step_started = time.monotonic()
         self._spinner = Spinner("dots")
@@ -215,17 +206,14 @@ class Progress:
 
     def _numbers(self) -> list[tuple[str, str]]:
         """(label, value) of the columns seen so far, then the mean of each evaluation set."""
-        shown = [
-            (label, form.format(self._latest[name]))
-            for label, name, form in _COLUMNS
-            if name in self._latest
+        latest = self._latest
+        numbers = [
+            (label, form.format(latest[name])) for label, name, form in _COLUMNS if name in latest
         ]
-        evals = [
-            name for name in self._latest if name.startswith("eval/") and name.endswith("/mean")
-        ]
-        return shown + [
-            (name.removesuffix("/mean"), f"{self._latest[name]:.4f}") for name in sorted(evals)
-        ]
+        for name in sorted(latest):
+            if name.startswith("eval/") and name.endswith("/mean"):
+                numbers.append((name.removesuffix("/mean"), f"{latest[name]:.4f}"))
+        return numbers
 
     def _plain_line(self, metrics: Mapping[str, float]) -> str:
         width = len(str(self._num_rollouts))
@@ -237,16 +225,12 @@ class Progress:
         )
 
     def _render(self) -> RenderableType:
-        phase = self._timer.current
-        doing = (
-            f"{phase.replace('_', '-')} {time.perf_counter() - self._timer.current_since:.1f} s"
-            if phase
-            else "done"
-            if self._done >= self._num_rollouts
-            else "..."
-        )
+        activity = "done" if self._done >= self._num_rollouts else "..."
+        if phase := self._timer.current:
+            phase_s = time.perf_counter() - self._timer.current_since
+            activity = f"{phase.replace('_', '-')} {phase_s:.1f} s"
         head = Table.grid(padding=(0, 2))
-        self._spinner.update(text=Text(f"{doing:<18}", style="bold cyan"))
+        self._spinner.update(text=Text(f"{activity:<18}", style="bold cyan"))
         head.add_row(
             self._spinner,
             ProgressBar(total=max(self._num_rollouts, 1), completed=self._done, width=16),
@@ -259,9 +243,8 @@ class Progress:
         body = Text("  ")
         for label, value in self._numbers():
             body.append(f"{label} ", style="dim")
-            body.append(
-                value, style="bold green" if label == "reward" or label.startswith("eval/") else ""
-            )
+            is_score = label == "reward" or label.startswith("eval/")
+            body.append(value, style="bold green" if is_score else "")
             if label == "reward":
                 body.append(f" {sparkline(self._rewards)}", style="green")
             body.append("   ")
@@ -270,11 +253,11 @@ class Progress:
 
 def sparkline(values: Sequence[float]) -> str:
     """One character per value, lowest to highest; a question mark for a non-finite value."""
-    finite = [v for v in values if abs(v) < float("inf")]
-    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    finite = list(filter(math.isfinite, values))
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
     return "".join(
-        SPARKS[round((v - low) * scale)] if abs(v) < float("inf") else "?" for v in values
+        SPARKS[round((value - low) * scale)] if math.isfinite(value) else "?" for value in values
     )
 
 

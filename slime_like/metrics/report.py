@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slime_like.metrics.logger import FILE_NAME, read_metrics
-from slime_like.metrics.plot import Rows, eval_metrics, series, write_plot
+from slime_like.metrics.plot import Rows, eval_metrics, logged_metrics, series, write_plot
 from slime_like.metrics.progress import STEP_SECONDS
 
 # Rows of the table: metric and which value is best; eval/<set>/... and perf/... rows are added
@@ -50,20 +50,17 @@ TABLE_METRICS: tuple[tuple[str, Best], ...] = (
 def summary_table(rows: Rows) -> Table:
     """First, last and best value of the main metrics, and the number of non-finite values if there
     are any."""
-    rollouts = sum(
-        any(name.startswith(("rollout/", "train/")) for name in row) for row in rows
-    )  # a row may contain only an evaluation
+    # a row may contain only an evaluation
+    rollouts = [row for row in rows if logged_metrics([row], ("rollout/", "train/"))]
     table = Table(
-        title="1 rollout" if rollouts == 1 else f"{rollouts} rollouts",
+        title=f"{len(rollouts)} rollout{'' if len(rollouts) == 1 else 's'}",
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
         padding=(0, 0, 0, 1),
         pad_edge=False,
     )
-    table.add_column(
-        "metric", overflow="fold"
-    )  # in a narrow terminal the names are shortened, not the numbers
+    table.add_column("metric", overflow="fold")  # in a narrow terminal only the names are folded
     for name in ("first", "last", "best"):
         table.add_column(name, justify="right", no_wrap=True, min_width=9)
     table.add_column("rollout", justify="right", no_wrap=True, min_width=7)
@@ -92,9 +89,8 @@ def summary_table(rows: Rows) -> Table:
 
 def health_lines(rows: Rows) -> list[str]:
     """One line per rule of `health` that fired: in how many rollouts, and since which."""
-    names = sorted({name for row in rows for name in row if name.startswith("health/")})
     lines = []
-    for name in names:
+    for name in logged_metrics(rows, "health/"):
         if name == "health/warnings":
             continue
         steps = [step for step, value in series(rows, name) if value]
@@ -146,9 +142,7 @@ def _number(value: float) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="Plot and table of a finished or running run.",
-    )
+    parser = argparse.ArgumentParser(description="Plot and table of a finished or running run.")
     parser.add_argument("metrics", type=Path, help="metrics.jsonl of the run, or its folder")
     parser.add_argument(
         "--output", type=Path, help="PNG to write; default report.png beside the metrics"

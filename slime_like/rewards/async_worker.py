@@ -37,12 +37,12 @@ async def _serve(
     async def answer(job: Job) -> None:
         try:
             value = await asyncio.wait_for(function(args, job.sample), args.rm_timeout_s)
-            found = answer_to(job, value, args.reward_key)
+            result = answer_to(job, value, args.reward_key)
         except TimeoutError:
-            found = {"timeout": True}
+            result = {"timeout": True}
         except (Exception, SystemExit) as error:
-            found = raised(error)
-        _write(replies, {"job": job.id, **found})
+            result = raised(error)
+        _write(replies, {**result, "job": job.id})
 
     threading.Thread(target=pump, daemon=True).start()
     running: set[asyncio.Task[None]] = set()

@@ -1,16 +1,14 @@
-"""Code reward: 1 if the response's program passes every test of the sample, otherwise 0. Programs
+"""Code reward: 1 if the response's program passes all tests of the sample, otherwise 0. Programs
 run in `sandbox.py`.
 
-Tests are in the row's metadata (--metadata-key) under ``tests``, a list, each one either
-``{"stdin": text, "stdout": text}`` (standard output is compared line by line, white space at the
-ends of lines and of the text left out) or ``{"code": text}``, statements that run after the program
-in the same names and raise where it is wrong. Metadata may set ``timeout_s`` (of each test, default
-5) and ``memory_mb`` (default 512). All tests of a sample have to end within --rm-timeout-s.
+Tests are a list under ``tests`` in the row's metadata (--metadata-key). A test is ``{"stdin": text,
+"stdout": text}`` (standard output is compared line by line, ignoring trailing white space) or
+``{"code": text}``, statements that run after the program in the same namespace and raise if it is
+wrong. Metadata may set ``timeout_s`` (of each test, default 5) and ``memory_mb`` (default 512). All
+tests of a sample must end within --rm-timeout-s.
 
-The output that is expected of ``stdin`` tests never enters the sandbox. The statements of ``code``
-tests do: a program that looks for them there can read them, and forge their success; use the first
-kind where that matters.
-"""
+The expected output of ``stdin`` tests never enters the sandbox. The statements of ``code`` tests
+do: a malicious program can read them and forge their success."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from slime_like.rewards import sandbox
 _FENCED = re.compile(
     r"```[ \t]*(?:python|py|python3)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE
 )
-MOST_SECONDS, MOST_MEMORY_MB = 600.0, 4096  # the grading worker has no more memory itself
+MAX_SECONDS, MAX_MEMORY_MB = 600.0, 4096  # the grading worker has no more memory itself
 DEFAULT = sandbox.Limits()
 
 
@@ -36,17 +34,12 @@ def problem(label: object, metadata: Mapping[str, object]) -> str | None:
             "{stdin, stdout} or {code}"
         )
     for number, test in enumerate(tests):
-        kinds = ({"stdin", "stdout"}, {"code"})
-        if (
-            not isinstance(test, Mapping)
-            or set(test) not in kinds
-            or not all(isinstance(text, str) for text in test.values())
-        ):
+        if not _is_test(test):
             return (
                 f"test {number} of the row's metadata must hold strings under 'stdin' and "
                 "'stdout', or under 'code'"
             )
-    for name, most in (("timeout_s", MOST_SECONDS), ("memory_mb", MOST_MEMORY_MB)):
+    for name, most in (("timeout_s", MAX_SECONDS), ("memory_mb", MAX_MEMORY_MB)):
         value = metadata.get(name, 1)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
             return (
@@ -54,6 +47,12 @@ def problem(label: object, metadata: Mapping[str, object]) -> str | None:
                 f"most {most:g}"
             )
     return None
+
+
+def _is_test(test: object) -> bool:
+    if not isinstance(test, Mapping) or set(test) not in ({"stdin", "stdout"}, {"code"}):
+        return False
+    return all(isinstance(text, str) for text in test.values())
 
 
 def prepare() -> None:
@@ -64,8 +63,8 @@ def prepare() -> None:
 def score(response: str, label: object, metadata: Mapping[str, Any]) -> float:
     """1 if the program passes all tests, otherwise 0. Raises ValueError for missing or invalid
     tests, SandboxError if the sandbox failed."""
-    if words := problem(label, metadata):
-        raise ValueError(words)
+    if reason := problem(label, metadata):
+        raise ValueError(reason)
     timeout = float(metadata.get("timeout_s", DEFAULT.wall_s))
     limits = sandbox.Limits(
         wall_s=timeout,

@@ -1,17 +1,16 @@
 """Confine a process in several layers; every grader of model output runs under it.
 
 - Namespaces: users, network, System V memory and host name of its own, and a root folder in which
-  only the Python installation exists. Where this user may make them.
+  only the Python installation exists. If this user may create them.
 - Landlock (Linux 5.13): the same files, read-only; from Linux 6.7 no TCP, from 6.12 no signal and
   no abstract socket outside.
 - A seccomp filter with an allow-list (`seccomp.py`): no sockets, no exec, no signal to another
   process, no open for writing, no new attribute of any file or process.
 - No capabilities, no new privileges, no core dumps, resource limits.
 
-A layer that this host lacks is left out, and `unenforced` says what that means. Standard library
-only: a program's sandbox (`sandbox_child.py`) starts with nothing else. `DISABLE` names layers to
-leave out, for tests.
-"""
+A layer that this host lacks is omitted; `unenforced` says what that means. Standard library only,
+because a program's sandbox (`sandbox_child.py`) has nothing else. `DISABLE` names layers to omit,
+for tests."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from slime_like.rewards import seccomp as seccomp_filter
 
 DISABLE = "SLIME_LIKE_SANDBOX_WITHOUT"  # environment variable: comma-separated layers to disable
 LAYERS = {
-    "namespaces": "files outside the Python installation can be looked at (names, sizes), and "
+    "namespaces": "names and sizes of files outside the Python installation are visible, and "
     "System V memory is shared",
     "landlock": "the list of readable files rests on namespaces alone",
     "landlock_scopes": "signals and abstract sockets rest on the seccomp filter alone",
@@ -39,7 +38,10 @@ LAYERS = {
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NAMESPACES = 0x10000000 | 0x40000000 | 0x08000000 | 0x04000000 | 0x00020000  # USER NET IPC UTS NS
-_SYSCALLS = {"x86_64": {"capset": 126, "pivot_root": 155, "seccomp": 317}, "aarch64": {"capset": 91, "pivot_root": 41, "seccomp": 277}}  # fmt: skip
+_SYSCALLS = {
+    "x86_64": {"capset": 126, "pivot_root": 155, "seccomp": 317},
+    "aarch64": {"capset": 91, "pivot_root": 41, "seccomp": 277},
+}
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _IN_WORKSPACE = 0x75BF  # all rights except creating devices and sockets, and ioctl on devices
@@ -50,11 +52,9 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECUREBITS, _PR_SET_NO_NEW_PRIVS = 
 _NO_ROOT = 3  # SECBIT_NOROOT and its lock: programs started as root get no capabilities
 _NEW_PID = 0x20000000
 _NOBODY = 65534
-_SYSTEM = (
-    "/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime",
-    "/dev/null", "/dev/urandom",
-)  # fmt: skip
-_known: list[dict[str, str]] = []  # result of `missing`
+_SYSTEM = """/usr/lib /usr/lib64 /lib /lib64 /usr/share/zoneinfo /etc/ld.so.cache /etc/localtime
+    /dev/null /dev/urandom""".split()  # noqa: SIM905
+_missing: dict[str, str] | None = None  # result of `missing`
 _PROBE = (
     "import sys; sys.path.insert(0, sys.argv[1]); from slime_like.rewards import confinement as c; "
     "c.own_namespaces(c.readable_paths(packages=False))"
@@ -72,14 +72,16 @@ def disabled() -> set[str]:
 
 def missing() -> dict[str, str]:
     """Layers that this host does not support, with reasons. Evaluated once per process."""
-    if not _known:
-        _known.append(_find_missing())
-    return _known[0]
+    global _missing
+    if _missing is None:
+        _missing = _find_missing()
+    return _missing
 
 
 def assume(missing: dict[str, str]) -> None:
     """Adopt the result of `missing` from another process of this host."""
-    _known[:] = [missing]
+    global _missing
+    _missing = missing
 
 
 def _find_missing() -> dict[str, str]:
@@ -101,7 +103,7 @@ def _find_missing() -> dict[str, str]:
         done = subprocess.run(probe, capture_output=True, text=True, check=False, timeout=60)
         if done.returncode != 0:
             reason = (done.stderr.strip().splitlines() or ["?"])[-1]
-            out["namespaces"] = f"this user may not make them here: {reason[-200:]}"
+            out["namespaces"] = f"this user may not create them here: {reason[-200:]}"
     return out
 
 
@@ -114,14 +116,13 @@ def refusal() -> str | None:
     """Reason why model output must not be executed on this host, or None. Requires seccomp and at
     least one of the file-system layers."""
     out = missing()
-    lacking = [name for name in ("seccomp",) if name in out]
+    lacking = ["seccomp"] if "seccomp" in out else []
     if "landlock" in out and "namespaces" in out:
         lacking += ["landlock", "namespaces"]
     if not lacking:
         return None
-    return "the sandbox cannot be set up here: " + "; ".join(
-        f"{name}: {out[name]}" for name in lacking
-    )
+    reasons = "; ".join(f"{name}: {out[name]}" for name in lacking)
+    return f"the sandbox cannot be set up here: {reasons}"
 
 
 def landlock_abi() -> int:
@@ -146,13 +147,17 @@ def readable_paths(packages: bool) -> list[str]:
     if packages:
         paths += [p for p in sys.path if os.path.basename(p) in ("site-packages", "dist-packages")]
         paths.append(os.path.join(package_root(), "slime_like"))
-    return outermost(p for path in paths for p in (path, os.path.realpath(path)))
+    return outermost([*paths, *map(os.path.realpath, paths)])
 
 
 def outermost(paths: Iterable[str]) -> list[str]:
     """The existing paths, without those inside another one."""
-    there = {path for path in paths if os.path.exists(path)}
-    return sorted(p for p in there if not any(_holds(other, p) for other in there))
+    existing = set(filter(os.path.exists, paths))
+
+    def is_inside(path: str) -> bool:
+        return any(_holds(folder, path) for folder in existing)
+
+    return sorted(path for path in existing if not is_inside(path))
 
 
 def _holds(folder: str, path: str) -> bool:
@@ -275,7 +280,7 @@ def limit(
         threads: Of this sandbox.
         file_bytes: Maximum size of a written file.
     """
-    wanted = {
+    limits = {
         resource.RLIMIT_AS: memory,
         resource.RLIMIT_CPU: cpu_s,
         resource.RLIMIT_FSIZE: file_bytes,
@@ -283,10 +288,10 @@ def limit(
         resource.RLIMIT_CORE: 0,
     }
     if sys.platform == "linux":
-        wanted |= {resource.RLIMIT_MSGQUEUE: 0, resource.RLIMIT_MEMLOCK: 0}
+        limits |= {resource.RLIMIT_MSGQUEUE: 0, resource.RLIMIT_MEMLOCK: 0}
         if "namespaces" not in missing():
-            wanted[resource.RLIMIT_NPROC] = threads
-    for name, value in wanted.items():
+            limits[resource.RLIMIT_NPROC] = threads
+    for name, value in limits.items():
         if value is not None:
             resource.setrlimit(name, (value, value))
 

@@ -1,5 +1,5 @@
-"""The reward of DAPO (arXiv 2503.14476), slime's ``dapo``: 1 when the last ``Answer:`` of the end of
-the response is the label, a whole number, else -1."""
+"""The reward of DAPO (arXiv 2503.14476), slime's ``dapo``: 1 if the last ``Answer:`` near the end
+of the response is the label, an integer; otherwise -1."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from slime_like.rewards.gsm8k import last_boxed
 from slime_like.rewards.label import missing_label
 
-LOOKED_AT = 300  # number of last characters of a response that are graded
+GRADED_LENGTH = 300  # number of last characters of a response that are graded
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _TEXT = re.compile(r"\\(?:text|textbf|mbox|overline|mathrm)\{([^{}]*)\}")
 _SIGNS = re.compile(
@@ -23,18 +23,20 @@ _WORDS = re.compile(
 
 def problem(label: object, metadata: Mapping[str, object]) -> str | None:
     """Why no response to this row can be scored, or None."""
-    if words := missing_label(label, metadata):
-        return words
-    return None if _whole(str(label)) is not None else f"the label is no number: {str(label)!r:.80}"
+    if reason := missing_label(label, metadata):
+        return reason
+    return (
+        None if _integer(str(label)) is not None else f"the label is no number: {str(label)!r:.80}"
+    )
 
 
 def score(response: str, label: object, metadata: Mapping[str, object]) -> float:
     """1 for a correct answer, -1 otherwise. Raises ValueError if the label is not a number.
     Decimals of a label are truncated, like in slime."""
-    if (expected := _whole(str(label))) is None:
+    if (expected := _integer(str(label))) is None:
         raise ValueError(problem(label, metadata))
-    found = _ANSWER.findall(response[-LOOKED_AT:])
-    return 1.0 if found and plain_answer(found[-1]) == str(expected) else -1.0
+    answers = _ANSWER.findall(response[-GRADED_LENGTH:])
+    return 1.0 if answers and plain_answer(answers[-1]) == str(expected) else -1.0
 
 
 def plain_answer(text: str) -> str:
@@ -46,7 +48,7 @@ def plain_answer(text: str) -> str:
     return text.replace(",", "") if text.replace(",", "").isdigit() else text
 
 
-def _whole(label: str) -> int | None:
+def _integer(label: str) -> int | None:
     try:
         return int(float(plain_answer(label)))
     except (ValueError, OverflowError):

@@ -1,7 +1,7 @@
-"""slime's ``deepscaler``: 1 when the last box after the reasoning is the label, else 0.
+"""slime's ``deepscaler``: 1 if the last box after the reasoning is the label, otherwise 0.
 
-The answer is after ``</think>``, or after ``###Response``; a response with neither is wrong.
-Equality is math-verify's, where slime has two graders of its own.
+The answer follows ``</think>`` or ``###Response``; a response with neither is wrong. math-verify
+decides about equality; slime has two own graders.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from slime_like.rewards.gsm8k import last_boxed
 
 
 def score(response: str, label: object, metadata: Mapping[str, object]) -> float:
-    """Label: text or a number, perhaps in ``\\boxed{}``; an empty one makes every response wrong."""
+    """Label: text or a number, perhaps in ``\\boxed{}``; with an empty label every response is
+    wrong."""
     answer, truth = _answer(response), str(label)
     if "\\boxed" in truth:
         truth = last_boxed(truth) or ""

@@ -1,9 +1,8 @@
-"""Scorers that evaluate a model's text: the code is looked at before it runs.
+"""Scorers that evaluate a model's text: code is checked before it runs.
 
-CPython tells an audit hook (PEP 578) of every code object that is about to run, whoever compiled it
-and from what. Code that can do no more than arithmetic is run; anything else ends the scoring, which
-is done again in a fork (`forked.py`). So an honest answer costs no fork, and no scorer has to be
-known for one that evaluates.
+CPython calls an audit hook (PEP 578) with every code object that is about to run. Code that only
+computes is run; anything else aborts the scoring, which is repeated in a fork (`forked.py`). So an
+honest answer costs no fork, and it need not be known which scorers evaluate text.
 """
 
 from __future__ import annotations
@@ -18,29 +17,24 @@ Result = TypeVar("Result")
 
 # Opcodes of expressions without attributes, subscripts, lambdas, keyword arguments and
 # assignments, in CPython 3.11 to 3.14
-_OPERATIONS = (
-    "CACHE EXTENDED_ARG RESUME NOT_TAKEN PUSH_NULL PRECALL CALL LOAD_NAME LOAD_CONST "
-    "LOAD_SMALL_INT",
-    "RETURN_VALUE RETURN_CONST UNARY_NEGATIVE UNARY_POSITIVE UNARY_NOT UNARY_INVERT BINARY_OP "
-    "COMPARE_OP IS_OP",
-    "CONTAINS_OP BUILD_LIST BUILD_TUPLE BUILD_SET BUILD_MAP BUILD_CONST_KEY_MAP LIST_EXTEND "
-    "SET_UPDATE",
-)
-_HARMLESS = frozenset(
-    dis.opmap[name] for name in " ".join(_OPERATIONS).split() if name in dis.opmap
-)
+_OPERATIONS = """
+    CACHE EXTENDED_ARG RESUME NOT_TAKEN PUSH_NULL PRECALL CALL LOAD_NAME LOAD_CONST LOAD_SMALL_INT
+    RETURN_VALUE RETURN_CONST UNARY_NEGATIVE UNARY_POSITIVE UNARY_NOT UNARY_INVERT BINARY_OP
+    COMPARE_OP IS_OP CONTAINS_OP BUILD_LIST BUILD_TUPLE BUILD_SET BUILD_MAP BUILD_CONST_KEY_MAP
+    LIST_EXTEND SET_UPDATE
+"""
+_HARMLESS = frozenset(dis.opmap[name] for name in _OPERATIONS.split() if name in dis.opmap)
 _BINARY, _PLAIN_OPERATORS = dis.opmap["BINARY_OP"], 13  # above: in-place, subscript
 # Names that may be used and called: these functions of sympy and Python only compute. One-letter
 # names are a task's unknowns, or sympy's constants and functions.
-_MAKERS = "Integer Float Rational Symbol Function"
-_NUMBERS = (
-    "pi oo zoo nan Abs abs sign floor ceiling factorial binomial gcd lcm Integral Add Mul Pow Max "
-    "Min max min round int float sum"
+_NAMES = frozenset(
+    """
+    Integer Float Rational Symbol Function
+    pi oo zoo nan Abs abs sign floor ceiling factorial binomial gcd lcm Integral Add Mul Pow Max Min
+    max min round int float sum
+    exp log ln sqrt cbrt sin cos tan cot sec csc asin acos atan sinh cosh tanh asinh acosh atanh
+    """.split()  # noqa: SIM905
 )
-_FUNCTIONS = (
-    "exp log ln sqrt cbrt sin cos tan cot sec csc asin acos atan sinh cosh tanh asinh acosh atanh"
-)
-_KNOWN = frozenset(" ".join((_MAKERS, _NUMBERS, _FUNCTIONS)).split())
 _OF_SYMPY = compile("from sympy import *", "<string>", "exec")  # for names in `parse_expr`
 
 
@@ -83,7 +77,7 @@ def is_harmless(code: CodeType) -> bool:
     operations = code.co_code
     return (
         _HARMLESS.issuperset(operations[::2])
-        and all(name in _KNOWN or len(name) == 1 for name in code.co_names)
+        and all(name in _NAMES or len(name) == 1 for name in code.co_names)
         and not any(
             operation == _BINARY and operator >= _PLAIN_OPERATORS
             for operation, operator in zip(operations[::2], operations[1::2], strict=True)
@@ -100,11 +94,14 @@ def _only_names_functions(code: CodeType) -> bool:
         for step in dis.get_instructions(code)
         if step.opname not in ("PUSH_NULL", "PRECALL", "CACHE", "EXTENDED_ARG")
     ]
-    return all(
-        isinstance(name.argval, str) and name.opname == "LOAD_CONST" and (call.opname, call.arg) == ("CALL", 1)
-        for function, name, call in zip(steps, steps[1:], steps[2:])
-        if (function.opname, function.argval) == ("LOAD_NAME", "Function")
-    )  # fmt: skip
+    for function, name, call in zip(steps, steps[1:], steps[2:]):
+        if (function.opname, function.argval) != ("LOAD_NAME", "Function"):
+            continue
+        if name.opname != "LOAD_CONST" or not isinstance(name.argval, str):
+            return False
+        if (call.opname, call.arg) != ("CALL", 1):
+            return False
+    return True
 
 
 def _hook(event: str, args: tuple[object, ...]) -> None:

@@ -1,4 +1,4 @@
-"""1 when the response is the label, else 0."""
+"""1 if the response is the label, otherwise 0."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from slime_like.rewards.label import missing_label
 def score(response: str, label: object, metadata: Mapping[str, object]) -> float:
     """1 if response and label are equal after stripping white space, otherwise 0. Raises ValueError
     without a label."""
-    if words := missing_label(label, metadata):
-        raise ValueError(words)
+    if reason := missing_label(label, metadata):
+        raise ValueError(reason)
     return float(response.strip() == str(label).strip())

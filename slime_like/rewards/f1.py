@@ -1,4 +1,5 @@
-"""Token F1 of question answering (SQuAD, Rajpurkar et al. 2016, arXiv 1606.05250), slime's ``f1``."""
+"""Token F1 of question answering (SQuAD, Rajpurkar et al. 2016, arXiv 1606.05250); ``f1`` in
+slime."""
 
 from __future__ import annotations
 

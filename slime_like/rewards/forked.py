@@ -1,5 +1,4 @@
-"""A score in a forked child: what a text does to the process that evaluates it ends with its own
-sample."""
+"""Score a text in a forked child, so that it can only harm the process of its own sample."""
 
 from __future__ import annotations
 
@@ -7,17 +6,20 @@ import gc
 import json
 import os
 import signal
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NoReturn, TypeGuard
 
 from slime_like.rewards import confinement
 from slime_like.rewards.sandbox import SandboxError
 
-_MOST = 2**20  # bytes of a response
-_OPEN = "not confined"  # key in the response of a child that did not call `score`
+if TYPE_CHECKING:
+    from slime_like.rewards.worker import Answer
+
+_MAX_ANSWER = 2**20  # bytes
+_UNCONFINED = "not confined"  # key in the answer of a child that did not call `score`
 
 
-def in_child(score: Callable[[], dict[str, object]]) -> dict[str, object]:
+def in_child(score: Callable[[], Answer]) -> Answer:
     """Call `score` in a forked child that may only compute and respond.
 
     Returns:
@@ -33,41 +35,41 @@ def in_child(score: Callable[[], dict[str, object]]) -> dict[str, object]:
         _answer(score, writer, parent)
     os.close(writer)
     data = b""
-    while (part := os.read(reader, 2**16)) and len(data) <= _MOST:
+    while (part := os.read(reader, 2**16)) and len(data) <= _MAX_ANSWER:
         data += part
     os.close(reader)
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
-    if code == 0:
-        try:
-            answer = json.loads(data)
-        except ValueError:
-            return {"died": "its answer cannot be read"}
-        if isinstance(answer, dict) and isinstance(answer.get(_OPEN), str):
-            raise SandboxError(f"a child of the grader cannot be confined: {answer[_OPEN]}")
-        if _is_answer(answer):
-            return dict(answer)
-        return {"died": "its answer cannot be read"}
-    return {"died": f"signal {-code}" if code < 0 else f"exit code {code}"}
+    if code != 0:
+        return {"died": f"signal {-code}" if code < 0 else f"exit code {code}"}
+    try:
+        answer: object = json.loads(data)
+    except ValueError:
+        answer = None
+    if isinstance(answer, dict) and isinstance(answer.get(_UNCONFINED), str):
+        raise SandboxError(f"a child of the grader cannot be confined: {answer[_UNCONFINED]}")
+    return answer if _is_answer(answer) else {"died": "its answer cannot be read"}
 
 
-def _is_answer(answer: object) -> bool:
+def _is_answer(answer: object) -> TypeGuard[Answer]:
+    """Check an answer of a child, which is untrusted."""
     if not isinstance(answer, dict) or len(answer) != 1:
         return False
     value = answer.get("value", answer.get("raised", answer.get("wrong_type")))
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number if "value" in answer else isinstance(value, str)
+    if "value" in answer:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, str)
 
 
-def _confined(score: Callable[[], dict[str, object]]) -> dict[str, object]:
+def _confined(score: Callable[[], Answer]) -> Mapping[str, object]:
     try:
         confinement.lock_child()
     except OSError as error:
-        return {_OPEN: str(error)}
+        return {_UNCONFINED: str(error)}
     return score()
 
 
-def _answer(score: Callable[[], dict[str, object]], writer: int, parent: int) -> NoReturn:
+def _answer(score: Callable[[], Answer], writer: int, parent: int) -> NoReturn:
     try:
         gc.disable()  # the child is short-lived, and a collection would copy pages that it touches
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

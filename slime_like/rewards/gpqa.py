@@ -1,5 +1,5 @@
-"""Multiple choice as GPQA asks it (Rein et al. 2023, arXiv 2311.12022), slime's ``gpqa``: 1 when the
-chosen letter, or else the text, is that of the right option.
+"""Multiple choice of GPQA (Rein et al. 2023, arXiv 2311.12022), slime's ``gpqa``: 1 if the response
+chooses the right option, by its letter or its text.
 
 Metadata: ``choices`` (a list, or an object whose values count), ``valid_letters``,
 ``correct_letter``, ``correct_answer`` or ``answer_text``; each may be absent.
@@ -28,8 +28,8 @@ _NO_WORD = re.compile(r"[^a-z0-9]+")
 
 def problem(label: object, metadata: Mapping[str, object]) -> str | None:
     """Why no response to this row can be scored, or None."""
-    known = ("correct_letter", "correct_answer", "answer_text")
-    return None if any(metadata.get(key) for key in known) else missing_label(label, metadata)
+    keys = ("correct_letter", "correct_answer", "answer_text")
+    return None if any(map(metadata.get, keys)) else missing_label(label, metadata)
 
 
 def score(response: str, label: object, metadata: Mapping[str, Any]) -> float:
@@ -53,22 +53,22 @@ def chosen_letter(answer: str, letters: Sequence[str]) -> str | None:
     """The letter that the answer names, otherwise its last standalone letter; None if neither is
     legal."""
     for pattern in _CHOSEN:
-        if (found := pattern.search(answer)) is not None and found[1].upper() in letters:
-            return found[1].upper()
+        if (match := pattern.search(answer)) is not None and match[1].upper() in letters:
+            return match[1].upper()
     return next((letter for letter in reversed(_ALONE.findall(answer)) if letter in letters), None)
 
 
 def _choices(metadata: Mapping[str, Any]) -> list[str]:
-    given = metadata.get("choices") or ()
-    return [str(choice) for choice in (given.values() if isinstance(given, Mapping) else given)]
+    choices = metadata.get("choices") or ()
+    return list(map(str, choices.values() if isinstance(choices, Mapping) else choices))
 
 
 def _right_letter(
     label: object, metadata: Mapping[str, object], choices: Sequence[str], letters: Sequence[str]
 ) -> str | None:
-    given = metadata.get("correct_letter")
-    if isinstance(given, str) and given.strip():
-        return given.strip().upper()
+    letter = metadata.get("correct_letter")
+    if isinstance(letter, str) and letter.strip():
+        return letter.strip().upper()
     if isinstance(label, int | float) and not isinstance(label, bool):
         return letters[int(label)] if 0 <= label < len(letters) else None
     text = label.strip() if isinstance(label, str) else ""

@@ -33,29 +33,32 @@ from slime_like.types import REWARD_DETAILS, Sample, SampleStatus
 
 _MOST_WORKERS = 4  # limit of the automatic choice
 _BATCH, _BATCH_CHARACTERS = 256, 2**20  # texts in a worker's batch, for a bounded reward
-_NONE: dict[str, object] = {}  # shared, so that pickle writes it once
+_NO_METADATA: dict[str, object] = {}  # shared, so that pickle writes it once
 _UNGRADED = (SampleStatus.FAILED, SampleStatus.ABORTED, SampleStatus.PARTIAL)
 _FIELDS = [field.name for field in dataclasses.fields(Sample)]
 # a copy of a frozen sample's class with settable fields and the same memory layout
-_Open = dataclasses.make_dataclass("_Open", _FIELDS, slots=True)
-_values_of = operator.attrgetter(*_FIELDS)
+_MutableSample = dataclasses.make_dataclass("_MutableSample", _FIELDS, slots=True)
+_field_values = operator.attrgetter(*_FIELDS)
 
 
 class Grader:
     """Computes rewards of samples. The arguments are the fields of
     `arguments.schema.rollout.RewardConfig`: ``Grader(**asdict(config))``.
 
-    rm_type: the reward; None: samples of a reasoning_gym source are scored by their task
-    (`registry.reward_of`). rm_type_from_metadata: ``rm_type`` in a sample's metadata comes first.
-    custom_rm_path: replaces all of these. rm_num_workers: processes; 0 chooses this process's share
-    of the cores, at most 4. They start with the first sample that needs one. Rewards and paths that
-    a command line names are checked when it is parsed; here a wrong one is an error of the first
-    `grade`. sum_token_rewards: rewards of tokens become one of the response.
+    Args:
+        rm_type: The reward; None: samples of a reasoning_gym source are scored by their task, see
+            `registry.reward_of`.
+        rm_type_from_metadata: ``rm_type`` in a sample's metadata takes precedence.
+        custom_rm_path: Replaces all of these.
+        rm_num_workers: Number of processes, started with the first sample that needs one; 0: this
+            process's share of the cores, at most 4.
+        sum_token_rewards: Sum the rewards of tokens to one of the response.
 
-    About the last call of `grade`: `last_counts`: graded, nonfinite (of those), raised, timeout,
-    died (how samples failed) and skipped (failed or aborted before they came here); `last_failure`
-    and `last_nonfinite`: words about the first sample that failed, and the first whose reward is
-    NaN, infinite or None; None where there is none.
+    Attributes of the last call of `grade`:
+        last_counts: graded, nonfinite (of those), raised, timeout, died (how samples failed) and
+            skipped (failed or aborted before).
+        last_failure, last_nonfinite: Message about the first failed sample, and about the first
+            with a reward of NaN, infinity or None; None if there is none.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class Grader:
         self.args = RewardArgs(
             rm_type, custom_rm_path, reward_key, rm_timeout_s, max_abs_reward, group_rm, rm_url
         )
-        self._most = min(max_abs_reward, sys.float_info.max)  # infinity exceeds any limit
+        self._max_reward = min(max_abs_reward, sys.float_info.max)  # infinity exceeds any limit
         self.last_counts: dict[str, int] = {}
         self.last_failure: str | None = None
         self.last_nonfinite: str | None = None
@@ -97,8 +100,7 @@ class Grader:
             ValueError: Names a sample for which there is no reward function, or with a value that
                 is not a number or beyond --max-abs-reward.
         """
-        counts = Counter(graded=0, nonfinite=0, raised=0, timeout=0, died=0, skipped=0)
-        self.last_counts, self.last_failure, self.last_nonfinite = counts, None, None
+        counts = self._reset_counts()
         types: dict[str | None, list[int]] = {}
         for i, sample in enumerate(samples):
             if sample.reward is None and sample.status not in _UNGRADED:
@@ -118,18 +120,15 @@ class Grader:
     def grade_groups(self, groups: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
         """Like `grade`, for --group-rm: the custom function gets all samples of a group, including
         failed ones, and returns one reward per sample. Graded groups are returned unchanged."""
-        counts = Counter(graded=0, nonfinite=0, raised=0, timeout=0, died=0, skipped=0)
-        self.last_counts, self.last_failure, self.last_nonfinite = counts, None, None
-        wanted = [
-            i
-            for i, group in enumerate(groups)
-            if any(s.status not in _UNGRADED and s.reward is None for s in group)
-        ]
-        jobs = [Job(id=i, rm_type=None, sample=[_for_reward(s) for s in groups[i]]) for i in wanted]
+        counts = self._reset_counts()
+        jobs = []
+        for i, group in enumerate(groups):
+            if any(s.status not in _UNGRADED and s.reward is None for s in group):
+                jobs.append(Job(i, rm_type=None, sample=list(map(_reward_sample, group))))
         answers = self._pool_for(set()).run(jobs) if jobs else []
         graded = [list(group) for group in groups]
-        for i, answer in zip(wanted, answers, strict=True):
-            group = groups[i]
+        for job, answer in zip(jobs, answers, strict=True):
+            i, group = job.id, groups[job.id]
             if "wrong_type" in answer:
                 raise ValueError(self._wrong_type(group[0], answer["wrong_type"]))
             rows = answer.get("group") or [answer] * len(group)
@@ -153,15 +152,20 @@ class Grader:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def _reset_counts(self) -> Counter[str]:
+        counts = Counter(graded=0, nonfinite=0, raised=0, timeout=0, died=0, skipped=0)
+        self.last_counts, self.last_failure, self.last_nonfinite = counts, None, None
+        return counts
+
     def _type_of(self, sample: Sample) -> str | None:
         """Name of a sample's reward; None for the custom function."""
         if self.args.custom_rm_path is not None:
             return None
-        usual = self.args.rm_type
-        if usual in self._rewards and "rm_type" not in sample.metadata:
-            return usual
+        default = self.args.rm_type
+        if default in self._rewards and "rm_type" not in sample.metadata:
+            return default
         try:
-            return reward_of(usual, sample.metadata, from_metadata=self._from_metadata)
+            return reward_of(default, sample.metadata, from_metadata=self._from_metadata)
         except ValueError as error:
             raise ValueError(f"sample {sample.sample_id}: {error}") from error
 
@@ -176,7 +180,7 @@ class Grader:
             if name == REMOTE:
                 answers.update(self._remote_answers(samples, indices))
             elif name is None:
-                jobs = [Job(i, None, _for_reward(samples[i])) for i in indices]
+                jobs = [Job(i, None, _reward_sample(samples[i])) for i in indices]
             elif self._rewards[name].inline:
                 value = self._rewards[name].score("", None, {})
                 answers.update((i, {"value": value}) for i in indices)
@@ -191,8 +195,8 @@ class Grader:
     ) -> Iterable[tuple[int, Answer]]:
         if self._remote_pool is None:
             self._remote_pool = WorkerPool(Setup(self.args, (REMOTE,)), self._num_workers)
-        asked = [Job(i, None, _for_reward(samples[i])) for i in indices]
-        return zip(indices, self._remote_pool.run(asked), strict=True)
+        jobs = [Job(i, None, _reward_sample(samples[i])) for i in indices]
+        return zip(indices, self._remote_pool.run(jobs), strict=True)
 
     def _local_answers(
         self, samples: Sequence[Sample], local: Mapping[str, list[int]], jobs: list[Job]
@@ -213,8 +217,8 @@ class Grader:
             if len(batch) == 1:
                 answers[batch[0]] = answer
             elif "values" in answer:
-                values = ({"value": value} for value in answer["values"])
-                answers.update(zip(batch, values, strict=True))
+                for i, value in zip(batch, answer["values"], strict=True):
+                    answers[i] = {"value": value}
             elif "batch" in answer:
                 answers.update(zip(batch, answer["batch"], strict=True))
             else:
@@ -226,20 +230,20 @@ class Grader:
     def _pool_for(self, names: set[str]) -> WorkerPool:
         """A pool whose workers have prepared these rewards; replaced when a new reward is
         needed."""
-        ready = set(self._pool.setup.rm_types) if self._pool is not None else set()
-        if self._pool is None or not names <= ready:
-            if self._pool is not None:
-                self._pool.close()
-            wanted = sorted(names | ready)
-            modules = {source for name in wanted if (source := rewards.source(name)) is not None}
-            self._pool = WorkerPool(
-                Setup(self.args, tuple(wanted), modules=tuple(sorted(modules))), self._num_workers
-            )
+        if self._pool is not None:
+            prepared = set(self._pool.setup.rm_types)
+            if names <= prepared:
+                return self._pool
+            self._pool.close()
+            names = names | prepared
+        modules = {source for name in names if (source := rewards.source(name)) is not None}
+        setup = Setup(self.args, tuple(sorted(names)), modules=tuple(sorted(modules)))
+        self._pool = WorkerPool(setup, self._num_workers)
         return self._pool
 
     def _graded(self, sample: Sample, answer: Answer, counts: Counter[str]) -> Sample:
         value = answer.get("value")
-        if len(answer) == 1 and value is not None and abs(value) <= self._most:
+        if len(answer) == 1 and value is not None and abs(value) <= self._max_reward:
             counts["graded"] += 1
             return _replace(sample, reward=value)
         failure = self._failure(answer)
@@ -257,8 +261,8 @@ class Grader:
             raise ValueError(self._wrong_type(sample, answer["wrong_type"]))
         tokens = answer.get("tokens")
         if tokens is not None and len(tokens) != sample.response_length:
-            found = f"{len(tokens)} numbers for a response of {sample.response_length} tokens"
-            raise ValueError(self._wrong_type(sample, found))
+            returned = f"{len(tokens)} numbers for a response of {sample.response_length} tokens"
+            raise ValueError(self._wrong_type(sample, returned))
         if tokens is not None and self._sum_tokens:
             value, tokens = sum(tokens), None
         counts["graded"] += 1
@@ -266,26 +270,22 @@ class Grader:
             value = math.nan
         if value is None or not math.isfinite(value):
             counts["nonfinite"] += 1
-            self.last_nonfinite = (
-                self.last_nonfinite or f"sample {sample.sample_id}: {_words_of(value)}"
-            )
+            reason = _describe_non_finite(value)
+            self.last_nonfinite = self.last_nonfinite or f"sample {sample.sample_id}: {reason}"
             return _replace(
                 sample,
                 reward=math.nan,  # excluded from group statistics; the failure text keeps the value
-                metadata={**sample.metadata, "failure": _words_of(value)},
+                metadata={**sample.metadata, "failure": reason},
             )
         largest = max([value, *(tokens or ())], key=abs)
         if abs(largest) > self.args.max_abs_reward:
             raise ValueError(
                 f"sample {sample.sample_id}: the reward {largest:g} is beyond --max-abs-reward "
-                f"{self.args.max_abs_reward:g}; "
-                "correct the reward, or raise the limit"
+                f"{self.args.max_abs_reward:g}; correct the reward, or raise the limit"
             )
-        metadata = (
-            {**sample.metadata, REWARD_DETAILS: answer["details"]}
-            if "details" in answer
-            else sample.metadata
-        )
+        metadata = sample.metadata
+        if "details" in answer:
+            metadata = {**metadata, REWARD_DETAILS: answer["details"]}
         return _replace(
             sample,
             reward=float(value),
@@ -298,54 +298,43 @@ class Grader:
         if "raised" in answer:  # the output of a forked scorer is untrusted
             return "raised", clean(f"the reward raised {answer['raised']}")
         if "timeout" in answer:
-            return (
-                "timeout",
-                f"the reward took longer than --rm-timeout-s {self.args.rm_timeout_s:g}",
-            )
+            limit = f"--rm-timeout-s {self.args.rm_timeout_s:g}"
+            return "timeout", f"the reward took longer than {limit}"
         if "died" in answer:
             return "died", f"the reward process died ({answer['died']})"
         return None
 
-    def _wrong_type(self, sample: Sample, found: str) -> str:
-        found = clean(found)
-        option = (
-            f"--custom-rm-path {self.args.custom_rm_path}"
-            if self.args.custom_rm_path
-            else "--rm-type"
-        )
-        if found.startswith("a dict"):
-            key = self.args.reward_key
-            remedy = (
-                f"--reward-key {key} is not among them"
-                if key
-                else "name the one to train on with --reward-key"
-            )
-        else:
-            remedy = (
-                "return a number, one for each token of the response, or a dict with --reward-key"
-            )
-        return f"sample {sample.sample_id}: {option} returned {found}; {remedy}"
+    def _wrong_type(self, sample: Sample, returned: str) -> str:
+        """Message about a value that is no reward. returned: describes it."""
+        args, returned = self.args, clean(returned)
+        option = f"--custom-rm-path {args.custom_rm_path}" if args.custom_rm_path else "--rm-type"
+        remedy = "return a number, one for each token of the response, or a dict with --reward-key"
+        if returned.startswith("a dict"):
+            remedy = "name the one to train on with --reward-key"
+            if args.reward_key:
+                remedy = f"--reward-key {args.reward_key} is not among them"
+        return f"sample {sample.sample_id}: {option} returned {returned}; {remedy}"
 
 
 def _default_workers() -> int:
     """This process's share of the available cores."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
     return max(1, min(_MOST_WORKERS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def _replace(sample: Sample, **changes: object) -> Sample:
     """Like `dataclasses.replace`, but four times faster. With short texts it dominated the cost of
     grading, because a frozen dataclass sets each field through a function call."""
-    new: Any = _Open(*_values_of(sample))
+    new: Any = _MutableSample(*_field_values(sample))
     for name, value in changes.items():
         setattr(new, name, value)
     new.__class__ = Sample
     return cast("Sample", new)
 
 
-def _words_of(value: float | None) -> str:
+def _describe_non_finite(value: float | None) -> str:
     if value is None:
         return "the reward function returned None (a path through it without a return?)"
     return f"the reward is {value}"
@@ -367,10 +356,10 @@ def _batches(samples: Sequence[Sample], indices: Sequence[int]) -> list[list[int
 
 def _text(sample: Sample, bounded: bool) -> Text:
     """Input of a built-in reward; a bounded one does not need metadata."""
-    return sample.response, sample.label, _NONE if bounded else dict(sample.metadata)
+    return sample.response, sample.label, _NO_METADATA if bounded else dict(sample.metadata)
 
 
-def _for_reward(sample: Sample) -> RewardSample:
+def _reward_sample(sample: Sample) -> RewardSample:
     return RewardSample(
         index=sample.sample_id,
         group_index=sample.group_id,

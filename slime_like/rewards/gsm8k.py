@@ -1,7 +1,7 @@
-"""Final numbers of grade-school problems (GSM8K, Cobbe et al. 2021, arXiv 2110.14168): 1 when they
-are equal, else 0.
+"""Final numbers of grade-school problems (GSM8K, Cobbe et al. 2021, arXiv 2110.14168): 1 if they
+are equal, otherwise 0.
 
-Every step is linear in the length of the text, so that this reward needs no deadline.
+Every step is linear in the length of the text, so this reward needs no deadline.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _BRACE = re.compile(r"\\boxed\{|\\[{}]|[{}]")
 
 def problem(label: object, metadata: Mapping[str, object]) -> str | None:
     """Why no response to this row can be scored, or None."""
-    if words := missing_label(label, metadata):
-        return words
+    if reason := missing_label(label, metadata):
+        return reason
     return _no_number(label) if label_number(str(label)) is None else None
 
 
@@ -47,8 +47,8 @@ def label_number(label: str) -> Decimal | None:
 
 
 def response_number(response: str) -> Decimal | None:
-    """What the response answers: the last ``#### x``; else the last ``\\boxed{x}``; else its last
-    number."""
+    """The answer of a response: the last ``#### x``, otherwise the last ``\\boxed{x}``, otherwise
+    its last number."""
     marked = _marked_number(response)
     if marked is not None:
         return marked
@@ -57,11 +57,8 @@ def response_number(response: str) -> Decimal | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """Content of the last ``\\boxed{...}`` that is closed, braces balanced, ``\\{`` and ``\\}`` not
-    counted; None when there is none.
-
-    Of boxes in boxes the innermost counts. Linear in the length of the text.
-    """
+    """Content of the last closed ``\\boxed{...}``, with balanced braces (``\\{`` and ``\\}`` do not
+    count); the innermost of nested boxes; None without a box. Linear in the length of the text."""
     if _BOXED not in text:
         return None
     best = (-1, -1)

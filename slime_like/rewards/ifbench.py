@@ -1,25 +1,21 @@
-"""Instructions that a program can verify, slime's ``ifbench``: 1 when the response follows every one,
-else 0, in the strict reading of IFEval (Zhou et al. 2023, arXiv 2311.07911) and IFBench (Pyatkin et
-al. 2025, arXiv 2507.02833).
+"""Verifiable instructions, slime's ``ifbench``: 1 if the response follows all of them, otherwise 0,
+in the strict mode of IFEval (Zhou et al. 2023, arXiv 2311.07911) and IFBench (Pyatkin et al. 2025,
+arXiv 2507.02833).
 
-The verifiers are those of the Allen Institute's package ``ifbench``. Its data of NLTK, which its
-first import fetches, is in its own folder, the only place that a confined worker can read.
+The verifiers are from the Allen Institute's package ``ifbench``. Its NLTK data, which its first
+import downloads, must be in the package's folder, the only one that a confined worker can read.
 
-Metadata: ``instruction_id_list``, ``kwargs`` (an object for each instruction, or one for all) and
-``prompt_text``, as the data sets of both have them.
+Metadata, as in the data sets of both: ``instruction_id_list``, ``kwargs`` (an object for each
+instruction, or one for all) and ``prompt_text``.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-NLTK_DATA = (
-    "tokenizers/punkt_tab",
-    "corpora/stopwords",
-    "taggers/averaged_perceptron_tagger_eng",
-)
+NLTK_DATA = ("tokenizers/punkt_tab", "corpora/stopwords", "taggers/averaged_perceptron_tagger_eng")
 
 
 def prepare() -> None:
@@ -57,10 +53,9 @@ def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
     if unknown:
         raise ValueError(f"ifbench has no instruction {unknown[0]!r}")
     prompt = str(metadata.get("prompt_text") or "")
-    return float(
-        bool(response.strip())
-        and all(_follows(response, name, given, prompt) for name, given in zip(names, settings))
-    )
+    if not response.strip():
+        return 0.0
+    return float(all(_follows(response, *each, prompt) for each in zip(names, settings)))
 
 
 def _follows(response: str, name: str, settings: Mapping[str, object], prompt: str) -> bool:
@@ -71,13 +66,15 @@ def _follows(response: str, name: str, settings: Mapping[str, object], prompt: s
     return bool(verifier.check_following(response))
 
 
-def _settings(given: object, count: int) -> list[dict[str, object]]:
+def _settings(kwargs: object, count: int) -> list[dict[str, object]]:
     """Settings of each instruction, without None values. Like in slime, a single object applies to
     all instructions, and the last object of a short list to the remaining ones."""
-    objects: Sequence[Any] = given if isinstance(given, list) else [given]
-    found = [dict(value) if isinstance(value, Mapping) else {} for value in objects] or [{}]
-    found += [found[-1]] * (count - len(found))
-    return [{k: v for k, v in each.items() if v is not None} for each in found[:count]]
+    settings = []
+    for value in kwargs if isinstance(kwargs, list) else [kwargs]:
+        items = value.items() if isinstance(value, Mapping) else ()
+        settings.append({name: setting for name, setting in items if setting is not None})
+    settings = settings or [{}]
+    return (settings + [settings[-1]] * (count - len(settings)))[:count]
 
 
 def _name(value: object) -> str:
@@ -89,5 +86,5 @@ def _verifiers() -> Mapping[str, Any]:
     """Verifier classes by instruction."""
     from ifbench.instructions_registry import INSTRUCTION_DICT
 
-    found: Mapping[str, Any] = INSTRUCTION_DICT
-    return found
+    verifiers: Mapping[str, Any] = INSTRUCTION_DICT
+    return verifiers

@@ -1,11 +1,9 @@
-"""Ends everything that a user's reward function has started, daemons too, when its worker ends or
-the run does.
+"""Ends all processes that a user's reward function has started, including daemons, when its worker
+or the run ends.
 
-The process that the pool starts becomes the keeper: it forks, the child is the worker, and whatever
-descendants lose their parents become the keeper's children (PR_SET_CHILD_SUBREAPER), so that none
-escapes by a double fork or a separate session. Elsewhere than on Linux only the process group is
-ended.
-"""
+The process that the pool starts becomes the keeper and forks the worker. Descendants that lose
+their parents become the keeper's children (PR_SET_CHILD_SUBREAPER), so none escapes by a double
+fork or a new session. On systems other than Linux only the process group is ended."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-END = signal.SIGRTMIN + 5 if sys.platform == "linux" else signal.SIGTERM  # tells a keeper to end
+END = signal.SIGRTMIN + 5 if sys.platform == "linux" else signal.SIGTERM  # ends a keeper
 SIGNALLED = 128  # exit codes above are signals
 
 
@@ -31,7 +29,7 @@ def split() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
     signal.pthread_sigmask(signal.SIG_BLOCK, {END, signal.SIGCHLD})
-    above, keeper = os.getppid(), os.getpid()
+    parent, keeper = os.getppid(), os.getpid()
     worker = os.fork()
     if worker == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {END, signal.SIGCHLD})
@@ -40,7 +38,7 @@ def split() -> None:
             os._exit(0)
         return
     libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(END))
-    if os.getppid() != above:
+    if os.getppid() != parent:
         os.kill(keeper, END)
     _keep(worker)
 
@@ -78,7 +76,7 @@ def _reap() -> dict[int, int]:
 
 def _children() -> list[int]:
     """All descendants of this process; they become its children when their parents die."""
-    me = os.getpid()
+    pid = os.getpid()
     with suppress(OSError):
-        return list(map(int, Path(f"/proc/{me}/task/{me}/children").read_text().split()))
+        return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
     return []

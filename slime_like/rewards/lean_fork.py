@@ -1,8 +1,8 @@
-"""A process that forks often is made cheap to fork: its memory is brought into huge pages.
+"""Make forks of a process cheap by moving its memory into huge pages.
 
-A fork copies the page tables, and its end gives them back: milliseconds for a hundred megabytes in
-pages of 4 KiB. Linux 6.1 collapses them into pages of 2 MiB, of which there are fifty; elsewhere
-nothing changes but the time.
+A fork copies the page tables and its exit frees them, which takes milliseconds for a hundred
+megabytes in pages of 4 KiB. Linux 6.1 collapses them into pages of 2 MiB; elsewhere forks are only
+slower.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _own_memory(memory: str) -> Iterator[tuple[int, int]]:
     """(start, end) addresses of private, writable, anonymous memory."""
     for line in memory.splitlines():
         addresses, rights, _, _, inode, *name = line.split(None, 5)
-        ours = not name or name[0] == "[heap]"
-        if ours and rights.startswith("rw") and rights.endswith("p") and inode == "0":
+        is_anonymous = not name or name[0] == "[heap]"
+        if is_anonymous and rights.startswith("rw") and rights.endswith("p") and inode == "0":
             start, end = (int(address, 16) for address in addresses.split("-"))
             yield start, end

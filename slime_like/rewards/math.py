@@ -1,9 +1,9 @@
-"""Mathematical equivalence by math-verify: 1 when the response's answer equals the label, else 0.
+"""Mathematical equivalence by math-verify: 1 if the response's answer equals the label, otherwise
+0.
 
-math-verify limits its own time by SIGALRM, which works only in a main thread and cannot stop long
-native calls; its limits are off here, and this reward runs in a worker process with a deadline
-(`grader.py`).
-"""
+math-verify limits its time by SIGALRM, which only works in a main thread and cannot stop long
+native calls. Its limits are disabled here; this reward runs in a worker process with a deadline
+(`grader.py`)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def prepare() -> None:
 def problem(label: object, metadata: Mapping[str, object]) -> str | None:
     """Why no response to this row can be scored, or None. Unparsable labels are only detected in
     grading, because parsing is slow."""
-    if words := missing_label(label, metadata):
-        return words
+    if reason := missing_label(label, metadata):
+        return reason
     return None if str(label).strip() else "the label (--label-key) is empty"
 
 
@@ -50,19 +50,13 @@ def equal(answer: str, truth: str) -> bool:
     from math_verify import parse, verify
 
     gold = parse(f"${truth}$", parsing_timeout=None)
-    given_answer = parse(f"${answer}$", parsing_timeout=None)
-    return (
-        bool(gold) and bool(given_answer) and bool(verify(gold, given_answer, timeout_seconds=None))
-    )
+    parsed = parse(f"${answer}$", parsing_timeout=None)
+    return bool(gold and parsed and verify(gold, parsed, timeout_seconds=None))
 
 
 def final_answer(response: str) -> str:
-    """What of the response is the answer: after the last ``</think>``, the last ``\\boxed{...}``
-    there.
-
-    Without a box it is all of that part. An earlier box is a thought that was given up, as the
-    field's graders have it.
-    """
+    """The part of the response to grade: the last ``\\boxed{...}`` after the last ``</think>``, or
+    without a box all of that part. Earlier boxes are ignored, as in other graders."""
     text = response.rpartition("</think>")[2]
     boxed = last_boxed(text)
     return text if boxed is None else f"\\boxed{{{boxed}}}"
@@ -70,7 +64,7 @@ def final_answer(response: str) -> str:
 
 @functools.cache
 def _extraction() -> tuple[object, ...]:
-    """A boxed answer wins over other expressions, as prompts for mathematics ask for one."""
+    """Boxed answers take precedence over other expressions, because prompts ask for them."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig
 
     return LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()

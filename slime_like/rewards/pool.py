@@ -32,13 +32,11 @@ from slime_like.text import clean, printable
 START_LIMIT_S = 120.0  # imports of a user's module on a slow file system
 # an asynchronous function's own deadline comes first; past this its event loop is blocked
 GRACE_S = 1.0
-MOST_PRINTED = 2**16  # bytes of the rewards' output that is shown per round
+MAX_OUTPUT = 2**16  # bytes of the rewards' output that is shown per round
 # bytes of an answer: of confined code, and of other code (e.g. token rewards of a group)
 _MAX_ANSWER, _MAX_OWN_ANSWER = 2**20, 2**28
 _MOMENT_S = 1.0
-_QUICK_S = (
-    0.005  # jobs below this are sent ahead, so that the worker need not wait for the next one
-)
+_QUICK_S = 0.005  # jobs below this are sent ahead, so that the worker never waits for the next one
 _AHEAD = 16
 _END_S = 10.0  # seconds for a keeper to end the processes that a reward started
 _BOOT = (
@@ -57,9 +55,8 @@ class Worker:
     def __init__(self, setup: Setup) -> None:
         environment = dict(os.environ)
         if setup.args.custom_rm_path is None:
-            environment = {
-                key: os.environ[key] for key in _KEPT_ENVIRONMENT if key in os.environ
-            } | {"OMP_NUM_THREADS": "1"}
+            environment = {k: v for k, v in os.environ.items() if k in _KEPT_ENVIRONMENT}
+            environment["OMP_NUM_THREADS"] = "1"
         self.process = subprocess.Popen(
             [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -81,11 +78,10 @@ class Worker:
         self.queued: deque[int] = deque()
         self.quick = False  # whether the last job took less than _QUICK_S
         self.started = time.monotonic()  # start of the last job
-        self.deadlines: dict[int, float] = {
-            -1: time.monotonic() + START_LIMIT_S
-        }  # by job; -1 is the start
+        # by job; -1 is the start
+        self.deadlines: dict[int, float] = {-1: time.monotonic() + START_LIMIT_S}
         self.hung_up = False  # whether the worker closed its end of the pipe
-        self.most = _MAX_ANSWER if setup.confined else _MAX_OWN_ANSWER
+        self.max_answer = _MAX_ANSWER if setup.confined else _MAX_OWN_ANSWER
         self.broken: str | None = None  # description of an invalid answer
         self.outgoing = bytearray()
         self.incoming = bytearray()
@@ -118,8 +114,8 @@ class Worker:
         answers: list[Answer] = []
         while len(self.incoming) >= HEADER.size:
             (length,) = HEADER.unpack_from(self.incoming)
-            if length > self.most:
-                self.broken = f"an answer of {length} bytes, more than {self.most}"
+            if length > self.max_answer:
+                self.broken = f"an answer of {length} bytes, more than {self.max_answer}"
                 return None
             end = HEADER.size + length
             if len(self.incoming) < end:
@@ -219,7 +215,7 @@ class _Round:
         self.waiting = deque(range(len(jobs)))
         self.alone: set[int] = set()
         self.answers: dict[int, Answer] = {}
-        self.printed = 0  # bytes
+        self.shown = 0  # bytes of output
 
     def run(self) -> list[Answer]:
         while len(self.answers) < len(self.jobs):
@@ -233,10 +229,8 @@ class _Round:
     def _assign(self) -> None:
         for worker in self.pool.workers:
             while worker.ready and self.waiting and len(worker.deadlines) < worker.slots:
-                alone = self.waiting[0] in self.alone or any(
-                    job in self.alone for job in worker.deadlines
-                )
-                if alone and worker.deadlines:
+                has_alone = not self.alone.isdisjoint(worker.deadlines)
+                if worker.deadlines and (has_alone or self.waiting[0] in self.alone):
                     break
                 number = self.waiting.popleft()
                 self._start(worker, number)
@@ -276,13 +270,13 @@ class _Round:
 
     def _show(self, data: bytes) -> None:
         """Forward the rewards' output, up to a limit per round."""
-        left = MOST_PRINTED - self.printed
-        self.printed += len(data)
+        left = MAX_OUTPUT - self.shown
+        self.shown += len(data)
         if left > 0 and data:
             sys.stderr.write(printable(data[:left].decode(errors="replace")))
-            if self.printed > MOST_PRINTED:
+            if self.shown > MAX_OUTPUT:
                 sys.stderr.write(
-                    f"\n[what the rewards of this rollout print is shown up to {MOST_PRINTED} "
+                    f"\n[what the rewards of this rollout print is shown up to {MAX_OUTPUT} "
                     "bytes]\n"
                 )
 
@@ -301,13 +295,13 @@ class _Round:
                 self.answers[answer["job"]] = answer
                 worker.quick = time.monotonic() - worker.started < _QUICK_S
                 if answer.get("last"):
-                    self._take_back(worker)
+                    self._requeue(worker)
                     self.pool.discard(worker)
                     return
                 if worker.queued:
                     self._start(worker, worker.queued.popleft())
 
-    def _take_back(self, worker: Worker) -> None:
+    def _requeue(self, worker: Worker) -> None:
         """Requeue jobs that were sent in advance to a worker that ended before starting them."""
         self.waiting.extendleft(reversed(worker.queued))
         worker.queued.clear()
@@ -321,13 +315,13 @@ class _Round:
     def _lose(self, worker: Worker, answer: Answer | None) -> None:
         """Kill a worker. A single job gets `answer` (None: that it died); several are retried
         individually."""
-        words = worker.printed()
-        self._show(words)
-        self._take_back(worker)
+        output = worker.printed()
+        self._show(output)
+        self._requeue(worker)
         how = self.pool.discard(worker)
         if not worker.ready:
             reason = f"not ready after {START_LIMIT_S:g} s" if answer else how
-            last = clean(words[-1000:].decode(errors="replace")) or "nothing"
+            last = clean(output[-1000:].decode(errors="replace")) or "nothing"
             raise RunError(
                 f"a reward worker ended before it was ready ({reason}); its standard error: {last}"
             )

@@ -37,15 +37,14 @@ def _no_problem(label: object, metadata: Mapping[str, object]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """score(response, label, metadata) -> float; raises where a sample cannot be scored.
+    """A built-in reward.
 
-    problem(label, metadata) -> why no response to such a row can be scored, or None; cheap, it is
-    asked for every row of a file. inline: looks at no text of a model, so it is graded in the
-    calling process. All others are graded in confined workers. bounded: takes time linear in the
-    text and does not read the metadata; a worker is given many texts at once. evaluates: a library
-    may run code that the text holds, which is then graded in a fork (`evaluation.py`). prepare: imports what
-    it needs, before the first sample's deadline runs. library: (import name, distribution) of that,
-    which the extra `extra` installs; None: its user does.
+    score: raises if a sample cannot be scored. problem: cheap; called for every row of a file.
+    inline: does not read the model's text, so it is graded in the calling process; all others are
+    graded in confined workers. bounded: takes time linear in the text and does not read the
+    metadata; a worker gets many texts at once. evaluates: a library may run code in the text, which
+    is then graded in a fork (`evaluation.py`). prepare: imports what it needs, before the first
+    sample's deadline starts. library: (import name, distribution) of that; `extra` installs it.
     """
 
     score: Score
@@ -168,9 +167,9 @@ def reward_of(
             "--rm-type-from-metadata"
         )
     if own is not None:
-        return _known(own, "metadata rm_type")
+        return _check_name(own, "metadata rm_type")
     if rm_type is not None:
-        return _known(rm_type, "--rm-type")
+        return _check_name(rm_type, "--rm-type")
     if task.problem(None, metadata) is not None:
         raise ValueError(
             "no reward: give --rm-type, --custom-rm-path, or --rm-type-from-metadata and rm_type "
@@ -190,8 +189,8 @@ def require_library(name: str) -> None:
 def require_confinement(name: str) -> None:
     """Raise ValueError if the reward executes model output and this host cannot confine it."""
     executes = name == "code" or rewards.get(name).evaluates
-    if executes and (words := confinement.refusal()):
-        raise ValueError(f"the reward {name} executes text of the model, and {words}")
+    if executes and (reason := confinement.refusal()):
+        raise ValueError(f"the reward {name} executes text of the model, and {reason}")
 
 
 def answer_check(
@@ -199,25 +198,25 @@ def answer_check(
 ) -> AnswerCheck:
     """Function that returns why no response to a row can be graded, or None; for `data.prompts`. A
     custom function accepts every row."""
-    ready: set[str] = set()
+    available = set[str]()
 
     def check(label: object, metadata: Mapping[str, object]) -> str | None:
         if custom_rm_path is not None:
             return None
         try:
             name = reward_of(rm_type, metadata, from_metadata=from_metadata)
-            if name not in ready:
+            if name not in available:
                 require_library(name)
                 require_confinement(name)
         except ValueError as error:
             return str(error)
-        ready.add(name)
+        available.add(name)
         return rewards.get(name).problem(label, metadata)
 
     return check
 
 
-def _known(name: object, source: str) -> str:
+def _check_name(name: object, source: str) -> str:
     if not isinstance(name, str) or name not in rewards:
         raise ValueError(
             f"{source} {name!r}: unknown reward; legal values: {', '.join(rewards.names())}"

@@ -1,5 +1,5 @@
-"""A reward server: ``POST --rm-url {"prompt", "response", "label"}``, answered by a number, or by
-an object with --reward-key.
+"""A reward server: ``POST --rm-url {"prompt", "response", "label"}`` returns a number, or an object
+with --reward-key.
 
 Equivalent to slime's ``remote_rm``. Failed connections, 429 and 5xx are retried with exponential
 backoff until --rm-timeout-s; any other status, or a response that is not JSON, is final. Runs in a
@@ -19,7 +19,7 @@ from typing import Any
 from slime_like.rewards.custom import RewardArgs, RewardSample
 from slime_like.text import clean, mask_url
 
-MOST_BYTES = 2**20  # bytes of a response
+MAX_BYTES = 2**20  # of a response
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 
 
@@ -40,7 +40,7 @@ def _certificates() -> ssl.SSLContext:
 
 
 def only_remote(response: str, label: object, metadata: Mapping[str, object]) -> float:
-    raise AssertionError("remote rewards are asked for in an event loop")
+    raise AssertionError("remote rewards are computed in an event loop")
 
 
 async def score(args: RewardArgs, sample: RewardSample) -> object:
@@ -87,8 +87,8 @@ async def _ask(client: Any, url: str, body: dict[str, Any]) -> object:
                 raise RuntimeError(f"{mask_url(url)} answered {response.status_code}")
             async for part in response.aiter_bytes():
                 data += part
-                if len(data) > MOST_BYTES:
-                    raise RuntimeError(f"{mask_url(url)} answered more than {MOST_BYTES} bytes")
+                if len(data) > MAX_BYTES:
+                    raise RuntimeError(f"{mask_url(url)} answered more than {MAX_BYTES} bytes")
     except httpx.TransportError as error:
         raise _Retry(f"could not be reached ({type(error).__name__})") from error
     try:

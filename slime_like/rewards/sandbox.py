@@ -1,11 +1,10 @@
-"""Run untrusted programs: a Python process without access to files, network, other processes or the
+"""Run untrusted Python programs without access to files, network, other processes or the
 environment.
 
-What confines it is `confinement.py`, with resource limits. A zygote (`sandbox_child.py`) confines
-itself once and forks a process for each program, which dies with its parent, is killed at its
-deadline, and whose output is read up to a limit. `problem` says what this host lacks; a sandbox
-that fails to start raises `SandboxError` and is no result of the program.
-"""
+A zygote (`sandbox_child.py`) confines itself once (`confinement.py`) and forks a process for each
+program. The process ends with its parent or at its deadline, and its output is read up to a limit.
+`problem` reports what this host lacks. A sandbox that fails to start raises `SandboxError`, which
+is not a result of the program."""
 
 from __future__ import annotations
 
@@ -111,31 +110,32 @@ class Zygote:
     """
 
     def __init__(self) -> None:
-        if words := confinement.refusal():
-            raise SandboxError(words)
+        if reason := confinement.refusal():
+            raise SandboxError(reason)
         requests, self._requests = os.pipe()
         kills, self._kills = os.pipe()
         self._reports, reports = os.pipe()
-        theirs = (requests, kills, reports)
-        arguments = [confinement.package_root(), str(os.getpid()), json.dumps(theirs)]
+        child_ends = (requests, kills, reports)
+        arguments = [confinement.package_root(), str(os.getpid()), json.dumps(child_ends)]
+        arguments.append(json.dumps(confinement.missing()))
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-X", "utf8", "-c", _BOOT, *arguments, json.dumps(confinement.missing())],
+            [sys.executable, "-I", "-S", "-X", "utf8", "-c", _BOOT, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={},
             cwd="/",
-            pass_fds=theirs,
-        )  # fmt: skip
-        for file in theirs:
+            pass_fds=child_ends,
+        )
+        for file in child_ends:
             os.close(file)
         assert self._process.stdout is not None and self._process.stderr is not None
         self._streams = {
             "stdout": self._process.stdout.fileno(),
             "stderr": self._process.stderr.fileno(),
         }
-        ours = (self._requests, self._kills, self._reports)
-        self.close = weakref.finalize(self, _end, self._process, ours, os.getpid())
+        own_ends = (self._requests, self._kills, self._reports)
+        self.close = weakref.finalize(self, _end, self._process, own_ends, os.getpid())
         for file in (self._requests, *self._streams.values()):
             os.set_blocking(file, False)
         self._expect_ready(time.monotonic() + _START_S)
@@ -151,10 +151,12 @@ class Zygote:
         streams, status, code = self._follow(limits)
         out, err = (streams[name].decode(errors="replace") for name in ("stdout", "stderr"))
         if status is None:
-            proven = out.endswith(proof)
+            is_proven = check is None or out.endswith(proof)
             out = out.removesuffix(proof)
-            good = code == 0 and (proven or check is None)
-            status = "killed" if code < 0 else "ok" if good else "error"
+            if code < 0:
+                status = "killed"
+            else:
+                status = "ok" if code == 0 and is_proven else "error"
         return Outcome(status, out, err, time.monotonic() - start)
 
     def _send(self, data: bytes, deadline: float) -> None:
@@ -166,13 +168,13 @@ class Zygote:
                 try:
                     data = data[os.write(self._requests, data) :]
                 except BrokenPipeError as error:
-                    raise SandboxError(f"the sandbox has ended: {self._last_words()}") from error
+                    raise SandboxError(f"the sandbox has ended: {self._stderr_tail()}") from error
 
     def _expect_ready(self, deadline: float) -> None:
         kind, body = self._report(deadline)
         if kind != READY:
-            words = body.decode(errors="replace") if kind == BROKEN else self._last_words()
-            raise SandboxError(f"the sandbox cannot start: {words}")
+            reason = body.decode(errors="replace") if kind == BROKEN else self._stderr_tail()
+            raise SandboxError(f"the sandbox cannot start: {reason}")
 
     def _report(self, deadline: float) -> tuple[bytes, bytes]:
         """The next report; kind b"" if the process has ended. Raises SandboxError at the
@@ -184,9 +186,8 @@ class Zygote:
         head = os.read(self._reports, 3)
         if len(head) < 3:
             return b"", b""
-        return head[:1], os.read(self._reports, struct.unpack("<H", head[1:])[0]) if any(
-            head[1:]
-        ) else b""
+        (length,) = struct.unpack("<H", head[1:])
+        return head[:1], os.read(self._reports, length) if length else b""
 
     def _follow(self, limits: Limits) -> tuple[dict[str, bytearray], Status | None, int]:
         """Read both streams until the program ends. Returns a status if it was killed for its time
@@ -199,9 +200,8 @@ class Zygote:
                 selector.register(file, selectors.EVENT_READ, name)
             selector.register(self._reports, selectors.EVENT_READ, "report")
             while True:
-                names = {
-                    key.data for key, _ in selector.select(max(0.0, deadline - time.monotonic()))
-                }
+                events = selector.select(max(0.0, deadline - time.monotonic()))
+                names = {key.data for key, _ in events}
                 for name in names & streams.keys():
                     self._take(name, streams[name])
                 if "report" in names:
@@ -218,7 +218,7 @@ class Zygote:
                 deadline = time.monotonic() + _END_S
         kind, body = self._report(time.monotonic() + _END_S)
         if kind != ENDED:
-            raise SandboxError(f"the sandbox has ended: {self._last_words()}")
+            raise SandboxError(f"the sandbox has ended: {self._stderr_tail()}")
         for name, data in streams.items():
             while self._take(name, data):
                 pass
@@ -235,10 +235,10 @@ class Zygote:
         data += part
         return len(part)
 
-    def _last_words(self) -> str:
+    def _stderr_tail(self) -> str:
         data = bytearray()
         self._take("stderr", data)
-        return data.decode(errors="replace").strip()[-300:] or "it says nothing"
+        return data.decode(errors="replace").strip()[-300:] or "no output"
 
 
 def _end(process: subprocess.Popen[bytes], files: tuple[int, ...], owner: int) -> None:

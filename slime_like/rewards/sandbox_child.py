@@ -1,15 +1,12 @@
-"""The inside of `sandbox.py`: a process that confines itself once, and then forks a child for every
-program.
+"""The sandboxed side of `sandbox.py`: confines itself once and forks a child for every program.
 
-A fork costs a millisecond, where a new interpreter costs thirty. The child reads its request
-itself, so that this process, from which later children are made, never sees one. Protocol: see
-`sandbox.Zygote`.
-"""
+A fork takes a millisecond, a new interpreter thirty. The child reads its request itself, so that
+this process, which later children copy, never sees one. Protocol: see `sandbox.Zygote`."""
 
 from __future__ import annotations
 
 import atexit
-import collections  # noqa: F401  # what programs import most is there when they are forked
+import collections  # noqa: F401  # common imports of programs, ready before the fork
 import functools  # noqa: F401
 import gc
 import heapq  # noqa: F401

@@ -1,12 +1,11 @@
 """A sandboxed shell with files, for coding agents.
 
-Each command runs in a sandbox that it alone is in: namespaces of users, processes, network, IPC and
-files, in which the system's programs and libraries are read-only, the files of the `Workspace` are
-in a file system in memory, and nothing else exists; Landlock and a seccomp filter
-(`confinement.lock_shell`); resource limits. When the command ends, everything that it started is
-killed, and the files are kept as a tar archive that only the next sandbox unpacks.
+Each command runs in its own sandbox: namespaces for users, processes, network, IPC and files, with
+read-only system programs and libraries and the files of the `Workspace` in memory; Landlock and a
+seccomp filter (`confinement.lock_shell`); resource limits. When the command ends, everything that
+it started is killed, and the files are kept as a tar archive that only the next sandbox unpacks.
 
-This needs the namespaces and the filter of `confinement.py`; `problem` says what is missing.
+This needs the namespaces and the filter of `confinement.py`; `problem` reports what is missing.
 """
 
 from __future__ import annotations
@@ -72,8 +71,8 @@ class Workspace:
 
     def __init__(self, limits: ShellLimits | None = None) -> None:
         """Raises SandboxError if no shell can be confined."""
-        if words := problem():
-            raise SandboxError(words)
+        if reason := problem():
+            raise SandboxError(reason)
         self.limits = limits or ShellLimits()
         self._archive = b""
 
@@ -100,10 +99,8 @@ class Workspace:
             "python": os.path.realpath(sys.executable),
         }
         body = json.dumps(request).encode()
-        answer = _ask(
-            HEADER.pack(len(body), len(self._archive)) + body + self._archive, self.limits
-        )
-        outcome, archive = _parse(answer)
+        header = HEADER.pack(len(body), len(self._archive))
+        outcome, archive = _parse(_run_sandbox(header + body + self._archive, self.limits))
         if outcome.status != "files":
             self._archive = archive
         return outcome
@@ -121,7 +118,7 @@ class Workspace:
         return outcome.output if outcome.exit_status == 0 else None
 
 
-def _ask(request: bytes, limits: ShellLimits) -> bytes:
+def _run_sandbox(request: bytes, limits: ShellLimits) -> bytes:
     arguments = [confinement.package_root(), str(os.getpid()), json.dumps(confinement.missing())]
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-X", "utf8", "-c", _BOOT, *arguments],
@@ -140,8 +137,8 @@ def _ask(request: bytes, limits: ShellLimits) -> bytes:
         process.kill()  # this also ends its PID namespace
         process.wait()
     if process.returncode:
-        words = errors.decode(errors="replace").strip()[-500:] or "it says nothing"
-        raise SandboxError(f"the shell's sandbox cannot start: {words}")
+        reason = errors.decode(errors="replace").strip()[-500:] or "no output"
+        raise SandboxError(f"the shell's sandbox cannot start: {reason}")
     return answer
 
 
@@ -151,6 +148,6 @@ def _parse(answer: bytes) -> tuple[ShellOutcome, bytes]:
         raise SandboxError("the shell's sandbox has ended without an answer")
     size, archive_size = HEADER.unpack_from(answer)
     if len(answer) != HEADER.size + size + archive_size:
-        raise SandboxError("the answer of the shell's sandbox is not whole")
+        raise SandboxError("the answer of the shell's sandbox is incomplete")
     outcome = ShellOutcome(**json.loads(answer[HEADER.size : HEADER.size + size]))
     return outcome, answer[HEADER.size + size :]

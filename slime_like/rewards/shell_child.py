@@ -1,7 +1,8 @@
-"""The inside of `shell.py`: confines itself, unpacks the files, runs the command, packs the files.
+"""The sandboxed side of `shell.py`: confines itself, unpacks the files, runs the command, packs the
+files.
 
-Two processes: the first enters the namespaces and waits; the second is the first of the namespace
-of processes, and everything ends with it. Standard library only.
+The first process enters the namespaces and waits for the second, which is the first of its PID
+namespace: everything ends with it. Standard library only.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def main() -> None:
 def _read(size: int) -> bytes:
     data = sys.stdin.buffer.read(size)
     if len(data) < size:
-        raise EOFError("the request is not whole")
+        raise EOFError("the request is incomplete")
     return data
 
 
@@ -126,11 +127,11 @@ def _wait(shell: int, deadline: float) -> int | None:
     """Exit status as in a shell; None at the deadline. Reaps orphaned processes."""
     pause = 0.001
     while time.monotonic() < deadline:
-        found, status = os.waitpid(-1, os.WNOHANG)
-        if found == shell:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == shell:
             code = os.waitstatus_to_exitcode(status)
             return code if code >= 0 else 128 - code
-        if not found:
+        if not pid:
             time.sleep(pause)
             pause = min(pause * 1.5, 0.05)
     return None

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
 
-_LONGEST = 10000  # characters of an answer; parsing longer ones may overflow the stack
+_MAX_LENGTH = 10000  # characters of an answer; parsing longer ones may overflow the stack
 _REGISTERED = re.compile(r"(?:register_dataset\(\s*|DATASET_NAME\s*=\s*)[\"']([a-z0-9_]+)[\"']")
 
 
@@ -33,28 +33,24 @@ def prepare() -> None:
 def problem(label: object, metadata: Mapping[str, object]) -> str | None:
     """Why no response to this row can be scored, or None: its metadata needs ``task`` (name,
     options) and ``entry``."""
-    task, entry = metadata.get("task"), metadata.get("entry")
-    if (
-        isinstance(task, Mapping)
-        and {"name", "options"} <= task.keys()
-        and isinstance(entry, Mapping)
-    ):
+    task = metadata.get("task")
+    has_task = isinstance(task, Mapping) and {"name", "options"} <= task.keys()
+    if has_task and isinstance(metadata.get("entry"), Mapping):
         return None
     return (
         "the reward task needs 'task' (name, options) and 'entry' in the row's metadata "
-        "(--metadata-key), which rows of a "
-        "reasoning_gym:<task> source have; choose another --rm-type, or name one in the metadata "
-        "with the key rm_type"
+        "(--metadata-key), which rows of a reasoning_gym:<task> source have; choose another "
+        "--rm-type, or name one in the metadata with the key rm_type"
     )
 
 
 def score(response: str, label: object, metadata: Mapping[str, Any]) -> float:
     """Score of the task's verifier for the answer in the response. Raises ValueError if the sample
     has no task."""
-    if words := problem(label, metadata):
-        raise ValueError(words)
+    if reason := problem(label, metadata):
+        raise ValueError(reason)
     answer = extract_answer(response)
-    if len(answer) > _LONGEST:
+    if len(answer) > _MAX_LENGTH:
         evaluation.apart()
     return float(_dataset(metadata).score_answer(answer, metadata["entry"]))
 
@@ -77,27 +73,27 @@ def unknown(spec: str) -> str | None:
     the name seems wrong.
     """
     name = spec.partition(":")[2].partition("?")[0]
-    if name in _written_names():
+    if name in _registered_names():
         return None
     from reasoning_gym.factory import DATASETS
 
     if name in DATASETS:
         return None
-    near = difflib.get_close_matches(name, sorted(DATASETS), n=3, cutoff=0.5)
-    return f"unknown task {name!r}; " + (
-        f"nearest: {', '.join(near)}" if near else f"legal names: {', '.join(sorted(DATASETS))}"
-    )
+    if similar := difflib.get_close_matches(name, sorted(DATASETS), n=3, cutoff=0.5):
+        return f"unknown task {name!r}; nearest: {', '.join(similar)}"
+    return f"unknown task {name!r}; legal names: {', '.join(sorted(DATASETS))}"
 
 
 @functools.cache
-def _written_names() -> frozenset[str]:
+def _registered_names() -> frozenset[str]:
     """Task names that the installed package's source registers."""
     spec = importlib.util.find_spec("reasoning_gym")
     folders = [] if spec is None else list(spec.submodule_search_locations or [])
-    text = "".join(
-        file.read_text(errors="replace") for root in folders for file in Path(root).rglob("*.py")
-    )
-    return frozenset(_REGISTERED.findall(text))
+    names = set[str]()
+    for folder in folders:
+        for file in Path(folder).rglob("*.py"):
+            names.update(_REGISTERED.findall(file.read_text(errors="replace")))
+    return frozenset(names)
 
 
 def extract_answer(response: str) -> str:

@@ -1,15 +1,12 @@
-"""A process that grades samples and may be killed at any moment; the other end is `pool.py`.
+"""A process that grades samples and may be killed at any time; the other end is `pool.py`.
 
 Frames on both pipes: 8 bytes of length, little-endian, then the body. The parent's frames are
-pickled, as they come from the process that started this one and keep the types of metadata; answers
-are JSON, because what ran here may have evaluated a model's text. First frame in: `Setup`; first
-out: ``{"ready": slots}`` or ``{"failed": reason}``. Then jobs and answers:
-``{"job": id, ...}`` with ``value`` (number or null) and perhaps ``details`` and ``tokens``, or
-``wrong_type``, ``raised`` or ``timeout``; ``{"job": id, "batch": [...]}`` for a job of several
-texts, or ``"values": [...]`` where all are plain numbers; ``"last": true`` from a worker that cannot go on.
+pickled: they are trusted, and keep the types of metadata. Answers are JSON, because this process
+may have evaluated a model's text. The first frame in is `Setup`; the first out is ``{"ready":
+slots}`` or ``{"failed": reason}``. Then come `Job`s, and for each an `Answer`.
 
-Rewards of this project confine the process before the first job (`confinement.py`). The user's own
-function is trusted and is not confined; what it starts ends with it (`keeper.py`).
+Built-in rewards confine the process before the first job (`confinement.py`). A user's function is
+trusted and not confined; what it starts ends with it (`keeper.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypedDict
 
 from slime_like.import_utils import load_module
 from slime_like.rewards import confinement, evaluation, keeper, lean_fork
@@ -40,21 +37,42 @@ from slime_like.text import clean
 
 HEADER = struct.Struct("<Q")
 ASYNC_SLOTS = 64  # concurrent samples of an asynchronous function
-BUILTIN_MEMORY = (
-    4 * 2**30
-)  # bytes of address space: a power tower in an answer must not take the machine's memory
+# bytes of address space: a power tower in an answer must not take the machine's memory
+BUILTIN_MEMORY = 4 * 2**30
 SCORE, TOKEN_REWARDS = "score", "token_rewards"  # keys of a dict with token rewards
 REMOTE = "remote_rm"  # served in an event loop, in separate workers
 _PR_SET_PDEATHSIG = 1
 
-Answer = dict[str, Any]
 Text = tuple[str, object, dict[str, object]]  # response, label, metadata
+
+
+class Answer(TypedDict, total=False):
+    """Result of a job: `value`, perhaps with `details` and `tokens`; or why there is none.
+
+    job: id. values, batch: of a job with several texts; `values` if all are plain numbers. group:
+    one answer per sample. wrong_type: description of a value that is no reward. raised, died: how.
+    ready, failed: of the worker's start. last: the worker ends after this answer.
+    """
+
+    job: int
+    value: float | None
+    details: dict[str, float]
+    tokens: list[float]
+    values: list[float]
+    batch: list[Answer]
+    group: list[Answer]
+    wrong_type: str
+    raised: str
+    timeout: bool
+    died: str
+    ready: int
+    failed: str
+    last: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a worker prepares. args.custom_rm_path is loaded if set, otherwise the named rewards
-    are.
+    """What a worker prepares: args.custom_rm_path if set, otherwise the named rewards.
 
     missing: result of `confinement.missing` in the process that starts the workers. modules: user
     modules that define some of the named rewards.
@@ -112,9 +130,9 @@ def main() -> None:
         try:
             answer = _grade(job, function, setup.args)
         except SandboxError as error:  # the sandbox cannot be restarted in here
-            _write(replies, {"job": job.id, "last": True, **raised(error)})
+            _write(replies, {**raised(error), "job": job.id, "last": True})
             return
-        _write(replies, {"job": job.id, **answer})
+        _write(replies, {**answer, "job": job.id})
 
 
 def _die_with(parent: int) -> None:
@@ -312,7 +330,7 @@ def raised(error: BaseException) -> Answer:
 def _reason(error: BaseException) -> str:
     """Type, message, and the innermost code location outside of this project, libraries and the
     interpreter."""
-    words = f"{type(error).__name__}: {_message(error)}"
+    message = f"{type(error).__name__}: {_message(error)}"
     folder = os.path.dirname(os.path.abspath(__file__))
     places = [
         f"{frame.filename}:{frame.lineno}"
@@ -320,7 +338,7 @@ def _reason(error: BaseException) -> str:
         if not frame.filename.startswith((folder, "<", sys.base_prefix))
         and f"{os.sep}site-packages{os.sep}" not in frame.filename
     ]
-    return clean(f"{words} ({places[-1]})" if places else words)
+    return clean(f"{message} ({places[-1]})" if places else message)
 
 
 def _message(error: BaseException) -> str:

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a run starts. state: trainer state of a resumed run, None for a fresh one.
+    """Where a run starts. state: trainer state of a resumed run; None: a fresh run.
     initial_policy: the Hugging Face model that the policy equals now, or None. has_critic: the
     critic was loaded from the checkpoint."""
 
@@ -100,8 +100,8 @@ class RunCheckpoints:
         if replicas is not None:
             replicas.drop()
         self.reference = from_rank_zero(lambda: reference_digest(self.run))
-        before = None if start.state is None else start.state.get("reference")
-        if None not in (before, self.reference) and before != self.reference:
+        saved = None if start.state is None else start.state.get("reference")
+        if None not in (saved, self.reference) and saved != self.reference:
             warn_rank_0(
                 logger,
                 "the reference model differs from that of the checkpoint's run: from here on the "
@@ -140,14 +140,13 @@ class RunCheckpoints:
         return Start(None, initial)
 
     def _resume(self, root: str) -> Start:
-        config = self.config
-        step, warning = (
-            (config.ckpt_step, None) if config.ckpt_step is not None else newest_step(root)
-        )
-        warn_rank_0(logger, warning)
+        config, step = self.config, self.config.ckpt_step
+        if step is None:
+            step, warning = newest_step(root)
+            warn_rank_0(logger, warning)
         folder = checkpoint_folder(root, step)
         from_rank_zero(lambda: self._check_tokenizer(folder))
-        with_critic = self._takes_critic_of(folder)
+        with_critic = self._loads_critic(folder)
         weights_only = config.finetune or is_converted(folder)
         if weights_only and not config.finetune:
             logger.info(
@@ -170,56 +169,54 @@ class RunCheckpoints:
         if weights_only:
             return Start(None, None, with_critic)
         self._warn_of_changes(folder, state)
-        if (words := other_world(state, self.layout)) is not None:
-            logger.info(words)
+        if (message := world_size_change(state, self.layout)) is not None:
+            logger.info(message)
         if int(state["step"]) != step:
             raise ValueError(
-                f"checkpoint {checkpoint_folder(root, step)} is of step {state['step']} by its own "
-                "record: the folder was renamed"
+                f"checkpoint {folder} is of step {state['step']} by its own record: the folder was "
+                "renamed"
             )
         return Start(state, None, with_critic)
 
     def _check_tokenizer(self, folder: Path) -> None:
         """Raise ValueError if the checkpoint was trained with another vocabulary."""
-        ours = {k: v for k, v in (self.tokenizer or {}).items() if k != CHAT_TEMPLATE}
-        different = identity_differences(saved_identity(folder).get("tokenizer", {}), ours)
+        current = {k: v for k, v in (self.tokenizer or {}).items() if k != CHAT_TEMPLATE}
+        different = identity_differences(saved_identity(folder).get("tokenizer", {}), current)
         if different:
             raise ValueError(
                 f"checkpoint {folder} was trained with another tokenizer than that of "
-                "--hf-checkpoint "
-                f"{self.run.model.hf_checkpoint}: {', '.join(different)}; give the model of that "
-                "run"
+                f"--hf-checkpoint {self.run.model.hf_checkpoint}: {', '.join(different)}; give the "
+                "model of that run"
             )
 
     def _warn_of_changes(self, folder: Path, state: TrainerState) -> None:
-        saved, ours = state.get("settings", {}), self.settings
-        template = (state.get("tokenizer", {}), self.tokenizer or {})
-        different = changes(saved, ours)
-        different += changes(*({k: t[k] for k in t if k == CHAT_TEMPLATE} for t in template))
+        different = changes(state.get("settings", {}), self.settings)
+        tokenizer = self.tokenizer or {}
+        if CHAT_TEMPLATE in tokenizer:
+            template = {CHAT_TEMPLATE: tokenizer[CHAT_TEMPLATE]}
+            different += changes(state.get("tokenizer", {}), template)
         if different:
             warn_rank_0(
                 logger, f"changed since checkpoint {folder} was saved: {'; '.join(different)}"
             )
 
-    def _takes_critic_of(self, folder: Path) -> bool:
+    def _loads_critic(self, folder: Path) -> bool:
         """Whether to load the critic that was saved with the policy. --critic-load takes precedence
         with --finetune."""
-        wanted, there = self.backend.critic is not None, "critic" in saved_networks(folder)
-        if there and not wanted:
+        is_needed, is_saved = self.backend.critic is not None, "critic" in saved_networks(folder)
+        if is_saved and not is_needed:
             warn_rank_0(
                 logger,
                 f"checkpoint {folder} has a critic, which this --advantage-estimator does not use: "
                 "it is not loaded",
             )
-        if wanted and not there:
-            start = "new adapters" if self.run.critic.critic_lora_rank else "the policy's weights"
-            source = "--critic-load" if self.run.critic.critic_load is not None else start
+        if is_needed and not is_saved:
+            source = "new adapters" if self.run.critic.critic_lora_rank else "the policy's weights"
+            if self.run.critic.critic_load is not None:
+                source = "--critic-load"
             warn_rank_0(logger, f"checkpoint {folder} has no critic: it starts from {source}")
-        return (
-            wanted
-            and there
-            and not (self.config.finetune and self.run.critic.critic_load is not None)
-        )
+        is_replaced = self.config.finetune and self.run.critic.critic_load is not None
+        return is_needed and is_saved and not is_replaced
 
     def wants(self, rollouts: int, *, last: bool) -> bool:
         """Whether `after_rollout` has anything to do."""
@@ -256,17 +253,7 @@ class RunCheckpoints:
         }
         if self._is_due(rollouts, last=last):
             self._attempt(saver.finish, last=False)
-            self._attempt(
-                lambda: save_state(
-                    self.backend,
-                    saver,
-                    rollouts,
-                    state,
-                    with_optimizer=self._optim,
-                    with_rng=self._rng,
-                ),
-                last=last,
-            )
+            self._attempt(lambda: self._save(saver, rollouts, state), last=last)
             if last:
                 self._attempt(saver.finish, last=True)
                 if self.replicas is not None:
@@ -284,27 +271,25 @@ class RunCheckpoints:
         if self.replicas is None:
             return
         try:
-            report = save_state(
-                self.backend,
-                self.replicas,
-                rollouts,
-                state,
-                with_optimizer=self._optim,
-                with_rng=self._rng,
-            )
+            report = self._save(self.replicas, rollouts, state)
         except SaveError as error:
             warn_rank_0(logger, str(error))
         else:
             assert report is not None
             self._metrics["perf/replica_s"] = report.seconds
 
-    @property
-    def _optim(self) -> bool:
-        return not self.config.no_save_optim
-
-    @property
-    def _rng(self) -> bool:
-        return not self.config.no_save_rng
+    def _save(
+        self, saver: CheckpointSaver | ReplicaSaver, rollouts: int, state: dict[str, object]
+    ) -> SaveReport | None:
+        config = self.config
+        return save_state(
+            self.backend,
+            saver,
+            rollouts,
+            state,
+            with_optimizer=not config.no_save_optim,
+            with_rng=not config.no_save_rng,
+        )
 
     def _attempt(self, action: Callable[[], SaveReport | None], *, last: bool) -> None:
         try:
@@ -317,7 +302,7 @@ class RunCheckpoints:
             return
         if report is not None:
             assert self.saver is not None
-            logger.info(words_of(report, self.saver.root))
+            logger.info(describe_save(report, self.saver.root))
             for note in report.notes:
                 warn_rank_0(logger, note)
             self._metrics["perf/save_gb"] = report.bytes / 1e9
@@ -325,23 +310,22 @@ class RunCheckpoints:
             self._metrics["perf/save_free_gb"] = report.free_bytes / 1e9
 
 
-def other_world(state: TrainerState, layout: ParallelLayout) -> str | None:
+def world_size_change(state: TrainerState, layout: ParallelLayout) -> str | None:
     """Message about a change of the number of ranks since the checkpoint; None if it is unchanged.
 
     Args:
         state: Trainer state of the checkpoint.
         layout: Parallel layout of this run.
     """
-    before, now = int(state["world_size"]), layout.world_size
-    if before == now:
+    saved, current = int(state["world_size"]), layout.world_size
+    if saved == current:
         return None
-    replicas = re.search(r"\bDP(\d+)", state["layout"])
-    was = replicas[1] if replicas else "?"
+    dp = re.search(r"\bDP(\d+)", state["layout"])
+    ranks = f"{current} of {saved} ranks" if current < saved else f"{current} ranks, {saved} before"
     return (
-        f"resumed on {now} of {before} ranks"
-        if now < before
-        else f"resumed on {now} ranks, {before} before"
-    ) + f": data parallel {was} -> {layout.dp_size}; an optimizer step keeps its samples"
+        f"resumed on {ranks}: data parallel {dp[1] if dp else '?'} -> {layout.dp_size}; an "
+        "optimizer step keeps its samples"
+    )
 
 
 def reference_digest(run: RunConfig) -> str | None:
@@ -352,21 +336,18 @@ def reference_digest(run: RunConfig) -> str | None:
         return None
     if not is_checkpoint_root(root):
         return weights_digest(root)
-    step = (
-        newest_step(root, "--ref-load")[0]
-        if run.model.ref_ckpt_step is None
-        else run.model.ref_ckpt_step
-    )
+    step = run.model.ref_ckpt_step
+    if step is None:
+        step, _ = newest_step(root, "--ref-load")
     return hash_file(checkpoint_folder(root, step) / MANIFEST).sha256[:24]
 
 
-def words_of(report: SaveReport, root: Path) -> str:
+def describe_save(report: SaveReport, root: Path) -> str:
     """Log line about a save: size, time and what it replaced."""
     name = checkpoint_folder(root, report.step).name
     removed = ", ".join(checkpoint_folder(root, step).name for step in report.removed)
     return (
         f"{name} saved: {report.bytes / 1e9:.3f} GB in {report.seconds:.2f} s, training blocked "
         f"for {report.blocked_s:.2f} s; "
-        + (f"removed {removed}; " if removed else "")
-        + f"{report.free_bytes / 1e9:.3f} GB free"
+        f"{f'removed {removed}; ' if removed else ''}{report.free_bytes / 1e9:.3f} GB free"
     )

@@ -169,9 +169,9 @@ def check_old_values(
     limit *= max(1.0, values_abs)
     if not diff_abs <= limit:
         raise GuardError(
-            "before the critic's first optimizer step its values differ from those of the "
-            f"rollout by {diff_abs:.3g} on average (limit {limit:g}): the training forward pass "
-            "and the value pass do not compute the same model"
+            "before the critic's first optimizer step its values differ from those of the rollout "
+            f"by {diff_abs:.3g} on average (limit {limit:g}): the training forward pass and the "
+            "value pass do not compute the same model"
         )
 
 
@@ -182,8 +182,8 @@ def check_initial_kl(kl: float, *, half_precision: bool) -> None:
     if not abs(kl) <= limit:
         raise GuardError(
             f"the KL to the reference is {kl:.3g} in the first step (limit {limit:g}), although "
-            "--ref-load and --hf-checkpoint are the same folder: reference and policy were "
-            "loaded differently"
+            "--ref-load and --hf-checkpoint are the same folder: reference and policy were loaded "
+            "differently"
         )
 
 
@@ -241,8 +241,8 @@ class SkippedStepGuard:
         self.total += 1
         what = "NaN" if math.isnan(grad_norm) else "infinite"
         text = (
-            f"{self.owner}optimizer step skipped: the gradient norm is {what} "
-            f"({self.in_a_row} in a row, {self.total} in total)"
+            f"{self.owner}optimizer step skipped: the gradient norm is {what} ({self.in_a_row} in "
+            f"a row, {self.total} in total)"
         )
         if self.in_a_row >= self.patience:
             raise GuardError(text + "; see --max-consecutive-skipped-steps")

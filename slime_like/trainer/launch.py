@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from slime_like.megatron.parallel_layout import ParallelLayout
 
 FAILED, INTERRUPTED = 1, CTRL_C_STATUS
-HURRIED_S = 10.0  # time for trackers to finish after SIGTERM; schedulers kill soon after it
+URGENT_S = 10.0  # time for trackers to finish after SIGTERM; schedulers kill soon after it
 logger = logging.getLogger(__name__)
 
 
@@ -107,17 +107,10 @@ def run_ranks(config: RunConfig, rank: int, startup: Say) -> int:
 
 def locked_folders(config: RunConfig, rank: int) -> AbstractContextManager[None]:
     """On rank 0, lock the folders that two concurrent runs would corrupt."""
-    folders = [
-        (flag, folder)
-        for flag, folder in (
-            ("--save", config.checkpoint.save),
-            ("--output-dir", config.logging.output_dir),
-        )
-        if folder is not None
-    ]
     if rank != 0:
         return nullcontext()
-    return hold_folders(folders)
+    folders = {"--save": config.checkpoint.save, "--output-dir": config.logging.output_dir}
+    return hold_folders([(flag, path) for flag, path in folders.items() if path is not None])
 
 
 def prepare(config: RunConfig, rank: int, cautions: Sequence[str]) -> None:
@@ -212,12 +205,10 @@ def train_watched(
             if plot is not None:
                 trainer.logger.attach(plot)
         interrupted = status in (INTERRUPTED_STATUS, INTERRUPTED)
-        trainer.close(finish_s=HURRIED_S if interrupted else None)
+        trainer.close(finish_s=URGENT_S if interrupted else None)
         if layout.rank == 0 and interrupted and config.checkpoint.save:
             logger.info("to continue: %s", command_to_continue(config, layout.world_size))
-    except (
-        SystemExit
-    ) as error:  # from user code; its status may be 0, which would look like success
+    except SystemExit as error:  # of user code; its status may be 0, which would look like success
         return fail(exit_called(error), layout, output_dir)
     except Exception as error:
         return fail(error, layout, output_dir)
@@ -259,21 +250,18 @@ def record(config: RunConfig, layout: ParallelLayout, output_dir: Path) -> None:
 
     with contextlib.suppress(OSError):
         write_run_record(
-            config,
-            output_dir,
-            layout=layout.describe(),
-            patches=str(megatron_patches.apply()),
+            config, output_dir, layout=layout.describe(), patches=str(megatron_patches.apply())
         )
 
 
 def fail(error: Exception, layout: ParallelLayout, output_dir: Path | None = None) -> int:
     """Report an error that ended this rank, and return its exit status. Only one rank prints it,
     with the root cause if other ranks were lost."""
-    shown = message_of(error)
-    if shown is not None:
-        show(shown)
+    reported = message_of(error)
+    if reported is not None:
+        show(reported)
         if output_dir is not None:
-            leave_error(output_dir, str(shown) or type(shown).__name__)
+            leave_error(output_dir, str(reported) or type(reported).__name__)
     linger(WAIT_S if looks_lost(error) else LINGER_S)
     return FAILED
 
@@ -281,14 +269,12 @@ def fail(error: Exception, layout: ParallelLayout, output_dir: Path | None = Non
 def show(error: BaseException) -> None:
     """Print one message if the user can fix the error (a setting, a file, a guard); print the
     traceback of any other. SLIME_LIKE_TRACEBACK=1 prints the traceback of every error."""
-    if not isinstance(error, ValueError | OSError | RunError) or os.environ.get(
-        "SLIME_LIKE_TRACEBACK"
-    ):
+    for_users = isinstance(error, ValueError | OSError | RunError)
+    if not for_users or os.environ.get("SLIME_LIKE_TRACEBACK"):
         traceback.print_exception(error)
     else:
-        for note in getattr(
-            error, "__notes__", ()
-        ):  # the traceback of an internal error on another rank
+        # the traceback of an internal error on another rank
+        for note in getattr(error, "__notes__", ()):
             print(note, file=sys.stderr)
     logger.error("%s", error)
 
@@ -302,8 +288,9 @@ def command_to_continue(config: RunConfig, world_size: int) -> str:
     program = ["slime-like", "train"] if by_name else ["train.py"]
     if world_size > 1:
         ranks = os.environ.get("LOCAL_WORLD_SIZE", str(world_size))
-        ours = os.environ.get(LAUNCHER_STATUS_FILE)
-        launcher = ["python", "-m", "slime_like.torchrun"] if ours else ["torchrun"]
+        launcher = ["torchrun"]
+        if os.environ.get(LAUNCHER_STATUS_FILE):
+            launcher = ["python", "-m", "slime_like.torchrun"]
         launcher += ["--nproc-per-node", ranks, *(["--no-python"] if by_name else [])]
     else:
         launcher = [] if by_name else ["python"]
@@ -315,18 +302,14 @@ def shared_output_dir(config: RunConfig) -> Path:
     with a timestamp."""
     from slime_like.distributed.collectives import from_rank_zero
 
-    return Path(
-        from_rank_zero(
-            lambda: (
-                config.logging.output_dir
-                or output_dir_of_the_run(config)
-                or f"outputs/{time.strftime('%Y%m%d-%H%M%S')}"
-            )
-        )
-    )
+    def choose() -> str:
+        folder = config.logging.output_dir or resumed_output_dir(config)
+        return folder or f"outputs/{time.strftime('%Y%m%d-%H%M%S')}"
+
+    return Path(from_rank_zero(choose))
 
 
-def output_dir_of_the_run(config: RunConfig) -> str | None:
+def resumed_output_dir(config: RunConfig) -> str | None:
     """The output folder of the run that is resumed (--save and --load are the same folder). None on
     the first start, and for a new run from a checkpoint (--finetune, --ckpt-step, another
     --save)."""

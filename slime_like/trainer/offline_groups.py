@@ -51,8 +51,8 @@ def recorded_groups(run: RunConfig, step: int) -> list[SampleGroup]:
     if count != expected:
         raise ValueError(
             f"--load-debug-rollout-data {template}: rollout {step + 1} has {count} samples, and "
-            "--rollout-batch-size times "
-            f"--n-samples-per-prompt is {expected}; give the sizes of the recorded run"
+            f"--rollout-batch-size times --n-samples-per-prompt is {expected}; give the sizes of "
+            "the recorded run"
         )
     try:
         check_values(groups, run.gpt.vocab_size or 2**31)

@@ -119,9 +119,7 @@ class Profiler:
         folder = self._folder if given is None else Path(given)
         path = folder / f"{name.stem}_rank{self._rank}{suffix}{name.suffix}"
         self._write(
-            "--memory-snapshot-dir",
-            path,
-            lambda: torch.cuda.memory._dump_snapshot(str(path)),
+            "--memory-snapshot-dir", path, lambda: torch.cuda.memory._dump_snapshot(str(path))
         )
 
     def _write(self, flag: str, path: Path, write: Callable[[], object]) -> None:

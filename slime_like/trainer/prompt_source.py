@@ -38,8 +38,7 @@ def make_source(
         )
     sampled = not is_sft and not is_recorded
     room = Room(
-        run.gpt.max_position_embeddings if sampled else None,
-        run.rollout.rollout_max_response_len,
+        run.gpt.max_position_embeddings if sampled else None, run.rollout.rollout_max_response_len
     )
     return PromptSource(
         run.data,

@@ -250,9 +250,8 @@ def _checked_routes(sample: Sample, layers: int, topk: int, experts: int) -> Ten
     if routes.shape != shape or not bool(((routes >= -1) & (routes < experts)).all()):
         raise ValueError(
             f"--use-rollout-routing-replay: the routed experts of sample {sample.sample_id} are "
-            f"{tuple(routes.shape)} with numbers from "
-            f"{int(routes.min()) if routes.numel() else 0} to "
-            f"{int(routes.max()) if routes.numel() else 0}; expected (tokens, expert layers, "
+            f"{tuple(routes.shape)} with numbers from {int(routes.min()) if routes.numel() else 0} "
+            f"to {int(routes.max()) if routes.numel() else 0}; expected (tokens, expert layers, "
             f"experts per token) = {shape} with numbers from -1 to {experts - 1}"
         )
     return routes

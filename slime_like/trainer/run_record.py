@@ -38,12 +38,12 @@ def settings_by_flag(run: RunConfig) -> tuple[dict[str, object], list[str]]:
         group = getattr(run, field.name)
         if field.name in _LEFT_OUT or not dataclasses.is_dataclass(group):
             continue
-        for each in dataclasses.fields(group):
-            flag, value = flag_name(each.name), getattr(group, each.name)
+        for setting in dataclasses.fields(group):
+            flag, value = flag_name(setting.name), getattr(group, setting.name)
             if flag in SECRETS and value is not None:
                 value = "***"
             values[flag] = _plain(value)
-            if value != _default(each):
+            if value != _default(setting):
                 changed.append(flag)
     return values, sorted(changed)
 

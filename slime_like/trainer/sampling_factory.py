@@ -1,4 +1,4 @@
-"""Builds the sampling side of a run from its settings: engine, grader, collector, evaluator, teacher."""
+"""Builds the sampling side of a run: engine, grader, collector, evaluator, teacher."""
 
 from __future__ import annotations
 
@@ -88,8 +88,10 @@ def staleness_bound(run: RunConfig) -> int | None:
     config = run.scheduling
     if config.async_rollout:
         return 1 if config.max_staleness is None else config.max_staleness
-    own = config.rollout_function_path in (None, OWN_ROLLOUT) and config.data_source_path is None
-    return 0 if own and not config.partial_rollout else None
+    built_in = (
+        config.rollout_function_path in (None, OWN_ROLLOUT) and config.data_source_path is None
+    )
+    return 0 if built_in and not config.partial_rollout else None
 
 
 def needs_greedy(run: RunConfig) -> bool:
@@ -146,8 +148,8 @@ def make_rollouter(
     make_engine = rollout_engines.get(run.rollout.rollout_engine)
     engine = make_engine(EngineContext(run, tokenizer, backend.device, output_dir))
     if run.reward.custom_rm_path is None and dist.get_rank() == 0:
-        for words in confinement.unenforced():
-            logger.warning(f"graders run without {words}")
+        for layer in confinement.unenforced():
+            logger.warning(f"graders run without {layer}")
     custom = custom_generate(run)
     if run.agents.given:
         from slime_like.agents.rollouts import agent_generate

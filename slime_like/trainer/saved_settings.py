@@ -14,28 +14,19 @@ from slime_like.config import flag_name
 
 # Settings that define what is learned. Learning rate and weight decay are compared with the
 # schedule; layouts and folders may change.
-GROUPS = (
-    "data", "rollout", "scheduling", "reward", "algorithm", "distillation", "off_policy", "policy_loss", "value_loss",
-    "critic", "gates",
-)  # fmt: skip
+GROUPS = """data rollout scheduling reward algorithm distillation off_policy policy_loss value_loss
+    critic gates""".split()  # noqa: SIM905
 # run length and performance settings, and settings that are compared elsewhere
 LEFT_OUT = frozenset(
-    """num_rollout num_epoch prompt_data critic_load rm_num_workers rm_timeout_s micro_batch_size max_tokens_per_gpu
-    log_probs_chunk_size""".split()  # noqa: SIM905
+    """num_rollout num_epoch prompt_data critic_load rm_num_workers rm_timeout_s micro_batch_size
+    max_tokens_per_gpu log_probs_chunk_size""".split()  # noqa: SIM905
 )
 
 
 def settings_of(run: RunConfig) -> dict[str, object]:
-    """Settings that a resumed run should keep, as plain JSON.
-
-    Args:
-        run: The complete configuration.
-
-    Returns:
-        Values by flag. A flag that names a file with a user function includes the file's digest.
-        Credentials in addresses are masked.
-    """
-    found: dict[str, object] = {}
+    """Settings that a resumed run should keep, by flag, as plain JSON. Includes the digests of
+    files with user functions; credentials in addresses are masked."""
+    settings: dict[str, object] = {}
     for group in GROUPS:
         config = getattr(run, group)
         for field in dataclasses.fields(config) if dataclasses.is_dataclass(config) else ():
@@ -45,18 +36,18 @@ def settings_of(run: RunConfig) -> dict[str, object]:
             flag = flag_name(field.name)
             if isinstance(value, str):
                 if (digest := _file_digest(value)) is not None:
-                    found[f"{flag} (the file)"] = digest
+                    settings[f"{flag} (the file)"] = digest
                 value = _without_credentials(value)
-            found[flag] = value
-    return json.loads(json.dumps(found, default=str))
+            settings[flag] = value
+    return json.loads(json.dumps(settings, default=str))
 
 
-def changes(saved: Mapping[str, object], ours: Mapping[str, object]) -> list[str]:
+def changes(saved: Mapping[str, object], current: Mapping[str, object]) -> list[str]:
     """Describe changed settings, among those that both have: ``--rollout-temperature 1.0 ->
     0.8``."""
     return [
         f"{flag} {saved[flag]} -> {value}"
-        for flag, value in ours.items()
+        for flag, value in current.items()
         if flag in saved and saved[flag] != value
     ]
 

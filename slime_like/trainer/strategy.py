@@ -1,5 +1,5 @@
-"""Training strategies: reinforcement learning from sampled responses, or supervised fine-tuning. A
-strategy holds everything in which a trainer step differs between the two."""
+"""Training strategies: reinforcement learning from sampled responses, or supervised fine-tuning.
+They hold everything in which a trainer step differs between the two."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
 
@@ -24,39 +23,12 @@ from slime_like.types import Sample, SampleStatus, truncated_fraction
 logger = logging.getLogger(__name__)
 
 
-class Strategy(Protocol):
-    """One way to train. health: detects runs that do not learn, None if not applicable.
-    samples_responses: whether each rollout needs the engine with the current weights."""
-
-    health: HealthMonitor | None
-    samples_responses: bool
-
-    def check_samples(
-        self,
-        step: int,
-        samples: Sequence[AnySample],
-        collected: Mapping[str, float],
-        weight_version: int,
-    ) -> dict[str, float]:
-        """Check a newly collected rollout; returns metrics. collected: metrics of the
-        collection."""
-        ...
-
-    def check_failures(
-        self, step: int, samples: Sequence[AnySample], metrics: Mapping[str, float]
-    ) -> None:
-        """Raise RunError if too many samples failed. metrics: the rollout's metrics so far."""
-        ...
-
-    def build_batches(
-        self, builder: BatchBuilder, samples: Sequence[AnySample], weight_version: int
-    ) -> tuple[Batches, dict[str, float]]:
-        """The train batches of the rollout, and metrics."""
-        ...
-
-
 class ReinforcementLearning:
-    """Trains on sampled responses and their rewards."""
+    """Trains on sampled responses and their rewards.
+
+    health: detects runs that do not learn. samples_responses: each rollout needs the engine with
+    the current weights.
+    """
 
     samples_responses = True
 
@@ -90,8 +62,8 @@ class ReinforcementLearning:
         collected: Mapping[str, float],
         weight_version: int,
     ) -> dict[str, float]:
-        """Also checks the staleness bound, which only a user function or a faulty engine can
-        violate."""
+        """Check a newly collected rollout; returns metrics. Only a user function or a faulty engine
+        can violate the staleness bound. collected: metrics of the collection."""
         metrics = rollout_metrics(samples, None if self._recorded else weight_version)
         metrics = merge_metrics(metrics, collected)
         if not self._recorded:
@@ -102,6 +74,7 @@ class ReinforcementLearning:
     def check_failures(
         self, step: int, samples: Sequence[AnySample], metrics: Mapping[str, float]
     ) -> None:
+        """Raise RunError if too many samples failed. metrics: of the rollout so far."""
         failed = failed_fraction(samples)
         if not failed:
             return
@@ -119,11 +92,12 @@ class ReinforcementLearning:
     def build_batches(
         self, builder: BatchBuilder, samples: Sequence[AnySample], weight_version: int
     ) -> tuple[Batches, dict[str, float]]:
+        """The train batches of the rollout, and metrics."""
         return builder.build(samples, weight_version)
 
 
 class SupervisedFineTuning:
-    """Trains on the labels of the prompts as answers."""
+    """As `ReinforcementLearning`, for the labels of the prompts as responses."""
 
     health: HealthMonitor | None = None
     samples_responses = False
@@ -162,6 +136,9 @@ class SupervisedFineTuning:
         return builder.build_supervised(samples)
 
 
+Strategy = ReinforcementLearning | SupervisedFineTuning
+
+
 def make_strategy(run: RunConfig) -> Strategy:
     """The strategy of --loss-type."""
     if run.algorithm.loss_type == "sft_loss":
@@ -181,8 +158,8 @@ def merge_metrics(metrics: dict[str, float], user_metrics: Mapping[str, float]) 
     duplicates = sorted(metrics.keys() & user_metrics.keys())
     if duplicates:
         raise ValueError(
-            f"--rollout-function-path: the metric {duplicates[0]!r} is one of the run's own; give it "
-            "another name"
+            f"--rollout-function-path: the metric {duplicates[0]!r} is one of the run's own; give "
+            "it another name"
         )
     return {**metrics, **user_metrics}
 

@@ -52,32 +52,30 @@ class Throughput:
             "critic_train": ("train_critic", self._of_critic * weights + 3 * rest),
             "values": ("values", weights + rest),
         }
-        found, total = {}, 0.0
+        metrics, total = {}, 0.0
         for name, (phase, operations) in flops.items():
-            taken = seconds.get(phase_metric(phase))
-            if taken and operations:
-                found[f"perf/{name}_tflops"] = operations / taken / self._devices / TERA
+            phase_s = seconds.get(phase_metric(phase))
+            if phase_s and operations:
+                metrics[f"perf/{name}_tflops"] = operations / phase_s / self._devices / TERA
                 total += operations
-        if trained := seconds.get(phase_metric("train")):
-            found["perf/actor_train_tok_per_s"] = tokens / trained
-        if whole := seconds.get(STEP_SECONDS):
-            found["perf/tokens_per_s_per_device"] = tokens / whole / self._devices
-            found["perf/step_tflops"] = total / whole / self._devices / TERA
+        if train_s := seconds.get(phase_metric("train")):
+            metrics["perf/actor_train_tok_per_s"] = tokens / train_s
+        if step_s := seconds.get(STEP_SECONDS):
+            metrics["perf/tokens_per_s_per_device"] = tokens / step_s / self._devices
+            metrics["perf/step_tflops"] = total / step_s / self._devices / TERA
         if self._peak:
             for metric, name in (("actor_train", "perf/mfu"), ("step", "perf/step_mfu")):
-                if (reached := found.get(f"perf/{metric}_tflops")) is not None:
-                    found[name] = reached / self._peak
-        return found
+                if (tflops := metrics.get(f"perf/{metric}_tflops")) is not None:
+                    metrics[name] = tflops / self._peak
+        return metrics
 
 
 def throughput_of(run: RunConfig, backend: MegatronBackend) -> Throughput:
     """The throughput of a run. A teacher's FLOPs are not counted: its size may differ."""
-    on_gpu = backend.device.type == "cuda"
-    return Throughput(
-        run,
-        devices=backend.layout.world_size,
-        device=torch.cuda.get_device_name(backend.device) if on_gpu else "",
-        log_prob_passes=0
-        if backend.teacher is not None
-        else (not run.old_is_current) + (backend.reference is not None),
-    )
+    device = ""
+    if backend.device.type == "cuda":
+        device = torch.cuda.get_device_name(backend.device)
+    passes = 0
+    if backend.teacher is None:
+        passes = (not run.old_is_current) + (backend.reference is not None)
+    return Throughput(run, devices=backend.layout.world_size, device=device, log_prob_passes=passes)

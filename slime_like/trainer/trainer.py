@@ -146,8 +146,8 @@ class Trainer:
         self.progress.start_at(self.start)
         if self.start:
             logger.info(
-                f"continuing at rollout {self.start + 1} of {self.num_rollouts}, "
-                f"from {run.checkpoint.load}"
+                f"continuing at rollout {self.start + 1} of {self.num_rollouts}, from "
+                f"{run.checkpoint.load}"
             )
         with self.progress:
             if self._evaluation_due:

@@ -35,47 +35,45 @@ class WeightCheck:
         )
         vocabulary = min(backend.gpt.vocab_size or 2, 50_000)
         generator = torch.Generator().manual_seed(seed)
-        prompts = torch.randint(
-            vocabulary, (NUM_PROMPTS, PROMPT_LENGTH), generator=generator
-        ).tolist()
+        prompts = torch.randint(vocabulary, (NUM_PROMPTS, PROMPT_LENGTH), generator=generator)
         self._requests = [
-            GenerateRequest(-1 - i, tuple(prompt), seed=i) for i, prompt in enumerate(prompts)
+            GenerateRequest(-1 - i, tuple(prompt), seed=i)
+            for i, prompt in enumerate(prompts.tolist())
         ]
 
     def run(self, version: int) -> Mapping[str, float]:
         """Returns the largest mean difference over servers. Raises RunError on every rank, naming a
         server with other log-probs than the trainer."""
         worst = 0.0
-        answers = from_rank_zero(self._answers)
-        if not answers:  # all servers were lost; restarted ones get the weights before any request
+        responses = from_rank_zero(self._responses)
+        if not responses:  # all servers were lost; restarted ones get the weights before requests
             return {}
-        for url, outputs in answers:
+        for url, outputs in responses:
             samples = [
                 self._sample(request, tokens)
                 for request, (tokens, _) in zip(self._requests, outputs, strict=True)
             ]
-            whole = samples * self._repeats  # repeated to fill micro-batches
-            own = self._backend.forward(whole)[: len(samples)]
-            gaps = [
-                (o.log_probs.cpu() - torch.tensor(theirs)).abs()
-                for o, (_, theirs) in zip(own, outputs, strict=True)
-            ]
-            mean, largest = float(torch.cat(gaps).mean()), float(torch.cat(gaps).max())
+            batch = samples * self._repeats  # repeated to fill micro-batches
+            computed = self._backend.forward(batch)[: len(samples)]
+            reported = torch.cat([torch.tensor(log_probs) for _, log_probs in outputs])
+            gaps = (torch.cat([output.log_probs.cpu() for output in computed]) - reported).abs()
+            mean, largest = float(gaps.mean()), float(gaps.max())
             if not mean <= self._limit:
                 raise RunError(
                     f"the engine {url} does not have the weights of version {version}: its "
-                    f"log-probs of {sum(map(len, gaps))} tokens differ from "
-                    f"the trainer's by {mean:.3g} on average (at most {largest:.3g}; limit "
-                    f"{self._limit:g})"
+                    f"log-probs of {gaps.numel()} tokens differ from the trainer's by {mean:.3g} "
+                    f"on average (at most {largest:.3g}; limit {self._limit:g})"
                 )
             worst = max(worst, mean)
         return {"engine/weight_check_log_prob_diff": worst}
 
-    def _answers(self) -> list[tuple[str, list[tuple[tuple[int, ...], tuple[float, ...]]]]]:
+    def _responses(self) -> list[tuple[str, list[tuple[tuple[int, ...], tuple[float, ...]]]]]:
         """On rank 0, tokens and log-probs of every server, with its address. Raises RunError; see
         `SglangEngine.probe`."""
-        answers = self._engine.probe(self._requests, self._sampling)
-        return [(url, [(o.tokens, o.log_probs) for o in outputs]) for url, outputs in answers]
+        responses = []
+        for url, outputs in self._engine.probe(self._requests, self._sampling):
+            responses.append((url, [(output.tokens, output.log_probs) for output in outputs]))
+        return responses
 
     def _sample(self, request: GenerateRequest, tokens: tuple[int, ...]) -> TrainSample:
         ones = torch.ones(len(tokens))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slime_like.rewards.grader import Grader
-from slime_like.rewards.pool import MOST_PRINTED
+from slime_like.rewards.pool import MAX_OUTPUT
 from slime_like.types import SampleStatus
 from tests.unit.test_rewards_grader import PROGRAM, ROOT, is_alive, make, pids, wait_until
 
@@ -33,8 +33,8 @@ def test_what_a_reward_prints_is_bounded(
         assert [s.reward for s in grader.grade([make(i) for i in range(3)])] == [1.0] * 3
     shown = capsys.readouterr().err
     assert "\\x1b[31mred\n" in shown and "\x1b" not in shown
-    assert MOST_PRINTED <= len(shown) < MOST_PRINTED + 1000
-    assert f"shown up to {MOST_PRINTED} bytes" in shown
+    assert MAX_OUTPUT <= len(shown) < MAX_OUTPUT + 1000
+    assert f"shown up to {MAX_OUTPUT} bytes" in shown
 
 
 def test_reasons_are_clean(tmp_path: Path) -> None:

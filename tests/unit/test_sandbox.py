@@ -192,7 +192,7 @@ def test_nobody_is_reached(
     """Also where unprivileged namespaces are forbidden."""
     port, came = listener
     lacking = {**confinement.missing(), **dict.fromkeys(without, "left out by a test")}
-    monkeypatch.setattr(confinement, "_known", [lacking])
+    monkeypatch.setattr(confinement, "_missing", lacking)
     monkeypatch.setattr(sandbox, "_idle", [])
     connect = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=2)\nprint('connected')"
     assert outside(connect) == "connected\n"

@@ -70,7 +70,7 @@ def test_every_attempt_is_refused(
     there = confinement.missing()
     off = {without, "landlock_scopes"} if without == "landlock" else {without} - {""}
     lacking = {**there, **dict.fromkeys(off, "left out by a test")}
-    monkeypatch.setattr(confinement, "_known", [lacking])
+    monkeypatch.setattr(confinement, "_missing", lacking)
     if confinement.refusal():
         pytest.skip(str(confinement.refusal()))
     assert [words.split(" ")[0] for words in confinement.unenforced()] == list(lacking)
@@ -123,7 +123,7 @@ def test_the_page_lists_every_attempt_with_what_refuses_it(language: str) -> Non
 @pytest.mark.parametrize("lacking", [["seccomp"], ["landlock", "namespaces"]])
 def test_too_little_is_no_sandbox(lacking: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The sample fails and is not scored 0; the run says what is missing before it starts."""
-    monkeypatch.setattr(confinement, "_known", [dict.fromkeys(lacking, "left out by a test")])
+    monkeypatch.setattr(confinement, "_missing", dict.fromkeys(lacking, "left out by a test"))
     with pytest.raises(
         sandbox.SandboxError, match=f"cannot be set up here: {lacking[0]}: left out"
     ):
