@@ -34,6 +34,11 @@ def list_names(names: Sequence[str], limit: int = 8) -> str:
     return ", ".join(names[:limit]) + rest
 
 
+def common_prefix(a: str, b: str) -> str:
+    pairs = enumerate(zip(a, b, strict=False))
+    return a[: next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))]
+
+
 def printable(text: str) -> str:
     """Escape newlines, control characters and lone surrogates (``\\x1b``, ``\\ud800``)."""
     return _UNFIT.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

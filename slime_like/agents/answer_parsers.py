@@ -51,14 +51,14 @@ def parse_answer(
     as_text = parse(text, NO_TOOLS, open_thought=open_thought)
     try:
         if format_name == TRANSFORMERS:
-            found = _by_transformers(text, tokenizer, prefix, tools)
-            return found if tools or not found.calls else as_text
+            parsed = _by_transformers(text, tokenizer, prefix, tools)
+            return parsed if tools or not parsed.calls else as_text
         if format_name.startswith(SGLANG) and tools:
             return _by_sglang(as_text, format_name.removeprefix(SGLANG), tokenizer, tools)
     except Exception:  # a library may raise anything on text of a model
         return Parsed(as_text.content, as_text.reasoning, errors=1)
-    own = NO_TOOLS if format_name.startswith(SGLANG) else format_name
-    return parse(text, own, open_thought=open_thought, tools=tools)
+    format_key = NO_TOOLS if format_name.startswith(SGLANG) else format_name
+    return parse(text, format_key, open_thought=open_thought, tools=tools)
 
 
 def _by_transformers(
@@ -77,14 +77,14 @@ def _by_sglang(answer: Parsed, name: str, tokenizer: object, tools: Sequence[obj
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
-    offered = [Tool.model_validate(tool) for tool in tools]
-    parser = FunctionCallParser(offered, name, tokenizer=tokenizer)
+    sglang_tools = [Tool.model_validate(tool) for tool in tools]
+    parser = FunctionCallParser(sglang_tools, name, tokenizer=tokenizer)
     if not parser.has_tool_call(answer.content):
         return answer
-    content, found = parser.parse_non_stream(answer.content)
-    if not found:
+    content, parsed_calls = parser.parse_non_stream(answer.content)
+    if not parsed_calls:
         raise ValueError("no call could be read")
-    calls = [_call({"name": each.name, "arguments": each.parameters}) for each in found]
+    calls = [_call({"name": each.name, "arguments": each.parameters}) for each in parsed_calls]
     return Parsed(content.strip("\n"), answer.reasoning, calls)
 
 

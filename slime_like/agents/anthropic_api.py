@@ -1,4 +1,4 @@
-"""Anthropic's messages API: parse request bodies to an `Ask`; format responses and streams."""
+"""Anthropic's messages API: parse request bodies, and format responses and streams."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slime_like.agents.messages import ASSISTANT, BadRequest, tool_call
-from slime_like.agents.openai_api import overridden, refuse_others, stops, tools_of, whole
-from slime_like.agents.sessions import Ask, Choice
+from slime_like.agents.openai_api import (
+    count_overridden,
+    parse_int,
+    parse_stop_strings,
+    parse_tools,
+    reject_unsupported,
+)
+from slime_like.agents.sessions import Choice, ParsedRequest
 from slime_like.rollout.engines.base import SamplingParams
 
 KNOWN = {
-    "model", "messages", "system", "max_tokens", "stop_sequences", "stream", "temperature", "top_p", "top_k", "metadata", "tools",
-    "service_tier",
-}  # fmt: skip
+    *("model", "messages", "system", "max_tokens", "stop_sequences", "stream", "temperature"),
+    *("top_p", "top_k", "metadata", "tools", "service_tier"),
+}
 NEUTRAL = {
     "tool_choice": ({"type": "auto"}, {"type": "none"}),
     "thinking": ({"type": "disabled"},),
@@ -23,37 +29,39 @@ NEUTRAL = {
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def messages_ask(body: Mapping[str, object], sampling: SamplingParams) -> tuple[Ask, int]:
+def parse_messages_request(
+    body: Mapping[str, object], sampling: SamplingParams
+) -> tuple[ParsedRequest, int]:
     """Parse a request body of the Messages API. Also returns how many tool results in its last
     message are errors.
 
     Raises:
         BadRequest: Names the invalid or unsupported parameter.
     """
-    refuse_others(body, KNOWN, NEUTRAL)
-    tools = tools_of(body.get("tools"), _function)
+    reject_unsupported(body, KNOWN, NEUTRAL)
+    tools = parse_tools(body.get("tools"), _function)
     if body.get("tool_choice") == {"type": "none"}:
         tools = None
     messages: list[dict[str, object]] = []
     if body.get("system"):
         messages.append({"role": "system", "content": _texts(body["system"], "system")})
-    given = body.get("messages")
-    if not isinstance(given, list) or not given:
+    body_messages = body.get("messages")
+    if not isinstance(body_messages, list) or not body_messages:
         raise BadRequest("messages must be a list of at least one message")
-    if isinstance(given[-1], dict) and given[-1].get("role") == ASSISTANT:
-        raise BadRequest("messages: an answer that the client begins is not offered; end with user")
-    errors = 0
-    for place, message in enumerate(given):
-        found, errors = _read(message, f"messages[{place}]")
-        messages += found
-    ask = Ask(
+    if isinstance(body_messages[-1], dict) and body_messages[-1].get("role") == ASSISTANT:
+        raise BadRequest("messages: prefilled answers are not supported; end with a user message")
+    num_errors = 0
+    for index, message in enumerate(body_messages):
+        parsed, num_errors = _read(message, f"messages[{index}]")
+        messages += parsed
+    ask = ParsedRequest(
         tuple(messages),
         tools,
-        stop=stops(body.get("stop_sequences"), "stop_sequences"),
-        max_tokens=whole(body.get("max_tokens"), "max_tokens", 1),
-        overridden=overridden(body, sampling),
+        stop=parse_stop_strings(body.get("stop_sequences"), "stop_sequences"),
+        max_tokens=parse_int(body.get("max_tokens"), "max_tokens", 1),
+        overridden=count_overridden(body, sampling),
     )
-    return ask, errors
+    return ask, num_errors
 
 
 def _function(tool: Mapping[str, object]) -> dict[str, object]:
@@ -87,7 +95,7 @@ def _read(message: object, where: str) -> tuple[list[dict[str, object]], int]:
         return [{"role": role, "content": content}], 0
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
         raise BadRequest(f"{where}.content must be text or a list of blocks")
-    texts, thoughts, calls, results, errors = [], [], list[Any](), list[Any](), 0
+    texts, thoughts, calls, results, num_errors = [], [], list[Any](), list[Any](), 0
     for i, block in enumerate(content):
         kind = block.get("type")
         place = f"{where}.content[{i}]"
@@ -101,15 +109,17 @@ def _read(message: object, where: str) -> tuple[list[dict[str, object]], int]:
             text = _texts(block.get("content") or "", place)
             identity = str(block.get("tool_use_id", ""))
             results.append({"role": "tool", "content": text, "tool_call_id": identity})
-            errors += bool(block.get("is_error"))
+            num_errors += bool(block.get("is_error"))
         else:
             raise BadRequest(f"{place}: a block of type {str(kind)[:40]!r} is not offered there")
-    found: dict[str, object] = {"role": role, "content": "".join(texts)}
+    message_out: dict[str, object] = {"role": role, "content": "".join(texts)}
     if thoughts:
-        found["reasoning_content"] = "".join(thoughts)
+        message_out["reasoning_content"] = "".join(thoughts)
     if calls:
-        found["tool_calls"] = calls
-    return [*results, *([found] if texts or calls or thoughts or not results else [])], errors
+        message_out["tool_calls"] = calls
+    if texts or calls or thoughts or not results:
+        results.append(message_out)
+    return results, num_errors
 
 
 def messages_json(choice: Choice, model: str) -> dict[str, object]:

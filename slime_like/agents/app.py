@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, TypeVar
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
-from slime_like.agents.anthropic_api import messages_ask, messages_json, messages_stream
+from slime_like.agents.anthropic_api import messages_json, messages_stream, parse_messages_request
 from slime_like.agents.credit import add_reward
 from slime_like.agents.descriptions import described
 from slime_like.agents.messages import BadRequest, ContextExceeded
-from slime_like.agents.openai_api import chat_ask, chat_json, chat_stream
-from slime_like.agents.responses_api import responses_ask, responses_json
+from slime_like.agents.openai_api import chat_json, chat_stream, parse_chat_request
+from slime_like.agents.responses_api import parse_responses_request, responses_json
 from slime_like.agents.responses_stream import responses_stream
 from slime_like.agents.sessions import (
-    Ask,
     Choice,
-    EngineGaveUp,
+    EngineAborted,
+    ParsedRequest,
     Session,
     SessionEnded,
     TooManyRequests,
@@ -41,7 +41,7 @@ _STATUS: Mapping[type[Exception], tuple[int, str]] = {
     BadRequest: (400, "invalid_request_error"),
     ContextExceeded: (400, "invalid_request_error"),
     TooManyRequests: (429, "rate_limit_error"),
-    EngineGaveUp: (503, "api_error"),
+    EngineAborted: (503, "api_error"),
     SessionEnded: (410, "invalid_request_error"),
 }
 Body = Mapping[str, object]
@@ -54,8 +54,8 @@ logger = logging.getLogger(__name__)
 class Refused(Exception):
     """A request rejected before it reaches the session. status: HTTP status."""
 
-    def __init__(self, status: int, words: str) -> None:
-        super().__init__(words)
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
         self.status = status
 
 
@@ -70,7 +70,7 @@ def make_app(
         tasks: Task queue for remote agent workers.
     """
     app = FastAPI(title="slime_like", docs_url=None, redoc_url=None, openapi_url=None)
-    gate = _Gate(sessions, max_body)
+    router = _Router(sessions, max_body)
     for path, answer in (
         ("chat/completions", _chat),
         ("messages", _messages),
@@ -80,17 +80,17 @@ def make_app(
     ):
         for prefix in ("/v1/", "/session/{key}/v1/"):
             app.add_api_route(
-                prefix + path, gate.route(answer), methods=["POST"], **described(path)
+                prefix + path, router.route(answer), methods=["POST"], **described(path)
             )
     for prefix in ("/v1/", "/session/{key}/v1/"):
-        app.add_api_route(prefix + "models", gate.models, methods=["GET"], **described("models"))
+        app.add_api_route(prefix + "models", router.models, methods=["GET"], **described("models"))
     if tasks is not None:
-        for path, respond in gate.of_tasks(tasks).items():
+        for path, respond in router.task_routes(tasks).items():
             app.add_api_route(path, respond, methods=["POST"], **described(path))
     return app
 
 
-class _Gate:
+class _Router:
     """Common checks of all routes: key, body size, JSON."""
 
     def __init__(self, sessions: Mapping[str, Session], max_body: int) -> None:
@@ -103,60 +103,64 @@ class _Gate:
             with session.request():
                 return await answer(request, session, await self._body(request))
 
-        return self._guarded(of_session)
+        return self._with_errors(of_session)
 
-    def of_tasks(self, tasks: TaskQueue) -> dict[str, Respond]:
+    def task_routes(self, tasks: TaskQueue) -> dict[str, Respond]:
         """Routes for remote agent workers, by path. Claims are authenticated by the worker's key,
         the others by the episode's."""
 
         async def claim(request: Request) -> Response:
-            if not tasks.knows(key_of(request)):
+            if not tasks.is_worker_key(api_key_of(request)):
                 raise Refused(401, "the key is no worker's")
             wait = (await self._body(request)).get("wait_s", 0)
             if isinstance(wait, bool) or not isinstance(wait, int | float) or not wait >= 0:
                 raise BadRequest(f"wait_s must be a number of at least 0 (given: {wait!r:.60})")
-            task = await unless_gone(request, tasks.claim(min(wait, WAIT_S)))
-            return Response(status_code=204) if task is None else as_json(as_told(task, request))
+            task = await until_disconnect(request, tasks.claim(min(wait, WAIT_S)))
+            if task is None:
+                return Response(status_code=204)
+            return json_response(task_json(task, request))
 
         async def heartbeat(request: Request) -> Response:
             self._session(request)
-            tasks.heartbeat(key_of(request))
-            return as_json({})
+            tasks.heartbeat(api_key_of(request))
+            return json_response({})
 
         async def finish(request: Request) -> Response:
             self._session(request)
             body = await self._body(request)
-            tasks.finish(key_of(request), body.get("reward"), body.get("error"))
-            return as_json({})
+            tasks.finish(api_key_of(request), body.get("reward"), body.get("error"))
+            return json_response({})
 
-        def as_told(task: Task, request: Request) -> dict[str, object]:
+        def task_json(task: Task, request: Request) -> dict[str, object]:
             url = str(request.base_url).rstrip("/")
             fields = ("prompt", "label", "metadata", "evaluation", "seed", "api_key")
-            found = {name: getattr(task, name) for name in fields}
+            values = {name: getattr(task, name) for name in fields}
             limits = {"heartbeat_s": tasks.heartbeat_s, "timeout_s": tasks.timeout_s}
-            return {**found, **limits, "url": url, "base_url": f"{url}/v1"}
+            return {**values, **limits, "url": url, "base_url": f"{url}/v1"}
 
-        found = {"claim": claim, "heartbeat": heartbeat, "finish": finish}
-        return {f"/tasks/{name}": self._guarded(respond) for name, respond in found.items()}
+        handlers = {"claim": claim, "heartbeat": heartbeat, "finish": finish}
+        return {f"/tasks/{name}": self._with_errors(respond) for name, respond in handlers.items()}
 
-    def _guarded(self, inner: Respond) -> Respond:
+    def _with_errors(self, inner: Respond) -> Respond:
         async def respond(request: Request) -> Response:
             try:
                 return await inner(request)
             except Refused as error:
                 kind = "authentication_error" if error.status == 401 else "invalid_request_error"
-                return failed(request, error.status, kind, str(error))
+                return error_response(request, error.status, kind, str(error))
             except tuple(_STATUS) as error:
                 status, kind = _STATUS[type(error)]
-                return failed(request, status, kind, str(error))
+                return error_response(request, status, kind, str(error))
             except ValueError as error:  # from the engine, for a request that it can never serve
-                return failed(request, 400, "invalid_request_error", str(error)[:500])
+                return error_response(request, 400, "invalid_request_error", str(error)[:500])
             except Exception:  # internal or the engine's; other episodes continue
                 logger.exception("the gateway failed at a request of an agent")
-                session = self._sessions.get(key_of(request))
+                session = self._sessions.get(api_key_of(request))
                 if session is not None:
                     session.counts["internal_errors"] += 1
-                return failed(request, 500, "api_error", "the gateway failed at this request")
+                return error_response(
+                    request, 500, "api_error", "the gateway failed at this request"
+                )
 
         return respond
 
@@ -164,12 +168,12 @@ class _Gate:
         try:
             self._session(request)
         except Refused as error:
-            return failed(request, error.status, "authentication_error", str(error))
+            return error_response(request, error.status, "authentication_error", str(error))
         data = [{"id": MODEL, "object": "model", "created": 0, "owned_by": "slime_like"}]
-        return as_json({"object": "list", "data": data})
+        return json_response({"object": "list", "data": data})
 
     def _session(self, request: Request) -> Session:
-        session = self._sessions.get(key_of(request))
+        session = self._sessions.get(api_key_of(request))
         if session is None:
             raise Refused(401, "the key is missing, or of no episode that is under way")
         return session
@@ -194,29 +198,29 @@ class _Gate:
         return value
 
 
-def key_of(request: Request) -> str:
+def api_key_of(request: Request) -> str:
     """The key in the path or the headers; "" if there is none."""
     key = request.path_params.get("key") or request.headers.get("x-api-key")
     authorization = request.headers.get("authorization", "")
     return str(key or authorization.removeprefix("Bearer ").strip())
 
 
-async def answered(request: Request, session: Session, ask: Ask) -> list[Choice]:
+async def complete(request: Request, session: Session, parsed: ParsedRequest) -> list[Choice]:
     """The completions; generation is aborted if the client disconnects."""
-    return await unless_gone(request, session.answer(ask))
+    return await until_disconnect(request, session.answer(parsed))
 
 
-async def unless_gone(request: Request, work: Coroutine[object, object, T]) -> T:
+async def until_disconnect(request: Request, work: Coroutine[object, object, T]) -> T:
     """Result of the work. Raises SessionEnded if the client disconnects first."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
+    disconnect = asyncio.ensure_future(_disconnected(request))
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise SessionEnded("the client has left")
         return task.result()
     finally:
-        for each in (task, gone):
+        for each in (task, disconnect):
             each.cancel()
 
 
@@ -226,49 +230,49 @@ async def _disconnected(request: Request) -> None:
 
 
 async def _chat(request: Request, session: Session, body: Body) -> Response:
-    ask = chat_ask(body, session.sampling)
+    parsed = parse_chat_request(body, session.sampling)
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
         raise BadRequest("stream_options must be an object")
-    choices = await answered(request, session, ask)
-    answer = chat_json(choices, session, name_of(body), logprobs=bool(body.get("logprobs")))
+    choices = await complete(request, session, parsed)
+    answer = chat_json(choices, session, model_name(body), logprobs=bool(body.get("logprobs")))
     if not body.get("stream"):
-        return as_json(answer)
+        return json_response(answer)
     return stream(chat_stream(answer, with_usage=bool(options.get("include_usage"))))
 
 
 async def _messages(request: Request, session: Session, body: Body) -> Response:
-    ask, errors = messages_ask(body, session.sampling)
-    (choice,) = await answered(request, session, ask)
+    parsed, errors = parse_messages_request(body, session.sampling)
+    (choice,) = await complete(request, session, parsed)
     session.counts["tool_errors"] += errors
-    answer = messages_json(choice, name_of(body))
-    return stream(messages_stream(answer)) if body.get("stream") else as_json(answer)
+    answer = messages_json(choice, model_name(body))
+    return stream(messages_stream(answer)) if body.get("stream") else json_response(answer)
 
 
 async def _count(request: Request, session: Session, body: Body) -> Response:
-    ask, _ = messages_ask({"max_tokens": 1, **body}, session.sampling)
-    return as_json({"input_tokens": session.prompt_length(ask)})
+    parsed, _ = parse_messages_request({"max_tokens": 1, **body}, session.sampling)
+    return json_response({"input_tokens": session.prompt_length(parsed)})
 
 
 async def _responses(request: Request, session: Session, body: Body) -> Response:
-    ask = responses_ask(body, session.sampling)
-    (choice,) = await answered(request, session, ask)
-    answer = responses_json(choice, name_of(body))
-    return stream(responses_stream(answer)) if body.get("stream") else as_json(answer)
+    parsed = parse_responses_request(body, session.sampling)
+    (choice,) = await complete(request, session, parsed)
+    answer = responses_json(choice, model_name(body))
+    return stream(responses_stream(answer)) if body.get("stream") else json_response(answer)
 
 
 async def _rewards(request: Request, session: Session, body: Body) -> Response:
-    """Not of any vendor: ``{"reward": number, "answer": place}`` adds to the reward of an answer."""
+    """A route of our own: ``{"reward": number, "answer": index}`` adds to a turn's reward."""
     add_reward(session, body.get("reward"), body.get("answer", -1))
-    return as_json({})
+    return json_response({})
 
 
-def name_of(body: Body) -> str:
+def model_name(body: Body) -> str:
     """The model name in a request; every name refers to the policy."""
     return str(body.get("model") or MODEL)[:200]
 
 
-def as_json(value: Mapping[str, object], status: int = 200) -> Response:
+def json_response(value: Mapping[str, object], status: int = 200) -> Response:
     """A JSON response in ASCII, because text may contain lone surrogates."""
     return Response(json.dumps(value), status_code=status, media_type="application/json")
 
@@ -277,14 +281,14 @@ def stream(events: Iterable[str]) -> Response:
     return StreamingResponse(iter(list(events)), media_type="text/event-stream")
 
 
-def failed(request: Request, status: int, kind: str, words: str) -> Response:
+def error_response(request: Request, status: int, kind: str, message: str) -> Response:
     """An error response in the format of the API that was called."""
-    error: dict[str, object] = {"type": kind, "message": words}
+    error: dict[str, object] = {"type": kind, "message": message}
     if "/messages" in request.url.path:
-        response = as_json({"type": "error", "error": error}, status)
+        response = json_response({"type": "error", "error": error}, status)
     else:
-        code = "context_length_exceeded" if words.startswith("context_length_exceeded") else None
-        response = as_json({"error": {**error, "code": code, "param": None}}, status)
+        code = "context_length_exceeded" if message.startswith("context_length_exceeded") else None
+        response = json_response({"error": {**error, "code": code, "param": None}}, status)
     if status == 429:
         response.headers["retry-after"] = str(RETRY_S)
     return response

@@ -37,7 +37,7 @@ _HIDDEN = (
 )
 
 
-async def run_command(words: Sequence[str], task: Task) -> float | None:
+async def run_command(command: Sequence[str], task: Task) -> float | None:
     """Run the program to its end.
 
     Args:
@@ -62,7 +62,7 @@ async def run_command(words: Sequence[str], task: Task) -> float | None:
         (folder / TASK).write_text(json.dumps(row, default=str))
         try:
             process = await asyncio.create_subprocess_exec(
-                *words,
+                *command,
                 cwd=folder,
                 env=environment(task),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -75,26 +75,26 @@ async def run_command(words: Sequence[str], task: Task) -> float | None:
         try:
             status = await process.wait()
         finally:
-            end_all(process.pid, task.api_key)
+            kill_all(process.pid, task.api_key)
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await asyncio.shield(process.wait())
         if status:
-            raise RuntimeError(f"exit status {status}: {_tail(output.fileno())}")
+            raise RuntimeError(f"exit status {status}: {_output_tail(output.fileno())}")
         return read_reward(folder / REWARD)
 
 
 def environment(task: Task) -> dict[str, str]:
     """Environment of the process: gateway URL and the key of this episode."""
-    found = {
+    variables = {
         k: v
         for k, v in os.environ.items()
         if not k.startswith(_HIDDEN) and not k.upper().endswith(_SECRETS)
     }
     host = urlsplit(task.url).hostname or ""
     for name in ("NO_PROXY", "no_proxy"):  # connect to the gateway directly
-        found[name] = ",".join(filter(None, (found.get(name), host)))
-    return found | {
+        variables[name] = ",".join(filter(None, (variables.get(name), host)))
+    return variables | {
         "OPENAI_BASE_URL": task.base_url,
         "OPENAI_API_KEY": task.api_key,
         "ANTHROPIC_BASE_URL": task.url,
@@ -103,20 +103,20 @@ def environment(task: Task) -> dict[str, str]:
     }
 
 
-def _tail(output: int) -> str:
+def _output_tail(output: int) -> str:
     """The end of the output. output: file descriptor."""
     start = max(os.fstat(output).st_size - TAIL, 0)
     return os.pread(output, TAIL, start).decode("utf-8", "replace").strip()
 
 
-def end_all(leader: int, mark: str) -> None:
+def kill_all(leader: int, mark: str) -> None:
     """Kill the process's session, and every process that has the mark in its environment."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
-    own = os.getuid()
+    uid = os.getuid()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.uids().real == own and process.environ().get(MARK) == mark:
+            if process.uids().real == uid and process.environ().get(MARK) == mark:
                 process.kill()
 
 

@@ -40,5 +40,5 @@ def answers_of(tree: SessionTree, branches: Sequence[Branch], *, summed: bool) -
         SUMMED: summed,
         "parents": [-1 if turn.parent is None else turn.parent.number for turn in tree.turns],
         "rewards": [turn.reward for turn in tree.turns],
-        "spans": [[list(span) for span in branch.spans] for branch in branches],
+        "spans": [list(map(list, branch.spans)) for branch in branches],
     }

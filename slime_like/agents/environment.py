@@ -33,7 +33,7 @@ def player(make: Callable[[], TextEnvironment]) -> Callable[[Task], Awaitable[fl
     """
 
     async def play(task: Task) -> float | None:
-        thread = _OwnThread()
+        thread = _EpisodeThread()
         environment: TextEnvironment | None = None
         try:
             environment = await thread.call(make)
@@ -44,7 +44,9 @@ def player(make: Callable[[], TextEnvironment]) -> Callable[[Task], Awaitable[fl
     return play
 
 
-async def _episode(environment: TextEnvironment, thread: _OwnThread, task: Task) -> float | None:
+async def _episode(
+    environment: TextEnvironment, thread: _EpisodeThread, task: Task
+) -> float | None:
     row = {
         "prompt": task.prompt,
         "label": task.label,
@@ -63,7 +65,7 @@ async def _episode(environment: TextEnvironment, thread: _OwnThread, task: Task)
             return result
         message = answer["choices"][0]["message"]
         step = await thread.call(environment.step, message["content"] or "")
-        observation, reward, done = _checked(environment, step)
+        observation, reward, done = _validate_step(environment, step)
         if reward is None:
             result = None
         else:
@@ -73,7 +75,7 @@ async def _episode(environment: TextEnvironment, thread: _OwnThread, task: Task)
         messages += [message, {"role": "user", "content": observation}]
 
 
-def _checked(environment: TextEnvironment, step: object) -> tuple[str, float | None, bool]:
+def _validate_step(environment: TextEnvironment, step: object) -> tuple[str, float | None, bool]:
     if isinstance(step, tuple) and len(step) == 3 and isinstance(step[0], str):
         observation, reward, done = step
         return observation, None if reward is None else float(reward), bool(done)
@@ -83,7 +85,7 @@ def _checked(environment: TextEnvironment, step: object) -> tuple[str, float | N
     )
 
 
-class _OwnThread:
+class _EpisodeThread:
     """Runs the calls of one episode sequentially in one daemon thread, so that a hanging call
     blocks neither the event loop nor the end of the run. Async functions run in the event loop."""
 

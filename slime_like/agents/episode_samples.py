@@ -1,4 +1,4 @@
-"""What an episode of an agent becomes, and the metrics of a rollout of them."""
+"""Convert agent episodes to samples, and compute the metrics of a rollout."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import chain
 
 import torch
+import torch.distributed as dist
 
 from slime_like.agents.sessions import Session
 from slime_like.agents.task import Task
@@ -16,7 +17,7 @@ from slime_like.agents.tree import Branch
 from slime_like.distributed.collectives import gather
 from slime_like.rollout.answer_credit import NUMBERS
 from slime_like.rollout.episode import mark_aborted
-from slime_like.types import Sample, SampleGroup, SampleStatus
+from slime_like.types import Sample, SampleGroup, SampleStatus, flatten
 
 MESSAGES = "messages"  # metadata key of the main conversation
 
@@ -41,8 +42,8 @@ def sample_of(
     on success."""
     numbers = session.numbers() | {"branches": float(len(branches))}
     masked = sum(b.loss_mask.count(False) for b in branches)
-    written = sum(len(turn.tokens) for turn in session.tree.turns)
-    numbers |= {"masked_tokens": float(masked), "written_tokens": float(written)}
+    num_generated = sum(len(turn.tokens) for turn in session.tree.turns)
+    numbers |= {"masked_tokens": float(masked), "written_tokens": float(num_generated)}
     numbers["answer_rewards"] = sum(turn.reward for turn in session.tree.turns)
     numbers["lost"] = float(reason is not None)
     sample = replace(sample, metadata={**task.metadata, NUMBERS: numbers})
@@ -58,8 +59,9 @@ def sample_of(
     conversation = [dict(message) for message in (*main.messages, main.answer)]
     metadata = {**sample.metadata, MESSAGES: conversation}
     first, *others = (sequence(sample, branch, session) for branch in branches)
-    number = None if reward is None else float(reward) if math.isfinite(reward) else math.nan
-    return replace(first, metadata=metadata, reward=number, branches=tuple(others))
+    if reward is not None:
+        reward = float(reward) if math.isfinite(reward) else math.nan
+    return replace(first, metadata=metadata, reward=reward, branches=tuple(others))
 
 
 def sequence(sample: Sample, branch: Branch, session: Session) -> Sample:
@@ -79,15 +81,19 @@ def sequence(sample: Sample, branch: Branch, session: Session) -> Sample:
     )
 
 
-def agent_metrics(groups: Sequence[SampleGroup], group: Any = None) -> dict[str, float]:
+def agent_metrics(
+    groups: Sequence[SampleGroup], group: dist.ProcessGroup | None = None
+) -> dict[str, float]:
     """Means over the episodes of a rollout. Collective.
 
     Args:
         groups: Each sample is complete on the rank that generated it.
         group: Process group of all ranks, if the default group is in use at the same time.
     """
-    found = [s.metadata.get(NUMBERS) for g in groups for s in g.samples if isinstance(s, Sample)]
-    own = [numbers for numbers in found if isinstance(numbers, Mapping)]
-    every = [numbers for rank in gather(own, group) for numbers in rank]
-    names = every[0] if every else {}
-    return {f"agent/{name}": sum(n[name] for n in every) / len(every) for name in names}
+    numbers = [s.metadata.get(NUMBERS) for s in flatten(groups) if isinstance(s, Sample)]
+    local: list[Mapping[str, float]] = [n for n in numbers if isinstance(n, Mapping)]
+    records = list(chain.from_iterable(gather(local, group)))
+    metrics: dict[str, float] = {}
+    for name in records[0] if records else ():
+        metrics[f"agent/{name}"] = sum(record[name] for record in records) / len(records)
+    return metrics

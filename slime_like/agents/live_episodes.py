@@ -35,18 +35,18 @@ class StoppableLoop(asyncio.SelectorEventLoop):
     """An event loop whose clock stops while the loop is not running. Also a `LoopRunner`."""
 
     def __init__(self) -> None:
-        self._stood_s = 0.0
+        self._suspended_s = 0.0
         self._stopped_at: float | None = time.monotonic()
         super().__init__()
 
     def time(self) -> float:
         now = time.monotonic() if self._stopped_at is None else self._stopped_at
-        return now - self._stood_s
+        return now - self._suspended_s
 
     def run(self, work: Coroutine[object, object, T]) -> T:
         """Run the work; returns its result."""
         if self._stopped_at is not None:
-            self._stood_s += time.monotonic() - self._stopped_at
+            self._suspended_s += time.monotonic() - self._stopped_at
             self._stopped_at = None
         try:
             return self.run_until_complete(work)
@@ -70,7 +70,7 @@ class LiveEpisode:
 
     engine: PausableEngine
     task: asyncio.Task[Sample]
-    so_far: Callable[[], Sample]
+    partial_sample: Callable[[], Sample]
 
 
 # (sample, token limit until it is paused, event to set on pauses) -> a started episode
@@ -116,17 +116,17 @@ class LiveEpisodes:
     async def respond(self, sample: Sample, begin: Begin, engine: GenerationClient) -> Sample:
         """Run one episode until it ends or is stopped by `stop`, which makes it PARTIAL, with its
         tokens so far. Args as for `round`."""
-        stop, going_on = self._stop, None
+        stop, resuming = self._stop, None
         if (live := self._live.get(sample.sample_id)) is not None:
-            going_on = asyncio.create_task(live.engine.go_on(math.inf, engine))
+            resuming = asyncio.create_task(live.engine.resume_generation(math.inf, engine))
         else:
-            live = self._started(sample, begin, math.inf, asyncio.Event())
+            live = self._start(sample, begin, math.inf, asyncio.Event())
         changed = live.engine.changed
-        while not live.task.done() and not (stop.is_set() and live.engine.rests):
+        while not live.task.done() and not (stop.is_set() and live.engine.is_idle):
             await changed.wait()
             changed.clear()
-        if going_on is not None:
-            going_on.cancel()  # if it still waits for a slot
+        if resuming is not None:
+            resuming.cancel()  # if it still waits for a slot
         return self._result(sample)
 
     def stop(self) -> None:
@@ -137,7 +137,7 @@ class LiveEpisodes:
         self._stop.set()
         self._stop = asyncio.Event()
 
-    def meanwhile(self, work: Callable[[], Awaitable[list[Sample]]]) -> list[Sample]:
+    def run_while_paused(self, work: Callable[[], Awaitable[list[Sample]]]) -> list[Sample]:
         """Run `work` in the same loop, while paused episodes stay paused."""
 
         async def run() -> list[Sample]:
@@ -146,7 +146,7 @@ class LiveEpisodes:
         done: list[Sample] = self.loop.run(run())
         return done
 
-    def _started(
+    def _start(
         self, sample: Sample, begin: Begin, limit: float, changed: asyncio.Event
     ) -> LiveEpisode:
         live = begin(sample, limit, changed)
@@ -157,14 +157,14 @@ class LiveEpisodes:
     async def _round(
         self, samples: Sequence[Sample], begin: Begin, engine: GenerationClient, limit: float
     ) -> list[Sample]:
-        going_on = []
+        resuming = []
         for sample in samples:
             live = self._live.get(sample.sample_id)
             if live is not None:
-                going_on.append(asyncio.ensure_future(live.engine.go_on(limit, engine)))
+                resuming.append(asyncio.ensure_future(live.engine.resume_generation(limit, engine)))
             else:
-                self._started(sample, begin, limit, self._changed)
-        await asyncio.gather(*going_on)
+                self._start(sample, begin, limit, self._changed)
+        await asyncio.gather(*resuming)
         episodes = [self._live[sample.sample_id] for sample in samples]
         while any(not (e.task.done() or e.engine.paused) for e in episodes):
             await self._changed.wait()
@@ -175,12 +175,12 @@ class LiveEpisodes:
         live = self._live[sample.sample_id]
         if live.task.done():
             del self._live[sample.sample_id]
-            found = live.task.result()
+            result = live.task.result()
         else:
-            found = replace(live.so_far(), status=SampleStatus.PARTIAL)
+            result = replace(live.partial_sample(), status=SampleStatus.PARTIAL)
         if STARTED not in sample.metadata:
-            return found
-        return replace(found, metadata={**found.metadata, STARTED: sample.metadata[STARTED]})
+            return result
+        return replace(result, metadata={**result.metadata, STARTED: sample.metadata[STARTED]})
 
     def close(self) -> None:
         """End all agents. May be called twice."""
@@ -202,16 +202,16 @@ class LiveEpisodes:
         atexit.unregister(self.close)
 
 
-def so_far(sample: Sample, session: Session | None, engine: PausableEngine) -> Sample:
+def partial_sample(sample: Sample, session: Session | None, engine: PausableEngine) -> Sample:
     """The preliminary sample of a paused episode, with the tokens of completed and partial turns;
     used for statistics only, because the final sample is built separately."""
-    found = (
+    sequences = (
         [] if session is None else [sequence(sample, b, session) for b in session.tree.branches()]
     )
     for answer in engine.unfinished:
         output = answer.output
         tokens = torch.tensor((*answer.request.prompt_tokens, *output.tokens))
-        more = replace(
+        sequence_sample = replace(
             sample,
             tokens=tokens,
             response_length=len(output.tokens),
@@ -219,14 +219,14 @@ def so_far(sample: Sample, session: Session | None, engine: PausableEngine) -> S
             rollout_log_probs=torch.tensor(output.log_probs, dtype=torch.float32),
             weight_versions=output.weight_versions,
         )
-        found += [more] if output.tokens else []
-    if not found:
+        sequences += [sequence_sample] if output.tokens else []
+    if not sequences:
         return sample
-    first, *others = found
+    first, *others = sequences
     return replace(first, branches=tuple(others))
 
 
-def begun_again(sample: Sample) -> Sample:
+def reset_episode(sample: Sample) -> Sample:
     """Reset an unfinished episode to before its first token, because its agent no longer exists."""
     return replace(
         sample,

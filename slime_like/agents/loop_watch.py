@@ -1,5 +1,5 @@
-"""An agent's function that blocks the event loop also stops the gateway that it waits for; a thread
-says so, with the line."""
+"""Detect agent functions that block the event loop, and with it the gateway that they wait for: a
+thread logs the blocking line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LoopWatch:
         if self._users == 1:
             self._stop = threading.Event()
             watched = (asyncio.get_running_loop(), self._stop)
-            self._beats(*watched)
+            self._beat_periodically(*watched)
             threading.Thread(target=self._watch, args=watched, daemon=True).start()
         try:
             yield
@@ -44,10 +44,10 @@ class LoopWatch:
             if not self._users:
                 self._stop.set()
 
-    def _beats(self, loop: asyncio.AbstractEventLoop, stop: threading.Event) -> None:
+    def _beat_periodically(self, loop: asyncio.AbstractEventLoop, stop: threading.Event) -> None:
         self._beat = loop.time()
         if not stop.is_set():
-            loop.call_later(self.seconds / 10, self._beats, loop, stop)
+            loop.call_later(self.seconds / 10, self._beat_periodically, loop, stop)
 
     def _watch(self, loop: asyncio.AbstractEventLoop, stop: threading.Event) -> None:
         while not stop.wait(self.seconds / 10):
@@ -55,16 +55,15 @@ class LoopWatch:
                 continue
             # each rollout may run the loop in another thread; None if it is not running
             thread = loop._thread_id  # type: ignore[attr-defined]
-            place = self._place(sys._current_frames().get(thread))
+            place = self._line_of(sys._current_frames().get(thread))
             if place is not None:
                 logger.error(
-                    f"{self.name} blocks the event loop for more than {self.seconds:g} s at {place}: "
-                    "the gateway and other episodes wait meanwhile; await, or put it into "
-                    "asyncio.to_thread"
+                    f"{self.name} blocks the event loop for more than {self.seconds:g} s at "
+                    f"{place}: the gateway and other episodes wait; use await or asyncio.to_thread"
                 )
                 return
 
-    def _place(self, frame: FrameType | None) -> str | None:
+    def _line_of(self, frame: FrameType | None) -> str | None:
         """The line of the function that the thread is executing; None if it is elsewhere."""
         while frame is not None:
             if frame.f_code is self.code:

@@ -23,7 +23,7 @@ class ContextExceeded(BadRequest):
     """The conversation leaves no room for a completion."""
 
 
-def canonical(message: object, place: int) -> dict[str, object]:
+def canonical(message: object, index: int) -> dict[str, object]:
     """Convert a message of OpenAI's chat completions to the canonical form, which is used for
     comparisons.
 
@@ -37,27 +37,27 @@ def canonical(message: object, place: int) -> dict[str, object]:
     Raises:
         BadRequest: Names the message and the problem.
     """
-    where = f"messages[{place}]"
+    where = f"messages[{index}]"
     if not isinstance(message, Mapping) or message.get("role") not in ROLES:
         raise BadRequest(f"{where} must be an object with a role, {', '.join(ROLES)}")
-    found: dict[str, object] = {"role": message["role"], "content": _text(message, where)}
+    result: dict[str, object] = {"role": message["role"], "content": _text(message, where)}
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     if reasoning:
         if not isinstance(reasoning, str):
             raise BadRequest(f"{where}.reasoning_content must be text")
-        found["reasoning_content"] = reasoning
+        result["reasoning_content"] = reasoning
     if calls := message.get("tool_calls"):
         if not isinstance(calls, Sequence) or isinstance(calls, str):
             raise BadRequest(f"{where}.tool_calls must be a list")
-        found["tool_calls"] = [
+        result["tool_calls"] = [
             _call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
         ]
     for key in ("tool_call_id", "name"):
         if message.get(key) is not None:
             if not isinstance(message[key], str):
                 raise BadRequest(f"{where}.{key} must be text")
-            found[key] = message[key]
-    return found
+            result[key] = message[key]
+    return result
 
 
 def _text(message: Mapping[str, object], where: str) -> str:

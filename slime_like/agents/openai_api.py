@@ -1,4 +1,4 @@
-"""OpenAI's chat completions API: parse request bodies to an `Ask`; format responses and streams."""
+"""OpenAI's chat completions API: parse request bodies, and format responses and streams."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from slime_like.agents.messages import BadRequest
-from slime_like.agents.sessions import Ask, Choice, Session, messages_of
+from slime_like.agents.sessions import Choice, ParsedRequest, Session, messages_of
 from slime_like.rollout.engines.base import SamplingParams
 
 MOST_STOPS = 16
 # parameters without an effect on the response
 KNOWN = {
-    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "stream", "stream_options",
-    "temperature", "top_p", "top_k", "logprobs", "messages", "tools", "n", "stop", "seed", "max_tokens", "max_completion_tokens",
-}  # fmt: skip
+    *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "logprobs"),
+    *("prompt_cache_key", "stream", "stream_options", "temperature", "top_p", "top_k", "messages"),
+    *("tools", "n", "stop", "seed", "max_tokens", "max_completion_tokens"),
+}
 # values of other parameters that leave a feature off
 NEUTRAL: Mapping[str, Sequence[object]] = {
     "frequency_penalty": (0,),
@@ -31,31 +32,31 @@ NEUTRAL: Mapping[str, Sequence[object]] = {
 }
 
 
-def chat_ask(body: Mapping[str, object], sampling: SamplingParams) -> Ask:
+def parse_chat_request(body: Mapping[str, object], sampling: SamplingParams) -> ParsedRequest:
     """Parse a request body of the Chat Completions API. sampling: the run's, which overrides the
     client's.
 
     Raises:
         BadRequest: Names the invalid or unsupported parameter.
     """
-    refuse_others(body, KNOWN, NEUTRAL)
-    tools = tools_of(body.get("tools"), lambda tool: tool)
+    reject_unsupported(body, KNOWN, NEUTRAL)
+    tools = parse_tools(body.get("tools"), lambda tool: tool)
     if body.get("tool_choice") == "none":
         tools = None
     limit = body.get("max_completion_tokens")
     limit = body.get("max_tokens") if limit is None else limit
-    return Ask(
+    return ParsedRequest(
         tuple(messages_of(body)),
         tools,
-        n=1 if body.get("n") is None else whole(body["n"], "n", 1),
-        stop=stops(body.get("stop"), "stop"),
-        max_tokens=None if limit is None else whole(limit, "max_tokens", 1),
-        seed=None if body.get("seed") is None else whole(body["seed"], "seed", -(2**63)),
-        overridden=overridden(body, sampling),
+        n=1 if body.get("n") is None else parse_int(body["n"], "n", 1),
+        stop=parse_stop_strings(body.get("stop"), "stop"),
+        max_tokens=None if limit is None else parse_int(limit, "max_tokens", 1),
+        seed=None if body.get("seed") is None else parse_int(body["seed"], "seed", -(2**63)),
+        overridden=count_overridden(body, sampling),
     )
 
 
-def refuse_others(
+def reject_unsupported(
     body: Mapping[str, object], known: set[str], neutral: Mapping[str, Sequence[object]]
 ) -> None:
     """Raise BadRequest naming unsupported parameters of a body."""
@@ -63,11 +64,13 @@ def refuse_others(
         if value is None or name in known or value in neutral.get(name, ()):
             continue
         legal = neutral.get(name)
-        more = f"; legal: {', '.join(map(json.dumps, legal))}" if legal else ""
-        raise BadRequest(f"{name} = {json.dumps(value, default=str)[:100]} is not offered{more}")
+        legal_values = f"; legal: {', '.join(map(json.dumps, legal))}" if legal else ""
+        raise BadRequest(
+            f"{name} = {json.dumps(value, default=str)[:100]} is not offered{legal_values}"
+        )
 
 
-def overridden(body: Mapping[str, object], sampling: SamplingParams) -> int:
+def count_overridden(body: Mapping[str, object], sampling: SamplingParams) -> int:
     """Number of the client's sampling parameters that differ from the run's, which override
     them."""
     return sum(
@@ -76,23 +79,23 @@ def overridden(body: Mapping[str, object], sampling: SamplingParams) -> int:
     )
 
 
-def whole(value: object, name: str, least: int) -> int:
+def parse_int(value: object, name: str, least: int) -> int:
     if type(value) is not int or not least <= value < 2**63:
         raise BadRequest(f"{name} is {str(value)[:40]}, must be a whole number from {least}")
     return value
 
 
-def stops(value: Any, name: str) -> tuple[str, ...]:
-    found = [value] if isinstance(value, str) else value or []
-    right = isinstance(found, list) and all(isinstance(s, str) and s for s in found)
-    if not right or len(found) > MOST_STOPS:
+def parse_stop_strings(value: Any, name: str) -> tuple[str, ...]:
+    strings = [value] if isinstance(value, str) else value or []
+    is_valid = isinstance(strings, list) and all(isinstance(s, str) and s for s in strings)
+    if not is_valid or len(strings) > MOST_STOPS:
         raise BadRequest(
             f"{name} must be text, or a list of at most {MOST_STOPS} texts, none empty"
         )
-    return tuple(found)
+    return tuple(strings)
 
 
-def tools_of(value: Any, as_openai: Any) -> list[dict[str, Any]] | None:
+def parse_tools(value: Any, as_openai: Any) -> list[dict[str, Any]] | None:
     """Tools for the chat template, in the format of chat completions; None if there are none."""
     if not value:
         return None
@@ -133,20 +136,24 @@ def chat_json(
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, int]:
-    prompt, written = choices[0].prompt_tokens, sum(len(c.tokens) for c in choices)
-    return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+    prompt, generated = choices[0].prompt_tokens, sum(len(c.tokens) for c in choices)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+    }
 
 
 def wire_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A canonical message in the format of chat completions, where arguments are JSON text."""
-    found = dict(message)
-    found["content"] = message["content"] or (None if message.get("tool_calls") else "")
+    result = dict(message)
+    result["content"] = message["content"] or (None if message.get("tool_calls") else "")
     if "tool_calls" in message:
-        found["tool_calls"] = [
+        result["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": arguments_text(call)}}
             for call in message["tool_calls"]
         ]
-    return found
+    return result
 
 
 def arguments_text(call: Mapping[str, Any]) -> str:
@@ -158,14 +165,8 @@ def token_log_probs(choice: Choice, session: Session) -> dict[str, object]:
     content = []
     for token, log_prob in zip(choice.tokens, choice.log_probs, strict=True):
         text = session.token_text(token)
-        content.append(
-            {
-                "token": text,
-                "logprob": log_prob,
-                "bytes": list(text.encode("utf-8", "replace")),
-                "top_logprobs": [],
-            }
-        )
+        utf8 = list(text.encode("utf-8", "replace"))
+        content.append({"token": text, "logprob": log_prob, "bytes": utf8, "top_logprobs": []})
     return {"content": content, "refusal": None}
 
 
@@ -175,8 +176,8 @@ def chat_stream(answer: Mapping[str, Any], *, with_usage: bool) -> Iterator[str]
         "object": "chat.completion.chunk"
     }
 
-    def event(choices: list[dict[str, object]], **more: object) -> str:
-        return f"data: {json.dumps({**shared, 'choices': choices, **more})}\n\n"
+    def event(choices: list[dict[str, object]], **fields: object) -> str:
+        return f"data: {json.dumps({**shared, 'choices': choices, **fields})}\n\n"
 
     def part(index: int, delta: Mapping[str, object], finish: str | None = None) -> str:
         return event([{"index": index, "delta": delta, "finish_reason": finish}])
@@ -190,9 +191,10 @@ def chat_stream(answer: Mapping[str, Any], *, with_usage: bool) -> Iterator[str]
             delta = {"index": i, "delta": {"content": message["content"]}, "finish_reason": None}
             yield event([delta | {"logprobs": choice["logprobs"]}])
         elif choice["logprobs"]:
-            yield event([{"index": i, "delta": {}, "finish_reason": None, "logprobs": choice["logprobs"]}])  # fmt: skip
-        for place, call in enumerate(message.get("tool_calls") or ()):
-            yield part(i, {"tool_calls": [{"index": place, **call}]})
+            delta = {"index": i, "delta": {}, "finish_reason": None}
+            yield event([delta | {"logprobs": choice["logprobs"]}])
+        for index, call in enumerate(message.get("tool_calls") or ()):
+            yield part(i, {"tool_calls": [{"index": index, **call}]})
         yield part(i, {}, choice["finish_reason"])
     if with_usage:
         yield event([], usage=answer["usage"])

@@ -1,5 +1,5 @@
-"""The engine of one episode with --partial-rollout: it writes so many tokens, or until it is stopped,
-and then what the agent asks for waits until it may continue."""
+"""The engine of one episode with --partial-rollout: it generates up to a token budget or until it
+is stopped; the agent's requests then wait until it is resumed."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Unfinished:
     output: GenerateOutput
 
     @property
-    def so_far(self) -> GenerateRequest:
+    def remaining_request(self) -> GenerateRequest:
         """The request for the remaining tokens; its random seed differs from that of the start."""
         tokens = self.output.tokens
         if not tokens:
             return self.request
-        words = f"{self.request.seed}@{len(tokens)}".encode()
-        seed = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") >> 1
+        key = f"{self.request.seed}@{len(tokens)}".encode()
+        seed = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
         prompt = (*self.request.prompt_tokens, *tokens)
         return GenerateRequest(self.request.sample_id, prompt, seed)
 
@@ -48,13 +48,13 @@ class Unfinished:
 class PausableEngine:
     """A `GenerationClient` that can be paused. paused: nothing is being generated and requests of
     the agent wait; the episode then occupies no slot. unfinished: completions in progress. changed:
-    set whenever no more tokens are generated until `go_on`."""
+    set whenever no more tokens are generated until `resume_generation`."""
 
     def __init__(
         self,
         engine: GenerationClient,
         tokenizer: PreTrainedTokenizerBase,
-        places: asyncio.Semaphore,
+        slots: asyncio.Semaphore,
         changed: asyncio.Event,
     ) -> None:
         """
@@ -69,22 +69,22 @@ class PausableEngine:
         self.unfinished: list[Unfinished] = []
         self._engine = engine
         self._tokenizer = tokenizer
-        self._places = places
+        self._slots = slots
         self._left: float = math.inf  # tokens until it is paused
         self._waiting = self._running = self._stops = 0
-        self._go_on = asyncio.Event()
-        self._begun = self._holds_place = self._over = False
-        self._since = self._paused_s = 0.0
+        self._resumed = asyncio.Event()
+        self._started = self._holds_slot = self._over = False
+        self._paused_since = self._paused_s = 0.0
 
     @property
     def paused_s(self) -> float:
         """Total time in seconds for which the episode was paused."""
         now = asyncio.get_running_loop().time()
-        return self._paused_s + (now - self._since if self.paused else 0.0)
+        return self._paused_s + (now - self._paused_since if self.paused else 0.0)
 
     @property
-    def rests(self) -> bool:
-        """Whether nothing is being generated, nor will be before `go_on`; the agent itself may
+    def is_idle(self) -> bool:
+        """Whether nothing is being generated, nor will be before `resume_generation`; the agent may
         still run."""
         return self._left <= 0 and not self._running
 
@@ -94,8 +94,8 @@ class PausableEngine:
 
     async def begin(self) -> None:
         """Wait for a slot."""
-        await self._places.acquire()
-        self._begun = self._holds_place = True
+        await self._slots.acquire()
+        self._started = self._holds_slot = True
 
     def stop(self) -> None:
         """Let new requests wait, as well as requests that the engine aborts."""
@@ -103,30 +103,30 @@ class PausableEngine:
         self._stops += 1
         self._pause_if_idle()
 
-    async def go_on(self, tokens: float, engine: GenerationClient) -> None:
+    async def resume_generation(self, tokens: float, engine: GenerationClient) -> None:
         """Continue after a pause: wait for a slot, and generate up to `tokens` more with `engine`,
         unless stopped in the meantime."""
         stops = self._stops
-        if self._begun and not self._holds_place:
+        if self._started and not self._holds_slot:
             await self.begin()
         if self._over:
             self.end()
         elif stops != self._stops:
-            self._leave()
+            self._release_slot()
         else:
             self._paused_s = self.paused_s
             self.paused, self._left, self._engine = False, tokens, engine
-            self._go_on.set()
+            self._resumed.set()
 
     def end(self) -> None:
         """Mark the episode as finished, and free its slot."""
         self._over = True
-        self._leave()
+        self._release_slot()
 
-    def _leave(self) -> None:
-        if self._holds_place:
-            self._holds_place = False
-            self._places.release()
+    def _release_slot(self) -> None:
+        if self._holds_slot:
+            self._holds_slot = False
+            self._slots.release()
 
     async def generate_one(
         self, request: GenerateRequest, sampling: SamplingParams
@@ -137,36 +137,34 @@ class PausableEngine:
         self.unfinished.append(answer)
         try:
             while True:
-                await self._turn()
-                output = await self._part(answer, sampling)
-                stopped = (
-                    output.finish_reason == "abort" and output.failure is None and self._left <= 0
-                )
-                if stopped or output.finish_reason == "length":
-                    if len(output.tokens) < sampling.max_new_tokens:
-                        continue
+                await self._wait_until_resumed()
+                output = await self._generate_part(answer, sampling)
+                aborted = output.finish_reason == "abort" and output.failure is None
+                paused = aborted and self._left <= 0
+                if not paused and output.finish_reason != "length":
+                    return output
+                if len(output.tokens) >= sampling.max_new_tokens:
                     return replace(output, finish_reason="length")
-                return output
         finally:
             self.unfinished.remove(answer)
 
-    async def _turn(self) -> None:
+    async def _wait_until_resumed(self) -> None:
         while self._left <= 0:
-            self._go_on.clear()
+            self._resumed.clear()
             self._waiting += 1
             self._pause_if_idle()
             try:
-                await self._go_on.wait()
+                await self._resumed.wait()
             finally:
                 self._waiting -= 1
 
-    async def _part(self, answer: Unfinished, sampling: SamplingParams) -> GenerateOutput:
+    async def _generate_part(self, answer: Unfinished, sampling: SamplingParams) -> GenerateOutput:
         before = answer.output
         room = min(sampling.max_new_tokens - len(before.tokens), self._left)
         self._running += 1
         try:
             part = await self._engine.generate_one(
-                answer.so_far, replace(sampling, max_new_tokens=int(room))
+                answer.remaining_request, replace(sampling, max_new_tokens=int(room))
             )
         finally:
             self._running -= 1
@@ -174,26 +172,27 @@ class PausableEngine:
         self._left -= max(len(part.tokens), 1)
         if before.tokens and sampling.stop:
             part = truncate_at_stop(self._tokenizer, _sample(answer), part, sampling.stop)
-        length = len(answer.so_far.prompt_tokens) + len(part.tokens)
+        length = len(answer.remaining_request.prompt_tokens) + len(part.tokens)
+        token_sets = part.token_sets
+        if token_sets is not None:
+            token_sets = (before.token_sets or ()) + token_sets
         answer.output = replace(
             part,
             sample_id=answer.request.sample_id,
             tokens=before.tokens + part.tokens,
             log_probs=before.log_probs + part.log_probs,
             weight_versions=before.weight_versions + part.weight_versions,
-            token_sets=None
-            if part.token_sets is None
-            else (before.token_sets or ()) + part.token_sets,
+            token_sets=token_sets,
             routes=join_routes(before.routes, part.routes, length),
         )
         return answer.output
 
     def _pause_if_idle(self) -> None:
-        if not self.rests:
+        if not self.is_idle:
             return
         if self._waiting and not self.paused:
-            self.paused, self._since = True, asyncio.get_running_loop().time()
-            self._leave()  # frees the slot for other episodes
+            self.paused, self._paused_since = True, asyncio.get_running_loop().time()
+            self._release_slot()  # frees the slot for other episodes
         self.changed.set()
 
     async def abort(self, sample_ids: Collection[int] | None = None) -> None:

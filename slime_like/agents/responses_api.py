@@ -8,14 +8,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slime_like.agents.messages import ASSISTANT, BadRequest, canonical, tool_call
-from slime_like.agents.openai_api import arguments_text, overridden, refuse_others, tools_of, whole
-from slime_like.agents.sessions import Ask, Choice
+from slime_like.agents.openai_api import (
+    arguments_text,
+    count_overridden,
+    parse_int,
+    parse_tools,
+    reject_unsupported,
+)
+from slime_like.agents.sessions import Choice, ParsedRequest
 from slime_like.rollout.engines.base import SamplingParams
 
 KNOWN = {
-    "model", "input", "instructions", "tools", "max_output_tokens", "temperature", "top_p", "metadata", "user", "store", "truncation",
-    "service_tier", "safety_identifier", "prompt_cache_key", "stream",
-}  # fmt: skip
+    *("model", "input", "instructions", "tools", "max_output_tokens", "temperature", "top_p"),
+    *("metadata", "user", "store", "truncation", "service_tier", "safety_identifier"),
+    *("prompt_cache_key", "stream"),
+}
 NEUTRAL: Mapping[str, Sequence[object]] = {
     "stream_options": ({}, {"include_obfuscation": False}),
     "tool_choice": ("auto", "none"),
@@ -26,27 +33,27 @@ NEUTRAL: Mapping[str, Sequence[object]] = {
 }
 
 
-def responses_ask(body: Mapping[str, object], sampling: SamplingParams) -> Ask:
+def parse_responses_request(body: Mapping[str, object], sampling: SamplingParams) -> ParsedRequest:
     """Parse a request body of the Responses API. Raises BadRequest naming the invalid or
     unsupported parameter."""
-    refuse_others(body, KNOWN, NEUTRAL)
-    tools = tools_of(body.get("tools"), _function)
+    reject_unsupported(body, KNOWN, NEUTRAL)
+    tools = parse_tools(body.get("tools"), _function)
     messages: list[dict[str, object]] = []
     if body.get("instructions"):
         messages.append(canonical({"role": "system", "content": body["instructions"]}, 0))
-    given = body.get("input")
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
+    items = body.get("input")
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    if not isinstance(items, list) or not items:
         raise BadRequest("input must be text, or a list of at least one item")
-    for place, item in enumerate(given):
-        _add(messages, item, place)
+    for index, item in enumerate(items):
+        _add(messages, item, index)
     limit = body.get("max_output_tokens")
-    return Ask(
+    return ParsedRequest(
         tuple(messages),
         None if body.get("tool_choice") == "none" else tools,
-        max_tokens=None if limit is None else whole(limit, "max_output_tokens", 1),
-        overridden=overridden(body, sampling),
+        max_tokens=None if limit is None else parse_int(limit, "max_output_tokens", 1),
+        overridden=count_overridden(body, sampling),
     )
 
 
@@ -96,14 +103,14 @@ def responses_json(choice: Choice, model: str) -> dict[str, object]:
         item = {"type": "function_call", "id": _id("fc"), "call_id": call["id"]}
         function = {"name": call["function"]["name"], "arguments": arguments_text(call)}
         output.append({**item, **function, "status": "completed"})
-    cut = choice.finish == "length"
-    prompt, written = choice.prompt_tokens, len(choice.tokens)
+    truncated = choice.finish == "length"
+    prompt, generated = choice.prompt_tokens, len(choice.tokens)
     return {
         "id": _id("resp"),
         "object": "response",
         "created_at": int(time.time()),
-        "status": "incomplete" if cut else "completed",
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "status": "incomplete" if truncated else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if truncated else None,
         "error": None,
         "model": model,
         "output": output,
@@ -113,9 +120,9 @@ def responses_json(choice: Choice, model: str) -> dict[str, object]:
         "usage": {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens": written,
+            "output_tokens": generated,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": prompt + written,
+            "total_tokens": prompt + generated,
         },
     }
 

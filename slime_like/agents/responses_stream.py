@@ -1,5 +1,4 @@
-"""OpenAI's responses as a stream of server-sent events, which begin when the engine has ended the
-answer."""
+"""OpenAI's responses as a stream of server-sent events, all sent after generation has finished."""
 
 from __future__ import annotations
 

@@ -7,25 +7,32 @@ import contextlib
 import logging
 import secrets
 import shlex
-from asyncio.tasks import _unregister_task
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from arguments.rules.agents import worker_keys
 from arguments.run_config import RunConfig
+from arguments.schema import AgentsConfig
 from slime_like.advantages import TurnEstimator, advantage_estimators, follows_tokens
 from slime_like.agents.answer_parsers import TRANSFORMERS, default_format
 from slime_like.agents.command import run_command
 from slime_like.agents.credit import answers_of
 from slime_like.agents.environment import player
 from slime_like.agents.episode_samples import bad_reward, sample_of
-from slime_like.agents.live_episodes import Begin, LiveEpisode, LiveEpisodes, begun_again, so_far
+from slime_like.agents.live_episodes import (
+    Begin,
+    LiveEpisode,
+    LiveEpisodes,
+    partial_sample,
+    reset_episode,
+)
 from slime_like.agents.loop_watch import LoopWatch
 from slime_like.agents.pausable_engine import PausableEngine
 from slime_like.agents.server import CONNECTIONS, Gateway
 from slime_like.agents.sessions import WAITING, Session, SessionLimits
-from slime_like.agents.task import CANCEL_S, Task
+from slime_like.agents.task import Task, cancel_and_wait, seed_of
 from slime_like.agents.tasks import TaskQueue, WorkerLost
 from slime_like.agents.templates import ChatTemplate
 from slime_like.environments.base import FLAG as ENVIRONMENT
@@ -43,7 +50,6 @@ logger = logging.getLogger(__name__)
 AGENT_FUNCTION, AGENT_COMMAND = "--agent-function-path", "--agent-command"
 AGENT_WORKERS = "--agent-worker-keys"
 TOOL_FORMAT = "--agent-tool-format"
-EVALUATION_SEED, MOST_SEED = 2**30, 2**31
 
 
 class Play(Protocol):
@@ -109,9 +115,9 @@ class AgentGenerate(CustomGenerate):
         self._limit_s = None if own_timeout else timeout_s
         code = getattr(play, "__code__", None)
         self._watch = None if code is None else LoopWatch(name, code)
-        self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._live = LiveEpisodes() if pauses else None
-        self._told_restart = False
+        self._warned_restart = False
 
     def run(
         self, samples: Sequence[Sample], model: Model, *, evaluation: bool, limit: int | None = None
@@ -123,9 +129,11 @@ class AgentGenerate(CustomGenerate):
         if live is None:
             return super().run(samples, model, evaluation=evaluation)
         if evaluation:
-            return live.meanwhile(lambda: self._respond_to_all(samples, model, evaluation=True))
-        given, begin = self._beginning(samples, model)
-        return live.round(given, begin, model.engine, limit)
+            return live.run_while_paused(
+                lambda: self._respond_to_all(samples, model, evaluation=True)
+            )
+        prepared, begin = self._prepare(samples, model)
+        return live.round(prepared, begin, model.engine, limit)
 
     def runner(self) -> LoopRunner:
         """See `CustomGenerate`."""
@@ -136,25 +144,27 @@ class AgentGenerate(CustomGenerate):
         if self._live is not None:
             self._live.stop()
 
-    def _beginning(self, samples: Sequence[Sample], model: Model) -> tuple[list[Sample], Begin]:
+    def _prepare(self, samples: Sequence[Sample], model: Model) -> tuple[list[Sample], Begin]:
         """Arguments for `LiveEpisodes`; episodes that another process started are restarted."""
         assert self._live is not None
-        gone = {s.sample_id for s in samples if s.response_length and s.sample_id not in self._live}
-        if gone and not self._told_restart:
-            self._told_restart = True
+        lost_ids = {
+            s.sample_id for s in samples if s.response_length and s.sample_id not in self._live
+        }
+        if lost_ids and not self._warned_restart:
+            self._warned_restart = True
             logger.warning("episodes of a resumed run are played from their beginning")
-        given = [begun_again(s) if s.sample_id in gone else s for s in samples]
-        return given, partial(self._begin, model, gone)
+        prepared = [reset_episode(s) if s.sample_id in lost_ids else s for s in samples]
+        return prepared, partial(self._start_episode, model, lost_ids)
 
-    def _begin(
+    def _start_episode(
         self,
         model: Model,
-        gone: Collection[int],
+        lost_ids: Collection[int],
         sample: Sample,
         limit: float,
         changed: asyncio.Event,
     ) -> LiveEpisode:
-        engine = PausableEngine(model.engine, model.tokenizer, self._place(), changed)
+        engine = PausableEngine(model.engine, model.tokenizer, self._slot(), changed)
         engine.allow(limit)
         own = Model(engine, model.tokenizer, model.sampling, model.seed_of)
         sessions: list[Session] = []
@@ -162,8 +172,8 @@ class AgentGenerate(CustomGenerate):
         async def play() -> Sample:
             await engine.begin()
             try:
-                async with self._watched(), self._gateway.listening():
-                    counts = {"restarted": int(sample.sample_id in gone)}
+                async with self._watch_loop(), self._gateway.listening():
+                    counts = {"restarted": int(sample.sample_id in lost_ids)}
                     return await self._respond_to(sample, own, False, sessions, counts, engine)
             finally:
                 engine.end()
@@ -171,7 +181,7 @@ class AgentGenerate(CustomGenerate):
         return LiveEpisode(
             engine,
             asyncio.get_running_loop().create_task(play()),
-            lambda: so_far(sample, sessions[-1] if sessions else None, engine),
+            lambda: partial_sample(sample, sessions[-1] if sessions else None, engine),
         )
 
     def close(self) -> None:
@@ -184,9 +194,9 @@ class AgentGenerate(CustomGenerate):
         if `stop` interrupted it."""
         live = self._live
         if live is not None and not evaluation:
-            (given,), begin = self._beginning([sample], model)
-            return await live.respond(given, begin, model.engine)
-        async with self._place(), self._watched(), self._gateway.listening():
+            (prepared,), begin = self._prepare([sample], model)
+            return await live.respond(prepared, begin, model.engine)
+        async with self._slot(), self._watch_loop(), self._gateway.listening():
             return await self._respond_to(sample, model, evaluation, [])
 
     async def _respond_to(
@@ -205,17 +215,24 @@ class AgentGenerate(CustomGenerate):
         except ValueError as error:
             return mark_aborted(sample, str(error))
         template = ChatTemplate(model.tokenizer, self._end_ids, self._template_arguments)
-        found = self._tool_format or default_format(model.tokenizer)
+        tool_format = self._tool_format or default_format(model.tokenizer)
         for lost_workers in range(self._attempts):
             session = Session(
-                sample.sample_id, model, template, tool_format=found, limits=self._limits
+                sample.sample_id, model, template, tool_format=tool_format, limits=self._limits
             )
             sessions.append(session)
             key = secrets.token_urlsafe(24)
             task = Task(
-                sample.sample_id, sample.text, sample.label, dict(sample.metadata), evaluation,
-                "", key, seed, session=session,
-            )  # fmt: skip
+                sample.sample_id,
+                sample.text,
+                sample.label,
+                dict(sample.metadata),
+                evaluation,
+                url="",
+                api_key=key,
+                seed=seed,
+                session=session,
+            )
             session.counts.update({"workers_lost": lost_workers, **(counts or {})})
             try:
                 async with self._gateway.episode(key, session):
@@ -228,13 +245,10 @@ class AgentGenerate(CustomGenerate):
             reason = bad_reward(reward)
         branches = session.tree.branches(observations=self._observations)
         by_turn = self._by_turn and not evaluation
-        if by_turn or (self._by_token and not evaluation):
+        if (self._by_turn or self._by_token) and not evaluation:
             task.metadata[ANSWERS] = answers_of(session.tree, branches, summed=not by_turn)
-        if (
-            not by_turn
-            and reason is None
-            and any(rewards := [turn.reward for turn in session.tree.turns])
-        ):
+        rewards = [turn.reward for turn in session.tree.turns]
+        if not by_turn and reason is None and any(rewards):
             reward = sum(rewards) + (reward or 0.0)
         return sample_of(sample, task, session, branches, reward, reason)
 
@@ -243,26 +257,26 @@ class AgentGenerate(CustomGenerate):
         cancelling it does not affect other episodes. engine: its pauses do not count towards the
         time limit."""
         assert task.session is not None
-        play = asyncio.create_task(self._contained(task))
+        play = asyncio.create_task(self._run_agent(task))
         abort = asyncio.create_task(task.session.on_abort.wait())
         try:
-            left = self._limit_s
-            begun = asyncio.get_running_loop().time()
-            while left is None or left > 0:
+            remaining = self._limit_s
+            started = asyncio.get_running_loop().time()
+            while remaining is None or remaining > 0:
                 done, _ = await asyncio.wait(
-                    {play, abort}, timeout=left, return_when=asyncio.FIRST_COMPLETED
+                    {play, abort}, timeout=remaining, return_when=asyncio.FIRST_COMPLETED
                 )
                 if done or self._limit_s is None:
                     break
-                taken = asyncio.get_running_loop().time() - begun
-                left = self._limit_s - taken + (0.0 if engine is None else engine.paused_s)
+                elapsed = asyncio.get_running_loop().time() - started
+                remaining = self._limit_s - elapsed + (0.0 if engine is None else engine.paused_s)
             if not play.done() and task.session.aborted:
                 return None, "the run asks for no more of this episode"
             if not play.done():
                 return None, f"{self.name} took longer than --agent-timeout-s {self.timeout_s:g}"
         finally:
             abort.cancel()
-            await _ended(play)
+            await cancel_and_wait(play)
             await task.close()
         if play.cancelled():
             return None, f"{self.name} raised CancelledError"
@@ -272,48 +286,53 @@ class AgentGenerate(CustomGenerate):
             return None, f"{self.name} raised {type(error).__name__}: {error}"[:500]
         return play.result(), None
 
-    async def _contained(self, task: Task) -> object:
+    async def _run_agent(self, task: Task) -> object:
         try:
             return await self._play(task)
         except SystemExit as error:  # this would end the event loop
             raise RuntimeError(f"SystemExit: {error}") from error
 
     @contextlib.asynccontextmanager
-    async def _watched(self) -> AsyncIterator[None]:
+    async def _watch_loop(self) -> AsyncIterator[None]:
         with contextlib.nullcontext() if self._watch is None else self._watch.running():
             yield
 
-    def _place(self) -> asyncio.Semaphore:
+    def _slot(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
-        if self._places is None or self._places[0] is not loop:
-            self._places = loop, asyncio.Semaphore(self._episodes)
-        return self._places[1]
+        if self._slots is None or self._slots[0] is not loop:
+            self._slots = loop, asyncio.Semaphore(self._episodes)
+        return self._slots[1]
 
     async def _unused(self, sample: Sample, model: Model, evaluation: bool) -> Sample:
         raise AssertionError("respond is overridden")
 
 
-async def _ended(play: asyncio.Task[object]) -> None:
-    """Cancel a task; if it ignores the cancellation it is abandoned, and the end of the event loop
-    does not wait for it."""
-    if play.done():
-        return
-    play.cancel()
-    await asyncio.wait({play}, timeout=CANCEL_S)
-    if not play.done():
-        play.add_done_callback(lambda task: task.cancelled() or task.exception())
-        play._log_destroy_pending = False  # type: ignore[attr-defined]
-        _unregister_task(play)
+@dataclass(frozen=True, slots=True)
+class _Agent:
+    """The agent that a flag names. tasks: set for remote workers."""
+
+    name: str
+    play: Play
+    tasks: TaskQueue | None = None
 
 
-def seed_of(sample: Sample, *, evaluation: bool) -> int:
-    """Seed for an agent's own randomness, equal for all samples of a prompt: ``seed`` in the row's
-    metadata, otherwise the prompt's number in the run (from 2**30 on for evaluations, whose prompts
-    are numbered separately). Raises ValueError for an invalid seed."""
-    seed = sample.metadata.get("seed", (sample.group_id + (EVALUATION_SEED if evaluation else 0)))
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < MOST_SEED:
-        raise ValueError(f"'seed' of the row's metadata is {seed!r:.60}, must be 0 to 2**31 - 1")
-    return seed
+def _make_agent(config: AgentsConfig) -> _Agent | None:
+    if (path := config.agent_function_path) is not None:
+        return _Agent(f"{AGENT_FUNCTION} {path}", load_function(path, AGENT_FUNCTION))
+    if (line := config.agent_command) is not None:
+        command = shlex.split(line)
+
+        async def play(task: Task) -> float | None:
+            return await run_command(command, task)
+
+        return _Agent(f"{AGENT_COMMAND} {line!r}", play)
+    if (spec := config.agent_environment) is not None:
+        return _Agent(f"{ENVIRONMENT} {spec}", player(environment_maker(spec)))
+    if (file := config.agent_worker_keys) is not None:
+        keys = worker_keys(file)
+        tasks = TaskQueue(keys, config.agent_timeout_s, config.agent_heartbeat_s)
+        return _Agent(f"{AGENT_WORKERS} {file}", tasks.play, tasks)
+    return None
 
 
 def agent_generate(
@@ -322,26 +341,8 @@ def agent_generate(
     """The agent runner of --agent-function-path, --agent-command, --agent-environment or
     --agent-worker-keys; None without these. Raises ValueError naming the flag."""
     config = run.agents
-    tasks: TaskQueue | None = None
-    play: Callable[[Task], Awaitable[object]]
-    if (path := config.agent_function_path) is not None:
-        name = f"{AGENT_FUNCTION} {path}"
-        play = load_function(path, AGENT_FUNCTION)
-    elif (line := config.agent_command) is not None:
-        name = f"{AGENT_COMMAND} {line!r}"
-        words = shlex.split(line)
-
-        async def play(task: Task) -> float | None:
-            return await run_command(words, task)
-    elif (spec := config.agent_environment) is not None:
-        name = f"{ENVIRONMENT} {spec}"
-        play = player(environment_maker(spec))
-    elif (file := config.agent_worker_keys) is not None:
-        name = f"{AGENT_WORKERS} {file}"
-        keys = worker_keys(file)
-        tasks = TaskQueue(keys, config.agent_timeout_s, config.agent_heartbeat_s)
-        play = tasks.play
-    else:
+    agent = _make_agent(config)
+    if agent is None:
         return None
     end_ids = end_ids_of(run, tokenizer)
     ChatTemplate(tokenizer, end_ids)  # rejects tokenizers without a template early
@@ -350,14 +351,14 @@ def agent_generate(
     port = config.agent_port + rank if config.agent_port else 0
     estimator = advantage_estimators.get(run.algorithm.advantage_estimator)
     return AgentGenerate(
-        name,
-        play,
+        agent.name,
+        agent.play,
         Gateway(
             config.agent_host,
             port,
             max_body=int(config.agent_max_body_mb * 2**20),
             connections=CONNECTIONS + config.agent_episodes * (config.agent_concurrency + WAITING),
-            tasks=tasks,
+            tasks=agent.tasks,
         ),
         end_ids=end_ids,
         template_arguments=run.data.apply_chat_template_kwargs,
@@ -372,8 +373,8 @@ def agent_generate(
         episodes=config.agent_episodes,
         observations=run.algorithm.observation_loss_coef > 0,
         pauses=run.scheduling.partial_rollout,
-        attempts=1 if tasks is None else 1 + config.agent_retries,
-        own_timeout=tasks is not None,
+        attempts=1 if agent.tasks is None else 1 + config.agent_retries,
+        own_timeout=agent.tasks is not None,
         by_turn=isinstance(estimator, TurnEstimator),
         by_token=follows_tokens(estimator),
     )
@@ -388,7 +389,7 @@ def end_ids_of(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[
 
     folder = str(run.model.hf_checkpoint)
     trust = run.model.trust_remote_code
-    found = end_token_ids(
-        folder, AutoConfig.from_pretrained(folder, trust_remote_code=trust), tokenizer
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
+    return end_token_ids(folder, config, tokenizer) | frozenset(
+        run.rollout.rollout_stop_token_ids or ()
     )
-    return found | frozenset(run.rollout.rollout_stop_token_ids or ())

@@ -15,9 +15,8 @@ from slime_like.agents.sessions import Session
 from slime_like.agents.tasks import TaskQueue
 from slime_like.errors import RunError
 
-CONNECTIONS = (
-    512  # beyond which the oldest that asks nothing is closed, besides those that episodes may need
-)
+# connections, in addition to those that episodes may need; beyond, the oldest idle one is closed
+CONNECTIONS = 512
 SILENT_S = 10.0  # seconds until the first byte of a new connection
 STOP_S = 5.0
 

@@ -26,9 +26,14 @@ from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, Sam
 from slime_like.rollout.episode import Model
 
 Finish = Literal["stop", "length", "tool_calls"]
+SESSION_COUNTS = (
+    *("answers", "tool_errors", "overridden", "refused", "engine_failures", "internal_errors"),
+    *("workers_lost", "restarted"),
+)
+TREE_COUNTS = ("roots", "forks", "foreign_messages", "rewritten_turns")
 PREFIX = 64  # tokens at the end of a prompt that contain the full opening of a turn
 WAITING = 32  # waiting requests of a session, in addition to running ones
-NOT_ANSWERS = 8  # further requests of a session: rewards, token counts
+EXTRA_REQUESTS = 8  # further requests of a session: rewards, token counts
 COUNTS_PER_TURN = 8  # prompts per turn that a client may have counted
 
 
@@ -36,7 +41,7 @@ class TooManyRequests(Exception):
     """The session cannot accept this request, now or at all; the message is for the client."""
 
 
-class EngineGaveUp(Exception):
+class EngineAborted(Exception):
     """The engine aborted the request; the client may retry."""
 
 
@@ -45,7 +50,7 @@ class SessionEnded(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ParsedRequest:
     """A parsed request. messages: in canonical form. tools: for the chat template. stop: stop
     strings. max_tokens: per completion. seed: the client's. overridden: number of the client's
     sampling parameters that the run's override."""
@@ -120,11 +125,11 @@ class Session:
         self._slots = asyncio.Semaphore(self._limits.concurrent)
         self._pending = self._requests = 0
         self._running: set[asyncio.Task[object]] = set()
-        self._asked: Counter[bytes] = Counter()
+        self._request_counts: Counter[bytes] = Counter()
         self._main: Turn | None = None  # the turn that the main conversation continues
-        self._begun = False
+        self._started = False
 
-    async def answer(self, ask: Ask) -> list[Choice]:
+    async def answer(self, request: ParsedRequest) -> list[Choice]:
         """Generate the completions of a request.
 
         Raises:
@@ -133,9 +138,9 @@ class Session:
         """
         limits = self._limits
         self._check_open()
-        if not 1 <= ask.n <= limits.answers:
-            raise BadRequest(f"n is {ask.n}; 1 to {limits.answers} is offered")
-        self._check_turns(ask)
+        if not 1 <= request.n <= limits.answers:
+            raise BadRequest(f"n is {request.n}; 1 to {limits.answers} is offered")
+        self._check_turns(request)
         if self._pending >= limits.concurrent + limits.waiting:
             self.counts["refused"] += 1
             raise TooManyRequests(f"{self._pending} requests of this session are waiting already")
@@ -145,7 +150,7 @@ class Session:
         self._running.add(task)
         try:
             async with self._slots:
-                return await self._answer(ask)
+                return await self._answer(request)
         except asyncio.CancelledError:
             if not self.ended:
                 raise
@@ -158,7 +163,7 @@ class Session:
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
         """Count an HTTP request, before its body is read. Raises TooManyRequests."""
-        if self._requests >= self._limits.concurrent + self._limits.waiting + NOT_ANSWERS:
+        if self._requests >= self._limits.concurrent + self._limits.waiting + EXTRA_REQUESTS:
             self.counts["refused"] += 1
             raise TooManyRequests(f"{self._requests} requests of this session are open already")
         self._requests += 1
@@ -173,8 +178,8 @@ class Session:
         if self.aborted:
             raise SessionEnded("the run asks for no more of this episode")
 
-    def _check_turns(self, ask: Ask) -> None:
-        if self.counts["answers"] + ask.n > self._limits.turns:
+    def _check_turns(self, request: ParsedRequest) -> None:
+        if self.counts["answers"] + request.n > self._limits.turns:
             self.counts["refused"] += 1
             raise TooManyRequests(f"the episode has had its {self._limits.turns} answers")
 
@@ -189,17 +194,13 @@ class Session:
         (assistant messages from the client that the model did not generate in this form);
         rewritten_turns; tool_errors (unparsable calls); overridden (sampling parameters); refused;
         engine_failures."""
-        names = (
-            "answers", "tool_errors", "overridden", "refused", "engine_failures", "internal_errors", "workers_lost", "restarted",
-        )  # fmt: skip
-        of_tree = ("roots", "forks", "foreign_messages", "rewritten_turns")
-        found = {name: float(self.counts[name]) for name in names}
-        return found | {name: float(self.tree.counts[name]) for name in of_tree}
+        counts = {name: float(self.counts[name]) for name in SESSION_COUNTS}
+        return counts | {name: float(self.tree.counts[name]) for name in TREE_COUNTS}
 
-    async def _answer(self, ask: Ask) -> list[Choice]:
+    async def _answer(self, request: ParsedRequest) -> list[Choice]:
         self._check_open()  # checked again after waiting
-        self._check_turns(ask)
-        prompt = self.tree.next_prompt(ask.messages, ask.tools)
+        self._check_turns(request)
+        prompt = self.tree.next_prompt(request.messages, request.tools)
         room = self._room(prompt)
         if room <= 0:
             raise ContextExceeded(
@@ -207,37 +208,43 @@ class Session:
                 "the model's context length leaves no room for an answer "
                 "(--rollout-max-response-len, and the model's positions)"
             )
-        for limit in (ask.max_tokens, self._limits.tokens):
-            room = room if limit is None else min(room, limit)
+        for limit in (request.max_tokens, self._limits.tokens):
+            if limit is not None:
+                room = min(room, limit)
         sampling = replace(
-            self._model.sampling, max_new_tokens=room, stop=(*self._model.sampling.stop, *ask.stop)
+            self._model.sampling,
+            max_new_tokens=room,
+            stop=(*self._model.sampling.stop, *request.stop),
         )
-        self.counts["answers"] += ask.n  # counted before the first await, so that the limit holds
-        is_main = self._main is not None and prompt.parent is self._main if self._begun else True
-        self._begun = True
+        # counted before the first await, so that the limit holds
+        self.counts["answers"] += request.n
+        is_main = not self._started or (self._main is not None and prompt.parent is self._main)
+        self._started = True
         before = self._main
         if is_main:
             self._main = None  # concurrent requests are side conversations
-        requests = [self._request(prompt, ask, is_main=is_main and not i) for i in range(ask.n)]
-        ask_engine = self._model.engine.generate_one
-        outputs = await asyncio.gather(*(ask_engine(request, sampling) for request in requests))
+        requests = [
+            self._request(prompt, request, is_main=is_main and not i) for i in range(request.n)
+        ]
+        generate = self._model.engine.generate_one
+        outputs = await asyncio.gather(*(generate(request, sampling) for request in requests))
         if self.ended:
             raise SessionEnded("the episode has ended")
-        self.counts["overridden"] += ask.overridden
+        self.counts["overridden"] += request.overridden
         for output in outputs:
             if output.finish_reason == "abort":
-                self.counts["answers"] -= ask.n
+                self.counts["answers"] -= request.n
                 if output.failure is None:
                     self.aborted = True
                     self.on_abort.set()
                     raise SessionEnded("the run asks for no more of this episode")
                 self.counts["engine_failures"] += 1
                 if is_main:  # the client may retry
-                    self._main, self._begun = before, before is not None
-                raise EngineGaveUp(output.failure)
-        choices = [self._choice(prompt, ask, sampling.stop, output) for output in outputs]
+                    self._main, self._started = before, before is not None
+                raise EngineAborted(output.failure)
+        choices = [self._choice(prompt, request, sampling.stop, output) for output in outputs]
         if is_main:
-            self._main = self.tree.turns[-ask.n]
+            self._main = self.tree.turns[-request.n]
         return choices
 
     def _room(self, prompt: NextPrompt) -> int:
@@ -249,46 +256,58 @@ class Session:
             return room
         return min(room, self._limits.positions - len(prompt.tokens))
 
-    def _request(self, prompt: NextPrompt, ask: Ask, *, is_main: bool) -> GenerateRequest:
+    def _request(
+        self, prompt: NextPrompt, request: ParsedRequest, *, is_main: bool
+    ) -> GenerateRequest:
         """Requests of the main conversation draw the same random numbers as an episode with the
         same texts; other requests are seeded by their tokens, so that neither order nor timing
         affects the samples."""
-        if is_main and ask.seed is None:
+        if is_main and request.seed is None:
             first = prompt.tokens if prompt.parent is None else prompt.parent.root.prompt
             position = len(prompt.tokens) - len(first)
         else:
-            digest = hashlib.blake2b(
-                repr((prompt.tokens, ask.seed)).encode(), digest_size=8
-            ).digest()
-            again = self._asked[digest]
-            self._asked[digest] += 1
+            key = repr((prompt.tokens, request.seed)).encode()
+            digest = hashlib.blake2b(key, digest_size=8).digest()
+            again = self._request_counts[digest]
+            self._request_counts[digest] += 1
             position = (int.from_bytes(digest, "big") + again) % 2**62 + 2**32
         seed = self._model.seed_of(self.sample_id, position)
-        identity = self.sample_id if self._pending <= 1 and ask.n == 1 else self._new_identity()
+        identity = self.sample_id if self._pending <= 1 and request.n == 1 else self._new_id()
         return GenerateRequest(identity, prompt.tokens, seed)
 
-    def _new_identity(self) -> int:
+    def _new_id(self) -> int:
         """A unique id: concurrent requests of a sample need separate ids, because the engine aborts
         by id."""
         self.counts["identities"] += 1
         return (1 << 62) + (self.sample_id << 20) + self.counts["identities"] % (1 << 20)
 
     def _choice(
-        self, prompt: NextPrompt, ask: Ask, stop: Sequence[str], output: GenerateOutput
+        self,
+        prompt: NextPrompt,
+        request: ParsedRequest,
+        stop: Sequence[str],
+        output: GenerateOutput,
     ) -> Choice:
         tokens = output.tokens
-        ended = bool(tokens) and tokens[-1] in self._template.end_ids
-        text, found = cut_at(self._template.decode(tokens[:-1] if ended else tokens), stop)
+        has_end_token = bool(tokens) and tokens[-1] in self._template.end_ids
+        text = self._template.decode(tokens[:-1] if has_end_token else tokens)
+        text, stop_string = split_at_stop_string(text, stop)
         prefix = self._template.decode(prompt.tokens[-PREFIX:])
         parsed = parse_answer(
-            text, self._format, tokenizer=self._template.tokenizer, prefix=prefix, tools=ask.tools
+            text,
+            self._format,
+            tokenizer=self._template.tokenizer,
+            prefix=prefix,
+            tools=request.tools,
         )
         self.counts["tool_errors"] += parsed.errors
         message = self._message(parsed)
         truncated = output.finish_reason == "length"
-        self.tree.add(prompt, ask.messages, ask.tools, message, output)
-        finish: Finish = "tool_calls" if parsed.calls else "length" if truncated else "stop"
-        return Choice(message, finish, len(prompt.tokens), tokens, output.log_probs, found)
+        self.tree.add(prompt, request.messages, request.tools, message, output)
+        finish: Finish = "length" if truncated else "stop"
+        if parsed.calls:
+            finish = "tool_calls"
+        return Choice(message, finish, len(prompt.tokens), tokens, output.log_probs, stop_string)
 
     def _message(self, parsed: Parsed) -> dict[str, object]:
         message: dict[str, Any] = {"role": ASSISTANT, "content": parsed.content}
@@ -308,7 +327,7 @@ class Session:
         """The run's sampling parameters."""
         return self._model.sampling
 
-    def prompt_length(self, ask: Ask) -> int:
+    def prompt_length(self, request: ParsedRequest) -> int:
         """Number of prompt tokens of a request. Raises BadRequest, and TooManyRequests for far more
         counts than turns."""
         self.counts["counted"] += 1
@@ -317,7 +336,7 @@ class Session:
             raise TooManyRequests(
                 f"{self.counts['counted'] - 1} prompts of this session were counted"
             )
-        return len(self.tree.next_prompt(ask.messages, ask.tools).tokens)
+        return len(self.tree.next_prompt(request.messages, request.tools).tokens)
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """Text for a reward function, without special tokens."""
@@ -328,13 +347,13 @@ class Session:
         return self._template.decode([token])
 
 
-def cut_at(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
+def split_at_stop_string(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
     """The text before the first stop string, and that stop string, which clients do not receive."""
-    places = [(text.find(s), s) for s in stop if s in text]
-    if not places:
+    matches = [(text.find(s), s) for s in stop if s in text]
+    if not matches:
         return text, None
-    place, found = min(places)
-    return text[:place], found
+    place, stop_string = min(matches)
+    return text[:place], stop_string
 
 
 def messages_of(body: Mapping[str, object]) -> list[Message]:

@@ -1,27 +1,30 @@
-"""What an agent gets of its episode."""
+"""The episode as an agent sees it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import importlib
+from asyncio.tasks import _unregister_task
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from slime_like.agents.credit import add_reward
 from slime_like.agents.messages import BadRequest
-from slime_like.agents.openai_api import chat_ask, chat_json
+from slime_like.agents.openai_api import chat_json, parse_chat_request
 from slime_like.agents.sessions import Session
+from slime_like.types import Sample
 
 CANCEL_S = 5.0  # seconds for a cancelled agent, or a client, to end
+EVALUATION_SEED, MAX_SEED = 2**30, 2**31
 
 
 @dataclass(slots=True)
 class Task:
-    """One episode, for an agent. prompt: of the row, as the data has it. base_url: for SDKs of
-    OpenAI, with ``/v1``; Anthropic's want `url`. metadata: of the row; what is added to it, a reward
-    function sees. evaluation: nothing is trained on. seed: the same for all samples of a prompt."""
+    """One episode, for an agent. prompt: the row's, without chat template. base_url: for OpenAI's
+    SDKs, with ``/v1``; Anthropic's use `url`. metadata: the row's; additions are visible to the
+    reward function. evaluation: nothing is trained on. seed: equal for all samples of a prompt."""
 
     sample_id: int
     prompt: str
@@ -56,8 +59,8 @@ class Task:
         body = {"messages": list(messages), **parameters}
         if body.get("stream"):
             raise BadRequest("task.chat has no streams; use an SDK at task.base_url")
-        ask = chat_ask(body, self.session.sampling)
-        choices = await self.session.answer(ask)
+        request = parse_chat_request(body, self.session.sampling)
+        choices = await self.session.answer(request)
         logprobs = bool(body.get("logprobs"))
         return chat_json(choices, self.session, self.model, logprobs=logprobs)
 
@@ -93,3 +96,26 @@ def _package(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError:
         raise ValueError(f"task.{name}() needs the package {name}: pip install {name}") from None
+
+
+def seed_of(sample: Sample, *, evaluation: bool) -> int:
+    """Seed for an agent's own randomness, equal for all samples of a prompt: ``seed`` in the row's
+    metadata, otherwise the prompt's number in the run (from 2**30 on for evaluations, whose prompts
+    are numbered separately). Raises ValueError for an invalid seed."""
+    seed = sample.metadata.get("seed", (sample.group_id + (EVALUATION_SEED if evaluation else 0)))
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < MAX_SEED:
+        raise ValueError(f"'seed' of the row's metadata is {seed!r:.60}, must be 0 to 2**31 - 1")
+    return seed
+
+
+async def cancel_and_wait(play: asyncio.Task[object]) -> None:
+    """Cancel a task; if it ignores the cancellation it is abandoned, and the end of the event loop
+    does not wait for it."""
+    if play.done():
+        return
+    play.cancel()
+    await asyncio.wait({play}, timeout=CANCEL_S)
+    if not play.done():
+        play.add_done_callback(lambda task: task.cancelled() or task.exception())
+        play._log_destroy_pending = False  # type: ignore[attr-defined]
+        _unregister_task(play)

@@ -35,7 +35,7 @@ class Offer:
     outcome: asyncio.Future[Any]
     taken: asyncio.Future[object]
     offered: float
-    beat: float = 0.0
+    last_heartbeat: float = 0.0
     claimed: float | None = None
 
 
@@ -49,12 +49,12 @@ class TaskQueue:
     heartbeat_s: float
     _waiting: deque[Offer] = field(default_factory=deque)
     _claimed: dict[str, Offer] = field(default_factory=dict)
-    _askers: deque[asyncio.Future[Offer | None]] = field(default_factory=deque)
-    _over: bool = False  # no more tasks: the gateway is closing
-    _heard: float = 0.0  # the last claim of any worker
+    _claims: deque[asyncio.Future[Offer | None]] = field(default_factory=deque)
+    _closing: bool = False  # no more tasks: the gateway is closing
+    _last_claim: float = 0.0  # the last claim of any worker
     _loop: asyncio.AbstractEventLoop | None = None
 
-    def knows(self, key: str) -> bool:
+    def is_worker_key(self, key: str) -> bool:
         """Whether it is a worker's key."""
         return any([hmac.compare_digest(key.encode(), own.encode()) for own in self.keys])
 
@@ -65,20 +65,20 @@ class TaskQueue:
             WorkerLost: See there.
             RuntimeError: No worker claims tasks, or the worker took too long or reported an error.
         """
-        loop = self._here()
-        self._over = False
+        loop = self._current_loop()
+        self._closing = False
         offer = Offer(task, loop.create_future(), loop.create_future(), loop.time())
         self._offer(offer)
         try:
             while True:
-                end = self._end(offer)
+                end = self._deadline(offer)
                 awaited = {offer.outcome} if offer.taken.done() else {offer.outcome, offer.taken}
-                left = max(end - loop.time(), 0.001)
-                await asyncio.wait(awaited, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                remaining = max(end - loop.time(), 0.001)
+                await asyncio.wait(awaited, timeout=remaining, return_when=asyncio.FIRST_COMPLETED)
                 if offer.outcome.done():
                     return offer.outcome.result()
-                if loop.time() >= self._end(offer):  # heartbeats and claims extend it
-                    raise self._late(offer, loop.time())
+                if loop.time() >= self._deadline(offer):  # heartbeats and claims extend it
+                    raise self._timeout_error(offer, loop.time())
         finally:
             self._claimed.pop(task.api_key, None)
             if offer in self._waiting:
@@ -86,29 +86,29 @@ class TaskQueue:
 
     async def claim(self, wait_s: float) -> Task | None:
         """The oldest task, for a worker; None if there is none within `wait_s` seconds."""
-        loop = self._here()
-        self._heard = loop.time()
-        if self._over:
+        loop = self._current_loop()
+        self._last_claim = loop.time()
+        if self._closing:
             return None
         offer: Offer | None
         if self._waiting:
             offer = self._waiting.popleft()
         else:
-            asker: asyncio.Future[Offer | None] = loop.create_future()
-            self._askers.append(asker)
+            claim_future: asyncio.Future[Offer | None] = loop.create_future()
+            self._claims.append(claim_future)
             try:
-                await asyncio.wait({asker}, timeout=wait_s)
+                await asyncio.wait({claim_future}, timeout=wait_s)
             except asyncio.CancelledError:  # the worker disconnected, perhaps holding a task
-                if asker.done() and (offer := asker.result()) is not None:
+                if claim_future.done() and (offer := claim_future.result()) is not None:
                     self._offer(offer)
                 raise
             finally:
-                if asker in self._askers:
-                    self._askers.remove(asker)
-            offer = asker.result() if asker.done() else None
+                if claim_future in self._claims:
+                    self._claims.remove(claim_future)
+            offer = claim_future.result() if claim_future.done() else None
         if offer is None:
             return None
-        offer.claimed = offer.beat = self._heard = loop.time()
+        offer.claimed = offer.last_heartbeat = self._last_claim = loop.time()
         self._claimed[offer.task.api_key] = offer
         offer.taken.set_result(None)
         return offer.task
@@ -116,20 +116,20 @@ class TaskQueue:
     def release(self) -> None:
         """Respond to waiting workers that there is no task, and to later ones until there is
         one."""
-        self._over = True
-        for asker in self._askers:
-            if not asker.done():
-                asker.set_result(None)
+        self._closing = True
+        for claim_future in self._claims:
+            if not claim_future.done():
+                claim_future.set_result(None)
 
     def heartbeat(self, key: str) -> None:
         """Record a heartbeat. key: of the episode. Raises BadRequest if it does not belong to a
         claimed task."""
-        self._of(key).beat = self._here().time()
+        self._claimed_offer(key).last_heartbeat = self._current_loop().time()
 
     def finish(self, key: str, reward: object, error: object) -> None:
         """Finish an episode. reward: see `episode_samples.bad_reward`. error: why there is no
         reward, or None. Raises BadRequest like `heartbeat`."""
-        outcome = self._of(key).outcome
+        outcome = self._claimed_offer(key).outcome
         if outcome.done():
             return  # a repeated report
         if error is None:
@@ -137,36 +137,36 @@ class TaskQueue:
         else:
             outcome.set_exception(RuntimeError(f"the worker reported: {error!s:.400}"))
 
-    def _here(self) -> asyncio.AbstractEventLoop:
+    def _current_loop(self) -> asyncio.AbstractEventLoop:
         """The current event loop, which differs between rollouts."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            self._loop, self._heard = loop, loop.time()
+            self._loop, self._last_claim = loop, loop.time()
             self._waiting.clear()
             self._claimed.clear()
-            self._askers.clear()
+            self._claims.clear()
         return loop
 
     def _offer(self, offer: Offer) -> None:
-        while self._askers:
-            asker = self._askers.popleft()
-            if not asker.done():
-                asker.set_result(offer)
+        while self._claims:
+            claim_future = self._claims.popleft()
+            if not claim_future.done():
+                claim_future.set_result(offer)
                 return
         self._waiting.append(offer)
 
-    def _of(self, key: str) -> Offer:
+    def _claimed_offer(self, key: str) -> Offer:
         offer = self._claimed.get(key)
         if offer is None:
             raise BadRequest("the key is of no task that a worker has claimed")
         return offer
 
-    def _end(self, offer: Offer) -> float:
+    def _deadline(self, offer: Offer) -> float:
         if offer.claimed is None:
-            return max(offer.offered, self._heard) + self.timeout_s
-        return min(offer.claimed + self.timeout_s, offer.beat + self.heartbeat_s)
+            return max(offer.offered, self._last_claim) + self.timeout_s
+        return min(offer.claimed + self.timeout_s, offer.last_heartbeat + self.heartbeat_s)
 
-    def _late(self, offer: Offer, now: float) -> Exception:
+    def _timeout_error(self, offer: Offer, now: float) -> Exception:
         if offer.claimed is None:
             return RuntimeError(f"no worker has asked for a task for {self.timeout_s:g} s")
         if now >= offer.claimed + self.timeout_s:

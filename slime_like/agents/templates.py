@@ -1,20 +1,20 @@
-"""A tokenizer's chat template, as a conversation grows: the first prompt, and what follows an answer
-that is kept as it was generated.
+"""A tokenizer's chat template in a growing conversation: the first prompt, and the text between a
+generated answer, whose tokens are kept, and the next one.
 
-What follows is found by comparing texts that the template writes, as in `data/turns.py`: the same
-conversation is written twice with different words in the answer's place, and what both texts end
-with follows the answer. Of that, the end of the answer's turn is left out where the model wrote it.
+That text is found by comparing rendered texts, as in `data/turns.py`: the conversation is rendered
+twice with different placeholders for the answer, and the common suffix of both follows the answer.
+The end of the answer's turn is removed from it if the model generated it.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slime_like.agents.messages import BadRequest, Message
+from slime_like.text import common_prefix
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,11 +59,8 @@ class ChatTemplate:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, including special ones."""
-        return str(
-            self.tokenizer.decode(
-                list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return str(self.tokenizer.decode(list(tokens), **options))
 
     def prompt(self, messages: Sequence[Message], tools: Any) -> list[int]:
         """Tokens of the full conversation and the opening of the next turn.
@@ -74,8 +71,8 @@ class ChatTemplate:
         try:
             return self.encode(self._render(messages, tools, open_turn=True))
         except Exception as error:  # templates may raise anything
-            words = str(error).split("\n", 1)[0][:300]
-            raise BadRequest(f"the chat template refuses the messages: {words}") from error
+            reason = str(error).split("\n", 1)[0][:300]
+            raise BadRequest(f"the chat template refuses the messages: {reason}") from error
 
     def following(
         self,
@@ -99,58 +96,57 @@ class ChatTemplate:
             None if the rendered texts do not show where they begin.
         """
         end = self.decode([last]) if last in self.end_ids and last is not None else ""
-        for stand_ins in _stand_ins(answer):
+        for pair in _placeholder_pairs(answer):
             try:
-                whole, closing = [
-                    _common_end(
-                        *(
-                            self._render([*before, word, *more], tools, open_turn=opens)
-                            for word in stand_ins
-                        )
-                    )
-                    for more, opens in ((after, True), ((), False))
+                open_texts = [
+                    self._render([*before, m, *after], tools, open_turn=True) for m in pair
                 ]
+                closed_texts = [self._render([*before, m], tools, open_turn=False) for m in pair]
+                full_text, closing = _common_end(*open_texts), _common_end(*closed_texts)
             except Exception:  # this placeholder message is rejected; the next one may be accepted
                 continue
-            rest = self._rest(whole, closing, end, has_calls=bool(stand_ins[0].get("tool_calls")))
+            rest = self._rest(full_text, closing, end, has_calls=bool(pair[0].get("tool_calls")))
             if rest is not None:
                 return self.encode(rest)
         return None
 
-    def _rest(self, whole: str, closing: str, end: str, *, has_calls: bool) -> str | None:
+    def _rest(self, full_text: str, closing: str, end: str, *, has_calls: bool) -> str | None:
         """Text after an answer's content. whole: what follows the placeholder. closing: the same if
         its turn is the last one, possibly starting with the end of a tool call. end: the end token
         that the model generated, "" if none."""
-        shared = _common_start(whole, closing)
+        shared = common_prefix(full_text, closing)
         places = [(shared.find(mark), mark) for mark in self._ends if mark and mark in shared]
         if places:
             place, mark = min(places)
-            return whole[place + len(mark) :] if end else whole[place:]
+            return full_text[place + len(mark) :] if end else full_text[place:]
         if has_calls and shared != closing:
             return None
         # the template does not end turns, and the model may have generated the next one's start
-        rest = whole[len(closing) :] if has_calls else whole
+        rest = full_text[len(closing) :] if has_calls else full_text
         return rest.removeprefix(end)
 
     def _render(self, messages: Sequence[Message], tools: object, *, open_turn: bool) -> str:
-        found = self.tokenizer.chat_template
-        template = found if isinstance(found, str) else ""
-        roles = {} if "developer" in str(found) else {"developer": "system"}
+        template_source = self.tokenizer.chat_template
+        template = template_source if isinstance(template_source, str) else ""
+        roles = {} if "developer" in str(template_source) else {"developer": "system"}
         own = [{**m, "role": roles.get(m["role"], m["role"])} for m in messages]
         if _IS_NONE.search(template):
-            marked = [
-                m | {"content": m["content"] or _NO_CONTENT} if m.get("tool_calls") else m
-                for m in own
-            ]
-            text = self._applied(
-                marked, tools, open_turn=open_turn, chat_template=_IS_NONE.sub(_compared, template)
+            marked = []
+            for m in own:
+                is_empty = bool(m.get("tool_calls")) and not m["content"]
+                marked.append(m | {"content": _NO_CONTENT} if is_empty else m)
+            text = self._apply_template(
+                marked,
+                tools,
+                open_turn=open_turn,
+                chat_template=_IS_NONE.sub(_compare_to_marker, template),
             )
             if _NO_CONTENT not in text:  # otherwise it tests other messages
                 return text
-        return self._applied(own, tools, open_turn=open_turn)
+        return self._apply_template(own, tools, open_turn=open_turn)
 
-    def _applied(
-        self, messages: Sequence[Message], tools: object, *, open_turn: bool, **more: object
+    def _apply_template(
+        self, messages: Sequence[Message], tools: object, *, open_turn: bool, **extra: object
     ) -> str:
         def apply(given: Sequence[Message]) -> str:
             text = self.tokenizer.apply_chat_template(
@@ -158,7 +154,7 @@ class ChatTemplate:
                 tokenize=False,
                 add_generation_prompt=open_turn,
                 **({"tools": tools} if tools else {}),
-                **more,
+                **extra,
                 **self._arguments,
             )
             return str(text)
@@ -166,30 +162,25 @@ class ChatTemplate:
         try:
             return apply(messages)
         except TypeError:  # for templates that concatenate arguments as text
-            return apply([_in_text(m) for m in messages])
+            return apply([_with_text_arguments(m) for m in messages])
 
 
-def _compared(match: re.Match[str]) -> str:
+def _compare_to_marker(match: re.Match[str]) -> str:
     return f"{match[1]} {'!=' if match[2] else '=='} '{_NO_CONTENT}'"
 
 
-def _in_text(message: Message) -> dict[str, object]:
+def _with_text_arguments(message: Message) -> dict[str, object]:
     """The message with its calls' arguments as JSON text."""
-    calls = [
-        {
-            **call,
-            "function": {**call["function"], "arguments": _json(call["function"]["arguments"])},
-        }
-        for call in message.get("tool_calls") or ()
-    ]
+    calls = []
+    for call in message.get("tool_calls") or ():
+        arguments = call["function"]["arguments"]
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
     return {**message, "tool_calls": calls} if calls else dict(message)
 
 
-def _json(arguments: object) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
-def _stand_ins(answer: Message) -> list[list[dict[str, object]]]:
+def _placeholder_pairs(answer: Message) -> list[list[dict[str, object]]]:
     """Pairs of placeholder messages that differ only in their text: with the answer's calls, with
     its first call only, and as plain text. A template may require calls before tool results, or
     support only a single call."""
@@ -214,9 +205,4 @@ def _common_end(first: str, second: str) -> str:
     then."""
     if first == second:
         raise ValueError("the template writes no word of the answer")
-    return _common_start(first[::-1], second[::-1])[::-1]
-
-
-def _common_start(a: str, b: str) -> str:
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
-    return a[: sum(1 for _ in same)]
+    return common_prefix(first[::-1], second[::-1])[::-1]

@@ -48,30 +48,30 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 def _spans(text: str, opening: str, closing: str) -> list[str]:
     """The texts between each opening mark and the next closing one."""
-    found, end = [], 0
+    result, end = [], 0
     while (begin := text.find(opening, end)) >= 0:
         begin += len(opening)
         close = text.find(closing, begin)
         if close < 0:
             break
-        found.append(text[begin:close])
+        result.append(text[begin:close])
         end = close + len(closing)
-    return found
+    return result
 
 
 def _objects(text: str) -> list[Call]:
     """Parse JSON of one call or a list of calls."""
     value = json.loads(text)
-    found = []
+    result = []
     for item in value if isinstance(value, list) else [value]:
         name = item.get("name") or item["tool_name"]
         arguments = item.get("arguments", item.get("parameters", {}))
         if not isinstance(name, str) or not isinstance(arguments, dict):
             raise ValueError("a call has a name and an object of arguments")
-        found.append((name, arguments))
-    if not found:
+        result.append((name, arguments))
+    if not result:
         raise ValueError("no call")
-    return found
+    return result
 
 
 def _json_calls(match: re.Match[str]) -> list[Call]:
@@ -92,14 +92,14 @@ def _object(text: str) -> dict[str, object]:
 def _typed(name: str, arguments: Mapping[str, str], tools: object) -> dict[str, object]:
     """Convert arguments in XML: text if the tool's schema says so, otherwise JSON if it is
     valid."""
-    found: dict[str, object] = {}
+    result: dict[str, object] = {}
     for key, text in arguments.items():
         types = _types(tools, name, key)
-        found[key] = text
+        result[key] = text
         if "string" not in types or (text == "null" and "null" in types):
             with contextlib.suppress(ValueError):
-                found[key] = json.loads(text)
-    return found
+                result[key] = json.loads(text)
+    return result
 
 
 def _types(tools: object, name: str, key: str) -> Sequence[str]:
@@ -116,34 +116,34 @@ def _types(tools: object, name: str, key: str) -> Sequence[str]:
 
 
 def _xml_parameters(match: re.Match[str]) -> list[Call]:
-    found = {}
+    result = {}
     for span in _spans(match[2], "<parameter=", "</parameter>"):
         name, mark, value = span.partition(">")
         if mark and name:
-            found[name] = value.removeprefix("\n").removesuffix("\n")
-    return [(match[1].strip(), found)]
+            result[name] = value.removeprefix("\n").removesuffix("\n")
+    return [(match[1].strip(), result)]
 
 
 def _xml_pairs(match: re.Match[str]) -> list[Call]:
-    found = {}
+    result = {}
     for span in _spans(match[2], "<arg_key>", "</arg_value>"):
         name, _, rest = span.partition("</arg_key>")
         before, mark, value = rest.partition("<arg_value>")
         if mark and not before.strip():
-            found[name.strip()] = value
-    return [(match[1].strip(), found)]
+            result[name.strip()] = value
+    return [(match[1].strip(), result)]
 
 
 def _deepseek(match: re.Match[str]) -> list[Call]:
-    found: list[Call] = []
+    result: list[Call] = []
     for span in _spans(match[1], "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"):
         span = span.removeprefix("function<｜tool▁sep｜>")
         if parts := re.match(r"(.*?)(?:<｜tool▁sep｜>|\n```json\n)(.*)", span, re.DOTALL):
             name, arguments = parts.groups()
-            found.append((name.split("\n", 1)[0].strip(), _object(_fenced(arguments))))
-    if not found:
+            result.append((name.split("\n", 1)[0].strip(), _object(_fenced(arguments))))
+    if not result:
         raise ValueError("no call")
-    return found
+    return result
 
 
 def _fenced(arguments: str) -> str:
@@ -152,29 +152,29 @@ def _fenced(arguments: str) -> str:
 
 
 def _kimi(match: re.Match[str]) -> list[Call]:
-    found: list[Call] = []
+    result: list[Call] = []
     for span in _spans(match[1], "<|tool_call_begin|>", "<|tool_call_end|>"):
         name, mark, arguments = span.partition("<|tool_call_argument_begin|>")
         if mark:
             name = re.sub(r":\d+$", "", name.strip()).removeprefix("functions.")
-            found.append((name, _object(arguments)))
-    if not found:
+            result.append((name, _object(arguments)))
+    if not result:
         raise ValueError("no call")
-    return found
+    return result
 
 
 def _python_calls(match: re.Match[str]) -> list[Call]:
     """Parse ``[name(key=value), ...]`` with literals only; nothing is executed."""
     tree = ast.parse(match[1].strip(), mode="eval").body
-    found: list[Call] = []
+    result: list[Call] = []
     for call in tree.elts if isinstance(tree, ast.List) else [tree]:
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError("no call with named arguments")
         arguments = {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg}
-        found.append((ast.unparse(call.func), arguments))
-    if not found:
+        result.append((ast.unparse(call.func), arguments))
+    if not result:
         raise ValueError("no call")
-    return found
+    return result
 
 
 _CALL_END = _pattern("</tool_call>")
@@ -216,7 +216,8 @@ FORMATS: dict[str, Format] = {  # possessive quantifiers: no backtracking
         ("<|channel|>", "<|call|>"),
         _pattern(
             r"(?:<\|start\|>assistant)?(?:<\|channel\|>commentary)? ?to=functions\.([\w.-]++)"
-            r"(?:<\|channel\|>commentary)?\s*+(?:<\|constrain\|>)?\w*+<\|message\|>(.*?)(?:<\|call\|>|$)"
+            r"(?:<\|channel\|>commentary)?\s*+(?:<\|constrain\|>)?\w*+<\|message\|>(.*?)"
+            r"(?:<\|call\|>|$)"
         ),
         _named_json,
     ),
@@ -302,12 +303,12 @@ def parse(
     def take(match: re.Match[str]) -> str:
         nonlocal errors
         try:
-            found = each.read(match)
+            result = each.read(match)
             if each.texts:
-                found = [(name, _typed(name, arguments, tools)) for name, arguments in found]
+                result = [(name, _typed(name, arguments, tools)) for name, arguments in result]
             # reject values that JSON cannot represent, since clients receive JSON
-            found = [(name, json.loads(json.dumps(a, allow_nan=False))) for name, a in found]
-            calls.extend(found)
+            result = [(name, json.loads(json.dumps(a, allow_nan=False))) for name, a in result]
+            calls.extend(result)
         except _UNREADABLE:
             errors += not each.start_only
             return match[0]

@@ -23,7 +23,7 @@ from slime_like.rollout.engines.base import GenerateOutput
 from slime_like.rollout.sampler_choices import empty_token_sets, join_routes, pad_token_sets
 from slime_like.types import NOT_SAMPLED
 
-Cut = Literal["paths", "turns"]
+Split = Literal["paths", "turns"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +61,10 @@ class Turn:
     reward: float = 0.0
     observed: int = 0
     children: int = 0
-    seen: set[tuple[int, ...]] = field(default_factory=set)
+    child_observations: set[tuple[int, ...]] = field(default_factory=set)
 
     @property
-    def kept(self) -> tuple[int, ...]:
+    def all_tokens(self) -> tuple[int, ...]:
         """The tokens that the prompt of any continuation starts with."""
         return (*self.prompt, *self.tokens)
 
@@ -78,10 +78,10 @@ class Turn:
     @property
     def path(self) -> list[Turn]:
         """The turns from the root to this one."""
-        found = [self]
-        while found[-1].parent is not None:
-            found.append(found[-1].parent)
-        return found[::-1]
+        parts = [self]
+        while parts[-1].parent is not None:
+            parts.append(parts[-1].parent)
+        return parts[::-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +136,12 @@ class SessionTree:
                 turn.tokens[-1] if turn.tokens else None,
             )
             if rest is not None:
-                return NextPrompt(turn, (*turn.kept, *rest), _foreign(after))
+                return NextPrompt(turn, (*turn.all_tokens, *rest), _count_assistant(after))
             fresh = self.template.prompt(messages, tools)
-            return NextPrompt(None, tuple(fresh), _foreign(messages), rewritten=True)
-        return NextPrompt(None, tuple(self.template.prompt(messages, tools)), _foreign(messages))
+            return NextPrompt(None, tuple(fresh), _count_assistant(messages), rewritten=True)
+        return NextPrompt(
+            None, tuple(self.template.prompt(messages, tools)), _count_assistant(messages)
+        )
 
     def add(
         self,
@@ -152,9 +154,9 @@ class SessionTree:
         """Add a completed turn. Among equal conversations, later requests continue the newest."""
         routes = output.routes
         if routes is not None and (before := prompt.parent) is not None:
-            known, start = before.routes, len(before.kept) - 1
-            assert known is not None, "all answers of a session tell their routes, or none does"
-            routes = join_routes(known[-1:], routes[start:], routes.size(0) - start)
+            parent_routes, start = before.routes, len(before.all_tokens) - 1
+            assert parent_routes is not None, "either all turns of a session have routes, or none"
+            routes = join_routes(parent_routes[-1:], routes[start:], routes.size(0) - start)
         turn = Turn(
             prompt.parent, prompt.tokens, output.tokens, output.log_probs, output.weight_versions,
             output.finish_reason == "length", output.token_sets, routes, tuple(messages), answer,
@@ -165,9 +167,9 @@ class SessionTree:
         else:
             self.counts["forks"] += parent.children > 0
             parent.children += 1
-            between = turn.prompt[len(parent.kept) :]
-            turn.observed = 0 if between in parent.seen else len(between)
-            parent.seen.add(between)
+            between = turn.prompt[len(parent.all_tokens) :]
+            turn.observed = 0 if between in parent.child_observations else len(between)
+            parent.child_observations.add(between)
         self.counts["foreign_messages"] += prompt.foreign
         self.counts["rewritten_turns"] += prompt.rewritten
         self.turns.append(turn)
@@ -175,7 +177,7 @@ class SessionTree:
         self._by_history[key] = turn
         return turn
 
-    def branches(self, cut: Cut = "paths", *, observations: bool = False) -> list[Branch]:
+    def branches(self, split: Split = "paths", *, observations: bool = False) -> list[Branch]:
         """Split the tree into sequences in which every turn is trained on exactly once.
 
         Args:
@@ -186,27 +188,27 @@ class SessionTree:
                 turn, instead of after the observation, so that each observation is in exactly one
                 response.
         """
-        if cut == "turns":
+        if split == "turns":
             return [_branch([turn], turn, observations) for turn in self.turns if turn.tokens]
         taken: set[int] = set()
-        found = []
+        parts = []
         for leaf in (turn for turn in self.turns if not turn.children):
-            own = [turn for turn in leaf.path if id(turn) not in taken]
-            taken.update(map(id, own))
-            if any(turn.tokens for turn in own):
-                found.append(_branch(own, leaf, observations))
-        return found
+            trained_turns = [turn for turn in leaf.path if id(turn) not in taken]
+            taken.update(map(id, trained_turns))
+            if any(turn.tokens for turn in trained_turns):
+                parts.append(_branch(trained_turns, leaf, observations))
+        return parts
 
 
-def _branch(own: Sequence[Turn], leaf: Turn, observations: bool) -> Branch:
-    """The tokens up to the end of `leaf`, where only those of `own` are trained on."""
-    tokens = leaf.kept
-    start = len(own[0].prompt) - (own[0].observed if observations else 0)
+def _branch(trained_turns: Sequence[Turn], leaf: Turn, observations: bool) -> Branch:
+    """The tokens up to the end of `leaf`, where only those of `trained_turns` are trained on."""
+    tokens = leaf.all_tokens
+    start = len(trained_turns[0].prompt) - (trained_turns[0].observed if observations else 0)
     count = len(tokens) - start
     mask, log_probs, versions = [False] * count, [0.0] * count, [NOT_SAMPLED] * count
     sets = empty_token_sets(count)
     spans = []
-    for turn in own:
+    for turn in trained_turns:
         first = len(turn.prompt) - start
         end = first + len(turn.tokens)
         assert tokens[start + first : start + end] == turn.tokens, "kept as generated"
@@ -230,10 +232,12 @@ def _branch(own: Sequence[Turn], leaf: Turn, observations: bool) -> Branch:
 
 def _routes(leaf: Turn) -> Tensor | None:
     """Routed experts [tokens, layers, topk] up to the end of `leaf`."""
-    found = [turn.routes for turn in leaf.path]
-    parts = [routes[:-1] for routes in found[:-1] if routes is not None]
-    return None if found[-1] is None else torch.cat([*parts, found[-1]])
+    if leaf.routes is None:
+        return None
+    ancestors = leaf.path[:-1]
+    parts = [turn.routes[:-1] for turn in ancestors if turn.routes is not None]
+    return torch.cat([*parts, leaf.routes])
 
 
-def _foreign(messages: Sequence[Message]) -> int:
+def _count_assistant(messages: Sequence[Message]) -> int:
     return sum(message["role"] == ASSISTANT for message in messages)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from arguments.schema.data import DataConfig
 from slime_like.data.prompt_format import PromptFormat, RowKeys, render_rows
 from slime_like.data.source import Row
-from slime_like.data.turns import ASSISTANT, STEP_MASK, Segment, is_learnt, learnt_segments
+from slime_like.data.turns import ASSISTANT, STEP_MASK, Segment, is_trained, split_trained_turns
 from slime_like.types import Prompt
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ class ConversationFormat(PromptFormat):
         name = f"{self.keys.input!r} ({self.keys.input_flag})"
         if isinstance(messages, str):
             return (
-                f"{name} is a string; --loss-type sft_loss without --label-key learns from lists of "
-                "messages: give --label-key, the field with the answer"
+                f"{name} is a string; --loss-type sft_loss without --label-key trains on lists of "
+                "messages: set --label-key, the field with the answer"
             )
         if problem := super()._check_prompt(messages):
             return problem
@@ -42,7 +42,7 @@ class ConversationFormat(PromptFormat):
             if message.get(STEP_MASK) not in (0, 1, None):
                 value = message[STEP_MASK]
                 return f"{name}: message {number}: {STEP_MASK!r} is {value!r}; legal: 0 and 1"
-        if not any(map(is_learnt, messages)):
+        if not any(map(is_trained, messages)):
             return f"{name}: there is no turn of an assistant to learn"
         return None
 
@@ -56,7 +56,7 @@ class ConversationFormat(PromptFormat):
         render = functools.partial(self._write, tools=self._tools(row))
         messages = [_without_nulls(message) for message in row[self.keys.input]]
         end = self._tokenizer.eos_token or ""
-        return learnt_segments(render, messages, self._mask_type, end=end)
+        return split_trained_turns(render, messages, self._mask_type, end=end)
 
     def tokenise(self, texts: Sequence[list[Segment]]) -> list[tuple[int, ...]]:
         return super().tokenise([segments[0].text for segments in texts])
@@ -64,7 +64,7 @@ class ConversationFormat(PromptFormat):
     def prompt(
         self, group_id: int, row: Row, text: list[Segment], tokens: tuple[int, ...]
     ) -> Prompt:
-        turns = tuple((segment.text, segment.learnt) for segment in text[1:])
+        turns = tuple((segment.text, segment.trained) for segment in text[1:])
         return Prompt(group_id, text[0].text, tokens, metadata=self._metadata_of(row), turns=turns)
 
 

@@ -17,7 +17,13 @@ import torch
 
 from arguments.schema.data import DataConfig
 from slime_like.data.conversation import ConversationFormat
-from slime_like.data.prompt_format import PromptFormat, RowKeys, RowProblem, render_rows
+from slime_like.data.prompt_format import (
+    PromptFormat,
+    RowKeys,
+    RowProblem,
+    missing_key,
+    render_rows,
+)
 from slime_like.data.sft import sft_samples
 from slime_like.data.source import Row
 from slime_like.data.turns import ASSISTANT, STEP_MASK, Segment
@@ -60,8 +66,7 @@ class PairFormat(PromptFormat):
     def check(self, row: Row) -> str | None:
         for flag, key in self._answers.items():
             if key not in row:
-                there = ", ".join(sorted(row)) or "none"
-                return f"missing key {key!r} ({flag}); the keys that are there: {there}"
+                return missing_key(key, flag, row)
         chosen, rejected = (row[key] for key in self._answers.values())
         kinds = {type(chosen), type(rejected)}
         if kinds not in ({str}, {list}) or not chosen or not rejected:
@@ -93,21 +98,25 @@ class PairFormat(PromptFormat):
             prompt = row.get(self.keys.input, [])
             if row[key][0].get("role") == ASSISTANT and not _is_prompt(prompt):
                 return f"{self.keys.input!r} (--input-key) must be a string or a list of messages"
-        rows = self._whole_conversations(row)
+        rows = self._full_conversations(row)
         return next(filter(None, (f.check(r) for f, r in zip(self._conversations, rows))), None)
 
-    def _whole_conversations(self, row: Row) -> list[Row]:
+    def _full_conversations(self, row: Row) -> list[Row]:
         """The row twice, with each answer as a full conversation, in which turns that both share
         are not trained on."""
-        both: list[list[Message]] = [list(row[key]) for key in self._answers.values()]
-        if both[0][0].get("role") == ASSISTANT:
+        conversations: list[list[Message]] = [list(row[key]) for key in self._answers.values()]
+        if conversations[0][0].get("role") == ASSISTANT:
             prompt = row[self.keys.input]
-            given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            both = [[*given, *answer] for answer in both]
-        shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*both)))
+            prompt_messages = (
+                [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            )
+            conversations = [[*prompt_messages, *answer] for answer in conversations]
+        shared = sum(
+            1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*conversations))
+        )
         return [
             {**row, key: [{**m, STEP_MASK: 0} for m in messages[:shared]] + messages[shared:]}
-            for key, messages in zip(self._answers.values(), both)
+            for key, messages in zip(self._answers.values(), conversations)
         ]
 
     def texts(self, rows: Sequence[Row], where: Callable[[int], str]) -> list[PairText]:
@@ -116,7 +125,7 @@ class PairFormat(PromptFormat):
     def _pair_text(self, row: Row) -> PairText:
         if isinstance(row[self._answers["--chosen-key"]], str):
             return self._render(row) if self._chat else row[self.keys.input]
-        both = zip(self._conversations, self._whole_conversations(row))
+        both = zip(self._conversations, self._full_conversations(row))
         chosen, rejected = (form.segments(each) for form, each in both)
         if chosen[0].text != rejected[0].text:
             raise RowProblem("the chosen and the rejected answer are answers to different prompts")
@@ -158,11 +167,11 @@ def pair_samples(
     for prompt in prompts:
         assert prompt.rejected is not None, "made by PairFormat"
         for place, answer in enumerate((prompt, prompt.rejected)):
-            (made,) = sft_samples([answer], tokenizer, max_response_len=max_response_len)
-            made = dataclasses.replace(
-                made, sample_id=2 * prompt.group_id + place, reward=prompt.margin
+            (sample,) = sft_samples([answer], tokenizer, max_response_len=max_response_len)
+            sample = dataclasses.replace(
+                sample, sample_id=2 * prompt.group_id + place, reward=prompt.margin
             )
-            samples.append(_scored(made) if scored else made)
+            samples.append(_scored(sample) if scored else sample)
     return samples
 
 

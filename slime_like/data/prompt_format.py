@@ -27,14 +27,17 @@ LIMIT_S = 30.0  # seconds per row; a template normally takes far less than a mil
 _LONGEST = 2**26  # characters of a rendered row
 P = TypeVar("P")
 T = TypeVar("T")
-_REMEDY = "correct the row or the template (chat_template of the tokenizer), or leave --apply-chat-template out"
+_REMEDY = (
+    "correct the row or the template (chat_template of the tokenizer), or remove "
+    "--apply-chat-template"
+)
 
 
 class RowProblem(ValueError):
     """A problem with a row, as a message for the user; `render_rows` adds the row."""
 
 
-class _Stopped(BaseException):
+class _TemplateTimeout(BaseException):
     """Raised inside a template that does not terminate."""
 
 
@@ -85,12 +88,12 @@ def render_rows(
             )
         done = len(texts)
     if errors:
-        error = errors[0]
+        error, location = errors[0], where(len(texts))
         if isinstance(error, RowProblem):
-            raise ValueError(f"{where(len(texts))}: {clean(error)}") from error
-        words = clean(str(error).split("\n", 1)[0], 300)
+            raise ValueError(f"{location}: {clean(error)}") from error
+        reason = clean(str(error).split("\n", 1)[0], 300)
         raise ValueError(
-            f"{where(len(texts))}: the chat template raised {type(error).__name__}: {words}; {remedy}"
+            f"{location}: the chat template raised {type(error).__name__}: {reason}; {remedy}"
         ) from error
     return texts
 
@@ -104,7 +107,8 @@ def _text(rendered: T, remedy: str) -> T:
             rendered.encode()
         except UnicodeEncodeError as error:
             raise RowProblem(
-                f"the chat template wrote half of a surrogate pair, at character {error.start}; {remedy}"
+                f"the chat template wrote half of a surrogate pair at character {error.start}; "
+                f"{remedy}"
             ) from error
     return rendered
 
@@ -114,7 +118,7 @@ def _stop(thread: threading.Thread) -> None:
     of a template."""
     assert thread.ident is not None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
-        ctypes.c_ulong(thread.ident), ctypes.py_object(_Stopped)
+        ctypes.c_ulong(thread.ident), ctypes.py_object(_TemplateTimeout)
     )
 
 
@@ -166,11 +170,9 @@ class Room:
         if self.positions is None or tokens + self.response <= self.positions:
             return None
         longest = self.positions - self.response
-        remedy = (
-            f"--rollout-max-prompt-len {longest} leaves such prompts out"
-            if longest > 0
-            else "lower --rollout-max-response-len"
-        )
+        remedy = "lower --rollout-max-response-len"
+        if longest > 0:
+            remedy = f"--rollout-max-prompt-len {longest} drops such prompts"
         return (
             f"the prompt has {tokens} tokens, which with a response of {self.response} exceed the "
             f"model's {self.positions} positions; {remedy}"
@@ -185,8 +187,7 @@ class PromptFormat:
     message.
 
     answer_check: validates a row's label and metadata for the reward. No special tokens are added:
-        a
-    chat template writes its own, and plain strings are used as they are. Raises ValueError if a
+    a chat template writes its own, and plain strings are used as they are. Raises ValueError if a
     chat template is requested and the tokenizer has none.
     """
 
@@ -211,11 +212,9 @@ class PromptFormat:
         self._chat = config.apply_chat_template or chat
         self._chat_arguments = config.apply_chat_template_kwargs
         if self._chat and not getattr(tokenizer, "chat_template", None):
-            flag, remedy = (
-                ("--input-key", "give --label-key")
-                if chat
-                else ("--apply-chat-template", "leave the flag out")
-            )
+            flag, remedy = "--apply-chat-template", "remove the flag"
+            if chat:
+                flag, remedy = "--input-key", "set --label-key"
             raise ValueError(
                 f"{flag}: the tokenizer has no chat template; {remedy} or use another tokenizer"
             )
@@ -237,10 +236,11 @@ class PromptFormat:
             ("--opd-demonstration-key", self._demonstration_key),
         ):
             if key is not None and key not in row:
-                return f"missing key {key!r} ({flag}); the keys that are there: {', '.join(sorted(row)) or 'none'}"
+                return missing_key(key, flag, row)
         prompt, metadata = row[self.keys.input], row.get(self.keys.metadata)
         if metadata is not None and not isinstance(metadata, dict):
-            return f"{self.keys.metadata!r} (--metadata-key) must be an object, not {type(metadata).__name__}"
+            name = f"{self.keys.metadata!r} (--metadata-key)"
+            return f"{name} must be an object, not {type(metadata).__name__}"
         if prompt == "":
             return f"{self.keys.input!r} ({self.keys.input_flag}) is empty"
         problem = (
@@ -256,11 +256,11 @@ class PromptFormat:
             return None
         name = f"{self.keys.tools!r} (--tool-key)"
         try:
-            found = _decoded(tools)
+            decoded = _decoded(tools)
         except ValueError as error:
-            return f"{name} is a string that is no JSON: {error}"
-        if not isinstance(found, list):
-            return f"{name} must be a list of tools, or its JSON, not {type(found).__name__}"
+            return f"{name} is not valid JSON: {error}"
+        if not isinstance(decoded, list):
+            return f"{name} must be a list of tools, or its JSON, not {type(decoded).__name__}"
         return None
 
     def _check_demonstration(self, row: Row) -> str | None:
@@ -268,7 +268,8 @@ class PromptFormat:
             return None
         prompt = row[self.keys.input]
         if not isinstance(prompt, str) and not isinstance(prompt[-1].get("content"), str):
-            return f"{self.keys.input!r} ({self.keys.input_flag}): the last message must be text with --opd-type self"
+            name = f"{self.keys.input!r} ({self.keys.input_flag})"
+            return f"{name}: the last message must be text with --opd-type self"
         key = self._demonstration_key
         if key is None or isinstance(row[key], str):
             return None
@@ -284,7 +285,8 @@ class PromptFormat:
             and all(isinstance(m, dict) and "role" in m for m in messages)
         )
         if not is_chat:
-            return f"{name} must be a string or a list of messages with a role, not {type(messages).__name__}"
+            kind = type(messages).__name__
+            return f"{name} must be a string or a list of messages with a role, not {kind}"
         if not self._chat:
             return f"{name} is a list of chat messages, which needs --apply-chat-template"
         for number, message in enumerate(messages):
@@ -334,8 +336,8 @@ class PromptFormat:
         tools: object = None,
     ) -> str:
         """Render messages. open_turn: append the opening of the assistant's turn."""
-        more: dict[str, Any] = {} if tools is None else {"tools": tools}
-        arguments = {"add_generation_prompt": open_turn, **more, **self._chat_arguments}
+        extra: dict[str, Any] = {} if tools is None else {"tools": tools}
+        arguments = {"add_generation_prompt": open_turn, **extra, **self._chat_arguments}
         return self._tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
 
     def _tools(self, row: Row) -> object:
@@ -344,14 +346,17 @@ class PromptFormat:
 
     def _metadata_of(self, row: Row) -> dict[str, object]:
         tools = self._tools(row)
-        more: dict[str, object] = {}
+        extra: dict[str, object] = {}
         if tools is not None:
-            more["tools"] = tools  # key in which slime's functions expect them
+            extra["tools"] = tools  # key in which slime's functions expect them
         if self._teaches_itself:
             key = self._demonstration_key
             demonstration = None if key is None else row[key]
-            more[TEACHER_CONTEXT] = {"prompt": row[self.keys.input], "demonstration": demonstration}
-        return {**(row.get(self.keys.metadata) or {}), **more, **self._metadata}
+            extra[TEACHER_CONTEXT] = {
+                "prompt": row[self.keys.input],
+                "demonstration": demonstration,
+            }
+        return {**(row.get(self.keys.metadata) or {}), **extra, **self._metadata}
 
     def tokenise(self, texts: Sequence[Any]) -> list[tuple[int, ...]]:
         encoded = self._tokenizer(
@@ -364,6 +369,10 @@ class PromptFormat:
         return Prompt(
             group_id=group_id, text=text, tokens=tokens, label=self._label(row), metadata=metadata
         )
+
+
+def missing_key(key: str, flag: str, row: Row) -> str:
+    return f"missing key {key!r} ({flag}); the row has: {', '.join(sorted(row)) or 'no keys'}"
 
 
 def _decoded(tools: object) -> object:
@@ -380,7 +389,8 @@ def _content_problem(message: Mapping[str, object]) -> str | None:
     if isinstance(content, str):
         return None
     if not isinstance(content, list) or not content:
-        return f"'content' must be a string or a list of parts, not {type(content).__name__ if content != [] else 'an empty list'}"
+        kind = "an empty list" if content == [] else type(content).__name__
+        return f"'content' must be a string or a list of parts, not {kind}"
     for part in content:
         if not (isinstance(part, dict) and isinstance(part.get("type"), str)):
             return "every part of 'content' must be an object with a 'type'"

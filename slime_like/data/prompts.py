@@ -34,7 +34,7 @@ _TOKENISE_AT_ONCE = 1000
 _CHECKED = 5000
 
 
-def tokens_of(
+def tokenise_rows(
     source: RowSource, form: PromptFormat, indices: Sequence[int], room: Room = ANY_LENGTH
 ) -> tuple[list[Row], list[object], list[tuple[int, ...]]]:
     """Rows, texts and tokens of some prompts. Raises ValueError naming a row whose prompt is empty
@@ -50,7 +50,7 @@ def tokens_of(
     return rows, texts, tokens
 
 
-def short_enough(
+def select_short_rows(
     source: RowSource,
     form: PromptFormat,
     max_prompt_len: int | None,
@@ -65,23 +65,25 @@ def short_enough(
     """
     if max_prompt_len is None:
         step = -(-len(source) // _CHECKED)
-        for some in batches(len(range(0, len(source), step)), _TOKENISE_AT_ONCE):
-            tokens_of(source, form, [step * index for index in some], room)
+        for chunk in batches(len(range(0, len(source), step)), _TOKENISE_AT_ONCE):
+            tokenise_rows(source, form, [step * index for index in chunk], room)
         return range(len(source))
     kept: list[int] = []
     shortest: int | None = None
     for indices in batches(len(source), _TOKENISE_AT_ONCE):
-        lengths = [len(tokens) for tokens in tokens_of(source, form, indices)[2]]
+        lengths = [len(tokens) for tokens in tokenise_rows(source, form, indices)[2]]
         shortest = min(lengths) if shortest is None else min(shortest, *lengths)
         kept += [index for index, length in zip(indices, lengths) if length <= max_prompt_len]
     if not kept:
         raise ValueError(
-            f"--rollout-max-prompt-len {max_prompt_len}: {flag} {source.name} has no prompt this short; the shortest has {shortest} tokens"
+            f"--rollout-max-prompt-len {max_prompt_len}: every prompt of {flag} {source.name} is "
+            f"longer; the shortest has {shortest} tokens"
         )
     if len(kept) < len(source):
-        left_out = len(source) - len(kept)
+        num_dropped = len(source) - len(kept)
         source.notes.append(
-            f"{source.name}: left out {left_out} of {len(source)} prompts, longer than --rollout-max-prompt-len {max_prompt_len}"
+            f"{source.name}: dropped {num_dropped} of {len(source)} prompts, longer than "
+            f"--rollout-max-prompt-len {max_prompt_len}"
         )
     return np.asarray(kept, dtype=np.int64)
 
@@ -132,7 +134,7 @@ class PromptSource:
             columns=self._form.columns,
             skip_bad_rows=config.skip_bad_rows,
         )
-        self._kept = short_enough(
+        self._kept = select_short_rows(
             self._source, self._form, config.rollout_max_prompt_len, "--prompt-data", room
         )
         self.num_left_out = len(self._source) - len(self._kept)
@@ -191,31 +193,30 @@ class PromptSource:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from `state`. Raises ValueError if the data differ; a moved file with equal
         content is fine."""
-        saved, ours = dict(state["source"]), self._fingerprint()
-        different = [key for key in ours if key != "path" and saved.get(key) != ours[key]]
+        saved, current = dict(state["source"]), self._fingerprint()
+        different = [key for key in current if key != "path" and saved.get(key) != current[key]]
         if different:
-            words = "; ".join(
-                f"{key}: saved {saved.get(key)!r}, now {ours[key]!r}" for key in different
+            changes = "; ".join(
+                f"{key}: saved {saved.get(key)!r}, now {current[key]!r}" for key in different
             )
             raise ValueError(
-                f"--prompt-data {ours['path']}: differs from the data of the saved run ({saved.get('path')}), so its position cannot be resumed: "
-                f"{words}. Give the same data, --rollout-seed, --rollout-shuffle and --rollout-max-prompt-len, or start a new run"
+                f"--prompt-data {current['path']}: differs from the data of the saved run "
+                f"({saved.get('path')}), so its position cannot be resumed: {changes}. Use the "
+                "same data, --rollout-seed, --rollout-shuffle and --rollout-max-prompt-len, or "
+                "start a new run"
             )
-        self.epoch, self._offset, self._next_group_id = (
-            int(state["epoch"]),
-            int(state["offset"]),
-            int(state["next_group_id"]),
-        )
+        self.epoch, self._offset = int(state["epoch"]), int(state["offset"])
+        self._next_group_id = int(state["next_group_id"])
         self._order = self._epoch_order()
 
 
 def _make_prompts(
     source: RowSource, form: PromptFormat, indices: Sequence[int], first_group_id: int
 ) -> list[Prompt]:
-    made = tokens_of(source, form, indices)
+    columns = tokenise_rows(source, form, indices)
     return [
         form.prompt(group_id, *parts)
-        for group_id, parts in zip(itertools.count(first_group_id), zip(*made))
+        for group_id, parts in zip(itertools.count(first_group_id), zip(*columns))
     ]
 
 
@@ -344,7 +345,7 @@ def load_eval_sets(
             skip_bad_rows=data.skip_bad_rows,
             flag=flag,
         )
-        kept = short_enough(source, form, data.rollout_max_prompt_len, flag, room_of(each))
+        kept = select_short_rows(source, form, data.rollout_max_prompt_len, flag, room_of(each))
         sets[each.name] = _make_prompts(source, form, [int(i) for i in kept], first)
         first += len(kept)
         notes += source.notes

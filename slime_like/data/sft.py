@@ -18,14 +18,12 @@ def answer_problem(label: object, metadata: Mapping[str, object]) -> str | None:
     """Why a row cannot be trained on, or None; the check of `data.prompts` for supervised runs."""
     if isinstance(label, str) and label:
         return None
-    found = (
-        "an empty string"
-        if label == ""
-        else "null or missing"
-        if label is None
-        else type(label).__name__
+    actual = "null or missing" if label is None else type(label).__name__
+    if label == "":
+        actual = "an empty string"
+    return (
+        f"--loss-type sft_loss: the answer (--label-key) must be a non-empty string, not {actual}"
     )
-    return f"--loss-type sft_loss: the answer (--label-key) must be a non-empty string, not {found}"
 
 
 def conversation_samples(
@@ -47,20 +45,23 @@ def conversation_samples(
 def _conversation(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> Sample:
     texts = [text for text, _ in prompt.turns]
     parts = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    ids = [token for part in parts for token in part]
-    learnt = [is_learnt for part, (_, is_learnt) in zip(parts, prompt.turns) for _ in part]
-    whole = tokenizer("".join(texts), add_special_tokens=False)["input_ids"]
-    if list(whole) != ids and tokenizer.decode(whole) != tokenizer.decode(ids):
+    ids: list[int] = []
+    loss_mask: list[bool] = []
+    for part, (_, trained) in zip(parts, prompt.turns):
+        ids += part
+        loss_mask += [trained] * len(part)
+    joined_ids = tokenizer("".join(texts), add_special_tokens=False)["input_ids"]
+    if list(joined_ids) != ids and tokenizer.decode(joined_ids) != tokenizer.decode(ids):
         raise ValueError(
-            f"prompt {prompt.group_id}: the tokenizer writes {prompt.text[:80]!r}... otherwise when its "
-            "turns are tokenised one by one, so that no loss mask is exact; use another tokenizer"
+            f"prompt {prompt.group_id}: the turns of {prompt.text[:80]!r}... tokenized one by one "
+            "do not add up to the conversation, so no loss mask is exact; use another tokenizer"
         )
     return Sample(
         group_id=prompt.group_id,
         sample_id=prompt.group_id,
         tokens=torch.tensor([*prompt.tokens, *ids[:limit]], dtype=torch.int64),
         response_length=len(ids[:limit]),
-        loss_mask=torch.tensor(learnt[:limit], dtype=torch.bool),
+        loss_mask=torch.tensor(loss_mask[:limit], dtype=torch.bool),
         status=SampleStatus.COMPLETED if ids == ids[:limit] else SampleStatus.TRUNCATED,
         text=prompt.text,
         response="".join(texts),
@@ -84,13 +85,13 @@ def sft_samples(
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(
-            "--loss-type sft_loss: the tokenizer has no end-of-sequence token, so an answer would have no end"
+            "--loss-type sft_loss: the tokenizer has no end-of-sequence token, which ends an answer"
         )
     if prompts and prompts[0].turns:
         return conversation_samples(prompts, tokenizer, max_response_len=max_response_len)
     for prompt in prompts:
-        if words := answer_problem(prompt.label, prompt.metadata):
-            raise ValueError(f"prompt {prompt.group_id}: {words}: {prompt.text[:80]!r}")
+        if problem := answer_problem(prompt.label, prompt.metadata):
+            raise ValueError(f"prompt {prompt.group_id}: {problem}: {prompt.text[:80]!r}")
     if not prompts:
         return []
     answers = tokenizer([prompt.label for prompt in prompts], add_special_tokens=False)["input_ids"]

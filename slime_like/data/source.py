@@ -73,13 +73,12 @@ def open_source(
             raise ValueError(f"{flag} {source.where(0)}: {problem}")
     else:
         path = _existing_file(path_text, flag)
-        bad = _BadRows(path_text, skip_bad_rows)
-        source = (
-            JsonlSource(path, check, bad)
-            if path.suffix == ".jsonl"
-            else ParquetSource(path, check, bad, columns, flag)
-        )
-        source.notes = bad.notes()
+        bad_rows = _BadRows(path_text, skip_bad_rows)
+        if path.suffix == ".jsonl":
+            source = JsonlSource(path, check, bad_rows)
+        else:
+            source = ParquetSource(path, check, bad_rows, columns, flag)
+        source.notes = bad_rows.notes()
         if len(source) == 0:
             raise ValueError(f"{flag} {path_text}: the file holds no rows")
     return source if bounds is None else SlicedSource(source, spec, bounds, flag)
@@ -87,7 +86,7 @@ def open_source(
 
 def _clean_problem(check: RowCheck, row: Row) -> str | None:
     """Problem with a row; its keys, roles and values are quoted with `text.clean`."""
-    return clean(words) if (words := check(row)) else None
+    return clean(problem) if (problem := check(row)) else None
 
 
 def _split_range(spec: str) -> tuple[str, slice | None]:
@@ -106,7 +105,8 @@ def _existing_file(text: str, flag: str) -> Path:
         )
     if path.suffix not in SUFFIXES:
         raise ValueError(
-            f"{flag} {text}: unknown kind of data; legal: {', '.join(SUFFIXES)} files, reasoning_gym:<task>"
+            f"{flag} {text}: unknown format; legal: {', '.join(SUFFIXES)} files, "
+            f"{TASK_PREFIX}<task>"
         )
     if not path.is_file():
         raise ValueError(f"{flag} {text}: no such file")
@@ -124,26 +124,21 @@ class _BadRows:
         """Count a bad row. Raises ValueError if there are too many."""
         self.count += 1
         if self.count > self.allowed:
-            remedy = (
-                "correct the file"
-                if self.allowed
-                else "correct the file, or leave such rows out with --skip-bad-rows N"
-            )
-            over = (
-                f" (more than the {self.allowed} bad rows that --skip-bad-rows allows)"
-                if self.allowed
-                else ""
-            )
-            raise ValueError(f"{problem}{over}; {remedy}")
+            if self.allowed:
+                problem += f" (more than the {self.allowed} bad rows that --skip-bad-rows allows)"
+                raise ValueError(f"{problem}; correct the file")
+            raise ValueError(f"{problem}; correct the file, or set --skip-bad-rows N")
         self._first = self._first or problem
 
     def notes(self) -> list[str]:
         """A message with the number of bad rows, if there are any."""
-        words = f"{self.path}: left out {self.count} bad rows (--skip-bad-rows {self.allowed}); the first: {self._first}"
-        return [words] if self.count else []
+        if not self.count:
+            return []
+        flag = f"--skip-bad-rows {self.allowed}"
+        return [f"{self.path}: skipped {self.count} bad rows ({flag}); the first: {self._first}"]
 
 
-class _Watched:
+class _FileGuard:
     """Detects changes of an open file, which a run reads until its end.
 
     A check is one `stat`. If size or modification time differ, the content decides: a copied or
@@ -152,36 +147,36 @@ class _Watched:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._stat = self._look()
+        self._stat = self._read_stat()
         self._crc: int | None = None
 
-    def remember(self, crc: int | None = None) -> None:
+    def record(self, crc: int | None = None) -> None:
         """Store the CRC-32 of the content; None: compute it here. Raises ValueError if the file
         changed in the meantime."""
-        if self._look() != self._stat:
+        if self._read_stat() != self._stat:
             raise ValueError(f"{self._path}: the file changed while it was read; start again")
-        self._crc = self._crc_now() if crc is None else crc
+        self._crc = self._compute_crc() if crc is None else crc
 
     def check(self) -> None:
         """Raise ValueError if the content has changed."""
-        found = self._look()
-        if found == self._stat:
+        current = self._read_stat()
+        if current == self._stat:
             return
-        if found is None or self._crc_now() != self._crc:
+        if current is None or self._compute_crc() != self._crc:
             raise ValueError(
-                f"{self._path}: the file has changed since the run opened it; the rows of a run must stay "
-                "as they are: put the file back and resume from a checkpoint, or start a new run"
+                f"{self._path}: the file has changed since the run opened it; restore it and "
+                "resume from a checkpoint, or start a new run"
             )
-        self._stat = found
+        self._stat = current
 
-    def _look(self) -> tuple[int, int, int] | None:
+    def _read_stat(self) -> tuple[int, int, int] | None:
         try:
-            found = os.stat(self._path)
+            stat = os.stat(self._path)
         except OSError:
             return None
-        return found.st_size, found.st_mtime_ns, found.st_ino
+        return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
-    def _crc_now(self) -> int:
+    def _compute_crc(self) -> int:
         checksum = 0
         with self._path.open("rb") as file:
             while part := file.read(2**20):
@@ -195,11 +190,11 @@ class JsonlSource:
 
     notes: list[str]
 
-    def __init__(self, path: Path, check: RowCheck, bad: _BadRows) -> None:
+    def __init__(self, path: Path, check: RowCheck, bad_rows: _BadRows) -> None:
         self.name = str(path)
         self._path = path
         self._offsets, self._lines = array("q"), array("q")
-        self._file_watch = _Watched(path)
+        self._guard = _FileGuard(path)
         checksum, offset = 0, 0
         with path.open("rb") as file:
             for number, raw in enumerate(file, start=1):
@@ -209,42 +204,43 @@ class JsonlSource:
                 if line.strip():
                     problem = self._problem(line, number, offset + bom, check)
                     if problem:
-                        bad.add(problem)
+                        bad_rows.add(problem)
                     else:
                         self._offsets.append(offset + bom)
                         self._lines.append(number)
                 offset += len(raw)
-        self._file_watch.remember(checksum)
+        self._guard.record(checksum)
         self.content = f"jsonl bytes={offset} crc32={checksum:08x}"
 
     def _problem(self, line: bytes, number: int, offset: int, check: RowCheck) -> str | None:
-        place = f"{self.name}:{number}"
+        location, start = f"{self.name}:{number}", f"byte offset {offset}"
         try:
             row = json.loads(line.decode("utf-8"))
         except UnicodeDecodeError as error:
-            return f"{place}: invalid UTF-8 at byte offset {offset + error.start}"
+            return f"{location}: invalid UTF-8 at byte offset {offset + error.start}"
         except json.JSONDecodeError as error:
             if not line.endswith(b"\n"):
-                return f"{place}: truncated last line, which starts at byte offset {offset} ({error.msg})"
-            return f"{place}: bad JSON at byte offset {offset + len(error.doc[: error.pos].encode())}: {error.msg}"
+                return f"{location}: truncated last line, which starts at {start} ({error.msg})"
+            position = offset + len(error.doc[: error.pos].encode())
+            return f"{location}: bad JSON at byte offset {position}: {error.msg}"
         # integers with thousands of digits; too deep nesting
         except (ValueError, RecursionError) as error:
-            return f"{place}: bad JSON in the line at byte offset {offset}: {error}"
+            return f"{location}: bad JSON in the line at {start}: {error}"
         if not isinstance(row, dict):
-            return f"{place}: the row is a JSON {_json_kind(row)}, not an object (byte offset {offset})"
-        half = _surrogate_in(row) if b"\\ud" in line.lower() else None
-        problem = clean(half) if half else check(row)
-        return f"{place}: {problem} (byte offset {offset})" if problem else None
+            return f"{location}: the row is a JSON {_json_kind(row)}, not an object ({start})"
+        surrogate = _surrogate_in(row) if b"\\ud" in line.lower() else None
+        problem = clean(surrogate) if surrogate else check(row)
+        return f"{location}: {problem} ({start})" if problem else None
 
     def __len__(self) -> int:
         return len(self._offsets)
 
     def rows(self, indices: Sequence[int]) -> list[Row]:
         """Read rows. Raises ValueError if the file has changed."""
-        self._file_watch.check()
+        self._guard.check()
         with self._path.open("rb") as file:
             rows = [self._read(file, index) for index in indices]
-        self._file_watch.check()  # nor while reading
+        self._guard.check()  # nor while reading
         return rows
 
     def _read(self, file: Any, index: int) -> Row:
@@ -267,46 +263,43 @@ class ParquetSource:
     notes: list[str]
 
     def __init__(
-        self, path: Path, check: RowCheck, bad: _BadRows, columns: Sequence[str], flag: str
+        self, path: Path, check: RowCheck, bad_rows: _BadRows, columns: Sequence[str], flag: str
     ) -> None:
         try:
             import pyarrow as pa
             import pyarrow.parquet as pq
         except ImportError as error:
             raise ValueError(
-                f"{flag} {path}: Parquet needs pyarrow; install it with: pip install 'slime_like[tasks]'"
+                f"{flag} {path}: Parquet needs pyarrow: pip install 'slime_like[tasks]'"
             ) from error
         self.name = str(path)
         self._damage = (pa.ArrowException, OSError)
-        self._file_watch = _Watched(path)
+        self._guard = _FileGuard(path)
         try:
             self._file = pq.ParquetFile(path, page_checksum_verification=True)
         except self._damage as error:
             raise ValueError(f"{flag} {path}: not a readable Parquet file: {error}") from error
-        there = self._file.schema_arrow.names
+        names = self._file.schema_arrow.names
         # A column that is missing altogether is reported by the check of the first row, which sees
-        # `there` as its keys.
-        self._columns = (
-            [name for name in columns if name in there] if set(columns) & set(there) else there
-        )
+        # `names` as its keys.
+        self._columns = [name for name in columns if name in names] or names
         self._starts = [0]
         for group in range(self._file.num_row_groups):
             self._starts.append(self._starts[-1] + self._file.metadata.row_group(group).num_rows)
         self._loaded: tuple[int, Any] = (-1, None)
         self._numbers = array("q")
-        other_keys = dict.fromkeys(name for name in there if name not in self._columns)
+        other_keys = dict.fromkeys(name for name in names if name not in self._columns)
         number = 0
         for row in self._every_row(flag):
             problem = check({**other_keys, **row})
             if problem:
-                bad.add(f"{self.name}: row {number}: {problem}")
+                bad_rows.add(f"{self.name}: row {number}: {problem}")
             else:
                 self._numbers.append(number)
             number += 1
-        self._file_watch.remember()
-        self.content = (
-            f"parquet bytes={path.stat().st_size} rows={number} columns={','.join(there)}"
-        )
+        self._guard.record()
+        size, columns_text = path.stat().st_size, ",".join(names)
+        self.content = f"parquet bytes={size} rows={number} columns={columns_text}"
 
     def _every_row(self, flag: str) -> Iterator[Row]:
         """Yield all rows. Raises ValueError for a damaged page."""
@@ -324,11 +317,13 @@ class ParquetSource:
     def rows(self, indices: Sequence[int]) -> list[Row]:
         """Rows in the requested order; each row group is decoded once per call. Raises ValueError
         if the file has changed, or a page is damaged."""
-        self._file_watch.check()
-        by_number = sorted((self._numbers[index], place) for place, index in enumerate(indices))
+        self._guard.check()
+        by_number = sorted(
+            (self._numbers[index], position) for position, index in enumerate(indices)
+        )
         result: list[Row] = [{}] * len(by_number)
         group = 0
-        for number, place in by_number:
+        for number, position in by_number:
             while number >= self._starts[group + 1]:
                 group += 1
             if self._loaded[0] != group:
@@ -339,7 +334,7 @@ class ParquetSource:
                         f"{self.name}: a damaged page in row group {group}: {error}"
                     ) from error
                 self._loaded = (group, table)
-            result[place] = self._loaded[1].slice(number - self._starts[group], 1).to_pylist()[0]
+            result[position] = self._loaded[1].slice(number - self._starts[group], 1).to_pylist()[0]
         return result
 
     def where(self, index: int) -> str:
@@ -383,19 +378,15 @@ def _surrogate_in(value: object, where: str = "") -> str | None:
     """Location of a lone surrogate in a row's text, which cannot be tokenised or written to a file;
     None if there is none."""
     if isinstance(value, str):
-        found = next((i for i, c in enumerate(value) if "\ud800" <= c <= "\udfff"), None)
-        name = where or "a key"
-        return (
-            None if found is None else f"{name} has half of a surrogate pair at character {found}"
-        )
-    items: Iterator[tuple[str, object]] = iter(())
+        for i, character in enumerate(value):
+            if "\ud800" <= character <= "\udfff":
+                return f"{where or 'a key'} has half of a surrogate pair at character {i}"
+        return None
+    items: list[tuple[str, object]] = []
     if isinstance(value, list):
-        items = ((f"{where}[{i}]", item) for i, item in enumerate(value))
+        items = [(f"{where}[{i}]", item) for i, item in enumerate(value)]
     elif isinstance(value, dict):
-        items = (
-            (f"{where}[{key!r:.60}]" if where else f"{key!r:.60}", v) for key, v in value.items()
-        )
-        problem = next(filter(None, (_surrogate_in(key) for key in value)), None)
-        if problem:
-            return problem
+        items = [("", key) for key in value]
+        for key, item in value.items():
+            items.append((f"{where}[{key!r:.60}]" if where else f"{key!r:.60}", item))
     return next(filter(None, (_surrogate_in(item, name) for name, item in items)), None)

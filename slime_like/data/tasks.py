@@ -35,18 +35,18 @@ class TaskSource:
             from reasoning_gym.factory import DATASETS
         except ImportError as error:
             raise ValueError(
-                f"{flag} {spec}: needs reasoning-gym; install it with: pip install 'slime_like[tasks]'"
+                f"{flag} {spec}: needs reasoning-gym: pip install 'slime_like[tasks]'"
             ) from error
-        place = f"{flag} {spec}"
+        where = f"{flag} {spec}"
         task, _, query = spec.removeprefix(TASK_PREFIX).partition("?")
         if task not in DATASETS:
-            raise ValueError(f"{place}: unknown task {task!r}{_nearest(task, DATASETS)}")
-        self.options = parse_options(task, query, DATASETS[task][1], place)
+            raise ValueError(f"{where}: unknown task {task!r}{_suggestion(task, DATASETS)}")
+        self.options = parse_options(task, query, DATASETS[task][1], where)
         self.task = task
         try:
             self._dataset = create_dataset(task, **self.options)
         except (AssertionError, ValueError, TypeError) as error:
-            raise ValueError(f"{place}: the task refuses these options: {error}") from error
+            raise ValueError(f"{where}: the task refuses these options: {error}") from error
         self.name = spec
         self.notes: list[str] = []
         self.content = (
@@ -67,7 +67,7 @@ class TaskSource:
         return f"{self.name}: problem {index}"
 
 
-def parse_options(task: str, query: str, config_type: type, place: str) -> dict[str, object]:
+def parse_options(task: str, query: str, config_type: type, where: str) -> dict[str, object]:
     """Parse ``size=10&seed=1`` to typed keyword arguments of `config_type`, the task's
     configuration dataclass."""
     hints = typing.get_type_hints(config_type)
@@ -76,20 +76,20 @@ def parse_options(task: str, query: str, config_type: type, place: str) -> dict[
     for name, text in parse_qsl(query, keep_blank_values=True):
         if name not in names:
             raise ValueError(
-                f"{place}: task {task!r} has no option {name!r}{_nearest(name, names)}"
+                f"{where}: task {task!r} has no option {name!r}{_suggestion(name, names)}"
             )
         if name in options:
-            raise ValueError(f"{place}: option {name!r} is given twice")
+            raise ValueError(f"{where}: option {name!r} is given twice")
         try:
             options[name] = convert(text, hints[name])
         except (ValueError, TypeError) as error:
             raise ValueError(
-                f"{place}: option {name}={text!r}: expected {_words(hints[name])} ({error})"
+                f"{where}: option {name}={text!r}: expected {_type_name(hints[name])} ({error})"
             ) from error
     if "seed" in names:
         options.setdefault("seed", DEFAULT_SEED)
     if options.get("size", 1) < 1:
-        raise ValueError(f"{place}: option size={options['size']}: must be >= 1")
+        raise ValueError(f"{where}: option size={options['size']}: must be >= 1")
     return options
 
 
@@ -110,7 +110,7 @@ def convert(text: str, annotation: object) -> object:
         items = json.loads(text) if text.startswith("[") else text.split(",")
         item_type = arguments[0] if arguments else str
         values = [
-            convert(item, item_type) if isinstance(item, str) else _tupled(item, item_type)
+            convert(item, item_type) if isinstance(item, str) else _as_tuple(item, item_type)
             for item in items
         ]
         return tuple(values) if container is tuple else values
@@ -131,22 +131,20 @@ def _convert_plain(text: str, annotation: object) -> object:
     raise TypeError("this option cannot be given as text")
 
 
-def _tupled(item: object, annotation: object) -> object:
+def _as_tuple(item: object, annotation: object) -> object:
     """Convert a decoded JSON item: inner lists become tuples if the task expects tuples."""
-    return (
-        tuple(item) if isinstance(item, list) and typing.get_origin(annotation) is tuple else item
-    )
+    if isinstance(item, list) and typing.get_origin(annotation) is tuple:
+        return tuple(item)
+    return item
 
 
-def _words(annotation: object) -> str:
-    return (
-        annotation.__name__
-        if isinstance(annotation, type)
-        else str(annotation).replace("typing.", "")
-    )
+def _type_name(annotation: object) -> str:
+    if isinstance(annotation, type):
+        return annotation.__name__
+    return str(annotation).replace("typing.", "")
 
 
-def _nearest(name: str, names: typing.Iterable[str]) -> str:
+def _suggestion(name: str, names: typing.Iterable[str]) -> str:
     names = sorted(names)
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     return f"; nearest: {', '.join(near)}" if near else f"; legal names: {', '.join(names)}"

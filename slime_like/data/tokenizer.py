@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-REMEDY = "copy the tokenizer's files of the model into the folder (tokenizer.json, tokenizer_config.json)"
+REMEDY = "copy the model's tokenizer files into it (tokenizer.json, tokenizer_config.json)"
 # vocabulary files; without one transformers creates a tokenizer with a single token
 VOCABULARY_FILES = (
-    "tokenizer.json", "*.model", "*.model.v*", "*.tiktoken", "vocab*", "*.spm", "tekken.json", "bpe.codes", "dict.txt",
-)  # fmt: skip
+    *("tokenizer.json", "tekken.json", "vocab*", "bpe.codes", "dict.txt"),
+    *("*.model", "*.model.v*", "*.tiktoken", "*.spm"),
+)
 
 
 def load_tokenizer(folder: str, *, vocab_size: int | None, trust_remote_code: bool) -> object:
@@ -50,8 +51,8 @@ def load_tokenizer(folder: str, *, vocab_size: int | None, trust_remote_code: bo
         raise ValueError(f"--hf-checkpoint {folder}: there is no tokenizer; {REMEDY}")
     if vocab_size is not None and count > vocab_size:
         raise ValueError(
-            f"--hf-checkpoint {folder}: the tokenizer has {count} tokens and the model {vocab_size}: "
-            f"it is another model's; {REMEDY}"
+            f"--hf-checkpoint {folder}: the tokenizer has {count} tokens and the model "
+            f"{vocab_size}, so it belongs to another model; {REMEDY}"
         )
     return tokenizer
 

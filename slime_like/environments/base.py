@@ -79,28 +79,28 @@ def environment_maker(spec: str) -> Callable[[], TextEnvironment]:
                 f"needs gymnasium ({error}): pip install 'slime_like[agents]'"
             ) from None
         return gymnasium_maker(name.removeprefix(GYMNASIUM), options)
-    made: Callable[..., object] = SingleTurn
+    make: Callable[..., object] = SingleTurn
     if name != SINGLE_TURN:
         if "." not in name:
             legal = f"{GYMNASIUM}<id>, {SINGLE_TURN}, module.Class, path/to/file.py:Class"
             raise ValueError(f"names no environment; legal: {legal}")
-        made = load_function(name, FLAG)
+        make = load_function(name, FLAG)
     try:
-        inspect.signature(made).bind(**options)
+        inspect.signature(make).bind(**options)
     except TypeError as error:
         raise ValueError(f"{name} cannot be made with these options: {error}") from None
-    return functools.partial(_make, made, options)
+    return functools.partial(_make, make, options)
 
 
-def _make(made: Callable[..., Any], options: Mapping[str, object]) -> TextEnvironment:
-    found = made(**options)
-    if hasattr(found, "action_space"):
+def _make(make: Callable[..., Any], options: Mapping[str, object]) -> TextEnvironment:
+    made = make(**options)
+    if hasattr(made, "action_space"):
         from slime_like.environments.gymnasium_text import GymnasiumText
 
-        return GymnasiumText(found)
-    if not (callable(getattr(found, "reset", None)) and callable(getattr(found, "step", None))):
-        raise ValueError(f"a {type(found).__name__} has no reset and step")
-    environment: TextEnvironment = found
+        return GymnasiumText(made)
+    if not all(callable(getattr(made, name, None)) for name in ("reset", "step")):
+        raise ValueError(f"a {type(made).__name__} has no reset and step")
+    environment: TextEnvironment = made
     return environment
 
 

@@ -91,10 +91,10 @@ class GymnasiumText:
         return "\n\n".join(part for part in parts if part)
 
     def step(self, action: str) -> Step:
-        found = self._action(extract_answer(action))
-        if found is None:
+        parsed = self._action(extract_answer(action))
+        if parsed is None:
             return f"That is no action. Answer with {self.legal}.", 0.0, False
-        observation, reward, terminated, truncated, _ = self._environment.step(found)
+        observation, reward, terminated, truncated, _ = self._environment.step(parsed)
         return self._text(observation), float(reward), bool(terminated or truncated)
 
     def close(self) -> None:
@@ -102,18 +102,18 @@ class GymnasiumText:
 
     def _action(self, text: str) -> object:
         try:
-            found = self._parse(text)
+            action = self._parse(text)
         except (ValueError, TypeError, OverflowError, RecursionError):
             return None
-        return found if self._space.contains(found) else None
+        return action if self._space.contains(action) else None
 
     def _discrete(self, text: str) -> np.int64:
         assert isinstance(self._space, spaces.Discrete)
         if self._names is None:
-            return np.int64(_NUMBER.findall(text)[-1]) if _NUMBER.search(text) else _none(text)
+            return np.int64(_NUMBER.findall(text)[-1]) if _NUMBER.search(text) else _no_action(text)
         words = "|".join(map(re.escape, sorted(self._names, key=len, reverse=True)))
         named = re.findall(rf"(?<!\w)(?:{words})(?!\w)", text.lower())
-        return self._space.start + self._names.index(named[-1]) if named else _none(text)
+        return self._space.start + self._names.index(named[-1]) if named else _no_action(text)
 
     def _text(self, observation: object) -> str:
         if self._environment.render_mode == "ansi":
@@ -121,7 +121,7 @@ class GymnasiumText:
         return observation if isinstance(observation, str) else json.dumps(_plain(observation))
 
 
-def _none(text: str) -> Any:
+def _no_action(text: str) -> Any:
     raise ValueError(f"no action in {text!r:.60}")
 
 

@@ -147,5 +147,5 @@ def test_a_file_that_is_not_there(server: TrainServer, work: Workspace, tmp_path
         flags(work, tmp_path, write(tmp_path / "train.csv", ROWS)), tmp_path / "log"
     )
     assert done.error().endswith(
-        "unknown kind of data; legal: .jsonl, .parquet files, reasoning_gym:<task>"
+        "unknown format; legal: .jsonl, .parquet files, reasoning_gym:<task>"
     )

@@ -248,14 +248,16 @@ def test_snapshots_stay_as_they_are(
         .sample(prompt, 3, params, include_prompt_logprobs=True)
         .result()
     )
-    tokens_of = [[list(s.tokens) for s in answer.sequences] for answer in (before, again, later)]
-    assert tokens_of[0] == tokens_of[1]
+    tokenise_rows = [
+        [list(s.tokens) for s in answer.sequences] for answer in (before, again, later)
+    ]
+    assert tokenise_rows[0] == tokenise_rows[1]
     assert list(before.sequences[0].logprobs) == list(again.sequences[0].logprobs)
     assert (
         before.prompt_logprobs[0] is None
         and before.prompt_logprobs[1:] != later.prompt_logprobs[1:]
     )
-    assert len({tuple(t) for t in tokens_of[0]}) > 1, "samples of one request differ"
+    assert len({tuple(t) for t in tokenise_rows[0]}) > 1, "samples of one request differ"
     model = reference(work)
     for sequence in before.sequences:
         ids = torch.tensor([[10, 20, 30, *sequence.tokens]])

@@ -15,7 +15,7 @@ from tests.e2e.programs import TrainServer
 
 STARTS = re.compile(r"^start +\d+\.\d s: (.*)$", re.MULTILINE)
 WEIGHTS = ("config.json", "generation_config.json", "model.safetensors")
-REMEDY = "copy the tokenizer's files of the model into the folder"
+REMEDY = "copy the model's tokenizer files into it"
 
 
 def model_without_tokenizer(work: Workspace, folder: Path, kind: str) -> Path:

@@ -13,12 +13,18 @@ from pathlib import Path
 import httpx
 import pytest
 
-from slime_like.agents.anthropic_api import messages_ask, messages_json
+from slime_like.agents.anthropic_api import messages_json, parse_messages_request
 from slime_like.agents.command import environment, read_reward, run_command
 from slime_like.agents.messages import BadRequest
 from slime_like.agents.rollouts import AgentGenerate, Task
 from slime_like.agents.server import Gateway
-from slime_like.agents.sessions import Ask, Choice, EngineGaveUp, SessionEnded, SessionLimits
+from slime_like.agents.sessions import (
+    Choice,
+    EngineAborted,
+    ParsedRequest,
+    SessionEnded,
+    SessionLimits,
+)
 from slime_like.agents.templates import ChatTemplate
 from slime_like.agents.tool_calls import FORMATS, parse
 from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
@@ -135,7 +141,7 @@ def test_agents_that_exit_cancel_or_never_end_lose_their_own_sample() -> None:
         return 1.0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("slime_like.agents.rollouts.CANCEL_S", 0.2)
+        patch.setattr("slime_like.agents.task.CANCEL_S", 0.2)
         samples = episodes(play, Engine(), 4, timeout_s=3)
     assert samples[0].reward == 1.0
     words = [str(s.metadata.get("failure")) for s in samples]
@@ -147,8 +153,8 @@ def test_a_session_keeps_its_limits_and_its_main_conversation() -> None:
     engine = Engine(slow=0.01)
     session = session_of(engine, SessionLimits(turns=3, concurrent=2, waiting=32))
 
-    def ask(text: str) -> Ask:
-        return Ask(({"role": "user", "content": text},))
+    def ask(text: str) -> ParsedRequest:
+        return ParsedRequest(({"role": "user", "content": text},))
 
     async def work() -> None:
         asks = (session.answer(ask(str(i))) for i in range(12))
@@ -160,7 +166,7 @@ def test_a_session_keeps_its_limits_and_its_main_conversation() -> None:
     session = session_of(engine)
 
     async def again() -> None:
-        with pytest.raises(EngineGaveUp):
+        with pytest.raises(EngineAborted):
             await session.answer(ask("a"))
         await session.answer(ask("a"))
         assert session._main is session.tree.turns[0], "the second try is the main conversation"
@@ -222,8 +228,8 @@ def test_answers_of_anthropics_form() -> None:
     answer = messages_json(Choice(message, "tool_calls", 1, (1,), (0.0,), stop="X"), "m")
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("tool_use", None)
     body = {"max_tokens": 5, "messages": [user("a"), {"role": "assistant", "content": "b"}]}
-    with pytest.raises(BadRequest, match="client begins"):
-        messages_ask(body, SamplingParams(max_new_tokens=5))
+    with pytest.raises(BadRequest, match="prefilled answers"):
+        parse_messages_request(body, SamplingParams(max_new_tokens=5))
 
 
 def test_a_template_that_knows_no_developer_is_given_a_system_message() -> None:

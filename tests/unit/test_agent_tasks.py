@@ -173,7 +173,7 @@ def test_a_claim_that_waits_at_the_end_of_the_episodes_is_answered() -> None:
             async with gateway.listening():
                 claim = client.post(f"{gateway.url}/tasks/claim", json={"wait_s": 30})
                 waiting = asyncio.create_task(claim)
-                while not tasks._askers:
+                while not tasks._claims:
                     await asyncio.sleep(0.005)
             return (await asyncio.wait_for(waiting, 20)).status_code
 

@@ -14,7 +14,13 @@ import pytest
 import torch
 
 from slime_like.agents.messages import BadRequest, canonical
-from slime_like.agents.sessions import Ask, Choice, Session, SessionLimits, TooManyRequests
+from slime_like.agents.sessions import (
+    Choice,
+    ParsedRequest,
+    Session,
+    SessionLimits,
+    TooManyRequests,
+)
 from slime_like.agents.templates import ChatTemplate
 from slime_like.agents.tool_calls import format_of, parse
 from slime_like.agents.tree import Branch
@@ -127,7 +133,7 @@ class Talk:
     async def asked(self, text: str, *messages: dict[str, Any], **more: Any) -> Choice:
         self.writer.texts.append(text)
         self.history += [canonical(m, 0) for m in messages]
-        (choice,) = await self.session.answer(Ask(tuple(self.history), **more))
+        (choice,) = await self.session.answer(ParsedRequest(tuple(self.history), **more))
         self.history.append(dict(choice.message))
         return choice
 
@@ -185,7 +191,7 @@ class Talk:
         ]
         assert branch.routes is not None and branch.routes.size(0) == len(branch.tokens)
         for place, found in enumerate(branch.routes[:-1]):
-            first = next(o.routes for t, o in zip(path, told) if place < len(t.kept) - 1)
+            first = next(o.routes for t, o in zip(path, told) if place < len(t.all_tokens) - 1)
             assert first is not None and torch.equal(found, first[place])
         assert bool((branch.routes[-1] == -1).all())
 
@@ -280,14 +286,14 @@ def edits(talk: Talk) -> None:
     talk.history = [*before]
     talk.ask(talk.said("sun") + talk.end(), result(call, 0, "sun"), tools=TOOLS)
     talk.check(2)
-    kept = talk.session.tree.turns[0].kept
+    kept = talk.session.tree.turns[0].all_tokens
     assert talk.writer.written[2][0][: len(kept)] == kept, "goes on from the call's own tokens"
     assert talk.session.tree.counts["forks"] == 1
     talk.history[-1]["content"] = "snow"
     talk.ask(talk.said("cold") + talk.end(), user("so?"), tools=TOOLS)
     talk.check(3)
     assert talk.session.tree.counts["foreign_messages"] == 1
-    kept = talk.session.tree.turns[0].kept
+    kept = talk.session.tree.turns[0].all_tokens
     assert talk.writer.written[3][0][: len(kept)] == kept, "up to the edit it is the same"
     talk.history = [user("summary: rain")]
     talk.ask(talk.said("fine") + talk.end(), user("go on"), tools=TOOLS)
@@ -301,11 +307,11 @@ def sub_agents(talk: Talk) -> None:
     async def play() -> None:
         await talk.asked(talk.said("first") + talk.end(), user("main"))
         talk.writer.texts += [talk.said(f"sub {i}") + talk.end() for i in range(2)]
-        jobs = [Ask((user(f"sub-task {i}"),)) for i in range(2)]
+        jobs = [ParsedRequest((user(f"sub-task {i}"),)) for i in range(2)]
         await asyncio.gather(*(talk.session.answer(ask) for ask in jobs))
         await talk.asked(talk.said("second") + talk.end(), user("go on"))
         talk.writer.texts += [talk.said("a") + talk.end(), talk.said("b") + talk.end()]
-        both = await talk.session.answer(Ask((*talk.history, user("again")), n=2))
+        both = await talk.session.answer(ParsedRequest((*talk.history, user("again")), n=2))
         assert [c.message["content"] for c in both] == ["a", "b"]
 
     asyncio.run(play())

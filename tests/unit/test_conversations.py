@@ -232,5 +232,5 @@ def test_rows_that_are_no_conversations(tmp_path: Path, value: Any, words: str) 
 
 
 def test_a_tokenizer_without_a_template_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--input-key: the tokenizer has no chat template; give"):
+    with pytest.raises(ValueError, match="--input-key: the tokenizer has no chat template"):
         source(tmp_path, "", {"messages": messages(TURNS)})

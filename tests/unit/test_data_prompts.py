@@ -85,7 +85,7 @@ def test_wrong_key_names_file_line_and_keys(tmp_path, tokenizer):
     path = write_rows(tmp_path / "g.jsonl", GSM8K)
     with pytest.raises(
         ValueError,
-        match=r"g\.jsonl:1: missing key 'input' \(--input-key\); the keys that are there: answer, question",
+        match=r"g\.jsonl:1: missing key 'input' \(--input-key\); the row has: answer, question",
     ):
         PromptSource(DataConfig(prompt_data=path), tokenizer)
     with pytest.raises(ValueError, match=r"missing key 'reply' \(--label-key\)"):
@@ -279,7 +279,7 @@ def test_long_prompts_are_left_out_and_counted(ten, tokenizer):
     assert source.num_left_out == 5
     assert numbers(source.next_prompts(7)) == [0, 1, 2, 3, 4, 0, 1]
     assert source.notes == [
-        f"{ten.prompt_data}: left out 5 of 10 prompts, longer than --rollout-max-prompt-len 12"
+        f"{ten.prompt_data}: dropped 5 of 10 prompts, longer than --rollout-max-prompt-len 12"
     ]
     assert PromptSource(ten, tokenizer).notes == []
 
@@ -292,9 +292,9 @@ def test_notes_of_bad_and_long_rows_come_once_for_each_set(tmp_path, tokenizer, 
     data = DataConfig(prompt_data=path, skip_bad_rows=3, rollout_max_prompt_len=5)
     bad, long = PromptSource(data, tokenizer).notes
     assert bad.startswith(
-        f"{path}: left out 2 bad rows (--skip-bad-rows 3); the first: {path}:1: 'input' (--input-key) is empty"
+        f"{path}: skipped 2 bad rows (--skip-bad-rows 3); the first: {path}:1: 'input' (--input-key) is empty"
     )
-    assert long == f"{path}: left out 1 of 2 prompts, longer than --rollout-max-prompt-len 5"
+    assert long == f"{path}: dropped 1 of 2 prompts, longer than --rollout-max-prompt-len 5"
     ranged = path + "@[0:2]"
     sets, notes = load_eval_sets(
         command_line_sets(EvalConfig(eval_prompt_data=["a", path, "b", ranged])), data, tokenizer
@@ -304,7 +304,7 @@ def test_notes_of_bad_and_long_rows_come_once_for_each_set(tmp_path, tokenizer, 
         bad,
         long,
         bad,
-        f"{ranged}: left out 1 of 2 prompts, longer than --rollout-max-prompt-len 5",
+        f"{ranged}: dropped 1 of 2 prompts, longer than --rollout-max-prompt-len 5",
     ]
     assert (caplog.text, *capfd.readouterr()) == ("", "", "")
 
@@ -312,7 +312,7 @@ def test_notes_of_bad_and_long_rows_come_once_for_each_set(tmp_path, tokenizer, 
 def test_every_prompt_too_long(ten, tokenizer):
     with pytest.raises(
         ValueError,
-        match=r"--rollout-max-prompt-len 3: .*no prompt this short; the shortest has 8 tokens",
+        match=r"--rollout-max-prompt-len 3: .*the shortest has 8 tokens",
     ):
         PromptSource(dataclasses.replace(ten, rollout_max_prompt_len=3), tokenizer)
 

@@ -100,7 +100,7 @@ def test_one_bad_line_in_ten_thousand(tmp_path):
     assert len(source) == 9_999
     (note,) = source.notes
     assert note.startswith(
-        f"{path}: left out 1 bad rows (--skip-bad-rows 1); the first: {path}:7655: bad JSON"
+        f"{path}: skipped 1 bad rows (--skip-bad-rows 1); the first: {path}:7655: bad JSON"
     )
     assert source.rows([7_653, 7_654]) == [
         {"input": "question 7653", "answer": 7653},
@@ -129,9 +129,7 @@ def test_names_that_are_no_data_file(tmp_path):
     write(tmp_path / "a.csv", b"x")
     with pytest.raises(ValueError, match=r"folder\.jsonl: is a directory"):
         open_jsonl(tmp_path / "folder.jsonl")
-    with pytest.raises(
-        ValueError, match=r"a\.csv: unknown kind of data; legal: \.jsonl, \.parquet"
-    ):
+    with pytest.raises(ValueError, match=r"a\.csv: unknown format; legal: \.jsonl, \.parquet"):
         open_jsonl(tmp_path / "a.csv")
     with pytest.raises(ValueError, match=r"--eval-prompt-data .*none\.jsonl: no such file"):
         open_jsonl(tmp_path / "none.jsonl", flag="--eval-prompt-data")

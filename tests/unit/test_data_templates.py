@@ -31,7 +31,7 @@ def prompts(path: Path, rows: list[Any]) -> DataConfig:
         ("{{ 1 / 0 }}", "raised ZeroDivisionError"),
         ("{{ messages[0]['content'] + 1 }}", "raised TypeError"),
         ("{% for x in %}", "raised TemplateSyntaxError"),
-        ("a{{ '\\ud800' }}", "wrote half of a surrogate pair, at character 1"),
+        ("a{{ '\\ud800' }}", "wrote half of a surrogate pair at character 1"),
         ("{{ 'ab ' * 2**25 }}", "wrote 100663296 characters"),
     ],
 )
@@ -42,7 +42,7 @@ def test_a_template_that_raises_names_the_row(tmp_path: Path, template: str, wor
     with pytest.raises(ValueError) as caught:
         PromptSource(config, tokenizer)
     assert str(caught.value).startswith(f"{tmp_path}/p.jsonl:1: the chat template {words}")
-    assert "leave --apply-chat-template out" in str(caught.value)
+    assert "remove --apply-chat-template" in str(caught.value)
 
 
 def test_a_row_that_the_template_refuses_is_found_before_its_turn(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_prompt_that_is_too_long_is_named_with_the_remedy(tmp_path: Path) -> N
     text = str(caught.value)
     assert text.startswith(f"{tmp_path}/p.jsonl:2: the prompt has ")
     assert "with a response of 8 exceed the model's 32 positions" in text
-    assert text.endswith("--rollout-max-prompt-len 24 leaves such prompts out")
+    assert text.endswith("--rollout-max-prompt-len 24 drops such prompts")
     short = DataConfig(
         prompt_data=config.prompt_data, apply_chat_template=True, rollout_max_prompt_len=24
     )
@@ -115,7 +115,7 @@ def test_a_tokenizer_that_cannot_be_loaded_names_its_folder(tmp_path: Path, dama
     with pytest.raises(ValueError) as caught:
         load_tokenizer(str(folder), vocab_size=None, trust_remote_code=False)
     assert str(caught.value).startswith(f"--hf-checkpoint {folder}: ")
-    assert "copy the tokenizer's files" in str(caught.value)
+    assert "copy the model's tokenizer files" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -123,7 +123,7 @@ def test_another_models_tokenizer_is_refused(tmp_path: Path) -> None:
     folder = save_tokenizer(tmp_path / "model")
     size = len(make_tokenizer())
     assert len(load_tokenizer(str(folder), vocab_size=size, trust_remote_code=False)) == size
-    with pytest.raises(ValueError, match=rf"has {size} tokens and the model {size - 1}: it is ano"):
+    with pytest.raises(ValueError, match=rf"has {size} tokens and the model {size - 1}, "):
         load_tokenizer(str(folder), vocab_size=size - 1, trust_remote_code=False)
 
 

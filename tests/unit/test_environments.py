@@ -14,9 +14,10 @@ import pytest
 from gymnasium import spaces
 
 from slime_like.agents.environment import player
-from slime_like.agents.rollouts import AgentGenerate, seed_of
+from slime_like.agents.rollouts import AgentGenerate
 from slime_like.agents.server import Gateway
 from slime_like.agents.sessions import SessionLimits
+from slime_like.agents.task import seed_of
 from slime_like.environments.base import Step, TextEnvironment, environment_maker
 from slime_like.environments.gymnasium_text import GymnasiumText
 from slime_like.types import Prompt, Sample, SampleStatus
