@@ -62,7 +62,7 @@ def _entry(flag: Flag) -> str:
     facts = (
         [f"legal: {', '.join(map(str, flag.choices))}"]
         if flag.choices
-        else [f"legal: {flag.legal.words}"]
+        else [f"legal: {flag.legal.description}"]
         if flag.legal
         else []
     )

@@ -157,7 +157,7 @@ def legal_words(flag: Flag) -> str:
     """The legal values, to append to an error message."""
     if flag.choices:
         return f"; legal values: {', '.join(map(str, flag.choices))}"
-    return f"; it must be {flag.legal.words}" if flag.legal is not None else ""
+    return f"; it must be {flag.legal.description}" if flag.legal is not None else ""
 
 
 # Pairs of flags that set the same thing: one on the command line replaces the other from the run

@@ -45,7 +45,7 @@ def row(flag: Flag) -> str:
     legal = (
         ", ".join(f"`{choice}`" for choice in flag.choices)
         if flag.choices
-        else flag.legal.words
+        else flag.legal.description
         if flag.legal
         else ""
     )

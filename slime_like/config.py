@@ -15,9 +15,12 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime_like.text import mask_settings
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +36,21 @@ class Problem:
     message: str
 
     def __str__(self) -> str:
-        given = "" if self.value is None else f" (given: {mask_settings(self.value)!r})"
-        return f"{self.flag}{given}: {self.message}"
+        value = "" if self.value is None else f" (given: {mask_settings(self.value)!r})"
+        return f"{self.flag}{value}: {self.message}"
 
 
 class ConfigError(ValueError):
     """All errors of a command line or a run file, reported together."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
-        assert problems, "a ConfigError without problems says nothing"
+        assert problems, "a ConfigError needs a problem"
         self.problems = tuple(problems)
-        count = len(self.problems)
-        head = "1 problem" if count == 1 else f"{count} problems"
-        super().__init__(
-            f"{head} in the configuration:\n" + "\n".join(f"  - {p}" for p in self.problems)
-        )
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        lines = [f"{count} in the configuration:", *(f"  - {p}" for p in self.problems)]
+        super().__init__("\n".join(lines))
 
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.problems,)  # picklable: rank 0 sends it to the others
 
 
@@ -57,7 +58,7 @@ class ConfigError(ValueError):
 class Range:
     """A legal range of a number, with the text that describes it."""
 
-    words: str
+    description: str
     holds: Callable[[float], bool]
 
 
@@ -67,10 +68,10 @@ AT_LEAST_ONE = Range(">= 1", lambda x: x >= 1)
 ABOVE_ONE = Range("> 1", lambda x: x > 1)
 UNIT = Range("0 <= x <= 1", lambda x: 0 <= x <= 1)
 UNIT_OPEN_LOW = Range("0 < x <= 1", lambda x: 0 < x <= 1)
-LEAST_TEMPERATURE = 1e-6  # logits divided by less may overflow float32
-TEMPERATURE = Range(f">= {LEAST_TEMPERATURE:g}", lambda x: x >= LEAST_TEMPERATURE)
+MIN_TEMPERATURE = 1e-6  # logits divided by less may overflow float32
+TEMPERATURE = Range(f">= {MIN_TEMPERATURE:g}", lambda x: x >= MIN_TEMPERATURE)
 GREEDY_OR_TEMPERATURE = Range(
-    f"0 (greedy) or >= {LEAST_TEMPERATURE:g}", lambda x: x == 0 or x >= LEAST_TEMPERATURE
+    f"0 (greedy) or >= {MIN_TEMPERATURE:g}", lambda x: x == 0 or x >= MIN_TEMPERATURE
 )
 
 
@@ -78,7 +79,7 @@ def arg(
     default: Any,
     help: str,
     *,
-    choices: Sequence[Any] | None = None,
+    choices: Sequence[object] | None = None,
     legal: Range | None = None,
     aliases: Sequence[str] = (),
     metavar: str | None = None,
@@ -127,8 +128,8 @@ def arg(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def _conditions(given: str | Sequence[str]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
+def _conditions(conditions: str | Sequence[str]) -> tuple[str, ...]:
+    return (conditions,) if isinstance(conditions, str) else tuple(conditions)
 
 
 def flag_name(field_name: str) -> str:
@@ -162,11 +163,11 @@ def value_problem(value: Any, choices: Sequence[object] | None, legal: Range | N
     if isinstance(value, int | float) and (wrong := number_problem(value)) is not None:
         return wrong
     if legal is not None and not legal.holds(value):
-        return f"must be {legal.words}"
+        return f"must be {legal.description}"
     return None
 
 
-_KINDS: Mapping[type, tuple[str, Callable[[Any], bool]]] = {
+_KINDS: Mapping[type, tuple[str, Callable[[object], bool]]] = {
     bool: ("True or False", lambda x: isinstance(x, bool)),
     int: ("an integer", lambda x: isinstance(x, numbers.Integral) and not isinstance(x, bool)),
     float: ("a number", lambda x: isinstance(x, numbers.Real) and not isinstance(x, bool)),
@@ -175,32 +176,32 @@ _KINDS: Mapping[type, tuple[str, Callable[[Any], bool]]] = {
 
 
 @cache
-def _scalar_fields(config_type: type) -> Mapping[str, tuple[type | None, bool]]:
+def _scalar_fields(config_type: type[DataclassInstance]) -> Mapping[str, tuple[type | None, bool]]:
     """Field -> (bool, int, float or str where it is annotated as one of them; whether None is
     legal)."""
     hints = typing.get_type_hints(config_type)
-    found: dict[str, tuple[type | None, bool]] = {}
+    result: dict[str, tuple[type | None, bool]] = {}
     for field in dataclasses.fields(config_type):
         hint = hints[field.name]
         union = typing.get_origin(hint) in (typing.Union, types.UnionType)
         parts = typing.get_args(hint) if union else (hint,)
         scalars = [part for part in parts if part is not type(None)]
         kind = scalars[0] if len(scalars) == 1 and scalars[0] in _KINDS else None
-        found[field.name] = kind, hint is Any or type(None) in parts
-    return found
+        result[field.name] = kind, hint is Any or type(None) in parts
+    return result
 
 
 def _field_problem(
     value: object, field: dataclasses.Field[object], kind: type | None
 ) -> str | None:
     if kind is not None:
-        words, holds = _KINDS[kind]
+        description, holds = _KINDS[kind]
         if not holds(value):
-            return f"must be {words}"
+            return f"must be {description}"
     return value_problem(value, field.metadata.get("choices"), field.metadata.get("legal"))
 
 
-def check_fields(config: Any) -> list[Problem]:
+def check_fields(config: DataclassInstance) -> list[Problem]:
     """Check each field of `config` by itself: type, legal values, range, NaN and infinity.
 
     Args:
@@ -211,7 +212,7 @@ def check_fields(config: Any) -> list[Problem]:
         arguments/rules.
     """
     problems = []
-    scalars = _scalar_fields(type(config))  # type: ignore[arg-type]
+    scalars = _scalar_fields(type(config))
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         kind, optional = scalars[field.name]
@@ -234,20 +235,19 @@ class SettingsError(ConfigError):
         super().__init__(problems)
         self.owner = owner
         fields = (p.flag.lstrip("-").replace("-", "_") for p in problems)
-        said = (f"{name}={p.value!r} {p.message}" for name, p in zip(fields, problems))
-        self.args = (f"{owner}: " + "; ".join(said),)
+        messages = (f"{name}={p.value!r} {p.message}" for name, p in zip(fields, problems))
+        self.args = (f"{owner}: " + "; ".join(messages),)
 
-    def __reduce__(self) -> tuple[type[SettingsError], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.problems, self.owner)
 
 
 class CheckedSettings:
-    """Base of settings dataclasses that validate themselves on construction.
-
-    Construction raises `SettingsError`, a ValueError, with every problem that `check_fields` finds.
-    """
+    """Base of settings dataclasses that validate themselves: construction raises `SettingsError`, a
+    ValueError, with every problem that `check_fields` finds."""
 
     __slots__ = ()
+    __dataclass_fields__: typing.ClassVar[dict[str, dataclasses.Field[object]]]
 
     def __post_init__(self) -> None:
         if problems := check_fields(self):

@@ -35,9 +35,9 @@ class Registry(Generic[T]):
             ValueError: One of the names is taken.
         """
         aliases = tuple(aliases)
-        for each in (name, *aliases):
-            if each in self._entries or each in self._aliases:
-                raise ValueError(f"{self.kind} {each!r} is registered already; choose another name")
+        for key in (name, *aliases):
+            if key in self._entries or key in self._aliases:
+                raise ValueError(f"{self.kind} {key!r} is registered already; choose another name")
         self._entries[name] = entry
         self._aliases.update(dict.fromkeys(aliases, name))
         self._help[name] = help
@@ -65,16 +65,15 @@ class Registry(Generic[T]):
         for table in (self._entries, self._help, self._sources):
             table.pop(name, None)
         self._lazy.discard(name)
-        self._aliases = {alias: meant for alias, meant in self._aliases.items() if meant != name}
+        self._aliases = {a: target for a, target in self._aliases.items() if target != name}
         _count()
 
     def canonical(self, name: str) -> str:
         """Resolve an alias to the registered name. Raises ValueError listing all legal names."""
         name = self._aliases.get(name, name)
         if name not in self._entries:
-            raise ValueError(
-                f"unknown {self.kind} {name!r}; legal values: {', '.join(self.names())}"
-            )
+            legal = ", ".join(self.names())
+            raise ValueError(f"unknown {self.kind} {name!r}; legal values: {legal}")
         return name
 
     def get(self, name: str) -> T:

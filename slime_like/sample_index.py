@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,29 +61,32 @@ class RemoteSample:
         if it has several."""
         self._rows, self._place, self._versions = rows, place, versions
 
-    def _of(self, name: str) -> Any:
-        return self._rows[name][self._place].item()
+    def _int(self, name: str) -> int:
+        return int(self._rows[name][self._place])
+
+    def _flag(self, bit: int) -> bool:
+        return bool(self._int("parts") & bit)
 
     @property
     def sample_id(self) -> int:
-        return int(self._of("sample_id"))
+        return self._int("sample_id")
 
     @property
     def group_id(self) -> int:
-        return int(self._of("group_id"))
+        return self._int("group_id")
 
     @property
     def holder(self) -> int:
         """The rank that holds it."""
-        return int(self._of("holder"))
+        return self._int("holder")
 
     @property
     def total_length(self) -> int:
-        return int(self._of("total_length"))
+        return self._int("total_length")
 
     @property
     def response_length(self) -> int:
-        return int(self._of("response_length"))
+        return self._int("response_length")
 
     @property
     def prompt_length(self) -> int:
@@ -91,19 +94,19 @@ class RemoteSample:
 
     @property
     def active_tokens(self) -> int:
-        return int(self._of("active_tokens"))
+        return self._int("active_tokens")
 
     @property
     def reward(self) -> float | None:
-        return float(self._of("reward")) if self._of("parts") & _HAS_REWARD else None
+        return float(self._rows["reward"][self._place]) if self._flag(_HAS_REWARD) else None
 
     @property
     def greedy_reward(self) -> float | None:
-        return float(self._of("greedy_reward")) if self._of("parts") & _HAS_GREEDY else None
+        return float(self._rows["greedy_reward"][self._place]) if self._flag(_HAS_GREEDY) else None
 
     @property
     def status(self) -> SampleStatus:
-        return _STATUS[self._of("status")]
+        return _STATUS[self._int("status")]
 
     @property
     def ended(self) -> bool:
@@ -113,46 +116,46 @@ class RemoteSample:
     def version_counts(self) -> Mapping[int, int]:
         if self._versions is not None:
             return dict(self._versions.tolist())
-        known = self._of("num_versions") > 0
-        return {self._of("version"): self._of("version_tokens")} if known else {}
+        if not self._int("num_versions"):
+            return {}
+        return {self._int("version"): self._int("version_tokens")}
 
     @property
     def versions_length(self) -> int:
-        return int(self._of("versions_length"))
+        return self._int("versions_length")
 
     @property
     def num_branches(self) -> int:
-        return int(self._of("branches"))
+        return self._int("branches")
 
     def has(self, name: str) -> bool:
-        return bool(self._of("parts") & _BITS[name])
+        return self._flag(_BITS[name])
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the optional tensor `name`, which must be present."""
         if name == "token_sets":
-            return (self.response_length, int(self._of("set_width")))
+            return (self.response_length, self._int("set_width"))
         if name == "routes":
-            layers, topk = int(self._of("route_layers")), int(self._of("route_topk"))
-            return (self.total_length, layers, topk)
+            return (self.total_length, self._int("route_layers"), self._int("route_topk"))
         if name == "teacher_prompt":
-            return (int(self._of("teacher_prompt_length")),)
+            return (self._int("teacher_prompt_length"),)
         return (self.response_length,)
 
     def without(self, name: str) -> RemoteSample:
         """A copy without the optional tensor `name`."""
-        return self._changed(parts=self._of("parts") & ~_BITS[name])
+        return self._replace(parts=self._int("parts") & ~_BITS[name])
 
     def untrained(self) -> RemoteSample:
         """A copy with an all-False loss mask."""
-        return self._changed(active_tokens=0)
+        return self._replace(active_tokens=0)
 
     def with_reward(self, reward: float) -> RemoteSample:
-        return self._changed(reward=reward, parts=self._of("parts") | _HAS_REWARD)
+        return self._replace(reward=reward, parts=self._int("parts") | _HAS_REWARD)
 
     def with_greedy_reward(self, reward: float) -> RemoteSample:
-        return self._changed(greedy_reward=reward, parts=self._of("parts") | _HAS_GREEDY)
+        return self._replace(greedy_reward=reward, parts=self._int("parts") | _HAS_GREEDY)
 
-    def _changed(self, **values: object) -> RemoteSample:
+    def _replace(self, **values: float) -> RemoteSample:
         rows = self._rows[self._place : self._place + 1].copy()
         for name, value in values.items():
             rows[name] = value
@@ -166,13 +169,9 @@ def untrained(sample: AnySample) -> AnySample:
     """A copy of the sample with an all-False loss mask."""
     if isinstance(sample, RemoteSample):
         return sample.untrained()
-    return replace(
-        sample,
-        loss_mask=torch.zeros_like(sample.loss_mask),
-        branches=tuple(
-            replace(b, loss_mask=torch.zeros_like(b.loss_mask)) for b in sample.branches
-        ),
-    )
+    branches = [replace(b, loss_mask=torch.zeros_like(b.loss_mask)) for b in sample.branches]
+    mask = torch.zeros_like(sample.loss_mask)
+    return replace(sample, loss_mask=mask, branches=tuple(branches))
 
 
 def holder_of(sample: AnySample, rank: int) -> int:
@@ -187,36 +186,36 @@ def rows_of(samples: Sequence[Sample], holder: int) -> tuple[Rows, Versions]:
         Rows of dtype `ROW`, and the concatenated weight versions of the samples that have several.
     """
     rows = np.zeros(len(samples), dtype=ROW)
-    several: list[tuple[int, int]] = []
+    all_versions: list[tuple[int, int]] = []
     for row, sample in zip(rows, samples):
         versions = sorted(sample.version_counts.items())
-        oldest = versions[0] if versions else (0, 0)
+        if versions:
+            row["version"], row["version_tokens"] = versions[0]
         if len(versions) > 1:
-            several += versions
+            all_versions += versions
+        reward, greedy = sample.reward, sample.greedy_reward
         parts = sum(bit for name, bit in _BITS.items() if sample.has(name))
-        parts |= _HAS_REWARD * (sample.reward is not None)
-        greedy = sample.greedy_reward
-        parts |= _HAS_GREEDY * (greedy is not None)
-        routes = (0, 0, 0) if sample.routes is None else tuple(sample.routes.shape)
+        parts |= _HAS_REWARD * (reward is not None) | _HAS_GREEDY * (greedy is not None)
         row["sample_id"], row["group_id"] = sample.sample_id, sample.group_id
-        row["reward"] = math.nan if sample.reward is None else sample.reward
+        row["reward"] = math.nan if reward is None else reward
         row["greedy_reward"] = math.nan if greedy is None else greedy
         row["holder"], row["total_length"] = holder, sample.total_length
         row["response_length"] = sample.response_length
         row["active_tokens"] = sample.active_tokens
         row["num_versions"] = len(versions)
-        row["version"], row["version_tokens"] = oldest
         row["versions_length"] = sample.versions_length
         row["branches"] = sample.num_branches
-        row["set_width"] = 0 if sample.token_sets is None else sample.token_sets.shape[1]
-        taught = sample.teacher_prompt
-        row["teacher_prompt_length"] = 0 if taught is None else taught.numel()
-        row["route_layers"], row["route_topk"] = routes[1:]
+        if sample.token_sets is not None:
+            row["set_width"] = sample.token_sets.shape[1]
+        if sample.teacher_prompt is not None:
+            row["teacher_prompt_length"] = sample.teacher_prompt.numel()
+        if sample.routes is not None:
+            row["route_layers"], row["route_topk"] = sample.routes.shape[1:]
         row["status"], row["parts"] = _STATUS.index(sample.status), parts
-    return rows, np.array(several, dtype=np.int32).reshape(-1, 2)
+    return rows, np.array(all_versions, dtype=np.int32).reshape(-1, 2)
 
 
-def num_several(rows: Rows) -> int:
+def count_versions(rows: Rows) -> int:
     """Length of the second array of `rows_of`."""
     counts = rows["num_versions"]
     return int(counts[counts > 1].sum())

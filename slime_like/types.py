@@ -169,19 +169,19 @@ class Sample:
 
 def complete(samples: Iterable[AnySample]) -> list[Sample]:
     """The same samples, asserting that this rank holds all of them."""
-    found = list(samples)
-    remote = [s.sample_id for s in found if not isinstance(s, Sample)]
-    assert not remote, f"samples {remote[:3]} are on other ranks"
-    return [s for s in found if isinstance(s, Sample)]
+    local = []
+    for sample in samples:
+        assert isinstance(sample, Sample), f"sample {sample.sample_id} is on another rank"
+        local.append(sample)
+    return local
 
 
 @dataclass(frozen=True, slots=True)
 class Episodes:
-    """Groups consecutive samples with equal id into episodes. first: index of each episode's first
-    sample. of: for each sample, the index of its episode."""
+    """Episodes of a list of samples: runs of samples with equal id."""
 
-    first: Sequence[int]
-    of: Sequence[int]
+    first: Sequence[int]  # index of each episode's first sample
+    of: Sequence[int]  # the episode of each sample
 
     @property
     def one_each(self) -> bool:
@@ -192,9 +192,9 @@ def episodes_of(samples: Sequence[AnySample]) -> Episodes:
     """The episodes of a rollout, or of one optimizer step."""
     first: list[int] = []
     of = []
-    for place, sample in enumerate(samples):
-        if not place or samples[place - 1].sample_id != sample.sample_id:
-            first.append(place)
+    for i, sample in enumerate(samples):
+        if i == 0 or samples[i - 1].sample_id != sample.sample_id:
+            first.append(i)
         of.append(len(first) - 1)
     return Episodes(first, of)
 
@@ -350,8 +350,7 @@ class TokenOutput:
 
 
 class AutogradContext(Protocol):
-    """What a `torch.autograd.Function` passes from its forward to its backward pass. A function that
-    keeps more than tensors names it in a separate protocol."""
+    """Context of a `torch.autograd.Function`; extended by functions that keep more than tensors."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]

@@ -34,9 +34,9 @@ from slime_like.sample_index import (
     ROW,
     AnySample,
     RemoteSample,
+    count_versions,
     greedy_metadata,
     holder_of,
-    num_several,
     remote_samples,
     rows_of,
 )
@@ -168,7 +168,7 @@ def share_index(
         part.view(ROW)
         for part in _all_gather_varying(rows.view(np.uint8), counts * ROW.itemsize, group)
     ]
-    several = np.array([num_several(table) for table in tables])
+    several = np.array([count_versions(table) for table in tables])
     pairs = [
         part.view(np.int32).reshape(-1, 2)
         for part in _all_gather_varying(versions.reshape(-1).view(np.uint8), several * 8, group)

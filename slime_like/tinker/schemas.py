@@ -192,7 +192,7 @@ class SamplingParams(Body):
     @classmethod
     def _temperature(cls, value: float) -> float:
         if not GREEDY_OR_TEMPERATURE.holds(value):
-            raise ValueError(f"temperature is {GREEDY_OR_TEMPERATURE.words}")
+            raise ValueError(f"temperature is {GREEDY_OR_TEMPERATURE.description}")
         return value
 
     @field_validator("top_k")

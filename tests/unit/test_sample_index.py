@@ -21,7 +21,7 @@ from slime_like.rollout.step_plan import mask_failed
 from slime_like.sample_index import (
     ROW,
     RemoteSample,
-    num_several,
+    count_versions,
     remote_samples,
     rows_of,
     untrained,
@@ -83,7 +83,7 @@ def samples() -> list[Sample]:
 @pytest.fixture(scope="module")
 def known(samples: list[Sample]) -> list[RemoteSample]:
     rows, versions = rows_of(samples, holder=3)
-    assert num_several(rows) == len(versions) > 0
+    assert count_versions(rows) == len(versions) > 0
     return remote_samples(rows, versions)
 
 
@@ -143,5 +143,5 @@ def test_a_remote_sample_is_not_taken_for_a_whole_one(
     samples: list[Sample], known: list[RemoteSample]
 ) -> None:
     assert complete(samples) == samples
-    with pytest.raises(AssertionError, match="other ranks"):
+    with pytest.raises(AssertionError, match="another rank"):
         complete([samples[0], known[1]])

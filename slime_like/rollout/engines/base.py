@@ -53,7 +53,7 @@ class SamplingParams:
             (
                 "temperature",
                 math.isfinite(self.temperature) and GREEDY_OR_TEMPERATURE.holds(self.temperature),
-                f"finite, and {GREEDY_OR_TEMPERATURE.words}",
+                f"finite, and {GREEDY_OR_TEMPERATURE.description}",
             ),
             ("top_p", 0 < self.top_p <= 1, "0 < top_p <= 1 (1: off)"),
             ("top_k", self.top_k == -1 or self.top_k >= 1, "-1 (off) or >= 1"),
