@@ -1,6 +1,6 @@
 """Policy losses, KL estimators and reductions. They need only torch: no process group, no Megatron.
 
->>> compute_policy_loss("sapo", log_probs, loss_mask, loss_weights, advantages=advantages, old_log_probs=old)  # [B, T] each
+>>> compute_policy_loss("ppo", log_probs, mask, weights, advantages=advantages, old_log_probs=old)
 """
 
 from __future__ import annotations

@@ -45,15 +45,13 @@ class BradleyTerryConfig(CheckedSettings):
     scores=True,
 )
 def bradley_terry(inputs: LossInputs, config: BradleyTerryConfig) -> PolicyLossOutput:
-    """Token losses [T]; log_probs are scores, one active row in each sequence, and rewards, where
-    they are given, the margins. Metrics: see `pair_metrics`, of the scores."""
+    """Token losses [T]; log_probs are scores, with one active row per sequence, and rewards, if
+    any, are margins. Metrics: `pair_metrics` of the scores."""
     scores = inputs.masked(inputs.log_probs)
     difference = pair_difference(inputs, scores)
     if inputs.rewards is not None:
-        margins = inputs.required("rewards").nan_to_num()
-        difference = difference - pair_difference(
-            inputs, torch.where(is_chosen(inputs), margins, 0.0)
-        )
+        margins = torch.where(is_chosen(inputs), inputs.required("rewards").nan_to_num(), 0.0)
+        difference = difference - pair_difference(inputs, margins)
     losses = -torch.nn.functional.logsigmoid(difference)
     if config.rm_center_coef:
         total = pair_difference(inputs, torch.where(is_chosen(inputs), scores, -scores))

@@ -1,4 +1,4 @@
-"""Clip-Cov, arXiv 2505.22617: PPO with the gradient cut at a few random tokens of high covariance.
+"""Clip-Cov, arXiv 2505.22617: PPO without the gradient of a few random tokens of high covariance.
 
 Candidates are active tokens that PPO does not clip, with clip_cov_lb < cov < clip_cov_ub; of them
 max(1, floor(clip_cov_ratio N)) are chosen at random, and l = 0 there. Tokens that an off-policy
@@ -35,13 +35,9 @@ def clip_cov(inputs: LossInputs, config: ClipCovConfig) -> PolicyLossOutput:
     ratio = inputs.log_ratio().exp()
     surrogate = clipped_surrogate(inputs, ratio, config)
     cov = covariances(inputs)
-    candidates = (
-        inputs.kept & ~surrogate.clipped & (cov > config.clip_cov_lb) & (cov < config.clip_cov_ub)
-    )
+    in_range = (cov > config.clip_cov_lb) & (cov < config.clip_cov_ub)
+    candidates = inputs.kept & ~surrogate.clipped & in_range
     chosen = pick(candidates, random_order(inputs), config.clip_cov_ratio, inputs)
-    metrics = {
-        **ratio_metrics(inputs, ratio),
-        **surrogate.metrics,
-        "clip_cov_frac": masked_mean(chosen, inputs.loss_mask),
-    }
+    metrics = {**ratio_metrics(inputs, ratio), **surrogate.metrics}
+    metrics["clip_cov_frac"] = masked_mean(chosen, inputs.loss_mask)
     return PolicyLossOutput(torch.where(chosen, 0.0, surrogate.token_losses), metrics)

@@ -18,14 +18,10 @@ def covariances(inputs: LossInputs) -> Tensor:
     """Covariance of each token, [T] float64, detached; 0 at inactive tokens. float64 makes it
     exactly 0 if all tokens share one advantage; rounding noise would select other tokens in another
     layout."""
-    advantages, log_probs = (
-        inputs.required("advantages").double(),
-        inputs.masked(inputs.log_probs.detach()).double(),
-    )
-    own = torch.stack(
-        [advantages.sum(), log_probs.sum(), inputs.loss_mask.sum().to(log_probs.dtype)]
-    )
-    advantage_sum, log_prob_sum, count = sum_over_ranks(own, inputs.cp_group)
+    advantages = inputs.required("advantages").double()
+    log_probs = inputs.masked(inputs.log_probs.detach()).double()
+    local = torch.stack([advantages.sum(), log_probs.sum(), inputs.loss_mask.sum().double()])
+    advantage_sum, log_prob_sum, count = sum_over_ranks(local, inputs.cp_group)
     count = count.clamp(min=1)
     return inputs.masked((advantages - advantage_sum / count) * (log_probs - log_prob_sum / count))
 
@@ -35,10 +31,11 @@ def random_order(inputs: LossInputs) -> Tensor:
     seed and the token's index in the micro-batch."""
     generator = torch.Generator().manual_seed(inputs.selection_seed)
     ranks = 1 if inputs.cp_group is None else inputs.cp_group.size()
-    draws = torch.rand(ranks * inputs.loss_mask.numel(), generator=generator).to(
-        inputs.loss_mask.device
-    )
-    return draws[_places(inputs)]
+    draws = torch.rand(ranks * inputs.loss_mask.numel(), generator=generator)
+    draws = draws.to(inputs.loss_mask.device)
+    if inputs.places is None:
+        return draws[: inputs.loss_mask.numel()]
+    return draws[inputs.places]
 
 
 def pick(candidates: Tensor, order: Tensor, share: float, inputs: LossInputs) -> Tensor:
@@ -48,27 +45,17 @@ def pick(candidates: Tensor, order: Tensor, share: float, inputs: LossInputs) ->
     candidates: [T] bool. order: [T]; ties go to the earlier token. Returns [T] bool, without a
     device synchronisation.
     """
-    wanted = (
-        (sum_over_ranks(inputs.loss_mask.sum(), inputs.cp_group).double() * share)
-        .floor()
-        .clamp(min=1)
-    )
+    num_active = sum_over_ranks(inputs.loss_mask.sum(), inputs.cp_group).double()
+    wanted = (num_active * share).floor().clamp(min=1)
     order = gather_over_ranks(order.masked_fill(~candidates, float("-inf")), inputs.cp_group)
     if inputs.places is None:
         best_first = order.argsort(descending=True, stable=True)
     else:
         by_place = gather_over_ranks(inputs.places, inputs.cp_group).argsort(stable=True)
         best_first = by_place[order[by_place].argsort(descending=True, stable=True)]
-    rank = torch.empty_like(best_first).scatter_(
-        0, best_first, torch.arange(best_first.numel(), device=best_first.device)
-    )
+    positions = torch.arange(best_first.numel(), device=best_first.device)
+    rank = torch.empty_like(best_first).scatter_(0, best_first, positions)
     if inputs.cp_group is not None:
-        own = inputs.loss_mask.numel()
-        rank = rank[inputs.cp_group.rank() * own :][:own]
+        rows = inputs.loss_mask.numel()
+        rank = rank[inputs.cp_group.rank() * rows :][:rows]
     return candidates & (rank < wanted)
-
-
-def _places(inputs: LossInputs) -> Tensor:
-    if inputs.places is not None:
-        return inputs.places
-    return torch.arange(inputs.loss_mask.numel(), device=inputs.loss_mask.device)

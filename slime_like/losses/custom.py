@@ -1,5 +1,4 @@
-"""A user's own loss, --custom-loss-function-path: called as function(inputs, config) for each
-micro-batch."""
+"""User-defined loss, --custom-loss-function-path: function(inputs, config) for each micro-batch."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ def custom_loss(path: str) -> PolicyLoss:
     `total_loss` still applies masking, token weights, off-policy correction, KL and entropy.
 
     Raises:
-        ValueError: There is no such function. The loss itself raises it for a result that is not a
-            `PolicyLossOutput` with [T] losses.
+        ValueError: There is no such function. The returned loss raises it for a result that is not
+            a `PolicyLossOutput` with [T] losses.
     """
     return PolicyLoss(
         name="custom",
@@ -39,17 +38,15 @@ def _checked(
     def fn(inputs: LossInputs, config: object) -> PolicyLossOutput:
         output = function(inputs, config)
         if not isinstance(output, PolicyLossOutput):
-            raise ValueError(
-                f"{FLAG} {path!r}: returned a {type(output).__name__}, not a PolicyLossOutput"
-            )
-        losses = output.token_losses
-        if not isinstance(losses, torch.Tensor) or losses.shape != inputs.log_probs.shape:
-            shape = (
-                tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
-            )
-            raise ValueError(
-                f"{FLAG} {path!r}: token_losses must be [T] = {tuple(inputs.log_probs.shape)}, got {shape}"
-            )
+            kind = type(output).__name__
+            raise ValueError(f"{FLAG} {path!r}: returned a {kind}, not a PolicyLossOutput")
+        losses, expected = output.token_losses, tuple(inputs.log_probs.shape)
+        if not isinstance(losses, torch.Tensor):
+            kind = type(losses).__name__
+            raise ValueError(f"{FLAG} {path!r}: token_losses is a {kind}, not a tensor")
+        if losses.shape != expected:
+            shape = tuple(losses.shape)
+            raise ValueError(f"{FLAG} {path!r}: token_losses must be [T] = {expected}, got {shape}")
         return output
 
     return fn

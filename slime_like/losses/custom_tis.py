@@ -7,7 +7,7 @@ with a loss of 1 for every token; the result is the weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,80 +51,70 @@ def custom_correction(
         ValueError: The result has another shape, or a weight of a kept token is negative or not
             finite.
     """
-    assert config.custom_tis_function_path is not None
     path = config.custom_tis_function_path
+    assert path is not None
     lengths = [int(mask.numel()) for mask in loss_masks]
     mask = torch.cat(list(loss_masks))
-    seq_ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     base = off_policy_correction(
         OffPolicyConfig(custom_tis_function_path=path),
         old_log_probs=torch.cat(list(old_log_probs)),
         rollout_log_probs=torch.cat(list(rollout_log_probs)),
         loss_mask=mask,
-        seq_ids=seq_ids,
+        seq_ids=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
         num_seqs=len(lengths),
     )
     assert base.keep_mask is not None
-    sound = torch.split(base.keep_mask & mask, lengths)
+    rollout = []
+    valid = torch.split(base.keep_mask & mask, lengths)
+    for is_valid, old, sampled in zip(valid, old_log_probs, rollout_log_probs):
+        # no mismatch in dropped sequences and at inactive tokens, so that they get weight 1
+        rollout.append(torch.where(is_valid, sampled.float(), old.float()))
+    cap, low = config.token_tis_ratio_clip_high, config.token_tis_ratio_clip_low
     with torch.no_grad():
-        weights, masks, metrics = function(
-            args=CustomTISArgs(
-                config.token_tis_ratio_clip_high, config.token_tis_ratio_clip_low, path
-            ),
+        loss, masks, metrics = function(
+            args=CustomTISArgs(cap, low, path),
             pg_loss=torch.ones(mask.numel()),
-            train_log_probs=[o.float() for o in old_log_probs],
-            # no mismatch at dropped sequences and inactive tokens, so that they get weight 1
-            rollout_log_probs=[
-                torch.where(good, m.float(), o.float())
-                for good, o, m in zip(sound, old_log_probs, rollout_log_probs)
-            ],
+            train_log_probs=[old.float() for old in old_log_probs],
+            rollout_log_probs=rollout,
             loss_masks=[part.float() for part in loss_masks],
             total_lengths=list(total_lengths),
             response_lengths=lengths,
         )
-    weights = torch.as_tensor(weights)
+    weights = torch.as_tensor(loss)
     kept = torch.cat([torch.as_tensor(part).bool() for part in masks])
-    keep = _checked(path, weights, kept, base.keep_mask, mask)
-    return Correction(
-        keep,
-        torch.where(keep & mask, weights, 1.0).float(),
-        {**base.metrics, **_typed(metrics, mask)},
-    )
+    keep = _keep_mask(path, weights, kept, base.keep_mask, mask)
+    weights = torch.where(keep & mask, weights, 1.0).float()
+    return Correction(keep, weights, {**base.metrics, **_typed(metrics, mask)})
 
 
-def _checked(path: str, weights: Tensor, kept: Tensor, sound: Tensor, mask: Tensor) -> Tensor:
+def _keep_mask(path: str, weights: Tensor, kept: Tensor, valid: Tensor, mask: Tensor) -> Tensor:
     """[T] bool: tokens kept by the function, restricted to valid ones.
 
     Args:
-        weights, kept: [T], what the function returned.
-        sound: [T] bool, tokens of sequences with finite log-probs.
+        weights, kept: [T], from the function.
+        valid: [T] bool, tokens of sequences with finite log-probs.
         mask: [T] bool, active tokens.
-
-    Raises:
-        ValueError: For another shape, and a weight that is negative or not finite.
     """
+    flag = f"--custom-tis-function-path {path}"
     if weights.shape != mask.shape or kept.shape != mask.shape:
         raise ValueError(
-            f"--custom-tis-function-path {path}: returned a loss of shape {tuple(weights.shape)} and masks of {tuple(kept.shape)}; "
-            f"both must be [{mask.numel()}], as the loss that it was given"
+            f"{flag}: returned a loss of shape {tuple(weights.shape)} and masks of "
+            f"{tuple(kept.shape)}; both must be [{mask.numel()}], like pg_loss"
         )
-    keep = sound & ((kept & (weights != 0)) | ~mask)
+    keep = valid & ((kept & (weights != 0)) | ~mask)
     used = weights[keep & mask]
     if not (torch.isfinite(used) & (used > 0)).all():
-        raise ValueError(
-            f"--custom-tis-function-path {path}: made a weight that is negative or not finite; reject such tokens in the mask"
-        )
+        raise ValueError(f"{flag}: a weight is negative or not finite; reject such tokens")
     return keep
 
 
-def _typed(metrics: dict[str, object], mask: Tensor) -> dict[str, Metric]:
+def _typed(metrics: Mapping[str, object], mask: Tensor) -> dict[str, Metric]:
     """Tensors over tokens are averaged over the active ones, numbers over the ranks."""
     typed = {}
     for name, value in metrics.items():
-        value = torch.as_tensor(value).detach().float()
-        typed[name] = (
-            masked_mean(value, mask)
-            if value.shape == mask.shape
-            else Metric("mean", value.mean(), torch.ones(()))
-        )
+        tensor = torch.as_tensor(value).detach().float()
+        if tensor.shape == mask.shape:
+            typed[name] = masked_mean(tensor, mask)
+        else:
+            typed[name] = Metric("mean", tensor.mean(), torch.ones(()))
     return typed

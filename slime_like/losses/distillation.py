@@ -5,11 +5,11 @@ one bucket for all other tokens:
     alpha = 0   KL(q || p)
     between     (1 - alpha) KL(p || m) + alpha KL(q || m),  m = (1 - alpha) p + alpha q
 
-Source: SDPO, "Reinforcement Learning via Self-Distillation", arXiv 2601.20802, section 3, for the K
-tokens that the student finds likeliest and the bucket; SDFT, "Self-Distillation Enables Continual
-Learning", arXiv 2601.19897, for KL(p || q); Agarwal et al., arXiv 2306.13649, equation 1, for the
-generalised Jensen-Shannon divergence, with the weight that TRL has. Of K = the whole vocabulary it
-is exact: the bucket of both is empty.
+Sources: SDPO, "Reinforcement Learning via Self-Distillation", arXiv 2601.20802, section 3, for the
+student's top K tokens and the bucket; SDFT, "Self-Distillation Enables Continual Learning", arXiv
+2601.19897, for KL(p || q); Agarwal et al., arXiv 2306.13649, equation 1, for the generalised
+Jensen-Shannon divergence, with TRL's weight. It is exact if K is the full vocabulary: the bucket of
+both is empty.
 """
 
 from __future__ import annotations
@@ -32,24 +32,23 @@ def set_divergence(log_probs: Tensor, teacher_probs: Tensor, alpha: float) -> Te
         alpha: 0 <= alpha <= 1.
     """
     teacher = teacher_probs.detach().to(log_probs.dtype)
-    taught = teacher.sum(dim=1) > 0
+    has_teacher = teacher.sum(dim=1) > 0
     # masked before the logarithm, so that tokens without a teacher get no NaN gradient
-    student = _with_rest(
-        torch.where(taught.unsqueeze(1), log_probs, math.log(0.5 / teacher.size(1)))
-    )
-    other = _with_rest(teacher.clamp(min=torch.finfo(torch.float32).tiny).log())
+    uniform = math.log(0.5 / teacher.size(1))
+    p = _append_rest(torch.where(has_teacher.unsqueeze(1), log_probs, uniform))
+    q = _append_rest(teacher.clamp(min=torch.finfo(torch.float32).tiny).log())
     if alpha == 1:
-        found = _kl(student, other)
+        divergence = _kl(p, q)
     elif alpha == 0:
-        found = _kl(other, student)
+        divergence = _kl(q, p)
     else:
-        parts = [student + math.log(1 - alpha), other + math.log(alpha)]
-        mixture = torch.logsumexp(torch.stack(parts), dim=0)
-        found = (1 - alpha) * _kl(student, mixture) + alpha * _kl(other, mixture)
-    return torch.where(taught, found, 0.0)
+        parts = torch.stack([p + math.log(1 - alpha), q + math.log(alpha)])
+        mixture = torch.logsumexp(parts, dim=0)
+        divergence = (1 - alpha) * _kl(p, mixture) + alpha * _kl(q, mixture)
+    return torch.where(has_teacher, divergence, 0.0)
 
 
-def _with_rest(log_probs: Tensor) -> Tensor:
+def _append_rest(log_probs: Tensor) -> Tensor:
     """[T, K] -> [T, K + 1]: append the log-probability of the bucket, log(1 - sum of the K)."""
     total = torch.logsumexp(log_probs, dim=1, keepdim=True).clamp(max=FULL)
     return torch.cat([log_probs, torch.log(-torch.expm1(total))], dim=1)

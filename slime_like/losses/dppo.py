@@ -1,8 +1,7 @@
 """DPPO: a trust region on the divergence of the sampled token's probability, arXiv 2602.04879
 (binary approximations).
 
-With the anchor mu (the sampler, or the old policy where the sampler gave no log-probs), p =
-exp(log_prob), q = exp(mu):
+With mu the rollout log-probs, or the old ones if there are none, p = exp(log_prob), q = exp(mu):
 
     l = -A r keep,      r = p / q; keep is constant, and 0 where the update would leave the region:
     binary_tv   A > 0 and p - q > delta_high,   or A < 0 and q - p > delta_low
@@ -22,7 +21,7 @@ from slime_like.losses.registry import register_policy_loss
 from slime_like.metrics.typed import masked_mean
 
 DEFAULT_DELTA = {"binary_tv": 0.2, "binary_kl": 0.05}
-LEAST_COMPLEMENT = 1e-8  # lower bound of 1 - p and 1 - q
+MIN_COMPLEMENT = 1e-8  # lower bound of 1 - p and 1 - q
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +31,23 @@ class DPPOConfig(CheckedSettings):
     )
     dppo_delta_low: float | None = arg(
         None,
-        "DPPO: largest divergence where the advantage is negative; default 0.2, with binary_kl 0.05.",
+        "DPPO: largest divergence where the advantage is negative; default 0.2, "
+        "with binary_kl 0.05.",
         legal=NON_NEGATIVE,
     )
     dppo_delta_high: float | None = arg(
         None,
-        "DPPO: largest divergence where the advantage is positive; default 0.2, with binary_kl 0.05.",
+        "DPPO: largest divergence where the advantage is positive; default 0.2, "
+        "with binary_kl 0.05.",
         legal=NON_NEGATIVE,
     )
 
     @property
     def deltas(self) -> tuple[float, float]:
         """(low, high)."""
-        default = DEFAULT_DELTA[self.dppo_type]
         low, high = self.dppo_delta_low, self.dppo_delta_high
-        return default if low is None else low, default if high is None else high
+        default = DEFAULT_DELTA[self.dppo_type]
+        return (default if low is None else low), (default if high is None else high)
 
 
 @register_policy_loss(
@@ -54,15 +55,12 @@ class DPPOConfig(CheckedSettings):
     DPPOConfig,
     needs=("advantages",),  # and rollout_log_probs or old_log_probs
     correction="masks",
-    alias_defaults={
-        "dppo_tv": {"dppo_type": "binary_tv"},
-        "dppo_kl": {"dppo_type": "binary_kl"},
-    },
+    alias_defaults={"dppo_tv": {"dppo_type": "binary_tv"}, "dppo_kl": {"dppo_type": "binary_kl"}},
     aliases=("dppo_tv", "dppo_kl"),
 )
 def dppo(inputs: LossInputs, config: DPPOConfig) -> PolicyLossOutput:
-    """Token losses [T]. pg_clipfrac: share of active tokens that are dropped. Warns when it falls
-    back to the old policy."""
+    """Token losses [T]. pg_clipfrac: share of active tokens that are dropped. Warns if there are no
+    rollout log-probs."""
     anchor = "rollout_log_probs"
     if inputs.rollout_log_probs is None:
         anchor = "old_log_probs"
@@ -85,6 +83,6 @@ def _outside(log_p: Tensor, log_q: Tensor, config: DPPOConfig) -> tuple[Tensor, 
     p, q = log_p.exp(), log_q.exp()
     if config.dppo_type == "binary_tv":
         return p - q > high, q - p > low
-    rest_p, rest_q = (-torch.expm1(x).clamp(max=-LEAST_COMPLEMENT) for x in (log_p, log_q))
+    rest_p, rest_q = (-torch.expm1(x).clamp(max=-MIN_COMPLEMENT) for x in (log_p, log_q))
     kl = q * (log_q - log_p) + rest_q * (rest_q / rest_p).log()
     return (p > q) & (kl > high), (p < q) & (kl > low)

@@ -1,8 +1,7 @@
-"""DRO: direct reward optimisation, arXiv 2405.19107, token by token: l = -A log_prob + beta / 2
-d^2.
+"""DRO: direct reward optimisation, arXiv 2405.19107, per token: l = -A log_prob + beta / 2 d^2.
 
-The paper squares the log-ratio of the whole sequence; here, as in verl and ROLL, each token's own
-is squared. kimi.py is the same loss.
+The paper squares the log-ratio of the sequence; here, as in verl and ROLL, that of each token is
+squared. kimi.py is the same loss.
 """
 
 from __future__ import annotations
@@ -26,13 +25,11 @@ class DROConfig(CheckedSettings):
 
 
 def quadratic(inputs: LossInputs, coef: float, name: str) -> PolicyLossOutput:
-    """-A log_prob + coef / 2 d^2 [T], and the mean of each part over active tokens as name/policy and
-    name/penalty."""
+    """-A log_prob + coef / 2 d^2 [T], with metrics name/policy and name/penalty, the means of the
+    two parts over active tokens."""
     log_ratio = inputs.log_ratio()
-    policy, penalty = (
-        inputs.policy_gradient(inputs.required("advantages")),
-        coef / 2 * log_ratio * log_ratio,
-    )
+    policy = inputs.policy_gradient(inputs.required("advantages"))
+    penalty = coef / 2 * log_ratio * log_ratio
     metrics = ratio_metrics(inputs, log_ratio.exp())
     metrics[f"{name}/policy"] = masked_mean(policy, inputs.loss_mask)
     metrics[f"{name}/penalty"] = masked_mean(penalty, inputs.loss_mask)
@@ -43,5 +40,5 @@ def quadratic(inputs: LossInputs, coef: float, name: str) -> PolicyLossOutput:
 def dro(inputs: LossInputs, config: DROConfig) -> PolicyLossOutput:
     """Token losses [T]. Raises ValueError without a beta."""
     if config.dro_beta is None:
-        raise ValueError("--dro-beta is missing: the loss dro needs it, > 0")
+        raise ValueError("policy loss dro needs --dro-beta > 0")
     return quadratic(inputs, config.dro_beta, "dro")

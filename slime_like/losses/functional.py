@@ -1,11 +1,13 @@
 """Functional API of the losses, e.g. for notebooks: padded [B, T] tensors with one sequence per
 row, or packed [T] tensors with `seq_ids`. Needs only torch.
 
->>> u = token_weights("sequence_mean", loss_mask)
->>> correction = compute_off_policy_correction(OffPolicyConfig(tis_ratio_type="token"), old, rollout, loss_mask)
->>> compute_policy_loss("sapo", log_probs, loss_mask, u, advantages=advantages, old_log_probs=old, **correction.tensors).loss.backward()
+>>> u = token_weights("sequence_mean", mask)
+>>> config = OffPolicyConfig(tis_ratio_type="token")
+>>> tensors = compute_off_policy_correction(config, old_log_probs, rollout_log_probs, mask).tensors
+>>> tensors |= dict(advantages=advantages, old_log_probs=old_log_probs)
+>>> compute_policy_loss("sapo", log_probs, mask, u, **tensors).loss.backward()
 
-Training calls what these call: `total_loss`, `reduction_weights`, `off_policy_correction`.
+Training calls the same functions: `total_loss`, `reduction_weights`, `off_policy_correction`.
 """
 
 from __future__ import annotations
@@ -29,11 +31,8 @@ from slime_like.losses.registry import policy_losses
 from slime_like.losses.total import LossOutput, LossTerms, reduction_weights, total_loss
 from slime_like.metrics.typed import Metric
 
-_OF_KEPT_TOKENS = (
-    "old_log_probs",
-    "rollout_log_probs",
-    "importance_weights",
-)  # may be non-finite at rejected tokens
+# may be non-finite at rejected tokens
+_OF_KEPT_TOKENS = ("old_log_probs", "rollout_log_probs", "importance_weights")
 
 
 def compute_policy_loss(
@@ -95,9 +94,8 @@ def token_weights(
         ValueError: A wrong mask or shape, and as `reduction_weights`.
     """
     mask, rows, count = _rows(loss_mask, seq_ids)
-    active = torch.zeros(count, dtype=torch.int64, device=mask.device).index_add(
-        0, rows, mask.flatten().long()
-    )
+    active = torch.zeros(count, dtype=torch.int64, device=mask.device)
+    active = active.index_add(0, rows, mask.flatten().long())
     if reduction == "rollout_mean":
         of_samples.setdefault("rollout_ids", torch.arange(count, device=mask.device))
     return reduction_weights(reduction, active_tokens=active, **of_samples)[rows].view(mask.shape)
@@ -151,21 +149,22 @@ def compute_off_policy_correction(
     mask, rows, count = _rows(loss_mask, seq_ids)
     old = require_shape("old_log_probs", old_log_probs, mask, "loss_mask")
     require_finite("old_log_probs", old, mask)
+    rollout = require_shape("rollout_log_probs", rollout_log_probs, mask, "loss_mask")
     correction = off_policy_correction(
         config,
         old_log_probs=old.flatten(),
-        rollout_log_probs=require_shape(
-            "rollout_log_probs", rollout_log_probs, mask, "loss_mask"
-        ).flatten(),
+        rollout_log_probs=rollout.flatten(),
         loss_mask=mask.flatten(),
         seq_ids=rows,
         num_seqs=count,
     )
-    keep, weights = (
-        None if x is None else x.view(mask.shape)
-        for x in (correction.keep_mask, correction.importance_weights)
+    keep, weights = correction.keep_mask, correction.importance_weights
+    return ShapedCorrection(
+        None if keep is None else keep.view(mask.shape),
+        None if weights is None else weights.view(mask.shape),
+        config.tis_ratio_type or "token",
+        correction.metrics,
     )
-    return ShapedCorrection(keep, weights, config.tis_ratio_type or "token", correction.metrics)
 
 
 def _rows(loss_mask: Tensor, seq_ids: Tensor | None) -> tuple[Tensor, Tensor, int]:
@@ -214,7 +213,7 @@ def from_padded(
     """
     if require_tensor("log_probs", log_probs).dim() != 2:
         raise ValueError(
-            f"log_probs has shape {tuple(log_probs.shape)}; it must be [B, T]; packed [T] tensors need seq_ids"
+            f"log_probs has shape {tuple(log_probs.shape)}; it must be [B, T], or [T] with seq_ids"
         )
     batch, length = log_probs.shape
     seq_ids = torch.arange(batch, device=log_probs.device).repeat_interleave(length)
@@ -254,15 +253,15 @@ def from_packed(
     return _checked(log_probs, tensors, seq_ids, num_seqs, importance_level, selection_seed)
 
 
-def count_sequences(seq_ids: Any, tokens: int) -> int:
+def count_sequences(seq_ids: object, tokens: int) -> int:
     """S of seq_ids [tokens], the largest id plus 1. Raises ValueError for another shape, floats and
     negative ids."""
-    require_ids("seq_ids", seq_ids, tokens, index=True)
+    ids = require_ids("seq_ids", seq_ids, tokens, index=True)
     if tokens == 0:
         return 0
-    if int(seq_ids.min()) < 0:
-        raise ValueError(f"seq_ids holds {int(seq_ids.min())}; ids must be >= 0")
-    return int(seq_ids.max()) + 1
+    if (lowest := int(ids.min())) < 0:
+        raise ValueError(f"seq_ids holds {lowest}; ids must be >= 0")
+    return int(ids.max()) + 1
 
 
 def _checked(

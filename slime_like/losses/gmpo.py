@@ -5,12 +5,10 @@ space.
     rho = exp(mean of e over the sequence),      l = -A rho
 
 so a sequence contributes -rho sum(w A), and each unclipped token gets the gradient -rho sum(w A) /
-n. With a token-level A this is no longer the paper's objective, which has one advantage for each
-sequence.
+n. The paper's objective has one advantage per sequence; a token-level A is another objective.
 
 Off-policy correction: rejected tokens leave both the mean and the sum, and rho is multiplied by the
-geometric mean of the importance weights of those that are kept, which is the sequence's weight
-where that is what the correction gives.
+geometric mean of the importance weights of the kept tokens, which equals a sequence-level weight.
 """
 
 from __future__ import annotations
@@ -64,14 +62,9 @@ def gmpo(inputs: LossInputs, config: GMPOConfig) -> PolicyLossOutput:
     count = inputs.seq_sum(kept.to(exponent.dtype)).clamp(min=1)
     ratio = (inputs.seq_sum(exponent) / count).exp()
     metrics = ratio_metrics(inputs, log_ratio.detach().exp())
-    high, low = (
-        positive & (log_ratio > config.gmpo_eps_high),
-        negative & (log_ratio < -config.gmpo_eps_low),
-    )
-    for name, flags in (
-        ("pg_clipfrac", high | low),
-        ("pg_clipfrac_high", high),
-        ("pg_clipfrac_low", low),
-    ):
-        metrics[name] = masked_mean(flags, inputs.loss_mask)
+    high = positive & (log_ratio > config.gmpo_eps_high)
+    low = negative & (log_ratio < -config.gmpo_eps_low)
+    metrics["pg_clipfrac"] = masked_mean(high | low, inputs.loss_mask)
+    metrics["pg_clipfrac_high"] = masked_mean(high, inputs.loss_mask)
+    metrics["pg_clipfrac_low"] = masked_mean(low, inputs.loss_mask)
     return PolicyLossOutput(torch.where(kept, -advantages * ratio, 0.0), metrics)

@@ -3,11 +3,12 @@ equations 13 and 14.
 
 With D the mean log-ratio of the sequence over its original mask:
 
-    s = exp(min(log_prob - sg(log_prob) + sg(D), 10)),      l = max(-A s, -A clip(s, 1 - eps_clip, 1 + eps_clip_high))
+    s = exp(min(log_prob - sg(log_prob) + sg(D), 10))
+    l = max(-A s, -A clip(s, 1 - eps_clip, 1 + eps_clip_high))
 
-Value and clip are the sequence's, the gradient by a token's log-prob is -A s. Where A is constant
-in a sequence and the reduction is a mean over sequences, this is the gradient of GSPO proper
-(equation 5). A geometric mean stays close to 1, so the range is narrow.
+Value and clip are the sequence's; the gradient by a token's log-prob is -A s. If A is constant in a
+sequence and the reduction is a mean over sequences, this is the gradient of GSPO (equation 5). A
+geometric mean stays close to 1, so the clip range is narrow.
 
 With --gspo-ratio-level turn, D is the mean over one turn (consecutive active tokens): the turn
 ratio of Turn-PPO, arXiv 2511.20718, in the form of GSPO-token. For a sequence with one turn the
@@ -53,6 +54,5 @@ def sequence_surrogate(
     [T]."""
     ratio = inputs.sequence_log_ratio(level).exp()
     surrogate = clipped_surrogate(inputs, ratio, config)
-    return PolicyLossOutput(
-        surrogate.token_losses, {**ratio_metrics(inputs, ratio), **surrogate.metrics}
-    )
+    metrics = {**ratio_metrics(inputs, ratio), **surrogate.metrics}
+    return PolicyLossOutput(surrogate.token_losses, metrics)

@@ -22,8 +22,6 @@ class ImportanceSamplingConfig(CheckedSettings):
 def importance_sampling(inputs: LossInputs, config: ImportanceSamplingConfig) -> PolicyLossOutput:
     """Token losses [T]. importance_ratio: mean ratio over active tokens."""
     ratio = inputs.log_ratio().exp()
-    metrics = {
-        **ratio_metrics(inputs, ratio),
-        "importance_ratio": masked_mean(ratio, inputs.loss_mask),
-    }
+    metrics = ratio_metrics(inputs, ratio)
+    metrics["importance_ratio"] = masked_mean(ratio, inputs.loss_mask)
     return PolicyLossOutput(-inputs.required("advantages") * ratio, metrics)

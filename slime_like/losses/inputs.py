@@ -77,9 +77,8 @@ class LossInputs:
         """The field `name`, masked and detached. Raises ValueError if the batch has none."""
         value = getattr(self, name)
         if value is None:
-            raise ValueError(
-                f"the loss needs {name}, and the batch has none{_REMEDIES.get(name, '')}"
-            )
+            remedy = _REMEDIES.get(name, "")
+            raise ValueError(f"the loss needs {name}, and the batch has none{remedy}")
         return self.masked(value.detach())
 
     @property
@@ -95,9 +94,8 @@ class LossInputs:
     def log_ratio(self, anchor: str = "old_log_probs") -> Tensor:
         """d = clamp(log_probs - anchor, +-20) [T], 0 at inactive rows; the clamp also stops the
         gradient."""
-        return (self.masked(self.log_probs) - self.required(anchor)).clamp(
-            -LOG_RATIO_CLAMP, LOG_RATIO_CLAMP
-        )
+        difference = self.masked(self.log_probs) - self.required(anchor)
+        return difference.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
 
     def sequence_log_ratio(self, level: str = "sequence") -> Tensor:
         """log s_t of GSPO-token (arXiv 2507.18071, equation 14) [T], at most 10: the value is the
@@ -111,7 +109,8 @@ class LossInputs:
     def seq_sum(self, x: Tensor) -> Tensor:
         """Sum of x over the active tokens of each sequence, on every row of it: [T] -> [T],
         differentiable."""
-        return sum_over_ranks(self._own_sums(x), self.cp_group).index_select(0, self.seq_ids)
+        local = self._local_sums(x, self.seq_ids, self.num_seqs)
+        return sum_over_ranks(local, self.cp_group).index_select(0, self.seq_ids)
 
     def seq_mean(self, x: Tensor) -> Tensor:
         """Mean of x over the active tokens of each sequence, on every row of it: [T] -> [T]; 0 in a
@@ -127,18 +126,15 @@ class LossInputs:
         return self._mean_of(x, turns_of(self.loss_mask, self.seq_ids), self.loss_mask.numel())
 
     def _mean_of(self, x: Tensor, ids: Tensor, count: int) -> Tensor:
-        own = self._own_sums(x, ids, count)
-        ones = self._own_sums(torch.ones_like(x), ids, count)
-        sums, counts = sum_over_ranks(torch.stack([own, ones]), self.cp_group)
+        local_sums = self._local_sums(x, ids, count)
+        local_counts = self._local_sums(torch.ones_like(x), ids, count)
+        sums, counts = sum_over_ranks(torch.stack([local_sums, local_counts]), self.cp_group)
         return (sums / counts.clamp(min=1)).index_select(0, ids)
 
-    def _own_sums(self, x: Tensor, ids: Tensor | None = None, count: int | None = None) -> Tensor:
-        """Sums over this rank's rows: [T] -> [S], or -> [count] with `ids` [T]."""
+    def _local_sums(self, x: Tensor, ids: Tensor, count: int) -> Tensor:
+        """Sums over this rank's active rows by id [T] in [0, count): [T] -> [count]."""
         x = self.masked(x)
-        size = self.num_seqs if count is None else count
-        return torch.zeros(size, dtype=x.dtype, device=x.device).index_add(
-            0, self.seq_ids if ids is None else ids, x
-        )
+        return torch.zeros(count, dtype=x.dtype, device=x.device).index_add(0, ids, x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +162,9 @@ def ratio_metrics(
 
 
 def sequence_mean_metric(inputs: LossInputs, x: Tensor) -> Metric:
-    """Mean over sequences with active tokens of the mean of x [T] over a sequence's active tokens."""
-    share = 1.0 / inputs.seq_sum(torch.ones_like(inputs.loss_mask, dtype=torch.float32)).clamp(
-        min=1
-    )
-    share = torch.where(inputs.loss_mask, share, 0.0)
+    """Mean over sequences with active tokens of the mean of x [T] over these tokens."""
+    lengths = inputs.seq_sum(torch.ones_like(inputs.loss_mask, dtype=torch.float32))
+    share = torch.where(inputs.loss_mask, 1.0 / lengths.clamp(min=1), 0.0)
     return Metric("mean", (share * inputs.masked(x.detach()).float()).sum(), share.sum())
 
 
@@ -191,7 +185,8 @@ def require_shape(name: str, value: object, like: Tensor, like_name: str) -> Ten
     tensor = require_tensor(name, value)
     if tensor.shape != like.shape:
         raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)}, {like_name} has {tuple(like.shape)}; they must be equal"
+            f"{name} has shape {tuple(tensor.shape)}, {like_name} has {tuple(like.shape)}; "
+            "they must be equal"
         )
     return tensor
 
@@ -201,20 +196,20 @@ def require_mask(name: str, value: object) -> Tensor:
     tensor = require_tensor(name, value)
     if tensor.dtype == torch.bool:
         return tensor
-    strange = ~((tensor == 0) | (tensor == 1))
-    if strange.any():
-        where, what = _first(tensor, strange)
-        raise ValueError(f"{name}{where} is {what:g}; it must be bool, or 0 and 1 alone")
+    illegal = ~((tensor == 0) | (tensor == 1))
+    if illegal.any():
+        index, element = _first(tensor, illegal)
+        raise ValueError(f"{name}{index} is {element:g}; it must be bool, or 0 and 1")
     return tensor.bool()
 
 
 def require_finite(name: str, value: Tensor, where: Tensor) -> None:
-    """Raises ValueError when `value` is NaN or infinite where `where`, a bool tensor of its shape,
-    is True."""
-    bad = where & ~torch.isfinite(value)
-    if bad.any():
-        place, what = _first(value, bad)
-        raise ValueError(f"{name}{place} is {what:g}; it must be finite at every active token")
+    """Raises ValueError if `value` is NaN or infinite where `where`, a bool tensor of its shape, is
+    True."""
+    illegal = where & ~torch.isfinite(value)
+    if illegal.any():
+        index, element = _first(value, illegal)
+        raise ValueError(f"{name}{index} is {element:g}; it must be finite at every active token")
 
 
 def require_ids(
@@ -234,12 +229,11 @@ def require_ids(
     inexact = tensor.is_floating_point() and index
     if tensor.dtype == torch.bool or tensor.is_complex() or inexact:
         raise ValueError(f"{name} is of {tensor.dtype}; it must hold whole numbers")
-    if (
-        tensor.is_floating_point()
-        and (broken := (tensor != tensor.trunc()) | ~torch.isfinite(tensor)).any()
-    ):
-        place, what = _first(tensor, broken)
-        raise ValueError(f"{name}{place} is {what:g}; it must be a whole number")
+    if tensor.is_floating_point():
+        illegal = (tensor != tensor.trunc()) | ~torch.isfinite(tensor)
+        if illegal.any():
+            where, element = _first(tensor, illegal)
+            raise ValueError(f"{name}{where} is {element:g}; it must be a whole number")
     if count and below is not None and not 0 <= int(tensor.min()) <= int(tensor.max()) < below:
         bounds = f"{int(tensor.min())} to {int(tensor.max())}"
         raise ValueError(f"{name} runs from {bounds}; it must be in [0, {below})")
@@ -273,8 +267,8 @@ def require_samples(masks: Sequence[Tensor], **lists: Sequence[object] | None) -
 
 def _first(values: Tensor, flags: Tensor) -> tuple[str, float]:
     """Index and value of the first element where `flags` is True."""
-    place = flags.nonzero()[0].tolist()
-    return (f"[{', '.join(map(str, place))}]" if place else ""), float(values[tuple(place)])
+    index = flags.nonzero()[0].tolist()
+    return (str(index) if index else ""), float(values[tuple(index)])
 
 
 def turns_of(mask: Tensor, seq_ids: Tensor) -> Tensor:

@@ -3,10 +3,10 @@ preference optimisation, which is about pairs.)
 
 With p and q the token's probability under the policy and the sampler, r = p / q:
 
-    l = -A r keep + ipo_kl_coef (log r)^2,      keep = 0 where |p - q| > ipo_threshold; keep is constant
+    l = -A r keep + ipo_kl_coef (log r)^2,      keep = 0 where |p - q| > ipo_threshold, constant
 
-DPPO's trust region (`dppo.py`) on both sides, whatever the sign of the advantage. A token outside
-it is still pulled back to the sampler by the second term, which no advantage scales.
+DPPO's trust region (`dppo.py`), but for either sign of the advantage. The second term, which is
+independent of the advantage, pulls tokens outside it back to the sampler.
 """
 
 from __future__ import annotations

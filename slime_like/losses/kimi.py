@@ -1,7 +1,7 @@
-"""The policy loss of Kimi k1.5, arXiv 2501.12599, token by token: l = -A log_prob + tau / 2 d^2.
+"""The policy loss of Kimi k1.5, arXiv 2501.12599, per token: l = -A log_prob + tau / 2 d^2.
 
-The paper squares the log-ratio of the whole sequence; here, as in ROLL, each token's own is
-squared, which makes it the loss of dro.py.
+The paper squares the log-ratio of the sequence; here, as in ROLL, that of each token is squared,
+which makes it the loss of dro.py.
 """
 
 from __future__ import annotations

@@ -3,15 +3,13 @@ sampled tokens.
 
 With d = log_probs - ref_log_probs (Schulman 2020, "Approximating KL divergence"):
 
-    k1 = d        k2 = d^2 / 2        k3 = exp(-d) - 1 + d        low_var_kl = k3 clamped to +-10        abs = |d| (diagnostic)
+    k1 = d    k2 = d^2 / 2    k3 = exp(-d) - 1 + d    low_var_kl = k3 clamped to +-10    abs = |d|
 
 On-policy, the expected gradient is 0 for k1 (only noise), that of KL(policy || ref) for k2, and
-that of KL(ref || policy) for k3. With
-`unbiased` the estimator is weighted by the ratio r of current to old policy, which makes it that of
-KL(policy || ref), off-policy too: for
-k1 and k3 the gradient goes through r, for k2, whose gradient is right already, r is a constant.
-`k1+`, `k3+`, `low_var_kl+` and `abs+` are straight-through: the value of the estimator before the
-plus, and the gradient of k2.
+that of KL(ref || policy) for k3; abs is a diagnostic. Weighted by the ratio r of current to old
+policy, an estimator has the gradient of KL(policy || ref), also off-policy: for k1 and k3 the
+gradient passes through r; for k2, whose gradient is right already, r is a constant. `k1+`, `k3+`,
+`low_var_kl+` and `abs+` are straight-through: the value before the plus, the gradient of k2.
 """
 
 from __future__ import annotations
@@ -68,9 +66,8 @@ def kl_estimate(
     value = _VALUES[base](d)
     if kind.endswith("+"):
         k2 = d * d / 2
-        value = value.detach() + (
-            k2 - k2.detach()
-        )  # k2 - k2.detach() is exactly 0, so a large k2 does not round the value
+        # the bracket is exactly 0, so a large k2 does not round the value
+        value = value.detach() + (k2 - k2.detach())
     if log_ratio is None:
         return value
     ratio = log_ratio.exp()

@@ -1,6 +1,7 @@
 """KL-Cov, arXiv 2505.22617: a penalty on the tokens of the highest covariance.
 
-    l = -A r,      plus kl_cov_coef |d| on the max(1, floor(kl_cov_frac N)) tokens with the largest covariance
+    l = -A r + kl_cov_coef |d| on the max(1, floor(kl_cov_frac N)) tokens of the largest covariance
+    l = -A r                   elsewhere
 
 There is no clip. Tokens that an off-policy correction rejects cannot be chosen.
 """
@@ -36,8 +37,6 @@ def kl_cov(inputs: LossInputs, config: KLCovConfig) -> PolicyLossOutput:
     ratio = log_ratio.exp()
     chosen = pick(inputs.kept, covariances(inputs), config.kl_cov_frac, inputs)
     penalty = torch.where(chosen, config.kl_cov_coef * log_ratio.abs(), 0.0)
-    metrics = {
-        **ratio_metrics(inputs, ratio),
-        "kl_cov_sel_frac": masked_mean(chosen, inputs.loss_mask),
-    }
+    metrics = ratio_metrics(inputs, ratio)
+    metrics["kl_cov_sel_frac"] = masked_mean(chosen, inputs.loss_mask)
     return PolicyLossOutput(-inputs.required("advantages") * ratio + penalty, metrics)

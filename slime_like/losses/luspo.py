@@ -5,10 +5,10 @@ With L the active tokens of the sequence and s its ratio as in `gspo.py`:
 
     l = L max(-A s, -A clip(s, 1 - eps_clip, 1 + eps_clip_high))
 
-Under a mean over sequences a token of GSPO weighs 1 / L, so that a long response moves the policy
-less by token than a short one; here all tokens weigh alike, as under a sum over tokens divided by a
-constant. L counts the original mask, as the weight of the reduction does. Gradients are L times
-those of GSPO: a clip of their norm that was right there acts at every step here.
+Under a mean over sequences a token of GSPO has weight 1 / L, so that a long response moves the
+policy less per token than a short one; here all tokens have equal weights. L counts the original
+mask, as the reduction does. Gradients are L times those of GSPO, so a --clip-grad tuned for
+GSPO acts on every step.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ are over tokens unless stated otherwise:
     rollout_kl      mean(-d)               k1 estimate of KL(engine || trainer), Schulman 2020
     rollout_k3_kl   mean(x - 1 - d)        k3 estimate of the same
     chi2_token      mean(x^2) - 1          chi-squared divergence, the variance of the weights
-    chi2_seq        mean over sequences of (prod x)^2, less 1
+    chi2_seq        mean over sequences of (prod x)^2, minus 1
     is_ess          mean(x)^2 / mean(x^2)  effective sample size as a share of the tokens, Kong 1992
     training_ppl    mean over sequences of exp(-mean o); rollout_ppl of m; *_log_ppl without the exp
-    log_ppl_diff    mean over sequences of the mean of -d: above 0, the trainer is the more surprised
+    log_ppl_diff    mean over sequences of mean(-d): positive if the trainer's perplexity is higher
 
 The quantities are differences near 0, so sums use float64, and x^2 - 1 is computed as expm1(2 d).
 """
@@ -79,7 +79,7 @@ class StepTokens:
 
 
 def wide(log_probs: Tensor) -> Tensor:
-    """Upcast to fp32 before subtracting; fp64 is kept."""
+    """Upcast to fp32 before a subtraction; fp64 is kept."""
     return log_probs if log_probs.dtype == torch.float64 else log_probs.float()
 
 
@@ -107,8 +107,8 @@ def mismatch_metrics(tokens: StepTokens, old: Tensor, rollout: Tensor) -> dict[s
     """
     mask = tokens.mask & tokens.finite
     x, distance = tokens.ratios, tokens.differences.abs()
-    broken = tokens.any(~tokens.finite)
-    metrics = {"rollout_logprobs_nonfinite": Metric("sum", broken.sum().float())}
+    nonfinite = tokens.any(~tokens.finite)
+    metrics = {"rollout_logprobs_nonfinite": Metric("sum", nonfinite.sum().float())}
     for name, values in (("is_ratio", x), ("rollout_train_logprobs_abs_diff", distance)):
         metrics[f"{name}_mean"] = masked_mean(values, mask)
         metrics[f"{name}_std"] = masked_std(values, mask)
@@ -149,12 +149,12 @@ def step_mismatch(
 
 def _divergences(tokens: StepTokens, mask: Tensor) -> dict[str, Metric]:
     d = tokens.differences.double().clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
-    whole = tokens.sum(tokens.differences, mask).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    seq_d = tokens.sum(tokens.differences, mask).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     return {
         "rollout_kl": precise_mean(-tokens.differences, mask),
         "rollout_k3_kl": precise_mean(k3_of_ratio(tokens.differences), mask),
         "chi2_token": precise_mean(torch.expm1(2 * d), mask),
-        "chi2_seq": precise_mean(torch.expm1(2 * whole), tokens.any(mask)),
+        "chi2_seq": precise_mean(torch.expm1(2 * seq_d), tokens.any(mask)),
         **ess_parts("is_ratio", torch.expm1(d), torch.expm1(2 * d), mask),
     }
 
@@ -168,17 +168,17 @@ def k3_of_ratio(differences: Tensor) -> Tensor:
 def _perplexities(
     tokens: StepTokens, mask: Tensor, old: Tensor, rollout: Tensor
 ) -> dict[str, Metric]:
-    judged = tokens.any(mask)
+    active = tokens.any(mask)
     log_ppl = {"training": -tokens.mean(old, mask), "rollout": -tokens.mean(rollout, mask)}
     gap = -tokens.mean(tokens.differences, mask)
     metrics = {
-        "log_ppl_diff": precise_mean(gap, judged),
-        "log_ppl_abs_diff": precise_mean(gap.abs(), judged),
-        "ppl_ratio": precise_mean(clamped_exp(gap), judged),
+        "log_ppl_diff": precise_mean(gap, active),
+        "log_ppl_abs_diff": precise_mean(gap.abs(), active),
+        "ppl_ratio": precise_mean(clamped_exp(gap), active),
     }
     for name, values in log_ppl.items():
-        metrics[f"{name}_log_ppl"] = precise_mean(values, judged)
-        metrics[f"{name}_ppl"] = precise_mean(values.clamp(max=LOG_RATIO_CLAMP).exp(), judged)
+        metrics[f"{name}_log_ppl"] = precise_mean(values, active)
+        metrics[f"{name}_ppl"] = precise_mean(values.clamp(max=LOG_RATIO_CLAMP).exp(), active)
     return metrics
 
 
@@ -197,10 +197,8 @@ def with_ess(metrics: Mapping[str, float]) -> dict[str, float]:
     reduced over the optimizer step already."""
     result = dict(metrics)
     for name, parts in ESS_PARTS.items():
-        mean, square = (
-            result.pop(f"{parts}_less_1", None),
-            result.pop(f"{parts}_square_less_1", None),
-        )
+        mean = result.pop(f"{parts}_less_1", None)
+        square = result.pop(f"{parts}_square_less_1", None)
         if mean is not None and square is not None:
             result[name] = (1 + mean) ** 2 / (1 + square) if square > -1 else 1.0
     return result
@@ -236,21 +234,18 @@ def train_rollout_difference(
     difference = torch.cat([(o - m).abs() for o, m in zip(old, rollout)])
     mask = torch.cat(list(masks))
     active = difference[mask]
-    p99 = (
-        active.kthvalue(math.ceil(0.99 * active.numel())).values
-        if active.numel()
-        else torch.zeros(())
-    )
+    p99 = torch.zeros(1)
+    if active.numel():
+        p99 = active.kthvalue(math.ceil(0.99 * active.numel())).values.reshape(1)
+    nonfinite = (~torch.isfinite(difference)).float()
     accumulator = MetricAccumulator()
     accumulator.add(
         {
             "rollout/train_rollout_log_prob_diff_mean": masked_mean(difference, mask),
             "rollout/train_rollout_log_prob_diff_max": masked_max(difference, mask),
-            "rollout/train_rollout_log_prob_diff_p99": masked_max(
-                p99.reshape(1), torch.ones(1, dtype=torch.bool)
-            ),
+            "rollout/train_rollout_log_prob_diff_p99": masked_max(p99, torch.ones_like(p99).bool()),
             "rollout/token_ratio_error": masked_mean(difference.exp(), mask),
-            "rollout/log_probs_nonfinite": masked_mean((~torch.isfinite(difference)).float(), mask),
+            "rollout/log_probs_nonfinite": masked_mean(nonfinite, mask),
         }
     )
     return accumulator.reduce(group)

@@ -164,18 +164,15 @@ def _sequence_mask(
 ) -> Tensor:
     if config.sequence_mask_metric is None:
         return keep
-    geometric = config.sequence_mask_metric == "geometric"
-    left = tokens.mask & keep
-    total = tokens.sum(tokens.differences, left)
-    if geometric:
-        total = total / tokens.sum(torch.ones_like(tokens.differences), left).clamp(min=1)
-    low, high = config.product_mask_low, config.product_mask_high
-    if geometric:
-        low, high = config.geo_mask_low, config.geo_mask_high
+    remaining = tokens.mask & keep
+    total = tokens.sum(tokens.differences, remaining)
+    name, low, high = "product_sequence_mask", config.product_mask_low, config.product_mask_high
+    if config.sequence_mask_metric == "geometric":
+        total = total / tokens.sum(torch.ones_like(tokens.differences), remaining).clamp(min=1)
+        name, low, high = "geo_sequence_mask", config.geo_mask_low, config.geo_mask_high
     ratio = clamped_exp(total)
-    judged = tokens.any(left)  # sequences with remaining tokens
-    over, under = judged & ~(ratio <= high), judged & ~(ratio >= low)
-    name = "geo_sequence_mask" if geometric else "product_sequence_mask"
+    has_remaining = tokens.any(remaining)
+    over, under = has_remaining & ~(ratio <= high), has_remaining & ~(ratio >= low)
     _report_sequences(name, tokens, over, under, metrics)
     return keep & ~(over | under)[tokens.seq_ids]
 
@@ -190,14 +187,15 @@ def _rejection(
     level, _, kind = config.rejection_metric.rpartition("_")
     d = tokens.differences.double()
     estimate = d * d / 2 if kind == "k2" else k3_of_ratio(d)
-    left = tokens.mask & keep
+    remaining = tokens.mask & keep
     if level != "token":
-        by_sequence = {"seq_mean": tokens.mean, "seq_sum": tokens.sum, "seq_max": tokens.max}[level]
-        estimate = by_sequence(estimate, left)[tokens.seq_ids]
-    fits = (estimate <= config.rejection_threshold) | ~tokens.mask
-    metrics["rejection_masked_ratio"] = masked_mean(left & ~fits, tokens.mask)
-    metrics["rejection_seq_masked_ratio"] = masked_mean(tokens.any(left & ~fits), tokens.has_tokens)
-    return keep & fits
+        reduce = {"seq_mean": tokens.mean, "seq_sum": tokens.sum, "seq_max": tokens.max}[level]
+        estimate = reduce(estimate, remaining)[tokens.seq_ids]
+    within = (estimate <= config.rejection_threshold) | ~tokens.mask
+    rejected = remaining & ~within
+    metrics["rejection_masked_ratio"] = masked_mean(rejected, tokens.mask)
+    metrics["rejection_seq_masked_ratio"] = masked_mean(tokens.any(rejected), tokens.has_tokens)
+    return keep & within
 
 
 def _normalized(
@@ -210,31 +208,28 @@ def _normalized(
 ) -> Tensor:
     """The weights [T], divided by their mean over the optimizer step if configured; adds their
     effective sample size to the metrics."""
-    left = tokens.mask & keep
-    wide = weights.double()
-    metrics |= ess_parts("tis_weight", wide - 1, wide.square() - 1, left)
+    remaining = tokens.mask & keep
+    values = weights.double()
+    metrics |= ess_parts("tis_weight", values - 1, values.square() - 1, remaining)
     if not config.tis_batch_normalize:
         return weights
-    if config.tis_ratio_type == "token":
-        sums = torch.stack([torch.where(left, wide, 0.0).sum(), left.sum().double()])
-    else:
-        judged = tokens.any(left)
-        means = tokens.mean(wide, left)  # all tokens of a sequence have the same weight
-        sums = torch.stack([torch.where(judged, means, 0.0).sum(), judged.sum().double()])
+    if config.tis_ratio_type == "sequence":  # all tokens of a sequence have the same weight
+        values, remaining = tokens.mean(values, remaining), tokens.any(remaining)
+    sums = torch.stack([torch.where(remaining, values, 0.0).sum(), remaining.sum().double()])
     if group is not None and group.size() > 1:
         dist.all_reduce(sums, group=group)
     mean = sums[0] / sums[1].clamp(min=1)
-    mean = torch.where(mean > 0, mean, 1.0)  # no tokens left, or all weights are 0
+    mean = torch.where(mean > 0, mean, 1.0)  # no remaining tokens, or all weights are 0
     metrics["tis_batch_norm_factor"] = Metric("mean", mean, torch.ones_like(mean))
-    return wide / mean
+    return weights.double() / mean
 
 
 def _report_sequences(
     name: str, tokens: StepTokens, over: Tensor, under: Tensor, metrics: dict[str, Metric]
 ) -> None:
     """Report fractions of sequences above and below the bounds. over, under: [S] bool."""
-    for words, flags in (("masked", over | under), ("over_high", over), ("under_low", under)):
-        metrics[f"{name}_{words}_ratio"] = masked_mean(flags, tokens.has_tokens)
+    for suffix, flags in (("masked", over | under), ("over_high", over), ("under_low", under)):
+        metrics[f"{name}_{suffix}_ratio"] = masked_mean(flags, tokens.has_tokens)
 
 
 def _m2po(
@@ -247,13 +242,13 @@ def _m2po(
     """Keep tokens in ascending order of (o - m)^2 over all ranks of the step, as long as the mean
     stays within the threshold; at least the smallest. Ties are kept or dropped together, so that
     the result does not depend on order or layout."""
-    left = tokens.mask & keep
+    remaining = tokens.mask & keep
     squares = tokens.differences.double().square()
-    values, counts = gather_values(squares[left], group).unique(return_counts=True)  # ascending
-    means = (values * counts).cumsum(0) / counts.cumsum(0)  # ascending too
-    fitting = torch.where(means <= threshold, values, 0.0)
-    kept = torch.ones_like(left)
+    values, counts = gather_values(squares[remaining], group).unique(return_counts=True)
+    means = (values * counts).cumsum(0) / counts.cumsum(0)  # ascending, as the values are
+    within = torch.where(means <= threshold, values, 0.0)
+    kept = torch.ones_like(remaining)
     if values.numel():
-        kept = squares <= torch.cat([values[:1], fitting]).amax()
-    metrics["m2po_mask_ratio"] = masked_mean(left & ~kept, tokens.mask)
+        kept = squares <= torch.cat([values[:1], within]).amax()
+    metrics["m2po_mask_ratio"] = masked_mean(remaining & ~kept, tokens.mask)
     return keep & (kept | ~tokens.mask)

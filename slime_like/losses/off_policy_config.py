@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
-from slime_like.config import (
-    NON_NEGATIVE,
-    POSITIVE,
-    CheckedSettings,
-    Problem,
-    arg,
-    flag_name,
-)
+from slime_like.config import NON_NEGATIVE, POSITIVE, CheckedSettings, Problem, arg, flag_name
 
-REJECTION_METRICS = tuple(
-    f"{level}_{kind}"
-    for level in ("token", "seq_mean", "seq_sum", "seq_max")
-    for kind in ("k2", "k3")
-)
+_LEVELS = ("token", "seq_mean", "seq_sum", "seq_max")
+REJECTION_METRICS = tuple(f"{level}_{kind}" for level, kind in product(_LEVELS, ("k2", "k3")))
 _BOUNDS = (
     "token_tis_ratio_clip",
     "geo_mask",
@@ -55,7 +46,8 @@ class OffPolicyConfig(CheckedSettings):
     )
     tis_batch_normalize: bool = arg(
         False,
-        "Divide importance weights by their mean over the optimizer step (token: over tokens, sequence: over sequences).",
+        "Divide importance weights by their mean over the optimizer step (token: over tokens, "
+        "sequence: over sequences).",
         aliases=("--rollout-is-batch-normalize",),
         idle_without="tis_ratio_type",
     )
@@ -104,7 +96,8 @@ class OffPolicyConfig(CheckedSettings):
     )
     rejection_metric: str | None = arg(
         None,
-        "Drop tokens, or sequences by sum, mean or maximum, by an estimate of the KL between trainer and engine.",
+        "Drop tokens, or sequences by sum, mean or maximum, by an estimate of the KL between "
+        "trainer and engine.",
         choices=REJECTION_METRICS,
         aliases=("--rollout-rs",),
     )
@@ -122,9 +115,9 @@ class OffPolicyConfig(CheckedSettings):
     )
     custom_tis_function_path: str | None = arg(
         None,
-        "With --use-tis: module.function or file.py:function in place of truncated importance sampling, called with slime's keyword "
-        "arguments once per optimizer step; a path ending in icepop_function selects the built-in "
-        "IcePop.",
+        "With --use-tis: module.function or file.py:function in place of truncated importance "
+        "sampling, called with slime's keyword arguments once per optimizer step; a path ending in "
+        "icepop_function selects the built-in IcePop.",
     )
 
     @property
@@ -151,21 +144,22 @@ class OffPolicyConfig(CheckedSettings):
 
     def conflicts(self) -> list[Problem]:
         """Problems: bounds in the wrong order, or only one bound of a pair."""
-        found = []
+        problems = []
         for name in _BOUNDS:
             low, high = getattr(self, f"{name}_low"), getattr(self, f"{name}_high")
             if low is not None and high is not None and low > high:
                 message = f"must not be above {flag_name(name + '_high')} {high:g}"
-                found.append(Problem(flag_name(f"{name}_low"), low, message))
+                problems.append(Problem(flag_name(f"{name}_low"), low, message))
         low, high = self.token_mask_is_threshold_low, self.token_mask_is_threshold_high
         if (low is None) != (high is None):
             given, missing = ("low", "high") if high is None else ("high", "low")
-            message = f"needs {flag_name('token_mask_is_threshold_' + missing)} too; the token mask has two sides"
+            needed = flag_name(f"token_mask_is_threshold_{missing}")
+            message = f"needs {needed} too; the token mask has two sides"
             flag = flag_name(f"token_mask_is_threshold_{given}")
-            found.append(Problem(flag, low if high is None else high, message))
+            problems.append(Problem(flag, low if high is None else high, message))
         pair = ["rejection_metric", "rejection_threshold"]
         given, missing = sorted(pair, key=lambda name: getattr(self, name) is None)
         if getattr(self, given) is not None and getattr(self, missing) is None:
             message = f"needs {flag_name(missing)} too"
-            found.append(Problem(flag_name(given), getattr(self, given), message))
-        return found
+            problems.append(Problem(flag_name(given), getattr(self, given), message))
+        return problems

@@ -14,9 +14,8 @@ from slime_like.metrics.typed import Metric
 
 def opsm_keep(inputs: LossInputs, delta: float) -> tuple[Tensor, Metric]:
     """(keep [T] bool, opsm_clipfrac: share of the sequences with active tokens that lose any)."""
-    divergence = inputs.seq_mean(
-        inputs.required("old_log_probs") - inputs.masked(inputs.log_probs.detach())
-    )
+    log_ratio = inputs.masked(inputs.log_probs.detach()) - inputs.required("old_log_probs")
+    divergence = inputs.seq_mean(-log_ratio)
     keep = ~(inputs.required("advantages") < 0) | (divergence <= delta)
-    hit = inputs.seq_sum((~keep).float()) > 0
-    return keep, sequence_mean_metric(inputs, hit.float())
+    has_masked = inputs.seq_sum((~keep).float()) > 0
+    return keep, sequence_mean_metric(inputs, has_masked.float())

@@ -29,8 +29,8 @@ def pair_difference(inputs: LossInputs, x: Tensor) -> Tensor:
     row of both: [T] -> [T], differentiable."""
     x = inputs.masked(torch.where(is_chosen(inputs), x, -x))
     pairs = inputs.seq_ids // 2
-    own = x.new_zeros((inputs.num_seqs + 1) // 2).index_add(0, pairs, x)
-    return sum_over_ranks(own, inputs.cp_group).index_select(0, pairs)
+    local = x.new_zeros((inputs.num_seqs + 1) // 2).index_add(0, pairs, x)
+    return sum_over_ranks(local, inputs.cp_group).index_select(0, pairs)
 
 
 def sequence_lengths(inputs: LossInputs) -> Tensor:
@@ -41,8 +41,8 @@ def sequence_lengths(inputs: LossInputs) -> Tensor:
 def pair_metrics(inputs: LossInputs, lengths: Tensor, scores: Tensor) -> dict[str, Metric]:
     """Metrics of preference pairs. scores: [T], the score of an answer on each of its rows.
 
-    pair_accuracy: share of pairs where the chosen answer has the higher score. chosen_reward, rejected_reward
-    and pair_margin: mean scores, and the mean difference.
+    pair_accuracy: share of pairs where the chosen answer has the higher score. chosen_reward,
+    rejected_reward and pair_margin: mean scores, and their mean difference.
     """
     scores = inputs.masked(scores.detach())
     share = torch.where(inputs.loss_mask, 1.0 / lengths, 0.0)

@@ -4,11 +4,13 @@ losses with a clipped or bounded ratio.
 PPO: Schulman et al. 2017, arXiv 1707.06347, equation 7. Clip-higher: DAPO, arXiv 2503.14476,
 equation 8. Dual clip: Ye et al. 2019, arXiv 1912.09729, equation 8.
 
-    l = max(-A r, -A clip(r, 1 - eps_clip, 1 + eps_clip_high)),      where A < 0 and eps_clip_c is given: l = min(l, -eps_clip_c A)
+    l = max(-A r, -A clip(r, 1 - eps_clip, 1 + eps_clip_high))
+    l = min(l, -eps_clip_c A)      if A < 0 and eps_clip_c is set
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from slime_like.config import ABOVE_ONE, NON_NEGATIVE, CheckedSettings, arg
@@ -27,10 +29,9 @@ class RangeConfig(CheckedSettings):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Least and largest ratio."""
-        return 1 - self.eps_clip, 1 + (
-            self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
-        )
+        """Smallest and largest ratio."""
+        high = self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
+        return 1 - self.eps_clip, 1 + high
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +45,11 @@ class ClipConfig(RangeConfig):
 
 @dataclass(frozen=True, slots=True)
 class Surrogate:
-    """token_losses: [T]. clipped: [T] bool, where the clipped branch is strictly above the
-    unclipped one."""
+    """The clipped surrogate of a micro-batch."""
 
-    token_losses: Tensor
-    clipped: Tensor
-    metrics: dict[str, Metric]
+    token_losses: Tensor  # [T]
+    clipped: Tensor  # [T] bool, the clipped branch is strictly above the unclipped one
+    metrics: Mapping[str, Metric]
 
 
 def clipped_surrogate(inputs: LossInputs, ratio: Tensor, config: ClipConfig) -> Surrogate:
@@ -89,6 +89,5 @@ def ppo(inputs: LossInputs, config: PPOConfig) -> PolicyLossOutput:
     the unclipped one."""
     ratio = inputs.log_ratio().exp()
     surrogate = clipped_surrogate(inputs, ratio, config)
-    return PolicyLossOutput(
-        surrogate.token_losses, {**ratio_metrics(inputs, ratio), **surrogate.metrics}
-    )
+    metrics = {**ratio_metrics(inputs, ratio), **surrogate.metrics}
+    return PolicyLossOutput(surrogate.token_losses, metrics)

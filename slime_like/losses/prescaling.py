@@ -1,17 +1,16 @@
 """Prescaled advantages, the convention of SkyRL and Tinker: the denominator of the reduction is
 folded into the advantage, and token losses are summed.
 
-    A' = u A,    w = 1:      sum_t loss(A'_t) = sum_t u_t loss(A_t)      where loss(c A) = c loss(A) for c > 0
+    A' = u A,    w = 1:      sum_t loss(A'_t) = sum_t u_t loss(A_t)      if loss(c A) = c loss(A)
 
-u is the token weight of the reduction (total.py). It stays the weight of KL and entropy, which
-no A multiplies: summed with w = 1 they would grow with the number of tokens and dominate (total.py
-keeps the two weights apart). A loss that is not homogeneous in A (clip_cov and kl_cov, whose
-covariances are compared with fixed numbers or added to; dro and kimi, whose second term has no A)
-is another loss then, and `total_loss` warns.
+u is the token weight of the reduction (total.py). KL and entropy, which A does not multiply, keep
+it as their weight: with w = 1 they would grow with the number of tokens. A loss that is not
+homogeneous in A (clip_cov and kl_cov compare covariances with constants; dro and kimi have a term
+without A) becomes another loss, and `total_loss` warns.
 
 Training does not need this and has no flag for it: `train.py` carries u, which is right for every
-loss. It is for callers whose advantages arrive scaled, as a Tinker client's do, and to compare with
-runs of frameworks that scale.
+loss. It is for callers whose advantages are scaled already, such as Tinker clients, and for
+comparisons with frameworks that scale.
 """
 
 from __future__ import annotations
@@ -48,17 +47,16 @@ def prescale_advantages(
     """Divide the raw advantages of a whole optimizer step by the denominators of `reduction`.
 
     Args:
-        reduction: one of `LOSS_REDUCTIONS`.
+        reduction: One of `LOSS_REDUCTIONS`.
         advantages: [B, T], or [T] with seq_ids [T]; finite at active tokens.
-        loss_mask: as advantages, bool or 0 and 1.
-        of_samples: see `token_weights`.
+        loss_mask: Shaped as advantages, bool or 0 and 1.
+        of_samples: As of `token_weights`.
 
     Returns:
-        What `compute_policy_loss` takes.
+        Arguments for `compute_policy_loss`.
 
     Raises:
-        ValueError: for an unknown reduction, what it is missing, a wrong shape, and advantages that
-        are not finite.
+        ValueError: An unknown reduction, a missing input, a wrong shape, or non-finite advantages.
     """
     mask = require_mask("loss_mask", loss_mask)
     require_finite("advantages", require_shape("advantages", advantages, mask, "loss_mask"), mask)

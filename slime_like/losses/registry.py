@@ -17,38 +17,32 @@ Correction = Literal["outer", "internal", "masks", "forbidden"]
 class PolicyLoss:
     """A registered loss.
 
-    config_type: frozen dataclass of its settings, declared with `slime_like.config.arg`. needs:
-    required fields of `LossInputs`. correction: who applies the off-policy correction: "outer"
-    (losses/total.py), "internal" (the loss), "masks" (losses/total.py, but importance weights are
-    rejected, because the loss's ratio is to the rollout engine already) or "forbidden".
-    recommended_reductions: others cause a warning; empty: any. sequence_ratio: the clip range is
-        for
-    the geometric mean of a sequence's ratios. homogeneous: loss(c * A) = c * loss(A) for c > 0.
-    pairs: a preference loss (pairs.py). scores: log_probs are outputs of a scalar head at the last
-    token of each sample. alias_defaults: settings that an alias changes, e.g. {"dual_clip":
-    {"eps_clip_c": 3.0}}. by_config: function from settings to fields above that they change;
-    `with_config` applies it.
+    correction: who applies the off-policy correction: "outer" (losses/total.py), "internal" (the
+    loss), "masks" (losses/total.py, but importance weights are rejected, because the loss's ratio
+    is to the rollout engine already) or "forbidden".
     """
 
     name: str
-    config_type: type
+    config_type: type  # dataclass of its settings, declared with `slime_like.config.arg`
     fn: Callable[[LossInputs, Any], PolicyLossOutput]
-    needs: frozenset[str]
+    needs: frozenset[str]  # required fields of `LossInputs`
     correction: Correction = "outer"
-    recommended_reductions: tuple[str, ...] = ()
+    recommended_reductions: tuple[str, ...] = ()  # others cause a warning; empty: any
     required_reductions: tuple[str, ...] = ()
-    sequence_ratio: bool = False
-    homogeneous: bool = True
-    pairs: bool = False
-    scores: bool = False
+    sequence_ratio: bool = False  # the clip range is for the geometric mean of a sequence's ratios
+    homogeneous: bool = True  # loss(c * A) = c * loss(A) for c > 0
+    pairs: bool = False  # a preference loss (pairs.py)
+    scores: bool = False  # log_probs are outputs of a scalar head at the last token of each sample
+    # settings that an alias changes, e.g. {"dual_clip": {"eps_clip_c": 3.0}}
     alias_defaults: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    # maps settings to the fields above that they change; `with_config` applies it
     by_config: Callable[[Any], Mapping[str, Any]] | None = None
 
     def with_config(self, config: object) -> PolicyLoss:
         """This loss with the fields that `config` changes."""
         return self if self.by_config is None else replace(self, **self.by_config(config))
 
-    def settings(self, name: str, config: object = None) -> Any:
+    def settings(self, name: str, config: object = None) -> object:
         """The settings of this loss under `name`, its own or an alias.
 
         Args:
@@ -62,19 +56,19 @@ class PolicyLoss:
             ValueError: `config` belongs to another loss, or lacks or contradicts a setting that the
                 alias implies.
         """
-        meant = self.alias_defaults.get(name, {})
+        implied = self.alias_defaults.get(name, {})
         if config is None:
-            return self.config_type(**meant)
+            return self.config_type(**implied)
         if not isinstance(config, self.config_type):
-            raise ValueError(
-                f"policy loss {name} takes a {self.config_type.__name__}, not a {type(config).__name__}"
-            )
+            expected, actual = self.config_type.__name__, type(config).__name__
+            raise ValueError(f"policy loss {name} takes a {expected}, not a {actual}")
         choices = {f.name for f in fields(self.config_type) if f.metadata.get("choices")}
-        for setting, value in meant.items():
-            given = getattr(config, setting)
-            if given is None or (setting in choices and given != value):
+        for setting, value in implied.items():
+            actual = getattr(config, setting)
+            if actual is None or (setting in choices and actual != value):
                 raise ValueError(
-                    f"policy loss {name} stands for {setting}={value!r}, and the config has {given!r}; set it, or use {self.name}"
+                    f"policy loss {name} implies {setting}={value!r}, and the config has "
+                    f"{actual!r}; set it, or use {self.name}"
                 )
         return config
 

@@ -1,9 +1,9 @@
-"""Double-sided importance sampling against the sampler, GLM-5, arXiv 2602.15763: no old policy is
-recomputed.
+"""Double-sided importance sampling relative to the rollout engine, without recomputing an old
+policy: GLM-5, arXiv 2602.15763.
 
     l = -sg(r 1[1 - eps_clip < r < 1 + eps_clip_high]) A log_prob,      r = policy / sampler
 
-A token outside the range gets no gradient, whatever the sign of its advantage.
+A token outside the range gets no gradient, for either sign of its advantage.
 """
 
 from __future__ import annotations
@@ -26,13 +26,11 @@ class RolloutISConfig(RangeConfig):
     "rollout_is", RolloutISConfig, needs=("advantages", "rollout_log_probs"), correction="masks"
 )
 def rollout_is(inputs: LossInputs, config: RolloutISConfig) -> PolicyLossOutput:
-    """Token losses [T]. pg_clipfrac: share of active tokens out of the range."""
+    """Token losses [T]. pg_clipfrac: share of active tokens outside the range."""
     ratio = inputs.log_ratio("rollout_log_probs").detach().exp()
     low, high = config.bounds
     inside = (ratio > low) & (ratio < high)
     metrics = ratio_metrics(inputs, ratio, "rollout_log_probs")
     metrics["pg_clipfrac"] = masked_mean(~inside, inputs.loss_mask)
-    return PolicyLossOutput(
-        inputs.policy_gradient(torch.where(inside, ratio, 0.0) * inputs.required("advantages")),
-        metrics,
-    )
+    weight = torch.where(inside, ratio, 0.0) * inputs.required("advantages")
+    return PolicyLossOutput(inputs.policy_gradient(weight), metrics)

@@ -48,9 +48,8 @@ def sapo(inputs: LossInputs, config: SAPOConfig) -> PolicyLossOutput:
     log_ratio = inputs.log_ratio() if level == "token" else inputs.sequence_log_ratio(level)
     ratio = log_ratio.exp()
     # not torch.where() with two Python numbers, which would round them to float32
-    tau = torch.full_like(ratio, config.sapo_tau_neg).masked_fill(
-        advantages > 0, config.sapo_tau_pos
-    )
+    tau = torch.full_like(ratio, config.sapo_tau_neg)
+    tau = tau.masked_fill(advantages > 0, config.sapo_tau_pos)
     gate = torch.sigmoid(tau * (ratio - 1))
     metrics = ratio_metrics(inputs, ratio)
     # sech^2(x / 2) = 4 sigmoid(x) (1 - sigmoid(x)); beyond the clamp there is no gradient

@@ -4,8 +4,8 @@ the paper's is the trajectory's).
     l = -w_pos A log_prob                           where the sample's raw reward is above 0
     l = -w_neg sg(clip(r, 0, 1)) A log_prob         elsewhere
 
-Good samples are learnt from at full weight however unlikely they have become; bad ones only while
-the policy still makes them.
+Good samples keep their full weight however unlikely they have become; bad ones lose it as the
+policy stops producing them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TOPRConfig(CheckedSettings):
 @register_policy_loss("topr", TOPRConfig, needs=("advantages", "old_log_probs", "rewards"))
 def topr(inputs: LossInputs, config: TOPRConfig) -> PolicyLossOutput:
     """Token losses [T]. topr/positive_frac: share of sequences with a reward above 0;
-    topr/negative_ratio_above_one: share, among active tokens of the others, whose ratio is cut."""
+    topr/negative_ratio_above_one: share of the others' active tokens whose ratio is clipped."""
     positive = inputs.required("rewards") > 0
     ratio = inputs.log_ratio().detach().exp()
     weight = torch.where(

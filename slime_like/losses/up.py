@@ -1,12 +1,12 @@
 """UP: unbounded positive asymmetric optimisation, arXiv 2607.06987, equations 14 and 15 (UP-GRPO).
 
     l = -A exp(log_prob - sg(log_prob))                                   where A > 0
-        min(max(-A r, -A clip(r, 1 - eps_clip, inf)), -eps_clip_c A)      elsewhere, r against the old policy
+        min(max(-A r, -A clip(r, 1 - eps_clip, inf)), -eps_clip_c A)      elsewhere
 
-A positive advantage has neither a bound nor an old policy: its ratio is the policy's to itself, 1
-in value, with the gradient of the log-prob, so that a rare token that was right gets its whole
-gradient whatever the steps before it did. Where A <= 0 it is PPO with the dual clip; PPO's upper
-bound never acts there, so there is no --eps-clip-high.
+With a positive advantage there is neither a bound nor an old policy: the ratio is 1 in value, with
+the gradient of the log-prob, so that a rare correct token gets its full gradient in every optimizer
+step. Where A <= 0 it is PPO with the dual clip; PPO's upper bound never acts there, so there is no
+--eps-clip-high.
 """
 
 from __future__ import annotations
@@ -34,13 +34,9 @@ def up(inputs: LossInputs, config: UPConfig) -> PolicyLossOutput:
     advantages = inputs.required("advantages")
     log_probs = inputs.masked(inputs.log_probs)
     ratio = inputs.log_ratio().exp()
-    surrogate = clipped_surrogate(
-        replace(inputs, advantages=advantages.clamp(max=0)),
-        ratio,
-        ClipConfig(eps_clip=config.eps_clip, eps_clip_c=config.eps_clip_c),
-    )
-    anchored = (log_probs - log_probs.detach()).exp()
-    return PolicyLossOutput(
-        surrogate.token_losses - advantages.clamp(min=0) * anchored,
-        {**ratio_metrics(inputs, ratio), **surrogate.metrics},
-    )
+    clip = ClipConfig(eps_clip=config.eps_clip, eps_clip_c=config.eps_clip_c)
+    negative = replace(inputs, advantages=advantages.clamp(max=0))
+    surrogate = clipped_surrogate(negative, ratio, clip)
+    own_ratio = (log_probs - log_probs.detach()).exp()
+    losses = surrogate.token_losses - advantages.clamp(min=0) * own_ratio
+    return PolicyLossOutput(losses, {**ratio_metrics(inputs, ratio), **surrogate.metrics})

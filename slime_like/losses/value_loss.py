@@ -1,5 +1,4 @@
-"""The critic's loss: squared error to the returns, with PPO's clipping of the change since the
-rollout.
+"""The critic's loss: squared error to the returns, clipped as in PPO.
 
 Clipping: Schulman et al.'s PPO2 code (the paper, arXiv 1707.06347, has none); the factor 1/2 is
 that of Gaussian regression.
@@ -26,7 +25,8 @@ from slime_like.metrics.typed import Metric, masked_mean
 class ValueLossConfig(CheckedSettings):
     value_clip: float = arg(
         0.2,
-        "How far a value may move from that of the rollout, towards its return, before its gradient ends; a large number: no clipping.",
+        "How far a value may move from that of the rollout, towards its return, before its "
+        "gradient ends; a large number: no clipping.",
         legal=POSITIVE,
     )
     value_loss_scale: float = arg(
@@ -58,18 +58,17 @@ def value_loss(inputs: ValueInputs, config: ValueLossConfig) -> LossOutput:
 
     Args:
         inputs: [T] or [B, T] tensors; without a token the loss is 0, with a gradient.
-        config: clipping and scale.
+        config: Clipping and scale.
 
     Returns:
-        The loss, 0-d with grad, and its metrics: value_loss, which is the loss (a sum), and those
-        of `token_value_losses`.
+        The loss, 0-d with grad, and its metrics: value_loss, the loss itself (a sum), and those of
+        `token_value_losses`.
     """
     token_losses, metrics = token_value_losses(inputs, config)
     weights = inputs.loss_weights.detach()
     weights = weights if weights.dtype == torch.float64 else weights.float()
-    loss = (
-        torch.where(inputs.loss_mask & ~inputs.returns.isnan(), weights, 0.0) * token_losses
-    ).sum()
+    weights = torch.where(inputs.loss_mask & ~inputs.returns.isnan(), weights, 0.0)
+    loss = (weights * token_losses).sum()
     return LossOutput(loss, {"value_loss": Metric("sum", loss.detach().clone()), **metrics})
 
 
@@ -86,19 +85,15 @@ def token_value_losses(
     mask = inputs.loss_mask & ~inputs.returns.isnan()
 
     def masked(x: Tensor) -> Tensor:
-        """Selection comes before any product, so that NaN never meets a 0."""
+        """Masked before any product, because NaN * 0 is NaN."""
         return torch.where(mask, x if x.dtype == torch.float64 else x.float(), 0.0)
 
-    values, old, returns = (
-        masked(inputs.values),
-        masked(inputs.old_values.detach()),
-        masked(inputs.returns.detach()),
-    )
+    values = masked(inputs.values)
+    old, returns = masked(inputs.old_values.detach()), masked(inputs.returns.detach())
     moved = values - old
     beyond = moved.detach().abs() > config.value_clip
     error = (values - returns).square()
-    # within the range both branches are the same number, which old + (values - old) is only up to
-    # rounding
+    # within the range both branches must be equal, but old + (values - old) may round
     clipped = torch.where(beyond, old + moved.clamp(-config.value_clip, config.value_clip), values)
     clipped_error = (clipped - returns).square()
     metrics = {

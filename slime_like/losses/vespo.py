@@ -1,14 +1,14 @@
 """VESPO: variational sequence-level soft policy optimisation, arXiv 2602.10693: a smooth weight of
 the whole sequence's ratio.
 
-    W = exp(clamp(sum of d over the sequence, log 1e-8, 20)),      phi = exp(lambda + k log W - lambda W)
-    l = -sg(phi) A log_prob
+    W = exp(clamp(sum of d over the sequence, log 1e-8, 20))
+    l = -sg(phi) A log_prob,      phi = exp(lambda + k log W - lambda W)
 
 phi is 1 on-policy and largest at W = k / lambda; (k, lambda) is one pair where A >= 0 and another
 elsewhere. TRL reduces it by token_mean.
 
-Off-policy correction: W takes the importance weights in, the product of those of the kept tokens or
-the sequence's one, before the clamp. The log-ratio stays that of the original mask.
+Off-policy correction: before the clamp, W is multiplied by the importance weights, the product over
+the kept tokens or the weight of the sequence. The log-ratio keeps the original mask.
 """
 
 from __future__ import annotations
@@ -66,12 +66,9 @@ def vespo(inputs: LossInputs, config: VESPOConfig) -> PolicyLossOutput:
     log_weight = log_weight.clamp(*LOG_WEIGHT_RANGE)
     negative = advantages < 0
     k = torch.full_like(log_weight, config.vespo_k_pos).masked_fill(negative, config.vespo_k_neg)
-    decay = torch.full_like(log_weight, config.vespo_lambda_pos).masked_fill(
-        negative, config.vespo_lambda_neg
-    )
+    decay = torch.full_like(log_weight, config.vespo_lambda_pos)
+    decay = decay.masked_fill(negative, config.vespo_lambda_neg)
     phi = (decay + k * log_weight - decay * log_weight.exp()).exp()
-    metrics = {
-        **ratio_metrics(inputs, log_ratio.exp()),
-        "vespo/phi_seq_mean": sequence_mean_metric(inputs, phi),
-    }
+    metrics = ratio_metrics(inputs, log_ratio.exp())
+    metrics["vespo/phi_seq_mean"] = sequence_mean_metric(inputs, phi)
     return PolicyLossOutput(inputs.policy_gradient(phi * advantages), metrics)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slime_like.losses.total import token_losses, weigh
+from slime_like.losses.total import apply_weights, token_losses
 from slime_like.losses.value_loss import ValueLossConfig, token_value_losses
 from slime_like.megatron.forward_step import Objective, loss_inputs, value_inputs, values_of
 from slime_like.megatron.model.policy import LogProbHead, head_weight
@@ -54,7 +54,7 @@ def soft_targets(
     assert batch.label_weights is not None
     _, entropy, of_sets = head.log_probs_of_sets(hidden, weight, batch)
     label_weights = torch.where(batch.loss_mask.unsqueeze(1), batch.label_weights, 0.0)
-    losses = weigh(-of_sets, label_weights).sum(dim=1)
+    losses = apply_weights(-of_sets, label_weights).sum(dim=1)
     metrics = {"entropy": masked_mean(entropy.detach(), batch.loss_mask)}
     return summed(tuple(of_sets.unbind(1)), losses, metrics)
 
@@ -70,7 +70,7 @@ class ValueSum:
         losses, metrics = token_value_losses(value_inputs(batch, values), self.config)
         mean = masked_mean(values.detach(), batch.loss_mask)
         return summed(
-            (values,), weigh(losses, batch.loss_weights), {**metrics, "values_mean": mean}
+            (values,), apply_weights(losses, batch.loss_weights), {**metrics, "values_mean": mean}
         )
 
 

@@ -172,7 +172,7 @@ def test_illegal_settings_are_named() -> None:
 
 def test_wrong_shapes_are_named() -> None:
     row, mask = torch.zeros(3), torch.ones(3)
-    with pytest.raises(ValueError, match=r"log_probs has shape \(3,\).*need seq_ids"):
+    with pytest.raises(ValueError, match=r"log_probs has shape \(3,\).*with seq_ids"):
         compute_policy_loss("gpg", row, mask, mask, advantages=row)
     with pytest.raises(
         ValueError, match=r"advantages has shape \(2,\), log_probs has \(3,\); they must be equal"

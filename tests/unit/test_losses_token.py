@@ -292,7 +292,7 @@ def test_aliases_of_dppo_choose_the_divergence() -> None:
 
 def test_dro_needs_its_beta() -> None:
     _leaf, inputs = make(*grid())
-    with pytest.raises(ValueError, match="--dro-beta is missing"):
+    with pytest.raises(ValueError, match="--dro-beta"):
         policy_losses.get("dro").fn(inputs, DROConfig())
 
 
