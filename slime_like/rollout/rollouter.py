@@ -247,7 +247,10 @@ class Rollouter:
                 )
                 for s in chunk
             ]
-            outputs = self.engine.generate(requests, replace(sampling, max_new_tokens=length))
+            limited = sampling
+            if length != sampling.max_new_tokens:
+                limited = replace(sampling, max_new_tokens=length)
+            outputs = self.engine.generate(requests, limited)
             for s, output in zip(chunk, outputs, strict=True):
                 done[s.sample_id] = self.append_output(s, output, sampling)
         return [done[s.sample_id] for s in samples]
