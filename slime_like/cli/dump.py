@@ -14,7 +14,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from slime_like.distributed.stacks import FOLDER, RankProcess, ask, read_rank
+from slime_like.distributed.stacks import FOLDER, RankProcess, read_rank, request_stacks
 
 LIMIT_S = 5.0
 
@@ -58,7 +58,7 @@ def dump(folder: Path, limit_s: float) -> int:
     places: dict[str, list[int]] = defaultdict(list)
     silent: list[RankProcess] = []
     for rank, path in here.items():
-        text = ask(path, rank, limit_s)
+        text = request_stacks(path, rank, limit_s)
         if text is None:
             silent.append(rank)
         else:

@@ -42,16 +42,12 @@ class Heartbeat:
         return Heartbeat(**json.loads(text))
 
     def describe(self, rank: int) -> str:
-        moves = (
-            "waiting for other ranks"
-            if self.waiting
-            else "working"
-            if self.still_s < 1.0
-            else f"without a move for {self.still_s:.0f} s"
-        )
+        state = "working" if self.still_s < 1.0 else f"without a move for {self.still_s:.0f} s"
+        if self.waiting:
+            state = "waiting for other ranks"
         return (
             f"rank {rank} (host {self.host}, process {self.process}), last heard of in phase "
-            f"{self.phase} for {self.phase_s:.1f} s, {moves}, at {self.where}"
+            f"{self.phase} for {self.phase_s:.1f} s, {state}, at {self.where}"
         )
 
 
@@ -78,7 +74,7 @@ class Activity:
 
     def pulse(self, *, left: bool = False) -> Heartbeat:
         now, cpu_s = time.monotonic(), time.clock_gettime(self._clock)
-        where, waiting = place_of(sys._current_frames().get(self._main or 0))
+        where, waiting = _location(sys._current_frames().get(self._main or 0))
         if cpu_s - self._cpu_s > MOVED_S or where != self._where:
             self._moved_at, self._cpu_s, self._where = now, cpu_s, where
         self._count += 1
@@ -97,17 +93,16 @@ class Activity:
         )
 
 
-def place_of(frame: FrameType | None) -> tuple[str, bool]:
+def _location(frame: FrameType | None) -> tuple[str, bool]:
     """(innermost line of this project in the stack of `frame`, whether it waits in a
     collective)."""
     waiting = False
     while frame is not None:
         file = frame.f_code.co_filename
-        waiting = (
-            waiting
-            or f"{os.sep}torch{os.sep}distributed{os.sep}" in file
-            or file.endswith("p2p_communication.py")
-        )
+        if f"{os.sep}torch{os.sep}distributed{os.sep}" in file or file.endswith(
+            "p2p_communication.py"
+        ):
+            waiting = True
         if file.startswith(ROOT) and "site-packages" not in file:
             return f"{os.path.relpath(file, ROOT)}:{frame.f_lineno} {frame.f_code.co_name}", waiting
         frame = frame.f_back

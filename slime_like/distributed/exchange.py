@@ -37,8 +37,8 @@ class Sharing:
 
     def wanted_by(self, rank: int) -> NDArray[np.bool_]:
         """[B]: whether this rank wants each item."""
-        found: NDArray[np.bool_] = self.part_of_item == self.part_of_rank[rank]
-        return found
+        wanted: NDArray[np.bool_] = self.part_of_item == self.part_of_rank[rank]
+        return wanted
 
     def ranks_of(self, item: int) -> Places:
         return np.flatnonzero(self.part_of_rank == self.part_of_item[item])
@@ -110,19 +110,19 @@ class Delivery:
     def _items_of_hop_one(self, rank: int) -> dict[tuple[int, int], list[int]]:
         """Items that this rank sends or receives, by (source, destination)."""
         streams: dict[tuple[int, int], list[int]] = {}
-        moves = self.holders != self.first
-        mine = moves & ((self.holders == rank) | (self.first == rank))
-        for item in np.flatnonzero(mine).tolist():
+        is_local = (self.holders == rank) | (self.first == rank)
+        for item in np.flatnonzero(is_local & (self.holders != self.first)).tolist():
             pair = (int(self.holders[item]), int(self.first[item]))
             streams.setdefault(pair, []).append(item)
         return streams
 
     def _items_of_hop_two(self, rank: int) -> dict[tuple[int, int], list[int]]:
+        """As `_items_of_hop_one`, from the first receivers to the others."""
         streams: dict[tuple[int, int], list[int]] = {}
         for item in np.flatnonzero(self.first == rank).tolist():
             wanting = np.unique(np.concatenate([s.ranks_of(item) for s in self.sharings]))
-            for other in wanting[wanting != rank].tolist():
-                streams.setdefault((rank, other), []).append(item)
+            for receiver in wanting[wanting != rank].tolist():
+                streams.setdefault((rank, receiver), []).append(item)
         for item in np.flatnonzero(self.wanted_by(rank) & (self.first != rank)).tolist():
             streams.setdefault((int(self.first[item]), rank), []).append(item)
         return streams
@@ -131,16 +131,15 @@ class Delivery:
         """Messages in the global order: by distance between the ranks, so that many pairs
         communicate concurrently, then by source."""
 
-        def place(pair: tuple[int, int]) -> tuple[int, int]:
+        def order(pair: tuple[int, int]) -> tuple[int, int]:
             return (pair[1] - pair[0]) % self.num_ranks, pair[0]
 
-        return [
-            Message(*pair, pieces)
-            for pair in sorted(streams, key=place)
-            for pieces in self._cut(sorted(streams[pair]))
-        ]
+        messages: list[Message] = []
+        for pair in sorted(streams, key=order):
+            messages += (Message(*pair, pieces) for pieces in self._split(sorted(streams[pair])))
+        return messages
 
-    def _cut(self, items: Sequence[int]) -> Iterator[tuple[Piece, ...]]:
+    def _split(self, items: Sequence[int]) -> Iterator[tuple[Piece, ...]]:
         """Pack items into messages of `message_size`; yields the pieces of each."""
         pieces: list[Piece] = []
         room = self.message_size
@@ -227,12 +226,13 @@ def deliver(
     """
     traffic = Traffic()
     for messages in delivery.hops(rank):
-        _exchange(messages, rank, delivery, _Packed(pack), _Arriving(delivery, take), transport, traffic)  # fmt: skip
+        sender, receiver = _Sender(pack), _Receiver(delivery, take)
+        _exchange(messages, rank, delivery, sender, receiver, transport, traffic)
     return traffic
 
 
-class _Packed:
-    """The item that is being sent, packed once for all its messages to a rank."""
+class _Sender:
+    """Fills buffers. An item is packed once for all its messages to a rank."""
 
     def __init__(self, pack: Callable[[int], Tensor]) -> None:
         self._pack = pack
@@ -248,55 +248,55 @@ class _Packed:
             filled += size
 
 
-class _Arriving:
-    """Partially received items."""
+class _Receiver:
+    """Empties buffers; holds partially received items."""
 
     def __init__(self, delivery: Delivery, take: Callable[[int, Tensor], None]) -> None:
         self._nbytes, self._take = delivery.nbytes, take
-        self._begun: dict[int, Tensor] = {}
+        self._partial: dict[int, Tensor] = {}
 
     def empty(self, buffer: Tensor, pieces: Sequence[Piece]) -> None:
         taken = 0
         for piece in pieces:
             size = int(self._nbytes[piece.item])
-            if piece.item not in self._begun:
-                self._begun[piece.item] = torch.empty(size, dtype=torch.uint8)
+            if piece.item not in self._partial:
+                self._partial[piece.item] = torch.empty(size, dtype=torch.uint8)
             length = piece.end - piece.start
-            self._begun[piece.item][piece.start : piece.end] = buffer[taken : taken + length]
+            self._partial[piece.item][piece.start : piece.end] = buffer[taken : taken + length]
             taken += length
             if piece.end == size:
-                self._take(piece.item, self._begun.pop(piece.item))
+                self._take(piece.item, self._partial.pop(piece.item))
 
 
 def _exchange(
     messages: Sequence[Message],
     rank: int,
     delivery: Delivery,
-    packed: _Packed,
-    arriving: _Arriving,
+    sender: _Sender,
+    receiver: _Receiver,
     transport: Transport,
     traffic: Traffic,
 ) -> None:
-    under_way: deque[_Pending] = deque()
-    held = 0
+    in_flight: deque[_Pending] = deque()
+    in_flight_bytes = 0
 
     def finish() -> None:
-        nonlocal held
-        done = under_way.popleft()
-        done.work.wait()
-        held -= done.buffer.numel()
-        if done.message.destination == rank:
-            arriving.empty(done.buffer, done.message.pieces)
+        nonlocal in_flight_bytes
+        oldest = in_flight.popleft()
+        oldest.work.wait()
+        in_flight_bytes -= oldest.buffer.numel()
+        if oldest.message.destination == rank:
+            receiver.empty(oldest.buffer, oldest.message.pieces)
 
     for message in messages:
         size = message.nbytes
-        while under_way and held + size > delivery.buffer_size:
+        while in_flight and in_flight_bytes + size > delivery.buffer_size:
             finish()
         buffer = torch.empty(size, dtype=torch.uint8)
-        held += size
-        traffic.largest_buffer = max(traffic.largest_buffer, held)
+        in_flight_bytes += size
+        traffic.largest_buffer = max(traffic.largest_buffer, in_flight_bytes)
         if message.source == rank:
-            packed.fill(buffer, message.pieces)
+            sender.fill(buffer, message.pieces)
             work = transport.send(buffer, message.destination)
             traffic.sent += size
             traffic.messages_sent += 1
@@ -304,6 +304,6 @@ def _exchange(
             work = transport.receive(buffer, message.source)
             traffic.received += size
             traffic.messages_received += 1
-        under_way.append(_Pending(message, buffer, work))
-    while under_way:
+        in_flight.append(_Pending(message, buffer, work))
+    while in_flight:
         finish()

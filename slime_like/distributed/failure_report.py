@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from slime_like.distributed.activity import Heartbeat
 from slime_like.distributed.collectives import from_rank_zero
-from slime_like.distributed.rendezvous import environment_meeting
+from slime_like.distributed.rendezvous import environment_rendezvous
 from slime_like.distributed.signed_store import KEY_VARIABLE, SignedStore
 from slime_like.distributed.watchdog import read_pulse
 from slime_like.errors import RunError
@@ -23,15 +23,15 @@ from slime_like.errors import RunError
 WAIT_S = 1.5  # for the other ranks to notice the failure too
 LINGER_S = 6.0  # longer than the watchdogs' interval
 _LOST = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|timed? ?out|socket|remote process exited|peer",
+    r"connection (was )?(closed|reset|refused)|broken pipe|timed? ?out|socket"
+    r"|remote process exited|peer",
     re.IGNORECASE,
 )
 
 
 @dataclass(slots=True)
 class Job:
-    """What this process knows about the job. rank_zero: address of rank 0, in case its store is
-    gone."""
+    """The job of this process. rank_zero: address of rank 0, in case its store is gone."""
 
     store: SignedStore
     rank: int
@@ -42,7 +42,7 @@ class Job:
 _job: Job | None = None
 
 
-def leave_address(rank: int) -> None:
+def join_job(rank: int) -> None:
     """Create the job's signed store and write this process's address to it. Collective.
 
     The key comes from the environment (SLIME_LIKE_JOB_KEY), or rank 0 generates one and broadcasts
@@ -50,16 +50,16 @@ def leave_address(rank: int) -> None:
     read.
     """
     global _job
-    mine = f"host {socket.gethostname()}, process {os.getpid()}"
-    given = os.environ.get(KEY_VARIABLE, "").encode()
-    key, rank_zero = from_rank_zero(lambda: (given or secrets.token_bytes(32), mine))
+    address = f"host {socket.gethostname()}, process {os.getpid()}"
+    key = os.environ.get(KEY_VARIABLE, "").encode()
+    key, rank_zero = from_rank_zero(lambda: (key or secrets.token_bytes(32), address))
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     _job = Job(SignedStore(default_store(), key), rank, world_size, rank_zero)
-    _job.store.put(f"address/{rank}", mine)
+    _job.store.put(f"address/{rank}", address)
 
 
 def job() -> Job:
-    """The job of this process, set by `leave_address`."""
+    """The job of this process, set by `join_job`."""
     assert _job is not None
     return _job
 
@@ -73,7 +73,7 @@ def looks_lost(error: BaseException) -> bool:
     )
 
 
-def message_of(error: Exception) -> BaseException | None:
+def reported_error(error: Exception) -> BaseException | None:
     """The error for this rank to report; None if another rank reports it for all.
 
     If the store is gone, rank 0, which held it, was killed or its host is lost: in an orderly end
@@ -106,15 +106,16 @@ def is_first_to_fail() -> bool:
 def linger(wait_s: float) -> None:
     """Wait, on rank 0 if it holds the store, until the other ranks have failed too or have read the
     first error, for at most wait_s."""
-    me, meeting = job(), environment_meeting()
-    if meeting is None or not meeting.hosts:
+    me, rendezvous = job(), environment_rendezvous()
+    if rendezvous is None or not rendezvous.hosts:
         return
+
+    def is_informed(rank: int) -> bool:
+        return bool(me.store.read(f"failed/{rank}") or me.store.read(f"knows/{rank}"))
+
     deadline = time.monotonic() + wait_s
     try:
-        while time.monotonic() < deadline and not all(
-            me.store.read(f"failed/{rank}") or me.store.read(f"knows/{rank}")
-            for rank in range(me.world_size)
-        ):
+        while time.monotonic() < deadline and not all(map(is_informed, range(me.world_size))):
             time.sleep(0.05)
     except RuntimeError:
         return
@@ -130,13 +131,11 @@ def silent_ranks(world_size: int, wait_s: float = WAIT_S) -> list[str]:
             break
         time.sleep(0.05)
     pulses = {rank: read_pulse(store, rank) for rank in silent}
-    culprits = [
-        rank for rank in silent if (pulse := pulses[rank]) is None or not pulse.waiting
-    ] or silent
-    return [_words(store, rank, pulses[rank]) for rank in culprits]
+    culprits = {rank: p for rank, p in pulses.items() if p is None or not p.waiting}
+    return [_describe(store, rank, pulse) for rank, pulse in (culprits or pulses).items()]
 
 
-def _words(store: SignedStore, rank: int, pulse: Heartbeat | None) -> str:
+def _describe(store: SignedStore, rank: int, pulse: Heartbeat | None) -> str:
     if pulse is not None:
         return pulse.describe(rank)
     return f"rank {rank} ({store.read(f'address/{rank}') or 'address unknown'})"
@@ -163,7 +162,7 @@ def _explained(error: BaseException, world_size: int) -> BaseException:
     )
 
 
-def default_store() -> object:
+def default_store() -> dist.Store:
     """The store of the default process group."""
     from torch.distributed.distributed_c10d import _get_default_store
 

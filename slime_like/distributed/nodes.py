@@ -11,8 +11,9 @@ from slime_like.distributed.collectives import gather
 def ranks_by_node() -> tuple[tuple[int, ...], ...]:
     """The ranks of each node, ascending, nodes in order of their first rank. A node consists of the
     processes of one torchrun agent, or without torchrun of one host. Collective."""
-    names = gather(f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}")
-    return tuple(
-        tuple(rank for rank, other in enumerate(names) if other == name)
-        for name in dict.fromkeys(names)
-    )
+    nodes: dict[str, list[int]] = {}
+    for rank, name in enumerate(
+        gather(f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}")
+    ):
+        nodes.setdefault(name, []).append(rank)
+    return tuple(map(tuple, nodes.values()))

@@ -52,7 +52,7 @@ class Rendezvous:
         )
 
 
-def meeting_of(environment: Mapping[str, str]) -> Rendezvous:
+def rendezvous_of(environment: Mapping[str, str]) -> Rendezvous:
     """Read the rendezvous from the environment variables that torchrun or another launcher has set.
     Raises RunError if they are missing or invalid."""
     values = {
@@ -92,16 +92,16 @@ def meeting_of(environment: Mapping[str, str]) -> Rendezvous:
     )
 
 
-def meet(meeting: Rendezvous, timeout: timedelta) -> dist.Store:
+def join_rendezvous(rendezvous: Rendezvous, timeout: timedelta) -> dist.Store:
     """Connect to the store and wait until all ranks have joined. Raises RunError after about
     `timeout`."""
     deadline = time.monotonic() + timeout.total_seconds()
-    _resolve(meeting, deadline)
-    if not meeting.hosts:
-        _wait_for_listener(meeting, deadline, timeout)
-    raw = _connect(meeting, deadline, timeout)
+    _resolve(rendezvous, deadline)
+    if not rendezvous.hosts:
+        _wait_for_listener(rendezvous, deadline, timeout)
+    raw = _connect(rendezvous, deadline, timeout)
     store = dist.PrefixStore(f"attempt_{_attempt()}", raw)
-    _wait_for_all(store, meeting, deadline, timeout)
+    _wait_for_all(store, rendezvous, deadline, timeout)
     return store
 
 
@@ -113,33 +113,33 @@ def _attempt() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if shared else "0"
 
 
-def _resolve(meeting: Rendezvous, deadline: float) -> None:
+def _resolve(rendezvous: Rendezvous, deadline: float) -> None:
     """Check that the host name resolves, to report a wrong name early. Retries for NAME_S, since
     name servers can fail briefly."""
     deadline = min(deadline, time.monotonic() + NAME_S)
     while True:
         try:
-            socket.getaddrinfo(meeting.host, meeting.port, type=socket.SOCK_STREAM)
+            socket.getaddrinfo(rendezvous.host, rendezvous.port, type=socket.SOCK_STREAM)
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                raise meeting.failed(
-                    f"this host does not know the name {meeting.host} ({error.args[-1]})"
+                raise rendezvous.failed(
+                    f"this host does not know the name {rendezvous.host} ({error.args[-1]})"
                 ) from error
         time.sleep(RETRY_S)
 
 
-def _wait_for_listener(meeting: Rendezvous, deadline: float, timeout: timedelta) -> None:
+def _wait_for_listener(rendezvous: Rendezvous, deadline: float, timeout: timedelta) -> None:
     while True:
         left = deadline - time.monotonic()
         try:
             socket.create_connection(
-                (meeting.host, meeting.port), timeout=max(left, RETRY_S)
+                (rendezvous.host, rendezvous.port), timeout=max(left, RETRY_S)
             ).close()
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                raise meeting.failed(
+                raise rendezvous.failed(
                     f"nobody listened there for {_words(timeout)} ({error.strerror or error}): a "
                     "wrong address, a firewall, or rank 0 did not start; "
                     "--distributed-timeout-minutes waits longer"
@@ -147,27 +147,29 @@ def _wait_for_listener(meeting: Rendezvous, deadline: float, timeout: timedelta)
         time.sleep(RETRY_S)
 
 
-def _listen(meeting: Rendezvous) -> socket.socket | None:
+def _listen(rendezvous: Rendezvous) -> socket.socket | None:
     """Listen on the address of MASTER_ADDR only. None if torch has to listen on all interfaces,
     because other hosts resolve the name to another address."""
-    found = socket.getaddrinfo(meeting.host, meeting.port, type=socket.SOCK_STREAM)
+    found = socket.getaddrinfo(rendezvous.host, rendezvous.port, type=socket.SOCK_STREAM)
     family, *_, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     if _is_loopback(str(address[0])) and not (
-        meeting.one_host or meeting.host == "localhost" or _is_loopback(meeting.host)
+        rendezvous.one_host or rendezvous.host == "localhost" or _is_loopback(rendezvous.host)
     ):
         return None  # e.g. Debian's /etc/hosts maps the own host name to 127.0.1.1
     try:
-        return socket.create_server((str(address[0]), meeting.port), family=family, backlog=BACKLOG)
+        return socket.create_server(
+            (str(address[0]), rendezvous.port), family=family, backlog=BACKLOG
+        )
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise meeting.failed(_in_use(meeting)) from error
+            raise rendezvous.failed(_in_use(rendezvous)) from error
         if error.errno != errno.EADDRNOTAVAIL:
-            raise meeting.failed(error.strerror or str(error)) from error
+            raise rendezvous.failed(error.strerror or str(error)) from error
     logger.warning(
         "MASTER_ADDR %s is no address of this host: the store of this run listens on all "
         "interfaces, at port %d",
-        meeting.host,
-        meeting.port,
+        rendezvous.host,
+        rendezvous.port,
     )
     return None
 
@@ -176,27 +178,27 @@ def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-def _in_use(meeting: Rendezvous) -> str:
+def _in_use(rendezvous: Rendezvous) -> str:
     return (
-        f"port {meeting.port} of this host is in use by another program; give another MASTER_PORT, "
+        f"port {rendezvous.port} of this host is in use by another program; give another MASTER_PORT, "
         "or end that program"
     )
 
 
-def _connect(meeting: Rendezvous, deadline: float, timeout: timedelta) -> dist.Store:
+def _connect(rendezvous: Rendezvous, deadline: float, timeout: timedelta) -> dist.Store:
     """Listen, on the rank that holds the store, and connect. In a thread, because torch waits
     forever if another program answers at the port."""
     results: list[dist.Store] = []
     errors: list[str] = []
-    listener = _listen(meeting) if meeting.hosts else None
+    listener = _listen(rendezvous) if rendezvous.hosts else None
 
     def run() -> None:
         try:
             results.append(
                 dist.TCPStore(
-                    meeting.host,
-                    meeting.port,
-                    is_master=meeting.hosts,
+                    rendezvous.host,
+                    rendezvous.port,
+                    is_master=rendezvous.hosts,
                     timeout=timeout,
                     wait_for_workers=False,
                     multi_tenant=True,
@@ -212,38 +214,38 @@ def _connect(meeting: Rendezvous, deadline: float, timeout: timedelta) -> dist.S
     if results:
         return results[0]
     if errors and ("EADDRINUSE" in errors[0] or "already in use" in errors[0]):
-        raise meeting.failed(_in_use(meeting))
+        raise rendezvous.failed(_in_use(rendezvous))
     if errors:
-        raise meeting.failed(errors[0])
-    if meeting.hosts:
-        raise meeting.failed(
-            f"rank 0 listens on this host, and {meeting.host} leads elsewhere: MASTER_ADDR must be "
+        raise rendezvous.failed(errors[0])
+    if rendezvous.hosts:
+        raise rendezvous.failed(
+            f"rank 0 listens on this host, and {rendezvous.host} leads elsewhere: MASTER_ADDR must be "
             "the host of rank 0"
         )
-    raise meeting.failed(
+    raise rendezvous.failed(
         "what listens there does not answer as rank 0 of a run would: the port is another "
         "program's; give another MASTER_PORT"
     )
 
 
 def _wait_for_all(
-    store: dist.Store, meeting: Rendezvous, deadline: float, timeout: timedelta
+    store: dist.Store, rendezvous: Rendezvous, deadline: float, timeout: timedelta
 ) -> None:
     """Wait until all ranks have joined, polling with one request for any number of ranks. It does
     not count with `add`, which closes the connection if another program wrote the value."""
-    everybody = [f"slime_like/present/{rank}" for rank in range(meeting.world_size)]
+    everybody = [f"slime_like/present/{rank}" for rank in range(rendezvous.world_size)]
     token = secrets.token_hex(8)
     try:
-        if store.compare_set(everybody[meeting.rank], "", token) != token.encode():
-            raise meeting.failed(f"another process says that it is rank {meeting.rank} too")
+        if store.compare_set(everybody[rendezvous.rank], "", token) != token.encode():
+            raise rendezvous.failed(f"another process says that it is rank {rendezvous.rank} too")
         while not store.check(everybody):
             if time.monotonic() > deadline:
-                raise meeting.failed(
-                    f"{_missing(store, meeting.world_size)} did not come within {_words(timeout)}"
+                raise rendezvous.failed(
+                    f"{_missing(store, rendezvous.world_size)} did not come within {_words(timeout)}"
                 )
             time.sleep(RETRY_S)
     except dist.DistError as error:  # rank 0 has given up and closed the store
-        raise meeting.failed(
+        raise rendezvous.failed(
             f"the store there is gone, so rank 0 has ended ({str(error).splitlines()[0]})"
         ) from error
 
@@ -262,6 +264,6 @@ def _words(timeout: timedelta) -> str:
     return f"{timeout.total_seconds():g} s"
 
 
-def environment_meeting() -> Rendezvous | None:
+def environment_rendezvous() -> Rendezvous | None:
     """The rendezvous of this process's environment; None for a single process."""
-    return meeting_of(os.environ) if "RANK" in os.environ else None
+    return rendezvous_of(os.environ) if "RANK" in os.environ else None

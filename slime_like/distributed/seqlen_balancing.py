@@ -52,10 +52,8 @@ def linear_cost(
         attention_size: Number of heads times head dimension.
         key_value_size: Number of query groups times head dimension.
     """
-    layer = (
-        hidden_size * (2 * attention_size + 2 * key_value_size)
-        + (3 if gated else 2) * hidden_size * ffn_hidden_size
-    )
+    layer = hidden_size * (2 * attention_size + 2 * key_value_size)
+    layer += (3 if gated else 2) * hidden_size * ffn_hidden_size
     return (layer + hidden_size * vocab_size / num_layers) / attention_size
 
 
@@ -142,16 +140,15 @@ def _refine(weights: Costs, parts: list[Indices], *, may_give: bool) -> None:
         heavies = order[::-1][: int((loads > target).sum())].tolist()
         if not heavies:
             return
-        partners = [order[:PARTNERS].tolist()] + [
-            [light] for light in order[1 : len(heavies)].tolist()
-        ]
-        moved = [
-            any(
-                _exchange(weights, parts, loads, heavy, light, may_give=may_give)
-                for light in lights
+        moved = []
+        for i, heavy in enumerate(heavies):
+            partners = order[i : i + 1] if i else order[:PARTNERS]
+            moved.append(
+                any(
+                    _exchange(weights, parts, loads, heavy, light, may_give=may_give)
+                    for light in partners.tolist()
+                )
             )
-            for heavy, lights in zip(heavies, partners)
-        ]
         if not moved[0]:
             return
 
@@ -165,31 +162,30 @@ def _exchange(
     gap = float(loads[heavy] - loads[light])
     if gap <= 0:
         return False
-    ours, theirs = parts[heavy], parts[light]
-    theirs = theirs[np.argsort(weights[theirs], kind="stable")]
-    gives = weights[ours]
-    takes = weights[theirs]
-    if may_give and ours.size > 1:
+    heavy_items, light_items = parts[heavy], parts[light]
+    light_items = light_items[np.argsort(weights[light_items], kind="stable")]
+    gives = weights[heavy_items]
+    takes = weights[light_items]
+    if may_give and heavy_items.size > 1:
         takes = np.concatenate([[0.0], takes])  # position 0: nothing in exchange
-    after = (
-        np.searchsorted(takes, gives - gap / 2).clip(1, takes.size - 1)
-        if takes.size > 1
-        else np.zeros(ours.size, dtype=np.int64)
-    )
-    choices = np.stack(
-        [np.maximum(after - 1, 0), after]
-    )  # (2, items): the two that would come closest to equal loads
+    after = np.zeros(heavy_items.size, dtype=np.int64)
+    if takes.size > 1:
+        after = np.searchsorted(takes, gives - gap / 2).clip(1, takes.size - 1)
+    # (2, items): the two that would come closest to equal loads
+    choices = np.stack([np.maximum(after - 1, 0), after])
     off = np.abs(gives - takes[choices] - gap / 2)
     side, item = np.unravel_index(int(off.argmin()), off.shape)
     best = int(choices[side, item])
     moved = float(gives[item] - takes[best])
     if not 1e-12 * gap < moved < gap * (1 - 1e-12):
         return False
-    returned = takes.size == theirs.size or best > 0
-    position = best if takes.size == theirs.size else best - 1
-    mine = np.delete(ours, item)
-    parts[heavy] = np.append(mine, theirs[position]) if returned else mine
-    parts[light] = np.append(np.delete(theirs, position) if returned else theirs, ours[item])
+    position = best if takes.size == light_items.size else best - 1  # -1: nothing in exchange
+    kept = np.delete(heavy_items, item)
+    if position >= 0:
+        kept = np.append(kept, light_items[position])
+        light_items = np.delete(light_items, position)
+    parts[heavy] = kept
+    parts[light] = np.append(light_items, heavy_items[item])
     loads[heavy] -= moved
     loads[light] += moved
     return True

@@ -54,9 +54,9 @@ class StackFile:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         process = os.getpid()
         started = psutil.Process(process).create_time()
-        mine = RankProcess(rank, socket.gethostname(), process, started)
-        self._path.write_text(json.dumps(asdict(mine)) + "\n", encoding="utf-8")
-        self._file = self._path.open("a", encoding="utf-8")  # `ask` appends too
+        own = RankProcess(rank, socket.gethostname(), process, started)
+        self._path.write_text(json.dumps(asdict(own)) + "\n", encoding="utf-8")
+        self._file = self._path.open("a", encoding="utf-8")  # `request_stacks` appends too
         self._size = self._path.stat().st_size
         signal.signal(SIGNAL, signal.SIG_IGN)  # for requests after `close`
         faulthandler.register(SIGNAL, file=self._file, all_threads=True)
@@ -79,7 +79,7 @@ def read_rank(path: Path) -> RankProcess | None:
         return None
 
 
-def ask(path: Path, rank: RankProcess, limit_s: float) -> str | None:
+def request_stacks(path: Path, rank: RankProcess, limit_s: float) -> str | None:
     """Ask a process on this host for its stacks and return them; None if it does not respond within
     limit_s, e.g. because it is stopped. path: its stack file."""
     with path.open("a", encoding="utf-8") as file:

@@ -32,7 +32,7 @@ from slime_like.distributed.signed_store import SignedStore
 FAILED = 1
 PREFIX = "watchdog"
 logger = logging.getLogger(__name__)
-LEAVE_S = 5.0  # for the other ranks to write their stacks before a launcher kills them
+EXIT_DELAY_S = 5.0  # for the other ranks to write their stacks before a launcher kills them
 
 
 @dataclass(slots=True)
@@ -54,14 +54,14 @@ class Watchdog:
     def __init__(
         self, store: SignedStore, rank: int, world_size: int, limit_s: float, activity: Activity
     ) -> None:
-        self._store, self._judges_store = store.clone(), store.clone()
+        self._store, self._verdict_store = store.clone(), store.clone()
         self._rank = rank
         self._world_size = world_size
         self._limit_s = limit_s
         self._interval_s = min(5.0, limit_s / 6)
         self._activity = activity
         self._watched = {0, (rank + 1) % world_size} - {rank}
-        self._heard: dict[int, LastHeartbeat] = {}
+        self._last: dict[int, LastHeartbeat] = {}
         self._store_answered = time.monotonic()
         self._before: dict[int, Heartbeat | None] = {}
         self._is_warned = False
@@ -69,7 +69,7 @@ class Watchdog:
         self._leaving = threading.Lock()
         self._threads = [
             threading.Thread(target=run, name=run.__name__, daemon=True)
-            for run in (self._tell_and_listen, self._judge)
+            for run in (self._exchange_heartbeats, self._find_dead_ranks)
         ]
 
     def __enter__(self) -> Watchdog:
@@ -83,28 +83,27 @@ class Watchdog:
         for thread in self._threads:
             thread.join(2.0)  # a thread may hang in the store
 
-    def _tell_and_listen(self) -> None:
+    def _exchange_heartbeats(self) -> None:
+        """Loop of the first thread: send this rank's heartbeat, read those of the watched ranks."""
         try:
             while not self._closed.is_set():
-                self._tell(self._activity.pulse())
+                self._send(self._activity.pulse())
                 for rank in self._watched:
-                    self._listen(rank)
+                    self._receive(rank)
                 verdict = self._store.read(f"{PREFIX}/verdict")
                 if verdict is not None:
-                    self._leave(verdict, told=True)
+                    self._exit(verdict, from_peer=True)
                 if self._store.read("first_error") is not None:
                     self._store.put(f"knows/{self._rank}", "1")
                 self._store_answered = time.monotonic()
-                self._name_the_slow()
+                self._report_slow_ranks()
                 self._activity.changed.wait(self._interval_s)
                 self._activity.changed.clear()
-            self._tell(self._activity.pulse(left=True))
-        except (
-            RuntimeError
-        ):  # the store's process is gone: collectives fail, or `_judge` ends this process
-            return
+            self._send(self._activity.pulse(left=True))
+        except RuntimeError:
+            return  # the store is gone: collectives fail, or `_find_dead_ranks` ends this process
 
-    def _judge(self) -> None:
+    def _find_dead_ranks(self) -> None:
         """Loop of the second thread: find dead ranks and an unresponsive store.
 
         Stacks of a process that is blocked inside C code are not written by a timer
@@ -115,31 +114,31 @@ class Watchdog:
         while not self._closed.wait(self._interval_s):
             looked, before = time.monotonic(), looked
             if looked - before > self._interval_s + self._limit_s / 3:
-                self._count_anew(looked - before)
+                self._restart_timers(looked - before)
                 answered, unanswered_s = self._store_answered, 0.0
                 continue
             unanswered_s += looked - before
             if answered != self._store_answered:
                 answered, unanswered_s = self._store_answered, 0.0
             if unanswered_s > self._limit_s:
-                self._leave(
+                self._exit(
                     f"no answer from the store of this run at {store_address()} for "
-                    f"{self._limit_s:g} s{self._last_words(0)}",
-                    told=False,
+                    f"{self._limit_s:g} s{self._describe_owner(0)}",
+                    from_peer=False,
                 )
             silent = [
                 rank
-                for rank, heard in self._heard.items()
-                if answered - heard.at > self._limit_s and not heard.pulse.left
+                for rank, last in self._last.items()
+                if answered - last.at > self._limit_s and not last.pulse.left
             ]
             if silent:
-                self._condemn(silent)
+                self._declare_dead(silent)
 
-    def _count_anew(self, gap_s: float) -> None:
+    def _restart_timers(self, gap_s: float) -> None:
         """Restart all timers, since this process, and perhaps the whole job, was suspended."""
         now = time.monotonic()
-        for rank, heard in list(self._heard.items()):
-            self._heard[rank] = LastHeartbeat(heard.pulse, now)
+        for rank, last in list(self._last.items()):
+            self._last[rank] = LastHeartbeat(last.pulse, now)
         if self._rank == 0:
             logger.warning(
                 "the process of rank 0 did not run for %.0f s: it was suspended, or its host was; "
@@ -147,18 +146,18 @@ class Watchdog:
                 gap_s,
             )
 
-    def _tell(self, pulse: Heartbeat) -> None:
+    def _send(self, pulse: Heartbeat) -> None:
         self._store.put(f"{PREFIX}/{self._rank}", pulse.to_json())
 
-    def _listen(self, rank: int) -> None:
+    def _receive(self, rank: int) -> None:
         """Read the heartbeat of a rank. One that disappears or goes back to an older count does not
         count as silence, because it means that another program writes to the store."""
-        pulse, heard = read_pulse(self._store, rank), self._heard.get(rank)
-        if heard is None:
+        pulse, last = read_pulse(self._store, rank), self._last.get(rank)
+        if last is None:
             if pulse is not None:
-                self._heard[rank] = LastHeartbeat(pulse, time.monotonic())
-        elif pulse is None or pulse.count < heard.pulse.count:
-            self._heard[rank] = LastHeartbeat(heard.pulse, time.monotonic())
+                self._last[rank] = LastHeartbeat(pulse, time.monotonic())
+        elif pulse is None or pulse.count < last.pulse.count:
+            self._last[rank] = LastHeartbeat(last.pulse, time.monotonic())
             if not self._is_warned:
                 self._is_warned = True
                 logger.warning(
@@ -167,83 +166,79 @@ class Watchdog:
                     store_address(),
                     rank,
                 )
-        elif pulse.count > heard.pulse.count:
-            self._heard[rank] = LastHeartbeat(pulse, time.monotonic())
+        elif pulse.count > last.pulse.count:
+            self._last[rank] = LastHeartbeat(pulse, time.monotonic())
 
-    def _condemn(self, silent: Iterable[int]) -> None:
-        """Write the verdict, once over all ranks; `_tell_and_listen` on every rank reads it and
+    def _declare_dead(self, silent: Iterable[int]) -> None:
+        """Write the verdict, once over all ranks; `_exchange_heartbeats` on every rank reads it and
         exits."""
-        words = "; ".join(
-            f"no sign of life from {self._heard[rank].pulse.describe(rank)}"
+        ranks = "; ".join(
+            f"no sign of life from {self._last[rank].pulse.describe(rank)}"
             for rank in sorted(silent)
         )
         verdict = (
-            f"{words}: for more than --heartbeat-timeout-s {self._limit_s:g} s its process is "
+            f"{ranks}: for more than --heartbeat-timeout-s {self._limit_s:g} s its process is "
             "stopped, or its host is gone"
         )
         try:
-            first = self._judges_store.claim(f"{PREFIX}/verdict", verdict) == verdict
+            first = self._verdict_store.claim(f"{PREFIX}/verdict", verdict) == verdict
         except RuntimeError:  # the store is gone
             first = True
         if first:
-            self._leave(verdict, told=False)
+            self._exit(verdict, from_peer=False)
         self._closed.wait(self._limit_s)  # the other thread exits
 
-    def _last_words(self, rank: int) -> str:
-        heard = self._heard.get(rank)
-        return "" if heard is None else f"; its process may be that of {heard.pulse.describe(rank)}"
+    def _describe_owner(self, rank: int) -> str:
+        last = self._last.get(rank)
+        return "" if last is None else f"; its process may be that of {last.pulse.describe(rank)}"
 
-    def _leave(self, verdict: str, *, told: bool) -> None:
+    def _exit(self, verdict: str, *, from_peer: bool) -> None:
         """Exit without exit handlers and destructors of process groups, which a hung peer could
         block."""
         if self._closed.is_set() or not self._leaving.acquire(blocking=False):
             return
-        head = f"rank {self._rank} on host {socket.gethostname()}"
-        if not told:
-            print(
-                f"error: {verdict}. --load continues from the last checkpoint",
-                file=sys.stderr,
-                flush=True,
-            )
-        print(
-            f"{head} ends; it was in phase {self._activity.phase}. Stacks of its threads:",
-            file=sys.stderr,
-            flush=True,
+        if not from_peer:
+            _print(f"error: {verdict}. --load continues from the last checkpoint")
+        _print(
+            f"rank {self._rank} on host {socket.gethostname()} ends; it was in phase "
+            f"{self._activity.phase}. Stacks of its threads:"
         )
         faulthandler.dump_traceback(all_threads=True)
-        time.sleep(LEAVE_S if not told else 0.0)
+        time.sleep(EXIT_DELAY_S if not from_peer else 0.0)
         os._exit(FAILED)
 
-    def _name_the_slow(self) -> None:
+    def _report_slow_ranks(self) -> None:
         """Report, once per phase and on rank 0 or 1 while it waits, the ranks that are late but
         have sent heartbeats since the last check."""
-        mine = self._activity.pulse()
-        if self._rank > 1 or not mine.waiting or mine.phase_s < self._limit_s:
+        own = self._activity.pulse()
+        if self._rank > 1 or not own.waiting or own.phase_s < self._limit_s:
             self._before = {}
             return
         pulses = {rank: read_pulse(self._store, rank) for rank in range(self._world_size)}
         before, self._before = self._before, pulses
-        late = [
-            pulse.describe(rank)
-            for rank, pulse in pulses.items()
-            if pulse is not None
-            and not pulse.waiting
-            and not pulse.left
-            and (old := before.get(rank)) is not None
-            and old.count != pulse.count
-        ]
-        name = f"{self._rank} {mine.count}"
-        if late and self._store.claim(f"{PREFIX}/slow/{mine.phases}", name) == name:
+        late = []
+        for rank, pulse in pulses.items():
+            old = before.get(rank)
+            if pulse is None or old is None or pulse.waiting or pulse.left:
+                continue
+            if old.count != pulse.count:
+                late.append(pulse.describe(rank))
+        name = f"{self._rank} {own.count}"
+        if late and self._store.claim(f"{PREFIX}/slow/{own.phases}", name) == name:
             text = (
                 "slow, not gone: the others wait for "
                 f"{'; '.join(late[:4])}{' ...' if late[4:] else ''}"
             )
-            print(text, file=sys.stderr, flush=True)
+            _print(text)
 
 
 def read_pulse(store: SignedStore, rank: int) -> Heartbeat | None:
     text = store.read(f"{PREFIX}/{rank}")
     return None if text is None else Heartbeat.from_json(text)
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def store_address() -> str:

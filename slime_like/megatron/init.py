@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from arguments.schema import ParallelConfig
-from slime_like.distributed.rendezvous import environment_meeting, meet
+from slime_like.distributed.rendezvous import environment_rendezvous, join_rendezvous
 from slime_like.megatron.parallel_layout import ParallelLayout, read_layout, without_layout
 
 
@@ -48,13 +48,13 @@ def world_of_processes(parallel: ParallelConfig) -> Iterator[None]:
     if backend == "auto":
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-    meeting = environment_meeting()
+    meeting = environment_rendezvous()
     if meeting is None:
         dist.init_process_group(
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
         )
     else:
-        store = meet(meeting, timeout)
+        store = join_rendezvous(meeting, timeout)
         try:
             dist.init_process_group(
                 backend,

@@ -8,7 +8,7 @@ import os
 import signal
 
 from arguments.run_config import RunConfig
-from slime_like.distributed.failure_report import leave_address
+from slime_like.distributed.failure_report import join_job
 from slime_like.errors import RunError
 from slime_like.metrics.startup import Say
 from slime_like.trainer.launch import FAILED, INTERRUPTED, fail, prepare
@@ -34,7 +34,7 @@ def run(config: RunConfig, rank: int, startup: Say) -> int:
         with process_groups(
             config.parallel, virtual_stages=config.virtual_stages, seed=config.model.seed
         ) as layout:
-            leave_address(layout.rank)
+            join_job(layout.rank)
             try:
                 serve(config, layout, startup)
             except KeyboardInterrupt:

@@ -27,10 +27,10 @@ from slime_like.distributed.failure_report import (
     LINGER_S,
     WAIT_S,
     job,
-    leave_address,
+    join_job,
     linger,
     looks_lost,
-    message_of,
+    reported_error,
 )
 from slime_like.distributed.signals import (
     CTRL_C_STATUS,
@@ -156,7 +156,7 @@ def keep_freed_memory() -> None:
 def train(config: RunConfig, layout: ParallelLayout, startup: Say) -> int:
     """Train, after the rendezvous, with the ranks monitoring each other."""
     activity = Activity()
-    leave_address(layout.rank)
+    join_job(layout.rank)
     limit_s = config.parallel.heartbeat_timeout_s
     if layout.world_size == 1 or not limit_s:
         return train_watched(config, layout, activity, startup)
@@ -257,7 +257,7 @@ def record(config: RunConfig, layout: ParallelLayout, output_dir: Path) -> None:
 def fail(error: Exception, layout: ParallelLayout, output_dir: Path | None = None) -> int:
     """Report an error that ended this rank, and return its exit status. Only one rank prints it,
     with the root cause if other ranks were lost."""
-    reported = message_of(error)
+    reported = reported_error(error)
     if reported is not None:
         show(reported)
         if output_dir is not None:

@@ -42,7 +42,7 @@ def told(call: Callable[[], Any]) -> list[str]:
 
 
 def two_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    collectives.TELL_EVERY_S = 0.05
+    collectives.POLL_S = 0.05
     zero, group = collectives.from_rank_zero, dist.new_group()
     one = collectives.together(lambda: rank + 1)
     errors = (

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from slime_like.distributed.rendezvous import Rendezvous, meet, meeting_of
+from slime_like.distributed.rendezvous import Rendezvous, join_rendezvous, rendezvous_of
 from slime_like.errors import RunError
 from tests.e2e.programs import free_port
 
@@ -29,7 +29,7 @@ def cannot_meet(meeting: Rendezvous, timeout: timedelta = SHORT, most_s: float =
     """The message; the wait must be bounded: torch waits for 5 minutes, or for ever."""
     start = time.monotonic()
     with pytest.raises(RunError) as raised:
-        meet(meeting, timeout)
+        join_rendezvous(meeting, timeout)
     assert time.monotonic() - start < most_s
     where = f"rank {meeting.rank} of {meeting.world_size} on host {HERE} could not meet the others at {meeting.host}:{meeting.port} "
     assert str(raised.value).startswith(where)
@@ -50,7 +50,9 @@ def test_ranks_that_all_come_share_a_store() -> None:
     stores: dict[int, object] = {}
 
     def come(rank: int) -> None:
-        stores[rank] = meet(Rendezvous("127.0.0.1", port, rank, 3, hosts=rank == 0), LONG)
+        stores[rank] = join_rendezvous(
+            Rendezvous("127.0.0.1", port, rank, 3, hosts=rank == 0), LONG
+        )
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in (2, 1, 0)]
     for thread in threads:
@@ -98,13 +100,13 @@ def test_missing_ranks_are_named() -> None:
 def test_two_processes_of_one_rank() -> None:
     port, met = free_port(), []
     first, last = (Rendezvous("127.0.0.1", port, rank, 2, hosts=rank == 0) for rank in (0, 1))
-    thread = threading.Thread(target=lambda: met.append(meet(first, LONG)))
+    thread = threading.Thread(target=lambda: met.append(join_rendezvous(first, LONG)))
     thread.start()
     seen = connected(port)
     seen.wait(["attempt_0/slime_like/present/0"], LONG)
     message = cannot_meet(dataclasses.replace(first, hosts=False), LONG)
     assert "another process says that it is rank 0 too" in message
-    meet(last, LONG)
+    join_rendezvous(last, LONG)
     thread.join()
     assert len(met) == 1, "the one that was first is not disturbed"
 
@@ -132,7 +134,9 @@ def listening_addresses(port: int) -> set[str]:
 def test_the_store_listens_on_the_address_of_the_master_alone(host: str) -> None:
     """torch's listens on every interface of the host, for everybody."""
     port = free_port()
-    store = meet(Rendezvous(host, port, 0, 1, hosts=True), LONG)  # listens while it is there
+    store = join_rendezvous(
+        Rendezvous(host, port, 0, 1, hosts=True), LONG
+    )  # listens while it is there
     last = host.rpartition(".")[2] if host != "localhost" else "1"
     assert store and listening_addresses(port) == {f"0{last}00007F"}
 
@@ -153,7 +157,9 @@ def test_garbage_in_the_store_ends_no_rank(text: str) -> None:
     garbage = threading.Event()
 
     def come(rank: int) -> None:
-        stores[rank] = meet(Rendezvous("127.0.0.1", port, rank, 2, hosts=rank == 0), LONG)
+        stores[rank] = join_rendezvous(
+            Rendezvous("127.0.0.1", port, rank, 2, hosts=rank == 0), LONG
+        )
         garbage.wait()
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in (0, 1)]
@@ -174,24 +180,24 @@ def test_ranks_of_agents_that_count_other_restarts_meet(monkeypatch: pytest.Monk
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     port, met = free_port(), []
     first = Rendezvous("127.0.0.1", port, 0, 2, hosts=True)
-    thread = threading.Thread(target=lambda: met.append(meet(first, LONG)))
+    thread = threading.Thread(target=lambda: met.append(join_rendezvous(first, LONG)))
     thread.start()
     connected(port).wait(["attempt_0/slime_like/present/0"], LONG)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    meet(Rendezvous("127.0.0.1", port, 1, 2, hosts=False), LONG)
+    join_rendezvous(Rendezvous("127.0.0.1", port, 1, 2, hosts=False), LONG)
     thread.join()
     assert len(met) == 1
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     late = Rendezvous("127.0.0.1", port, 0, 1, hosts=False)
-    meet(late, LONG)
+    join_rendezvous(late, LONG)
     assert connected(port).check(["attempt_1/slime_like/present/0"])
 
 
 def test_the_environment_says_where_to_meet() -> None:
-    assert meeting_of(ENVIRONMENT) == Rendezvous("alpha", 29500, 1, 2, hosts=False)
-    assert meeting_of(ENVIRONMENT | {"RANK": "0"}).hosts
-    assert not meeting_of(
+    assert rendezvous_of(ENVIRONMENT) == Rendezvous("alpha", 29500, 1, 2, hosts=False)
+    assert rendezvous_of(ENVIRONMENT | {"RANK": "0"}).hosts
+    assert not rendezvous_of(
         ENVIRONMENT | {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     ).hosts, "torchrun's agent does"
 
@@ -208,4 +214,4 @@ def test_the_environment_says_where_to_meet() -> None:
 )
 def test_a_wrong_environment_is_named(changes: dict[str, str], words: str) -> None:
     with pytest.raises(RunError, match=words):
-        meeting_of(ENVIRONMENT | changes)
+        rendezvous_of(ENVIRONMENT | changes)

@@ -82,7 +82,7 @@ raw = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 LIMIT_S = 6.0
 dogs = [Watchdog(SignedStore(raw, b"key"), rank, 2, LIMIT_S, Activity()) for rank in (0, 1)]
 with dogs[0], dogs[1]:
-    while not all(dog._heard for dog in dogs):
+    while not all(dog._last for dog in dogs):
         time.sleep(0.05)
     print("both run", flush=True)
     if sys.argv[1] == "garbage":
