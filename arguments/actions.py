@@ -10,7 +10,7 @@ import slime_like
 from arguments.aliases import MAY_BE_EMPTY
 from arguments.flag_registry import FlagTable, normalise
 from arguments.flags import Flag
-from arguments.values import legal_words
+from arguments.values import legal_values
 from slime_like.config import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -35,11 +35,11 @@ class LauncherAction(argparse.Action):
     ) -> None:
         launcher = cast("LauncherParser", parser)
         assert option_string is not None
-        self.take(launcher, launcher.typed.get(option_string, option_string), list(values))
-        if self.dest in launcher.given.values:
-            setattr(namespace, self.dest, launcher.given.values[self.dest])
+        self.apply(launcher, launcher.typed.get(option_string, option_string), list(values))
+        if self.dest in launcher.parsed.values:
+            setattr(namespace, self.dest, launcher.parsed.values[self.dest])
 
-    def take(self, parser: LauncherParser, typed: str, words: list[str]) -> None:
+    def apply(self, parser: LauncherParser, typed: str, words: list[str]) -> None:
         raise NotImplementedError
 
 
@@ -62,28 +62,30 @@ class Setting(LauncherAction):
         )
         self.flag, self.on = flag, on
 
-    def take(self, parser: LauncherParser, typed: str, words: list[str]) -> None:
-        flag, given = self.flag, parser.given
+    def apply(self, parser: LauncherParser, typed: str, words: list[str]) -> None:
+        flag, parsed = self.flag, parser.parsed
         if flag.kind == "switch":
             words = words or ["true"]
         if not words and flag.dest in MAY_BE_EMPTY:
-            given.warnings.append(f"{typed} has no value: {MAY_BE_EMPTY[flag.dest]}")
+            parsed.warnings.append(f"{typed} has no value: {MAY_BE_EMPTY[flag.dest]}")
             return
         if not words:
-            given.refuse(typed, None, "needs a value" + legal_words(flag), flag.dest)
+            parsed.add_problem(typed, None, "requires a value" + legal_values(flag), flag.dest)
         elif words == ["null"]:
-            given.reset(flag.dest)
+            parsed.reset(flag.dest)
         else:
-            parser.store(flag, typed, words if flag.kind == "list" else words[0], self.on, given)
+            parser.store(flag, typed, words if flag.kind == "list" else words[0], self.on, parsed)
 
 
-class Other(LauncherAction):
+class OtherFlag(LauncherAction):
     """Flags that are not a setting themselves: presets, flags without effect, flags of other
     programs, unknown flags."""
 
-    def take(self, parser: LauncherParser, typed: str, words: list[str]) -> None:
-        own: object = True if not words else words[0] if len(words) == 1 else words
-        parser.take_other(typed, own, parser.given)
+    def apply(self, parser: LauncherParser, typed: str, words: list[str]) -> None:
+        value: object = words or True
+        if len(words) == 1:
+            value = words[0]
+        parser.apply_other(typed, value, parser.parsed)
 
 
 class Help(argparse.Action):
@@ -102,7 +104,7 @@ class Version(argparse.Action):
         raise HelpRequested(f"slime_like {slime_like.__version__}")
 
 
-def custom_words(action: argparse.Action, name: str, value: object) -> list[str]:
+def custom_argv(action: argparse.Action, name: str, value: object) -> list[str]:
     """Convert a value of a run file to command-line arguments."""
     if value is None or (value is False and action.nargs == 0):
         return []
@@ -134,10 +136,10 @@ def check_added(actions: Sequence[argparse.Action], path: str, table: FlagTable)
     for action in actions:
         name = (action.option_strings or [action.dest])[0]
         if not action.option_strings or not name.startswith("--"):
-            words = f"adds {name}: flags start with two dashes"
-            problems.append(Problem(CUSTOM_ARGUMENTS, path, words))
+            message = f"adds {name}: flags must start with two dashes"
+            problems.append(Problem(CUSTOM_ARGUMENTS, path, message))
         elif action.dest in table.by_dest:
-            words = f"adds {name}, whose name {action.dest!r} is a setting already"
-            problems.append(Problem(CUSTOM_ARGUMENTS, path, words))
+            message = f"adds {name}, but the setting {action.dest!r} already exists"
+            problems.append(Problem(CUSTOM_ARGUMENTS, path, message))
     if problems:
         raise ConfigError(problems)

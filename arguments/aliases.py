@@ -1,5 +1,5 @@
-"""Flags of slime, SkyRL and Megatron-LM: aliases of our flags, and flags that are known but not
-implemented, which are rejected with a message."""
+"""Flags of slime, SkyRL and Megatron-LM: aliases of our flags, and flags that are not implemented,
+which are rejected with a message."""
 
 from __future__ import annotations
 
@@ -46,84 +46,91 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
 APPENDED = ("rollout_sample_hook_path",)
 # Fields that slime's scripts set from a variable that may be empty -> what applies then.
 MAY_BE_EMPTY: Mapping[str, str] = {
-    "wandb_key": "W&B takes WANDB_API_KEY or its own login",
+    "wandb_key": "W&B uses WANDB_API_KEY or wandb login",
 }
 # Accepted, because what they ask for always applies.
 NO_EFFECT: Mapping[str, str] = {
     "--get-mismatch-metrics": "mismatch metrics are always computed",
     "--use-entropy-loss": "--entropy-coef alone decides",
-    "--no-check-for-nan-in-loss-and-grad": "a step with a non-finite gradient is always skipped and counted",
+    "--no-check-for-nan-in-loss-and-grad": "steps with non-finite gradients are always skipped",
     "--no-position-embedding": "--position-embedding-type alone decides",
-    "--recompute-loss-function": "the head never keeps logits for the backward pass, it computes them again",
-    "--use-mcore-models": "there are no others",
-    "--balance-by-flops": "--balance-data goes by the work of a sequence anyway",
-    "--use-fault-tolerance": "servers are always watched, and those that this run started are started again",
-    "--enable-experimental": "nothing of megatron-core that is experimental is used",
-    "--no-create-attention-mask-in-dataloader": "no loader makes attention masks",
-    "--no-async-tensor-model-parallel-allreduce": "megatron-core decides it by --sequence-parallel",
-    "--no-scatter-gather-tensors-in-pipeline": "stages exchange whole rows anyway",
+    "--recompute-loss-function": "logits are always recomputed in the backward pass",
+    "--use-mcore-models": "all models are megatron-core models",
+    "--balance-by-flops": "--balance-data always balances by compute cost",
+    "--use-fault-tolerance": "servers are always monitored, and restarted if the run started them",
+    "--enable-experimental": "experimental features of megatron-core are not used",
+    "--no-create-attention-mask-in-dataloader": "data loaders create no attention masks",
+    "--no-async-tensor-model-parallel-allreduce": "--sequence-parallel alone decides",
+    "--no-scatter-gather-tensors-in-pipeline": "pipeline stages always exchange full rows",
     "--no-barrier-with-level-1-timing": "no timer waits for other ranks",
     "--no-data-sharding": "rank 0 draws the samples of a rollout",
     "--no-mmap-bin-files": "prompts are not read from Megatron-LM's .bin files",
-    "--no-one-logger": "there is no such logger",
+    "--no-one-logger": "one-logger is not supported",
     "--no-use-tokenizer-model-from-checkpoint-args": "the tokenizer is --hf-checkpoint's",
     "--use-flash-attn": "--attention-backend alone decides",
     "--auto-detect-ckpt-format": "the format of a checkpoint is always detected",
     "--freeze-indexer": "the indexers of sparse attention are never trained",
     "--exit-signal-handler": "a run with --save always saves on SIGTERM",
 }
-_DELTA = "changes of weights are sent as XOR of what changed, with SHA-256 of every tensor"
+_DELTA = "weight deltas are always XOR-encoded, with SHA-256 per tensor"
 # Like NO_EFFECT, with or without a value.
 IGNORED: Mapping[str, str] = {
     f"--{name}": why
     for why, names in {
-        "every metric has the number of its rollout": "wandb-always-use-train-step",
+        "metrics are always logged by rollout": "wandb-always-use-train-step",
         _DELTA: "update-weight-delta-encoding update-weight-delta-checksum",
-        "rows are padded as the layout needs it": "data-pad-size-multiplier",
+        "rows are padded as the parallel layout requires": "data-pad-size-multiplier",
     }.items()
     for name in names.split()
 }
 _ENGINES = "this setting of rollout engines"
 _HOOKS = "custom functions at this place"
-_ALL_SAMPLES = (
-    "filtered samples are not brought to rank 0; a --rollout-function-path sees all that it draws"
-)
-_WANDB = "these metrics of samples are in the report of a run with --save-debug-rollout-data"
-_CRITIC = "the critic is on the processes of the policy; its layout there is chosen with --critic-tensor-model-parallel-size and its siblings"
-_CLUSTER = "the layout is given by torchrun (or SLURM) and the parallel sizes"
-_SYNC = "this way of handing over weights"
+_ALL_SAMPLES = "filtered samples are not gathered on rank 0; use --rollout-function-path"
+_WANDB = "use --save-debug-rollout-data; the report of the run has these metrics"
+_CRITIC = "the critic runs on the policy's processes; see --critic-tensor-model-parallel-size"
+_CLUSTER = "set by torchrun (or SLURM) and the parallel sizes"
+_SYNC = "this setting of weight sync"
 _DEBUG = "this debugging aid"
 
 NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
-    _ENGINES: """rollout-skip-special-tokens use-distributed-post http-proxy
-        rollout-data-transport release-train""",
+    _ENGINES: """
+        rollout-skip-special-tokens use-distributed-post http-proxy
+        rollout-data-transport release-train
+    """,
     _HOOKS: "custom-update-weight-post-write-path megatron-config-path",
     _ALL_SAMPLES: "rollout-all-samples-process-path",
     _WANDB: "log-multi-turn log-passrate log-reward-category log-correct-samples",
     _CRITIC: "critic-num-nodes critic-num-gpus-per-node",
-    "the critic is a part of every checkpoint in --save, so that both are of the same moment": "critic-save",
+    "the critic is saved in every checkpoint in --save": "critic-save",
     "training a critic or a policy without the other": "critic-train-only",
-    "servers that only prefill": "prefill-num-servers",
+    "prefill servers": "prefill-num-servers",
     _CLUSTER: "train-env-vars qwen-gdn-backend rank local-rank",
-    _SYNC: """update-weights-interval keep-old-actor
-        force-fp8-ue8m0-scale""",
-    _DEBUG: """save-debug-train-data dump-details load-debug-rollout-data-subsample load-forge-rollout-data memory-recorder
-        profile-target ci-test ci-disable-kl-checker ci-load-grad-norm ci-save-grad-norm
-        ci-train-rollout-logprob-abs-diff-threshold""",
-    "dropout within adapters, which would depend on the layout": "lora-dropout",
-    "this setting of adapters; --lora-target-modules names the layers": "exclude-modules",
-    "this way to collect rollouts": """min-batch-collection-ratio start-rollout-id disable-rollout-global-dataset rollout-task-type rollout-buffer-url
-        fetch-trajectory-retry-times""",
+    _SYNC: "update-weights-interval keep-old-actor force-fp8-ue8m0-scale",
+    _DEBUG: """
+        save-debug-train-data dump-details load-debug-rollout-data-subsample
+        load-forge-rollout-data memory-recorder profile-target ci-test
+        ci-disable-kl-checker ci-load-grad-norm ci-save-grad-norm
+        ci-train-rollout-logprob-abs-diff-threshold
+    """,
+    "dropout in adapters, which would depend on the layout": "lora-dropout",
+    "use --lora-target-modules": "exclude-modules",
+    "this way to collect rollouts": """
+        min-batch-collection-ratio start-rollout-id disable-rollout-global-dataset
+        rollout-task-type rollout-buffer-url fetch-trajectory-retry-times
+    """,
     "images and other media": "multimodal-keys",
-    "tools of evaluation sets under a key of their own": "eval-tool-key",
+    "a separate tool key for evaluation sets": "eval-tool-key",
     "this setting of rewards": "eval-reward-key disable-rewards-normalization",
-    "this setting of evaluation": """eval-max-prompt-len eval-min-new-tokens eval-max-context-len""",
-    "this model setting": """padded-vocab-size seq-length decoder-seq-length no-rope-freq""",
+    "this setting of evaluation": "eval-max-prompt-len eval-min-new-tokens eval-max-context-len",
+    "this model setting": "padded-vocab-size seq-length decoder-seq-length no-rope-freq",
     "this optimizer setting": "reset-optimizer-states use-stateless-adam use-rollout-entropy",
-    "Megatron-LM's own training loop": """train-iters train-samples lr-decay-samples lr-warmup-samples eval-iters data-path split tokenizer-type
-        tokenizer-model vocab-file merge-file num-workers ckpt-format use-checkpoint-opt_param-scheduler override-opt-param-scheduler
-        use-checkpoint-args rampup-batch-size""",
-}  # fmt: skip
+    "Megatron-LM's own training loop": """
+        train-iters train-samples lr-decay-samples lr-warmup-samples eval-iters
+        data-path split tokenizer-type tokenizer-model vocab-file merge-file num-workers
+        ckpt-format use-checkpoint-opt_param-scheduler override-opt-param-scheduler
+        use-checkpoint-args rampup-batch-size
+    """,
+}
 NOT_IMPLEMENTED: Mapping[str, str] = {
     "--" + name.replace("_", "-"): reason
     for reason, names in NOT_IMPLEMENTED_GROUPS.items()
@@ -131,8 +138,9 @@ NOT_IMPLEMENTED: Mapping[str, str] = {
 }
 _PREFIXES = {
     "--vllm-": _ENGINES,
+    "--megatron-deepgemm-": "fp8 and fp4 training",
+    "--lora-": "this setting of adapters",
 }
-_PREFIXES |= {"--megatron-deepgemm-": "fp8 and fp4 training", "--lora-": "this setting of adapters"}
 
 # Prefix of flags that are passed on -> the setting that collects them.
 PASSED_ON: Mapping[str, str] = {
@@ -142,11 +150,11 @@ PASSED_ON: Mapping[str, str] = {
 # field name -> value -> reason
 VALUES_NOT_IMPLEMENTED: Mapping[str, Mapping[str, str]] = {
     "rm_type": {"random": "this reward"},
-    "optimizer": {"dist_muon": "Muon with its state shared out over data-parallel ranks; use muon"},
+    "optimizer": {"dist_muon": "Muon with sharded state; use muon"},
     "moe_router_load_balancing_type": {"sinkhorn": "this balancing"},
     "rollout_engine": {"vllm": "this engine"},
 }
-# slime's `--advantage-estimator` also chose a loss: estimator -> loss
+# values of slime's `--advantage-estimator` that select a loss
 ESTIMATORS_THAT_ARE_LOSSES = ("gspo", "cispo")
 _SKYRL_PREFIX = re.compile(
     "--(?:(?:trainer-)?algorithm-(?:off-policy-correction-)?|off-policy-correction-)"

@@ -8,12 +8,12 @@ import re
 from typing import Any
 
 from arguments.megatron_configs import build_megatron_configs
-from arguments.rules.algorithm import has_critic, legacy_needs_even_micro_batches
+from arguments.rules.algorithm import check_legacy_reduction, has_critic
 from arguments.rules.base import Rule, Settings
 from arguments.rules.layout import (
     BATCH_RULES,
     PARALLEL_RULES,
-    every_rank_gets_a_sample,
+    check_samples_per_rank,
 )
 from arguments.rules.moe import MOE_RULES
 from arguments.rules.pipeline import COUNTED, ENDS, virtual_stages_of
@@ -30,35 +30,35 @@ LAYOUT = tuple(
     if PREFIX + f.name in {g.name for g in dataclasses.fields(CriticConfig)}
 )
 INTERLEAVED = {"num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"}
-_POLICYS_FLAG = re.compile(f"--({'|'.join(flag_name(name)[2:] for name in LAYOUT)})(?![\\w-])")
+_POLICY_FLAG = re.compile(f"--({'|'.join(flag_name(name)[2:] for name in LAYOUT)})(?![\\w-])")
 # All rules that depend on a layout; problems independent of it are reported once, for the policy.
 RULES: tuple[Rule, ...] = (
     *PARALLEL_RULES,
     *MOE_RULES,
     *BATCH_RULES,
-    every_rank_gets_a_sample,
-    legacy_needs_even_micro_batches,
+    check_samples_per_rank,
+    check_legacy_reduction,
 )
 
 
 def layout_flags(critic: CriticConfig) -> dict[str, Any]:
     """Values of the critic's layout flags, by field name of ParallelConfig."""
-    said = {name: getattr(critic, PREFIX + name) for name in LAYOUT}
-    return {name: value for name, value in said.items() if value is not None}
+    values = {name: getattr(critic, PREFIX + name) for name in LAYOUT}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def critic_parallel(critic: CriticConfig, policy: ParallelConfig) -> ParallelConfig:
     """The policy's layout, overridden by the critic's flags. Settings that belong to a differing
     size are not inherited: the interleaved schedule if the pipeline size differs, expert tensor
     parallelism and sequence parallelism if the tensor-parallel size differs."""
-    said = layout_flags(critic)
-    sizes = dataclasses.replace(policy, **said)
+    flags = layout_flags(critic)
+    sizes = dataclasses.replace(policy, **flags)
     if (
-        INTERLEAVED & said.keys()
+        INTERLEAVED & flags.keys()
         or sizes.pipeline_model_parallel_size != policy.pipeline_model_parallel_size
     ):
-        stages = said.get("num_virtual_stages_per_pipeline_rank")
-        layers = said.get("num_layers_per_virtual_pipeline_stage")
+        stages = flags.get("num_virtual_stages_per_pipeline_rank")
+        layers = flags.get("num_layers_per_virtual_pipeline_stage")
         sizes = dataclasses.replace(
             sizes,
             num_virtual_stages_per_pipeline_rank=None if stages == 1 else stages,
@@ -66,61 +66,66 @@ def critic_parallel(critic: CriticConfig, policy: ParallelConfig) -> ParallelCon
         )
     if sizes.tensor_model_parallel_size != policy.tensor_model_parallel_size:
         sizes = dataclasses.replace(
-            sizes, expert_tensor_parallel_size=said.get("expert_tensor_parallel_size")
+            sizes, expert_tensor_parallel_size=flags.get("expert_tensor_parallel_size")
         )
-    if sizes.tensor_model_parallel_size == 1 and "sequence_parallel" not in said:
+    if sizes.tensor_model_parallel_size == 1 and "sequence_parallel" not in flags:
         sizes = dataclasses.replace(sizes, sequence_parallel=False)
     return sizes
 
 
-def critic_layout_is_possible(s: Settings) -> list[Problem]:
+def check_critic_layout(s: Settings) -> list[Problem]:
     """Apply the layout rules to the critic, and report problems under its flags. Problems that the
     policy's layout has too are only reported for the policy."""
     if not has_critic(s) or not layout_flags(s.critic):
         return []
-    view = as_policy(s)
-    return [under_critics_name(p, s) for rule in RULES for p in rule(view) if p not in rule(s)]
+    view = _as_policy(s)
+    problems = []
+    for rule in RULES:
+        of_policy = rule(s)
+        problems += [_under_critic_flag(p, s) for p in rule(view) if p not in of_policy]
+    return problems
 
 
-def as_policy(s: Settings) -> Settings:
+def _as_policy(s: Settings) -> Settings:
     """The settings as if the critic's layout were the policy's."""
     parallel = critic_parallel(s.critic, s.parallel)
-    gone = {"cp_comm_type"} if parallel.context_parallel_size == 1 else set[str]()
+    dropped = {"cp_comm_type"} if parallel.context_parallel_size == 1 else set[str]()
     if parallel.pipeline_model_parallel_size != s.parallel.pipeline_model_parallel_size:
-        gone |= {STAGES, *ENDS, *COUNTED}  # the shares of the policy's stages
-    core = {name: value for name, value in s.core.items() if name not in gone}
+        dropped |= {STAGES, *ENDS, *COUNTED}  # the shares of the policy's stages
+    core = {name: value for name, value in s.core.items() if name not in dropped}
     layout = {name for name in LAYOUT if PREFIX + name in s.given}
     return dataclasses.replace(
         s, parallel=parallel, core=core, given=(s.given - set(LAYOUT)) | layout
     )
 
 
-def under_critics_name(problem: Problem, s: Settings) -> Problem:
+def _under_critic_flag(problem: Problem, s: Settings) -> Problem:
     """Rephrase a problem of the critic's layout in terms of the critic's flags."""
-    found = Problem(_critics(problem.flag), problem.value, _critics(problem.message))
-    if found.flag != problem.flag:
-        return found
+    renamed = Problem(_rename(problem.flag), problem.value, _rename(problem.message))
+    if renamed.flag != problem.flag:
+        return renamed
     flags = " ".join(
         flag_name(PREFIX + name) + ("" if value is True else f" {value}")
         for name, value in layout_flags(s.critic).items()
     )
-    return dataclasses.replace(found, message=f"in the critic's layout ({flags}), {found.message}")
+    message = f"in the critic's layout ({flags}), {renamed.message}"
+    return dataclasses.replace(renamed, message=message)
 
 
-def _critics(words: str) -> str:
-    return _POLICYS_FLAG.sub(r"--critic-\1", words)
+def _rename(text: str) -> str:
+    return _POLICY_FLAG.sub(r"--critic-\1", text)
 
 
 def build_critic(s: Settings) -> tuple[CriticModel | None, list[Problem]]:
     """Build the critic's layout and model config; returns megatron-core's objections as problems.
     Call after the rules have passed."""
-    view = as_policy(s)
+    view = _as_policy(s)
     stages = virtual_stages_of(view.parallel, view.core)
     built, problems = build_megatron_configs(
         view.core, model=s.model, parallel=view.parallel, virtual_stages=stages, machine=s.machine
     )
     if built is None:
-        return None, [under_critics_name(p, s) for p in problems]
+        return None, [_under_critic_flag(p, s) for p in problems]
     return CriticModel(
         dataclasses.replace(view.parallel, num_virtual_stages_per_pipeline_rank=stages), built
     ), []

@@ -15,9 +15,8 @@ from arguments.hf.model import HfModel, read_hf_model
 from arguments.hf.restated import restated_problems, same_network
 from arguments.megatron import NOT_COMPARED, disagreements, merge_network, network_of_flags
 from arguments.megatron_configs import Machine
-from arguments.rules.base import Rule, Settings
+from arguments.rules.base import Rule, Settings, Warn
 from arguments.rules.layout import default_micro_batches
-from arguments.rules.run import Warn
 from arguments.schema import ModelConfig
 from arguments.schema.data import learns_conversations
 from arguments.values import ParsedArgs
@@ -52,7 +51,7 @@ class Draft:
     checkpoint: HfModel | None  # the policy's
 
 
-def _room_for_conversations(configs: Mapping[str, Any], checkpoint: HfModel) -> Any:
+def _fit_conversations(configs: Mapping[str, Any], checkpoint: HfModel) -> Any:
     """Set the maximum length of training conversations to the model's number of positions."""
     data, rollout = configs["data"], configs["rollout"]
     positions = checkpoint.gpt.get("max_position_embeddings")
@@ -62,9 +61,9 @@ def _room_for_conversations(configs: Mapping[str, Any], checkpoint: HfModel) -> 
     return dataclasses.replace(rollout, rollout_max_response_len=max(1, longest))
 
 
-def _with_defaults(given: ParsedArgs, loss: PolicyLoss, program: Program) -> Mapping[str, Any]:
+def _with_defaults(parsed: ParsedArgs, loss: PolicyLoss, program: Program) -> Mapping[str, Any]:
     """The given values, on top of the defaults of the program and of the kind of run."""
-    values = {**program.values, **given.values}
+    values = {**program.values, **parsed.values}
     if values.get("loss_type") == "sft_loss":
         values = {**SUPERVISED_DEFAULTS, **(PAIR_DEFAULTS if loss.pairs else {}), **values}
     if program.default_micro_batches:
@@ -73,17 +72,17 @@ def _with_defaults(given: ParsedArgs, loss: PolicyLoss, program: Program) -> Map
 
 
 def make_draft(
-    given: ParsedArgs,
+    parsed: ParsedArgs,
     loss: PolicyLoss,
     policy_loss: object,
     checkpoint: HfModel | None,
     world_size: int,
     program: Program,
 ) -> Draft:
-    values = _with_defaults(given, loss, program)
+    values = _with_defaults(parsed, loss, program)
     configs = {name: settings_of(config_type, values) for name, (_, config_type) in GROUPS.items()}
     if checkpoint is not None and "rollout_max_response_len" not in values:
-        configs["rollout"] = _room_for_conversations(configs, checkpoint)
+        configs["rollout"] = _fit_conversations(configs, checkpoint)
     configs["algorithm"] = dataclasses.replace(
         configs["algorithm"],
         policy_loss_type=loss.name,
@@ -93,39 +92,34 @@ def make_draft(
     )
     explicit, problems = network_of_flags(values)
     if checkpoint is not None:
-        said = {name: values[name] for name in checkpoint.gpt if name in values}
+        given_gpt = {name: values[name] for name in checkpoint.gpt if name in values}
         explicit = same_network(explicit, checkpoint.transformer, values)
         problems += disagreements(explicit, checkpoint.transformer, values)
-        problems += disagreements(said, checkpoint.gpt, {})
-        configs["gpt"] = dataclasses.replace(configs["gpt"], **{**checkpoint.gpt, **said})
+        problems += disagreements(given_gpt, checkpoint.gpt, {})
+        configs["gpt"] = dataclasses.replace(configs["gpt"], **{**checkpoint.gpt, **given_gpt})
+        model, critic_load = configs["model"], configs["critic"].critic_load
+        problems += _shape_differences("--ref-load", model.ref_load, model, checkpoint)
         problems += _shape_differences(
-            "--ref-load", configs["model"].ref_load, configs["model"], checkpoint
-        )
-        problems += _shape_differences(
-            "--critic-load",
-            configs["critic"].critic_load,
-            configs["model"],
-            checkpoint,
-            value_head=True,
+            "--critic-load", critic_load, model, checkpoint, value_head=True
         )
     if checkpoint is not None or "hf_checkpoint" not in values:
         problems += restated_problems(configs["restated"], checkpoint, frozenset(values))
     core = merge_network(explicit, checkpoint.transformer if checkpoint is not None else {}, values)
-    eval_sets, wrong = eval_sets_of(configs["eval"])
-    problems += wrong
+    eval_sets, eval_problems = eval_sets_of(configs["eval"])
+    problems += eval_problems
+    plans_gpus = configs["preflight"].preflight and configs["preflight"].preflight_machine == "gpu"
     settings = Settings(
         **configs,
         eval_sets=eval_sets,
         loss=loss,
         policy_loss=policy_loss,
         core=core,
-        given=frozenset(given.values),
+        given=frozenset(parsed.values),
         world_size=world_size,
-        machine=Machine.with_gpus()
-        if configs["preflight"].preflight and configs["preflight"].preflight_machine == "gpu"
-        else Machine.here(),
+        machine=Machine.with_gpus() if plans_gpus else Machine.here(),
     )
-    problems += [found for rule in program.rules for found in rule(settings)]
+    for rule in program.rules:
+        problems += rule(settings)
     return Draft(settings, problems, checkpoint)
 
 
@@ -150,16 +144,16 @@ def _shape_differences(
 def _compared(
     flag: str, folder: str, other: HfModel, checkpoint: HfModel, ignored: Collection[str]
 ) -> list[Problem]:
-    said, policy = {**other.transformer, **other.gpt}, {**checkpoint.transformer, **checkpoint.gpt}
-    different = [
-        name
-        for name in said
-        if name not in (*NOT_COMPARED, *ignored) and said[name] != policy.get(name)
+    shape, policy = {**other.transformer, **other.gpt}, {**checkpoint.transformer, **checkpoint.gpt}
+    differences = [
+        f"{name} {value} (expected: {policy.get(name)})"
+        for name, value in shape.items()
+        if name not in (*NOT_COMPARED, *ignored) and value != policy.get(name)
     ]
-    if not different:
+    if not differences:
         return []
-    words = ", ".join(f"{name} {said[name]} (there: {policy.get(name)})" for name in different)
-    return [Problem(flag, folder, f"is shaped otherwise than --hf-checkpoint: {words}")]
+    message = f"has another shape than --hf-checkpoint: {', '.join(differences)}"
+    return [Problem(flag, folder, message)]
 
 
 def settings_of(config_type: type, values: Mapping[str, object]) -> Any:

@@ -66,21 +66,33 @@ class EvalSet:
         )
 
 
+_TEXTS = (
+    "name",
+    "path",
+    "rm_type",
+    "custom_rm_path",
+    "input_key",
+    "label_key",
+    "metadata_key",
+)
 _KINDS: Mapping[str, tuple[type, ...]] = {
-    "name": (str,), "path": (str,), "rm_type": (str,), "custom_rm_path": (str,), "input_key": (str,), "label_key": (str,),
-    "metadata_key": (str,), "n_samples_per_eval_prompt": (int,), "temperature": (int, float), "top_p": (int, float), "top_k": (int,),
-    "max_response_len": (int,), "stop": (list, str), "stop_token_ids": (list,), "metadata_overrides": (dict,),
-}  # fmt: skip
+    **dict.fromkeys(_TEXTS, (str,)),
+    **dict.fromkeys(("n_samples_per_eval_prompt", "top_k", "max_response_len"), (int,)),
+    **dict.fromkeys(("temperature", "top_p"), (int, float)),
+    "stop": (list, str),
+    "stop_token_ids": (list,),
+    "metadata_overrides": (dict,),
+}
 _SPELLINGS = {"prompt_key": "input_key", "n_samples_per_prompt": "n_samples_per_eval_prompt"}
 _OF_ONE_SET = ("name", "path")
 
 
 def command_line_sets(config: EvalConfig) -> tuple[EvalSet, ...]:
     """The sets of --eval-prompt-data, with the values of the evaluation flags."""
-    words = config.eval_prompt_data or []
+    pairs = config.eval_prompt_data or []
     return tuple(
         EvalSet(name=name, path=path, **_from_flags(config))
-        for name, path in zip(words[::2], words[1::2])
+        for name, path in zip(pairs[::2], pairs[1::2])
     )
 
 
@@ -115,31 +127,32 @@ def eval_sets_of(config: EvalConfig) -> tuple[tuple[EvalSet, ...], list[Problem]
 def _sets(content: object, flags: Mapping[str, object]) -> tuple[EvalSet, ...]:
     body = content.get("eval", content) if isinstance(content, dict) else content
     if not isinstance(body, dict) or not body.get("datasets"):
-        raise ValueError("must hold 'datasets': a list of sets, each with a name and a path")
+        raise ValueError("must have 'datasets': a list of sets, each with a name and a path")
     unknown = sorted(set(body) - {"defaults", "datasets"})
     if unknown:
         raise ValueError(f"has the unknown key {unknown[0]!r}; legal keys: defaults, datasets")
     defaults = _checked(body.get("defaults") or {}, "defaults", forbidden=_OF_ONE_SET)
     rows = body["datasets"]
     if isinstance(rows, dict):
-        rows = [
-            {"name": name, **(row or {})} if isinstance(row, dict | None) else row
-            for name, row in rows.items()
-        ]
+        named = {}
+        for name, row in rows.items():
+            named[name] = {"name": name, **(row or {})} if isinstance(row, dict | None) else row
+        rows = list(named.values())
     if not isinstance(rows, list):
         raise ValueError("'datasets' must be a list, or a mapping by name")
     sets = []
     for number, row in enumerate(rows):
-        place = f"set {row.get('name', number) if isinstance(row, dict) else number}"
-        own = _checked(row, place)
-        missing = [key for key in _OF_ONE_SET if key not in own]
+        name = row.get("name", number) if isinstance(row, dict) else number
+        place = f"set {name}"
+        values = _checked(row, place)
+        missing = [key for key in _OF_ONE_SET if key not in values]
         if missing:
             raise ValueError(f"{place} has no {missing[0]!r}")
-        sets.append(EvalSet(**{**flags, **defaults, **own}))
+        sets.append(EvalSet(**{**flags, **defaults, **values}))
     names = [s.name for s in sets]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ValueError(f"names the set {twice!r} twice")
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"has two sets named {name!r}")
     return tuple(sets)
 
 
@@ -154,23 +167,16 @@ def _checked(row: object, place: str, forbidden: tuple[str, ...] = ()) -> dict[s
         key = str(_SPELLINGS.get(typed, typed))
         if key not in _KINDS or key in forbidden:
             near = difflib.get_close_matches(str(typed), _KINDS, n=1)
-            raise ValueError(
-                f"{place} has the unknown key {typed!r}; "
-                + (f"did you mean {near[0]}?" if near else f"legal keys: {', '.join(_KINDS)}")
-            )
+            hint = f"did you mean {near[0]}?" if near else f"legal keys: {', '.join(_KINDS)}"
+            raise ValueError(f"{place} has the unknown key {typed!r}; {hint}")
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, _KINDS[key]):
-            raise ValueError(
-                f"{place}: {key} is {value!r}, must be a {' or '.join(kind.__name__ for kind in _KINDS[key])}"
-            )
-        if wrong := value_problem(value, None, fields[key].metadata.get("legal")):
-            raise ValueError(f"{place}: {key} is {value!r}, {wrong}")
-        values[key] = (
-            (value,)
-            if key == "stop" and isinstance(value, str)
-            else tuple(value)
-            if isinstance(value, list)
-            else value
-        )
+            kinds = " or ".join(kind.__name__ for kind in _KINDS[key])
+            raise ValueError(f"{place}: {key} is {value!r}, must be a {kinds}")
+        if message := value_problem(value, None, fields[key].metadata.get("legal")):
+            raise ValueError(f"{place}: {key} is {value!r}, {message}")
+        if key == "stop" and isinstance(value, str):
+            value = [value]
+        values[key] = tuple(value) if isinstance(value, list) else value
     return values

@@ -58,23 +58,32 @@ GROUPS: Mapping[str, tuple[str, type]] = {
 }
 NETWORK = "network (megatron-core)"
 RUN_FILE = Flag(
-    "config", "run file", "value", "YAML file with flags as keys, with dashes or underscores; the command line takes precedence.",
-    ("--config",), metavar="RUN.YAML",
-)  # fmt: skip
+    "config",
+    "run file",
+    "value",
+    "YAML file with flags as keys, with dashes or underscores; the command line takes precedence.",
+    ("--config",),
+    metavar="RUN.YAML",
+)
 CUSTOM_ARGUMENTS = Flag(
-    "custom_arguments_path", "run file", "value",
+    "custom_arguments_path",
+    "run file",
+    "value",
     "module.function or file.py:function that adds custom flags: function(parser), where parser is "
-    "an argparse.ArgumentParser. User "
-    "functions find their values in args.",
-    ("--custom-arguments-path",), metavar="FILE.PY:FUNCTION",
-)  # fmt: skip
+    "an argparse.ArgumentParser. User functions find their values in args.",
+    ("--custom-arguments-path",),
+    metavar="FILE.PY:FUNCTION",
+)
 IMPORT_MODULES = Flag(
-    "import_modules", "run file", "list",
+    "import_modules",
+    "run file",
+    "list",
     "User modules or files that register policy losses, advantage estimators, rewards, model "
-    "families, rollout engines or weight "
-    "transports; their names and settings become values and flags. See the guide \"Extend it\".",
-    ("--import-modules", "--external-lib"), metavar="FILE.PY|MODULE ...",
-)  # fmt: skip
+    "families, rollout engines or weight transports; their names and settings become values and "
+    'flags. See the guide "Extend it".',
+    ("--import-modules", "--external-lib"),
+    metavar="FILE.PY|MODULE ...",
+)
 
 
 def normalise(name: str) -> str:
@@ -86,39 +95,31 @@ def normalise(name: str) -> str:
 def loss_flags() -> list[Flag]:
     """Flags for the settings of all registered losses. A setting that several losses share is one
     flag, with a separate default per loss."""
-    holders: dict[str, list[tuple[str, Flag]]] = {}
+    flags_of_losses: dict[str, dict[str, Flag]] = {}  # field -> loss -> flag
     for name, loss in policy_losses.items():
         for flag in flags_of(loss.config_type, ""):
-            holders.setdefault(flag.dest, []).append((name, flag))
+            flags_of_losses.setdefault(flag.dest, {})[name] = flag
     flags = []
-    for dest, held in holders.items():
-        first = held[0][1]
-        for _, other in held:
-            same = (other.kind, other.item, other.choices, other.on, other.off) == (
-                first.kind,
-                first.item,
-                first.choices,
-                first.on,
-                first.off,
-            )
-            assert same, (
-                f"{dest} means different things in the losses {', '.join(name for name, _ in held)}"
-            )
-        names = [name for name, _ in held]
-        group = ("policy loss: " if len(names) == 1 else "policy losses: ") + ", ".join(names)
-        words = default_words([(name, flag.default) for name, flag in held])
+    for dest, by_loss in flags_of_losses.items():
+        losses, first = ", ".join(by_loss), next(iter(by_loss.values()))
+        for flag in by_loss.values():
+            for part in ("kind", "item", "choices", "on", "off"):
+                assert getattr(flag, part) == getattr(first, part), (
+                    f"{dest} differs between the losses {losses}"
+                )
+        group = f"policy loss: {losses}" if len(by_loss) == 1 else f"policy losses: {losses}"
+        words = default_words({name: flag.default for name, flag in by_loss.items()})
         flags.append(replace(first, group=group, default_words=words))
     return flags
 
 
-def default_words(defaults: list[tuple[str, object]]) -> str:
+def default_words(defaults: Mapping[str, object]) -> str:
     """``0.2``, or ``ppo 0.2, gspo 0.0003`` if losses differ; losses without a default are
     omitted."""
-    values = {str(value) for _, value in defaults}
+    values = {str(value) for value in defaults.values()}
     if len(values) == 1:
-        value = defaults[0][1]
-        return "" if value is None else str(value)
-    return ", ".join(f"{name} {value}" for name, value in defaults if value is not None)
+        return "" if values == {"None"} else values.pop()
+    return ", ".join(f"{name} {value}" for name, value in defaults.items() if value is not None)
 
 
 def registry_choices() -> dict[str, list[str]]:
@@ -167,45 +168,35 @@ class FlagTable:
         for flag in self.flags:
             assert flag.dest not in self.by_dest, f"two flags are called {flag.dest}"
             self.by_dest[flag.dest] = flag
-            for names, value in ((flag.on, True), (flag.off, False)):
-                for name in map(normalise, names):
-                    assert name not in self.spellings, (
-                        f"{name} is both {flag.dest} and {self.spellings[name].flag.dest}"
-                    )
-                    self.spellings[name] = Spelling(flag, value if flag.kind == "switch" else None)
+            is_switch = flag.kind == "switch"
+            names = dict.fromkeys(map(normalise, flag.on), True if is_switch else None)
+            names |= dict.fromkeys(map(normalise, flag.off), False if is_switch else None)
+            for name, value in names.items():
+                assert name not in self.spellings, (
+                    f"{name} is both {flag.dest} and {self.spellings[name].flag.dest}"
+                )
+                self.spellings[name] = Spelling(flag, value)
 
-    def with_flags(self, more: Iterable[Flag]) -> FlagTable:
-        """This table with additional flags, which may replace ones that are known but not
-        implemented."""
-        more = list(more)
-        names = {normalise(name) for flag in more for name in flag.on}
-        kept = [
-            f for f in self.flags if not (f.refused and names.intersection(map(normalise, f.on)))
-        ]
-        return FlagTable([*kept, *more])
+    def with_flags(self, added: Iterable[Flag]) -> FlagTable:
+        """This table with additional flags, which may replace ones that are not implemented."""
+        added = list(added)
+        names = {normalise(name) for flag in added for name in flag.on}
+        kept = [f for f in self.flags if not f.refused or names.isdisjoint(map(normalise, f.on))]
+        return FlagTable([*kept, *added])
 
     def nearest(self, name: str) -> str | None:
-        """The usable flag most similar to `name`; also considers aliases of other programs."""
-        usable = {
-            spelled.removeprefix("--"): spelled
-            for spelled, spelling in self.spellings.items()
-            if not spelling.flag.refused
-        }
-        usable |= {
-            typed.removeprefix("--"): ours
-            for typed, ours in ALIASES.items()
-            if ours in self.spellings
-        }
+        """The supported flag most similar to `name`; also considers aliases of other programs."""
+        supported = {name: name for name, s in self.spellings.items() if not s.flag.refused}
+        supported |= {alias: ours for alias, ours in ALIASES.items() if ours in self.spellings}
+        flags = {name.removeprefix("--"): flag for name, flag in supported.items()}
         typed = normalise(name).removeprefix("--")
-        found = difflib.get_close_matches(typed, usable, n=1, cutoff=0.6)
-        if found:
-            return usable[found[0]]
-        part = [spelled for key, spelled in usable.items() if _has_words(key, typed)]
-        return min(part, key=len) if part else None
+        if matches := difflib.get_close_matches(typed, flags, n=1, cutoff=0.6):
+            return flags[matches[0]]
+        partial = [flag for name, flag in flags.items() if _has_words(name, typed)]
+        return min(partial, key=len, default=None)
 
     def refused_like(self, name: str) -> dict[str, str]:
-        """Flags that are known but not implemented and contain the words of `name`: flag ->
-        reason."""
+        """Flags that are not implemented and contain the words of `name`: flag -> reason."""
         known = {spelled: s.flag.refused for spelled, s in self.spellings.items() if s.flag.refused}
         known |= {n: reason for n, reason in NOT_IMPLEMENTED.items() if n not in self.spellings}
         typed = normalise(name).removeprefix("--")
@@ -219,7 +210,7 @@ class FlagTable:
             return f"did you mean {near}?"
         if (known := self.refused_like(name)) and len(normalise(name)) > 4:
             flag, reason = next(iter(known.items()))
-            return f"{flag} is known but not implemented yet: {reason}"
+            return f"{flag} is not implemented: {reason}"
         return "see --help for all flags"
 
 
@@ -232,8 +223,8 @@ def without_clashes(ours: Iterable[Flag], megatron: Sequence[Flag]) -> list[Flag
     """Resolve name clashes of megatron-core's flags, since a new release may add any name. A
     rejected flag keeps only spellings that no other flag has; a field's own name takes precedence
     over a borrowed spelling. It is dropped if it loses its own name."""
-    working = [flag for flag in megatron if not flag.refused]
-    taken = {normalise(name) for flag in (*ours, *working) for name in (*flag.on, *flag.off)}
+    supported = [flag for flag in megatron if not flag.refused]
+    taken = {normalise(name) for flag in (*ours, *supported) for name in (*flag.on, *flag.off)}
     dests = {flag.dest for flag in ours}
     own = {flag_name(flag.dest): flag.dest for flag in megatron if flag.refused}
     kept = []
@@ -259,17 +250,17 @@ def flag_table() -> FlagTable:
 @lru_cache(maxsize=1)
 def _flag_table(version: int) -> FlagTable:
     """`flag_table` for one version of the registries, which is the cache key."""
-    choices, more = registry_choices(), registry_help()
+    choices, descriptions = registry_choices(), registry_help()
     flags = [RUN_FILE, CUSTOM_ARGUMENTS, IMPORT_MODULES]
     for title, config_type in GROUPS.values():
         for flag in flags_of(config_type, title, choices):
-            words = f"{flag.help} {more.get(flag.dest, '')}".rstrip()
-            flags.append(replace(flag, help=words))
+            text = f"{flag.help} {descriptions.get(flag.dest, '')}".rstrip()
+            flags.append(replace(flag, help=text))
     flags += loss_flags()
     flags += flags_of(MegatronSpellings, NETWORK)
     ours = {flag.dest for flag in flags}
-    theirs = [flag for flag in _megatron_flags() if flag.dest not in ours]
-    return FlagTable([*flags, *without_clashes(flags, theirs)])
+    megatron = [flag for flag in _megatron_flags() if flag.dest not in ours]
+    return FlagTable([*flags, *without_clashes(flags, megatron)])
 
 
 @cache

@@ -9,11 +9,13 @@ from arguments.flag_registry import FlagTable
 from arguments.flags import Flag
 
 _WIDTH = 110
-TRAIN_USAGE = """usage: python train.py --hf-checkpoint FOLDER --prompt-data FILE --lr X --num-rollout N [flags]
+TRAIN_USAGE = """\
+usage: python train.py --hf-checkpoint FOLDER --prompt-data FILE --lr X --num-rollout N [flags]
        torchrun --nproc-per-node N train.py ...         on several processes"""
 SERVER_USAGE = """usage: python -m slime_like.tinker --hf-checkpoint FOLDER [flags]
        torchrun --nproc-per-node N -m slime_like.tinker ...         on several processes"""
-_NOTES = """Dashes and underscores in flags are interchangeable. --config RUN.YAML reads flags from a file.
+_NOTES = """\
+Dashes and underscores in flags are interchangeable. --config RUN.YAML reads flags from a file.
 --help WORD shows the groups and flags with WORD in their names."""
 
 
@@ -40,14 +42,12 @@ def help_text(
         if picked and not flag.refused and flag.dest not in hidden:
             groups.setdefault(flag.group, []).append(flag)
     known = table.refused_like(about) if about else {}
-    lines = [f"  {name}: not implemented yet: {reason}" for name, reason in known.items()]
+    lines = [f"  {name}: not implemented: {reason}" for name, reason in known.items()]
     if not groups:
         if lines:
-            return "\n".join(
-                [f"no usable group or flag is called {about!r}; these are known:", *lines]
-            )
+            return "\n".join([f"no supported group or flag matches {about!r}:", *lines])
         near = table.nearest(about)
-        return f"no group or flag is called {about!r}" + (f"; did you mean {near}?" if near else "")
+        return f"no group or flag matches {about!r}" + (f"; did you mean {near}?" if near else "")
     parts = [usage, _NOTES]
     for title, flags in groups.items():
         parts.append(f"{title}:\n" + "\n".join(_entry(flag) for flag in flags))
@@ -59,13 +59,11 @@ def _entry(flag: Flag) -> str:
     head = ", ".join(dict.fromkeys(words))
     if flag.kind != "switch":
         head += " " + (flag.metavar or flag.type_words.upper())
-    facts = (
-        [f"legal: {', '.join(map(str, flag.choices))}"]
-        if flag.choices
-        else [f"legal: {flag.legal.description}"]
-        if flag.legal
-        else []
-    )
+    facts = []
+    if flag.choices:
+        facts.append(f"legal: {', '.join(map(str, flag.choices))}")
+    elif flag.legal:
+        facts.append(f"legal: {flag.legal.description}")
     default = default_words(flag)
     facts += [f"default: {default}"] if default else []
     body = flag.help + (f" [{'; '.join(facts)}]" if facts else "")

@@ -45,26 +45,34 @@ CONFIGS_OF_GROUP = {
 # Supported fields. All other fields, of any release, are known flags that are rejected.
 SUPPORTED = frozenset(
     """
-    num_layers num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout
-    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels hidden_dropout attention_dropout
-    fp32_residual_connection layernorm_epsilon layernorm_zero_centered_gamma add_bias_linear add_qkv_bias
-    normalization qk_layernorm rotary_interleaved init_method_std embedding_init_method_std attention_softmax_in_fp32
-    apply_query_key_layer_scaling disable_bf16_reduced_precision_matmul attention_backend bias_activation_fusion
+    num_layers num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
+    pipeline_model_parallel_layout account_for_embedding_in_pipeline_split
+    account_for_loss_in_pipeline_split hidden_size num_attention_heads num_query_groups
+    ffn_hidden_size kv_channels hidden_dropout attention_dropout fp32_residual_connection
+    layernorm_epsilon layernorm_zero_centered_gamma add_bias_linear add_qkv_bias normalization
+    qk_layernorm rotary_interleaved init_method_std embedding_init_method_std
+    attention_softmax_in_fp32 apply_query_key_layer_scaling
+    disable_bf16_reduced_precision_matmul attention_backend bias_activation_fusion
     masked_softmax_fusion persist_layer_norm bias_dropout_fusion apply_rope_fusion
-    recompute_granularity recompute_method recompute_num_layers recompute_modules distribute_saved_activations
-    perform_initialization use_cpu_initialization bf16 deterministic_mode gradient_accumulation_fusion overlap_p2p_comm
-    clone_scatter_output_in_embedding cp_comm_type
-    num_moe_experts moe_ffn_hidden_size moe_layer_freq moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_topk
-    moe_router_pre_softmax moe_router_score_function moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor
-    moe_router_dtype moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_router_enable_expert_bias
-    moe_router_bias_update_rate moe_token_dispatcher_type moe_expert_capacity_factor moe_pad_expert_input_to_capacity
-    moe_token_drop_policy moe_enable_deepep moe_grouped_gemm moe_permute_fusion moe_router_fusion
-    lr min_lr decoupled_lr decoupled_min_lr weight_decay apply_wd_to_qk_layernorm optimizer adam_beta1 adam_beta2 adam_eps decoupled_weight_decay sgd_momentum clip_grad
-    muon_momentum muon_split_qkv muon_use_nesterov muon_nesterov muon_scale_mode muon_fp32_matmul_prec muon_coefficient_type muon_num_ns_steps muon_tp_mode muon_extra_scale_factor
-    use_precision_aware_optimizer exp_avg_dtype exp_avg_sq_dtype main_grads_dtype main_params_dtype
-    optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params
-    use_distributed_optimizer overlap_param_gather overlap_grad_reduce grad_reduce_in_fp32 align_param_gather
-    bucket_size pad_buckets_for_high_nccl_busbw average_in_collective
+    recompute_granularity recompute_method recompute_num_layers recompute_modules
+    distribute_saved_activations perform_initialization use_cpu_initialization bf16
+    deterministic_mode gradient_accumulation_fusion overlap_p2p_comm
+    clone_scatter_output_in_embedding cp_comm_type num_moe_experts moe_ffn_hidden_size
+    moe_layer_freq moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_topk
+    moe_router_pre_softmax moe_router_score_function moe_router_num_groups moe_router_group_topk
+    moe_router_topk_scaling_factor moe_router_dtype moe_router_load_balancing_type
+    moe_aux_loss_coeff moe_z_loss_coeff moe_router_enable_expert_bias
+    moe_router_bias_update_rate moe_token_dispatcher_type moe_expert_capacity_factor
+    moe_pad_expert_input_to_capacity moe_token_drop_policy moe_enable_deepep moe_grouped_gemm
+    moe_permute_fusion moe_router_fusion lr min_lr decoupled_lr decoupled_min_lr weight_decay
+    apply_wd_to_qk_layernorm optimizer adam_beta1 adam_beta2 adam_eps decoupled_weight_decay
+    sgd_momentum clip_grad muon_momentum muon_split_qkv muon_use_nesterov muon_nesterov
+    muon_scale_mode muon_fp32_matmul_prec muon_coefficient_type muon_num_ns_steps muon_tp_mode
+    muon_extra_scale_factor use_precision_aware_optimizer exp_avg_dtype exp_avg_sq_dtype
+    main_grads_dtype main_params_dtype optimizer_cpu_offload optimizer_offload_fraction
+    overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params use_distributed_optimizer
+    overlap_param_gather overlap_grad_reduce grad_reduce_in_fp32 align_param_gather bucket_size
+    pad_buckets_for_high_nccl_busbw average_in_collective
     """.split()  # noqa: SIM905
 )
 # Supported fields that some supported releases lack.
@@ -72,11 +80,13 @@ OF_SOME_RELEASES = frozenset({"muon_use_nesterov", "muon_nesterov", "muon_coeffi
 # Set by the trainer or derived from other flags; they have no flag.
 OURS = frozenset(
     """
-    tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size context_parallel_size
-    expert_model_parallel_size expert_tensor_parallel_size sequence_parallel transformer_impl calculate_per_token_loss
-    variable_seq_lengths deallocate_pipeline_outputs batch_p2p_comm batch_p2p_sync gated_linear_unit barrier_with_L1_time
-    config_logger_dir mtp_standalone mtp_num_layers mtp_loss_scaling_factor test_mode moe_extended_tp async_tensor_model_parallel_allreduce
-    _cpu_offloading_context check_for_nan_in_grad
+    tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
+    context_parallel_size expert_model_parallel_size expert_tensor_parallel_size
+    sequence_parallel transformer_impl calculate_per_token_loss variable_seq_lengths
+    deallocate_pipeline_outputs batch_p2p_comm batch_p2p_sync gated_linear_unit
+    barrier_with_L1_time config_logger_dir mtp_standalone mtp_num_layers mtp_loss_scaling_factor
+    test_mode moe_extended_tp async_tensor_model_parallel_allreduce _cpu_offloading_context
+    check_for_nan_in_grad
     """.split()  # noqa: SIM905
 )
 # Megatron-LM's spellings where they are not the field's name: dest -> (on, off)
@@ -163,7 +173,7 @@ DEFAULT_WORDS = {
     "moe_token_dispatcher_type": "alltoall",
     **dict.fromkeys(OPTIMIZER_DTYPES, "fp32"),
     "optimizer_offload_fraction": "1.0",
-    "lr": "none; it has to be given",
+    "lr": "none; required",
     "muon_tp_mode": "duplicated",
     "min_lr": "0.0",
     "grad_reduce_in_fp32": "on with --bf16, else off",
@@ -175,23 +185,24 @@ DEFAULT_WORDS = {
     "overlap_p2p_comm": "on with NCCL and the interleaved schedule",
     "cp_comm_type": "p2p with Transformer Engine, else all_gather",
 }
-# Why a known field is refused: the first pattern that matches its name.
-REASONS: tuple[tuple[str, str], ...] = (
-    ("^fp16$|loss_scale|hysteresis", "float16, whose loss has to be scaled; use --bf16"),
-    ("fp8|fp4|in_bf16|last_layers_bf16|tp_only_amax|quant_recipe|kitchen", "fp8 and fp4 training"),
-    ("moe|expert|delay_wgrad|ep_overlap", "this setting of mixtures of experts"),
-    ("latent_attention|attention_variant|dsa_|linear_|qk_clip|qk_l2|attention_output_gate|max_attention_logit|softmax_type"
-     "|softmax_scale|window|no_rope|mrope", "this variant of attention"),
-    ("context_parallel|cp_comm|dp_cp_rank", "context parallelism"),
-    ("cuda_graph", "CUDA graphs"),
-    ("offload|pin_cpu|overlap_cpu", "offloading to the CPU"),
-    ("mamba|hybrid_model|heter", "networks other than plain transformers"),
-    ("inference|flash_decode|prefill|batch_invariant|symmetric_ar", "megatron-core's inference"),
-    ("fsdp|nccl_ub|sharding_strategy|symmetric_registration|communication_unit|fp32_weights|meta_device|div_fusion", "Megatron-FSDP"),
-    ("tp_comm|te_", "Transformer Engine's own communication and layers"),
-    ("pipeline|p2p", "this way of cutting the pipeline"),
-    ("precision_aware|param_remainders|muon|instances", "this optimizer"),
-)  # fmt: skip
+# Why a field is not supported: the first pattern that matches its name.
+REASONS: Mapping[str, str] = {
+    "^fp16$|loss_scale|hysteresis": "float16 and loss scaling; use --bf16",
+    "fp8|fp4|in_bf16|last_layers_bf16|tp_only_amax|quant_recipe|kitchen": "fp8 and fp4 training",
+    "moe|expert|delay_wgrad|ep_overlap": "this setting of mixtures of experts",
+    "latent_attention|attention_variant|dsa_|linear_|qk_clip|qk_l2|attention_output_gate"
+    "|max_attention_logit|softmax_type|softmax_scale|window|no_rope|mrope": "this attention",
+    "context_parallel|cp_comm|dp_cp_rank": "context parallelism",
+    "cuda_graph": "CUDA graphs",
+    "offload|pin_cpu|overlap_cpu": "offloading to the CPU",
+    "mamba|hybrid_model|heter": "networks other than plain transformers",
+    "inference|flash_decode|prefill|batch_invariant|symmetric_ar": "megatron-core's inference",
+    "fsdp|nccl_ub|sharding_strategy|symmetric_registration|communication_unit|fp32_weights"
+    "|meta_device|div_fusion": "Megatron-FSDP",
+    "tp_comm|te_": "Transformer Engine's own communication and layers",
+    "pipeline|p2p": "this pipeline setting",
+    "precision_aware|param_remainders|muon|instances": "this optimizer",
+}
 ACTIVATION_FLAGS = {
     "swiglu": ("silu", True),
     "squared_relu": ("squared_relu", False),
@@ -201,7 +212,7 @@ ACTIVATION_FLAGS = {
 NOT_COMPARED = ("hidden_dropout", "attention_dropout")
 
 # Parts of an MoE layer that a checkpoint only has if its config.json says so.
-NONE_UNLESS_SAID = frozenset(
+NONE_BY_DEFAULT = frozenset(
     {
         "num_moe_experts",
         "moe_shared_expert_intermediate_size",
@@ -223,9 +234,9 @@ def megatron_fields() -> dict[str, tuple[tuple[str, SourceField], ...]]:
     for group, sources in SOURCES.items():
         for file, class_name in sources:
             for source in read_source_fields(root / file, class_name):
-                there = fields.get(source.name, ())
-                if not any(other == group for other, _ in there):
-                    fields[source.name] = (*there, (group, source))
+                places = fields.get(source.name, ())
+                if group not in dict(places):
+                    fields[source.name] = (*places, (group, source))
     return fields
 
 
@@ -235,46 +246,47 @@ def megatron_flags() -> list[Flag]:
     for name, places in megatron_fields().items():
         group, source = places[0]
         shape = UNIONS.get(name) or shape_of(source.annotation)
-        no_words = shape is None and (
-            "Callable" in str(source.annotation) or name.endswith("dtype")
-        )
-        if name in OURS or no_words:
-            continue
-        flags.append(_flag(name, group, source, name in SUPPORTED))
+        no_flag = "Callable" in str(source.annotation) or name.endswith("dtype")
+        if name not in OURS and (shape is not None or not no_flag):
+            flags.append(_flag(name, group, source, shape))
     return flags
 
 
-def _flag(name: str, group: str, source: SourceField, supported: bool) -> Flag:
-    shape = UNIONS.get(name) or shape_of(source.annotation)
-    kind = shape.kind if shape is not None else "value"
+def _flag(name: str, group: str, source: SourceField, shape: Shape | None) -> Flag:
+    supported = name in SUPPORTED
     assert not supported or shape is not None or name in CHOICES, (
         f"{name} is supported and has no type"
     )
-    on, off = switch_spellings(name) if kind == "switch" else ((flag_name(name),), ())
+    shape = shape or Shape("value")
+    is_switch = shape.kind == "switch"
+    on, off = switch_spellings(name) if is_switch else ((flag_name(name),), ())
     more_on, more_off = SPELLINGS.get(name, ((), ()))
-    if kind == "switch" and source.default is True:
+    if is_switch and source.default is True:
         more_off = (*source.arg_names, *more_off)
     else:
         more_on = (*source.arg_names, *more_on)
     return Flag(
         dest=name,
         group=group,
-        kind=kind,
-        item=shape.item if shape is not None else str,
+        kind=shape.kind,
+        item=shape.item,
         help=f"{SENTENCES[name]} ({name} of {CONFIGS_OF_GROUP[group]})" if supported else "",
         on=tuple(dict.fromkeys((*more_on, *on))),
         off=tuple(dict.fromkeys((*more_off, *off))),
         default=source.default,
         default_words=DEFAULT_WORDS.get(name, "auto" if name == "attention_backend" else ""),
-        choices=CHOICES.get(name) or (shape.choices if shape is not None else None),
+        choices=CHOICES.get(name) or shape.choices,
         needs=NEEDS.get(name, ()),
-        refused=""
-        if supported
-        else next(
-            (words for pattern, words in REASONS if re.search(pattern, name)),
-            "this setting of megatron-core",
-        ),
+        refused="" if supported else _reason(name),
     )
+
+
+def _reason(name: str) -> str:
+    """Why a field is not supported."""
+    for pattern, reason in REASONS.items():
+        if re.search(pattern, name):
+            return reason
+    return "this setting of megatron-core"
 
 
 def network_of_flags(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
@@ -294,7 +306,9 @@ def network_of_flags(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Pro
             problems.append(Problem("--moe-layer-freq", network.pop("moe_layer_freq"), str(error)))
     chosen = [name for name in ACTIVATION_FLAGS if given.get(name)]
     problems += [
-        Problem(flag_name(name), None, f"contradicts {flag_name(chosen[0])}; give one of them")
+        Problem(
+            flag_name(name), None, f"conflicts with {flag_name(chosen[0])}; set only one of them"
+        )
         for name in chosen[1:]
     ]
     if chosen:
@@ -305,61 +319,32 @@ def network_of_flags(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Pro
 def disagreements(
     explicit: Mapping[str, object], checkpoint: Mapping[str, object], given: Mapping[str, object]
 ) -> list[Problem]:
-    """Problems: flags that contradict --hf-checkpoint's config.json."""
+    """Problems: flags that conflict with --hf-checkpoint's config.json."""
     problems = []
-    spelled = next((flag_name(name) for name in ACTIVATION_FLAGS if given.get(name)), "--swiglu")
-    activation = ("activation_func", "gated_linear_unit")
-    if any(
-        name in explicit and name in checkpoint and explicit[name] != checkpoint[name]
-        for name in activation
-    ):
+
+    def add(flag: str, value: object, message: str) -> None:
+        problems.append(Problem(flag, value, f"conflicts with --hf-checkpoint{message}; remove it"))
+
+    different = [
+        name
+        for name, value in explicit.items()
+        if name in checkpoint and name not in NOT_COMPARED and value != checkpoint[name]
+    ]
+    if "activation_func" in different or "gated_linear_unit" in different:
+        flag = next((flag_name(name) for name in ACTIVATION_FLAGS if given.get(name)), "--swiglu")
         gated = "gated " if checkpoint.get("gated_linear_unit") else ""
-        problems.append(
-            Problem(
-                spelled,
-                None,
-                f"disagrees with --hf-checkpoint's {gated}{checkpoint.get('activation_func')}; leave it out",
-            )
-        )
-    for name, value in explicit.items():
-        if (
-            name not in checkpoint
-            or name in NOT_COMPARED
-            or name in activation
-            or value == checkpoint[name]
-        ):
-            continue
-        words = checkpoint[name]
-        problems.append(
-            Problem(
-                flag_name(name),
-                None,
-                f"{value} disagrees with --hf-checkpoint's {words}; leave the flag out",
-            )
-        )
+        add(flag, None, f"'s {gated}{checkpoint.get('activation_func')}")
+    for name in different:
+        if name not in ("activation_func", "gated_linear_unit"):
+            add(flag_name(name), explicit[name], f"'s {checkpoint[name]}")
     if "num_layers" in checkpoint:
-        for name in sorted(NONE_UNLESS_SAID & explicit.keys() - checkpoint.keys()):
+        for name in sorted(NONE_BY_DEFAULT & explicit.keys() - checkpoint.keys()):
             if explicit[name]:
-                problems.append(
-                    Problem(
-                        flag_name(name),
-                        explicit[name],
-                        "disagrees with --hf-checkpoint, which has none; leave the flag out",
-                    )
-                )
+                add(flag_name(name), explicit[name], ", which has none")
     heads = checkpoint.get("num_attention_heads")
-    if (
-        given.get("group_query_attention")
-        and heads is not None
-        and checkpoint.get("num_query_groups") == heads
-    ):
-        problems.append(
-            Problem(
-                "--group-query-attention",
-                None,
-                f"disagrees with --hf-checkpoint, whose {heads} heads have a group each; leave it out",
-            )
-        )
+    single_groups = heads is not None and checkpoint.get("num_query_groups") == heads
+    if given.get("group_query_attention") and single_groups:
+        add("--group-query-attention", None, f", which has {heads} heads and as many groups")
     return problems
 
 

@@ -9,125 +9,195 @@ from collections.abc import Mapping
 
 NETWORK: Mapping[str, str] = {
     "num_layers": "Transformer layers of the whole model, over all pipeline stages.",
-    "num_layers_in_first_pipeline_stage": "Layers of the first pipeline stage; the others share the rest equally.",
-    "num_layers_in_last_pipeline_stage": "Layers of the last pipeline stage; the others share the rest equally.",
-    "pipeline_model_parallel_layout": "Every pipeline stage written out: E is the embedding, t a layer, L the loss, | parts stages, x*n repeats, e.g. Et*3|t*4|t*3L.",
-    "account_for_embedding_in_pipeline_split": "Count the embedding as a layer of the first pipeline stage when splitting layers.",
-    "account_for_loss_in_pipeline_split": "Count the loss as a layer of the last pipeline stage when splitting layers.",
-    "hidden_size": "Width of the hidden states between layers.",
-    "num_attention_heads": "Query heads of each attention layer; --tensor-model-parallel-size has to divide them.",
-    "num_query_groups": "Key-value heads of each attention layer, each shared by as many query heads; a divisor of --num-attention-heads.",
+    "num_layers_in_first_pipeline_stage": "Layers of the first pipeline stage; "
+    "the others share the rest equally.",
+    "num_layers_in_last_pipeline_stage": "Layers of the last pipeline stage; "
+    "the others share the rest equally.",
+    "pipeline_model_parallel_layout": "Layers of every pipeline stage: E is the embedding, t a "
+    "layer, L the loss, | separates stages, x*n repeats, e.g. Et*3|t*4|t*3L.",
+    "account_for_embedding_in_pipeline_split": "Count the embedding as a layer of the first "
+    "pipeline stage when splitting layers.",
+    "account_for_loss_in_pipeline_split": "Count the loss as a layer of the last pipeline stage "
+    "when splitting layers.",
+    "hidden_size": "Hidden size of the transformer.",
+    "num_attention_heads": "Query heads per attention layer; "
+    "must be divisible by --tensor-model-parallel-size.",
+    "num_query_groups": "Key-value heads per attention layer (grouped-query attention); "
+    "a divisor of --num-attention-heads.",
     "kv_channels": "Dimension of one attention head.",
-    "ffn_hidden_size": "Inner width of a dense layer's MLP; for a gated MLP, of each of its two projections.",
-    "attention_backend": "Attention kernel: flash, fused, unfused of Transformer Engine layers, local for layers without it; auto lets them choose.",
-    "hidden_dropout": "Dropout probability of the embeddings and of the outputs of attention and MLP; never read from the checkpoint.",
-    "attention_dropout": "Dropout probability of the attention weights; never read from the checkpoint.",
+    "ffn_hidden_size": "Inner size of a dense layer's MLP; "
+    "of a gated MLP, of each of its two projections.",
+    "attention_backend": "Attention kernel: flash, fused and unfused need Transformer Engine "
+    "layers, local is for layers without it; auto chooses one.",
+    "hidden_dropout": "Dropout probability of embeddings and of the outputs of attention and MLP; "
+    "not read from the checkpoint.",
+    "attention_dropout": "Dropout probability of attention weights; not read from the checkpoint.",
     "fp32_residual_connection": "Keep the residual stream in float32.",
-    "layernorm_epsilon": "Added to the variance (RMSNorm: the mean square) in every normalization layer.",
-    "layernorm_zero_centered_gamma": "Store normalization scales as their distance from 1; needs Transformer Engine layers.",
-    "add_bias_linear": "Biases in the projections of attention and MLP; --disable-bias-linear leaves them out. Experts need --expert-tensor-parallel-size 1 for them.",
-    "add_qkv_bias": "Biases in the query, key and value projections, with --disable-bias-linear too.",
-    "rotary_interleaved": "Rotary embeddings rotate adjacent dimensions (0 with 1, 2 with 3) instead of the first half with the second.",
-    "normalization": "Kind of the normalization layers.",
-    "qk_layernorm": "Normalize queries and keys of each head, by --normalization, before positions are applied.",
-    "init_method_std": "Standard deviation of initial weights; projections back into the residual stream have it over sqrt(2 * --num-layers).",
-    "embedding_init_method_std": "Standard deviation of the embedding's initial weights; default: --init-method-std.",
-    "apply_query_key_layer_scaling": "Divide attention scores by the layer's number, from 1; Transformer Engine wants NVTE_APPLY_QK_LAYER_SCALING=1 with it.",
-    "attention_softmax_in_fp32": "Softmax in float32, in megatron-core's own attention only; the kernels used here ignore it.",
-    "disable_bf16_reduced_precision_matmul": "With --bf16 on a GPU: matrix products sum in float32 throughout, without bfloat16 partial sums.",
-    "bias_activation_fusion": "One kernel for the MLP's bias and activation; for SwiGLU and quick GEGLU by default.",
-    "bias_dropout_fusion": "One kernel for bias, dropout and the addition to the residual stream.",
-    "masked_softmax_fusion": "Fused scale, mask and softmax, in megatron-core's own attention only; the kernels used here ignore it.",
-    "persist_layer_norm": "Apex's persistent LayerNorm kernel where it is installed and knows the hidden size.",
-    "apply_rope_fusion": "One kernel that applies rotary embeddings; with --rotary-interleaved it needs Transformer Engine 2.3.",
-    "recompute_granularity": "Recompute activations in the backward pass to save memory: whole layers (full) or --recompute-modules (selective).",
-    "recompute_method": "With full recomputation: uniform keeps the input of every --recompute-num-layers layers, block recomputes that many layers only.",
-    "recompute_num_layers": "With full recomputation: layers of a recomputed unit (uniform), or how many of each pipeline chunk are recomputed (block).",
-    "recompute_modules": "With selective recomputation: which parts of a layer are recomputed; default: core_attn.",
-    "distribute_saved_activations": "With full recomputation: shard saved layer inputs over tensor-parallel ranks; not with --sequence-parallel.",
-    "perform_initialization": "Initialise weights randomly; --no-initialization leaves them undefined until they are loaded.",
-    "use_cpu_initialization": "Initialise weights on the CPU: equal for every tensor-parallel size, but slower than on the GPU.",
-    "bf16": "Weights and activations in bfloat16, with float32 main weights in the optimizer; without it everything is float32.",
-    "deterministic_mode": "Use deterministic kernels, which are slower; Transformer Engine also needs NVTE_ALLOW_NONDETERMINISTIC_ALGO=0.",
-    "gradient_accumulation_fusion": "Fuse weight-gradient GEMMs with accumulation into the gradient buffer; needs Apex's CUDA extension.",
-    "clone_scatter_output_in_embedding": "With --sequence-parallel: clone the scattered embeddings, so that the full tensor can be freed.",
-    "cp_comm_type": "How context-parallel ranks exchange keys and values: in a ring (p2p), all at once (all_gather), or heads for tokens (a2a).",
-    "overlap_p2p_comm": "Interleaved schedule: overlap computation with the exchange of activations between pipeline stages.",
+    "layernorm_epsilon": "Epsilon of the normalization layers, added to the variance.",
+    "layernorm_zero_centered_gamma": "Store normalization scales as offsets from 1; "
+    "needs Transformer Engine layers.",
+    "add_bias_linear": "Add biases to the projections of attention and MLP. "
+    "Experts with biases need --expert-tensor-parallel-size 1.",
+    "add_qkv_bias": "Add biases to the QKV projection, also with --disable-bias-linear.",
+    "rotary_interleaved": "Rotate adjacent dimensions (0 with 1, 2 with 3) instead of the first "
+    "half with the second half.",
+    "normalization": "Type of the normalization layers.",
+    "qk_layernorm": "Normalize the queries and keys of each head, by --normalization, before "
+    "rotary embeddings.",
+    "init_method_std": "Standard deviation of initial weights; divided by sqrt(2 * --num-layers) "
+    "for output projections.",
+    "embedding_init_method_std": "Standard deviation of initial embeddings; "
+    "default: --init-method-std.",
+    "apply_query_key_layer_scaling": "Divide attention scores by the layer number; "
+    "Transformer Engine also needs NVTE_APPLY_QK_LAYER_SCALING=1.",
+    "attention_softmax_in_fp32": "Compute softmax in float32; affects megatron-core's own "
+    "attention only, not the kernels used here.",
+    "disable_bf16_reduced_precision_matmul": "Accumulate bfloat16 matrix products in float32 only; "
+    "needs a GPU.",
+    "bias_activation_fusion": "Fuse bias and activation of the MLP (SwiGLU, quick GEGLU).",
+    "bias_dropout_fusion": "Fuse bias, dropout and residual addition.",
+    "masked_softmax_fusion": "Fuse scaling, mask and softmax; affects megatron-core's own "
+    "attention only, not the kernels used here.",
+    "persist_layer_norm": "Use Apex's persistent LayerNorm kernel if it supports the hidden size.",
+    "apply_rope_fusion": "Fuse rotary embeddings; "
+    "with --rotary-interleaved needs Transformer Engine 2.3.",
+    "recompute_granularity": "Recompute activations in the backward pass to save memory: "
+    "full layers, or --recompute-modules (selective).",
+    "recompute_method": "Full recomputation: uniform stores the input of every "
+    "--recompute-num-layers layers, block recomputes that many layers only.",
+    "recompute_num_layers": "Full recomputation: layers per recomputed unit (uniform), or "
+    "recomputed layers per pipeline chunk (block).",
+    "recompute_modules": "Selective recomputation: modules to recompute; default: core_attn.",
+    "distribute_saved_activations": "Full recomputation: shard saved layer inputs over "
+    "tensor-parallel ranks; not with --sequence-parallel.",
+    "perform_initialization": "Initialise weights; "
+    "--no-initialization leaves them undefined until they are loaded.",
+    "use_cpu_initialization": "Initialise weights on the CPU: independent of the tensor-parallel "
+    "size, but slower than on the GPU.",
+    "bf16": "Weights and activations in bfloat16, with float32 main weights in the optimizer; "
+    "default: everything in float32.",
+    "deterministic_mode": "Use deterministic, slower kernels; "
+    "Transformer Engine also needs NVTE_ALLOW_NONDETERMINISTIC_ALGO=0.",
+    "gradient_accumulation_fusion": "Fuse weight-gradient GEMMs with accumulation into the "
+    "gradient buffer; needs Apex's CUDA extension.",
+    "clone_scatter_output_in_embedding": "With --sequence-parallel: clone the scattered "
+    "embeddings, so that the full tensor can be freed.",
+    "cp_comm_type": "How context-parallel ranks exchange keys and values: in a ring (p2p), all at "
+    "once (all_gather), or heads for tokens (a2a).",
+    "overlap_p2p_comm": "Interleaved schedule: overlap computation with pipeline communication.",
 }
 
 EXPERTS: Mapping[str, str] = {
-    "num_moe_experts": "Experts per MoE layer, over all ranks; makes the model a mixture of experts.",
-    "moe_ffn_hidden_size": "Inner width of one expert's MLP.",
-    "moe_layer_freq": 'Which layers are MoE layers: N for every N-th, starting with the first; or a pattern of 0 and 1 over all layers, e.g. "[0]*3+[1]*45".',
-    "moe_shared_expert_intermediate_size": "Total inner width of the shared experts, which process every token.",
-    "moe_shared_expert_gate": "Multiply the shared experts' output by a sigmoid gate of the token; needs shared experts.",
+    "num_moe_experts": "Experts per MoE layer, over all ranks; default: a dense network.",
+    "moe_ffn_hidden_size": "Inner size of an expert's MLP.",
+    "moe_layer_freq": "MoE layers: every N-th layer, or a pattern of 0 and 1 over all layers, "
+    'e.g. "[0]*3+[1]*45".',
+    "moe_shared_expert_intermediate_size": "Total inner size of the shared experts, which process "
+    "every token.",
+    "moe_shared_expert_gate": "Multiply the output of the shared experts by a sigmoid gate.",
     "moe_router_topk": "Experts per token.",
-    "moe_router_num_groups": "Number of equal groups of experts, for --moe-router-group-topk.",
-    "moe_router_group_topk": "Choose a token's experts only from its best N groups; default: from all experts.",
-    "moe_router_pre_softmax": "Apply softmax over all experts before top-k instead of over the chosen ones; ignored for sigmoid scores.",
-    "moe_router_topk_scaling_factor": "Multiply the weights of a token's chosen experts by this; default: no factor.",
-    "moe_router_score_function": "Scores from the router's logits: softmax, or a sigmoid for each expert, normalized over the chosen ones.",
-    "moe_router_dtype": "Type in which the router computes logits and weights; default: that of the hidden states.",
-    "moe_router_load_balancing_type": "Auxiliary loss over a micro-batch, a sequence, or the data-parallel ranks too; several words take as many coefficients.",
-    "moe_aux_loss_coeff": "Weight of the auxiliary loss, one for each word of --moe-router-load-balancing-type; 0: no such loss.",
-    "moe_z_loss_coeff": "Weight of the mean squared log-sum-exp of the router's logits, as a loss; default: no such loss.",
-    "moe_router_enable_expert_bias": "Balance experts by a bias on their scores, moved after each optimizer step, that chooses and does not weigh; sigmoid only.",
-    "moe_router_bias_update_rate": "Change of each expert's bias per optimizer step: up if the expert has fewer tokens than the mean, down if more.",
-    "moe_token_dispatcher_type": "How tokens reach the ranks of their experts: each to those it needs (alltoall), or all to all ranks (allgather).",
-    "moe_expert_capacity_factor": "Capacity of an expert per micro-batch, in multiples of its even share; further tokens are dropped. Default: no limit.",
-    "moe_pad_expert_input_to_capacity": "Pad every expert to its capacity, so that shapes are constant; needs --moe-expert-capacity-factor.",
-    "moe_token_drop_policy": "Which tokens an expert over capacity drops: those with the lowest weight (probs) or the last ones (position).",
-    "moe_enable_deepep": "With --moe-token-dispatcher-type flex: dispatch by DeepEP where it is installed, else all-to-all.",
-    "moe_grouped_gemm": "One grouped matrix product for all experts of a rank; needs Transformer Engine layers.",
-    "moe_permute_fusion": "Fused kernels that sort tokens by expert and back; needs Transformer Engine layers.",
-    "moe_router_fusion": "Fused kernels for choosing experts and for the auxiliary loss; needs Transformer Engine layers.",
+    "moe_router_num_groups": "Number of expert groups for --moe-router-group-topk.",
+    "moe_router_group_topk": "Choose a token's experts from its N best groups; "
+    "default: from all experts.",
+    "moe_router_pre_softmax": "Apply softmax before top-k instead of after it; "
+    "ignored for sigmoid scores.",
+    "moe_router_topk_scaling_factor": "Scaling factor of a token's expert weights; default: none.",
+    "moe_router_score_function": "Router scores: softmax, or a sigmoid per expert, normalized over "
+    "the chosen ones.",
+    "moe_router_dtype": "Dtype of router logits and weights; default: that of the hidden states.",
+    "moe_router_load_balancing_type": "Scope of the auxiliary loss: a micro-batch, a sequence, or "
+    "all data-parallel ranks; several values need as many coefficients.",
+    "moe_aux_loss_coeff": "Weight of the auxiliary loss, one per "
+    "--moe-router-load-balancing-type; 0: no such loss.",
+    "moe_z_loss_coeff": "Weight of the z-loss (mean squared log-sum-exp of the router logits); "
+    "default: no such loss.",
+    "moe_router_enable_expert_bias": "Balance experts by a score bias that is updated after each "
+    "optimizer step and affects the choice only; needs sigmoid scores.",
+    "moe_router_bias_update_rate": "Change of an expert's bias per optimizer step, towards "
+    "the mean number of tokens.",
+    "moe_token_dispatcher_type": "Token dispatcher: alltoall sends tokens to the ranks of their "
+    "experts, allgather to all ranks.",
+    "moe_expert_capacity_factor": "Capacity of an expert per micro-batch, relative to an even "
+    "share; excess tokens are dropped. Default: no limit.",
+    "moe_pad_expert_input_to_capacity": "Pad every expert's input to its capacity; "
+    "needs --moe-expert-capacity-factor.",
+    "moe_token_drop_policy": "Tokens dropped by an expert over capacity: those with the lowest "
+    "weights (probs) or the last ones (position).",
+    "moe_enable_deepep": "With --moe-token-dispatcher-type flex: dispatch by DeepEP if it is "
+    "installed, else all-to-all.",
+    "moe_grouped_gemm": "Use grouped GEMMs for the experts; needs Transformer Engine layers.",
+    "moe_permute_fusion": "Fuse token permutation and its inverse; "
+    "needs Transformer Engine layers.",
+    "moe_router_fusion": "Fuse top-k routing and the auxiliary loss; "
+    "needs Transformer Engine layers.",
 }
 
 OPTIMIZER: Mapping[str, str] = {
     "lr": "Peak learning rate, reached after warm-up.",
-    "min_lr": "Learning rate at and after the end of decay; ignored with --lr-decay-style constant.",
+    "min_lr": "Minimum learning rate, after decay; ignored with --lr-decay-style constant.",
     "decoupled_lr": "Peak learning rate of the embedding and the output layer; default: --lr.",
-    "decoupled_min_lr": "Learning rate at the end of decay for the embedding and the output layer, with --decoupled-lr; default: --min-lr.",
-    "weight_decay": "Coefficient of weight decay, times the learning rate; biases and one-dimensional weights are exempt.",
-    "apply_wd_to_qk_layernorm": "Decay the scales of --qk-layernorm too, which as one-dimensional weights are exempt otherwise.",
-    "use_precision_aware_optimizer": "Set the dtypes of optimizer state with the --*-dtype flags; needs Adam and --use-distributed-optimizer.",
-    "main_grads_dtype": "Type of the gradient buffers, which the precision-aware optimizer reads as they are; bf16 needs --bf16.",
-    "main_params_dtype": "Type of the main weights in the precision-aware optimizer; fp16 needs Transformer Engine.",
-    "exp_avg_dtype": "Type of Adam's first moment in the precision-aware optimizer; fp16 and fp8 need Transformer Engine.",
-    "exp_avg_sq_dtype": "Type of Adam's second moment in the precision-aware optimizer; fp16 and fp8 need Transformer Engine.",
-    "optimizer": "The optimizer: Adam (AdamW unless --no-decoupled-weight-decay), SGD, or Muon for matrices with AdamW for the rest (needs emerging_optimizers).",
-    "muon_momentum": "Decay rate of Muon's running mean of gradients, per optimizer step.",
-    "muon_split_qkv": "Orthogonalise the projections to queries, keys and values apart; --muon-no-split-qkv takes them as one matrix.",
+    "decoupled_min_lr": "Minimum learning rate of the embedding and the output layer, with "
+    "--decoupled-lr; default: --min-lr.",
+    "weight_decay": "Weight decay coefficient; biases and one-dimensional weights are exempt.",
+    "apply_wd_to_qk_layernorm": "Apply weight decay to the scales of --qk-layernorm too.",
+    "use_precision_aware_optimizer": "Set the dtypes of optimizer state with the --*-dtype flags; "
+    "needs Adam and --use-distributed-optimizer.",
+    "main_grads_dtype": "Precision-aware optimizer: dtype of the gradient buffers; "
+    "bf16 needs --bf16.",
+    "main_params_dtype": "Precision-aware optimizer: dtype of the main weights; "
+    "fp16 needs Transformer Engine.",
+    "exp_avg_dtype": "Precision-aware optimizer: dtype of Adam's first moment; "
+    "fp16 and fp8 need Transformer Engine.",
+    "exp_avg_sq_dtype": "Precision-aware optimizer: dtype of Adam's second moment; "
+    "fp16 and fp8 need Transformer Engine.",
+    "optimizer": "Optimizer: Adam (AdamW unless --no-decoupled-weight-decay), SGD, or Muon for "
+    "matrices with AdamW for the rest (needs emerging_optimizers).",
+    "muon_momentum": "Momentum of Muon.",
+    "muon_split_qkv": "Orthogonalise the query, key and value projections separately; "
+    "--muon-no-split-qkv: as one matrix.",
     "muon_use_nesterov": "Nesterov momentum in Muon.",
     "muon_nesterov": "Nesterov momentum in Muon, Megatron-LM's --muon-use-nesterov.",
-    "muon_scale_mode": "Scale of Muon's update [out, in]: spectral sqrt(max(out, in)), unit_rms_norm sqrt(out / in), shape_scaling sqrt(max(1, out / in)).",
-    "muon_fp32_matmul_prec": "Precision of the products in Muon's Newton-Schulz iteration: medium computes them in bf16, highest in fp32.",
+    "muon_scale_mode": "Scale of Muon's update [out, in]: spectral sqrt(max(out, in)), "
+    "unit_rms_norm sqrt(out / in), shape_scaling sqrt(max(1, out / in)).",
+    "muon_fp32_matmul_prec": "Precision of matrix products in Muon's Newton-Schulz iteration: "
+    "medium is bf16, highest fp32.",
     "muon_coefficient_type": "Coefficients of Muon's Newton-Schulz iteration.",
     "muon_num_ns_steps": "Newton-Schulz iterations of Muon.",
-    "muon_tp_mode": "Tensor-parallel weights: duplicated and distributed orthogonalise the full matrix; blockwise, Megatron-LM's default, each shard alone.",
-    "muon_extra_scale_factor": "Further factor of Muon's update; 0.2 gives it about AdamW's size.",
-    "adam_beta1": "Adam's decay rate of the running mean of gradients, per optimizer step.",
-    "adam_beta2": "Adam's decay rate of the running mean of squared gradients, per optimizer step.",
-    "adam_eps": "Added to the root of Adam's second moment in the denominator.",
-    "decoupled_weight_decay": "Decoupled weight decay (AdamW); --no-decoupled-weight-decay adds the decay to the gradient.",
+    "muon_tp_mode": "Tensor-parallel weights: duplicated and distributed orthogonalise the full "
+    "matrix; blockwise, Megatron-LM's default, each shard alone.",
+    "muon_extra_scale_factor": "Additional scale of Muon's update; 0.2 matches AdamW's size.",
+    "adam_beta1": "Adam's decay rate of the first moment.",
+    "adam_beta2": "Adam's decay rate of the second moment.",
+    "adam_eps": "Adam's epsilon, added to the denominator.",
+    "decoupled_weight_decay": "Decoupled weight decay (AdamW); "
+    "--no-decoupled-weight-decay adds the decay to the gradient.",
     "sgd_momentum": "Momentum of --optimizer sgd.",
-    "use_distributed_optimizer": "Shard the optimizer state over data-parallel ranks: gradients are reduce-scattered, weights all-gathered.",
-    "overlap_param_gather": "Gather updated weights during the next forward pass; needs --use-distributed-optimizer and --overlap-grad-reduce.",
-    "optimizer_cpu_offload": "Keep main weights and moments in host memory and step there; needs --use-precision-aware-optimizer and --bf16.",
-    "optimizer_offload_fraction": "Fraction of the parameters with their optimizer on the CPU, with --optimizer-cpu-offload.",
-    "overlap_cpu_optimizer_d2h_h2d": "With --optimizer-cpu-offload: copy one parameter between GPU and host while another is updated.",
-    "pin_cpu_grads": "With --optimizer-cpu-offload: keep gradients in pinned host memory, for faster copies.",
-    "pin_cpu_params": "With --optimizer-cpu-offload: main weights are in pinned host memory; megatron-core 0.16 pins them either way.",
-    "clip_grad": "Clip the gradient to this global L2 norm; 0 disables clipping.",
+    "use_distributed_optimizer": "Shard the optimizer state over data-parallel ranks.",
+    "overlap_param_gather": "Gather updated weights during the next forward pass; "
+    "needs --use-distributed-optimizer and --overlap-grad-reduce.",
+    "optimizer_cpu_offload": "Keep optimizer state in host memory and step there; "
+    "needs --use-precision-aware-optimizer and --bf16.",
+    "optimizer_offload_fraction": "Fraction of the optimizer state in host memory, with "
+    "--optimizer-cpu-offload.",
+    "overlap_cpu_optimizer_d2h_h2d": "With --optimizer-cpu-offload: overlap copies between "
+    "host and GPU with the update.",
+    "pin_cpu_grads": "With --optimizer-cpu-offload: keep gradients in pinned host memory.",
+    "pin_cpu_params": "With --optimizer-cpu-offload: keep main weights in pinned host memory; "
+    "megatron-core 0.16 always does.",
+    "clip_grad": "Clip gradients to this global L2 norm; 0 disables clipping.",
 }
 
 DATA_PARALLEL: Mapping[str, str] = {
-    "grad_reduce_in_fp32": "Sum gradients over micro-batches and data-parallel ranks in float32 buffers.",
-    "overlap_grad_reduce": "Reduce gradients over data-parallel ranks bucket by bucket during the last backward pass of a step.",
-    "align_param_gather": "With --overlap-param-gather: pipeline stages start their gathers together, in place of each when it gets there.",
-    "bucket_size": "Parameters of a gradient bucket, with --overlap-grad-reduce; default: 1,000,000 for each data-parallel rank, 40,000,000 at least.",
-    "pad_buckets_for_high_nccl_busbw": "With --use-distributed-optimizer: pad buckets to a multiple of 65,536 elements, which NCCL transfers faster on many ranks.",
-    "average_in_collective": "Average gradients in the reduction instead of dividing by the number of ranks before a sum.",
+    "grad_reduce_in_fp32": "Accumulate and reduce gradients in float32.",
+    "overlap_grad_reduce": "Overlap the data-parallel gradient reduction with the backward pass.",
+    "align_param_gather": "With --overlap-param-gather: start the gathers of all pipeline "
+    "stages at the same time.",
+    "bucket_size": "Parameters per gradient bucket, with --overlap-grad-reduce; default: "
+    "1,000,000 per data-parallel rank, at least 40,000,000.",
+    "pad_buckets_for_high_nccl_busbw": "With --use-distributed-optimizer: pad buckets to a "
+    "multiple of 65,536 elements, which NCCL transfers faster on many ranks.",
+    "average_in_collective": "Average gradients in the collective instead of scaling them before "
+    "the sum.",
 }
 
 SENTENCES: Mapping[str, str] = {**NETWORK, **EXPERTS, **OPTIMIZER, **DATA_PARALLEL}

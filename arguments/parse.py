@@ -21,18 +21,18 @@ from arguments.megatron_configs import build_megatron_configs, resolve_transform
 from arguments.parser import LauncherParser
 from arguments.resolve_loss import choose_loss, resolve_aliases
 from arguments.rules.algorithm import completed_critic, has_critic
-from arguments.rules.data import completed_distillation
 from arguments.rules.declared import declared_warnings
+from arguments.rules.distillation import completed_distillation
 from arguments.rules.layout import global_batch_of
 from arguments.rules.moe import MOE_WARNINGS
 from arguments.rules.pipeline import virtual_stages_of
-from arguments.rules.run import RULES, WARNINGS, notes_of, settings_of_other_losses
-from arguments.rules.server import OF_EVERY_STEP, OF_THE_SERVER, SERVER_RULES, of_the_trainer
+from arguments.rules.run import RULES, WARNINGS, notes_of, unused_loss_settings
+from arguments.rules.server import OPTIM_STEP_FIELDS, SERVER_FIELDS, SERVER_RULES, trainer_fields
 from arguments.rules.sglang import completed_sglang
 from arguments.run_config import RunConfig
 from arguments.run_file import read_run_file
 from arguments.schema import PreflightConfig
-from arguments.slime_launch import settle_slime_launch, slime_world_size
+from arguments.slime_launch import apply_slime_defaults, slime_world_size
 from arguments.teacher import build_teacher
 from arguments.values import ParsedArgs, merge
 from slime_like.config import ConfigError, Problem, flag_name
@@ -46,12 +46,12 @@ IMPORT_FLAG = "--import-modules"
 _WAIT_FOR_RANK_0_S = 5.0
 
 
-TRAIN = Program(RULES, WARNINGS, TRAIN_USAGE, OF_THE_SERVER, default_micro_batches=True)
+TRAIN = Program(RULES, WARNINGS, TRAIN_USAGE, SERVER_FIELDS, default_micro_batches=True)
 SERVER = Program(
     SERVER_RULES,
     MOE_WARNINGS,
     SERVER_USAGE,
-    frozenset(of_the_trainer()).union(OF_EVERY_STEP),
+    frozenset(trainer_fields()).union(OPTIM_STEP_FIELDS),
     {"lr": 1e-4, "clip_grad": 0.0},
 )
 
@@ -78,29 +78,21 @@ def parse_args(argv: Sequence[str], world_size: int, program: Program = TRAIN) -
     ConfigError with every problem; megatron-core's own objections are only reported if there are no
     others.
     """
-    given, table = _read(argv, program)
-    loss, policy_loss = choose_loss(given, table)
-    checkpoint = _read_checkpoint(given)
-    preflight = settings_of(PreflightConfig, given.values)
-    planned = slime_world_size(given.values) if preflight.preflight else None
+    parsed, table = _read(argv, program)
+    loss, policy_loss = choose_loss(parsed, table)
+    checkpoint = _read_checkpoint(parsed)
+    preflight = settings_of(PreflightConfig, parsed.values)
+    planned = slime_world_size(parsed.values) if preflight.preflight else None
     world_size = preflight.world_size or planned or world_size
-    draft = make_draft(given, loss, policy_loss, checkpoint, world_size, program)
-    problems = given.problems + [p for p in draft.problems if not _about_unread(p, given, table)]
+    draft = make_draft(parsed, loss, policy_loss, checkpoint, world_size, program)
+    problems = parsed.problems + [p for p in draft.problems if not _about_unread(p, parsed, table)]
     if problems:
         raise ConfigError(_in_order(problems, table))
-    words = [text for warn in program.warnings if (text := warn(draft.settings)) is not None]
-    return _finish(
-        draft,
-        table,
-        argv,
-        [
-            *given.warnings,
-            *words,
-            *declared_warnings(draft.settings),
-            *settings_of_other_losses(draft.settings, table.by_dest),
-        ],
-        given.custom,
-    )
+    warnings = [*parsed.warnings]
+    warnings += [text for warn in program.warnings if (text := warn(draft.settings)) is not None]
+    warnings += declared_warnings(draft.settings)
+    warnings += unused_loss_settings(draft.settings, table.by_dest)
+    return _finish(draft, table, argv, warnings, parsed.custom)
 
 
 def parse_or_exit(
@@ -111,7 +103,7 @@ def parse_or_exit(
 
     --help and --version print to stdout and exit with 0. Raises SystemExit.
     """
-    complete_words(program)
+    complete_shell(program)
     try:
         return parse_args(argv, world_size, program)
     except ConfigError as error:
@@ -120,9 +112,9 @@ def parse_or_exit(
         else:
             time.sleep(_WAIT_FOR_RANK_0_S)
         raise SystemExit(CONFIG_EXIT_STATUS) from None
-    except HelpRequested as wanted:
+    except HelpRequested as request:
         if rank == 0:
-            _print_to_pipe(str(wanted))
+            _print_to_pipe(str(request))
         raise SystemExit(0) from None
 
 
@@ -134,7 +126,7 @@ def _print_to_pipe(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def complete_words(program: Program = TRAIN) -> None:
+def complete_shell(program: Program = TRAIN) -> None:
     """Shell completion, if the shell asks for it and argcomplete is installed."""
     if "_ARGCOMPLETE" not in os.environ:
         return
@@ -153,38 +145,38 @@ def _read(argv: Sequence[str], program: Program) -> tuple[ParsedArgs, FlagTable]
     problems: list[Problem] = []
     parser, path = _parser_of(program), first.values.get("custom_arguments_path")
     if path is not None:
-        own = launcher_parser(program)
+        extended = launcher_parser(program)
         try:
-            own.add_custom(path)
-            parser = own
+            extended.add_custom(path)
+            parser = extended
         except ConfigError as error:
             problems += error.problems
-    given, run_file = _sources(argv, parser)
+    parsed, run_file = _sources(argv, parser)
     custom = parser.custom_values(run_file, argv)
-    both = merge(run_file, given)
-    both.custom, both.problems = custom, problems + both.problems
-    resolve_aliases(both)
-    _own_icepop(both)
-    _kl_in_the_reward(both)
-    settle_slime_launch(both)
-    return both, parser.table
+    merged = merge(run_file, parsed)
+    merged.custom, merged.problems = custom, problems + merged.problems
+    resolve_aliases(merged)
+    _resolve_icepop(merged)
+    _resolve_kl_in_reward(merged)
+    apply_slime_defaults(merged)
+    return merged, parser.table
 
 
 def _first_look(argv: Sequence[str], program: Program) -> ParsedArgs:
     """Parse the flags that are needed before user modules are imported. --help is ignored here,
     because it shows the flags of those modules too."""
     parser = _parser_of(program)
-    given, run_file = _sources(_without_help(argv), parser)
-    return merge(run_file, given)
+    parsed, run_file = _sources(_without_help(argv), parser)
+    return merge(run_file, parsed)
 
 
 def _without_help(argv: Sequence[str]) -> list[str]:
     """argv without --help and --version and their arguments."""
-    words, helping = [], False
+    words, skips = [], False
     for word in argv:
-        asks = word in ("--help", "-h", "--version")
-        helping = asks or (helping and not word.startswith("-"))
-        if not helping:
+        is_help = word in ("--help", "-h", "--version")
+        skips = is_help or (skips and not word.startswith("-"))
+        if not skips:
             words.append(word)
     return words
 
@@ -209,58 +201,50 @@ def import_modules(modules: Sequence[str]) -> None:
 
 def _sources(argv: Sequence[str], parser: LauncherParser) -> tuple[ParsedArgs, ParsedArgs]:
     """Parse the command line and the run file that it names."""
-    given, run_file = parser.read(argv), ParsedArgs()
-    if "config" in given.values:
+    parsed, run_file = parser.read(argv), ParsedArgs()
+    if "config" in parsed.values:
         try:
-            run_file = read_run_file(given.values["config"], parser)
+            run_file = read_run_file(parsed.values["config"], parser)
         except ConfigError as error:
-            given.problems += error.problems
-    return given, run_file
+            parsed.problems += error.problems
+    return parsed, run_file
 
 
-def _own_icepop(given: ParsedArgs) -> None:
+def _resolve_icepop(parsed: ParsedArgs) -> None:
     """Replace slime's icepop_function by our IcePop: a token mask and truncated importance sampling
     with the same bounds."""
-    values = given.values
+    values = parsed.values
     path = str(values.get("custom_tis_function_path", ""))
     if not path.endswith("icepop_function"):
         return
     del values["custom_tis_function_path"]
     if values.get("tis_ratio_type") != "token":
-        given.problems.append(
-            Problem("--custom-tis-function-path", path, "has no effect without --use-tis; add it")
-        )
+        message = "has no effect without --use-tis; add it"
+        parsed.add_problem("--custom-tis-function-path", path, message)
     for side in ("low", "high"):
-        bound = values.get(
-            f"token_tis_ratio_clip_{side}",
-            getattr(OffPolicyConfig(), f"token_tis_ratio_clip_{side}"),
-        )
+        field = f"token_tis_ratio_clip_{side}"
+        bound = values.get(field, getattr(OffPolicyConfig(), field))
         name = f"token_mask_is_threshold_{side}"
         if values.setdefault(name, bound) != bound:
-            message = f"contradicts --tis-clip{'-low' if side == 'low' else ''} {bound:g}, which is IcePop's bound; leave it out"
-            given.problems.append(Problem(flag_name(name), values[name], message))
+            flag = "--tis-clip-low" if side == "low" else "--tis-clip"
+            message = f"conflicts with {flag} {bound:g}, which is IcePop's bound; remove it"
+            parsed.add_problem(flag_name(name), values[name], message)
 
 
-def _kl_in_the_reward(given: ParsedArgs) -> None:
+def _resolve_kl_in_reward(parsed: ParsedArgs) -> None:
     """With SkyRL's use_kl_in_reward, its kl_loss_coef is our kl_coef."""
-    values = given.values
+    values = parsed.values
     if values.pop("use_kl_in_reward", None) and "kl_coef" not in values:
         if "kl_loss_coef" in values:
             values["kl_coef"] = values.pop("kl_loss_coef")
         else:
-            given.problems.append(
-                Problem(
-                    "--use-kl-in-reward",
-                    None,
-                    "needs the weight of the KL; use --kl-coef in its place",
-                )
-            )
+            parsed.add_problem("--use-kl-in-reward", None, "requires a weight; use --kl-coef")
 
 
-def _read_checkpoint(given: ParsedArgs) -> HfModel | None:
+def _read_checkpoint(parsed: ParsedArgs) -> HfModel | None:
     """Read config.json of --hf-checkpoint; None, and problems are recorded, if it cannot be
     used."""
-    folder = given.values.get("hf_checkpoint")
+    folder = parsed.values.get("hf_checkpoint")
     if folder is None:
         return None
     try:
@@ -268,28 +252,25 @@ def _read_checkpoint(given: ParsedArgs) -> HfModel | None:
     except UnsupportedNetwork:
         raise
     except ConfigError as error:
-        given.problems += error.problems
+        parsed.problems += error.problems
         return None
 
 
-def _about_unread(problem: Problem, given: ParsedArgs, table: FlagTable) -> bool:
+def _about_unread(problem: Problem, parsed: ParsedArgs, table: FlagTable) -> bool:
     """Whether a problem is about a flag with an unreadable value, which is already reported."""
     spelling = table.spellings.get(normalise(problem.flag))
-    return spelling is not None and spelling.flag.dest in given.bad
+    return spelling is not None and spelling.flag.dest in parsed.invalid
 
 
 def _in_order(problems: list[Problem], table: FlagTable) -> list[Problem]:
     """Remove duplicates, keep the order, and name flags with a value by their first spelling."""
-    named = []
+    unique = {}
     for problem in problems:
         spelling = table.spellings.get(problem.flag)
-        other_name = spelling is not None and spelling.flag.kind != "switch"
-        named.append(
-            dataclasses.replace(problem, flag=spelling.flag.name)
-            if spelling is not None and other_name
-            else problem
-        )
-    return list({str(problem): problem for problem in named}.values())
+        if spelling is not None and spelling.flag.kind != "switch":
+            problem = dataclasses.replace(problem, flag=spelling.flag.name)
+        unique[str(problem)] = problem
+    return list(unique.values())
 
 
 def _finish(
@@ -308,34 +289,28 @@ def _finish(
     if megatron is None:
         raise ConfigError(_in_order(problems, table))
     teacher, problems = build_teacher(s, draft.checkpoint, stages)
-    critic, more = build_critic(s) if has_critic(s) else (None, [])
-    if problems + more:
-        raise ConfigError(_in_order(problems + more, table))
-    size = global_batch_of(s) or s.samples_per_rollout
-    balance = (
-        s.algorithm.use_dynamic_batch_size
-        if s.algorithm.balance_data is None
-        else s.algorithm.balance_data
-    )
-    algorithm = dataclasses.replace(
-        s.algorithm,
-        global_batch_size=size,
-        num_steps_per_rollout=s.samples_per_rollout // size,
-        balance_data=balance,
-    )
-    completed = dict(
+    critic, critic_problems = build_critic(s) if has_critic(s) else (None, [])
+    if problems or critic_problems:
+        raise ConfigError(_in_order(problems + critic_problems, table))
+    size, balance = global_batch_of(s) or s.samples_per_rollout, s.algorithm.balance_data
+    groups = {field.name: getattr(s, field.name) for field in dataclasses.fields(ConfigGroups)}
+    groups |= dict(
         model=dataclasses.replace(
             s.model, transformer_impl=resolve_transformer_impl(s.model, s.machine)
         ),
         parallel=dataclasses.replace(s.parallel, num_virtual_stages_per_pipeline_rank=stages),
         sglang=completed_sglang(s),
-        algorithm=algorithm,
+        algorithm=dataclasses.replace(
+            s.algorithm,
+            global_batch_size=size,
+            num_steps_per_rollout=s.samples_per_rollout // size,
+            balance_data=s.algorithm.use_dynamic_batch_size if balance is None else balance,
+        ),
         distillation=completed_distillation(s),
         critic=completed_critic(s),
     )
-    given = {field.name: getattr(s, field.name) for field in dataclasses.fields(ConfigGroups)}
     return RunConfig(
-        **{**given, **completed},
+        **groups,
         megatron=megatron,
         teacher=teacher,
         critic_model=critic,

@@ -9,21 +9,23 @@ first.
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import sys
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
+from arguments import values
 from arguments.actions import (
     CUSTOM_ARGUMENTS,
     Help,
     HelpRequested,
     LauncherAction,
-    Other,
+    OtherFlag,
     Setting,
     Version,
     check_added,
-    custom_words,
+    custom_argv,
     flag_of_action,
 )
 from arguments.aliases import (
@@ -41,14 +43,7 @@ from arguments.aliases import (
 from arguments.flag_registry import FlagTable, normalise
 from arguments.flags import Flag
 from arguments.help import help_text
-from arguments.values import (
-    NEGATIVE_NUMBER,
-    SWITCH_VALUES,
-    ParsedArgs,
-    convert,
-    is_flag,
-    read_switch,
-)
+from arguments.values import ParsedArgs
 from slime_like.config import ConfigError, Problem
 from slime_like.import_utils import load_function
 
@@ -66,29 +61,29 @@ class LauncherParser(argparse.ArgumentParser):
             add_help=False,
             exit_on_error=False,
         )
-        self.table, self.whole_usage, self.hidden = table, usage, frozenset(hidden)
-        self._negative_number_matcher = NEGATIVE_NUMBER
-        self.given = ParsedArgs()
-        self.typed: dict[str, str] = {}  # flag name -> spelling on this command line
+        self.table, self.full_usage, self.hidden = table, usage, frozenset(hidden)
+        self._negative_number_matcher = values.NEGATIVE_NUMBER
+        self.parsed = ParsedArgs()
+        self.typed: dict[str, str] = {}  # flag -> spelling on this command line
         self._strict = False  # whether unknown flags are problems
         self._custom: dict[str, argparse.Action] = {}  # user-defined flags, by field name
         self._required: list[argparse.Action] = []
-        self._broken: set[argparse.Action] = set()  # user-defined flags without their value
+        self._without_value: set[argparse.Action] = set()  # user-defined flags
         self.add_argument(
             "--help", "-h", action=Help, nargs="?", metavar="WORD", help="Show the flags."
         )
         self.add_argument("--version", action=Version, nargs=0, help="Show the version.")
         self._add_table()
-        self._other = Other([], argparse.SUPPRESS, nargs="*", help=argparse.SUPPRESS)
+        self._other = OtherFlag([], argparse.SUPPRESS, nargs="*", help=argparse.SUPPRESS)
 
     def _add_table(self) -> None:
-        groups: dict[str, Any] = {}
+        groups: dict[str, argparse._ArgumentGroup] = {}
         for flag in self.table.flags:
             if flag.refused:
                 continue
-            group = groups.get(flag.group) or groups.setdefault(
-                flag.group, self.add_argument_group(flag.group)
-            )
+            if flag.group not in groups:
+                groups[flag.group] = self.add_argument_group(flag.group)
+            group = groups[flag.group]
             switch = flag.kind == "switch"
             group.add_argument(
                 *flag.on, dest=flag.dest, action=Setting, flag=flag, on=True if switch else None
@@ -102,7 +97,7 @@ class LauncherParser(argparse.ArgumentParser):
             action.help = argparse.SUPPRESS
             self._option_string_actions[typed] = action
 
-    # --- reading -----------------------------------------------------------------------------------------------------
+    # --- reading ---------------------------------------------------------------------------------
 
     def read(self, argv: Sequence[str]) -> ParsedArgs:
         """Parse a command line, collecting all problems.
@@ -110,36 +105,35 @@ class LauncherParser(argparse.ArgumentParser):
         Raises:
             HelpRequested: For --help and --version.
         """
-        self.given, self._strict = ParsedArgs(), True
+        self.parsed, self._strict = ParsedArgs(), True
         self._namespace, extras = self._parse(argv, argparse.Namespace())
-        words = "is not a flag; a value comes after its flag"
         for word in extras:
-            self.given.refuse(word, None, words)
-        self.given.settle()
-        return self.given
+            self.parsed.add_problem(word, None, "is not a flag; values follow their flag")
+        self.parsed.check_turned_off()
+        return self.parsed
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """As in argparse: returns the values of all flags, including defaults, and the unknown
         words. If there are problems, prints all and exits with status 2."""
-        self.given, self._strict = ParsedArgs(), False
+        self.parsed, self._strict = ParsedArgs(), False
         argv = sys.argv[1:] if args is None else args
         try:
-            found = self._parse(argv, namespace or argparse.Namespace())
-        except HelpRequested as wanted:
-            print(wanted)
+            result = self._parse(argv, namespace or argparse.Namespace())
+        except HelpRequested as request:
+            print(request)
             sys.exit(0)
-        self.given.settle()
-        if self.given.problems:
-            self.error(str(ConfigError(self.given.problems)))
-        return found
+        self.parsed.check_turned_off()
+        if self.parsed.problems:
+            self.error(str(ConfigError(self.parsed.problems)))
+        return result
 
     def _parse(
         self, argv: Sequence[str], namespace: argparse.Namespace
     ) -> tuple[argparse.Namespace, list[str]]:
-        self.typed, self._broken = {}, set()
-        words = self._spelled(argv)
+        self.typed, self._without_value = {}, set()
+        words = self._expand(argv)
         others = [
             name
             for name in self.typed
@@ -149,93 +143,86 @@ class LauncherParser(argparse.ArgumentParser):
         try:
             return super().parse_known_args(words, namespace)
         except argparse.ArgumentError as error:  # from a user-defined flag
-            self.given.refuse(error.argument_name or CUSTOM_ARGUMENTS, None, error.message)
+            self.parsed.add_problem(error.argument_name or CUSTOM_ARGUMENTS, None, error.message)
             return namespace, []
         finally:
             for name in others:
                 del self._option_string_actions[name]
 
-    def _spelled(self, argv: Sequence[str]) -> list[str]:
+    def _expand(self, argv: Sequence[str]) -> list[str]:
         """The command line with all flags in their registered spelling."""
         words: list[str] = []
-        wants_value = False
-        asks_help = False
-        for word in argv:
-            if asks_help:  # the word may look like a flag, which argparse rejects as a value
-                words[-1] += f"={word}"
-                asks_help = False
-                continue
+        expects_value = False
+        arguments = iter(argv)
+        for word in arguments:
             if word in ("--help", "-h"):
-                words.append("--help")
-                asks_help = True
+                # joined, because argparse rejects a separate word that looks like a flag
+                words.append("=".join(["--help", *itertools.islice(arguments, 1)]))
                 continue
-            hydra = None if wants_value else _HYDRA.fullmatch(word)
+            hydra = None if expects_value else _HYDRA.fullmatch(word)
             if hydra is not None and self.is_flag_name(hydra[1]):
                 word = f"--{hydra[1]}={hydra[2]}"
-            if not is_flag(word):
+            if not values.is_flag(word):
                 words.append(word)
-                wants_value = False
+                expects_value = False
                 continue
             typed, equals, inline = word.partition("=")
-            name = self._registered(typed)
+            name = self._registered_name(typed)
             self.typed[name] = typed
-            action = self._custom_switch(name)
-            if equals and action is not None:
-                words += self._spelled_switch(typed, name, inline)
+            if equals and self._is_custom_switch(name):
+                words += self._expand_switch(typed, name, inline)
                 continue
             words.append(name + equals + inline)
-            wants_value = not equals and self._wants_value(name)
+            expects_value = not equals and self._expects_value(name)
         return words
 
-    def _registered(self, typed: str) -> str:
+    def _registered_name(self, typed: str) -> str:
         if not typed.startswith("--"):
             return typed
         return without_skyrl_prefix(normalise(typed), self._option_string_actions)
 
-    def _wants_value(self, name: str) -> bool:
+    def _expects_value(self, name: str) -> bool:
         action = self._option_string_actions.get(name)
         return action is not None and action.nargs not in (0, "?")
 
-    def _custom_switch(self, name: str) -> argparse.Action | None:
+    def _is_custom_switch(self, name: str) -> bool:
         action = self._option_string_actions.get(name)
-        is_switch = action is not None and action.nargs == 0
-        return action if is_switch and action in self._custom.values() else None
+        return action is not None and action.nargs == 0 and action in self._custom.values()
 
-    def _spelled_switch(self, typed: str, name: str, value: str) -> list[str]:
+    def _expand_switch(self, typed: str, name: str, value: str) -> list[str]:
         """Translate ``--x=false`` for a user-defined switch, which argparse does not support; false
         becomes no word at all."""
         try:
-            return [name] if read_switch(value) else []
+            return [name] if values.read_switch(value) else []
         except ValueError as error:
-            self.given.refuse(typed, value, str(error))
+            self.parsed.add_problem(typed, value, str(error))
             return []
 
-    # --- argparse's hooks --------------------------------------------------------------------------------------------
+    # --- argparse's hooks ------------------------------------------------------------------------
 
     def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
         """How many of the next words (each an A in the pattern) belong to the action."""
         if isinstance(action, LauncherAction):
-            there = len(arg_strings_pattern) - len(arg_strings_pattern.lstrip("A"))
+            count = len(arg_strings_pattern) - len(arg_strings_pattern.lstrip("A"))
             several = action is self._other or action.nargs in ("+", "*")
-            return there if several else min(there, 1)
+            return count if several else min(count, 1)
         try:
             return super()._match_argument(action, arg_strings_pattern)
         except argparse.ArgumentError as error:
-            self.given.refuse(normalise(action.option_strings[0]), None, error.message)
-            self._broken.add(action)
+            self.parsed.add_problem(normalise(action.option_strings[0]), None, error.message)
+            self._without_value.add(action)
             return 0
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         if isinstance(action, LauncherAction):
             return list(arg_strings)
-        if action in self._broken:
+        if action in self._without_value:
             return argparse.SUPPRESS
         try:
             return super()._get_values(action, arg_strings)
         except argparse.ArgumentError as error:
-            self.given.refuse(
-                normalise(action.option_strings[0]), " ".join(arg_strings), error.message
-            )
+            flag = normalise(action.option_strings[0])
+            self.parsed.add_problem(flag, " ".join(arg_strings), error.message)
             return argparse.SUPPRESS
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
@@ -253,13 +240,13 @@ class LauncherParser(argparse.ArgumentParser):
 
     def help_about(self, word: str) -> str:
         """Help on the flags with `word` in their name, or on all flags."""
-        return help_text(self.table, word, usage=self.whole_usage, hidden=self.hidden)
+        return help_text(self.table, word, usage=self.full_usage, hidden=self.hidden)
 
-    # --- one flag ----------------------------------------------------------------------------------------------------
+    # --- one flag --------------------------------------------------------------------------------
 
     def is_flag_name(self, name: str) -> bool:
         """Whether this is the name of a setting or of another known flag."""
-        registered = self._registered("--" + name.lstrip("-"))
+        registered = self._registered_name("--" + name.lstrip("-"))
         return registered in self._option_string_actions or self._is_other(registered)
 
     def _is_other(self, name: str) -> bool:
@@ -268,10 +255,10 @@ class LauncherParser(argparse.ArgumentParser):
             or name in NO_EFFECT
             or name in IGNORED
             or self._passed_on(name) is not None
-            or self._reason(name) is not None
+            or self._rejection(name) is not None
         )
 
-    def _reason(self, name: str) -> str | None:
+    def _rejection(self, name: str) -> str | None:
         """Why a known flag cannot be used; None if it can or is unknown."""
         spelling = self.table.spellings.get(name)
         return not_implemented(name) if spelling is None else spelling.flag.refused or None
@@ -283,83 +270,84 @@ class LauncherParser(argparse.ArgumentParser):
         return next((prefix for prefix in PASSED_ON if name.startswith(prefix)), None)
 
     def store(
-        self, flag: Flag, typed: str, value: object, on: bool | None, given: ParsedArgs
+        self, flag: Flag, typed: str, value: object, on: bool | None, parsed: ParsedArgs
     ) -> None:
         """Set a field to a raw value, which is converted here. on: False for a negated spelling."""
-        self._note_deprecation(typed, given)
+        self._note_deprecation(typed, parsed)
         try:
-            result = convert(flag, value)
+            result = values.convert(flag, value)
         except ValueError as error:
-            given.refuse(typed, value, str(error), flag.dest)
+            parsed.add_problem(typed, value, str(error), flag.dest)
         else:
             if flag.dest in APPENDED:
-                result = [*given.values.get(flag.dest, []), *result]
-            given.put(flag.dest, (not result) if on is False else result, typed)
+                result = [*parsed.values.get(flag.dest, []), *result]
+            parsed.assign(flag.dest, (not result) if on is False else result, typed)
 
-    def take_other(self, typed: str, value: object, given: ParsedArgs) -> None:
+    def apply_other(self, typed: str, value: object, parsed: ParsedArgs) -> None:
         """Process a flag that is not a setting itself. value: True if none was given."""
-        name = self._registered(typed)
+        name = self._registered_name(typed)
         if name in IGNORED:
             if value not in ("null", None, False):
-                given.warnings.append(f"{typed} has no effect here: {IGNORED[name]}")
+                parsed.warnings.append(f"{typed} has no effect here: {IGNORED[name]}")
             return None
         if name in PRESETS or name in NO_EFFECT:
-            return self._take_preset(name, typed, value, given)
+            return self._apply_preset(name, typed, value, parsed)
         if (prefix := self._passed_on(name)) is not None:
             holder, key = PASSED_ON[prefix], name.removeprefix(prefix).replace("-", "_")
-            given.values[holder] = {**given.values.get(holder, {}), key: value}
+            parsed.values[holder] = {**parsed.values.get(holder, {}), key: value}
             return
         if not typed.startswith("--") and (ours := normalise(typed)) in self._option_string_actions:
-            return given.refuse(typed, None, f"flags start with two dashes: {ours}")
-        if (reason := self._reason(name)) is not None:
-            words = f"is known but not implemented yet: {reason}; leave it out"
-            return given.refuse(typed, None, words)
-        given.refuse(typed, None, f"unknown flag; {self.table.hint(typed)}")
+            return parsed.add_problem(typed, None, f"flags start with two dashes: {ours}")
+        if (reason := self._rejection(name)) is not None:
+            return parsed.add_problem(typed, None, f"not implemented ({reason}); remove it")
+        parsed.add_problem(typed, None, f"unknown flag; {self.table.hint(typed)}")
 
-    def _take_preset(self, name: str, typed: str, value: object, given: ParsedArgs) -> None:
+    def _apply_preset(self, name: str, typed: str, value: object, parsed: ParsedArgs) -> None:
         if value in ("null", None):
             return
         try:
-            on = read_switch(value)
+            on = values.read_switch(value)
         except ValueError:
             dests = PRESETS.get(name, {})
-            given.refuse(typed, value, SWITCH_VALUES, next(iter(dests), None))
+            parsed.add_problem(typed, value, values.SWITCH_VALUES, next(iter(dests), None))
             return
         if on:
-            self._note_deprecation(typed, given)
+            self._note_deprecation(typed, parsed)
         if name in NO_EFFECT and on:
-            given.warnings.append(f"{typed} has no effect here: {NO_EFFECT[name]}")
-        for dest, meant in PRESETS.get(name, {}).items():
-            if on or isinstance(meant, bool):
-                given.put(dest, meant if on else not meant, typed)
+            parsed.warnings.append(f"{typed} has no effect here: {NO_EFFECT[name]}")
+        for dest, preset in PRESETS.get(name, {}).items():
+            if on or isinstance(preset, bool):
+                parsed.assign(dest, preset if on else not preset, typed)
             else:
-                given.undo(dest, meant, typed)
+                parsed.turn_off(dest, preset, typed)
 
-    def _note_deprecation(self, typed: str, given: ParsedArgs) -> None:
-        instead = DEPRECATED.get(normalise(typed)) or DEPRECATED.get(self._registered(typed))
-        if instead is not None:
-            given.warnings.append(f"{typed} is deprecated; use {instead}")
+    def _note_deprecation(self, typed: str, parsed: ParsedArgs) -> None:
+        replacement = DEPRECATED.get(normalise(typed)) or DEPRECATED.get(
+            self._registered_name(typed)
+        )
+        if replacement is not None:
+            parsed.warnings.append(f"{typed} is deprecated; use {replacement}")
 
-    def set_key(self, key: str, value: object, given: ParsedArgs, line: int | None = None) -> None:
+    def set_key(self, key: str, value: object, parsed: ParsedArgs, line: int | None = None) -> None:
         """Process a key of a run file. value: as parsed by YAML. line: its line number."""
         typed = normalise(key)
-        name = self._registered(typed)
+        name = self._registered_name(typed)
         action = self._option_string_actions.get(name)
         if isinstance(action, Setting):
             if value is None:
                 return
-            if action.dest in given.spelled:
-                return given.refuse(typed, value, given.set_before(action.dest, line))
-            given.lines[action.dest] = line
-            return self.store(action.flag, typed, value, action.on, given)
+            if action.dest in parsed.typed:
+                return parsed.add_problem(typed, value, parsed.duplicate_message(action.dest, line))
+            parsed.lines[action.dest] = line
+            return self.store(action.flag, typed, value, action.on, parsed)
         if action is not None and action in self._custom.values():
-            given.custom_words += custom_words(action, name, value)
-        elif value is None or (value is False and self._reason(name) is not None):
+            parsed.custom_argv += custom_argv(action, name, value)
+        elif value is None or (value is False and self._rejection(name) is not None):
             pass  # switched off, which is the default
         else:
-            self.take_other(typed, value, given)
+            self.apply_other(typed, value, parsed)
 
-    # --- flags of the user's own -------------------------------------------------------------------------------------
+    # --- user-defined flags ----------------------------------------------------------------------
 
     def add_custom(self, path: str) -> None:
         """Let the function of --custom-arguments-path add its flags.
@@ -371,11 +359,11 @@ class LauncherParser(argparse.ArgumentParser):
         try:
             load_function(path, CUSTOM_ARGUMENTS)(self)
         except ValueError as error:
-            words = str(error).removeprefix(f"{CUSTOM_ARGUMENTS} {path!r}: ")
-            raise ConfigError([Problem(CUSTOM_ARGUMENTS, path, words)]) from error
+            message = str(error).removeprefix(f"{CUSTOM_ARGUMENTS} {path!r}: ")
+            raise ConfigError([Problem(CUSTOM_ARGUMENTS, path, message)]) from error
         except Exception as error:
-            words = f"raised {type(error).__name__}: {error}"
-            raise ConfigError([Problem(CUSTOM_ARGUMENTS, path, words)]) from error
+            message = f"raised {type(error).__name__}: {error}"
+            raise ConfigError([Problem(CUSTOM_ARGUMENTS, path, message)]) from error
         added = [action for action in self._actions if action not in before]
         check_added(added, path, self.table)
         for action in added:
@@ -391,7 +379,7 @@ class LauncherParser(argparse.ArgumentParser):
         """Set defaults of flags that a user module has added; ours are in the dataclasses."""
         ours = sorted(set(kwargs) & set(self.table.by_dest))
         if ours:
-            raise ValueError(f"sets the default of {ours[0]!r}; set it in a --config file instead")
+            raise ValueError(f"sets the default of {ours[0]!r}; use a --config file instead")
         super().set_defaults(**kwargs)
 
     def custom_values(self, run_file: ParsedArgs, argv: Sequence[str]) -> dict[str, Any]:
@@ -399,12 +387,12 @@ class LauncherParser(argparse.ArgumentParser):
         Problems are added to those of the run file."""
         if not self._custom:
             return {}
-        self.given, self._strict = ParsedArgs(), True
-        namespace, _ = self._parse([*run_file.custom_words, *argv], argparse.Namespace())
+        self.parsed, self._strict = ParsedArgs(), True
+        namespace, _ = self._parse([*run_file.custom_argv, *argv], argparse.Namespace())
         names = {normalise(o) for a in self._custom.values() for o in a.option_strings}
-        run_file.problems += [p for p in self.given.problems if p.flag in names]
+        run_file.problems += [p for p in self.parsed.problems if p.flag in names]
         for action in self._required:
             if getattr(namespace, action.dest) == action.default:
-                words = f"is missing; {CUSTOM_ARGUMENTS} requires it"
-                run_file.refuse(action.option_strings[0], None, words)
+                message = f"required by {CUSTOM_ARGUMENTS}"
+                run_file.add_problem(action.option_strings[0], None, message)
         return {dest: getattr(namespace, dest) for dest in self._custom}

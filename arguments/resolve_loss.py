@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from arguments.aliases import ESTIMATORS_THAT_ARE_LOSSES
 from arguments.flag_registry import FlagTable
 from arguments.values import ParsedArgs
-from slime_like.config import Problem, flag_name
+from slime_like.config import flag_name
 from slime_like.losses.custom import custom_loss
 from slime_like.losses.registry import PolicyLoss, policy_losses
 
@@ -19,44 +19,33 @@ CUSTOM = "custom_loss_function_path"
 PAIR_LOSS_TYPES = {"dpo_loss": "dpo", "rm_loss": "bradley_terry"}
 
 
-def resolve_aliases(given: ParsedArgs) -> None:
+def resolve_aliases(parsed: ParsedArgs) -> None:
     """Resolve aliases to the settings that they stand for, and record contradictions."""
-    _estimator_picks_loss(given)
-    _skyrls_gmpo_bounds(given)
-    _alias_settings(given)
-    _custom_loss_type(given)
-    _pair_loss_type(given)
+    _resolve_estimator(parsed)
+    _resolve_gmpo_bounds(parsed)
+    _check_alias_settings(parsed)
+    _resolve_custom_loss(parsed)
+    _resolve_pair_loss(parsed)
 
 
-def choose_loss(given: ParsedArgs, table: FlagTable) -> tuple[PolicyLoss, object]:
+def choose_loss(parsed: ParsedArgs, table: FlagTable) -> tuple[PolicyLoss, object]:
     """The policy loss, specialised by its settings, and these settings. Records problems."""
-    values = given.values
+    values = parsed.values
     path = values.get(CUSTOM)
     if path is not None:
-        settings = SimpleNamespace(
-            **{
-                flag.dest: values.get(flag.dest, flag.default)
-                for flag in table.flags
-                if is_loss_setting(flag.dest)
-            }
-        )
+        flags = [flag for flag in table.flags if is_loss_setting(flag.dest)]
+        settings = {flag.dest: values.get(flag.dest, flag.default) for flag in flags}
         try:
-            return custom_loss(path), settings
+            return custom_loss(path), SimpleNamespace(**settings)
         except ValueError as error:
-            given.problems.append(
-                Problem(
-                    flag_name(CUSTOM),
-                    path,
-                    str(error).removeprefix(f"{flag_name(CUSTOM)} {path!r}: "),
-                )
-            )
-    name = values.get(
-        "policy_loss_type", "cross_entropy" if values.get("loss_type") == "sft_loss" else "ppo"
-    )
+            flag = flag_name(CUSTOM)
+            parsed.add_problem(flag, path, str(error).removeprefix(f"{flag} {path!r}: "))
+    default = "cross_entropy" if values.get("loss_type") == "sft_loss" else "ppo"
+    name = values.get("policy_loss_type", default)
     loss = policy_losses.get(name)
-    said = {**loss.alias_defaults.get(name, {}), **values}
-    settings = loss.config_type(**{f: said[f] for f in loss_fields(loss) if f in said})
-    return loss.with_config(settings), settings
+    values = {**loss.alias_defaults.get(name, {}), **values}
+    config = loss.config_type(**{f: values[f] for f in loss_fields(loss) if f in values})
+    return loss.with_config(config), config
 
 
 def loss_fields(loss: PolicyLoss) -> set[str]:
@@ -70,10 +59,10 @@ def is_loss_setting(dest: str) -> bool:
     return any(dest in loss_fields(loss) for _, loss in policy_losses.items())
 
 
-def _estimator_picks_loss(given: ParsedArgs) -> None:
+def _resolve_estimator(parsed: ParsedArgs) -> None:
     """In slime, --advantage-estimator gspo|cispo also selects the loss. gspo together with sapo
     means SAPO with GSPO's ratio."""
-    values = given.values
+    values = parsed.values
     name = values.get("advantage_estimator")
     if name not in ESTIMATORS_THAT_ARE_LOSSES:
         return
@@ -84,15 +73,18 @@ def _estimator_picks_loss(given: ParsedArgs) -> None:
     if chosen == "sapo" and name == "gspo":
         values.setdefault("sapo_ratio_level", "sequence")
     elif chosen != name:
-        message = f"chooses the loss {name} and contradicts --policy-loss-type {chosen}; use --advantage-estimator grpo with that loss"
-        given.problems.append(Problem("--advantage-estimator", name, message))
+        message = (
+            f"selects the loss {name} and conflicts with --policy-loss-type {chosen}; "
+            "use --advantage-estimator grpo with that loss"
+        )
+        parsed.add_problem("--advantage-estimator", name, message)
     elif name == "cispo":
-        _slimes_cispo_bounds(given)
+        _resolve_cispo_bounds(parsed)
 
 
-def _slimes_cispo_bounds(given: ParsedArgs) -> None:
+def _resolve_cispo_bounds(parsed: ParsedArgs) -> None:
     """slime's cispo uses --eps-clip as its bounds; ours has separate flags."""
-    values = given.values
+    values = parsed.values
     low = values.pop("eps_clip", None)
     high = values.pop("eps_clip_high", low)
     if low is not None:
@@ -100,15 +92,16 @@ def _slimes_cispo_bounds(given: ParsedArgs) -> None:
     if high is not None:
         values.setdefault("cispo_eps_clip_high", high)
     if low is not None and values["cispo_eps_clip_low"] < 1:
-        given.warnings.append(
-            f"--eps-clip {low:g} bounds cispo's weight below at {1 - values['cispo_eps_clip_low']:g}; the paper has no lower bound: "
-            "--cispo-eps-clip-low 1"
+        bound = 1 - values["cispo_eps_clip_low"]
+        parsed.warnings.append(
+            f"--eps-clip {low:g} bounds the cispo weight below at {bound:g}; the paper has no "
+            "lower bound: --cispo-eps-clip-low 1"
         )
 
 
-def _skyrls_gmpo_bounds(given: ParsedArgs) -> None:
+def _resolve_gmpo_bounds(parsed: ParsedArgs) -> None:
     """SkyRL's gmpo uses eps_clip_low and eps_clip_high as its bounds; ours has separate flags."""
-    values = given.values
+    values = parsed.values
     name = values.get("policy_loss_type")
     if name is None or policy_losses.canonical(name) != "gmpo":
         return
@@ -117,52 +110,48 @@ def _skyrls_gmpo_bounds(given: ParsedArgs) -> None:
             values.setdefault(own, values.pop(field))
 
 
-def _alias_settings(given: ParsedArgs) -> None:
+def _check_alias_settings(parsed: ParsedArgs) -> None:
     """Record settings that contradict the choice that a loss alias (e.g. dppo_kl) stands for."""
-    name = given.values.get("policy_loss_type")
+    name = parsed.values.get("policy_loss_type")
     if name is None:
         return
     loss = policy_losses.get(name)
     choices = {f.name for f in dataclasses.fields(loss.config_type) if f.metadata.get("choices")}
-    for field, meant in loss.alias_defaults.get(name, {}).items():
-        if field in choices and given.values.get(field, meant) != meant:
-            message = f"contradicts --policy-loss-type {name}, which means {meant}; use --policy-loss-type {loss.name}"
-            given.problems.append(Problem(flag_name(field), given.values[field], message))
+    for field, default in loss.alias_defaults.get(name, {}).items():
+        if field in choices and parsed.values.get(field, default) != default:
+            message = (
+                f"conflicts with --policy-loss-type {name}, which stands for {default}; "
+                f"use --policy-loss-type {loss.name}"
+            )
+            parsed.add_problem(flag_name(field), parsed.values[field], message)
 
 
-def _pair_loss_type(given: ParsedArgs) -> None:
+def _resolve_pair_loss(parsed: ParsedArgs) -> None:
     """Map --loss-type of a preference loss to --policy-loss-type; users of TRL and OpenRLHF expect
     a training mode, not a policy loss."""
-    values = given.values
+    values = parsed.values
     if values.get("loss_type") not in PAIR_LOSS_TYPES:
         return
-    given_type, name = values["loss_type"], PAIR_LOSS_TYPES[values["loss_type"]]
+    loss_type, name = values["loss_type"], PAIR_LOSS_TYPES[values["loss_type"]]
     values["loss_type"] = "sft_loss"
     if policy_losses.canonical(values.setdefault("policy_loss_type", name)) != name:
-        message = f"contradicts --loss-type {given_type}, which means {name}; leave one of them out"
-        given.problems.append(Problem("--policy-loss-type", values["policy_loss_type"], message))
+        message = f"conflicts with --loss-type {loss_type}, which stands for {name}; remove one"
+        parsed.add_problem("--policy-loss-type", values["policy_loss_type"], message)
         values["policy_loss_type"] = name
 
 
-def _custom_loss_type(given: ParsedArgs) -> None:
+def _resolve_custom_loss(parsed: ParsedArgs) -> None:
     """slime sets --loss-type custom_loss in addition to the path."""
-    values: Mapping[str, object] = given.values
+    values: Mapping[str, object] = parsed.values
     if values.get("loss_type") == "custom_loss":
-        given.values["loss_type"] = "policy_loss"
+        parsed.values["loss_type"] = "policy_loss"
         if CUSTOM not in values:
-            given.problems.append(
-                Problem(flag_name(CUSTOM), None, "is missing; --loss-type custom_loss needs it")
-            )
+            parsed.add_problem(flag_name(CUSTOM), None, "required with --loss-type custom_loss")
     if CUSTOM not in values:
         return
     if "policy_loss_type" in values:
-        message = f"contradicts --policy-loss-type {values['policy_loss_type']}; give one of them"
-        given.problems.append(Problem(flag_name(CUSTOM), values[CUSTOM], message))
+        message = f"conflicts with --policy-loss-type {values['policy_loss_type']}; remove one"
+        parsed.add_problem(flag_name(CUSTOM), values[CUSTOM], message)
     if values.get("loss_type") == "sft_loss":
-        given.problems.append(
-            Problem(
-                flag_name(CUSTOM),
-                values[CUSTOM],
-                "does not go with --loss-type sft_loss; leave it out",
-            )
-        )
+        message = "cannot be combined with --loss-type sft_loss; remove it"
+        parsed.add_problem(flag_name(CUSTOM), values[CUSTOM], message)

@@ -41,13 +41,15 @@ def read_run_file(path: str, parser: LauncherParser) -> ParsedArgs:
     if content is None:
         content = {}
     if not isinstance(content, dict):
-        raise ConfigError([Problem("--config", path, "must hold keys and values, as in: lr: 1e-6")])
-    given = ParsedArgs()
-    _read_section(content, "", parser, given)
-    if given.values.pop("config", None) is not None:
-        given.refuse("--config", path, "names a run file itself; put its keys here instead")
-    given.settle()
-    return given
+        raise ConfigError([Problem("--config", path, "must be a mapping, e.g. lr: 1e-6")])
+    parsed = ParsedArgs()
+    _read_section(content, "", parser, parsed)
+    if parsed.values.pop("config", None) is not None:
+        parsed.add_problem(
+            "--config", path, "cannot name another run file; include its keys instead"
+        )
+    parsed.check_turned_off()
+    return parsed
 
 
 def section_names(table: FlagTable) -> set[str]:
@@ -68,7 +70,7 @@ def section_key(title: str) -> str:
 
 
 def _read_section(
-    section: Mapping[Any, Any], prefix: str, parser: LauncherParser, given: ParsedArgs
+    section: Mapping[Any, Any], prefix: str, parser: LauncherParser, parsed: ParsedArgs
 ) -> None:
     sections = section_names(parser.table)
     for key, value in section.items():
@@ -76,9 +78,9 @@ def _read_section(
         is_section = section_key(name) in sections
         nested = isinstance(value, dict) or (value is None and is_section)
         if nested and not (parser.is_flag_name(name) and not _is_section_too(name, parser)):
-            _read_section(value or {}, "" if is_section else name, parser, given)
+            _read_section(value or {}, "" if is_section else name, parser, parsed)
         else:
-            parser.set_key(name, plain(value), given, key.line if isinstance(key, Key) else None)
+            parser.set_key(name, plain(value), parsed, key.line if isinstance(key, Key) else None)
 
 
 def _is_section_too(name: str, parser: LauncherParser) -> bool:

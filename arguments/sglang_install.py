@@ -10,7 +10,12 @@ import sys
 from functools import cache
 from pathlib import Path
 
-_FIND = "import importlib.util as u; print(*(s.origin if (s := u.find_spec(n)) and s.origin else '-' for n in ('sglang', 'sglang_router')), sep='\\n')"
+_FIND = """
+import importlib.util
+for name in ("sglang", "sglang_router"):
+    spec = importlib.util.find_spec(name)
+    print(spec.origin if spec and spec.origin else "-")
+"""
 
 
 @cache
@@ -21,9 +26,13 @@ def packages_of(python: str) -> tuple[Path | None, Path | None]:
         [python, "-c", _FIND], capture_output=True, text=True, timeout=60, check=False
     )
     if done.returncode:
-        raise OSError(f"it ends with status {done.returncode}: {done.stderr.strip()[-200:]}")
-    first, second = done.stdout.split("\n")[:2]
-    return tuple(None if origin == "-" else Path(origin).parent for origin in (first, second))  # type: ignore[return-value]
+        raise OSError(f"exit status {done.returncode}: {done.stderr.strip()[-200:]}")
+    sglang, router = done.stdout.split("\n")[:2]
+    return _folder(sglang), _folder(router)
+
+
+def _folder(origin: str) -> Path | None:
+    return None if origin == "-" else Path(origin).parent
 
 
 def interpreter(sglang_python: str | None) -> str:
@@ -32,26 +41,19 @@ def interpreter(sglang_python: str | None) -> str:
 
 def fields_of(files: list[Path]) -> set[str]:
     """Annotated names in the classes of these files: the fields of dataclasses."""
-    found = set()
+    names = set()
     for file in files:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef):
-                found |= {
-                    item.target.id
-                    for item in node.body
-                    if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-                }
-    return found
+            for item in node.body if isinstance(node, ast.ClassDef) else ():
+                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+                    names.add(item.target.id)
+    return names
 
 
 def server_fields(sglang: Path) -> set[str]:
     """Field names of ServerArgs, which newer versions split over several files."""
-    return fields_of(
-        [
-            sglang / "srt" / "server_args.py",
-            *sorted((sglang / "srt" / "arg_groups" / "fields").glob("*.py")),
-        ]
-    )
+    further = sorted((sglang / "srt" / "arg_groups" / "fields").glob("*.py"))
+    return fields_of([sglang / "srt" / "server_args.py", *further])
 
 
 def router_fields(router: Path) -> set[str]:
@@ -59,5 +61,5 @@ def router_fields(router: Path) -> set[str]:
 
 
 def nearest(name: str, known: set[str]) -> str | None:
-    found = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return found[0] if found else None
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return matches[0] if matches else None

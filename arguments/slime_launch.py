@@ -16,7 +16,7 @@ import yaml
 
 from arguments.unique_keys import load_yaml
 from arguments.values import ParsedArgs
-from slime_like.config import Problem, flag_name
+from slime_like.config import flag_name
 
 LAUNCH = ("actor_num_nodes", "actor_num_gpus_per_node")
 SLIME_GPUS_PER_NODE = 8  # slime's default of --actor-num-gpus-per-node
@@ -35,24 +35,24 @@ OPD_REWARD = "slime.rollout.on_policy_distillation.reward_func"
 OPD_POST_PROCESS = "slime.rollout.on_policy_distillation.post_process_rewards"
 
 
-def settle_slime_launch(given: ParsedArgs) -> None:
+def apply_slime_defaults(parsed: ParsedArgs) -> None:
     """Translate a command line written for slime; records problems and warnings."""
-    values = given.values
+    values = parsed.values
     is_slime = any(name in values for name in LAUNCH)
     asks_for_servers = SERVERS if is_slime else ("rollout_num_gpus",)
     if _samples(values) and any(values.get(name) for name in asks_for_servers):
         values.setdefault("rollout_engine", "sglang")
-    _dispatcher(given)
-    _distillation(given)
-    _async_rollout(given)
+    _dispatcher(parsed)
+    _distillation(parsed)
+    _async_rollout(parsed)
     if values.get("rollout_max_context_len", 0) > 1:
         values.setdefault("rollout_max_prompt_len", values["rollout_max_context_len"] - 1)
     if "custom_config_path" in values:
-        _custom_config(given, values["custom_config_path"])
+        _custom_config(parsed, values["custom_config_path"])
     if is_slime:
-        _defaults(given)
-        _idle(given)
-        _supervised(given)
+        _defaults(parsed)
+        _drop_unused(parsed)
+        _supervised(parsed)
 
 
 def slime_world_size(values: Mapping[str, Any]) -> int | None:
@@ -72,77 +72,79 @@ def _samples(values: Mapping[str, object]) -> bool:
     )
 
 
-def _defaults(given: ParsedArgs) -> None:
-    values = given.values
+def _defaults(parsed: ParsedArgs) -> None:
+    values = parsed.values
     is_adam = values.get("optimizer", "adam") == "adam"  # only its state can be sharded
     for name, value in DEFAULTS.items():
-        if name not in given.bad and (is_adam or name != "use_distributed_optimizer"):
+        if name not in parsed.invalid and (is_adam or name != "use_distributed_optimizer"):
             values.setdefault(name, value)
     gpus = slime_world_size(values)
     if values.get("colocate") and values.get("rollout_num_gpus", gpus) != gpus:
-        _drop(given, "rollout_num_gpus", "with --colocate servers get all GPUs of the trainer")
+        _drop(parsed, "rollout_num_gpus", "with --colocate servers get all GPUs of the trainer")
 
 
-def _drop(given: ParsedArgs, dest: str, why: str) -> None:
-    typed = given.spelled.pop(dest, flag_name(dest))
-    del given.values[dest]
-    given.warnings.append(f"{typed} is left out: {why}")
+def _drop(parsed: ParsedArgs, dest: str, why: str) -> None:
+    typed = parsed.typed.pop(dest, flag_name(dest))
+    del parsed.values[dest]
+    parsed.warnings.append(f"{typed} is ignored: {why}")
 
 
-def _idle(given: ParsedArgs) -> None:
+def _drop_unused(parsed: ParsedArgs) -> None:
     """Drop flags that slime accepts but ignores, and fill in what slime assumes about rewards and
     evaluation sets."""
-    values = given.values
+    values = parsed.values
     if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
-        _drop(given, "sequence_parallel", "--tensor-model-parallel-size is 1")
+        _drop(parsed, "sequence_parallel", "--tensor-model-parallel-size is 1")
     if "kl_loss_type" in values and not (values.get("use_kl_loss") or values.get("kl_coef")):
-        _drop(given, "kl_loss_type", "there is neither --use-kl-loss nor a --kl-coef")
+        _drop(parsed, "kl_loss_type", "neither --use-kl-loss nor --kl-coef is set")
     if values.get("use_dynamic_batch_size") and "micro_batch_size" in values:
-        _drop(given, "micro_batch_size", "--use-dynamic-batch-size fills micro-batches by tokens")
+        _drop(parsed, "micro_batch_size", "--use-dynamic-batch-size fills micro-batches by tokens")
     sets = values.get("eval_prompt_data")
     if sets is not None and len(sets) == 1:
         values["eval_prompt_data"] = ["aime", *sets]  # slime's default name of a set
     if sets is not None and "eval_interval" not in values:
-        _drop(given, "eval_prompt_data", "without --eval-interval nothing is evaluated")
+        _drop(parsed, "eval_prompt_data", "--eval-interval is not set")
     no_reward = "rm_type" not in values and "custom_rm_path" not in values
     if no_reward and "custom_generate_function_path" in values and _samples(values):
         values["rm_type"] = "zero"
-        given.warnings.append(
-            "neither --rm-type nor --custom-rm-path: a sample whose reward "
-            "--custom-generate-function-path does not set has reward 0"
+        parsed.warnings.append(
+            "neither --rm-type nor --custom-rm-path is set: samples without a reward from "
+            "--custom-generate-function-path have reward 0"
         )
     graded = values.get("rm_type", "zero") != "zero"
     if values.get("use_opd") and graded and "label_key" not in values:
-        _drop(given, "rm_type", "without --label-key no answer is right; every reward is 0")
+        _drop(parsed, "rm_type", "without --label-key every reward is 0")
         values["rm_type"] = "zero"
 
 
-def _supervised(given: ParsedArgs) -> None:
-    values = given.values
+def _supervised(parsed: ParsedArgs) -> None:
+    values = parsed.values
     if values.get("loss_type") != "sft_loss":
         return
     values.pop("n_samples_per_prompt", None)
     if "label_key" in values:
-        _drop(given, "label_key", "--loss-type sft_loss learns the conversations of --input-key")
+        _drop(
+            parsed, "label_key", "--loss-type sft_loss trains on the conversations of --input-key"
+        )
     values.setdefault("loss_mask_type", "qwen")
     if values.get("rollout_function_path") == SFT_ROLLOUT:
         del values["rollout_function_path"]  # built into --loss-type sft_loss
     if values.get("debug_train_only"):
-        _drop(given, "debug_train_only", "--loss-type sft_loss starts no servers anyway")
+        _drop(parsed, "debug_train_only", "--loss-type sft_loss starts no servers anyway")
 
 
-def _async_rollout(given: ParsedArgs) -> None:
-    if given.values.get("data_source_path") == OWN_SOURCE:
-        del given.values["data_source_path"]  # the default
-    if given.values.get("rollout_function_path") == ASYNC_ROLLOUT:
-        del given.values["rollout_function_path"]
-        given.values["async_rollout"] = True
+def _async_rollout(parsed: ParsedArgs) -> None:
+    if parsed.values.get("data_source_path") == OWN_SOURCE:
+        del parsed.values["data_source_path"]  # the default
+    if parsed.values.get("rollout_function_path") == ASYNC_ROLLOUT:
+        del parsed.values["rollout_function_path"]
+        parsed.values["async_rollout"] = True
 
 
-def _distillation(given: ParsedArgs) -> None:
+def _distillation(parsed: ParsedArgs) -> None:
     """slime queries the teacher in a reward function and parses its response in another; replace
     both by our settings."""
-    values = given.values
+    values = parsed.values
     if values.get("opd_type") != "sglang" or values.get("custom_rm_path") != OPD_REWARD:
         return
     del values["custom_rm_path"]
@@ -151,9 +153,9 @@ def _distillation(given: ParsedArgs) -> None:
         del values["custom_reward_post_process_path"]
 
 
-def _dispatcher(given: ParsedArgs) -> None:
+def _dispatcher(parsed: ParsedArgs) -> None:
     """Use DeepEP if it is installed, otherwise all-to-all, with the same results."""
-    values = given.values
+    values = parsed.values
     wanted = values.pop("moe_enable_deepep", False)
     flex = values.get("moe_token_dispatcher_type") == "flex"
     if not wanted and not flex:
@@ -162,19 +164,19 @@ def _dispatcher(given: ParsedArgs) -> None:
         values["moe_enable_deepep"] = True
         return
     values["moe_token_dispatcher_type"] = "alltoall"
-    given.warnings.append(
+    parsed.warnings.append(
         "--moe-token-dispatcher-type flex needs --moe-enable-deepep and the package deep_ep; "
         "the all-to-all dispatcher is used, with the same results"
     )
 
 
-def _custom_config(given: ParsedArgs, path: str) -> None:
+def _custom_config(parsed: ParsedArgs, path: str) -> None:
     try:
         content = load_yaml(Path(path).read_text(encoding="utf-8")) or {}
         if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-            raise ValueError("must hold names and values")
+            raise ValueError("must be a mapping with strings as keys")
     except (OSError, ValueError, yaml.YAMLError) as error:
-        words = f"cannot be read: {' '.join(str(error).split())}"
-        given.problems.append(Problem("--custom-config-path", path, words))
+        message = f"cannot be read: {' '.join(str(error).split())}"
+        parsed.add_problem("--custom-config-path", path, message)
         return
-    given.custom = {**given.custom, **content}
+    parsed.custom = {**parsed.custom, **content}

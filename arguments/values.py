@@ -7,84 +7,81 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from arguments.aliases import (
-    PASSED_ON,
-    VALUES_NOT_IMPLEMENTED,
-)
+from arguments.aliases import PASSED_ON, VALUES_NOT_IMPLEMENTED
 from arguments.flags import Flag
 from arguments.unique_keys import load_json
 from slime_like.config import Problem, flag_name, value_problem
 
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
-SWITCH_VALUES = "must be true or false (a switch may also be given without a value)"
+SWITCH_VALUES = "must be true or false, or no value at all"
 
 
 @dataclass(slots=True)
 class ParsedArgs:
     """Settings from one source, a command line or a run file.
 
-    values: field name -> value. bad: fields with unreadable values; rules skip them. spelled: field
-    name -> the flag that set it, as typed. undone: field name -> (flag as typed, value), for a
-    turned-off switch that stands for this value. custom_words: flags of --custom-arguments-path in
-    a run file, as command-line words.
+    values: field name -> value. invalid: fields with unreadable values; rules skip them. typed:
+    field name -> the flag that set it, as typed. turned_off: field name -> (flag as typed, value),
+    for a turned-off switch that stands for this value. custom_argv: flags of
+    --custom-arguments-path in a run file, as command-line arguments.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    bad: set[str] = field(default_factory=set)
-    spelled: dict[str, str] = field(default_factory=dict)
-    undone: dict[str, tuple[str, object]] = field(default_factory=dict)
+    invalid: set[str] = field(default_factory=set)
+    typed: dict[str, str] = field(default_factory=dict)
+    turned_off: dict[str, tuple[str, object]] = field(default_factory=dict)
     unset: set[str] = field(default_factory=set)  # set to null: the default overrides a run file
     lines: dict[str, int | None] = field(default_factory=dict)  # field name -> line in a run file
-    custom_words: list[str] = field(default_factory=list)
+    custom_argv: list[str] = field(default_factory=list)
     custom: dict[str, object] = field(default_factory=dict)  # values of user-defined flags
 
-    def refuse(self, typed: str, value: object, message: str, dest: str | None = None) -> None:
-        """Record a problem. dest: field that has no usable value because of it."""
+    def add_problem(self, typed: str, value: object, message: str, dest: str | None = None) -> None:
+        """Record a problem. dest: field that has no valid value because of it."""
         self.problems.append(Problem(typed, value, message))
         if dest is not None:
-            self.bad.add(dest)
+            self.invalid.add(dest)
 
-    def set_before(self, dest: str, line: int | None) -> str:
+    def duplicate_message(self, dest: str, line: int | None) -> str:
         """Error message for a key of a run file, in `line`, whose setting an earlier key has
         set."""
-        here = "" if line is None else f", in line {line}"
-        before = self.lines.get(dest)
-        there = "" if before is None else f" in line {before}"
+        place = "" if line is None else f", in line {line}"
+        first = self.lines.get(dest)
+        first_place = "" if first is None else f" in line {first}"
         return (
-            f"is set twice in the run file{here}, first as {self.spelled[dest]}{there}; "
+            f"is set twice in the run file{place}, first as {self.typed[dest]}{first_place}; "
             "keep one of them"
         )
 
-    def put(self, dest: str, value: Any, typed: str) -> None:
+    def assign(self, dest: str, value: Any, typed: str) -> None:
         """Set a field. The last value counts; two different flags that disagree are a problem."""
-        before = self.spelled.get(dest)
+        before = self.typed.get(dest)
         if before is not None and not same_flag(before, typed) and self.values.get(dest) != value:
-            message = f"contradicts {before}: both set {flag_name(dest)}; give one of them"
-            return self.refuse(typed, None if value is True else value, message)
-        self.values[dest], self.spelled[dest] = value, typed
+            message = f"conflicts with {before}: both set {flag_name(dest)}; keep one of them"
+            return self.add_problem(typed, None if value is True else value, message)
+        self.values[dest], self.typed[dest] = value, typed
         self.unset.discard(dest)
 
-    def undo(self, dest: str, value: object, typed: str) -> None:
+    def turn_off(self, dest: str, value: object, typed: str) -> None:
         """Turn off a switch that stands for `value`; overrides a run file that turned it on."""
-        if self.spelled.get(dest) == typed:
-            del self.values[dest], self.spelled[dest]
-        self.undone[dest] = (typed, value)
+        if self.typed.get(dest) == typed:
+            del self.values[dest], self.typed[dest]
+        self.turned_off[dest] = (typed, value)
 
     def reset(self, dest: str) -> None:
         """Set the field to null, i.e. its default; overrides a run file."""
         self.values.pop(dest, None)
-        self.spelled.pop(dest, None)
+        self.typed.pop(dest, None)
         self.unset.add(dest)
 
-    def settle(self) -> None:
+    def check_turned_off(self) -> None:
         """Record problems for switches that are off while another flag sets the value that they
         stand for."""
-        for dest, (typed, value) in self.undone.items():
-            other = self.spelled.get(dest)
+        for dest, (typed, value) in self.turned_off.items():
+            other = self.typed.get(dest)
             if other is not None and other != typed and self.values[dest] == value:
-                self.refuse(typed, False, f"contradicts {other}; leave one of them out")
+                self.add_problem(typed, False, f"conflicts with {other}; remove one of them")
 
 
 def same_flag(one: str, other: str) -> bool:
@@ -109,7 +106,7 @@ def convert(flag: Flag, value: object) -> Any:
     if flag.kind == "list":
         items = value if isinstance(value, list) else [value]
         if not items:
-            raise ValueError("needs at least one value")
+            raise ValueError("requires at least one value")
         return [_scalar(flag, item) for item in items]
     return _scalar(flag, value)
 
@@ -137,27 +134,27 @@ def _json_object(value: object) -> dict[str, object]:
 
 
 def _scalar(flag: Flag, value: object) -> object:
-    wanted = {int: "an integer", float: "a number", str: "a word"}[flag.item]
+    kind = {int: "an integer", float: "a number", str: "a string"}[flag.item]
     if isinstance(value, dict | list | bool) or value is None:
-        raise ValueError(f"must be {wanted}{legal_words(flag)}")
+        raise ValueError(f"must be {kind}{legal_values(flag)}")
     try:
         result = str(value) if flag.item is str else flag.item(str(value).replace("_", ""))
     except ValueError as error:
-        raise ValueError(f"must be {wanted}{legal_words(flag)}") from error
-    later = VALUES_NOT_IMPLEMENTED.get(flag.dest, {}).get(str(result))
-    if later and flag.choices is not None and result not in flag.choices:
-        raise ValueError(f"is known but not implemented yet: {later}{legal_words(flag)}")
-    wrong = value_problem(result, flag.choices, flag.legal)
-    if wrong is not None:
-        raise ValueError(wrong)
+        raise ValueError(f"must be {kind}{legal_values(flag)}") from error
+    reason = VALUES_NOT_IMPLEMENTED.get(flag.dest, {}).get(str(result))
+    if reason and flag.choices is not None and result not in flag.choices:
+        raise ValueError(f"not implemented ({reason}){legal_values(flag)}")
+    message = value_problem(result, flag.choices, flag.legal)
+    if message is not None:
+        raise ValueError(message)
     return result
 
 
-def legal_words(flag: Flag) -> str:
+def legal_values(flag: Flag) -> str:
     """The legal values, to append to an error message."""
     if flag.choices:
         return f"; legal values: {', '.join(map(str, flag.choices))}"
-    return f"; it must be {flag.legal.description}" if flag.legal is not None else ""
+    return f"; must be {flag.legal.description}" if flag.legal is not None else ""
 
 
 # Pairs of flags that set the same thing: one on the command line replaces the other from the run
@@ -177,13 +174,14 @@ EXCLUSIVE = (
 
 def merge(run_file: ParsedArgs, line: ParsedArgs) -> ParsedArgs:
     """Merge run file and command line, which takes precedence."""
-    gone = {
-        partner for pair in EXCLUSIVE for name, partner in (pair, pair[::-1]) if name in line.values
-    } | line.unset
+    replaced = set(line.unset)
+    for first, second in EXCLUSIVE:
+        replaced |= {second} if first in line.values else set()
+        replaced |= {first} if second in line.values else set()
     kept = {
         name: value
         for name, value in run_file.values.items()
-        if name not in gone and line.undone.get(name, ("", object()))[1] != value
+        if name not in replaced and line.turned_off.get(name, ("", object()))[1] != value
     }
     collected = {
         name: {**kept[name], **line.values[name]}
@@ -194,8 +192,8 @@ def merge(run_file: ParsedArgs, line: ParsedArgs) -> ParsedArgs:
         kept | line.values | collected,
         run_file.problems + line.problems,
         run_file.warnings + line.warnings,
-        run_file.bad | line.bad,
-        run_file.spelled | line.spelled,
+        run_file.invalid | line.invalid,
+        run_file.typed | line.typed,
     )
 
 

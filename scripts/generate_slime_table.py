@@ -30,18 +30,18 @@ class Feature:
 
 IMAGES = Feature("images and other media", "images in prompts", "提示里的图像")
 PREFILL = Feature(
-    "servers that only prefill",
+    "prefill servers",
     "servers that only prefill (`--prefill-num-servers`); accepted without that flag",
     "只做预填充的服务器（`--prefill-num-servers`）；去掉该参数即接受",
 )
 FP8 = Feature("fp8 and fp4 training", "training in fp8", "fp8 训练")
 IFBENCH = Feature(
-    "ifbench needs ifbench",
+    "ifbench requires ifbench",
     "the reward ifbench needs the package of the same name; accepted if it is installed",
     "奖励 ifbench 需要同名的包；装上后即接受",
 )
 UNEVEN = Feature(
-    "does not divide the 47 layers",
+    "divisor of 47",
     "47 layers on 2 pipeline stages without `--decoder-last-pipeline-num-layers`, as in "
     "Megatron-LM",
     "47 层分到 2 个流水线阶段而没有 `--decoder-last-pipeline-num-layers`，Megatron-LM 也拒绝",

@@ -191,7 +191,8 @@ def _family(reader: _Reader, value_head: bool) -> tuple[str, ModelFamily]:
     model_type = reader.config.get("model_type", family.model_type)
     if model_type not in (family.model_type, *family.other_model_types):
         reader.refuse(
-            f"model_type {model_type!r} does not go with {names[0]}; it must be {family.model_type!r}"
+            f"model_type {model_type!r} does not go with {names[0]}; it must be "
+            f"{family.model_type!r}"
         )
     for key in (*REQUIRED, *family.required):
         if reader.config.get(key) is None:
@@ -221,7 +222,8 @@ def _check_keys(reader: _Reader, family: ModelFamily) -> None:
     mapped = MAPPED | family.keys | ({"qkv_bias"} if family.qkv_bias else set())
     if family.qkv_bias and reader.config.get("qkv_bias") is False:
         reader.refuse(
-            "qkv_bias False: this architecture is supported with biases on query, key and value only"
+            "qkv_bias False: this architecture is supported with biases on query, key and value "
+            "only"
         )
     for key, value in reader.config.items():
         if key in mapped or key in WITHOUT_EFFECT or value in (None, False, [], {}):
@@ -230,7 +232,8 @@ def _check_keys(reader: _Reader, family: ModelFamily) -> None:
             reader.refuse(f"{key} {value!r}: {REFUSED_WHEN_SET[key]}")
         else:
             reader.refuse(
-                f"{key} {value!r} is unknown and might change the network; if it does not, remove the key from the file"
+                f"{key} {value!r} is unknown and might change the network; if it does not, remove "
+                "the key from the file"
             )
 
 
@@ -242,7 +245,8 @@ def _transformer(reader: _Reader, family: ModelFamily) -> dict[str, Any]:
         reader.refuse(f"num_key_value_heads {groups} does not divide num_attention_heads {heads}")
     if config.get("head_dim") is None and hidden_size % heads:
         reader.refuse(
-            f"num_attention_heads {heads} does not divide hidden_size {hidden_size}, and there is no head_dim"
+            f"num_attention_heads {heads} does not divide hidden_size {hidden_size}, and there is "
+            "no head_dim"
         )
     activation = config.get("hidden_act", "silu")
     if activation not in ACTIVATIONS:
@@ -289,7 +293,8 @@ def _latent_rope(transformer: Mapping[str, object]) -> dict[str, Any]:
 def _gpt(reader: _Reader, head_dim: int, rope: Mapping[str, Any]) -> dict[str, Any]:
     if head_dim * rope["percent"] % 2:
         reader.refuse(
-            f"{rope['percent']:g} of head_dim {head_dim} is odd; rotary embeddings turn pairs of dimensions"
+            f"{rope['percent']:g} of head_dim {head_dim} is odd; rotary embeddings turn pairs of "
+            "dimensions"
         )
     return {
         "vocab_size": reader.number("vocab_size"),

@@ -49,35 +49,30 @@ def _has_dense_layers(checkpoint: Mapping[str, object]) -> bool:
 
 
 def restated_problems(
-    given: RestatedConfig, checkpoint: HfModel | None, names: frozenset[str]
+    config: RestatedConfig, checkpoint: HfModel | None, given: frozenset[str]
 ) -> list[Problem]:
-    """Problems: settings that differ from config.json. names: settings that the user gave.
+    """Problems: settings that differ from config.json. given: settings that the user set.
     checkpoint: None without --hf-checkpoint."""
-    restated = {
-        f.name: getattr(given, f.name) for f in dataclasses.fields(given) if f.name in names
-    }
+    fields = [f.name for f in dataclasses.fields(config) if f.name in given]
+    restated = {name: getattr(config, name) for name in fields}
     spec = restated.pop("spec", None)
     if checkpoint is None:
-        where = "is checked against --hf-checkpoint, which is missing"
-        everything = {**restated, **({} if spec is None else {"spec": spec})}
-        return [Problem(flag_name(name), None, where) for name in everything]
-    there: dict[str, object] = {
+        names = [*restated, *([] if spec is None else ["spec"])]
+        message = "requires --hf-checkpoint, which it is checked against"
+        return [Problem(flag_name(name), None, message) for name in names]
+    expected: dict[str, object] = {
         **dict.fromkeys(FEATURES, False),
         "multi_latent_attention": False,
         **checkpoint.transformer,
         "model_name": checkpoint.model_type,
         "use_gated_attention": checkpoint.transformer.get("attention_output_gate", False),
     }
-    if there.get("rotary_scaling_factor", 1.0) == 1.0:
-        restated = {
-            name: value for name, value in restated.items() if name not in YARN
-        }  # without effect
-    return [
-        Problem(
-            flag_name(name),
-            value,
-            f"disagrees with --hf-checkpoint, whose config.json has {there.get(name, 'no such thing')}; leave the flag out",
-        )
-        for name, value in restated.items()
-        if value != there.get(name)
-    ]
+    if expected.get("rotary_scaling_factor", 1.0) == 1.0:  # YaRN has no effect
+        restated = {name: value for name, value in restated.items() if name not in YARN}
+    problems = []
+    for name, value in restated.items():
+        if value != expected.get(name):
+            text = expected.get(name, "no such setting")
+            message = f"conflicts with --hf-checkpoint, whose config.json has {text}; remove it"
+            problems.append(Problem(flag_name(name), value, message))
+    return problems

@@ -56,7 +56,8 @@ def read_rope(
     )
     if rotary_percent is None and partial not in (None, 1, 1.0):
         reader.refuse(
-            f"partial_rotary_factor {partial!r}: partial rotation is not supported with this architecture"
+            f"partial_rotary_factor {partial!r}: partial rotation is not supported with this "
+            "architecture"
         )
     elif not 0 < result["percent"] <= 1:
         reader.refuse(f"partial_rotary_factor must be in 0 < x <= 1, not {partial!r}")
@@ -84,7 +85,8 @@ def read_rope(
         for key, only in LLAMA3_FIXED.items():
             if given.get(key) != only:
                 reader.refuse(
-                    f"rope_type 'llama3' with {key} {given.get(key)!r} is not supported: megatron-core fixes it at {only}"
+                    f"rope_type 'llama3' with {key} {given.get(key)!r} is not supported: "
+                    f"megatron-core fixes it at {only}"
                 )
     return result
 
@@ -96,7 +98,8 @@ def _yarn(reader: ConfigReader, given: dict[str, Any], factor: float) -> dict[st
     length = given.get("original_max_position_embeddings")
     if not isinstance(length, int) or length <= 0:
         reader.refuse(
-            f"rope_type 'yarn' needs original_max_position_embeddings, a positive integer, not {length!r}"
+            "rope_type 'yarn' needs original_max_position_embeddings, a positive integer, not "
+            f"{length!r}"
         )
     mscale, of_all = given.get("mscale"), given.get("mscale_all_dim")
     if not mscale or not of_all:

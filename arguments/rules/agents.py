@@ -8,7 +8,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from arguments.config_groups import ConfigGroups
-from arguments.rules.base import Rule, Settings, problem
+from arguments.rules.base import (
+    Rule,
+    Settings,
+    import_or_none,
+    import_problem,
+    problem,
+)
 from slime_like.advantages.registry import (
     TurnEstimator,
     advantage_estimators,
@@ -16,61 +22,62 @@ from slime_like.advantages.registry import (
 )
 from slime_like.config import Problem, flag_name
 from slime_like.environments.base import environment_maker
-from slime_like.import_utils import load_function
 from slime_like.losses.registry import PolicyLoss, policy_losses
 
 FUNCTION, COMMAND, WORKERS = "agent_function_path", "agent_command", "agent_worker_keys"
 ENVIRONMENT = "agent_environment"
-KEY_LENGTH = 16  # minimum length of a worker key
+MIN_KEY_LENGTH = 16
 # Sequence-level losses, which would depend on how an episode is split into sequences.
-_OF_SEQUENCES = ("gmpo", "vespo")
+SEQUENCE_LOSSES = ("gmpo", "vespo")
 
 
-def agents_play(s: Settings) -> list[Problem]:
+def check_agent_settings(s: Settings) -> list[Problem]:
     """The agent can be loaded, and this run generates responses."""
-    config, found = s.agents, []
-    name = next(
-        (n for n in (FUNCTION, COMMAND, ENVIRONMENT) if getattr(config, n) is not None), WORKERS
-    )
+    config = s.agents
     if not config.given:
         return []
     if not (s.generates or s.evaluates):
-        return problem(name, None, "has no effect: this run samples no rollouts; leave it out")
-    if config.agent_function_path is not None:
-        flag = flag_name(FUNCTION)
-        try:
-            function = load_function(config.agent_function_path, flag)
-        except ValueError as error:
-            return problem(FUNCTION, None, str(error).removeprefix(flag + " "))
-        if not inspect.iscoroutinefunction(function):
-            found += problem(FUNCTION, config.agent_function_path, "must be an async function")
+        names = (FUNCTION, COMMAND, ENVIRONMENT, WORKERS)
+        name = next(n for n in names if getattr(config, n) is not None)
+        return problem(name, None, "has no effect: this run samples no rollouts; remove it")
+    problems = _check_agent_function(config.agent_function_path)
     if config.agent_environment is not None:
         try:
             environment_maker(config.agent_environment)
         except ValueError as error:
-            reason = str(error).removeprefix(f"{flag_name(ENVIRONMENT)} ")
-            found += problem(ENVIRONMENT, config.agent_environment, reason)
-    if config.agent_worker_keys is not None:
+            message = str(error).removeprefix(f"{flag_name(ENVIRONMENT)} ")
+            problems += problem(ENVIRONMENT, config.agent_environment, message)
+    if (path := config.agent_worker_keys) is not None:
         try:
-            worker_keys(config.agent_worker_keys)
+            worker_keys(path)
         except ValueError as error:
-            reason = str(error).removeprefix(f"{flag_name(WORKERS)} {config.agent_worker_keys}: ")
-            found += problem(WORKERS, config.agent_worker_keys, reason)
-    if config.agent_worker_keys is not None and not config.agent_port:
-        found += problem(
-            "agent_port", None, "is needed with --agent-worker-keys: workers must know it; add it"
-        )
+            message = str(error).removeprefix(f"{flag_name(WORKERS)} {path}: ")
+            problems += problem(WORKERS, path, message)
+        if not config.agent_port:
+            message = "required with --agent-worker-keys, because workers connect to it"
+            problems += problem("agent_port", None, message)
     if (config.agent_tool_format or "").startswith("sglang:") and find_spec("sglang") is None:
-        reason = "needs the package sglang in this Python; the formats without a prefix do not"
-        found += problem("agent_tool_format", config.agent_tool_format, reason)
+        message = "requires the package sglang in this Python; or use a format without sglang:"
+        problems += problem("agent_tool_format", config.agent_tool_format, message)
     if config.agent_command is not None:
         try:
-            words = shlex.split(config.agent_command)
+            if not shlex.split(config.agent_command):
+                problems += problem(COMMAND, config.agent_command, "must name a program")
         except ValueError as error:
-            return problem(COMMAND, config.agent_command, f"is no command line: {error}")
-        if not words:
-            found += problem(COMMAND, config.agent_command, "must name a program")
-    return found
+            message = f"not a valid command line: {error}"
+            problems += problem(COMMAND, config.agent_command, message)
+    return problems
+
+
+def _check_agent_function(path: str | None) -> list[Problem]:
+    if path is None:
+        return []
+    function = import_or_none(FUNCTION, path)
+    if function is None:
+        return import_problem(FUNCTION, path)
+    if inspect.iscoroutinefunction(function):
+        return []
+    return problem(FUNCTION, path, "must be an async function")
 
 
 def worker_keys(path: str) -> frozenset[str]:
@@ -84,118 +91,109 @@ def worker_keys(path: str) -> frozenset[str]:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{flag}: cannot be read: {error}") from None
-    found = frozenset(line.strip() for line in lines if line.strip() and line.strip()[0] != "#")
-    if not found or min(map(len, found)) < KEY_LENGTH:
+    keys = frozenset(line.strip() for line in lines if line.strip() and line.strip()[0] != "#")
+    if not keys or min(map(len, keys)) < MIN_KEY_LENGTH:
         raise ValueError(
-            f"{flag}: must have a key of at least {KEY_LENGTH} characters in each line"
+            f"{flag}: must have a key of at least {MIN_KEY_LENGTH} characters in each line"
         )
-    return found
+    return keys
 
 
-def turns_need_agents(s: Settings) -> list[Problem]:
+def check_turn_estimator(s: Settings) -> list[Problem]:
     """An estimator that credits turns needs agents, or recorded agent rollouts."""
     name = s.algorithm.advantage_estimator
     if not isinstance(advantage_estimators.get(name), TurnEstimator):
         return []
     if s.agents.given or not (s.generates and s.trains):
         return []
-    words = "gives credit to the answers of agents; add --agent-function-path, --agent-command or --agent-environment"
-    return problem("advantage_estimator", name, words)
+    message = "requires --agent-function-path, --agent-command or --agent-environment"
+    return problem("advantage_estimator", name, message)
 
 
-def agents_exclude(s: Settings) -> list[Problem]:
+def check_agent_compatibility(s: Settings) -> list[Problem]:
     """Settings that agent episodes do not support."""
     if not s.agents.given:
         return []
-    own = "; an agent makes its own messages, which the chat template is applied to: leave it out"
-    refused = {
-        "apply_chat_template": (s.data.apply_chat_template, own),
+    scheduling, partial = s.scheduling, s.scheduling.partial_rollout
+    unsupported = {
+        "apply_chat_template": (
+            s.data.apply_chat_template,
+            ": the chat template is always applied to an agent's messages; remove it",
+        ),
         "rollout_time_limit_s": (
-            s.scheduling.partial_rollout and s.scheduling.rollout_time_limit_s is not None,
-            " and --partial-rollout: an episode has its reward at its end, and waits for the next rollout until then",
+            partial and scheduling.rollout_time_limit_s is not None,
+            " and --partial-rollout: unfinished episodes wait for the next rollout",
         ),
         "agent_worker_keys": (
-            s.scheduling.partial_rollout and s.agents.agent_worker_keys is not None,
-            " and --partial-rollout: nobody answers workers elsewhere while the run trains",
+            partial and s.agents.agent_worker_keys is not None,
+            " and --partial-rollout: the gateway is down while the run trains",
         ),
         "mask_offpolicy_in_partial_rollout": (
-            s.scheduling.mask_offpolicy_in_partial_rollout,
-            " yet: an episode is trained on as a whole",
+            scheduling.mask_offpolicy_in_partial_rollout,
+            ": an episode is trained on as a whole",
         ),
         "buffer_filter_path": (
-            s.scheduling.partial_rollout and s.scheduling.buffer_filter_path is not None,
-            " and --partial-rollout: what it discards would wait for ever",
+            partial and scheduling.buffer_filter_path is not None,
+            " and --partial-rollout: discarded episodes would never end",
         ),
         "rollout_slice_len": (
-            s.scheduling.rollout_slice_len is not None and not s.scheduling.partial_rollout,
-            " without --partial-rollout: an episode is played in one piece",
+            scheduling.rollout_slice_len is not None and not partial,
+            " without --partial-rollout: an episode has no slices",
         ),
-        "opd_teacher_url": (s.distillation.served, " yet; use a teacher on Megatron"),
+        "opd_teacher_url": (s.distillation.served, "; use --opd-type megatron"),
         "opd_demonstration_key": (
             s.distillation.teaches_itself,
             " and --opd-type self: an episode has several prompts",
         ),
-    } | _cut_matters(s, s.loss)
-    found = [
-        p
-        for name, (given, words) in refused.items()
-        if given
-        for p in problem(name, None, f"does not go with agents{words}")
-    ]
+    } | _depends_on_split(s, s.loss)
+    problems = []
+    for name, (is_set, reason) in unsupported.items():
+        if is_set:
+            problems += problem(name, None, f"cannot be combined with agents{reason}")
     if s.generates and s.trains and not s.algorithm.use_dynamic_batch_size:
-        words = "is needed by agents: an episode has any number of sequences; add it, and --max-tokens-per-gpu"
-        found += problem("use_dynamic_batch_size", None, words)
-    return found
+        message = "required with agents, whose episodes have any number of sequences"
+        problems += problem("use_dynamic_batch_size", None, message)
+    return problems
 
 
-def _cut_matters(s: ConfigGroups, loss: PolicyLoss) -> dict[str, tuple[bool, str]]:
-    """Settings that depend on how an episode is split into sequences: flag -> (whether the run uses
-    it, reason)."""
-    estimator = advantage_estimators.get(s.algorithm.advantage_estimator)
-    by_turn = getattr(s.policy_loss, "gspo_ratio_level", None) == "turn"
-    turns = "; add --gspo-ratio-level turn" if loss.name == "gspo" else ""
-    whole = "; the sequences of an episode have one reward, and their tokens none"
+def _depends_on_split(s: ConfigGroups, loss: PolicyLoss) -> dict[str, tuple[bool, str]]:
+    """Settings that depend on how an episode is split into sequences: field -> (whether the run
+    uses it, reason)."""
+    name = s.algorithm.advantage_estimator
+    config, off_policy = s.policy_loss, s.off_policy
+    by_turn = getattr(config, "gspo_ratio_level", None) == "turn"
+    remedy = "; add --gspo-ratio-level turn" if loss.name == "gspo" else ""
+    split = "depends on how an episode is split into sequences"
+    masks = ": it masks whole sequences"
     return {
         "advantage_estimator": (
-            compares_tokens(estimator),
-            f" yet with {s.algorithm.advantage_estimator}{whole}",
+            compares_tokens(advantage_estimators.get(name)),
+            f": {name} needs a reward per sequence, and those of an episode share one",
         ),
         "policy_loss_type": (
-            (loss.sequence_ratio and not by_turn) or loss.name in _OF_SEQUENCES,
-            f" with {loss.name}: its loss depends on how an episode is cut into sequences{turns}",
+            (loss.sequence_ratio and not by_turn) or loss.name in SEQUENCE_LOSSES,
+            f": {loss.name} {split}{remedy}",
         ),
         "sapo_ratio_level": (
-            getattr(s.policy_loss, "sapo_ratio_level", None) == "sequence",
-            " with sequence, which depends on how an episode is cut into sequences; turn does not",
+            getattr(config, "sapo_ratio_level", None) == "sequence",
+            f": sequence {split}; use turn",
         ),
-        "use_opsm": (s.algorithm.use_opsm, ", as it masks whole sequences"),
-        "tis_ratio_type": (
-            s.off_policy.tis_ratio_type == "sequence",
-            " with sequence, which depends on how an episode is cut into sequences",
-        ),
-        "sequence_mask_metric": (
-            s.off_policy.sequence_mask_metric is not None,
-            ", as it masks whole sequences",
-        ),
-        "rejection_metric": (
-            str(s.off_policy.rejection_metric or "").startswith("seq"),
-            f" with {s.off_policy.rejection_metric}, which is of whole sequences",
-        ),
+        "use_opsm": (s.algorithm.use_opsm, masks),
+        "tis_ratio_type": (off_policy.tis_ratio_type == "sequence", f": sequence {split}"),
+        "sequence_mask_metric": (off_policy.sequence_mask_metric is not None, masks),
+        "rejection_metric": (str(off_policy.rejection_metric or "").startswith("seq"), masks),
         "outlier_token_is_threshold_low": (
-            s.off_policy.outlier_token_is_threshold_low is not None,
-            ", as it drops whole sequences",
+            off_policy.outlier_token_is_threshold_low is not None,
+            masks,
         ),
         "outlier_token_is_threshold_high": (
-            s.off_policy.outlier_token_is_threshold_high is not None,
-            ", as it drops whole sequences",
+            off_policy.outlier_token_is_threshold_high is not None,
+            masks,
         ),
-        "opd_prefix_gamma": (
-            s.distillation.opd_prefix_gamma > 0,
-            ", as it weighs a token by what came before it in its sequence",
-        ),
+        "opd_prefix_gamma": (s.distillation.opd_prefix_gamma > 0, f": it {split}"),
         "loss_reduction": (
             s.algorithm.loss_reduction == "token_mean_legacy",
-            " with token_mean_legacy, which depends on how a step is cut",
+            f": token_mean_legacy {split}",
         ),
     }
 
@@ -204,12 +202,16 @@ def check_branches(run: ConfigGroups) -> None:
     """Raise ValueError naming a flag that is incompatible with multi-sequence episodes. Call before
     training on a rollout that has such episodes."""
     loss = policy_losses.get(run.algorithm.policy_loss_type).with_config(run.policy_loss)
-    for name, (given, words) in _cut_matters(run, loss).items():
-        if given:
+    for name, (is_set, reason) in _depends_on_split(run, loss).items():
+        if is_set:
             raise ValueError(
-                f"{flag_name(name)} does not go with a generate function that returns several "
-                f"samples for one{words}"
+                f"{flag_name(name)} cannot be combined with a generate function that returns "
+                f"several samples per response{reason}"
             )
 
 
-AGENT_RULES: tuple[Rule, ...] = (agents_play, turns_need_agents, agents_exclude)
+AGENT_RULES: tuple[Rule, ...] = (
+    check_agent_settings,
+    check_turn_estimator,
+    check_agent_compatibility,
+)

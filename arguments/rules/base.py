@@ -1,6 +1,8 @@
-"""Basics of rules between settings. A rule is a small function that returns a list of problems; all
-rules run, and all problems are reported together. The rules are in the other modules of this
-package, by topic."""
+"""Building blocks of the rules between settings.
+
+A rule is a function that takes `Settings` and returns problems. All rules run, and all problems are
+reported together. The other modules of this package have the rules, by topic.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from arguments.config_groups import ConfigGroups
 from arguments.megatron_configs import Machine
 from arguments.schema import ParallelConfig
 from slime_like.config import Problem, flag_name
+from slime_like.import_utils import load_function
 from slime_like.losses.registry import PolicyLoss
 
 TASK_PREFIX = "reasoning_gym:"  # data source that generates rows, answers and scores
@@ -30,6 +33,10 @@ class Settings(ConfigGroups):
     @property
     def trains(self) -> bool:
         return not self.debug.debug_rollout_only
+
+    @property
+    def supervised(self) -> bool:
+        return self.algorithm.loss_type == "sft_loss"
 
     @property
     def generates(self) -> bool:
@@ -54,8 +61,8 @@ class Settings(ConfigGroups):
     def data_parallel_size(self) -> int | None:
         """Data-parallel size; None if the sizes do not divide the world size, which another rule
         reports."""
-        whole, rest = divmod(self.world_size, self.parallel.model_parallel_size)
-        return None if rest else whole
+        size, remainder = divmod(self.world_size, self.parallel.model_parallel_size)
+        return None if remainder else size
 
 
 class LayoutSettings(Protocol):
@@ -72,8 +79,36 @@ class LayoutSettings(Protocol):
 
 
 Rule = Callable[[Settings], list[Problem]]
+Warn = Callable[[Settings], str | None]
 
 
 def problem(field: str, value: object, message: str) -> list[Problem]:
     """A list with one problem of a flag."""
-    return [Problem(flag_name(field), value, message)]
+    return [Problem(flag_name(field), None if value is True else value, message)]
+
+
+def reject(settings: Mapping[str, object], message: str) -> list[Problem]:
+    """The same problem for every setting (field name -> value) that is on."""
+    problems = []
+    for field, value in settings.items():
+        if value:
+            problems += problem(field, value, message)
+    return problems
+
+
+def import_problem(field: str, path: str) -> list[Problem]:
+    """A problem if the function that a flag names cannot be imported."""
+    flag = flag_name(field)
+    try:
+        load_function(path, flag)
+    except ValueError as error:
+        return problem(field, path, str(error).removeprefix(f"{flag} {path!r}: "))
+    return []
+
+
+def import_or_none(field: str, path: str) -> Callable[..., object] | None:
+    """The function that a flag names; None if it cannot be imported, which another rule reports."""
+    try:
+        return load_function(path, flag_name(field))
+    except ValueError:
+        return None

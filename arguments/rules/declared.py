@@ -12,7 +12,6 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from functools import cache, lru_cache
-from typing import Any
 
 from arguments.flag_registry import GROUPS, FlagTable, flag_table
 from arguments.flags import Flag
@@ -22,7 +21,7 @@ from slime_like.config import Problem, flag_name
 
 
 def has_critic(s: Settings) -> bool:
-    return s.algorithm.loss_type != "sft_loss" and needs_critic(
+    return not s.supervised and needs_critic(
         advantage_estimators.get(s.algorithm.advantage_estimator)
     )
 
@@ -36,6 +35,7 @@ FACTS: Mapping[str, tuple[Callable[[Settings], bool], str]] = {
 # group -> condition that applies to all its settings
 ONLY_WITH = {"critic": "@critic", "value_loss": "@critic"}
 _ALTERNATIVE = re.compile(r"(@?\w+)(?:([=<>])(.*))?")
+_KINDS = ("needs", "only_with", "excludes", "required_with", "idle_without")
 
 
 @cache
@@ -48,7 +48,7 @@ def _group_of_fields() -> dict[str, str]:
     }
 
 
-def value_of(s: Settings, name: str) -> Any:
+def value_of(s: Settings, name: str) -> object:
     """The value of a setting in any group."""
     group = _group_of_fields().get(name)
     if group is not None:
@@ -57,63 +57,62 @@ def value_of(s: Settings, name: str) -> Any:
     return getattr(s.policy_loss, name, s.core.get(name, default))
 
 
-def parts_of(alternative: str) -> tuple[str, str, str]:
+def parse_alternative(alternative: str) -> tuple[str, str, str]:
     """``name>1`` -> ("name", ">", "1"); for a name alone the other two parts are empty."""
-    found = _ALTERNATIVE.fullmatch(alternative)
-    assert found is not None, f"{alternative!r} is no condition"
-    return found[1], found[2] or "", found[3] or ""
+    match = _ALTERNATIVE.fullmatch(alternative)
+    assert match is not None, f"{alternative!r} is not a condition"
+    return match[1], match[2] or "", match[3] or ""
 
 
 def holds(condition: str, s: Settings) -> bool:
     """Whether one of the condition's alternatives is true."""
-    return any(_is_true(*parts_of(alternative), s) for alternative in condition.split("|"))
+    return any(_is_true(*parse_alternative(part), s) for part in condition.split("|"))
 
 
-def _is_true(name: str, sign: str, wanted: str, s: Settings) -> bool:
+def _is_true(name: str, sign: str, operand: str, s: Settings) -> bool:
     if name in FACTS:
         return FACTS[name][0](s)
     value = value_of(s, name)
     if not sign:
         return bool(value)
     if sign == "=":
-        return str(value) == wanted
-    return value is not None and (value > float(wanted) if sign == ">" else value < float(wanted))
+        return str(value) == operand
+    if not isinstance(value, int | float):
+        return False
+    return value > float(operand) if sign == ">" else value < float(operand)
 
 
-def in_words(condition: str) -> str:
+def describe(condition: str) -> str:
     """``use_kl_loss|lr_decay_style=WSD`` -> ``--use-kl-loss or --lr-decay-style WSD``."""
-    return " or ".join(_words(*parts_of(alternative)) for alternative in condition.split("|"))
+    return " or ".join(_describe(*parse_alternative(part)) for part in condition.split("|"))
 
 
-def _words(name: str, sign: str, wanted: str) -> str:
+def _describe(name: str, sign: str, operand: str) -> str:
     if name in FACTS:
         return FACTS[name][1]
     between = {"": "", "=": " ", ">": " above ", "<": " below "}[sign]
-    return f"{flag_name(name)}{between}{wanted}"
+    return f"{flag_name(name)}{between}{operand}"
 
 
-def declared_rules(s: Settings) -> list[Problem]:
+def check_declared_rules(s: Settings) -> list[Problem]:
     """Problems with the declared rules of all flags, at most one per flag."""
-    found = []
-    for flag in _with_declarations(flag_table()):
+    problems = []
+    for flag in _flags_with_rules(flag_table()):
         value = value_of(s, flag.dest)
         if value is None and flag.required_with and all(holds(c, s) for c in flag.required_with):
-            found += problem(
-                flag.dest, None, f"is missing; {in_words(flag.required_with[0])} needs it"
-            )
+            problems += problem(flag.dest, None, f"required with {describe(flag.required_with[0])}")
         if flag.dest not in s.given:
             continue
-        message = (None if value == flag.default else broken(flag, s)) or _of_its_group(flag, s)
+        message = (None if value == flag.default else violation(flag, s)) or _group_rule(flag, s)
         if message is not None:
-            plain = None if value is True or isinstance(value, dict) else value
-            found += problem(flag.dest, plain, message)
-    return found
+            problems += problem(flag.dest, None if isinstance(value, dict) else value, message)
+    return problems
 
 
 def declared_warnings(s: Settings) -> list[str]:
     """Warnings about given settings without effect."""
     return [
-        f"{flag_name(flag.dest)} has no effect without {in_words(condition)}"
+        f"{flag_name(flag.dest)} has no effect without {describe(condition)}"
         for flag in flag_table().flags
         for condition in flag.idle_without
         if flag.dest in s.given and not holds(condition, s)
@@ -121,7 +120,7 @@ def declared_warnings(s: Settings) -> list[str]:
 
 
 @lru_cache(maxsize=1)
-def _with_declarations(table: FlagTable) -> tuple[Flag, ...]:
+def _flags_with_rules(table: FlagTable) -> tuple[Flag, ...]:
     groups = _group_of_fields()
     return tuple(
         flag
@@ -134,50 +133,48 @@ def _with_declarations(table: FlagTable) -> tuple[Flag, ...]:
     )
 
 
-def _of_its_group(flag: Flag, s: Settings) -> str | None:
+def _group_rule(flag: Flag, s: Settings) -> str | None:
     condition = ONLY_WITH.get(_group_of_fields().get(flag.dest, ""))
     if condition is None or holds(condition, s):
         return None
-    return f"goes with {in_words(condition)} only; leave it out"
+    return f"only valid with {describe(condition)}; remove it"
 
 
-def broken(flag: Flag, s: Settings) -> str | None:
+def violation(flag: Flag, s: Settings) -> str | None:
     """The message of the flag's first declared rule that is violated; None if all hold."""
     for condition in flag.excludes:
         if holds(condition, s):
             if "=" in condition:
-                return f"has no effect with {in_words(condition)}; leave it out"
-            return f"excludes {in_words(condition)}; give one of them"
+                return f"has no effect with {describe(condition)}; remove it"
+            return f"cannot be combined with {describe(condition)}; set only one of them"
     for condition in flag.only_with:
         if not holds(condition, s):
-            return f"goes with {in_words(condition)} only; leave it out"
+            return f"only valid with {describe(condition)}; remove it"
     unmet = [condition for condition in flag.needs if not holds(condition, s)]
     if not unmet:
         return None
-    remedy = _remedy(unmet[0]) if len(unmet) == 1 else "add them, or leave this out"
-    return f"has no effect without {' and '.join(map(in_words, unmet))}; {remedy}"
+    remedy = _remedy(unmet[0]) if len(unmet) == 1 else "add them or remove this flag"
+    return f"has no effect without {' and '.join(map(describe, unmet))}; {remedy}"
 
 
 def _remedy(condition: str) -> str:
     if "|" in condition:
-        return "add one of them, or leave this out"
-    name, sign, _ = parts_of(condition)
+        return "add one of them or remove this flag"
+    name, sign, _ = parse_alternative(condition)
     if name in FACTS:
-        return "leave it out"
+        return "remove it"
     if sign:
         return "add it"
     is_switch = flag_table().by_dest[name].kind == "switch"
-    return "add the switch" if is_switch else "give it, or leave this out"
+    return "add the switch" if is_switch else "set it or remove this flag"
 
 
 def unknown_names() -> list[str]:
     """Names in declarations that are not settings; for a test of our own declarations."""
     known = {flag.dest for flag in flag_table().flags} | FACTS.keys()
-    return [
-        name
-        for flag in flag_table().flags
-        for kind in ("needs", "only_with", "excludes", "required_with", "idle_without")
-        for condition in getattr(flag, kind)
-        for alternative in condition.split("|")
-        if (name := parts_of(alternative)[0]) not in known
-    ]
+    unknown = []
+    for flag in flag_table().flags:
+        for condition in (c for kind in _KINDS for c in getattr(flag, kind)):
+            names = [parse_alternative(part)[0] for part in condition.split("|")]
+            unknown += [name for name in names if name not in known]
+    return unknown

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from arguments.megatron_configs import resolve_transformer_impl
-from arguments.rules.base import LayoutSettings, Rule, Settings, problem
+from arguments.rules.base import LayoutSettings, Rule, Settings, Warn, problem, reject
 from arguments.rules.pipeline import virtual_stages_of
-from slime_like.config import Problem, flag_name
+from slime_like.config import Problem
 
 NEEDS_TRANSFORMER_ENGINE = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss")
@@ -18,235 +16,195 @@ def experts_of(s: LayoutSettings) -> int:
     return int(s.core.get("num_moe_experts") or 0)
 
 
-def balancing_of(s: Settings) -> list[tuple[str, float]]:
-    """(type, coefficient) of every requested auxiliary loss; --moe-aux-loss-coeff is one number, or
-    one per type."""
-    kinds, coefficients = (
-        s.core.get("moe_router_load_balancing_type", "aux_loss"),
-        s.core.get("moe_aux_loss_coeff", 0.0),
+def balancing_of(s: Settings) -> tuple[list[str], list[float]]:
+    """Types and coefficients of the auxiliary losses, of which each flag takes one or several."""
+    kinds = s.core.get("moe_router_load_balancing_type", "aux_loss")
+    coefficients = s.core.get("moe_aux_loss_coeff", 0.0)
+    return (
+        kinds if isinstance(kinds, list) else [kinds],
+        coefficients if isinstance(coefficients, list) else [coefficients],
     )
-    kinds = kinds if isinstance(kinds, list) else [kinds]
-    coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
-    return list(zip(kinds, coefficients, strict=False))
 
 
-def experts_are_there(s: Settings) -> list[Problem]:
+def check_dense_network(s: Settings) -> list[Problem]:
     if experts_of(s):
         return []
-    dense = "has no effect: the network has no experts; leave it out"
-    found = []
+    message = "has no effect: the network has no experts; remove it"
+    problems = []
     for name in sorted(n for n in s.given if n.startswith(("moe_", "expert_"))):
         value = getattr(s.parallel, name) if name.startswith("expert_") else s.core.get(name)
         if value != 1 or not name.startswith("expert_"):
-            found += problem(name, value, dense)
+            problems += problem(name, value, message)
     for module in {"moe", "shared_experts"} & set(s.core.get("recompute_modules") or []):
-        found += problem("recompute_modules", module, dense)
-    return found
+        problems += problem("recompute_modules", module, message)
+    return problems
 
 
-def expert_parallel_sizes(s: LayoutSettings) -> list[Problem]:
+def check_expert_parallel_sizes(s: LayoutSettings) -> list[Problem]:
     experts, parallel = experts_of(s), s.parallel
     if not experts:
         return []
-    ep, pp = parallel.expert_model_parallel_size, parallel.pipeline_model_parallel_size
-    etp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
-    found = []
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size or tp
+    problems = []
     if experts % ep:
-        found += problem(
-            "expert_model_parallel_size",
-            ep,
-            f"does not divide the {experts} experts; choose a divisor of {experts}",
-        )
+        message = f"must be a divisor of {experts}, the number of experts"
+        problems += problem("expert_model_parallel_size", ep, message)
     ffn = s.core.get("moe_ffn_hidden_size") or s.core.get("ffn_hidden_size")
     if ffn and ffn % etp:
-        found += problem(
-            "expert_tensor_parallel_size",
-            etp,
-            f"does not divide the experts' inner size {ffn} (--moe-ffn-hidden-size)",
-        )
+        message = f"must divide --moe-ffn-hidden-size {ffn}"
+        problems += problem("expert_tensor_parallel_size", etp, message)
     if etp > 1 and s.core.get("add_bias_linear"):
-        words = "cuts experts that have biases, which megatron-core refuses; give 1, with --expert-model-parallel-size above 1"
-        found += problem("expert_tensor_parallel_size", etp, words)
-    shared, tp = (
-        s.core.get("moe_shared_expert_intermediate_size"),
-        parallel.tensor_model_parallel_size,
-    )
+        message = (
+            "must be 1 for experts with biases, which megatron-core does not shard; "
+            "use --expert-model-parallel-size"
+        )
+        problems += problem("expert_tensor_parallel_size", etp, message)
+    shared = s.core.get("moe_shared_expert_intermediate_size")
     if shared and shared % tp:
-        found += problem(
-            "tensor_model_parallel_size",
-            tp,
-            f"does not divide the shared expert's inner size {shared}",
-        )
+        message = f"must divide --moe-shared-expert-intermediate-size {shared}"
+        problems += problem("tensor_model_parallel_size", tp, message)
     if s.world_size % (ep * etp * pp):
-        sizes = f"x --expert-tensor-parallel-size {etp} x --pipeline-model-parallel-size {pp} = {ep * etp * pp}"
-        found += problem(
-            "expert_model_parallel_size",
-            ep,
-            f"{sizes} does not divide the {s.world_size} processes",
+        message = (
+            f"x --expert-tensor-parallel-size {etp} x --pipeline-model-parallel-size {pp} = "
+            f"{ep * etp * pp} does not divide the {s.world_size} processes"
         )
-    return found
+        problems += problem("expert_model_parallel_size", ep, message)
+    return problems
 
 
-def experts_need_sequence_parallel(s: Settings) -> list[Problem]:
+def check_expert_sequence_parallel(s: Settings) -> list[Problem]:
     """MoE with tensor parallelism needs sequence parallelism; megatron-core raises only in the
     first training step. Without it every tensor-parallel rank would dispatch all tokens."""
-    if (
-        experts_of(s)
-        and s.trains
-        and s.parallel.tensor_model_parallel_size > 1
-        and not s.parallel.sequence_parallel
-    ):
-        return problem(
-            "sequence_parallel",
-            None,
-            "is missing; experts with --tensor-model-parallel-size above 1 need it",
-        )
-    return []
+    if not experts_of(s) or not s.trains:
+        return []
+    if s.parallel.tensor_model_parallel_size == 1 or s.parallel.sequence_parallel:
+        return []
+    message = "required for experts with --tensor-model-parallel-size above 1"
+    return problem("sequence_parallel", None, message)
 
 
-def experts_cut_otherwise_are_spread(s: Settings) -> list[Problem]:
+def check_expert_tensor_parallel(s: Settings) -> list[Problem]:
     """Expert tensor parallelism that differs from tensor parallelism needs expert parallelism:
     otherwise megatron-core reduces expert gradients over the groups of the other weights, which are
     right only if both are sharded equally."""
     etp, tp = s.parallel.expert_tensor_parallel_size, s.parallel.tensor_model_parallel_size
-    if (
-        experts_of(s)
-        and s.trains
-        and etp not in (None, tp)
-        and s.parallel.expert_model_parallel_size == 1
-    ):
-        message = f"is not --tensor-model-parallel-size {tp}, which needs --expert-model-parallel-size above 1: gradients would be wrong without"
-        return problem("expert_tensor_parallel_size", etp, message)
-    return []
+    if not experts_of(s) or not s.trains:
+        return []
+    if etp in (None, tp) or s.parallel.expert_model_parallel_size > 1:
+        return []
+    message = (
+        f"other than --tensor-model-parallel-size {tp} requires --expert-model-parallel-size "
+        "above 1: megatron-core would reduce gradients over the wrong groups"
+    )
+    return problem("expert_tensor_parallel_size", etp, message)
 
 
-def dispatcher_fits_the_pipeline(s: Settings) -> list[Problem]:
+def check_token_dispatcher(s: Settings) -> list[Problem]:
     """The allgather dispatcher is incompatible with pipeline stages that exchange shapes, as packed
     sequences require; megatron-core's condition."""
-    plain_pipeline = s.parallel.pipeline_model_parallel_size > 1 and not virtual_stages_of(
-        s.parallel, s.core
+    pipelined = s.parallel.pipeline_model_parallel_size > 1
+    plain_pipeline = pipelined and not virtual_stages_of(s.parallel, s.core)
+    if not experts_of(s) or not plain_pipeline:
+        return []
+    if s.core.get("moe_token_dispatcher_type") != "allgather":
+        return []
+    message = (
+        "cannot be combined with --pipeline-model-parallel-size without virtual stages; "
+        "use alltoall"
     )
-    if experts_of(s) and s.core.get("moe_token_dispatcher_type") == "allgather" and plain_pipeline:
-        return problem(
-            "moe_token_dispatcher_type",
-            "allgather",
-            "does not go with the plain schedule of --pipeline-model-parallel-size; use alltoall",
-        )
-    return []
+    return problem("moe_token_dispatcher_type", "allgather", message)
 
 
-def expert_kernels_are_there(s: Settings) -> list[Problem]:
+def check_expert_kernels(s: Settings) -> list[Problem]:
     if resolve_transformer_impl(s.model, s.machine) == "transformer_engine":
         return []
-    return [
-        found
-        for name in NEEDS_TRANSFORMER_ENGINE
-        if s.core.get(name)
-        for found in problem(
-            name, None, "needs Transformer Engine layers, which are not used here; leave it out"
-        )
-    ]
+    flags = {name: s.core.get(name) for name in NEEDS_TRANSFORMER_ENGINE}
+    return reject(flags, "requires Transformer Engine layers; remove it")
 
 
-def balancing_is_complete(s: Settings) -> list[Problem]:
-    kinds, coefficients = (
-        s.core.get("moe_router_load_balancing_type", "aux_loss"),
-        s.core.get("moe_aux_loss_coeff", 0.0),
-    )
+def check_load_balancing(s: Settings) -> list[Problem]:
     if not experts_of(s):
         return []
-    several = len(kinds) if isinstance(kinds, list) else 1
-    if several != (len(coefficients) if isinstance(coefficients, list) else 1):
-        return problem(
-            "moe_aux_loss_coeff",
-            coefficients,
-            f"must be as many numbers as --moe-router-load-balancing-type has words: {several}",
-        )
-    found = []
-    for kind, coefficient in balancing_of(s):
+    kinds, coefficients = balancing_of(s)
+    if len(kinds) != len(coefficients):
+        value = s.core.get("moe_aux_loss_coeff", 0.0)
+        message = f"must be {len(kinds)} numbers, one per --moe-router-load-balancing-type"
+        return problem("moe_aux_loss_coeff", value, message)
+    problems = []
+    for kind, coefficient in zip(kinds, coefficients, strict=True):
         if coefficient < 0:
-            found += problem("moe_aux_loss_coeff", coefficient, "must be >= 0")
+            problems += problem("moe_aux_loss_coeff", coefficient, "must be >= 0")
         if kind == "none" and coefficient:
-            found += problem(
-                "moe_aux_loss_coeff",
-                coefficient,
-                "has no effect with --moe-router-load-balancing-type none",
-            )
-        if several > 1 and kind == "none":
-            found += problem(
-                "moe_router_load_balancing_type",
-                kind,
-                "cannot be combined with other values; leave it out",
-            )
+            message = "has no effect with --moe-router-load-balancing-type none"
+            problems += problem("moe_aux_loss_coeff", coefficient, message)
+        if kind == "none" and len(kinds) > 1:
+            message = "cannot be combined with other values; remove it"
+            problems += problem("moe_router_load_balancing_type", kind, message)
     if (s.core.get("moe_z_loss_coeff") or 0.0) < 0:
-        found += problem("moe_z_loss_coeff", s.core["moe_z_loss_coeff"], "must be >= 0")
-    return found
+        problems += problem("moe_z_loss_coeff", s.core["moe_z_loss_coeff"], "must be >= 0")
+    return problems
 
 
-def routing_is_possible(s: Settings) -> list[Problem]:
+def check_router(s: Settings) -> list[Problem]:
     experts, topk = experts_of(s), s.core.get("moe_router_topk", 2)
     if not experts:
         return []
     if not 1 <= topk <= experts:
         return problem(
-            "moe_router_topk", topk, f"must be between 1 and the number of experts, {experts}"
+            "moe_router_topk", topk, f"must be from 1 to {experts}, the number of experts"
         )
-    if (
-        s.core.get("moe_router_enable_expert_bias")
-        and s.core.get("moe_router_score_function", "softmax") != "sigmoid"
-    ):
-        return problem(
-            "moe_router_enable_expert_bias",
-            None,
-            "needs --moe-router-score-function sigmoid, which the network does not have",
-        )
+    score_function = s.core.get("moe_router_score_function", "softmax")
+    if s.core.get("moe_router_enable_expert_bias") and score_function != "sigmoid":
+        message = "requires --moe-router-score-function sigmoid"
+        return problem("moe_router_enable_expert_bias", None, message)
     freq, layers = s.core.get("moe_layer_freq", 1), s.core.get("num_layers")
     if isinstance(freq, list) and layers and len(freq) != layers:
         return problem("moe_layer_freq", freq, f"has {len(freq)} entries for {layers} layers")
     return []
 
 
-def replay_has_something_to_replay(s: Settings) -> list[Problem]:
-    if not s.algorithm.use_routing_replay:
+def check_routing_replay(s: Settings) -> list[Problem]:
+    if not s.algorithm.use_routing_replay or s.rollout.use_rollout_routing_replay:
         return []
-    if s.rollout.use_rollout_routing_replay:
+    if not (s.algorithm.use_rollout_logprobs or s.supervised):
         return []
-    if s.algorithm.use_rollout_logprobs or s.algorithm.loss_type == "sft_loss":
-        why = (
-            "--loss-type sft_loss"
-            if s.algorithm.loss_type == "sft_loss"
-            else "--use-rollout-logprobs"
-        )
-        return problem(
-            "use_routing_replay",
-            None,
-            f"needs the pass of the old log-probs, which {why} leaves out",
-        )
-    return []
+    other = "--loss-type sft_loss" if s.supervised else "--use-rollout-logprobs"
+    message = f"requires the forward pass of the old log-probs, which {other} omits"
+    return problem("use_routing_replay", None, message)
 
 
 MOE_RULES: tuple[Rule, ...] = (
-    experts_are_there, expert_parallel_sizes, experts_need_sequence_parallel, experts_cut_otherwise_are_spread, dispatcher_fits_the_pipeline,
-    expert_kernels_are_there, balancing_is_complete, routing_is_possible, replay_has_something_to_replay, )  # fmt: skip
-
-
-def dropped_tokens(s: Settings) -> str | None:
-    if experts_of(s) and s.core.get("moe_expert_capacity_factor") is not None:
-        return (
-            f"{flag_name('moe_expert_capacity_factor')} drops tokens by the load of a micro-batch: old log-probs, the update and the sampler "
-            "see other networks, and results depend on the layout"
-        )
-    return None
-
-
-def balancing_by_micro_batch(s: Settings) -> str | None:
-    kinds = [kind for kind, coefficient in balancing_of(s) if coefficient and kind == "aux_loss"]
-    if experts_of(s) and s.trains and kinds:
-        return "--moe-aux-loss-coeff with aux_loss balances within each micro-batch: results depend on how an optimizer step is cut"
-    return None
-
-
-MOE_WARNINGS: tuple[Callable[[Settings], str | None], ...] = (
-    dropped_tokens,
-    balancing_by_micro_batch,
+    check_dense_network,
+    check_expert_parallel_sizes,
+    check_expert_sequence_parallel,
+    check_expert_tensor_parallel,
+    check_token_dispatcher,
+    check_expert_kernels,
+    check_load_balancing,
+    check_router,
+    check_routing_replay,
 )
+
+
+def warn_dropped_tokens(s: Settings) -> str | None:
+    if not experts_of(s) or s.core.get("moe_expert_capacity_factor") is None:
+        return None
+    return (
+        "--moe-expert-capacity-factor drops tokens by the load of a micro-batch: old log-probs, "
+        "update and rollout engine see different networks, and results depend on the layout"
+    )
+
+
+def warn_micro_batch_balancing(s: Settings) -> str | None:
+    kinds, coefficients = balancing_of(s)
+    active = any(c and kind == "aux_loss" for kind, c in zip(kinds, coefficients, strict=False))
+    if not experts_of(s) or not s.trains or not active:
+        return None
+    return (
+        "--moe-aux-loss-coeff with aux_loss balances within each micro-batch: results depend on "
+        "how an optimizer step is split"
+    )
+
+
+MOE_WARNINGS: tuple[Warn, ...] = (warn_dropped_tokens, warn_micro_batch_balancing)

@@ -19,18 +19,17 @@ def _is_muon(s: Settings) -> bool:
     return s.core.get("optimizer") == "muon"
 
 
-def muon_is_installed(s: Settings) -> list[Problem]:
+def check_muon_package(s: Settings) -> list[Problem]:
     """The required package version is installed. Not checked for a planned job, since another
     machine may have it."""
-    if not _is_muon(s) or s.machine.planned or (lacking := _lacking()) is None:
+    if not _is_muon(s) or s.machine.planned or (reason := _package_problem()) is None:
         return []
     remedy = (
         f"pip install triton '{OLD}'"
         if _is_old()
-        else "pip install emerging-optimizers, which needs Python 3.12 or later"
+        else "pip install emerging-optimizers (Python 3.12 or later)"
     )
-    message = f"needs the package {PACKAGE} {lacking}: {remedy}; or use adam"
-    return problem("optimizer", "muon", message)
+    return problem("optimizer", "muon", f"requires {PACKAGE} {reason}: {remedy}; or use adam")
 
 
 def _is_old() -> bool:
@@ -38,84 +37,79 @@ def _is_old() -> bool:
     return release() < (0, 17)
 
 
-def _lacking() -> str | None:
+def _package_problem() -> str | None:
     """What is wrong with the installed package; None if nothing is."""
-    needs = f"{'0.1' if _is_old() else '0.2 or later'} for megatron-core {megatron_version()}"
+    required = f"{'0.1' if _is_old() else '0.2 or later'} for megatron-core {megatron_version()}"
     if importlib.util.find_spec(PACKAGE) is None:
-        return f"({needs}), which is not installed"
+        return f"({required}), which is not installed"
     version = metadata.version(PACKAGE)
     if (version.split(".")[:2] == ["0", "1"]) != _is_old():
-        return f"({needs}); {version} is installed"
+        return f"({required}); {version} is installed"
     if _is_old() and importlib.util.find_spec("triton") is None:
-        return "and triton, which it imports and which is not installed"
+        return "and triton, which is not installed"
     return None
 
 
-def muon_has_its_state_whole(s: Settings) -> list[Problem]:
+def check_muon_compatibility(s: Settings) -> list[Problem]:
     """Muon needs unsharded optimizer state, since it orthogonalises full matrices, and also needs
     parameters that are not matrices, for AdamW."""
     if not _is_muon(s):
         return []
-    found = []
+    problems = []
     if s.core.get("use_distributed_optimizer"):
-        message = "does not go with --optimizer muon, which keeps its state unsharded; leave it out"
-        found += problem("use_distributed_optimizer", None, message)
+        message = "cannot be combined with --optimizer muon, whose state is unsharded; remove it"
+        problems += problem("use_distributed_optimizer", None, message)
     if s.lora.lora_rank:
         message = (
-            "does not go with --optimizer muon, which needs parameters that are no matrices too; "
-            "adapters have none; use adam"
+            "cannot be combined with --optimizer muon, which needs parameters other than matrices; "
+            "use adam"
         )
-        found += problem("lora_rank", s.lora.lora_rank, message)
+        problems += problem("lora_rank", s.lora.lora_rank, message)
     if s.core.get("decoupled_weight_decay") is False:
-        message = "must be on with --optimizer muon"
-        found += problem("decoupled_weight_decay", None, message)
-    return found
+        problems += problem("decoupled_weight_decay", None, "must be on with --optimizer muon")
+    return problems
 
 
-def muon_can_split_the_projections(s: Settings) -> list[Problem]:
+def check_muon_split_qkv(s: Settings) -> list[Problem]:
     """Before 0.18, megatron-core cannot split the QKV projection of gated attention: it ignores the
     rows of the gate."""
     gated = s.core.get("attention_output_gate") and s.core.get("muon_split_qkv", True)
     if not _is_muon(s) or not gated or release() >= (0, 18):
         return []
-    message = (
-        "is not possible with this network's gated attention before megatron-core 0.18; "
-        "add --muon-no-split-qkv"
-    )
+    message = "gated attention requires megatron-core 0.18 for it; add --muon-no-split-qkv"
     return problem("muon_split_qkv", None, message)
 
 
-def muon_numbers(s: Settings) -> list[Problem]:
+def check_muon_numbers(s: Settings) -> list[Problem]:
     if not _is_muon(s):
         return []
-    core, found = s.core, []
+    core, problems = s.core, []
     if not 0 <= core.get("muon_momentum", 0.95) < 1:
-        found += problem("muon_momentum", core["muon_momentum"], "must be 0 <= x < 1")
+        problems += problem("muon_momentum", core["muon_momentum"], "must be 0 <= x < 1")
     if core.get("muon_extra_scale_factor", 1.0) <= 0:
         value = core["muon_extra_scale_factor"]
-        found += problem("muon_extra_scale_factor", value, "must be > 0")
+        problems += problem("muon_extra_scale_factor", value, "must be > 0")
     steps = core.get("muon_num_ns_steps", STEPS_OF_QUINTIC)
-    whole = STEPS_OF_QUINTIC if _is_old() else 1
-    if steps < 1 or steps % whole:
-        legal = "must be >= 1" if whole == 1 else f"must be {whole} or a multiple of it"
-        found += problem("muon_num_ns_steps", steps, legal)
-    return found
+    multiple = STEPS_OF_QUINTIC if _is_old() else 1
+    if steps < 1 or steps % multiple:
+        legal = "must be >= 1" if multiple == 1 else f"must be a multiple of {multiple}"
+        problems += problem("muon_num_ns_steps", steps, legal)
+    return problems
 
 
 MUON_RULES: tuple[Rule, ...] = (
-    muon_is_installed,
-    muon_has_its_state_whole,
-    muon_can_split_the_projections,
-    muon_numbers,
+    check_muon_package,
+    check_muon_compatibility,
+    check_muon_split_qkv,
+    check_muon_numbers,
 )
 
 
-def blocks_of_the_layout(s: Settings) -> str | None:
+def warn_muon_blockwise(s: Settings) -> str | None:
     size = s.parallel.tensor_model_parallel_size
     if not _is_muon(s) or s.core.get("muon_tp_mode") != "blockwise" or size == 1:
         return None
     return (
         f"--muon-tp-mode blockwise orthogonalises each of the {size} shards of a matrix by itself: "
-        "the numbers are those of this --tensor-model-parallel-size alone; duplicated gives those of "
-        "one process"
+        "results depend on --tensor-model-parallel-size; duplicated gives those of one process"
     )

@@ -31,7 +31,7 @@ def virtual_stages_of(parallel: ParallelConfig, core: Mapping[str, Any]) -> int 
     per_chunk = parallel.num_layers_per_virtual_pipeline_stage
     if per_chunk is None or not core.get("num_layers"):
         return None
-    return int(_cut(core) // pipeline // per_chunk)
+    return int(_layers_to_split(core) // pipeline // per_chunk)
 
 
 def stages_of_layout(layout: str) -> list[str]:
@@ -39,7 +39,7 @@ def stages_of_layout(layout: str) -> list[str]:
     `Ettt`, `tt`, `tt`, `tL`. Commas are ignored."""
     text = layout.replace(",", "")
     for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)
+        text = re.sub(repeated, lambda match: match[1] * int(match[2]), text)
     return text.split("|")
 
 
@@ -47,7 +47,7 @@ def first_layers(s: LayoutSettings) -> list[int]:
     """Index from 0 of the first layer of every stage except the first; empty if the layers cannot
     be divided, which another rule reports."""
     pipeline, core = s.parallel.pipeline_model_parallel_size, s.core
-    if pipeline == 1 or pipeline_divides_the_layers(s):
+    if pipeline == 1 or check_pipeline_split(s):
         return []
     stages = pipeline * (virtual_stages_of(s.parallel, core) or 1)
     if layout := core.get(LAYOUT):
@@ -58,104 +58,109 @@ def first_layers(s: LayoutSettings) -> list[int]:
         rest = (core["num_layers"] - (first or 0) - (last or 0)) // max(others, 1)
         sizes = [*([first] if first else []), *[rest] * others, *([last] if last else [])]
     else:
-        sizes = [_cut(core) // stages] * stages
+        sizes = [_layers_to_split(core) // stages] * stages
         sizes[0] -= bool(core.get(COUNTED[0]))
     starts = list(itertools.accumulate(sizes))[:-1]
     return [start for start in starts if start < core["num_layers"]]
 
 
-def interleaved_flags(s: Settings) -> list[Problem]:
-    parallel = s.parallel
-    name = next((name for name in INTERLEAVED if getattr(parallel, name) is not None), None)
+def check_interleaved_schedule(s: Settings) -> list[Problem]:
+    name = next((name for name in INTERLEAVED if getattr(s.parallel, name) is not None), None)
     if name is None:
         return []
-    value = getattr(parallel, name)
-    if parallel.pipeline_model_parallel_size == 1:
-        return problem(name, value, "needs --pipeline-model-parallel-size above 1")
+    value = getattr(s.parallel, name)
+    if s.parallel.pipeline_model_parallel_size == 1:
+        return problem(name, value, "requires --pipeline-model-parallel-size above 1")
     if name == INTERLEAVED[0] and value == 1:
-        return problem(name, 1, "must be above 1; leave it out for the plain schedule")
+        return problem(name, 1, "must be above 1; remove it for the schedule without interleaving")
     return []
 
 
-def pipeline_divides_the_layers(s: LayoutSettings) -> list[Problem]:
+def check_pipeline_split(s: LayoutSettings) -> list[Problem]:
     if not s.core.get("num_layers"):
         return []
     given = {name: s.core[name] for name in (LAYOUT, *ENDS, *COUNTED) if s.core.get(name)}
     if given and s.parallel.pipeline_model_parallel_size == 1:
         name, value = next(iter(given.items()))
-        return problem(name, value, "needs --pipeline-model-parallel-size above 1")
+        return problem(name, value, "requires --pipeline-model-parallel-size above 1")
     if LAYOUT in given:
-        return written_out(s, given)
+        return _check_explicit_layout(s, given)
     if any(name in given for name in ENDS):
-        return unequal_ends(s, given)
-    return equal_stages(s)
+        return _check_unequal_ends(s, given)
+    return _check_equal_stages(s)
 
 
-def written_out(s: LayoutSettings, given: Mapping[str, Any]) -> list[Problem]:
+def _check_explicit_layout(s: LayoutSettings, given: Mapping[str, Any]) -> list[Problem]:
     """--pipeline-model-parallel-layout names all layers once, in a number of stages that the
     pipeline size divides."""
-    text, pipeline, layers = (
-        given[LAYOUT], s.parallel.pipeline_model_parallel_size, s.core["num_layers"],
-    )  # fmt: skip
+    pipeline, layers = s.parallel.pipeline_model_parallel_size, s.core["num_layers"]
     others = [_flag(name) for name in (*ENDS, *COUNTED) if name in given]
     others += [flag_name(n) for n in INTERLEAVED if getattr(s.parallel, n) is not None]
-    stages = stages_of_layout(text)
+    stages = stages_of_layout(given[LAYOUT])
     cells = "".join(stages)
     if others:
-        words = f"says what {others[0]} says too; leave one of them out"
+        message = f"conflicts with {others[0]}; remove one of them"
     elif "m" in cells:
-        words = "has m, a layer of multi-token prediction, which is not trained here; leave it out"
-    elif strange := sorted(set(cells) - set("EtL")):
-        words = f"has {strange[0]!r}; a stage is made of E (embedding), t (layer) and L (loss), stages are parted by |, x*n repeats"
+        message = "has m, a multi-token prediction layer, which is not supported; remove it"
+    elif unknown := sorted(set(cells) - set("EtL")):
+        message = (
+            f"has {unknown[0]!r}; a stage consists of E (embedding), t (layer) and L (loss), | "
+            "separates stages, x*n repeats"
+        )
     elif not all(stages):
-        words = "has an empty stage; leave out a |, or give it a t"
+        message = "has an empty stage; remove a | or add a t"
     elif cells != "E" + "t" * layers + "L":
-        words = f"has {cells.count('t')} layers t; it must have E first, the {layers} layers of the model and L last"
+        message = (
+            f"has {cells.count('t')} layers t; it must have E first, the {layers} layers of the "
+            "model, and L last"
+        )
     elif len(stages) % pipeline:
-        words = f"has {len(stages)} stages, which --pipeline-model-parallel-size {pipeline} does not divide"
+        message = (
+            f"has {len(stages)} stages, not divisible by --pipeline-model-parallel-size {pipeline}"
+        )
     else:
         return []
-    return problem(LAYOUT, text, words)
+    return problem(LAYOUT, given[LAYOUT], message)
 
 
-def unequal_ends(s: LayoutSettings, given: Mapping[str, Any]) -> list[Problem]:
+def _check_unequal_ends(s: LayoutSettings, given: Mapping[str, Any]) -> list[Problem]:
     """With --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, the other
     stages must have equal numbers of the remaining layers."""
     pipeline, layers = s.parallel.pipeline_model_parallel_size, s.core["num_layers"]
-    own = {name: value for name, value in given.items() if name in ENDS}
-    name = next(iter(own))
+    ends = {name: value for name, value in given.items() if name in ENDS}
+    name, value = next(iter(ends.items()))
     if any(counted in given for counted in COUNTED):
-        words = "does not go with --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split"
-        return problem(name, own[name], words)
+        message = (
+            "cannot be combined with --account-for-embedding-in-pipeline-split or "
+            "--account-for-loss-in-pipeline-split"
+        )
+        return problem(name, value, message)
     if any(getattr(s.parallel, interleaved) for interleaved in INTERLEAVED):
-        words = "does not go with the interleaved schedule here; write the stages out with --pipeline-model-parallel-layout"
-        return problem(name, own[name], words)
-    rest, others = layers - sum(own.values()), pipeline - len(own)
-    if (
-        min(own.values()) < 1
-        or rest < others
-        or (others == 0 and rest)
-        or (others and rest % others)
-    ):
-        words = f"leaves {rest} of the {layers} layers, which the {others} other stages cannot share equally"
-        return problem(name, own[name], words)
+        message = (
+            "not supported with the interleaved schedule; use --pipeline-model-parallel-layout"
+        )
+        return problem(name, value, message)
+    rest, others = layers - sum(ends.values()), pipeline - len(ends)
+    even = rest % others == 0 if others else rest == 0
+    if min(ends.values()) < 1 or rest < others or not even:
+        message = f"leaves {rest} of the {layers} layers, which {others} stages cannot share evenly"
+        return problem(name, value, message)
     return []
 
 
-def equal_stages(s: LayoutSettings) -> list[Problem]:
-    pipeline, cut = s.parallel.pipeline_model_parallel_size, _cut(s.core)
+def _check_equal_stages(s: LayoutSettings) -> list[Problem]:
+    pipeline, layers = s.parallel.pipeline_model_parallel_size, _layers_to_split(s.core)
     counted = "".join(f", with {flag_name(name)}" for name in COUNTED if s.core.get(name))
-    if cut % pipeline:
-        return problem(
-            "pipeline_model_parallel_size",
-            pipeline,
-            f"does not divide the {cut} layers{counted}; choose a divisor of {cut}, or other shares with "
-            "--decoder-last-pipeline-num-layers or --pipeline-model-parallel-layout",
+    if layers % pipeline:
+        message = (
+            f"must be a divisor of {layers}, the number of layers{counted}; or use "
+            "--decoder-last-pipeline-num-layers or --pipeline-model-parallel-layout"
         )
-    per_rank = cut // pipeline
+        return problem("pipeline_model_parallel_size", pipeline, message)
+    per_rank = layers // pipeline
     stages, per_chunk = (getattr(s.parallel, name) for name in INTERLEAVED)
     if stages and per_rank % stages:
-        message = f"does not divide the {per_rank} layers of a pipeline rank{counted}"
+        message = f"must divide the {per_rank} layers of a pipeline rank{counted}"
         return problem(INTERLEAVED[0], stages, message)
     if per_chunk and (per_rank % per_chunk or per_rank == per_chunk):
         message = f"must be a proper divisor of the {per_rank} layers of a pipeline rank{counted}"
@@ -167,6 +172,6 @@ def _flag(name: str) -> str:
     return SPELLINGS[name][0][0] if name in SPELLINGS else flag_name(name)
 
 
-def _cut(core: Mapping[str, Any]) -> int:
+def _layers_to_split(core: Mapping[str, Any]) -> int:
     """Number of layers to divide over stages, including embedding and loss if they count."""
     return int(core["num_layers"]) + sum(bool(core.get(name)) for name in COUNTED)

@@ -7,7 +7,7 @@ from arguments.rules.base import Settings, problem
 from slime_like.config import ConfigError, Problem
 
 
-def prediction_layers_are_there(s: Settings) -> list[Problem]:
+def check_mtp_layers(s: Settings) -> list[Problem]:
     """--mtp-num-layers agrees with the checkpoint."""
     count, folder = s.gpt.mtp_num_layers, s.model.hf_checkpoint
     if count is None or folder is None:
@@ -16,12 +16,11 @@ def prediction_layers_are_there(s: Settings) -> list[Problem]:
         model = read_hf_model(folder)
     except ConfigError:  # reported where the model is read
         return []
-    there = model.prediction_layers
-    if there == count:
+    layers = model.prediction_layers
+    if layers == count:
         return []
-    words = (
-        f"the checkpoint has {there} layers of multi-token prediction; legal value: {there}"
-        if there
-        else f"the checkpoint ({model.architecture}) has no layer of multi-token prediction that can be trained; leave it out"
-    )
-    return problem("mtp_num_layers", count, words)
+    if layers:
+        message = f"--hf-checkpoint has {layers} MTP layers; legal value: {layers}"
+    else:
+        message = f"--hf-checkpoint ({model.architecture}) has no trainable MTP layers; remove it"
+    return problem("mtp_num_layers", count, message)

@@ -8,16 +8,16 @@ import ipaddress
 from pathlib import Path
 
 from arguments.flag_registry import GROUPS
-from arguments.rules.base import Rule, Settings, problem
+from arguments.rules.base import Rule, Settings, problem, reject
 from arguments.rules.layout import PARALLEL_RULES
 from arguments.rules.moe import MOE_RULES
 from arguments.rules.network import NETWORK_RULES
 from arguments.rules.sglang import (
-    checkpoint_of_the_servers,
-    engines_are_named,
-    engines_that_are_started,
-    idle_sglang_settings,
-    sglang_is_installed,
+    check_server_addresses,
+    check_server_checkpoint,
+    check_sglang_installation,
+    check_started_servers,
+    check_unused_sglang_flags,
     uses_sglang,
 )
 from arguments.rules.training import OFFLOAD, OPTIMIZER_RULES, PRECISE
@@ -25,16 +25,23 @@ from arguments.schema import ServerConfig
 from slime_like.config import Problem, flag_name
 from slime_like.losses.registry import policy_losses
 
-OF_THE_SERVER = frozenset(field.name for field in dataclasses.fields(ServerConfig))
+SERVER_FIELDS = frozenset(field.name for field in dataclasses.fields(ServerConfig))
 # Settings of the server from groups that otherwise belong to train.py
-ALSO_SERVED = {
-    "max_tokens_per_gpu", "log_probs_chunk_size", "rollout_local_batch_size", "print_megatron_patches", "no_verify_checkpoint", "config", "rollout_engine",
-}  # fmt: skip
-TRAINERS_GROUPS = (
-    "data", "eval", "rollout", "scheduling", "agents", "reward", "algorithm", "lora", "distillation", "off_policy", "critic", "value_loss", "gates", "schedule", "checkpoint",
-    "logging", "debug", "profiling", "preflight",
-)  # fmt: skip
-OF_EVERY_STEP = (
+SHARED_FIELDS = {
+    "max_tokens_per_gpu",
+    "log_probs_chunk_size",
+    "rollout_local_batch_size",
+    "print_megatron_patches",
+    "no_verify_checkpoint",
+    "config",
+    "rollout_engine",
+}
+TRAINER_GROUPS = """
+    data eval rollout scheduling agents reward algorithm lora distillation off_policy critic
+    value_loss gates schedule checkpoint logging debug profiling preflight
+""".split()  # noqa: SIM905
+TRAINER_MODEL_FIELDS = {"ref_load", "ref_ckpt_step", "ref_offload", "mtp_num_layers"}
+OPTIM_STEP_FIELDS = (
     "lr",
     "min_lr",
     "weight_decay",
@@ -44,72 +51,54 @@ OF_EVERY_STEP = (
     "clip_grad",
 )
 KEY_PREFIX = "tml-"
+MIN_KEY_LENGTH = 12
 
 
-def only_the_server_has_these(s: Settings) -> list[Problem]:
+def reject_server_flags(s: Settings) -> list[Problem]:
     """Settings of the server are rejected by train.py."""
-    return [
-        Problem(
-            flag_name(name),
-            getattr(s.server, name),
-            "is a setting of python -m slime_like.tinker; leave it out",
-        )
-        for name in sorted(s.given & OF_THE_SERVER)
-    ]
+    message = "is a flag of python -m slime_like.tinker; remove it"
+    names = sorted(s.given & SERVER_FIELDS)
+    return [Problem(flag_name(name), getattr(s.server, name), message) for name in names]
 
 
-def of_the_trainer() -> set[str]:
+def trainer_fields() -> set[str]:
     """Fields of the settings that train.py has and the server does not."""
-    fields = {
-        field.name for group in TRAINERS_GROUPS for field in dataclasses.fields(GROUPS[group][1])
-    }
-    fields |= {
-        field.name
-        for _, loss in policy_losses.items()
-        for field in dataclasses.fields(loss.config_type)
-    }
-    return (fields | {"ref_load", "ref_ckpt_step", "ref_offload", "mtp_num_layers"}) - ALSO_SERVED
+    types = [GROUPS[group][1] for group in TRAINER_GROUPS]
+    types += [loss.config_type for _, loss in policy_losses.items()]
+    fields = {field.name for config_type in types for field in dataclasses.fields(config_type)}
+    return (fields | TRAINER_MODEL_FIELDS) - SHARED_FIELDS
 
 
-def nothing_of_the_trainer(s: Settings) -> list[Problem]:
-    found = [
-        Problem(flag_name(n), None, "is a setting of train.py and has no effect here; leave it out")
-        for n in sorted(s.given & of_the_trainer())
-    ]
-    words = "is told by the client with every optimizer step; leave it out"
-    return found + [
-        Problem(flag_name(name), s.core[name], words) for name in OF_EVERY_STEP if name in s.given
-    ]
+def reject_trainer_flags(s: Settings) -> list[Problem]:
+    message = "is a flag of train.py and has no effect here; remove it"
+    problems = [Problem(flag_name(n), None, message) for n in sorted(s.given & trainer_fields())]
+    for name in OPTIM_STEP_FIELDS:
+        if name in s.given:
+            message = "is set by the client with every optimizer step; remove it"
+            problems += problem(name, s.core[name], message)
+    return problems
 
 
-def gradients_wait_for_the_step(s: Settings) -> list[Problem]:
+def check_gradient_overlap(s: Settings) -> list[Problem]:
     """Overlapped reduction is incompatible with the server, where several calls accumulate
     gradients that are reduced at the optimizer step."""
-    words = "does not go with the server, where gradients are reduced at the optimizer step; leave it out"
-    return [
-        p
-        for name in ("overlap_grad_reduce", "overlap_param_gather")
-        if s.core.get(name)
-        for p in problem(name, None, words)
-    ]
+    names = ("overlap_grad_reduce", "overlap_param_gather")
+    message = "not supported by the server, which reduces gradients at the optimizer step"
+    return reject({name: s.core.get(name) for name in names}, f"{message}; remove it")
 
 
-def optimizer_is_adam(s: Settings) -> list[Problem]:
+def check_server_optimizer(s: Settings) -> list[Problem]:
     name = s.core.get("optimizer", "adam")
-    return (
-        []
-        if name == "adam"
-        else problem("optimizer", name, "the API has AdamW alone; the only legal value is adam")
-    )
+    if name == "adam":
+        return []
+    return problem("optimizer", name, "must be adam: the API supports AdamW only")
 
 
-def optimizer_state_is_swapped(s: Settings) -> list[Problem]:
+def check_optimizer_swapping(s: Settings) -> list[Problem]:
     """The server swaps models tensor by tensor, which is supported for the state of torch's Adam
     only."""
-    message = "does not go with the server, which changes models in and out; leave it out"
-    return [
-        p for name in (PRECISE, OFFLOAD) if s.core.get(name) for p in problem(name, None, message)
-    ]
+    settings = {name: s.core.get(name) for name in (PRECISE, OFFLOAD)}
+    return reject(settings, "not supported by the server, which swaps models; remove it")
 
 
 def is_loopback(host: str) -> bool:
@@ -121,57 +110,53 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def snapshots_are_folders(s: Settings) -> list[Problem]:
+def check_server_sglang(s: Settings) -> list[Problem]:
     """Settings without use for SGLang servers of the Tinker server, which load sampling snapshots
     from --server-dir, one at a time."""
     if not uses_sglang(s):
         return []
-    others = (
-        "update_weight_transport", "update_weight_buffer_size", "update_weight_disk_dir", "update_weight_disk_keep_files", "colocate",
-        "update_weight_mode", "offload_train", "offload_rollout",
-    )  # fmt: skip
-    found = [
-        p
-        for name in others
-        if name in s.given
-        for p in problem(
-            name,
-            None,
-            "does not go with the server, whose SGLang servers load snapshots from --server-dir; leave it out",
-        )
-    ]
+    problems = []
+    for name in (
+        "update_weight_transport",
+        "update_weight_buffer_size",
+        "update_weight_disk_dir",
+        "update_weight_disk_keep_files",
+        "colocate",
+        "update_weight_mode",
+        "offload_train",
+        "offload_rollout",
+    ):
+        if name in s.given:
+            message = "has no effect: SGLang servers load snapshots from --server-dir; remove it"
+            problems += problem(name, None, message)
     if "max_sampler_engines" in s.given:
-        words = "is of --rollout-engine local: SGLang servers hold one snapshot, and exchange it; leave it out"
-        found += problem("max_sampler_engines", s.server.max_sampler_engines, words)
+        message = "only valid with --rollout-engine local: SGLang servers hold one snapshot"
+        problems += problem("max_sampler_engines", s.server.max_sampler_engines, message)
     if "rollout_local_batch_size" in s.given:
-        words = "is of --rollout-engine local; --sglang-server-concurrency bounds what SGLang servers are asked at a time"
-        found += problem("rollout_local_batch_size", s.rollout.rollout_local_batch_size, words)
-    return found
+        message = "only valid with --rollout-engine local; use --sglang-server-concurrency"
+        problems += problem("rollout_local_batch_size", s.rollout.rollout_local_batch_size, message)
+    return problems
 
 
-def address_needs_a_key(s: Settings) -> list[Problem]:
-    if s.server.api_key_file is None and not is_loopback(s.server.host):
-        words = (
-            "can be reached from other machines, so --api-key-file is needed; 127.0.0.1 needs none"
-        )
-        return problem("host", s.server.host, words)
-    return []
+def check_server_address(s: Settings) -> list[Problem]:
+    if s.server.api_key_file is not None or is_loopback(s.server.host):
+        return []
+    message = "requires --api-key-file, because other machines can reach it; or use 127.0.0.1"
+    return problem("host", s.server.host, message)
 
 
-def keys_are_usable(s: Settings) -> list[Problem]:
-    found: list[Problem] = []
+def check_key_files(s: Settings) -> list[Problem]:
+    problems: list[Problem] = []
     for name in ("api_key_file", "operator_key_file"):
         path = getattr(s.server, name)
         try:
             if path is not None:
                 valid_keys(path)
-        except UnicodeDecodeError as error:
-            found += problem(name, path, f"cannot be read: {error}")
+        except (UnicodeDecodeError, OSError) as error:
+            problems += problem(name, path, f"cannot be read: {error}")
         except ValueError as error:
-            found += problem(name, path, str(error))
-        except OSError as error:
-            found += problem(name, path, f"cannot be read: {error}")
-    return found
+            problems += problem(name, path, str(error))
+    return problems
 
 
 def valid_keys(path: str) -> list[str]:
@@ -179,24 +164,22 @@ def valid_keys(path: str) -> list[str]:
     lines = Path(path).read_text(encoding="utf-8").splitlines()
     keys = [line.strip() for line in lines if line.strip()]
     if not keys:
-        raise ValueError("holds no key; write one a line")
+        raise ValueError("has no keys; write one per line")
     for number, key in enumerate(keys, 1):
-        if not key.startswith(KEY_PREFIX) or len(key) < 12:
+        if not key.startswith(KEY_PREFIX) or len(key) < MIN_KEY_LENGTH:
             raise ValueError(
-                f"key {number} does not begin with {KEY_PREFIX}, as clients demand, or is shorter than 12 characters"
+                f"key {number} must begin with {KEY_PREFIX}, as clients require, and have at least "
+                f"{MIN_KEY_LENGTH} characters"
             )
     return keys
 
 
-def libraries_are_there(s: Settings) -> list[Problem]:
+def check_server_packages(s: Settings) -> list[Problem]:
     missing = [name for name in ("fastapi", "uvicorn", "google.protobuf") if not _installed(name)]
     if not missing:
         return []
-    return problem(
-        "port",
-        None,
-        f"cannot be opened without {', '.join(missing)}; install them with: pip install 'slime_like[server]'",
-    )
+    message = f"requires {', '.join(missing)}: pip install 'slime_like[server]'"
+    return problem("port", None, message)
 
 
 def _installed(name: str) -> bool:
@@ -206,26 +189,39 @@ def _installed(name: str) -> bool:
         return False
 
 
-def sequences_fit_the_model(s: Settings) -> list[Problem]:
+def check_max_sequence_length(s: Settings) -> list[Problem]:
     longest, positions = s.server.max_sequence_length, s.gpt.max_position_embeddings
-    if longest is not None and positions is not None and longest > positions:
-        return problem(
-            "max_sequence_length",
-            longest,
-            f"exceeds the {positions} positions of the network (--max-position-embeddings)",
-        )
-    return []
+    if longest is None or positions is None or longest <= positions:
+        return []
+    message = f"exceeds the {positions} positions of the network (--max-position-embeddings)"
+    return problem("max_sequence_length", longest, message)
 
 
-def folder_can_be_written(s: Settings) -> list[Problem]:
+def check_server_dir(s: Settings) -> list[Problem]:
     path = Path(s.server.server_dir)
     if path.exists() and not path.is_dir():
-        return problem("server_dir", s.server.server_dir, "is a file; name a folder")
+        return problem("server_dir", s.server.server_dir, "is a file; must be a folder")
     return []
 
 
 SERVER_RULES: tuple[Rule, ...] = (
-    *PARALLEL_RULES, *NETWORK_RULES, *MOE_RULES, nothing_of_the_trainer, gradients_wait_for_the_step, optimizer_is_adam, optimizer_state_is_swapped, *OPTIMIZER_RULES, address_needs_a_key,
-    keys_are_usable, libraries_are_there, snapshots_are_folders, idle_sglang_settings, engines_are_named, engines_that_are_started,
-    sglang_is_installed, checkpoint_of_the_servers, sequences_fit_the_model, folder_can_be_written,
-)  # fmt: skip
+    *PARALLEL_RULES,
+    *NETWORK_RULES,
+    *MOE_RULES,
+    reject_trainer_flags,
+    check_gradient_overlap,
+    check_server_optimizer,
+    check_optimizer_swapping,
+    *OPTIMIZER_RULES,
+    check_server_address,
+    check_key_files,
+    check_server_packages,
+    check_server_sglang,
+    check_unused_sglang_flags,
+    check_server_addresses,
+    check_started_servers,
+    check_sglang_installation,
+    check_server_checkpoint,
+    check_max_sequence_length,
+    check_server_dir,
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from arguments.aliases import PASSED_ON
@@ -16,8 +16,9 @@ from slime_like.config import Problem
 
 _ADDRESS = re.compile(r"(https?://)?(\[[0-9a-fA-F:]+\]|[\w.\-]+):(\d{1,5})/?")
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+INSTALL = "pip install 'slime_like[sglang]'"
 # Server settings that the run sets itself.
-OURS = (
+OWN_SERVER_SETTINGS = (
     "model_path",
     "host",
     "port",
@@ -29,14 +30,14 @@ OURS = (
     "skip_tokenizer_init",
     "weight_version",
 )
-ROUTER_OURS = ("host", "port", "worker_urls", "prometheus_port", "prometheus_host")
+OWN_ROUTER_SETTINGS = ("host", "port", "worker_urls", "prometheus_port", "prometheus_host")
 
 
 def address_parts(address: str) -> tuple[str, int] | None:
     """Parse "127.0.0.1:30000" or "http://127.0.0.1:30000" to ("127.0.0.1", 30000); None for
     anything else."""
-    found = _ADDRESS.fullmatch(address)
-    return None if found is None or not 0 < int(found[3]) < 65536 else (found[2], int(found[3]))
+    match = _ADDRESS.fullmatch(address)
+    return None if match is None or not 0 < int(match[3]) < 65536 else (match[2], int(match[3]))
 
 
 def engine_url(address: str) -> str:
@@ -53,90 +54,78 @@ def uses_sglang(s: Settings) -> bool:
 def gpus_of_servers(s: Settings) -> int | None:
     """Number of GPUs for servers that the run starts; with --colocate by default all GPUs of the
     trainer. None if it starts none."""
-    g = s.sglang
-    if g.rollout_num_gpus is None and g.colocate:
+    if s.sglang.rollout_num_gpus is None and s.sglang.colocate:
         return s.world_size
-    return g.rollout_num_gpus
+    return s.sglang.rollout_num_gpus
 
 
-def idle_sglang_settings(s: Settings) -> list[Problem]:
+def check_unused_sglang_flags(s: Settings) -> list[Problem]:
     if uses_sglang(s):
         return []
-    idle = [f.name for f in dataclasses.fields(SglangConfig) if f.name in s.given]
-    words = (
-        "has no effect with --rollout-engine local; add --rollout-engine sglang, or leave it out"
-    )
-    found = []
-    for name in idle:
-        value = getattr(s.sglang, name)
-        if isinstance(value, dict):  # flags that are passed on, as typed
-            prefix = next(prefix for prefix, field in PASSED_ON.items() if field == name)
-            found += [
-                Problem(prefix + key.replace("_", "-"), text, words) for key, text in value.items()
-            ]
+    message = "has no effect with --rollout-engine local; remove it or add --rollout-engine sglang"
+    problems = []
+    for field in dataclasses.fields(SglangConfig):
+        if field.name not in s.given:
+            continue
+        value = getattr(s.sglang, field.name)
+        if isinstance(value, dict):  # flags that are passed on
+            prefix = next(p for p, collector in PASSED_ON.items() if collector == field.name)
+            for key, text in value.items():
+                problems.append(Problem(_passed_on_flag(prefix, key), text, message))
         else:
-            found += problem(name, None if value is True else value, words)
-    return found
+            problems += problem(field.name, value, message)
+    return problems
 
 
-def engines_are_named(s: Settings) -> list[Problem]:
-    g = s.sglang
+def _passed_on_flag(prefix: str, setting: str) -> str:
+    return prefix + setting.replace("_", "-")
+
+
+def check_server_addresses(s: Settings) -> list[Problem]:
+    g, field = s.sglang, "rollout_external_engine_addrs"
     if not uses_sglang(s):
         return []
     if (g.sglang_router_ip is None) != (g.sglang_router_port is None):
         missing = "sglang_router_ip" if g.sglang_router_ip is None else "sglang_router_port"
-        return problem(
-            missing, None, "is missing: --sglang-router-ip and --sglang-router-port go together"
-        )
+        message = "required: --sglang-router-ip and --sglang-router-port must be set together"
+        return problem(missing, None, message)
     starts = gpus_of_servers(s) is not None
+    addresses = g.rollout_external_engine_addrs or []
     if g.rollout_external_engine_addrs is not None and starts:
-        return problem(
-            "colocate" if g.rollout_num_gpus is None else "rollout_num_gpus",
-            g.rollout_num_gpus,
-            "excludes --rollout-external-engine-addrs; give one of them",
-        )
+        message = "cannot be combined with --rollout-external-engine-addrs; set only one of them"
+        name = "colocate" if g.rollout_num_gpus is None else "rollout_num_gpus"
+        return problem(name, g.rollout_num_gpus, message)
     if g.rollout_external_engine_addrs is None and not starts and g.sglang_router_ip is None:
-        return problem(
-            "rollout_engine", "sglang",
-            "needs servers: --rollout-num-gpus to start some, --rollout-external-engine-addrs host:port for some that run, or --sglang-router-ip",
-        )  # fmt: skip
-    found = []
-    for address in g.rollout_external_engine_addrs or []:
-        if address_parts(address) is None:
-            found += problem(
-                "rollout_external_engine_addrs", address, "must be host:port, or http://host:port"
-            )
-    if len(set(g.rollout_external_engine_addrs or [])) < len(g.rollout_external_engine_addrs or []):
-        found += problem(
-            "rollout_external_engine_addrs",
-            " ".join(g.rollout_external_engine_addrs or []),
-            "names a server twice",
+        message = (
+            "requires servers: --rollout-num-gpus to start them, --rollout-external-engine-addrs "
+            "host:port for running ones, or --sglang-router-ip"
         )
-    return found
+        return problem("rollout_engine", "sglang", message)
+    problems = []
+    for address in addresses:
+        if address_parts(address) is None:
+            problems += problem(field, address, "must be host:port, or http://host:port")
+    if len(set(addresses)) < len(addresses):
+        problems += problem(field, " ".join(addresses), "has a server twice; remove one of them")
+    return problems
 
 
-def engines_that_are_started(s: Settings) -> list[Problem]:
+def check_started_servers(s: Settings) -> list[Problem]:
     g = s.sglang
     if not uses_sglang(s):
         return []
-    gpus = gpus_of_servers(s)
+    gpus, problems = gpus_of_servers(s), []
     if gpus is None:
-        idle = [n for n in ("rollout_num_gpus_per_engine", "sglang_server_flags") if n in s.given]
-        return [
-            p
-            for n in idle
-            for p in problem(
-                n,
-                getattr(g, n),
-                "is for servers that this run starts; add --rollout-num-gpus, or leave it out",
-            )
-        ]
+        for name in ("rollout_num_gpus_per_engine", "sglang_server_flags"):
+            if name in s.given:
+                message = "has no effect on external servers; remove it or add --rollout-num-gpus"
+                problems += problem(name, getattr(g, name), message)
+        return problems
     if gpus % g.rollout_num_gpus_per_engine:
-        return problem(
-            "rollout_num_gpus",
-            gpus,
-            f"is no multiple of --rollout-num-gpus-per-engine {g.rollout_num_gpus_per_engine}; change one",
+        message = (
+            f"must be a multiple of --rollout-num-gpus-per-engine {g.rollout_num_gpus_per_engine}"
         )
+        return problem("rollout_num_gpus", gpus, message)
     return []
 
 
@@ -144,135 +133,116 @@ def starts_router(s: Settings) -> bool:
     return not s.sglang.no_sglang_router and s.sglang.sglang_router_ip is None
 
 
-def sglang_is_installed(s: Settings) -> list[Problem]:
+def check_sglang_installation(s: Settings) -> list[Problem]:
     """SGLang and the router are installed if the run starts them, and support the flags that are
     passed on."""
     g = s.sglang
     if not uses_sglang(s) or s.preflight.preflight:  # preflight: only the job's machines need it
         return []
     if importlib.util.find_spec("httpx") is None:
-        return problem(
-            "rollout_engine",
-            "sglang",
-            "needs httpx; install it with: pip install 'slime_like[sglang]'",
-        )
-    found = []
+        return problem("rollout_engine", "sglang", f"requires httpx: {INSTALL}")
+    problems = []
     python = interpreter(g.sglang_python)
     try:
         sglang, router = packages_of(python)
     except (OSError, ValueError) as error:
         return problem("sglang_python", g.sglang_python, f"cannot be run: {error}")
     gpus = gpus_of_servers(s)
-    if gpus is not None:
-        if sglang is None:
-            message = f"needs SGLang, which {python} does not have; name an interpreter that has it with --sglang-python"
-            found += problem("rollout_num_gpus", gpus, message)
-        else:
-            found += unknown_settings(
-                "--sglang-", g.sglang_server_flags, server_fields(sglang), OURS
-            )
-    if starts_router(s):
-        router = router or packages_of(interpreter(None))[1]
-        if router is None:
-            message = "needs sglang_router; install it with: pip install 'slime_like[sglang]', or add --no-sglang-router"
-            found += problem("rollout_engine", "sglang", message)
-        else:
-            found += unknown_settings(
-                "--router-", g.sglang_router_flags, router_fields(router), ROUTER_OURS
-            )
-    return found
+    if gpus is not None and sglang is None:
+        message = f"requires SGLang, which {python} does not have; set --sglang-python"
+        problems += problem("rollout_num_gpus", gpus, message)
+    elif gpus is not None and sglang is not None:
+        problems += unknown_settings(
+            "--sglang-", g.sglang_server_flags, server_fields(sglang), OWN_SERVER_SETTINGS
+        )
+    if not starts_router(s):
+        return problems
+    router = router or packages_of(interpreter(None))[1]
+    if router is None:
+        message = f"requires sglang_router: {INSTALL}; or add --no-sglang-router"
+        return problems + problem("rollout_engine", "sglang", message)
+    return problems + unknown_settings(
+        "--router-", g.sglang_router_flags, router_fields(router), OWN_ROUTER_SETTINGS
+    )
 
 
 def unknown_settings(
-    prefix: str, given: Mapping[str, object] | None, known: set[str], ours: tuple[str, ...]
+    prefix: str,
+    settings: Mapping[str, object] | None,
+    known: set[str],
+    own: Collection[str],
 ) -> list[Problem]:
-    found = []
-    for name, value in (given or {}).items():
-        flag = prefix + name.replace("_", "-")
-        if name in ours:
-            found.append(
-                Problem(flag, value, "follows from the run's other settings; leave it out")
-            )
+    """Problems of flags that are passed on. own: settings that the run sets itself."""
+    problems = []
+    for name, value in (settings or {}).items():
+        if name in own:
+            message = "is set by the run; remove it"
         elif name not in known:
-            near = nearest(name, known)
-            hint = f"; did you mean {prefix}{near.replace('_', '-')}?" if near else ""
-            found.append(Problem(flag, value, f"the installed server has no such setting{hint}"))
-    return found
+            message = "the installed server has no such setting"
+            if (near := nearest(name, known)) is not None:
+                message += f"; did you mean {_passed_on_flag(prefix, near)}?"
+        else:
+            continue
+        problems.append(Problem(_passed_on_flag(prefix, name), value, message))
+    return problems
 
 
-def weight_transport_fits(s: Settings) -> list[Problem]:
-    g = s.sglang
+def check_weight_transport(s: Settings) -> list[Problem]:
+    g, transport = s.sglang, s.sglang.update_weight_transport
     if not uses_sglang(s):
         return []
-    found = []
+    problems = []
     if g.colocate and (g.rollout_num_gpus or 0) > s.world_size:
-        found += problem(
-            "rollout_num_gpus",
-            g.rollout_num_gpus,
-            f"is more than the {s.world_size} of the trainer, which --colocate shares",
-        )
+        message = f"with --colocate must be at most the trainer's GPUs, {s.world_size}"
+        problems += problem("rollout_num_gpus", g.rollout_num_gpus, message)
     if g.colocate and s.scheduling.async_rollout:
-        found += problem(
-            "colocate",
-            None,
-            "releases the servers' memory while the trainer works, and --async-rollout samples then; give one",
+        message = (
+            "cannot be combined with --async-rollout, which samples while the trainer works; "
+            "set only one of them"
         )
-    if g.update_weight_transport == "cuda_ipc" and not g.colocate:
-        found += problem(
-            "update_weight_transport",
-            "cuda_ipc",
-            "needs --colocate: handles of GPU memory are of use on the same GPU only",
-        )
-    disk = g.update_weight_transport == "disk"
-    if g.update_weight_mode == "delta" and not disk:
-        found += problem(
-            "update_weight_mode", "delta", "needs --update-weight-transport disk; add it"
-        )
-    if g.no_update_weight_copy and (disk or g.colocate):
-        found += problem(
-            "no_update_weight_copy",
-            None,
-            "is for --update-weight-transport broadcast, which alone keeps a copy; leave it out",
-        )
-    far = [
-        a
-        for a in g.rollout_external_engine_addrs or []
-        if (parts := address_parts(a)) is not None and parts[0] not in LOOPBACK
-    ]
-    if disk and far and g.update_weight_disk_dir is None:
-        found += problem(
-            "update_weight_disk_dir",
-            None,
-            f"is missing: a folder that {far[0]} sees too, under the same name",
-        )
-    flags = g.sglang_server_flags or {}
-    # with data-parallel attention a server still has tp_size ranks
-    replicas = ("pp_size",) if flags.get("enable_dp_attention") else ("dp_size", "pp_size")
-    parallel = [name for name in replicas if str(flags.get(name, 1)) != "1"]
-    if parallel and not disk:
-        name = parallel[0].replace("_", "-")
-        found.append(
-            Problem(
-                f"--sglang-{name}",
-                flags[parallel[0]],
-                "needs --update-weight-transport disk",
-            )
-        )
-    return found
+        problems += problem("colocate", None, message)
+    if transport == "cuda_ipc" and not g.colocate:
+        message = "requires --colocate: memory handles are valid on the same GPU only"
+        problems += problem("update_weight_transport", "cuda_ipc", message)
+    if g.update_weight_mode == "delta" and transport != "disk":
+        message = "requires --update-weight-transport disk; add it"
+        problems += problem("update_weight_mode", "delta", message)
+    if g.no_update_weight_copy and (transport == "disk" or g.colocate):
+        message = "only valid with --update-weight-transport broadcast; remove it"
+        problems += problem("no_update_weight_copy", None, message)
+    return problems + (_check_disk_folder(s) if transport == "disk" else _check_replicas(s))
 
 
-def checkpoint_of_the_servers(s: Settings) -> list[Problem]:
-    if (
-        uses_sglang(s)
-        and s.model.hf_checkpoint is not None
-        and not Path(s.model.hf_checkpoint).is_dir()
-    ):
-        return problem(
-            "hf_checkpoint",
-            s.model.hf_checkpoint,
-            "must be a folder: servers read its config.json and tokenizer",
-        )
+def _check_disk_folder(s: Settings) -> list[Problem]:
+    """Servers on other hosts need a folder for weights that they share with the trainer."""
+    if s.sglang.update_weight_disk_dir is not None:
+        return []
+    for address in s.sglang.rollout_external_engine_addrs or []:
+        parts = address_parts(address)
+        if parts is not None and parts[0] not in LOOPBACK:
+            message = f"required: a folder that {address} sees under the same path"
+            return problem("update_weight_disk_dir", None, message)
     return []
+
+
+def _check_replicas(s: Settings) -> list[Problem]:
+    """Servers with several replicas or pipeline stages only load weights from disk."""
+    flags = s.sglang.sglang_server_flags or {}
+    # with data-parallel attention a server still has tp_size ranks
+    names = ("pp_size",) if flags.get("enable_dp_attention") else ("dp_size", "pp_size")
+    for name in names:
+        if str(flags.get(name, 1)) != "1":
+            message = "requires --update-weight-transport disk"
+            return [Problem(_passed_on_flag("--sglang-", name), flags[name], message)]
+    return []
+
+
+def check_server_checkpoint(s: Settings) -> list[Problem]:
+    folder = s.model.hf_checkpoint
+    if not uses_sglang(s) or folder is None or Path(folder).is_dir():
+        return []
+    message = "must be a folder: servers read its config.json and tokenizer"
+    return problem("hf_checkpoint", folder, message)
 
 
 def completed_sglang(s: Settings) -> SglangConfig:
@@ -289,5 +259,10 @@ def completed_sglang(s: Settings) -> SglangConfig:
 
 
 SGLANG_RULES: tuple[Rule, ...] = (
-    idle_sglang_settings, engines_are_named, engines_that_are_started, sglang_is_installed, weight_transport_fits, checkpoint_of_the_servers,
-)  # fmt: skip
+    check_unused_sglang_flags,
+    check_server_addresses,
+    check_started_servers,
+    check_sglang_installation,
+    check_weight_transport,
+    check_server_checkpoint,
+)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from arguments.critic_layout import critic_parallel, layout_flags
@@ -12,7 +11,7 @@ from arguments.hf.peft_adapter import read_adapter_config
 from arguments.megatron import OPTIMIZER_DTYPES
 from arguments.megatron_configs import resolve_transformer_impl
 from arguments.rules.algorithm import has_critic
-from arguments.rules.base import Rule, Settings, problem
+from arguments.rules.base import Rule, Settings, Warn, problem
 from arguments.schema.lora import LATENT_ATTENTION, MIXTRAL_MLP, MLP, TARGETS, UNEMBEDDING
 from slime_like.config import ConfigError, Problem, flag_name
 from slime_like.weights.families import model_families
@@ -21,143 +20,123 @@ from slime_like.weights.families import model_families
 
 
 PRECISE, OFFLOAD = "use_precision_aware_optimizer", "optimizer_cpu_offload"
-IN_PLAIN_TORCH = ("fp32", "bf16")  # dtypes of the moments
+TORCH_DTYPES = ("fp32", "bf16")  # dtypes of the moments
 # With a larger beta2 a second moment in bf16 cannot decrease: the decrement, 1 - beta2 of its
 # value, is less than half of its last bit (2^-9 to 2^-8 of its value).
 LARGEST_BETA2_OF_BF16 = 1 - 2**-8
 
 
-def types_of_optimizer_state(s: Settings) -> list[Problem]:
-    core, found = s.core, []
+def check_optimizer_dtypes(s: Settings) -> list[Problem]:
+    core, problems = s.core, []
     if not core.get(PRECISE):
         for name in OPTIMIZER_DTYPES:
             if core.get(name, "fp32") != "fp32":
-                found += problem(name, core[name], f"needs {flag_name(PRECISE)}")
-        return found
+                problems += problem(name, core[name], f"requires {flag_name(PRECISE)}")
+        return problems
     if core.get("optimizer", "adam") != "adam":
-        found += problem(PRECISE, None, "needs --optimizer adam")
+        problems += problem(PRECISE, None, "requires --optimizer adam")
     if not core.get("use_distributed_optimizer"):
-        found += problem(PRECISE, None, "needs --use-distributed-optimizer, one process included")
+        problems += problem(PRECISE, None, "requires --use-distributed-optimizer")
     if s.lora.lora_rank:
-        found += problem(
-            PRECISE, None, "does not go with --lora-rank, whose optimizer is small; leave it out"
-        )
+        problems += problem(PRECISE, None, "cannot be combined with --lora-rank; remove it")
     if s.machine.transformer_engine:
-        return found
+        return problems
     if s.machine.apex:
-        found += problem(
-            PRECISE,
-            None,
-            "needs Transformer Engine's Adam or torch's; here megatron-core takes Apex's, which cannot do it",
+        message = (
+            "requires Adam of Transformer Engine or torch; with Apex installed megatron-core uses "
+            "Apex's, which does not support it"
         )
+        problems += problem(PRECISE, None, message)
     legal = {
         "main_params_dtype": ("fp32",),
-        **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), IN_PLAIN_TORCH),
+        "exp_avg_dtype": TORCH_DTYPES,
+        "exp_avg_sq_dtype": TORCH_DTYPES,
     }
-    for name, words in legal.items():
-        if core.get(name, "fp32") not in words:
-            found += problem(
-                name,
-                core[name],
-                f"needs Transformer Engine; without it the legal values are: {', '.join(words)}",
-            )
-    return found
+    for name, dtypes in legal.items():
+        if core.get(name, "fp32") not in dtypes:
+            message = f"requires Transformer Engine; legal without it: {', '.join(dtypes)}"
+            problems += problem(name, core[name], message)
+    return problems
 
 
-def main_gradients_have_one_type(s: Settings) -> list[Problem]:
+def check_main_grads_dtype(s: Settings) -> list[Problem]:
     """--main-grads-dtype agrees with the dtype of the gradient buffers, which the optimizer reads
     directly."""
-    name, given = "main_grads_dtype", s.core.get("main_grads_dtype")
+    name, dtype = "main_grads_dtype", s.core.get("main_grads_dtype")
     in_fp32 = s.core.get("grad_reduce_in_fp32")
-    if not s.core.get(PRECISE) or given is None:
+    if not s.core.get(PRECISE) or dtype is None:
         return []
-    if given == "bf16" and not s.core.get("bf16"):
-        return problem(name, given, "needs --bf16")
-    if in_fp32 is not None and s.core.get("bf16") and in_fp32 != (given == "fp32"):
-        said = "--grad-reduce-in-fp32" if in_fp32 else "--no-grad-reduce-in-fp32"
-        return problem(
-            name,
-            given,
-            f"contradicts {said}: it is the type of the buffers in which gradients are summed; leave one of them out",
-        )
+    if dtype == "bf16" and not s.core.get("bf16"):
+        return problem(name, dtype, "requires --bf16")
+    if in_fp32 is not None and s.core.get("bf16") and in_fp32 != (dtype == "fp32"):
+        other = "--grad-reduce-in-fp32" if in_fp32 else "--no-grad-reduce-in-fp32"
+        message = f"conflicts with {other}: both set the dtype of the gradient buffers; remove one"
+        return problem(name, dtype, message)
     return []
 
 
-def offloading_is_possible(s: Settings) -> list[Problem]:
+def check_optimizer_offload(s: Settings) -> list[Problem]:
     """Conditions of --optimizer-cpu-offload (megatron-core's HybridDeviceOptimizer)."""
-    core, found = s.core, []
+    core, problems = s.core, []
     if not core.get(OFFLOAD):
         return []
     if not core.get(PRECISE):  # Megatron-LM's condition too
-        found += problem(
-            OFFLOAD,
-            None,
-            f"needs {flag_name(PRECISE)}, whose way of keeping main parameters it takes",
-        )
+        problems += problem(OFFLOAD, None, f"requires {flag_name(PRECISE)}")
     if not core.get("bf16"):
-        found += problem(
-            OFFLOAD,
-            None,
-            "needs --bf16: megatron-core restores fp32 copies of bf16 parameters, and no others",
-        )
+        message = "requires --bf16: megatron-core restores fp32 copies of bf16 parameters only"
+        problems += problem(OFFLOAD, None, message)
     if core.get("decoupled_weight_decay") is False:
-        found += problem(
-            "decoupled_weight_decay",
-            None,
-            f"must be on with {flag_name(OFFLOAD)}, whose optimizer is AdamW",
-        )
+        message = f"must be on with {flag_name(OFFLOAD)}"
+        problems += problem("decoupled_weight_decay", None, message)
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"):
         if core.get(name, "fp32") != "fp32":
-            found += problem(
-                name,
-                core[name],
-                f"does not go with {flag_name(OFFLOAD)}, which keeps all of this in fp32; leave it out",
-            )
+            message = f"must be fp32 with {flag_name(OFFLOAD)}"
+            problems += problem(name, core[name], message)
     fraction = core.get("optimizer_offload_fraction", 1.0)
     if not 0 < fraction <= 1:
-        found += problem("optimizer_offload_fraction", fraction, "must be above 0 and at most 1")
+        problems += problem("optimizer_offload_fraction", fraction, "must be above 0 and at most 1")
     elif fraction < 1 and s.machine.cuda and not s.machine.transformer_engine:
-        message = "needs Transformer Engine's Adam for the part that stays on the GPU; without it the only legal value is 1.0"
-        found += problem("optimizer_offload_fraction", fraction, message)
-    return found
+        message = "must be 1.0 without Transformer Engine"
+        problems += problem("optimizer_offload_fraction", fraction, message)
+    return problems
 
 
 OPTIMIZER_RULES: tuple[Rule, ...] = (
-    types_of_optimizer_state,
-    main_gradients_have_one_type,
-    offloading_is_possible,
+    check_optimizer_dtypes,
+    check_main_grads_dtype,
+    check_optimizer_offload,
 )
 
 
-def second_moments_that_cannot_shrink(s: Settings) -> str | None:
+def warn_bf16_second_moment(s: Settings) -> str | None:
     beta2 = s.core.get("adam_beta2", 0.999)
     if s.core.get("exp_avg_sq_dtype") != "bf16" or beta2 <= LARGEST_BETA2_OF_BF16:
         return None
     return (
-        f"--exp-avg-sq-dtype bf16 with --adam-beta2 {beta2}: a step takes less than half of bf16's last bit off a second moment, which "
-        f"rounding gives back, so that it grows and does not shrink; up to {LARGEST_BETA2_OF_BF16:.3f} it does"
+        f"--exp-avg-sq-dtype bf16 with --adam-beta2 {beta2}: rounding cancels the decay of the "
+        f"second moment, which can only grow; use a beta2 of at most {LARGEST_BETA2_OF_BF16:.3f}"
     )
 
 
-def nothing_to_offload(s: Settings) -> str | None:
+def warn_offload_without_gpu(s: Settings) -> str | None:
     if not s.core.get(OFFLOAD) or s.machine.cuda:
         return None
-    return f"{flag_name(OFFLOAD)} saves nothing without a GPU: parameters and their optimizer are in host memory, where they get a second copy"
+    return (
+        f"{flag_name(OFFLOAD)} saves nothing without a GPU: parameters and optimizer state are in "
+        "host memory already and get a second copy"
+    )
 
 
-OPTIMIZER_WARNINGS: tuple[Callable[[Settings], str | None], ...] = (
-    second_moments_that_cannot_shrink,
-    nothing_to_offload,
-)
+OPTIMIZER_WARNINGS: tuple[Warn, ...] = (warn_bf16_second_moment, warn_offload_without_gpu)
 
 
 # --- learning rate -------------------------------------------------------------------------------
 
 
-def learning_rate(s: Settings) -> list[Problem]:
+def check_lr(s: Settings) -> list[Problem]:
     lr, min_lr = s.core.get("lr"), s.core.get("min_lr")
     if lr is None:
-        return problem("lr", None, "is missing: the learning rate, > 0") if s.trains else []
+        return problem("lr", None, "required: the learning rate, > 0") if s.trains else []
     if lr <= 0:
         return problem("lr", lr, "must be > 0")
     if min_lr is not None and not 0 <= min_lr <= lr:
@@ -165,20 +144,20 @@ def learning_rate(s: Settings) -> list[Problem]:
     return []
 
 
-def optimizer_numbers(s: Settings) -> list[Problem]:
-    found = []
+def check_optimizer_numbers(s: Settings) -> list[Problem]:
+    problems = []
     for name in ("weight_decay", "clip_grad"):
         if s.core.get(name, 0.0) < 0:
-            found += problem(name, s.core[name], "must be >= 0")
+            problems += problem(name, s.core[name], "must be >= 0")
     for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
         if not 0 <= s.core.get(name, 0.0) < 1:
-            found += problem(name, s.core[name], "must be 0 <= x < 1")
+            problems += problem(name, s.core[name], "must be 0 <= x < 1")
     if s.core.get("adam_eps", 1.0) <= 0:
-        found += problem("adam_eps", s.core["adam_eps"], "must be > 0")
-    return found
+        problems += problem("adam_eps", s.core["adam_eps"], "must be > 0")
+    return problems
 
 
-def warmup(s: Settings) -> list[Problem]:
+def check_warmup(s: Settings) -> list[Problem]:
     iters, decay = s.schedule.lr_warmup_iters, s.schedule.lr_decay_iters
     if decay is not None and iters >= decay:
         return problem("lr_warmup_iters", iters, f"must be below --lr-decay-iters {decay}")
@@ -188,50 +167,46 @@ def warmup(s: Settings) -> list[Problem]:
     return []
 
 
-def parameter_patterns(s: Settings) -> list[Problem]:
+def check_parameter_patterns(s: Settings) -> list[Problem]:
     """Parameter patterns are valid regular expressions."""
-    found = []
+    problems = []
     for name in ("only_train_params_name_list", "freeze_params_name_list"):
         for pattern in getattr(s.model, name):
             try:
                 re.compile(pattern)
             except re.error as error:
-                found += problem(name, pattern, f"is no regular expression: {error}")
-    return found
+                problems += problem(name, pattern, f"not a valid regular expression: {error}")
+    return problems
 
 
-STEP_RULES: tuple[Rule, ...] = (learning_rate, optimizer_numbers, parameter_patterns)
-LEARNING_RATE_RULES: tuple[Rule, ...] = (warmup,)
+STEP_RULES: tuple[Rule, ...] = (check_lr, check_optimizer_numbers, check_parameter_patterns)
+LEARNING_RATE_RULES: tuple[Rule, ...] = (check_warmup,)
 
 
 # --- lora ----------------------------------------------------------------------------------------
 
 
-def adapters_have_a_base(s: Settings) -> list[Problem]:
+def check_lora_base(s: Settings) -> list[Problem]:
     """LoRA needs a Hugging Face model as frozen base."""
     if not s.lora.lora_rank:
         return []
-    found = []
+    problems = []
     if s.model.hf_checkpoint is None:
-        found += problem(
-            "lora_rank",
-            s.lora.lora_rank,
-            "needs --hf-checkpoint, the model that the adapters belong to",
-        )
+        message = "requires --hf-checkpoint, the base model of the adapters"
+        problems += problem("lora_rank", s.lora.lora_rank, message)
     load = s.checkpoint.load
     if load is not None and (Path(load) / "config.json").is_file():
-        found += problem(
-            "load",
-            load,
-            "is a Hugging Face model, and with --lora-rank the model stays as it is; give it as --hf-checkpoint",
+        message = (
+            "is a Hugging Face model, which is the frozen base with --lora-rank; "
+            "set it as --hf-checkpoint"
         )
+        problems += problem("load", load, message)
     if s.model.ref_offload and reference_is_base(s):
-        found += problem(
-            "ref_offload",
-            None,
-            "has no effect with --lora-rank: the reference is the model without adapters; leave it out",
+        message = (
+            "has no effect with --lora-rank: the reference is the model without adapters; remove it"
         )
-    return found
+        problems += problem("ref_offload", None, message)
+    return problems
 
 
 def reference_is_base(s: Settings) -> bool:
@@ -242,33 +217,26 @@ def reference_is_base(s: Settings) -> bool:
     )
 
 
-def adapters_are_supported(s: Settings) -> list[Problem]:
+def check_lora_compatibility(s: Settings) -> list[Problem]:
     if not s.lora.lora_rank:
         return []
-    rank, found = s.lora.lora_rank, []
+    problems = []
     if s.debug.debug_rollout_only:
-        found += problem(
-            "debug_rollout_only",
-            None,
-            "does not go with --lora-rank: save the merged model (--save-hf) and sample from that",
-        )
+        message = "cannot be combined with --lora-rank; save the merged model (--save-hf) first"
+        problems += problem("debug_rollout_only", None, message)
     if resolve_transformer_impl(s.model, s.machine) == "transformer_engine":
-        found += problem(
-            "lora_rank",
-            rank,
-            "is not supported with Transformer Engine layers yet; use --transformer-impl local",
-        )
+        message = "not supported with Transformer Engine layers; use --transformer-impl local"
+        problems += problem("lora_rank", s.lora.lora_rank, message)
     for name in ("decoupled_lr", "decoupled_min_lr"):
         if s.core.get(name) is not None:
-            found += problem(
-                name,
-                s.core[name],
-                "is for the embedding and the output layer, which --lora-rank leaves as they are; leave it out",
+            message = (
+                "is for the embedding and the output layer, which --lora-rank freezes; remove it"
             )
-    return found
+            problems += problem(name, s.core[name], message)
+    return problems
 
 
-def targets_are_there(s: Settings) -> list[Problem]:
+def check_lora_targets(s: Settings) -> list[Problem]:
     """All --lora-target-modules exist in this model, and their merged weights can be synced."""
     folder, names = s.model.hf_checkpoint, s.lora.lora_target_modules
     if not s.lora.lora_rank or folder is None or any(name not in TARGETS for name in names):
@@ -277,34 +245,25 @@ def targets_are_there(s: Settings) -> list[Problem]:
         model = read_hf_model(folder)
     except ConfigError:  # reported where the model is read
         return []
-    strange = _modules_of_others(model)
-    found = []
+    absent = _absent_modules(model)
+    tied = not model.gpt["untie_embeddings_and_output_weights"]
+    merged_on_servers = s.rollout.rollout_engine == "sglang" and s.generates
+    problems = []
     for name in names:
-        if name in strange:
-            legal = ", ".join(word for word in TARGETS if word not in strange)
-            found += problem(
-                "lora_target_modules",
-                name,
-                f"is no module of {model.architecture}; legal values: {legal}",
-            )
-        tied = not model.gpt["untie_embeddings_and_output_weights"]
-        if (
-            TARGETS[name] == UNEMBEDDING
-            and tied
-            and s.rollout.rollout_engine == "sglang"
-            and s.generates
-        ):
+        if name in absent:
+            legal = ", ".join(word for word in TARGETS if word not in absent)
+            message = f"no such module in {model.architecture}; legal values: {legal}"
+            problems += problem("lora_target_modules", name, message)
+        if TARGETS[name] == UNEMBEDDING and tied and merged_on_servers:
             message = (
-                "shares its weight with the embedding in this model (tie_word_embeddings), and SGLang's servers could not take the merged "
-                "weights, where it does not; "
+                "shares its weight with the embedding in this model (tie_word_embeddings), so "
+                "SGLang cannot load the merged weight; remove it, or use --rollout-engine local"
             )
-            found += problem(
-                "lora_target_modules", name, message + "leave it out, or --rollout-engine local"
-            )
-    return found
+            problems += problem("lora_target_modules", name, message)
+    return problems
 
 
-def _modules_of_others(model: HfModel) -> tuple[str, ...]:
+def _absent_modules(model: HfModel) -> tuple[str, ...]:
     """Names in `TARGETS` that do not occur in this architecture."""
     if not model.transformer.get("multi_latent_attention"):
         parameters = model_families.get(model.architecture).parameters.values()
@@ -315,72 +274,62 @@ def _modules_of_others(model: HfModel) -> tuple[str, ...]:
     return (*queries, "k_proj", "v_proj", *MIXTRAL_MLP)
 
 
-def adapter_to_start_from(s: Settings) -> list[Problem]:
+def check_lora_adapter_path(s: Settings) -> list[Problem]:
     path, lora = s.lora.lora_adapter_path, s.lora
     if not lora.lora_rank or path is None:
         return []
     try:
-        found = read_adapter_config(path)
+        adapter = read_adapter_config(path)
     except ValueError as error:
         return problem("lora_adapter_path", path, str(error))
-    pairs = (
-        ("lora_rank", lora.lora_rank, found.rank),
-        ("lora_alpha", lora.lora_alpha, found.alpha),
-    )
-    return [
-        p
-        for name, here, there in pairs
-        if here != there
-        for p in problem(name, here, f"is {there:g} in --lora-adapter-path {path}")
-    ]
+    problems = []
+    for name, adapters in (("lora_rank", adapter.rank), ("lora_alpha", adapter.alpha)):
+        value = getattr(lora, name)
+        if value != adapters:
+            problems += problem(name, value, f"is {adapters:g} in --lora-adapter-path {path}")
+    return problems
 
 
-def critics_adapters(s: Settings) -> list[Problem]:
+def check_critic_lora(s: Settings) -> list[Problem]:
     """A LoRA critic shares the policy's base: conditions of --critic-lora-rank."""
-    rank, found = s.critic.critic_lora_rank, []
+    rank, problems = s.critic.critic_lora_rank, []
     if not rank or not has_critic(s):
         return []
     if not s.lora.lora_rank:
-        found += problem(
-            "critic_lora_rank",
-            rank,
-            "needs --lora-rank: the critic's adapters stand on the frozen base of the policy's",
-        )
+        message = "requires --lora-rank: the critic shares the policy's frozen base model"
+        problems += problem("critic_lora_rank", rank, message)
     if s.critic.critic_load is not None:
-        found += problem(
-            "critic_load",
-            s.critic.critic_load,
-            "does not go with --critic-lora-rank: the critic's base is the policy's; leave it out",
+        message = (
+            "cannot be combined with --critic-lora-rank: the critic's base is the policy's; "
+            "remove it"
         )
+        problems += problem("critic_load", s.critic.critic_load, message)
     if critic_parallel(s.critic, s.parallel) != s.parallel:
         flags = ", ".join(flag_name(f"critic_{name}") for name in layout_flags(s.critic))
-        found += problem(
-            "critic_lora_rank",
-            rank,
-            f"needs the critic in the policy's layout, whose base it shares; leave out {flags}",
+        message = (
+            f"requires the policy's layout for the critic, whose base it shares; remove {flags}"
         )
+        problems += problem("critic_lora_rank", rank, message)
     if s.lora.lora_rank and all(
         TARGETS.get(name) == UNEMBEDDING for name in s.lora.lora_target_modules
     ):
-        found += problem(
-            "critic_lora_rank",
-            rank,
-            "finds no layer in --lora-target-modules: a critic has no output layer; add attn or mlp",
-        )
-    return found
+        message = "a critic has no output layer; add attn or mlp to --lora-target-modules"
+        problems += problem("critic_lora_rank", rank, message)
+    return problems
 
 
-def nothing_to_overlap(s: Settings) -> str | None:
-    idle = [
-        flag_name(name)
-        for name in ("overlap_grad_reduce", "overlap_param_gather")
-        if s.core.get(name)
-    ]
-    if not s.lora.lora_rank or not idle:
+def warn_lora_overlap(s: Settings) -> str | None:
+    names = ("overlap_grad_reduce", "overlap_param_gather")
+    flags = [flag_name(name) for name in names if s.core.get(name)]
+    if not s.lora.lora_rank or not flags:
         return None
-    return f"{' and '.join(idle)} have no effect with --lora-rank: adapters are exchanged at once"
+    return f"{' and '.join(flags)} have no effect with --lora-rank: adapters are reduced at once"
 
 
 LORA_RULES: tuple[Rule, ...] = (
-    adapters_have_a_base, adapters_are_supported, targets_are_there, adapter_to_start_from, critics_adapters,
-)  # fmt: skip
+    check_lora_base,
+    check_lora_compatibility,
+    check_lora_targets,
+    check_lora_adapter_path,
+    check_critic_lora,
+)

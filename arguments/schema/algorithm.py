@@ -23,16 +23,16 @@ ALL_OR_SOME = Range("-1 (all) or >= 1", lambda x: x == -1 or x >= 1)
 class AlgorithmConfig(CheckedSettings):
     loss_type: str = arg(
         "policy_loss",
-        "policy_loss: reinforcement learning. sft_loss: supervised fine-tuning. dpo_loss, rm_loss: "
-        "train a policy or a reward model on preference "
-        "pairs. custom_loss: policy_loss with --custom-loss-function-path.",
+        "policy_loss: reinforcement learning. sft_loss: supervised fine-tuning. dpo_loss, "
+        "rm_loss: train a policy or a reward model on preference pairs. custom_loss: policy_loss "
+        "with --custom-loss-function-path.",
         choices=("policy_loss", "sft_loss", "dpo_loss", "rm_loss", "custom_loss"),
     )
     policy_loss_type: str = arg("ppo", "The policy loss.")
     custom_loss_function_path: str | None = arg(
         None,
-        "module.function or file.py:function of your own policy loss, called as function(inputs: LossInputs, config) -> PolicyLossOutput; config "
-        "has the settings of all policy losses.",
+        "module.function or file.py:function of a custom policy loss, called as function(inputs: "
+        "LossInputs, config) -> PolicyLossOutput; config has the settings of all policy losses.",
     )
     loss_reduction: str = arg(
         "rollout_mean", "How token losses are weighted over the optimizer step."
@@ -71,9 +71,8 @@ class AlgorithmConfig(CheckedSettings):
     custom_reward_post_process_path: str | None = arg(
         None,
         "module.function or file.py:function that post-processes the rewards of a rollout, in "
-        "place of normalisation within groups: "
-        "function(args, samples) -> (raw_rewards, rewards), on rank 0. With grpo and similar "
-        "estimators the rewards are the advantages.",
+        "place of normalisation within groups: function(args, samples) -> (raw_rewards, rewards), "
+        "on rank 0. With grpo and similar estimators the rewards are the advantages.",
     )
     singleton_advantage: str = arg(
         "zero",
@@ -112,7 +111,8 @@ class AlgorithmConfig(CheckedSettings):
     )
     lambd_length_alpha: float | None = arg(
         None,
-        "VAPO: the policy's lambda is 1 - 1 / (this x active tokens of the response), 0.05 in its paper; --lambd is then the critic's.",
+        "VAPO: the policy's lambda is 1 - 1 / (this x active tokens of the response), 0.05 in its "
+        "paper; --lambd is then the critic's.",
         legal=POSITIVE,
         excludes="loss_type=sft_loss",
         only_with="@critic",
@@ -288,8 +288,7 @@ class AlgorithmConfig(CheckedSettings):
     balance_data: bool | None = arg(
         None,
         "Balance the samples of an optimizer step over data-parallel ranks by their compute cost "
-        "instead of their number; default: on with "
-        "--use-dynamic-batch-size.",
+        "instead of their number; default: on with --use-dynamic-batch-size.",
     )
     qkv_format: str = arg(
         "thd",
@@ -301,8 +300,7 @@ class AlgorithmConfig(CheckedSettings):
     log_probs_chunk_size: int = arg(
         1024,
         "Rows per chunk of the output layer, for log-probs and loss; -1: all at once. The "
-        "vocabulary is chunked to fit the cache. Results change "
-        "by rounding only.",
+        "vocabulary is chunked to fit the cache. Results change by rounding only.",
         legal=ALL_OR_SOME,
     )
 
@@ -337,8 +335,8 @@ class GateConfig(CheckedSettings):
     max_train_rollout_diff: float | None = arg(
         None,
         "Limit of the absolute log-prob difference between trainer and rollout engine, for its "
-        "mean over tokens and its 99th percentile; default "
-        "1e-3 in float32 on CPU, else 0.1. A rollout above it is a breach.",
+        "mean over tokens and its 99th percentile; default 1e-3 in float32 on CPU, else 0.1. A "
+        "rollout above it is a breach.",
         legal=NON_NEGATIVE,
     )
     train_rollout_diff_patience: int = arg(

@@ -19,33 +19,46 @@ class CheckpointConfig(CheckedSettings):
         needs="save",
     )
     save_retain_last: int | None = arg(
-        None, "Keep the N newest checkpoints and remove older ones; default: all.",
-        legal=AT_LEAST_ONE, aliases=("--save-retain-count", "--max-checkpoint-count", "--max-actor-ckpt-to-keep"), needs="save",
-    )  # fmt: skip
+        None,
+        "Keep the N newest checkpoints and remove older ones; default: all.",
+        legal=AT_LEAST_ONE,
+        aliases=("--save-retain-count", "--max-checkpoint-count", "--max-actor-ckpt-to-keep"),
+        needs="save",
+    )
     save_retain_interval: int | None = arg(
-        None, "Keep the checkpoint of every N-th rollout, and the newest ones (see --save-retain-last); remove the others.",
-        legal=AT_LEAST_ONE, needs="save",
-    )  # fmt: skip
+        None,
+        "Keep the checkpoint of every N-th rollout, and the newest ones (see --save-retain-last); "
+        "remove the others.",
+        legal=AT_LEAST_ONE,
+        needs="save",
+    )
     async_save: bool = arg(
         False,
         "Write checkpoints in the background; training only blocks while the state is copied.",
         needs="save",
     )
     checkpoint_replicas: int = arg(
-        0, "After rollouts without a save, keep a checkpoint in host memory, with N replicas of each node's part on the following nodes. "
-        "A restart resumes from the newest complete one.",
-        choices=(0, 1), needs="save",
-    )  # fmt: skip
+        0,
+        "After rollouts without a save, keep a checkpoint in host memory, with N replicas of each "
+        "node's part on the following nodes. A restart resumes from the newest complete one.",
+        choices=(0, 1),
+        needs="save",
+    )
     checkpoint_replica_dir: str | None = arg(
-        None, "Folder on each node for --checkpoint-replicas; default: one in /dev/shm.", needs="checkpoint_replicas"
-    )  # fmt: skip
+        None,
+        "Folder on each node for --checkpoint-replicas; default: one in /dev/shm.",
+        needs="checkpoint_replicas",
+    )
     on_save_failure: str = arg(
-        "stop", "If a checkpoint cannot be written, e.g. on a full disk: stop the run, or warn and continue until the next save.",
+        "stop",
+        "If a checkpoint cannot be written, e.g. on a full disk: stop the run, or warn and "
+        "continue until the next save.",
         choices=("stop", "continue"),
-    )  # fmt: skip
+    )
     load: str | None = arg(
         None,
-        "Folder of checkpoints to resume from. A Hugging Face folder starts a fresh run from its weights.",
+        "Folder of checkpoints to resume from. A Hugging Face folder starts a fresh run from its "
+        "weights.",
     )
     ckpt_step: int | None = arg(None, "Resume from this step instead of the newest.", needs="load")
     exit_on_missing_checkpoint: bool = arg(
@@ -65,7 +78,8 @@ class CheckpointConfig(CheckedSettings):
     no_save_rng: bool = arg(False, "Do not save the random state.", needs="save")
     save_hf: str | None = arg(
         None,
-        "Folder for a Hugging Face copy of the final weights; {rollout_id} becomes the number of the last rollout.",
+        "Folder for a Hugging Face copy of the final weights; {rollout_id} becomes the number of "
+        "the last rollout.",
     )
     exit_interval: int | None = arg(
         None,

@@ -16,15 +16,14 @@ class CriticConfig(CheckedSettings):
     critic_load: str | None = arg(
         None,
         "Initial weights of the critic: a Hugging Face folder, with or without a value head, or a "
-        "checkpoint folder of an earlier run with a "
-        "critic; default: the policy's weights. A resumed run continues with the critic in its "
-        "checkpoint.",
+        "checkpoint folder of an earlier run with a critic; default: the policy's weights. A "
+        "resumed run continues with the critic in its checkpoint.",
     )
     critic_lora_rank: int = arg(
         0,
         "LoRA rank of the critic, which trains adapters and a value head on the policy's frozen "
-        "base model, with the alpha and target modules "
-        "of --lora-rank; 0: the critic trains all weights.",
+        "base model, with the alpha and target modules of --lora-rank; 0: the critic trains all "
+        "weights.",
         legal=NON_NEGATIVE,
     )
     critic_lr: float | None = arg(
@@ -58,8 +57,7 @@ class CriticConfig(CheckedSettings):
     critic_num_virtual_stages_per_pipeline_rank: int | None = arg(
         None,
         "Virtual pipeline stages of the critic; 1: 1F1B without interleaving. Default: the "
-        "policy's if both pipelines have the same number of "
-        "stages, otherwise 1.",
+        "policy's if both pipelines have the same number of stages, otherwise 1.",
         legal=AT_LEAST_ONE,
     )
     critic_num_layers_per_virtual_pipeline_stage: int | None = arg(

@@ -20,7 +20,8 @@ from slime_like.config import (
 class DataConfig(CheckedSettings):
     prompt_data: str | None = arg(
         None,
-        "Prompts: a .jsonl or .parquet file, with an optional row range as in file.jsonl@[0:100], or reasoning_gym:<task>?size=1000&seed=1&<option>=<value>.",
+        "Prompts: a .jsonl or .parquet file, with an optional row range as in file.jsonl@[0:100], "
+        "or reasoning_gym:<task>?size=1000&seed=1&<option>=<value>.",
     )
     input_key: str = arg(
         "input", "Field of a row that holds the prompt: a string or a list of chat messages."
@@ -28,8 +29,7 @@ class DataConfig(CheckedSettings):
     label_key: str | None = arg(
         None,
         "Field with the reference answer. With --loss-type sft_loss and without this flag, rows "
-        "are conversations and the assistant turns are "
-        "trained on.",
+        "are conversations and the assistant turns are trained on.",
     )
     chosen_key: str = arg(
         "chosen",
@@ -57,14 +57,14 @@ class DataConfig(CheckedSettings):
     )
     loss_mask_type: str | None = arg(
         None,
-        "Which text of an assistant turn is trained on (loss mask). qwen3: as the template renders "
-        "the turn after its question. qwen: as it renders "
-        "the turn alone. qwen3_5: as in the full conversation. distill_qwen: only the content of "
-        "the last turn, with an end token. Default: as in the "
-        "full conversation, if that equals what the template renders when the turn is the last.",
+        "Which text of an assistant turn is trained on (loss mask). qwen3: as the template "
+        "renders the turn after its question. qwen: as it renders the turn alone. qwen3_5: as in "
+        "the full conversation. distill_qwen: only the content of the last turn, with an end "
+        "token. Default: as in the full conversation, if that equals what the template renders "
+        "when the turn is the last.",
         choices=("qwen", "qwen3", "qwen3_5", "distill_qwen"),
         needs="loss_type=sft_loss",
-    )  # fmt: skip
+    )
     apply_chat_template: bool = arg(False, "Render prompts with the tokenizer's chat template.")
     apply_chat_template_kwargs: dict[str, object] = arg(
         {}, "Extra arguments of the chat template, as a JSON object."

@@ -115,8 +115,8 @@ class DistillationConfig(CheckedSettings):
     opd_teacher_load: str | None = arg(
         None,
         "Folder of the teacher: a Hugging Face model of any supported architecture and size, or "
-        "checkpoints of the policy's. It must share the "
-        "policy's tokenizer, and uses its parallel layout.",
+        "checkpoints of the policy's. It must share the policy's tokenizer, and uses its parallel "
+        "layout.",
         needs="use_opd",
         required_with=("opd_type=megatron", "use_opd"),
         excludes="opd_type=self",
@@ -128,7 +128,8 @@ class DistillationConfig(CheckedSettings):
     )
     opd_teacher_url: list[str] | None = arg(
         None,
-        "SGLang servers of the teacher, http://host:port each, with the policy's tokenizer. Default: --rm-url, as slime spells it.",
+        "SGLang servers of the teacher, http://host:port each, with the policy's tokenizer. "
+        "Default: --rm-url, as slime spells it.",
         nargs="+",
         needs="use_opd",
         excludes="opd_type=megatron|opd_type=self",

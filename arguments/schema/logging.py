@@ -34,10 +34,10 @@ class LoggingConfig(CheckedSettings):
     tracker: list[str] = arg(
         [],
         "Additional trackers for metrics, settings and the plot; jsonl and tensorboard (see "
-        "--no-tensorboard) are always written. A tracker that fails or hangs is "
-        "reported once, and the run continues. Packages: pip install 'slime_like[wandb]', [mlflow], [trackio].",
+        "--no-tensorboard) are always written. A tracker that fails or hangs is reported once, "
+        "and the run continues. Packages: pip install 'slime_like[wandb]', [mlflow], [trackio].",
         nargs="+",
-    )  # fmt: skip
+    )
     tracker_project: str | None = arg(
         None,
         "Project (MLflow: experiment) of the trackers; default slime_like.",
@@ -52,7 +52,8 @@ class LoggingConfig(CheckedSettings):
     use_wandb: bool = arg(False, "As --tracker wandb.")
     wandb_mode: str | None = arg(
         None,
-        "Mode of W&B; default WANDB_MODE, else online. offline: files in the output folder, for wandb sync.",
+        "Mode of W&B; default WANDB_MODE, else online. offline: files in the output folder, for "
+        "wandb sync.",
         choices=("online", "offline", "disabled"),
     )
     wandb_team: str | None = arg(None, "Entity of W&B.")

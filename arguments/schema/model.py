@@ -17,8 +17,8 @@ class ModelConfig(CheckedSettings):
     )
     ref_load: str | None = arg(
         None,
-        "Folder of the reference model: a Hugging Face model, or checkpoints (--save) of the same shape. Needed by --use-kl-loss and "
-        "--kl-coef; usually the same as --hf-checkpoint.",
+        "Folder of the reference model: a Hugging Face model, or checkpoints (--save) of the same "
+        "shape. Needed by --use-kl-loss and --kl-coef; usually the same as --hf-checkpoint.",
     )
     ref_ckpt_step: int | None = arg(
         None,
@@ -28,8 +28,7 @@ class ModelConfig(CheckedSettings):
     ref_offload: bool = arg(
         False,
         "Keep the reference model's weights in host memory (a memory-mapped file without a GPU) "
-        "and swap them with the policy's for a forward "
-        "pass, so that no second model is resident.",
+        "and swap them with the policy's for a forward pass, so that no second model is resident.",
         needs="ref_load",
     )
     ref_update_interval: int | None = arg(
@@ -43,18 +42,17 @@ class ModelConfig(CheckedSettings):
     only_train_params_name_list: list[str] = arg(
         [],
         "Regular expressions: train only the policy parameters with a name that matches (search) "
-        "one of them, e.g. mlp.experts or "
-        "layers\\.0\\.; layers and experts have global indices.",
+        "one of them, e.g. mlp.experts or layers\\.0\\.; layers and experts have global indices.",
         nargs="+",
         excludes=("freeze_params_name_list", "lora_rank"),
-    )  # fmt: skip
+    )
     freeze_params_name_list: list[str] = arg(
         [],
         "Regular expressions: freeze the policy parameters with a name that matches (search) one "
         "of them, e.g. embedding output_layer.",
         nargs="+",
         excludes="lora_rank",
-    )  # fmt: skip
+    )
     transformer_impl: str = arg(
         "auto",
         "Layer implementation. auto: Transformer Engine if it is installed and CUDA is available, "
@@ -96,15 +94,15 @@ class GPTModelConfig:
     )
     custom_model_provider_path: str | None = arg(
         None,
-        "module.function or file.py:function that builds the policy's network, and the reference model's: function(pre_process, post_process, "
-        "vp_stage=None) returns a GPTModel, made with slime_like.compat.slime.api.model_settings().",
+        "module.function or file.py:function that builds the policy's network, and the reference "
+        "model's: function(pre_process, post_process, vp_stage=None) returns a GPTModel, made "
+        "with slime_like.compat.slime.api.model_settings().",
         excludes=("lora_rank", "mtp_num_layers"),
-    )  # fmt: skip
+    )
     mtp_num_layers: int | None = arg(
         None,
         "Multi-token prediction (MTP) layers to train with the policy, as many as --hf-checkpoint "
-        "has; they are saved and synced to the "
-        "servers. Without this flag they stay unchanged.",
+        "has; they are saved and synced to the servers. Without this flag they stay unchanged.",
         legal=AT_LEAST_ONE,
         excludes="lora_rank",
     )

@@ -1,4 +1,4 @@
-"""Learning-rate and weight-decay schedule. The optimizer itself is megatron-core's OptimizerConfig."""
+"""Learning-rate and weight-decay schedules. The optimizer is megatron-core's OptimizerConfig."""
 
 from __future__ import annotations
 

@@ -53,8 +53,7 @@ class ParallelConfig(CheckedSettings):
     heartbeat_timeout_s: float = arg(
         120.0,
         "End the run if a rank sends no heartbeat for this long (process stopped, host lost), "
-        "printing the stacks of the others. A slow rank "
-        "still sends heartbeats. 0: off.",
+        "printing the stacks of the others. A slow rank still sends heartbeats. 0: off.",
         legal=NON_NEGATIVE,
     )
 

@@ -13,8 +13,7 @@ class PreflightConfig(CheckedSettings):
     preflight: bool = arg(
         False,
         "Check the command line, report each rank's memory and communication in the planned job, "
-        "and exit; needs no GPU and no process group. "
-        "Exit status: 0 fits, 1 does not.",
+        "and exit; needs no GPU and no process group. Exit status: 0 fits, 1 does not.",
     )
     preflight_world_size: int | None = arg(
         None,

@@ -11,7 +11,8 @@ from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, CheckedSetti
 class ProfilingConfig(CheckedSettings):
     profile: bool = arg(
         False,
-        "Trace the rollouts after --profile-step-start with torch.profiler, to profile/ in the output folder; ui.perfetto.dev opens the files.",
+        "Trace the rollouts after --profile-step-start with torch.profiler, to profile/ in the "
+        "output folder; ui.perfetto.dev opens the files.",
         aliases=("--use-pytorch-profiler",),
     )
     profile_step_start: int = arg(
@@ -43,8 +44,8 @@ class ProfilingConfig(CheckedSettings):
     record_memory_history: bool = arg(
         False,
         "Record GPU allocations with their stacks, and write a snapshot when a rank runs out of "
-        "memory and at the end of the run (see "
-        "--memory-snapshot-num-steps); pytorch.org/memory_viz opens the files.",
+        "memory and at the end of the run (see --memory-snapshot-num-steps); "
+        "pytorch.org/memory_viz opens the files.",
     )
     memory_snapshot_path: str = arg(
         "snapshot.pickle",
@@ -66,7 +67,6 @@ class ProfilingConfig(CheckedSettings):
     device_peak_tflops: float | None = arg(
         None,
         "Peak TFLOP/s of one trainer device, the denominator of perf/mfu. Default: the dense bf16 "
-        "peak of the GPU's data sheet, by its name; "
-        "none for a CPU.",
+        "peak of the GPU's data sheet, by its name; none for a CPU.",
         legal=POSITIVE,
     )

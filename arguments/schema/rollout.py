@@ -47,19 +47,17 @@ class RolloutConfig(CheckedSettings):
     renormalize_sampled_log_probs: bool = arg(
         False,
         "With --rollout-top-k or --rollout-top-p: normalise log-probs and entropy of rollout "
-        "engine, policy, reference and teacher over the sampling "
-        "mask (the tokens kept by top-k and top-p), which the engine returns with each sample. "
-        "Costs 4 bytes per row and token of the largest mask in "
-        "a micro-batch; --rollout-top-k bounds the mask of --rollout-top-p.",
+        "engine, policy, reference and teacher over the sampling mask (the tokens kept by top-k "
+        "and top-p), which the engine returns with each sample. Costs 4 bytes per row and token "
+        "of the largest mask in a micro-batch; --rollout-top-k bounds the mask of --rollout-top-p.",
         needs="rollout_top_p<1|rollout_top_k>0",
         excludes=("loss_type=sft_loss", "rollout_engine=sglang"),
     )
     use_rollout_routing_replay: bool = arg(
         False,
         "MoE router replay (R3): route each token to the experts that the rollout engine used, in "
-        "the old-log-prob forward pass and in the update; "
-        "metrics have the fraction of tokens where the router would choose others. "
-        "--use-routing-replay has no further effect.",
+        "the old-log-prob forward pass and in the update; metrics have the fraction of tokens "
+        "where the router would choose others. --use-routing-replay has no further effect.",
         needs="@experts",
         excludes="loss_type=sft_loss",
     )
@@ -89,7 +87,8 @@ class RewardConfig(CheckedSettings):
     )
     custom_rm_path: str | None = arg(
         None,
-        "module.function or file.py:function of your own reward, called as function(args, sample), sync or async.",
+        "module.function or file.py:function of a custom reward, called as function(args, "
+        "sample), sync or async.",
     )
     reward_key: str | None = arg(
         None, "Key of the reward to train on, if the reward function returns a dict."

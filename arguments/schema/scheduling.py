@@ -18,10 +18,10 @@ class SchedulingConfig(CheckedSettings):
     )
     dynamic_sampling_filter_path: str | None = arg(
         None,
-        "module.function or file.py:function that decides whether a graded group is kept, called as function(args, samples); more prompts are "
-        "drawn to replace dropped groups. slime's "
-        "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std (DAPO) and its "
-        "check_reward_nonzero_std_with_fallback are built in.",
+        "module.function or file.py:function that decides whether a graded group is kept, called "
+        "as function(args, samples); more prompts are drawn to replace dropped groups. slime's "
+        "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std (DAPO) and "
+        "its check_reward_nonzero_std_with_fallback are built in.",
     )
     max_num_gen_batches: int = arg(
         20,
@@ -43,35 +43,34 @@ class SchedulingConfig(CheckedSettings):
     rollout_slice_len: int | None = arg(
         None,
         "Tokens generated per round, after which finished groups are counted; responses depend on "
-        "this value. Default: generate to the end; with "
-        "--partial-rollout on the local engine, an eighth of --rollout-max-response-len.",
+        "this value. Default: generate to the end; with --partial-rollout on the local engine, an "
+        "eighth of --rollout-max-response-len.",
         legal=AT_LEAST_ONE,
     )
     rollout_time_limit_s: float | None = arg(
         None,
         "Servers: seconds after a draw of prompts when unfinished responses are truncated, as if "
-        "they had reached --rollout-max-response-len. "
-        "Default: no limit.",
+        "they had reached --rollout-max-response-len. Default: no limit.",
         legal=POSITIVE,
     )
     buffer_filter_path: str | None = arg(
         None,
         "module.function or file.py:function that selects groups from the buffer of unfinished "
-        "ones, called as "
-        "function(args, rollout_id, buffer, num_samples); default: the oldest first.",
+        "ones, called as function(args, rollout_id, buffer, num_samples); default: the oldest "
+        "first.",
         needs="partial_rollout|rollout_function_path",
     )
     rollout_sample_filter_path: str | None = arg(
         None,
-        "module.function or file.py:function called as function(args, groups) with the groups of a "
-        "rollout; a sample for which it sets "
-        "remove_sample counts in its group's advantages but is not trained on.",
+        "module.function or file.py:function called as function(args, groups) with the groups of "
+        "a rollout; a sample for which it sets remove_sample counts in its group's advantages but "
+        "is not trained on.",
     )
     custom_generate_function_path: str | None = arg(
         None,
-        "module.function or file.py:function that generates each response, e.g. with several turns "
-        "or tools: async function(model, episode), or "
-        "slime's async function(args, sample, sampling_params).",
+        "module.function or file.py:function that generates each response, e.g. with several "
+        "turns or tools: async function(model, episode), or slime's async function(args, sample, "
+        "sampling_params).",
     )
     custom_generate_timeout_s: float = arg(
         1800.0,
@@ -82,22 +81,22 @@ class SchedulingConfig(CheckedSettings):
     rollout_function_path: str | None = arg(
         None,
         "module.function or file.py:function that generates a rollout, with slime's signature: "
-        "function(args, rollout_id, data_source, "
-        "evaluation=False), on rank 0. It draws prompts from data_source and returns "
-        "--rollout-batch-size groups; it is then responsible for "
+        "function(args, rollout_id, data_source, evaluation=False), on rank 0. It draws prompts "
+        "from data_source and returns --rollout-batch-size groups; it is then responsible for "
         "over-sampling, filters and partial rollouts. "
         "slime.rollout.sglang_rollout.generate_rollout stands for the default.",
     )
     data_source_path: str | None = arg(
         None,
         "module.Class or file.py:Class of a data source in place of --prompt-data, with slime's "
-        "interface, on rank 0: Class(args), with "
-        "get_samples(num_samples), add_samples(samples), save(rollout_id), load(rollout_id) and len().",
+        "interface, on rank 0: Class(args), with get_samples(num_samples), add_samples(samples), "
+        "save(rollout_id), load(rollout_id) and len().",
         excludes="load_debug_rollout_data",
-    )  # fmt: skip
+    )
     eval_function_path: str | None = arg(
         None,
-        "As --rollout-function-path, for evaluations, with evaluation=True; default: --rollout-function-path.",
+        "As --rollout-function-path, for evaluations, with evaluation=True; default: "
+        "--rollout-function-path.",
     )
     rollout_function_timeout_s: float = arg(
         3600.0,
@@ -114,8 +113,7 @@ class SchedulingConfig(CheckedSettings):
     max_staleness: int | None = arg(
         None,
         "With --async-rollout: maximum staleness of a token in weight versions, and number of "
-        "rollouts sampled ahead; 0 is equivalent to "
-        "synchronous sampling. Default: 1.",
+        "rollouts sampled ahead; 0 is equivalent to synchronous sampling. Default: 1.",
         legal=NON_NEGATIVE,
         needs="async_rollout",
     )

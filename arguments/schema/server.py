@@ -29,8 +29,7 @@ class ServerConfig(CheckedSettings):
     allowed_hosts: list[str] | None = arg(
         None,
         "Without --api-key-file: additional names allowed in Host and Origin headers; loopback "
-        "names "
-        "and --host are always allowed.",
+        "names and --host are always allowed.",
         nargs="+",
     )
     server_dir: str = arg(
@@ -63,15 +62,13 @@ class ServerConfig(CheckedSettings):
     max_resident_models: int | None = arg(
         None,
         "Fully trained models kept on the device; others are offloaded to host memory and swapped "
-        "in on request. "
-        "Default: all.",
+        "in on request. Default: all.",
         legal=AT_LEAST_ONE,
     )
     max_resident_adapters: int | None = arg(
         None,
         "Adapters kept on the device with weights, gradients and optimizer state; others are "
-        "offloaded to host memory and swapped in on request. "
-        "Default: all.",
+        "offloaded to host memory and swapped in on request. Default: all.",
         legal=AT_LEAST_ONE,
     )
     max_snapshots: int = arg(

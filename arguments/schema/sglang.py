@@ -16,10 +16,12 @@ class SglangConfig(CheckedSettings):
         nargs="+",
     )
     rollout_num_gpus: int | None = arg(
-        None, "GPUs for servers that this run starts on its nodes, after the trainer's GPUs there. Without a GPU: number of server processes. "
-        "Default with --colocate: all GPUs of the trainer.",
+        None,
+        "GPUs for servers that this run starts on its nodes, after the trainer's GPUs there. "
+        "Without a GPU: number of server processes. Default with --colocate: all GPUs of the "
+        "trainer.",
         legal=AT_LEAST_ONE,
-    )  # fmt: skip
+    )
     rollout_num_gpus_per_engine: int = arg(
         1, "GPUs of each of these servers: its tensor-parallel size.", legal=AT_LEAST_ONE
     )
@@ -89,13 +91,14 @@ class SglangConfig(CheckedSettings):
     )
     update_weight_transport: str | None = arg(
         None,
-        "How weights reach the servers; default: with --colocate cuda_ipc (without a GPU: tensor), else broadcast.",
+        "How weights reach the servers; default: with --colocate cuda_ipc (without a GPU: "
+        "tensor), else broadcast.",
     )
     update_weight_mode: str = arg(
         "full",
         "full: send all weights. delta: send only the bits that changed since the last update, "
-        "which each node applies to its own checkpoint; lossless, "
-        "needs --update-weight-transport disk.",
+        "which each node applies to its own checkpoint; lossless, needs --update-weight-transport "
+        "disk.",
         choices=("full", "delta"),
     )
     update_weight_local_checkpoint_dir: str | None = arg(
@@ -136,15 +139,14 @@ class SglangConfig(CheckedSettings):
     no_update_weight_copy: bool = arg(
         False,
         "With --update-weight-transport broadcast: keep no copy of the weights in rank 0's host "
-        "memory; every rank then sends its own weights. "
-        "A restarted or late server gets no requests until the next update.",
+        "memory; every rank then sends its own weights. A restarted or late server gets no "
+        "requests until the next update.",
     )
     check_weight_update_equal: bool = arg(
         False,
         "Check every weight update, not only the first: servers must have equal checksums, and "
-        "trainer and servers equal log-probs of freshly sampled "
-        "tokens. Before the first update the servers' weights are overwritten with noise, so that "
-        "a missing weight is detected.",
+        "trainer and servers equal log-probs of freshly sampled tokens. Before the first update "
+        "the servers' weights are overwritten with noise, so that a missing weight is detected.",
     )
     sglang_server_flags: dict[str, object] | None = arg(
         None,

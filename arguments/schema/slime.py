@@ -15,11 +15,10 @@ class SlimeConfig(CheckedSettings):
     actor_num_nodes: int | None = arg(
         None,
         "slime: nodes of the trainer. Times --actor-num-gpus-per-node it must equal the number of "
-        "torchrun processes. Either flag selects "
-        "slime's defaults: --bf16, --use-distributed-optimizer, one sample per prompt, SGLang "
-        "servers.",
+        "torchrun processes. Either flag selects slime's defaults: --bf16, "
+        "--use-distributed-optimizer, one sample per prompt, SGLang servers.",
         legal=AT_LEAST_ONE,
-    )  # fmt: skip
+    )
     actor_num_gpus_per_node: int | None = arg(
         None, "slime: processes of the trainer on each node.", legal=AT_LEAST_ONE
     )
@@ -40,10 +39,9 @@ class SlimeConfig(CheckedSettings):
     rollout_max_context_len: int | None = arg(
         None,
         "slime: maximum tokens of prompt and response. Prompts leave room for at least one token, "
-        "unless --rollout-max-prompt-len is given; user "
-        "functions find the value in args.",
+        "unless --rollout-max-prompt-len is given; user functions find the value in args.",
         legal=POSITIVE,
-    )  # fmt: skip
+    )
     custom_config_path: str | None = arg(
         None,
         "slime: a YAML file with keys that override flags of the same names in the args of user "

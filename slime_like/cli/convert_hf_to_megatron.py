@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
 def layout_of(chosen: argparse.Namespace, hf: HfModel, world: int) -> ParallelConfig:
     """The layout of the conversion. Raises ConfigError if sizes do not divide the network or the
     number of processes."""
-    from arguments.rules.network import CutNetwork, layout_problems
+    from arguments.rules.network import ShardedNetwork, layout_problems
     from slime_like.config import ConfigError, SettingsError
     from slime_like.conversion.meta_model import conversion_layout
 
@@ -86,7 +86,7 @@ def layout_of(chosen: argparse.Namespace, hf: HfModel, world: int) -> ParallelCo
         )
     except SettingsError as error:
         raise ConfigError(error.problems) from error  # it names flags
-    if problems := layout_problems(CutNetwork(parallel, hf.transformer, world)):
+    if problems := layout_problems(ShardedNetwork(parallel, hf.transformer, world)):
         raise ConfigError(problems)
     return parallel
 

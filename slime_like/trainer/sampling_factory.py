@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from arguments.rules.data import server_url
+from arguments.rules.distillation import server_url
 from arguments.rules.scheduling import OWN_ROLLOUT
 from arguments.run_config import RunConfig
 from slime_like.advantages import TokenEstimator, advantage_estimators

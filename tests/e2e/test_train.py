@@ -222,7 +222,7 @@ def test_rollout_only(server: TrainServer, work: Workspace, whole: Path, tmp_pat
     assert (
         refused.status == 2
         and "--save" in refused.err
-        and "contradicts --debug-rollout-only" in refused.err
+        and "conflicts with --debug-rollout-only" in refused.err
     )
 
 

@@ -159,17 +159,17 @@ def test_flags_that_agree_with_the_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--num-layers", "3"], "--num-layers: 3 disagrees with --hf-checkpoint's 4"),
+        (["--num-layers", "3"], "--num-layers: 3 conflicts with --hf-checkpoint's 4"),
         (
             ["--norm-epsilon", "1e-5"],
-            "--norm-epsilon: 1e-05 disagrees with --hf-checkpoint's 1e-06",
+            "--norm-epsilon: 1e-05 conflicts with --hf-checkpoint's 1e-06",
         ),
-        (["--rotary-base", "500"], "--rotary-base: 500.0 disagrees with --hf-checkpoint's 10000.0"),
-        (["--squared-relu"], "--squared-relu: disagrees with --hf-checkpoint's gated silu"),
-        (["--qk-layernorm"], "--qk-layernorm: True disagrees with --hf-checkpoint's False"),
-        (["--add-bias-linear"], "--add-bias-linear: True disagrees with --hf-checkpoint's False"),
-        (["--untie-embeddings-and-output-weights"], "True disagrees with --hf-checkpoint's False"),
-        (["--vocab-size", "321"], "--vocab-size: 321 disagrees with --hf-checkpoint's 320"),
+        (["--rotary-base", "500"], "--rotary-base: 500.0 conflicts with --hf-checkpoint's 10000.0"),
+        (["--squared-relu"], "--squared-relu: conflicts with --hf-checkpoint's gated silu"),
+        (["--qk-layernorm"], "--qk-layernorm: True conflicts with --hf-checkpoint's False"),
+        (["--add-bias-linear"], "--add-bias-linear: True conflicts with --hf-checkpoint's False"),
+        (["--untie-embeddings-and-output-weights"], "True conflicts with --hf-checkpoint's False"),
+        (["--vocab-size", "321"], "--vocab-size: 321 conflicts with --hf-checkpoint's 320"),
     ],
 )
 def test_flags_that_disagree_with_the_checkpoint(
@@ -196,7 +196,7 @@ def test_the_reference_has_the_shape_of_the_policy(tmp_path: Path) -> None:
     other.mkdir()
     ref = write_files(other, num_hidden_layers=2)["hf"]
     found = problems_of(complete(tmp_path, "--use-kl-loss", "--ref-load", ref))
-    assert [p.flag for p in found] == ["--ref-load"] and "num_layers 2 (there: 4)" in found[
+    assert [p.flag for p in found] == ["--ref-load"] and "num_layers 2 (expected: 4)" in found[
         0
     ].message
     write_files(other)
@@ -430,9 +430,7 @@ def test_each_program_shows_the_flags_that_it_takes(tmp_path: Path) -> None:
     )
     for flag in ("--lr", "--prompt-data", "--sapo-tau-pos", "--ref-load"):
         assert f"  {flag} " not in shown["server"]
-        with pytest.raises(
-            ConfigError, match=f"{flag}\\b.*(setting of train.py|told by the client)"
-        ):
+        with pytest.raises(ConfigError, match=f"{flag}\\b.*(flag of train.py|set by the client)"):
             parse_args(["--hf-checkpoint", str(tmp_path), flag, "1"], 1, parse.SERVER)
 
 

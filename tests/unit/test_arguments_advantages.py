@@ -26,12 +26,12 @@ def test_every_estimator_by_flag(tmp_path: Path, name: str) -> None:
     whitened = "" if name == "gdpo" else "--normalize-advantages"  # it normalises by itself
     if isinstance(advantage_estimators.get(name), TurnEstimator):
         (found,) = problems_of(tmp_path, f"--advantage-estimator {name}")
-        assert "gives credit to the answers of agents; add --agent-function-path" in str(found)
+        assert "--agent-function-path" in str(found)
         whitened += " --agent-command true --use-dynamic-batch-size --max-tokens-per-gpu 99"
     config = parse(tmp_path, f"--advantage-estimator {name} {whitened}")
     assert config.algorithm.advantage_estimator == name
     assert config.algorithm.normalize_advantages == ("--normalize-advantages" in whitened)
-    assert all(warning.startswith("gdpo without") for warning in config.warnings)
+    assert all("without --gdpo-reward-keys" in warning for warning in config.warnings)
 
 
 def test_the_table_is_complete() -> None:
@@ -95,33 +95,33 @@ PARTS = (
 # name of the rule, or "" for what reading finds; flags; the flag that is named; words
 REFUSED = [
     (
-        "whitening_is_on",
+        "check_whitening",
         "--advantage-estimator reinforce_plus_plus",
         "--normalize-advantages",
         "--advantage-estimator reinforce_plus_plus",
     ),
     (
-        "whitening_is_on",
+        "check_whitening",
         "--advantage-estimator reinforce_plus_plus_baseline",
         "--normalize-advantages",
         "reinforce_plus_plus_baseline",
     ),
     (
-        "normalised_twice",
+        "check_gdpo_normalization",
         "--advantage-estimator gdpo --normalize-advantages",
         "--normalize-advantages",
         "normalises over the rollout itself",
     ),
     (
-        "parts_and_weights",
+        "check_gdpo_rewards",
         PARTS + "--gdpo-reward-weights 1",
         "--gdpo-reward-weights",
         "must be 2 numbers",
     ),
-    ("parts_and_weights", PARTS + "a", "--gdpo-reward-keys", "names a key twice"),
+    ("check_gdpo_rewards", PARTS + "a", "--gdpo-reward-keys", "duplicate keys"),
     ("", PARTS.replace("gdpo ", "grpo ", 1), "--gdpo-reward-keys", "--advantage-estimator gdpo"),
     (
-        "parts_and_weights",
+        "check_gdpo_rewards",
         PARTS.replace("--reward-key a", ""),
         "--gdpo-reward-keys",
         "--reward-key",
@@ -129,10 +129,10 @@ REFUSED = [
     ("", PARTS + "--kl-coef 0.1 --ref-load {folder}/hf", "--gdpo-reward-keys", "--kl-coef"),
     ("", "--gdpo-reward-weights 1 2", "--gdpo-reward-weights", "--gdpo-reward-keys"),
     (
-        "energies_need_a_forward_pass",
+        "check_energies",
         "--advantage-estimator otb --use-rollout-logprobs",
         "--use-rollout-logprobs",
-        "needs the trainer's own probabilities",
+        "--advantage-estimator otb",
     ),
     ("", "--kl-ctrl-type adaptive", "--kl-ctrl-type", "without --kl-coef"),
     ("", "--use-kl-in-reward", "--use-kl-in-reward", "--kl-coef"),
@@ -165,7 +165,7 @@ def test_every_rule_is_broken_somewhere() -> None:
             "--advantage-estimator otb --singleton-advantage reward",
             "--singleton-advantage reward has no effect with --advantage-estimator otb",
         ),
-        ("--advantage-estimator gdpo", "gdpo without --gdpo-reward-keys has one reward"),
+        ("--advantage-estimator gdpo", "without --gdpo-reward-keys"),
         (
             "--advantage-estimator ppo --lambd 0.9 --value-lambd 1 --lambd-length-alpha 0.05",
             "--lambd has no effect with both",

@@ -1,4 +1,4 @@
-"""Flags of agents: what does not go with them is named."""
+"""Flags of agents: what cannot be combined with them is named."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ BASE = "--agent-function-path asyncio.sleep --use-dynamic-batch-size --max-token
 COMMAND = "--use-dynamic-batch-size --max-tokens-per-gpu 512 --agent-command"
 # name of the rule, flags that are added, the flag that is named, words of the message
 CASES = [
-    ("agents_play", "--agent-function-path json.dumps --use-dynamic-batch-size --max-tokens-per-gpu 512", "--agent-function-path", "must be an async function"),
-    ("agents_play", "--agent-function-path json.nothing --use-dynamic-batch-size --max-tokens-per-gpu 512", "--agent-function-path", "has no 'nothing'"),
-    ("agents_play", "--loss-type sft_loss --agent-command x", "--agent-command", "samples no rollouts"),
-    ("agents_play", f"{COMMAND} \"'\"", "--agent-command", "is no command line"),
-    ("agents_play", f"{COMMAND} ''", "--agent-command", "must name a program"),
-    ("agents_play", "--agent-worker-keys none --use-dynamic-batch-size --max-tokens-per-gpu 512", "--agent-port", "workers must know it"),
-    ("agents_play", "--agent-worker-keys none --agent-port 4000 --use-dynamic-batch-size --max-tokens-per-gpu 512", "--agent-worker-keys", "cannot be read"),
-    ("agents_play", "--agent-environment gymnasium:Nothing-v1 --use-dynamic-batch-size --max-tokens-per-gpu 512", "--agent-environment", "Nothing"),
-    ("agents_play", "--agent-environment json.nothing --use-dynamic-batch-size --max-tokens-per-gpu 512", "--agent-environment", "has no 'nothing'"),
-    ("agents_play", "--loss-type sft_loss --agent-environment single_turn", "--agent-environment", "samples no rollouts"),
+    ("check_agent_settings", "--agent-function-path json.dumps --use-dynamic-batch-size --max-tokens-per-gpu 512", "--agent-function-path", "must be an async function"),
+    ("check_agent_settings", "--agent-function-path json.nothing --use-dynamic-batch-size --max-tokens-per-gpu 512", "--agent-function-path", "has no 'nothing'"),
+    ("check_agent_settings", "--loss-type sft_loss --agent-command x", "--agent-command", "samples no rollouts"),
+    ("check_agent_settings", f"{COMMAND} \"'\"", "--agent-command", "not a valid command line"),
+    ("check_agent_settings", f"{COMMAND} ''", "--agent-command", "must name a program"),
+    ("check_agent_settings", "--agent-worker-keys none --use-dynamic-batch-size --max-tokens-per-gpu 512", "--agent-port", "--agent-worker-keys"),
+    ("check_agent_settings", "--agent-worker-keys none --agent-port 4000 --use-dynamic-batch-size --max-tokens-per-gpu 512", "--agent-worker-keys", "cannot be read"),
+    ("check_agent_settings", "--agent-environment gymnasium:Nothing-v1 --use-dynamic-batch-size --max-tokens-per-gpu 512", "--agent-environment", "Nothing"),
+    ("check_agent_settings", "--agent-environment json.nothing --use-dynamic-batch-size --max-tokens-per-gpu 512", "--agent-environment", "has no 'nothing'"),
+    ("check_agent_settings", "--loss-type sft_loss --agent-environment single_turn", "--agent-environment", "samples no rollouts"),
     ("", f"{BASE} --agent-environment single_turn", "--agent-environment", "--agent-function-path"),
     ("", f"{BASE} --agent-worker-keys none", "--agent-worker-keys", "--agent-function-path"),
-    ("turns_need_agents", "--advantage-estimator grpo_turn", "--advantage-estimator", "gives credit to the answers of agents"),
+    ("check_turn_estimator", "--advantage-estimator grpo_turn", "--advantage-estimator", "--agent-function-path"),
     ("", "--observation-loss-coef 0.1", "--observation-loss-coef", "has no effect without"),
-    ("agents_exclude", "--agent-command x --micro-batch-size 4", "--use-dynamic-batch-size", "any number of sequences"),
-    ("agents_exclude", f"{BASE} --apply-chat-template", "--apply-chat-template", "makes its own messages"),
-    ("agents_exclude", f"{BASE} --partial-rollout --rollout-engine sglang --rollout-time-limit-s 9", "--rollout-time-limit-s", "its reward at its end"),
-    ("agents_exclude", f"{BASE} --partial-rollout --mask-offpolicy-in-partial-rollout", "--mask-offpolicy-in-partial-rollout", "as a whole"),
-    ("agents_exclude", f"{BASE} --partial-rollout --buffer-filter-path json.loads", "--buffer-filter-path", "for ever"),
-    ("agents_exclude", "--agent-worker-keys none --agent-port 4000 --use-dynamic-batch-size --max-tokens-per-gpu 512 --partial-rollout", "--agent-worker-keys", "nobody answers workers"),
-    ("agents_exclude", f"{BASE} --rollout-slice-len 4 --over-sampling-batch-size 64", "--rollout-slice-len", "in one piece"),
-    ("agents_exclude", f"{BASE} --policy-loss-type gspo", "--policy-loss-type", "how an episode is cut"),
-    ("agents_exclude", f"{BASE} --policy-loss-type gmpo", "--policy-loss-type", "how an episode is cut"),
-    ("agents_exclude", f"{BASE} --policy-loss-type sapo --sapo-ratio-level sequence", "--sapo-ratio-level", "how an episode is cut"),
-    ("agents_exclude", f"{BASE} --outlier-token-is-threshold-low 1e-4", "--outlier-token-is-threshold-low", "drops whole sequences"),
-    ("agents_exclude", f"{BASE} --outlier-token-is-threshold-high 100", "--outlier-token-is-threshold-high", "drops whole sequences"),
-    ("agents_exclude", f"{BASE} --opd-prefix-gamma 0.5", "--opd-prefix-gamma", "what came before it"),
-    ("agents_exclude", f"{BASE} --advantage-estimator otb", "--advantage-estimator", "have one reward"),
+    ("check_agent_compatibility", "--agent-command x --micro-batch-size 4", "--use-dynamic-batch-size", "any number of sequences"),
+    ("check_agent_compatibility", f"{BASE} --apply-chat-template", "--apply-chat-template", "cannot be combined with agents"),
+    ("check_agent_compatibility", f"{BASE} --partial-rollout --rollout-engine sglang --rollout-time-limit-s 9", "--rollout-time-limit-s", "--partial-rollout"),
+    ("check_agent_compatibility", f"{BASE} --partial-rollout --mask-offpolicy-in-partial-rollout", "--mask-offpolicy-in-partial-rollout", "as a whole"),
+    ("check_agent_compatibility", f"{BASE} --partial-rollout --buffer-filter-path json.loads", "--buffer-filter-path", "--partial-rollout"),
+    ("check_agent_compatibility", "--agent-worker-keys none --agent-port 4000 --use-dynamic-batch-size --max-tokens-per-gpu 512 --partial-rollout", "--agent-worker-keys", "--partial-rollout"),
+    ("check_agent_compatibility", f"{BASE} --rollout-slice-len 4 --over-sampling-batch-size 64", "--rollout-slice-len", "without --partial-rollout"),
+    ("check_agent_compatibility", f"{BASE} --policy-loss-type gspo", "--policy-loss-type", "how an episode is split"),
+    ("check_agent_compatibility", f"{BASE} --policy-loss-type gmpo", "--policy-loss-type", "how an episode is split"),
+    ("check_agent_compatibility", f"{BASE} --policy-loss-type sapo --sapo-ratio-level sequence", "--sapo-ratio-level", "how an episode is split"),
+    ("check_agent_compatibility", f"{BASE} --outlier-token-is-threshold-low 1e-4", "--outlier-token-is-threshold-low", "masks whole sequences"),
+    ("check_agent_compatibility", f"{BASE} --outlier-token-is-threshold-high 100", "--outlier-token-is-threshold-high", "masks whole sequences"),
+    ("check_agent_compatibility", f"{BASE} --opd-prefix-gamma 0.5", "--opd-prefix-gamma", "how an episode is split"),
+    ("check_agent_compatibility", f"{BASE} --advantage-estimator otb", "--advantage-estimator", "an episode share one"),
     ("", f"{BASE} --custom-generate-function-path asyncio.sleep", "--agent-function-path", "--custom-generate-function-path"),
     ("", "--agent-timeout-s 3", "--agent-timeout-s", "has no effect without"),
 ]  # fmt: skip
@@ -82,7 +82,7 @@ def test_sglangs_parsers_need_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyP
     line = complete(tmp_path, *BASE.split(), "--agent-tool-format", "sglang:qwen25")
     monkeypatch.setattr("arguments.rules.agents.find_spec", lambda name: None)
     (found,) = problems_of(line, 1)
-    assert found.flag == "--agent-tool-format" and "needs the package sglang" in str(found)
+    assert found.flag == "--agent-tool-format" and "requires the package sglang" in str(found)
     monkeypatch.setattr("arguments.rules.agents.find_spec", lambda name: object())
     assert parse_args(line, 1).agents.agent_tool_format == "sglang:qwen25"
 

@@ -116,9 +116,9 @@ def test_a_critic_to_start_from(tmp_path: Path, suffix: str) -> None:
     [
         (
             {"num_hidden_layers": 2},
-            "is shaped otherwise than --hf-checkpoint: num_layers 2 (there: 4)",
+            "has another shape than --hf-checkpoint: num_layers 2 (expected: 4)",
         ),
-        ({"rope_theta": 5000.0}, "rotary_base 5000.0 (there: 10000.0)"),
+        ({"rope_theta": 5000.0}, "rotary_base 5000.0 (expected: 10000.0)"),
         ({"architectures": ["Qwen2ForQuestionAnswering"]}, "LlamaForCausalLM, "),
     ],
 )
@@ -137,15 +137,15 @@ def test_a_value_model_is_no_policy(tmp_path: Path) -> None:
 VALUES = {"lambd": 0.9, "critic_min_lr": 1e-6, "critic_sequence_parallel": ""}
 # name of the rule, or "" for what reading finds; flags; the flag that is named; words
 REFUSED = [
-    *(("", f"--{name.replace('_', '-')} {VALUES.get(name, 1)}", f"--{name.replace('_', '-')}", "goes with --advantage-estimator ppo only")
+    *(("", f"--{name.replace('_', '-')} {VALUES.get(name, 1)}", f"--{name.replace('_', '-')}", "only valid with --advantage-estimator ppo")
       for name in ("lambd", "value_lambd", "lambd_length_alpha", *(f.name for c in (CriticConfig, ValueLossConfig) for f in dataclasses.fields(c)))),
-    ("critic_learning_rate", PPO + "--critic-lr 1e-4 --critic-min-lr 2e-4", "--critic-min-lr", "must not be above --critic-lr 0.0001"),
-    ("critic_learning_rate", PPO + "--critic-min-lr 2e-4", "--critic-min-lr", "must not be above --lr 1e-05"),
-    ("critic_warmup", PPO + "--critic-lr-warmup-iters 9 --lr-decay-iters 9", "--critic-lr-warmup-iters", "must be below --lr-decay-iters 9"),
-    ("critic_only_steps", PPO + "--num-critic-only-steps 3", "--num-critic-only-steps", "more than the 2 rollouts"),
-    ("critic_source", PPO + "--critic-load {folder}/none", "--critic-load", "no such folder"),
-    ("critic_source", PPO + "--critic-load {folder}", "--critic-load", "holds neither checkpoints nor"),
-    ("", PPO + "--critic-save {folder}/critic", "--critic-save", "part of every checkpoint in --save"),
+    ("check_critic_lr", PPO + "--critic-lr 1e-4 --critic-min-lr 2e-4", "--critic-min-lr", "must not be above --critic-lr 0.0001"),
+    ("check_critic_lr", PPO + "--critic-min-lr 2e-4", "--critic-min-lr", "must not be above --lr 1e-05"),
+    ("check_critic_warmup", PPO + "--critic-lr-warmup-iters 9 --lr-decay-iters 9", "--critic-lr-warmup-iters", "must be below --lr-decay-iters 9"),
+    ("check_critic_only_steps", PPO + "--num-critic-only-steps 3", "--num-critic-only-steps", "--num-rollout 2"),
+    ("check_critic_load", PPO + "--critic-load {folder}/none", "--critic-load", "no such folder"),
+    ("check_critic_load", PPO + "--critic-load {folder}", "--critic-load", "neither checkpoints nor"),
+    ("", PPO + "--critic-save {folder}/critic", "--critic-save", "in every checkpoint in --save"),
     ("", PPO + "--critic-lr 0", "--critic-lr", "must be > 0"),
     ("", PPO + "--value-lambd 1.1", "--value-lambd", "0 <= x <= 1"),
     ("", PPO + "--lambd-length-alpha 0", "--lambd-length-alpha", "must be > 0"),
@@ -153,8 +153,8 @@ REFUSED = [
     ("", PPO + "--value-clip 0", "--value-clip", "must be > 0"),
     ("", PPO + "--value-clip nan", "--value-clip", "finite number"),
     ("", PPO + "--value-loss-scale -1", "--value-loss-scale", "must be > 0"),
-    ("", PPO + "--critic-num-nodes 1", "--critic-num-nodes", "the critic is on the processes of the policy"),
-    ("", PPO + "--critic-num-gpus-per-node 1", "--critic-num-gpus-per-node", "the critic is on the processes of the policy"),
+    ("", PPO + "--critic-num-nodes 1", "--critic-num-nodes", "--critic-tensor-model-parallel-size"),
+    ("", PPO + "--critic-num-gpus-per-node 1", "--critic-num-gpus-per-node", "--critic-tensor-model-parallel-size"),
     ("", PPO + "--critic-tensor-parallel-size 1", "--critic-tensor-parallel-size", "did you mean --critic-tensor-model-parallel-size"),
     ("", PPO + "--critic-train-only", "--critic-train-only", "not implemented"),
 ]  # fmt: skip

@@ -192,44 +192,44 @@ def test_layer_patterns() -> None:
 TP2 = "--tensor-model-parallel-size 2"
 # rule, flags, processes, the flag that is named, words of the message
 CASES = [
-    ("expert_parallel_sizes", "--expert-model-parallel-size 3", 3, "--expert-model-parallel-size", "divisor of 8"),
-    ("expert_parallel_sizes", "--expert-model-parallel-size 4", 2, "--expert-model-parallel-size", "does not divide the 2 processes"),
-    ("expert_parallel_sizes", "--expert-tensor-parallel-size 5", 5, "--expert-tensor-parallel-size", "inner size 24"),
-    ("experts_need_sequence_parallel", TP2, 2, "--sequence-parallel", "is missing; experts with"),
+    ("check_expert_parallel_sizes", "--expert-model-parallel-size 3", 3, "--expert-model-parallel-size", "divisor of 8"),
+    ("check_expert_parallel_sizes", "--expert-model-parallel-size 4", 2, "--expert-model-parallel-size", "does not divide the 2 processes"),
+    ("check_expert_parallel_sizes", "--expert-tensor-parallel-size 5", 5, "--expert-tensor-parallel-size", "--moe-ffn-hidden-size 24"),
+    ("check_expert_sequence_parallel", TP2, 2, "--sequence-parallel", "required for experts with"),
     (
-        "experts_cut_otherwise_are_spread", f"{TP2} --sequence-parallel --expert-tensor-parallel-size 1", 2,
-        "--expert-tensor-parallel-size", "needs --expert-model-parallel-size above 1",
+        "check_expert_tensor_parallel", f"{TP2} --sequence-parallel --expert-tensor-parallel-size 1", 2,
+        "--expert-tensor-parallel-size", "requires --expert-model-parallel-size above 1",
     ),
-    ("experts_cut_otherwise_are_spread", "--expert-tensor-parallel-size 2", 2, "--expert-tensor-parallel-size", "gradients would be wrong"),
+    ("check_expert_tensor_parallel", "--expert-tensor-parallel-size 2", 2, "--expert-tensor-parallel-size", "--expert-model-parallel-size above 1"),
     (
-        "dispatcher_fits_the_pipeline", "--pipeline-model-parallel-size 2 --moe-token-dispatcher-type allgather", 2,
+        "check_token_dispatcher", "--pipeline-model-parallel-size 2 --moe-token-dispatcher-type allgather", 2,
         "--moe-token-dispatcher-type", "use alltoall",
     ),
-    ("expert_kernels_are_there", "--moe-grouped-gemm", 1, "--moe-grouped-gemm", "needs Transformer Engine"),
-    ("expert_kernels_are_there", "--moe-permute-fusion", 1, "--moe-permute-fusion", "needs Transformer Engine"),
-    ("balancing_is_complete", "--moe-aux-loss-coeff 0.1 0.2", 1, "--moe-aux-loss-coeff", "has words: 1"),
-    ("balancing_is_complete", "--moe-aux-loss-coeff -1", 1, "--moe-aux-loss-coeff", "must be >= 0"),
-    ("balancing_is_complete", "--moe-z-loss-coeff -1", 1, "--moe-z-loss-coeff", "must be >= 0"),
+    ("check_expert_kernels", "--moe-grouped-gemm", 1, "--moe-grouped-gemm", "requires Transformer Engine"),
+    ("check_expert_kernels", "--moe-permute-fusion", 1, "--moe-permute-fusion", "requires Transformer Engine"),
+    ("check_load_balancing", "--moe-aux-loss-coeff 0.1 0.2", 1, "--moe-aux-loss-coeff", "--moe-router-load-balancing-type"),
+    ("check_load_balancing", "--moe-aux-loss-coeff -1", 1, "--moe-aux-loss-coeff", "must be >= 0"),
+    ("check_load_balancing", "--moe-z-loss-coeff -1", 1, "--moe-z-loss-coeff", "must be >= 0"),
     (
-        "balancing_is_complete", "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1", 1,
+        "check_load_balancing", "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1", 1,
         "--moe-aux-loss-coeff", "has no effect with",
     ),
     (
-        "balancing_is_complete", "--moe-router-load-balancing-type none aux_loss --moe-aux-loss-coeff 0 0.1", 1,
+        "check_load_balancing", "--moe-router-load-balancing-type none aux_loss --moe-aux-loss-coeff 0 0.1", 1,
         "--moe-router-load-balancing-type", "cannot be combined",
     ),
-    ("routing_is_possible", "--moe-router-topk 4", 1, "--moe-router-topk", "disagrees with --hf-checkpoint's 2"),
-    ("routing_is_possible", "--moe-router-enable-expert-bias", 1, "--moe-router-enable-expert-bias", "which has none"),
-    ("replay_has_something_to_replay", "--use-routing-replay --use-rollout-logprobs", 1, "--use-routing-replay", "--use-rollout-logprobs leaves"),
+    ("check_router", "--moe-router-topk 4", 1, "--moe-router-topk", "conflicts with --hf-checkpoint's 2"),
+    ("check_router", "--moe-router-enable-expert-bias", 1, "--moe-router-enable-expert-bias", "which has none"),
+    ("check_routing_replay", "--use-routing-replay --use-rollout-logprobs", 1, "--use-routing-replay", "--use-rollout-logprobs"),
     (
         "", "--use-rollout-routing-replay --loss-type sft_loss", 1, "--use-rollout-routing-replay",
         "--loss-type sft_loss",
     ),
-    ("", "--num-experts 4", 1, "--num-experts", "disagrees with --hf-checkpoint's 8"),
+    ("", "--num-experts 4", 1, "--num-experts", "conflicts with --hf-checkpoint's 8"),
     ("", "--moe-shared-expert-intermediate-size 4", 1, "--moe-shared-expert-intermediate-size", "which has none"),
-    ("", "--moe-router-load-balancing-type sinkhorn", 1, "--moe-router-load-balancing-type", "not implemented yet"),
+    ("", "--moe-router-load-balancing-type sinkhorn", 1, "--moe-router-load-balancing-type", "not implemented"),
     ("", "--moe-layer-freq [1,2]", 1, "--moe-layer-freq", "must be a number, or a list"),
-    ("", "--moe-input-jitter-eps 0.1", 1, "--moe-input-jitter-eps", "not implemented yet"),
+    ("", "--moe-input-jitter-eps 0.1", 1, "--moe-input-jitter-eps", "not implemented"),
 ]  # fmt: skip
 
 
@@ -276,7 +276,7 @@ def test_settings_of_experts_in_a_dense_network(tmp_path: Path, flags: str, flag
 
 def test_every_rule_is_broken_somewhere() -> None:
     assert {rule.__name__ for rule in MOE_RULES} == {case[0] for case in CASES if case[0]} | {
-        "experts_are_there"
+        "check_dense_network"
     }
 
 
@@ -339,7 +339,7 @@ def test_modules_of_latent_attention(tmp_path: Path) -> None:
         (tmp_path / "hf" / "config.json").write_text(
             json.dumps({**DEEPSEEK_V3, "num_hidden_layers": 4, "q_lora_rank": rank})
         )
-        assert {p.value for p in problems_of(argv) if "is no module of" in p.message} == strange
+        assert {p.value for p in problems_of(argv) if "no such module in" in p.message} == strange
 
 
 def test_context_parallel_latent_attention_of_transformer_engine_is_a_warning(
@@ -352,7 +352,7 @@ def test_context_parallel_latent_attention_of_transformer_engine_is_a_warning(
     (tmp_path / "hf" / "config.json").write_text(
         json.dumps({**DEEPSEEK_V3, "num_hidden_layers": 4})
     )
-    words = "with multi-latent attention is proved with --transformer-impl local only"
+    words = "with multi-latent attention is tested with --transformer-impl local only"
     assert any(words in warning for warning in parse_args(argv, 2).warnings)
     local = parse_args([*argv, "--transformer-impl", "local"], 2)
     assert not any(words in warning for warning in local.warnings)

@@ -20,25 +20,25 @@ OFFLOADED = f"--bf16 {PRECISE} --optimizer-cpu-offload"
 GPU = dict(cuda=True)
 # rule, flags, machine, flag that is named, words
 CASES: list[tuple[str, str, dict[str, Any], str, str]] = [
-    ("types_of_optimizer_state", "--exp-avg-dtype bf16", {}, "--exp-avg-dtype", "needs --use-precision-aware-optimizer"),
-    ("types_of_optimizer_state", "--main-grads-dtype bf16", {}, "--main-grads-dtype", "needs --use-precision-aware-optimizer"),
-    ("types_of_optimizer_state", "--use-precision-aware-optimizer", {}, "--use-precision-aware-optimizer", "needs --use-distributed-optimizer"),
-    ("types_of_optimizer_state", f"{PRECISE} --optimizer sgd", {}, "--use-precision-aware-optimizer", "needs --optimizer adam"),
-    ("types_of_optimizer_state", f"{PRECISE} --lora-rank 4", {}, "--use-precision-aware-optimizer", "does not go with --lora-rank"),
-    ("types_of_optimizer_state", f"{PRECISE} --exp-avg-sq-dtype fp8", {}, "--exp-avg-sq-dtype", "legal values are: fp32, bf16"),
-    ("types_of_optimizer_state", f"{PRECISE} --main-params-dtype fp16", {}, "--main-params-dtype", "needs Transformer Engine"),
-    ("types_of_optimizer_state", PRECISE, dict(apex=True), "--use-precision-aware-optimizer", "takes Apex's"),
-    ("main_gradients_have_one_type", f"{PRECISE} --main-grads-dtype bf16", {}, "--main-grads-dtype", "needs --bf16"),
-    ("main_gradients_have_one_type", f"{PRECISE} --bf16 --main-grads-dtype bf16 --grad-reduce-in-fp32", {}, "--main-grads-dtype", "contradicts --grad"),
-    ("main_gradients_have_one_type", f"{PRECISE} --bf16 --main-grads-dtype fp32 --no-grad-reduce-in-fp32", {}, "--main-grads-dtype", "contradicts --no-"),
-    ("offloading_is_possible", "--optimizer-offload-fraction 0.5", {}, "--optimizer-offload-fraction", "no effect without"),
-    ("offloading_is_possible", "--no-pin-cpu-grads", {}, "--pin-cpu-grads", "no effect without"),
-    ("offloading_is_possible", "--bf16 --optimizer-cpu-offload", {}, "--optimizer-cpu-offload", "needs --use-precision-aware-optimizer"),
-    ("offloading_is_possible", f"{PRECISE} --optimizer-cpu-offload", {}, "--optimizer-cpu-offload", "needs --bf16"),
-    ("offloading_is_possible", f"{OFFLOADED} --no-decoupled-weight-decay", {}, "--decoupled-weight-decay", "must be on"),
-    ("offloading_is_possible", f"{OFFLOADED} --exp-avg-dtype bf16", {}, "--exp-avg-dtype", "keeps all of this in fp32"),
-    ("offloading_is_possible", f"{OFFLOADED} --optimizer-offload-fraction 0", {}, "--optimizer-offload-fraction", "must be above 0"),
-    ("offloading_is_possible", f"{OFFLOADED} --optimizer-offload-fraction 0.5", GPU, "--optimizer-offload-fraction", "only legal value is 1.0"),
+    ("check_optimizer_dtypes", "--exp-avg-dtype bf16", {}, "--exp-avg-dtype", "requires --use-precision-aware-optimizer"),
+    ("check_optimizer_dtypes", "--main-grads-dtype bf16", {}, "--main-grads-dtype", "requires --use-precision-aware-optimizer"),
+    ("check_optimizer_dtypes", "--use-precision-aware-optimizer", {}, "--use-precision-aware-optimizer", "requires --use-distributed-optimizer"),
+    ("check_optimizer_dtypes", f"{PRECISE} --optimizer sgd", {}, "--use-precision-aware-optimizer", "requires --optimizer adam"),
+    ("check_optimizer_dtypes", f"{PRECISE} --lora-rank 4", {}, "--use-precision-aware-optimizer", "cannot be combined with --lora-rank"),
+    ("check_optimizer_dtypes", f"{PRECISE} --exp-avg-sq-dtype fp8", {}, "--exp-avg-sq-dtype", "fp32, bf16"),
+    ("check_optimizer_dtypes", f"{PRECISE} --main-params-dtype fp16", {}, "--main-params-dtype", "requires Transformer Engine"),
+    ("check_optimizer_dtypes", PRECISE, dict(apex=True), "--use-precision-aware-optimizer", "Apex"),
+    ("check_main_grads_dtype", f"{PRECISE} --main-grads-dtype bf16", {}, "--main-grads-dtype", "requires --bf16"),
+    ("check_main_grads_dtype", f"{PRECISE} --bf16 --main-grads-dtype bf16 --grad-reduce-in-fp32", {}, "--main-grads-dtype", "conflicts with --grad"),
+    ("check_main_grads_dtype", f"{PRECISE} --bf16 --main-grads-dtype fp32 --no-grad-reduce-in-fp32", {}, "--main-grads-dtype", "conflicts with --no-"),
+    ("check_optimizer_offload", "--optimizer-offload-fraction 0.5", {}, "--optimizer-offload-fraction", "no effect without"),
+    ("check_optimizer_offload", "--no-pin-cpu-grads", {}, "--pin-cpu-grads", "no effect without"),
+    ("check_optimizer_offload", "--bf16 --optimizer-cpu-offload", {}, "--optimizer-cpu-offload", "requires --use-precision-aware-optimizer"),
+    ("check_optimizer_offload", f"{PRECISE} --optimizer-cpu-offload", {}, "--optimizer-cpu-offload", "requires --bf16"),
+    ("check_optimizer_offload", f"{OFFLOADED} --no-decoupled-weight-decay", {}, "--decoupled-weight-decay", "must be on"),
+    ("check_optimizer_offload", f"{OFFLOADED} --exp-avg-dtype bf16", {}, "--exp-avg-dtype", "must be fp32"),
+    ("check_optimizer_offload", f"{OFFLOADED} --optimizer-offload-fraction 0", {}, "--optimizer-offload-fraction", "must be above 0"),
+    ("check_optimizer_offload", f"{OFFLOADED} --optimizer-offload-fraction 0.5", GPU, "--optimizer-offload-fraction", "must be 1.0"),
 ]  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def test_warnings(tmp_path: Path) -> None:
             ).warnings,
         )
     )
-    assert "does not shrink" in said
+    assert "--exp-avg-sq-dtype bf16 with --adam-beta2 0.999" in said
     offloaded = parse_args(complete(tmp_path, *OFFLOADED.split()), 1)
     assert "saves nothing without a GPU" in "\n".join(map(str, offloaded.warnings))
     assert offloaded.megatron.optimizer.optimizer_offload_fraction == 1.0

@@ -18,89 +18,89 @@ from tests.unit.command_lines import write_files
 
 SGLANG = "--rollout-engine sglang --rollout-external-engine-addrs 127.0.0.1:3 --no-sglang-router"
 CASES = [
-    ("nothing_of_the_trainer", "--rm-type math", "--rm-type", "of train.py"),
-    ("nothing_of_the_trainer", "--eps-clip 0.1", "--eps-clip", "of train.py"),
-    ("nothing_of_the_trainer", "--save {folder}", "--save", "of train.py"),
-    ("nothing_of_the_trainer", "--lr 1e-4", "--lr", "with every optimizer step"),
-    ("nothing_of_the_trainer", "--clip-grad 1", "--clip-grad", "with every optimizer step"),
+    ("reject_trainer_flags", "--rm-type math", "--rm-type", "of train.py"),
+    ("reject_trainer_flags", "--eps-clip 0.1", "--eps-clip", "of train.py"),
+    ("reject_trainer_flags", "--save {folder}", "--save", "of train.py"),
+    ("reject_trainer_flags", "--lr 1e-4", "--lr", "with every optimizer step"),
+    ("reject_trainer_flags", "--clip-grad 1", "--clip-grad", "with every optimizer step"),
     (
-        "gradients_wait_for_the_step",
+        "check_gradient_overlap",
         "--overlap-grad-reduce",
         "--overlap-grad-reduce",
         "at the optimizer step",
     ),
-    ("optimizer_is_adam", "--optimizer sgd", "--optimizer", "AdamW alone"),
+    ("check_server_optimizer", "--optimizer sgd", "--optimizer", "must be adam"),
     (
-        "optimizer_state_is_swapped",
+        "check_optimizer_swapping",
         "--use-distributed-optimizer --use-precision-aware-optimizer",
         "--use-precision-aware-optimizer",
-        "does not go with the server",
+        "not supported by the server",
     ),
-    ("address_needs_a_key", "--host 0.0.0.0", "--host", "--api-key-file is needed"),
-    ("address_needs_a_key", "--host somewhere.else", "--host", "--api-key-file is needed"),
-    ("keys_are_usable", "--api-key-file {folder}/none", "--api-key-file", "cannot be read"),
-    ("keys_are_usable", "--api-key-file {folder}/empty", "--api-key-file", "holds no key"),
+    ("check_server_address", "--host 0.0.0.0", "--host", "requires --api-key-file"),
+    ("check_server_address", "--host somewhere.else", "--host", "requires --api-key-file"),
+    ("check_key_files", "--api-key-file {folder}/none", "--api-key-file", "cannot be read"),
+    ("check_key_files", "--api-key-file {folder}/empty", "--api-key-file", "has no keys"),
     (
-        "keys_are_usable",
+        "check_key_files",
         "--api-key-file {folder}/bad",
         "--api-key-file",
-        "key 2 does not begin with tml-",
+        "key 2 must begin with tml-",
     ),
     (
-        "sequences_fit_the_model",
+        "check_max_sequence_length",
         "--max-sequence-length 513",
         "--max-sequence-length",
         "512 positions",
     ),
     (
-        "snapshots_are_folders",
+        "check_server_sglang",
         f"{SGLANG} --update-weight-transport broadcast",
         "--update-weight-transport",
         "from --server-dir",
     ),
     (
-        "snapshots_are_folders",
+        "check_server_sglang",
         f"{SGLANG} --update-weight-disk-dir {{folder}}",
         "--update-weight-disk-dir",
         "from --server-dir",
     ),
     (
-        "snapshots_are_folders",
+        "check_server_sglang",
         f"{SGLANG} --max-sampler-engines 3",
         "--max-sampler-engines",
         "hold one snapshot",
     ),
     (
-        "snapshots_are_folders",
+        "check_server_sglang",
         f"{SGLANG} --rollout-local-batch-size 3",
         "--rollout-local-batch-size",
         "--sglang-server-concurrency",
     ),
     (
-        "idle_sglang_settings",
+        "check_unused_sglang_flags",
         "--rollout-external-engine-addrs 127.0.0.1:3",
         "--rollout-external-engine-addrs",
         "add --rollout-engine sglang",
     ),
     (
-        "engines_are_named",
+        "check_server_addresses",
         "--rollout-engine sglang --no-sglang-router",
         "--rollout-engine",
-        "needs servers",
+        "--rollout-num-gpus",
     ),
     (
-        "engines_that_are_started",
+        "check_started_servers",
         f"{SGLANG} --rollout-num-gpus-per-engine 2",
         "--rollout-num-gpus-per-engine",
         "add --rollout-num-gpus",
     ),
     (
-        "sglang_is_installed",
+        "check_sglang_installation",
         "--rollout-engine sglang --rollout-num-gpus 1 --no-sglang-router --sglang-python {folder}/no",
         "--sglang-python",
         "cannot be run",
     ),
-    ("folder_can_be_written", "--server-dir {folder}/bad", "--server-dir", "is a file"),
+    ("check_server_dir", "--server-dir {folder}/bad", "--server-dir", "is a file"),
 ]
 
 
@@ -130,7 +130,7 @@ def test_every_rule_is_broken_somewhere() -> None:
         for rule in SERVER_RULES
         if rule not in (*PARALLEL_RULES, *NETWORK_RULES, *MOE_RULES, *OPTIMIZER_RULES)
     }
-    assert own - {"libraries_are_there", "checkpoint_of_the_servers"} == {case[0] for case in CASES}
+    assert own - {"check_server_packages", "check_server_checkpoint"} == {case[0] for case in CASES}
 
 
 def test_a_model_is_enough(folder: Path) -> None:

@@ -172,6 +172,6 @@ def test_versions_of_a_sample_with_branches_travel() -> None:
 def test_lists_do_not_go_with_losses_of_whole_sequences(tmp_path: Path, flags: str) -> None:
     check_branches(parse_args(complete_flags(tmp_path), 1))
     with pytest.raises(
-        ValueError, match=f"{flags.split()[0]} does not go with a generate function"
+        ValueError, match=f"{flags.split()[0]} cannot be combined with a generate function"
     ):
         check_branches(parse_args(complete_flags(tmp_path, *flags.split()), 1))

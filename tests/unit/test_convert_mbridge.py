@@ -22,7 +22,7 @@ megatron_patches.apply()
 from arguments.hf.model import read_hf_model  # noqa: E402
 from arguments.megatron import merge_network  # noqa: E402
 from arguments.megatron_configs import build_megatron_configs  # noqa: E402
-from arguments.rules.network import CutNetwork, layout_problems  # noqa: E402
+from arguments.rules.network import ShardedNetwork, layout_problems  # noqa: E402
 from arguments.schema import GPTModelConfig, ModelConfig  # noqa: E402
 from slime_like.conversion.meta_model import NO_ACCELERATOR, conversion_layout  # noqa: E402
 from slime_like.weights.families import model_families  # noqa: E402
@@ -121,7 +121,7 @@ def test_the_same_shards_and_the_same_tensors_back(
     bridge = bridge_of(tmp_path)
     hf = read_hf_model(str(tmp_path))
     assert not layout_problems(
-        CutNetwork(conversion_layout(hf, tensor=tp_size), hf.transformer, tp_size)
+        ShardedNetwork(conversion_layout(hf, tensor=tp_size), hf.transformer, tp_size)
     )
     gpt = GPTModelConfig(**hf.gpt)
     core = merge_network({}, hf.transformer, {})

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from arguments.parse import parse_args
-from arguments.rules.data import DISTILLATION_RULES, server_url
+from arguments.rules.distillation import DISTILLATION_RULES, server_url
 from slime_like.advantages import AdvantageSettings, Outcomes, estimate_advantages, teacher_gaps
 from tests.unit.command_lines import HF_CONFIG, complete, problems_of
 
@@ -192,85 +192,90 @@ SERVED = "--use-opd --opd-type sglang --opd-teacher-url http://10.0.0.7:30000 "
 SELF = "--use-opd --opd-type self --opd-demonstration-key label "
 # name of the rule; flags; the flag that is named; words
 REFUSED = [
-    ("distillation_is_complete", "--use-opd", "--opd-type", "is missing"),
+    ("check_opd_loss_type", "--use-opd", "--opd-type", "required"),
     (
-        "distillation_is_complete",
+        "check_opd_loss_type",
         "--use-opd --opd-type megatron",
         "--opd-teacher-load",
-        "is missing",
+        "required",
     ),
     (
-        "distillation_is_complete",
+        "check_opd_loss_type",
         "--opd-teacher-load {folder}/hf",
         "--opd-teacher-load",
         "--use-opd",
     ),
-    ("distillation_is_complete", "--opd-kl-coef 2", "--opd-kl-coef", "--use-opd"),
-    ("distillation_is_complete", "--use-opd --loss-type sft_loss", "--use-opd", "sft_loss"),
+    ("check_opd_loss_type", "--opd-kl-coef 2", "--opd-kl-coef", "--use-opd"),
+    ("check_opd_loss_type", "--use-opd --loss-type sft_loss", "--use-opd", "sft_loss"),
     (
-        "teacher_is_there",
+        "check_teacher_model",
         "--use-opd --opd-type megatron --opd-teacher-load {folder}/nowhere",
         "--opd-teacher-load",
         "config.json",
     ),
-    ("teacher_is_of_its_type", "--use-opd --opd-type sglang", "--opd-teacher-url", "is missing"),
+    ("check_teacher_servers", "--use-opd --opd-type sglang", "--opd-teacher-url", "required"),
     (
-        "teacher_is_of_its_type",
+        "check_teacher_servers",
         "--use-opd --opd-type sglang --opd-teacher-url 10.0.0.7:30000",
         "--opd-teacher-url",
         "must be http://host:port",
     ),
     (
-        "teacher_is_of_its_type",
+        "check_teacher_servers",
         SERVED + "--opd-teacher-load {folder}/hf",
         "--opd-teacher-load",
         "--opd-type megatron",
     ),
     (
-        "teacher_is_of_its_type",
+        "check_teacher_servers",
         "--use-opd --opd-type megatron --opd-teacher-load {folder}/hf --opd-teacher-timeout-s 5",
         "--opd-teacher-timeout-s",
         "--opd-type megatron",
     ),
     (
-        "served_teacher_fits",
+        "check_served_teacher",
         SERVED + "--rollout-temperature 0.7",
         "--rollout-temperature",
         "must be 1",
     ),
     (
-        "served_teacher_fits",
+        "check_served_teacher",
         SERVED + "--rollout-top-k 5 --renormalize-sampled-log-probs",
         "--renormalize-sampled-log-probs",
-        "whole vocabulary",
+        "--opd-type sglang",
     ),
     (
-        "slime_reward_of_distillation",
+        "check_slime_opd_reward",
         "--custom-rm-path slime.rollout.on_policy_distillation.reward_func",
         "--custom-rm-path",
         "is built in",
     ),
-    ("self_teacher_sees_more", "--use-opd --opd-type self", "--opd-type", "--opd-success-reward"),
     (
-        "self_teacher_sees_more",
+        "check_self_teacher_context",
+        "--use-opd --opd-type self",
+        "--opd-type",
+        "--opd-success-reward",
+    ),
+    (
+        "check_self_teacher_context",
         SELF.replace("--opd-demonstration-key label", "--opd-success-reward 1")
         + "--n-samples-per-prompt 1",
         "--opd-type",
         "--n-samples-per-prompt above 1",
     ),
     (
-        "self_teacher_sees_more",
+        "check_self_teacher_context",
         SELF + "--opd-prompt-template {demonstration}",
         "--opd-prompt-template",
-        "must have {prompt}",
+        "must contain {prompt}",
     ),
     (
-        "self_teacher_fits",
+        "check_self_teacher",
         SELF + "--lora-rank 4",
         "--opd-self-teacher",
-        "give live or base",
+        "legal values: live, base",
     ),
-    ("top_tokens_are_tokens", SELF + "--opd-topk 321", "--opd-topk", "320 tokens"),
+    ("check_opd_topk", SELF + "--opd-topk 321", "--opd-topk", "320"),
     ("", SELF + "--opd-topk 8 --use-rollout-logprobs", "--opd-topk", "--use-rollout-logprobs"),
     ("", SELF + "--opd-teacher-load {folder}/hf", "--opd-teacher-load", "--opd-type self"),
     ("", SELF + "--opd-self-teacher live --opd-ema-rate 0.1", "--opd-ema-rate", "ema"),
@@ -304,7 +309,7 @@ def test_refused(tmp_path: Path, rule: str, flags: str, flag: str, said: str) ->
 
 def test_a_teacher_of_itself_needs_rows(tmp_path: Path) -> None:
     argv = complete(tmp_path, *STEPS, *SELF.split(), "--data-source-path", "a.b")
-    assert any("the rows of --prompt-data" in str(p) for p in problems_of(argv))
+    assert any("rows of --prompt-data" in str(p) for p in problems_of(argv))
 
 
 @pytest.mark.parametrize(

@@ -391,7 +391,7 @@ def test_the_command_line_takes_what_is_legal_and_nothing_else(
         else:
             assert "--tis-ratio-type" in said and "count double" in said, correction
         assert (
-            "contradicts"
+            "conflicts with"
             in refused(tmp_path, [*flags_of(variant), *flags.split(), "--use-rollout-logprobs"])
         ) == config.enabled, correction
 

@@ -54,7 +54,7 @@ def parse(folder: Path, flags: str, world_size: int = 1) -> RunConfig:
     [
         (None, "0.16.1", True, ("0.1 for megatron-core 0.16.1), which is not installed", "pip install triton", "@v0.1.0")),
         ("0.3.0", "0.16.1", True, ("0.3.0 is installed", "@v0.1.0")),
-        ("0.1.0", "0.16.1", False, ("and triton, which it imports", "pip install triton")),
+        ("0.1.0", "0.16.1", False, ("and triton, which is not installed", "pip install triton")),
         (None, "0.19.2", True, ("0.2 or later for megatron-core 0.19.2), which is not", "pip install emerging-optimizers")),
         ("0.1.0", "0.19.2", True, ("0.1.0 is installed", "pip install emerging-optimizers")),
     ],
@@ -77,12 +77,12 @@ def test_what_is_missing_is_named_with_how_to_get_it(
 
 
 WRONG = [
-    ("muon_has_its_state_whole", "--use-distributed-optimizer", "--use-distributed-optimizer", "leave it out"),
-    ("muon_has_its_state_whole", "--lora-rank 4", "--lora-rank", "use adam"),
-    ("muon_has_its_state_whole", "--no-decoupled-weight-decay", "--decoupled-weight-decay", "must be on"),
-    ("muon_numbers", "--muon-momentum 1", "--muon-momentum", "0 <= x < 1"),
-    ("muon_numbers", "--muon-extra-scale-factor 0", "--muon-extra-scale-factor", "> 0"),
-    ("muon_numbers", "--muon-num-ns-steps 4", "--muon-num-ns-steps", "5 or a multiple"),
+    ("check_muon_compatibility", "--use-distributed-optimizer", "--use-distributed-optimizer", "remove it"),
+    ("check_muon_compatibility", "--lora-rank 4", "--lora-rank", "use adam"),
+    ("check_muon_compatibility", "--no-decoupled-weight-decay", "--decoupled-weight-decay", "must be on"),
+    ("check_muon_numbers", "--muon-momentum 1", "--muon-momentum", "0 <= x < 1"),
+    ("check_muon_numbers", "--muon-extra-scale-factor 0", "--muon-extra-scale-factor", "> 0"),
+    ("check_muon_numbers", "--muon-num-ns-steps 4", "--muon-num-ns-steps", "multiple of 5"),
 ]  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def test_wrong_combinations(
 
 
 def test_every_rule_is_broken_somewhere() -> None:
-    here = {"muon_is_installed", "muon_can_split_the_projections"}
+    here = {"check_muon_package", "check_muon_split_qkv"}
     assert {rule.__name__ for rule in MUON_RULES} == {case[0] for case in WRONG} | here
 
 
@@ -117,10 +117,10 @@ def test_gated_attention_is_split_since_megatron_core_counts_the_gate(
 ) -> None:
     installed(monkeypatch, "0.3.0", megatron)
     core: dict[str, Any] = {"optimizer": "muon", "attention_output_gate": True}
-    found = muon.muon_can_split_the_projections(SimpleNamespace(core=core))  # type: ignore[arg-type]
+    found = muon.check_muon_split_qkv(SimpleNamespace(core=core))  # type: ignore[arg-type]
     assert [p.flag for p in found] == ["--muon-split-qkv"] * refused
     core["muon_split_qkv"] = False
-    assert not muon.muon_can_split_the_projections(SimpleNamespace(core=core))  # type: ignore[arg-type]
+    assert not muon.check_muon_split_qkv(SimpleNamespace(core=core))  # type: ignore[arg-type]
 
 
 def test_flags_reach_megatron_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ def test_keys_are_read_again(
         assert ring.owner(b"tml-first-key-000") is None and ring.owner(b"tml-second-key-00")
         assert len(ring) == 2
         path.write_text("secret\n")
-        assert ring.owner(b"tml-second-key-00") and "does not begin with tml-" in caplog.text
+        assert ring.owner(b"tml-second-key-00") and "must begin with tml-" in caplog.text
         path.unlink()
         assert ring.owner(b"tml-second-key-00") and "stay valid" in caplog.text
 

@@ -102,4 +102,4 @@ def test_what_is_not_proved_is_told(tmp_path: Path) -> None:
     """Latent attention over context-parallel ranks with Transformer Engine's layers."""
     script = SCRIPTS["scripts/run-moonlight-16B-A3B.sh"]
     config = parse(script, tmp_path, "--context-parallel-size", "2")
-    assert any("multi-latent attention is proved with" in words for words in config.warnings)
+    assert any("multi-latent attention is tested with" in words for words in config.warnings)

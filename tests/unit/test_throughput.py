@@ -157,10 +157,10 @@ def test_peaks(device: str, peak: float | None) -> None:
 WRONG = {
     "--profile --profile-step-start 0 --profile-step-end 0": "must be >= 1",
     "--profile --profile-step-start 1 --profile-step-end 1": "must be above --profile-step-start 1",
-    "--profile": "the run has 2 rollouts, so nothing would be traced; legal: 0 to 1",
+    "--profile": "--num-rollout 2; legal: 0 to 1",
     "--use-pytorch-profiler --profile-step-start 0 --profile-ranks 0 1": "legal ranks: 0 to 0",
     "--memory-snapshot-num-steps 3": "--record-memory-history",
-    "--record-memory-history": "needs a CUDA device",
+    "--record-memory-history": "requires a CUDA device",
 }
 
 

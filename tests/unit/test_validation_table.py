@@ -65,7 +65,7 @@ ROWS: dict[str, list[tuple[str, str, Any, tuple[str, ...]]]] = {
         for kind in LOSS_REDUCTIONS if kind not in ("sequence_mean", "rollout_mean")
     ],
     "seq_mean_token_sum_norm without length": [
-        ("--loss-reduction seq_mean_token_sum_norm", "--loss-norm-length", None, ("is missing", "seq_mean_token_sum_norm")),
+        ("--loss-reduction seq_mean_token_sum_norm", "--loss-norm-length", None, ("required", "seq_mean_token_sum_norm")),
     ],
     "token_mean_legacy with a remainder": [
         ("--loss-reduction token_mean_legacy --micro-batch-size 3", "--loss-reduction", "token_mean_legacy", ("use token_mean",)),
@@ -74,8 +74,8 @@ ROWS: dict[str, list[tuple[str, str, Any, tuple[str, ...]]]] = {
         ("--loss-reduction token_mean_legacy --use-dynamic-batch-size --max-tokens-per-gpu 100", "--loss-reduction", "token_mean_legacy", ("use token_mean",)),
     ],
     "--use-opd without type or teacher": [
-        ("--use-opd", "--opd-type", None, ("is missing",)),
-        ("--use-opd --opd-type megatron", "--opd-teacher-load", None, ("is missing",)),
+        ("--use-opd", "--opd-type", None, ("required",)),
+        ("--use-opd --opd-type megatron", "--opd-teacher-load", None, ("required",)),
     ],
     "critic settings without a critic": [
         ("--critic-lr 1e-5", "--critic-lr", None, ("--advantage-estimator ppo",)),
@@ -102,12 +102,12 @@ ROWS: dict[str, list[tuple[str, str, Any, tuple[str, ...]]]] = {
     ],
     "--kl-coef and --kl-loss-coef": [(f"{KL} --kl-coef 0.1 --kl-loss-coef 0.2", "--kl-coef", 0.1, ("--kl-loss-coef 0.2", "choose one"))],
     "a KL without --ref-load": [
-        ("--kl-coef 0.1", "--ref-load", None, ("--kl-coef needs a reference",)),
-        ("--use-kl-loss", "--ref-load", None, ("--use-kl-loss needs a reference",)),
+        ("--kl-coef 0.1", "--ref-load", None, ("--kl-coef",)),
+        ("--use-kl-loss", "--ref-load", None, ("--use-kl-loss",)),
     ],
     "--kl-loss-coef without --use-kl-loss": [("--kl-loss-coef 0.1", "--kl-loss-coef", 0.1, ("--use-kl-loss", "add the switch"))],
     "reinforce_plus_plus* without --normalize-advantages": [
-        (f"--advantage-estimator {name}", "--normalize-advantages", None, ("is missing", name))
+        (f"--advantage-estimator {name}", "--normalize-advantages", None, ("required", name))
         for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
     ],
     "rollout temperature <= 0": [
