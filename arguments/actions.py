@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import slime_like
 from arguments.aliases import MAY_BE_EMPTY
@@ -30,12 +30,13 @@ class LauncherAction(argparse.Action):
         self,
         parser: argparse.ArgumentParser,
         namespace: argparse.Namespace,
-        values: Any,
+        values: str | Sequence[object] | None,
         option_string: str | None = None,
     ) -> None:
         launcher = cast("LauncherParser", parser)
         assert option_string is not None
-        self.apply(launcher, launcher.typed.get(option_string, option_string), list(values))
+        words = [str(value) for value in values or ()]
+        self.apply(launcher, launcher.typed.get(option_string, option_string), words)
         if self.dest in launcher.parsed.values:
             setattr(namespace, self.dest, launcher.parsed.values[self.dest])
 
@@ -93,10 +94,10 @@ class Help(argparse.Action):
         self,
         parser: argparse.ArgumentParser,
         namespace: argparse.Namespace,
-        values: Any,
+        values: str | Sequence[object] | None,
         option_string: str | None = None,
     ) -> None:
-        raise HelpRequested(cast("LauncherParser", parser).help_about(values or ""))
+        raise HelpRequested(cast("LauncherParser", parser).help_about(str(values or "")))
 
 
 class Version(argparse.Action):

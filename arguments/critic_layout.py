@@ -24,10 +24,9 @@ from slime_like.config import Problem, flag_name
 
 PREFIX = "critic_"
 # The fields of ParallelConfig that a critic may override.
+_CRITIC_FIELDS = {f.name for f in dataclasses.fields(CriticConfig)}
 LAYOUT = tuple(
-    f.name
-    for f in dataclasses.fields(ParallelConfig)
-    if PREFIX + f.name in {g.name for g in dataclasses.fields(CriticConfig)}
+    f.name for f in dataclasses.fields(ParallelConfig) if PREFIX + f.name in _CRITIC_FIELDS
 )
 INTERLEAVED = {"num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"}
 _POLICY_FLAG = re.compile(f"--({'|'.join(flag_name(name)[2:] for name in LAYOUT)})(?![\\w-])")

@@ -7,7 +7,6 @@ import ctypes
 import importlib.util
 import runpy
 from pathlib import Path
-from typing import Any
 
 
 def cuda_available() -> bool:
@@ -31,13 +30,13 @@ def cuda_available() -> bool:
     return (
         driver.cuInit(0) == 0
         and driver.cuDriverGetVersion(ctypes.byref(version)) == 0
-        and version.value // 1000 >= int(build["cuda"].partition(".")[0])
+        and version.value // 1000 >= int(str(build["cuda"]).partition(".")[0])
         and driver.cuDeviceGetCount(ctypes.byref(devices)) == 0
         and devices.value > 0
     )
 
 
-def _torch_build() -> dict[str, Any]:
+def _torch_build() -> dict[str, object]:
     """The contents of torch.version, read from its file."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None, "torch is a requirement"

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from arguments.eval_sets import eval_sets_of
 from arguments.flag_registry import GROUPS
@@ -17,13 +17,14 @@ from arguments.megatron import NOT_COMPARED, disagreements, merge_network, netwo
 from arguments.megatron_configs import Machine
 from arguments.rules.base import Rule, Settings, Warn
 from arguments.rules.layout import default_micro_batches
-from arguments.schema import ModelConfig
+from arguments.schema import DataConfig, ModelConfig, RolloutConfig
 from arguments.schema.data import learns_conversations
 from arguments.values import ParsedArgs
 from slime_like.advantages.registry import advantage_estimators
 from slime_like.config import ConfigError, Problem
 from slime_like.losses.registry import PolicyLoss
 
+Config = TypeVar("Config")
 UNTIED = "untie_embeddings_and_output_weights"  # not compared for a critic: it has no output layer
 SUPERVISED_DEFAULTS = {"n_samples_per_prompt": 1, "loss_reduction": "token_mean"}
 PAIR_DEFAULTS = {"n_samples_per_prompt": 2, "loss_reduction": "sequence_mean"}
@@ -38,7 +39,7 @@ class Program:
     warnings: tuple[Warn, ...]
     usage: str
     hidden: frozenset[str]
-    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    values: Mapping[str, object] = dataclasses.field(default_factory=dict)
     default_micro_batches: bool = False  # whether to use a token budget by default
 
 
@@ -51,17 +52,18 @@ class Draft:
     checkpoint: HfModel | None  # the policy's
 
 
-def _fit_conversations(configs: Mapping[str, Any], checkpoint: HfModel) -> Any:
+def _fit_conversations(
+    rollout: RolloutConfig, data: DataConfig, loss_type: str, checkpoint: HfModel
+) -> RolloutConfig:
     """Set the maximum length of training conversations to the model's number of positions."""
-    data, rollout = configs["data"], configs["rollout"]
     positions = checkpoint.gpt.get("max_position_embeddings")
-    if positions is None or not learns_conversations(configs["algorithm"].loss_type, data):
+    if positions is None or not learns_conversations(loss_type, data):
         return rollout
     longest = positions - (data.rollout_max_prompt_len or 1)
     return dataclasses.replace(rollout, rollout_max_response_len=max(1, longest))
 
 
-def _with_defaults(parsed: ParsedArgs, loss: PolicyLoss, program: Program) -> Mapping[str, Any]:
+def _with_defaults(parsed: ParsedArgs, loss: PolicyLoss, program: Program) -> dict[str, Any]:
     """The given values, on top of the defaults of the program and of the kind of run."""
     values = {**program.values, **parsed.values}
     if values.get("loss_type") == "sft_loss":
@@ -80,15 +82,16 @@ def make_draft(
     program: Program,
 ) -> Draft:
     values = _with_defaults(parsed, loss, program)
-    configs = {name: settings_of(config_type, values) for name, (_, config_type) in GROUPS.items()}
+    configs: dict[str, Any] = {
+        name: settings_of(config_type, values) for name, (_, config_type) in GROUPS.items()
+    }
     if checkpoint is not None and "rollout_max_response_len" not in values:
-        configs["rollout"] = _fit_conversations(configs, checkpoint)
+        configs["rollout"] = _fit_conversations(
+            configs["rollout"], configs["data"], configs["algorithm"].loss_type, checkpoint
+        )
+    estimator = advantage_estimators.canonical(configs["algorithm"].advantage_estimator)
     configs["algorithm"] = dataclasses.replace(
-        configs["algorithm"],
-        policy_loss_type=loss.name,
-        advantage_estimator=advantage_estimators.canonical(
-            configs["algorithm"].advantage_estimator
-        ),
+        configs["algorithm"], policy_loss_type=loss.name, advantage_estimator=estimator
     )
     explicit, problems = network_of_flags(values)
     if checkpoint is not None:
@@ -156,7 +159,6 @@ def _compared(
     return [Problem(flag, folder, message)]
 
 
-def settings_of(config_type: type, values: Mapping[str, object]) -> Any:
-    return config_type(
-        **{f.name: values[f.name] for f in dataclasses.fields(config_type) if f.name in values}
-    )
+def settings_of(config_type: type[Config], values: Mapping[str, object]) -> Config:
+    fields = [f.name for f in dataclasses.fields(config_type)]  # type: ignore[arg-type]
+    return config_type(**{name: values[name] for name in fields if name in values})

@@ -149,7 +149,7 @@ def flags_of(
     return flags
 
 
-def default_of(field: dataclasses.Field[object]) -> Any:
+def default_of(field: dataclasses.Field[object]) -> object:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return None if field.default is dataclasses.MISSING else field.default
@@ -161,16 +161,16 @@ class SourceField:
     known_default: False if the default is not a constant expression; `default` is then None."""
 
     name: str
-    annotation: Any
+    annotation: object
     default: object
     known_default: bool
     arg_names: tuple[str, ...]
 
 
-class _Names(dict[str, Any]):
+class _Names(dict[str, object]):
     """Namespace for evaluating annotations: names of `typing`, Any for all others."""
 
-    def __missing__(self, key: str) -> Any:
+    def __missing__(self, key: str) -> object:
         return getattr(typing, key, Any)
 
 
@@ -206,24 +206,25 @@ class _WithoutModules(ast.NodeTransformer):
         return ast.Name("Any")
 
 
-def _annotation(node: ast.expr) -> Any:
+def _annotation(node: ast.expr) -> object:
     plain = ast.unparse(_WithoutModules().visit(node))
     return eval(plain, {"__builtins__": {}}, _ANNOTATION_NAMES)
 
 
-def _constant(node: ast.expr | None) -> tuple[Any, bool]:
+def _constant(node: ast.expr | None) -> tuple[object, bool]:
     """(value, whether the expression is constant); arithmetic such as 2**32 is supported."""
     if node is None or any(isinstance(part, ast.Name | ast.Call) for part in ast.walk(node)):
         return None, False
     return eval(ast.unparse(node), {"__builtins__": {}}), True
 
 
-def _default(node: ast.expr | None) -> tuple[Any, bool, tuple[str, ...]]:
+def _default(node: ast.expr | None) -> tuple[object, bool, tuple[str, ...]]:
     if not (
         isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "field"
     ):
         return *_constant(node), ()
     keywords = {keyword.arg: keyword.value for keyword in node.keywords}
-    meta, known = _constant(keywords.get("metadata"))
-    arg_names = meta.get("argparse_meta", {}).get("arg_names", ()) if known else ()
+    metadata, _ = _constant(keywords.get("metadata"))
+    meta = metadata.get("argparse_meta", {}) if isinstance(metadata, dict) else {}
+    arg_names = meta.get("arg_names", ())
     return *_constant(keywords.get("default")), tuple(arg_names)

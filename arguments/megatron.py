@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from arguments.flags import (
     Flag,
@@ -289,28 +288,28 @@ def _reason(name: str) -> str:
     return "this setting of megatron-core"
 
 
-def network_of_flags(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+def network_of_flags(
+    given: Mapping[str, object],
+) -> tuple[dict[str, object], list[Problem]]:
     """TransformerConfig fields given on the command line, with Megatron-LM's spellings translated.
 
     `activation_func` is a name, as in `HfModel.transformer`.
     """
     network = {name: given[name] for name in SUPPORTED if given.get(name) is not None}
     for name in UNIONS.keys() & network.keys():
-        if isinstance(network[name], list) and len(network[name]) == 1:
-            network[name] = network[name][0]
+        value = network[name]
+        if isinstance(value, list) and len(value) == 1:
+            network[name] = value[0]
     problems: list[Problem] = []
     if "moe_layer_freq" in network:
         try:
-            network["moe_layer_freq"] = layer_pattern(network["moe_layer_freq"])
+            network["moe_layer_freq"] = layer_pattern(str(network["moe_layer_freq"]))
         except ValueError as error:
             problems.append(Problem("--moe-layer-freq", network.pop("moe_layer_freq"), str(error)))
     chosen = [name for name in ACTIVATION_FLAGS if given.get(name)]
-    problems += [
-        Problem(
-            flag_name(name), None, f"conflicts with {flag_name(chosen[0])}; set only one of them"
-        )
-        for name in chosen[1:]
-    ]
+    for name in chosen[1:]:
+        message = f"conflicts with {flag_name(chosen[0])}; set only one of them"
+        problems.append(Problem(flag_name(name), None, message))
     if chosen:
         network["activation_func"], network["gated_linear_unit"] = ACTIVATION_FLAGS[chosen[0]]
     return network, problems

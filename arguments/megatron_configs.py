@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
+    from torch import Tensor
 
 T = TypeVar("T")
 
@@ -280,7 +281,7 @@ def activation_function(name: str) -> object:
     import torch.nn.functional as F
     from megatron.core.activations import quick_gelu, squared_relu
 
-    def gelu_tanh(x: Any) -> Any:
+    def gelu_tanh(x: Tensor) -> Tensor:
         return F.gelu(x, approximate="tanh")
 
     return {

@@ -13,7 +13,7 @@ import itertools
 import re
 import sys
 from collections.abc import Collection, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from arguments import values
 from arguments.actions import (
@@ -213,7 +213,7 @@ class LauncherParser(argparse.ArgumentParser):
             self._without_value.add(action)
             return 0
 
-    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> object:
         if isinstance(action, LauncherAction):
             return list(arg_strings)
         if action in self._without_value:
@@ -225,7 +225,7 @@ class LauncherParser(argparse.ArgumentParser):
             self.parsed.add_problem(flag, " ".join(arg_strings), error.message)
             return argparse.SUPPRESS
 
-    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+    def _get_value(self, action: argparse.Action, arg_string: str) -> object:
         """No conversion: our defaults are values, not strings."""
         if isinstance(action, LauncherAction):
             return arg_string
@@ -280,6 +280,7 @@ class LauncherParser(argparse.ArgumentParser):
             parsed.add_problem(typed, value, str(error), flag.dest)
         else:
             if flag.dest in APPENDED:
+                assert isinstance(result, list)
                 result = [*parsed.values.get(flag.dest, []), *result]
             parsed.assign(flag.dest, (not result) if on is False else result, typed)
 
@@ -382,7 +383,7 @@ class LauncherParser(argparse.ArgumentParser):
             raise ValueError(f"sets the default of {ours[0]!r}; use a --config file instead")
         super().set_defaults(**kwargs)
 
-    def custom_values(self, run_file: ParsedArgs, argv: Sequence[str]) -> dict[str, Any]:
+    def custom_values(self, run_file: ParsedArgs, argv: Sequence[str]) -> dict[str, object]:
         """Values of the user-defined flags; the command line takes precedence over the run file.
         Problems are added to those of the run file."""
         if not self._custom:

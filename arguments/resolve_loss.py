@@ -120,7 +120,7 @@ def _check_alias_settings(parsed: ParsedArgs) -> None:
     for field, default in loss.alias_defaults.get(name, {}).items():
         if field in choices and parsed.values.get(field, default) != default:
             message = (
-                f"conflicts with --policy-loss-type {name}, which stands for {default}; "
+                f"conflicts with --policy-loss-type {name}, which sets {default}; "
                 f"use --policy-loss-type {loss.name}"
             )
             parsed.add_problem(flag_name(field), parsed.values[field], message)
@@ -135,7 +135,7 @@ def _resolve_pair_loss(parsed: ParsedArgs) -> None:
     loss_type, name = values["loss_type"], PAIR_LOSS_TYPES[values["loss_type"]]
     values["loss_type"] = "sft_loss"
     if policy_losses.canonical(values.setdefault("policy_loss_type", name)) != name:
-        message = f"conflicts with --loss-type {loss_type}, which stands for {name}; remove one"
+        message = f"conflicts with --loss-type {loss_type}, which selects {name}; remove one"
         parsed.add_problem("--policy-loss-type", values["policy_loss_type"], message)
         values["policy_loss_type"] = name
 

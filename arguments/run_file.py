@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -70,15 +70,16 @@ def section_key(title: str) -> str:
 
 
 def _read_section(
-    section: Mapping[Any, Any], prefix: str, parser: LauncherParser, parsed: ParsedArgs
+    section: Mapping[object, object], prefix: str, parser: LauncherParser, parsed: ParsedArgs
 ) -> None:
     sections = section_names(parser.table)
     for key, value in section.items():
         name = f"{prefix}-{key}" if prefix else str(key)
         is_section = section_key(name) in sections
-        nested = isinstance(value, dict) or (value is None and is_section)
-        if nested and not (parser.is_flag_name(name) and not _is_section_too(name, parser)):
-            _read_section(value or {}, "" if is_section else name, parser, parsed)
+        content = {} if value is None and is_section else value
+        is_flag = parser.is_flag_name(name) and not _is_section_too(name, parser)
+        if isinstance(content, dict) and not is_flag:
+            _read_section(content, "" if is_section else name, parser, parsed)
         else:
             parser.set_key(name, plain(value), parsed, key.line if isinstance(key, Key) else None)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable
-from typing import Any
 
 import yaml
 
@@ -59,7 +58,7 @@ def load_yaml(text: str, *, with_lines: bool = False) -> object:
     return content if with_lines else plain(content)
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """Replace each `Key` in `value` by a plain string."""
     if isinstance(value, list):
         return [plain(item) for item in value]

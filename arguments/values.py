@@ -54,7 +54,7 @@ class ParsedArgs:
             "keep one of them"
         )
 
-    def assign(self, dest: str, value: Any, typed: str) -> None:
+    def assign(self, dest: str, value: object, typed: str) -> None:
         """Set a field. The last value counts; two different flags that disagree are a problem."""
         before = self.typed.get(dest)
         if before is not None and not same_flag(before, typed) and self.values.get(dest) != value:
@@ -93,7 +93,7 @@ def same_flag(one: str, other: str) -> bool:
     return stem(one) == stem(other)
 
 
-def convert(flag: Flag, value: object) -> Any:
+def convert(flag: Flag, value: object) -> object:
     """Convert a command-line word or a YAML value to the flag's type.
 
     Raises:

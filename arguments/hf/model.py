@@ -28,7 +28,7 @@ from arguments.hf.config_keys import (
     WITHOUT_EFFECT,
 )
 from arguments.hf.quantization import read_quantization
-from arguments.hf.rope import read_rope
+from arguments.hf.rope import Rope, read_rope
 from arguments.hf.windows import read_windows
 from slime_like.checkpoints.files import read_json
 from slime_like.config import ConfigError, Problem
@@ -134,38 +134,31 @@ def _read_config(folder: str) -> dict[str, Any]:
     path = Path(folder) / "config.json"
     if not path.is_file():
         what = "no config.json in this folder" if Path(folder).is_dir() else "no such folder"
-        raise ConfigError(
-            [
-                Problem(
-                    "--hf-checkpoint",
-                    folder,
-                    f"{what}; give a local folder with a Hugging Face model",
-                )
-            ]
-        )
+        message = f"{what}; must be a local folder with a Hugging Face model"
+        raise ConfigError([Problem("--hf-checkpoint", folder, message)])
     try:
         config = read_json(path)
         repr(config)  # messages need it; fails here if nested too deeply
     except (ValueError, OSError, RecursionError) as error:
-        raise ConfigError(
-            [Problem("--hf-checkpoint", folder, f"config.json cannot be read: {error}")]
-        ) from error
+        message = f"config.json cannot be read: {error}"
+        raise ConfigError([Problem("--hf-checkpoint", folder, message)]) from error
     if not isinstance(config, dict):
-        raise ConfigError(
-            [Problem("--hf-checkpoint", folder, "config.json does not hold an object")]
-        )
-    if problems := [p for key, value in config.items() for p in _type_problem(folder, key, value)]:
+        message = "config.json must be an object"
+        raise ConfigError([Problem("--hf-checkpoint", folder, message)])
+    if problems := _type_problems(folder, config):
         raise ConfigError(problems)
     return config
 
 
-def _type_problem(folder: str, key: str, value: object) -> list[Problem]:
-    """A problem if the value has a type that the rest of this module cannot handle."""
-    legal, holds = KINDS.get(key, ("", None))
-    if value is None or holds is None or holds(value):
-        return []
-    words = f"config.json: {key} must be {legal}, not {value!r:.200}"
-    return [Problem("--hf-checkpoint", folder, words)]
+def _type_problems(folder: str, config: Mapping[str, object]) -> list[Problem]:
+    """Problems of values that have a type that the rest of this module cannot handle."""
+    problems = []
+    for key, value in config.items():
+        legal, holds = KINDS.get(key, ("", None))
+        if value is not None and holds is not None and not holds(value):
+            message = f"config.json: {key} must be {legal}, not {value!r:.200}"
+            problems.append(Problem("--hf-checkpoint", folder, message))
+    return problems
 
 
 def _family(reader: _Reader, value_head: bool) -> tuple[str, ModelFamily]:
@@ -205,17 +198,15 @@ def _family(reader: _Reader, value_head: bool) -> tuple[str, ModelFamily]:
 def _flat(reader: _Reader) -> dict[str, Any]:
     """Merge the keys of the language model (text_config) with the top-level keys, which take
     precedence. Raises immediately on a problem."""
-    whole = dict(reader.config)
-    text = whole.pop("text_config", None)
+    config = dict(reader.config)
+    text = config.pop("text_config", None)
     if text is None:
         reader.refuse("text_config is missing")
     text = text or {}
-    reader.problems += [
-        p for key, value in text.items() for p in _type_problem(reader.folder, key, value)
-    ]
+    reader.problems += _type_problems(reader.folder, text)
     if reader.problems:
         raise ConfigError(reader.problems)
-    return {**text, **{key: value for key, value in whole.items() if value is not None}}
+    return {**text, **{key: value for key, value in config.items() if value is not None}}
 
 
 def _check_keys(reader: _Reader, family: ModelFamily) -> None:
@@ -278,19 +269,19 @@ def _transformer(reader: _Reader, family: ModelFamily) -> dict[str, Any]:
     }
 
 
-def _latent_rope(transformer: Mapping[str, object]) -> dict[str, Any]:
+def _latent_rope(transformer: Mapping[str, Any]) -> Rope:
     """Rope settings of a model with MLA, which has its own rotary embedding; that of GPTModel is
     not used."""
-    return {
-        "rope_theta": transformer["rotary_base"],
-        "rope_type": "default",
-        "factor": 1.0,
-        "percent": 1.0,
-        "yarn": {},
-    }
+    return Rope(
+        rope_theta=transformer["rotary_base"],
+        rope_type="default",
+        factor=1.0,
+        percent=1.0,
+        yarn={},
+    )
 
 
-def _gpt(reader: _Reader, head_dim: int, rope: Mapping[str, Any]) -> dict[str, Any]:
+def _gpt(reader: _Reader, head_dim: int, rope: Rope) -> dict[str, Any]:
     if head_dim * rope["percent"] % 2:
         reader.refuse(
             f"{rope['percent']:g} of head_dim {head_dim} is odd; rotary embeddings turn pairs of "

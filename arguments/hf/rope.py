@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypedDict
 
 from slime_like.weights.families import ConfigReader
 
@@ -28,31 +28,38 @@ ROPE_KEYS = {
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
+class Rope(TypedDict):
+    """Rope settings. rope_type: one of `ROPE_KEYS`. percent: fraction of each head's dimensions
+    that is rotated. yarn: megatron-core's YaRN settings, empty for other types."""
+
+    rope_theta: float
+    rope_type: str
+    factor: float
+    percent: float
+    yarn: dict[str, object]
+
+
 def read_rope(
     reader: ConfigReader,
     rotary_percent: Callable[[ConfigReader], float] | None,
     default_theta: float,
-) -> dict[str, Any]:
-    """Read the rope settings in the format of transformers 4 or 5: rope_theta, rope_type (one of
-    `ROPE_KEYS`), factor, percent, and `yarn`, megatron-core's YaRN settings. rotary_percent,
-    default_theta: see `ModelFamily`."""
-    config = reader.config
-    old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
-    if isinstance(of_full := new.get("full_attention"), dict):  # Gemma 3: one per layer type
-        new = of_full
-    if old and new and old != new:
-        reader.refuse("rope_scaling and rope_parameters differ; keep one of them")
-    given = {key: value for key, value in (new or old).items() if key not in OF_IMAGES}
+) -> Rope:
+    """Read the rope settings in the format of transformers 4 or 5. rotary_percent, default_theta:
+    see `ModelFamily`."""
+    config, given = reader.config, _rope_keys(reader)
     theta = given.pop("rope_theta", None) or config.get("rope_theta") or default_theta
     partial = given.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")
     legacy_type = given.pop("type", "default")  # the key's name before transformers 4.43
     rope_type = given.pop("rope_type", legacy_type)
-    result: dict[str, Any] = {
-        **{"rope_theta": theta, "rope_type": rope_type, "factor": given.get("factor", 1.0)},
-        "yarn": {},
-    }
-    result["percent"] = (
-        1.0 if rotary_percent is None else rotary_percent(reader) if partial is None else partial
+    percent = 1.0
+    if rotary_percent is not None:
+        percent = rotary_percent(reader) if partial is None else partial
+    result = Rope(
+        rope_theta=theta,
+        rope_type=rope_type,
+        factor=given.get("factor", 1.0),
+        percent=percent,
+        yarn={},
     )
     if rotary_percent is None and partial not in (None, 1, 1.0):
         reader.refuse(
@@ -91,7 +98,17 @@ def read_rope(
     return result
 
 
-def _yarn(reader: ConfigReader, given: dict[str, Any], factor: float) -> dict[str, Any]:
+def _rope_keys(reader: ConfigReader) -> dict[str, Any]:
+    """The content of rope_parameters or rope_scaling that affects text."""
+    old, new = reader.config.get("rope_scaling") or {}, reader.config.get("rope_parameters") or {}
+    if isinstance(full := new.get("full_attention"), dict):  # Gemma 3: one per layer type
+        new = full
+    if old and new and old != new:
+        reader.refuse("rope_scaling and rope_parameters differ; keep one of them")
+    return {key: value for key, value in (new or old).items() if key not in OF_IMAGES}
+
+
+def _yarn(reader: ConfigReader, given: Mapping[str, Any], factor: float) -> dict[str, object]:
     """megatron-core's settings for YaRN (arXiv 2309.00071), with transformers' defaults.
     attention_factor scales cosines and sines; megatron-core computes it as 1 + 0.1 mscale
     ln(factor)."""

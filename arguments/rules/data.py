@@ -138,12 +138,12 @@ def check_evaluation(s: Settings) -> list[Problem]:
     for each in s.eval_sets:
         problems += missing_data(name, each.path)
     for each in s.eval_sets:
-        if (message := _reward_message(each, s.reward.rm_url)) is not None:
-            problems += problem("eval_config", None, f"set {each.name}: {message}")
+        if (reason := _reward_problem(each, s.reward.rm_url)) is not None:
+            problems += problem("eval_config", None, f"set {each.name}: {reason}")
     return problems
 
 
-def _reward_message(each: EvalSet, rm_url: str | None) -> str | None:
+def _reward_problem(each: EvalSet, rm_url: str | None) -> str | None:
     """What is wrong with the reward that an evaluation set of --eval-config names, if anything."""
     if each.custom_rm_path is not None:
         if each.rm_type is not None:

@@ -33,7 +33,7 @@ PATHS = (
     ROLLOUT_FUNCTION,
     "data_source_path",
 )
-OWN_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"  # stands for the default
+OWN_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"  # the built-in default
 # slime's rollout functions that are built in under other flags -> what to use
 OTHER_ROLLOUTS = {
     "slime.rollout.fully_async_rollout.": "use --async-rollout",

@@ -99,8 +99,8 @@ class AgentsConfig(CheckedSettings):
     )
     agent_host: str = arg(
         "127.0.0.1",
-        "Address that the gateway listens on while episodes run. Any address other than loopback "
-        "accepts requests from other machines, which need a key.",
+        "Address that the gateway listens on while episodes run. Addresses other than loopback "
+        "accept requests from other machines, which need a key.",
         needs=_AGENT,
     )
     agent_port: int = arg(

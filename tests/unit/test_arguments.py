@@ -159,17 +159,32 @@ def test_flags_that_agree_with_the_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--num-layers", "3"], "--num-layers: 3 conflicts with --hf-checkpoint's 4"),
+        (["--num-layers", "3"], "--num-layers (given: 3): conflicts with --hf-checkpoint's 4"),
         (
             ["--norm-epsilon", "1e-5"],
-            "--norm-epsilon: 1e-05 conflicts with --hf-checkpoint's 1e-06",
+            "--norm-epsilon (given: 1e-05): conflicts with --hf-checkpoint's 1e-06",
         ),
-        (["--rotary-base", "500"], "--rotary-base: 500.0 conflicts with --hf-checkpoint's 10000.0"),
+        (
+            ["--rotary-base", "500"],
+            "--rotary-base (given: 500.0): conflicts with --hf-checkpoint's 10000.0",
+        ),
         (["--squared-relu"], "--squared-relu: conflicts with --hf-checkpoint's gated silu"),
-        (["--qk-layernorm"], "--qk-layernorm: True conflicts with --hf-checkpoint's False"),
-        (["--add-bias-linear"], "--add-bias-linear: True conflicts with --hf-checkpoint's False"),
-        (["--untie-embeddings-and-output-weights"], "True conflicts with --hf-checkpoint's False"),
-        (["--vocab-size", "321"], "--vocab-size: 321 conflicts with --hf-checkpoint's 320"),
+        (
+            ["--qk-layernorm"],
+            "--qk-layernorm (given: True): conflicts with --hf-checkpoint's False",
+        ),
+        (
+            ["--add-bias-linear"],
+            "--add-bias-linear (given: True): conflicts with --hf-checkpoint's False",
+        ),
+        (
+            ["--untie-embeddings-and-output-weights"],
+            "(given: True): conflicts with --hf-checkpoint's False",
+        ),
+        (
+            ["--vocab-size", "321"],
+            "--vocab-size (given: 321): conflicts with --hf-checkpoint's 320",
+        ),
     ],
 )
 def test_flags_that_disagree_with_the_checkpoint(

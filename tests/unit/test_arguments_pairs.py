@@ -85,7 +85,7 @@ CASES |= {
     "a reward model's vocabulary": (f"{RM} --eval-interval 1 --eval-prompt-data a {{folder}}/prompts.jsonl --rm-type zero", "--eval-interval", "--policy-loss-type bradley_terry"),
     "a reward model's adapter": (f"{RM} --lora-rank 4 --transformer-impl local", "--lora-rank", "trains all weights"),
     "margins of dpo": (f"{DPO} {REF} --margin-key m", "--margin-key", "only valid with --policy-loss-type bradley_terry"),
-    "two types": (f"{RM} --policy-loss-type dpo", "--policy-loss-type", "stands for bradley_terry"),
+    "two types": (f"{RM} --policy-loss-type dpo", "--policy-loss-type", "selects bradley_terry"),
 }  # fmt: skip
 
 

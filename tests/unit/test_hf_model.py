@@ -285,7 +285,7 @@ def test_windows(tmp_path: Path, config: Any, window: int, layers: list[int] | N
         ),
         (llama(residual_multiplier=0.22), ["residual_multiplier", "0.22", "unknown"]),
         ("{not json", ["config.json cannot be read"]),
-        ([1], ["does not hold an object"]),
+        ([1], ["must be an object"]),
     ],
     ids=lambda value: (
         " ".join(value)[:40]
