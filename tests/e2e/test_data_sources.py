@@ -155,7 +155,7 @@ def test_rollouts_that_were_sampled_ahead_resume_or_are_lost(
 WRONG = {
     "Short": ("data_source.get_samples(4) returned 3 groups of [4] samples", {}),
     "Unsaved": ("Unsaved: save raised OSError: the disk is full", {"save": "checkpoints"}),
-    "Unfinished": ("Unfinished has no get_samples; a data source has get_samples", {}),
+    "Unfinished": ("Unfinished has no get_samples; a data source needs get_samples", {}),
 }
 
 

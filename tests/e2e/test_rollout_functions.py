@@ -122,17 +122,17 @@ def test_the_example_carries_groups_over_and_resumes(
 
 # Each returns something that is wrong in one way, or does what it must not
 WRONG = {
-    "too_few": ("return groups[:-1]", "returned 3 groups of [4] samples; --rollout-batch-size asks for 4 groups, and --n-samples-per-prompt for 4"),
+    "too_few": ("return groups[:-1]", "returned 3 groups of [4] samples, must be 4 groups (--rollout-batch-size) of 4 samples (--n-samples-per-prompt)"),
     "flat": ("return groups[0]", "returned a list of SlimeSample; return a list of groups"),
     "log_probs": ("groups[1][2].rollout_log_probs.pop()", "sample 6: rollout_log_probs has "),
     "positive": ("groups[0][1].rollout_log_probs[0] = 0.5", "sample 1: rollout_log_probs are not finite, or above 0"),
-    "some_silent": ("groups[0][3].rollout_log_probs = None", "sample 3 has no rollout_log_probs, and others have"),
+    "some_silent": ("groups[0][3].rollout_log_probs = None", "sample 3 has no rollout_log_probs, but others do"),
     "mask": ("groups[0][0].loss_mask = [1]", "sample 0: loss_mask has 1 entries for "),
     "token": ("groups[3][3].tokens[0] = 10**6", "sample 15: tokens from "),
     "no_reward": ("groups[2][0].reward = None", "sample 8: has no reward; set it"),
     "pending": ("groups[2][1].status = Sample.Status.PENDING", "sample 9: status is 'pending'"),
-    "version": ("groups[0][0].written = []; groups[0][0].weight_versions = ['7']", "sample 0: weight version 7, and the newest that the engine had is 1"),
-    "twice": ("groups[1] = groups[0]", "group_index 0 is there twice"),
+    "version": ("groups[0][0].engine_outputs = []; groups[0][0].weight_versions = ['7']", "sample 0: weight version 7, newer than the engine's, 1"),
+    "twice": ("groups[1] = groups[0]", "group_index 0 occurs twice"),
     "mixed": ("groups[0][0], groups[1][0] = groups[1][0], groups[0][0]", "a group has samples with group_index [0, 1]"),
     "metric": ("return RolloutFnTrainOutput(groups, {'reward_mean': 1})", "the metric 'rollout/reward_mean' is one of the run's own"),
     "raises": ("None.nothing", "the function raised AttributeError: 'NoneType' object has no attribute 'nothing' ("),

@@ -11,7 +11,7 @@ import torch
 from arguments.parse import parse_args
 from arguments.rules.agents import check_branches
 from slime_like.advantages import AdvantageSettings, estimate_advantages
-from slime_like.compat.slime.requests import one_episode
+from slime_like.compat.slime.requests import merge_episode
 from slime_like.losses.total import LOSS_REDUCTIONS
 from slime_like.rollout.group_rows import groups_from_rows, groups_to_rows
 from slime_like.rollout.recording import check_values, load_rollout, save_rollout
@@ -127,15 +127,15 @@ def test_recordings_checkpoints_and_messages_keep_branches(tmp_path: Path) -> No
 
 
 def test_lists_of_a_custom_generate_function_become_one_episode() -> None:
-    made = one_episode([sample(1, "1", reward=2.0), sample(1, "11")], "f: sample 1")
+    made = merge_episode([sample(1, "1", reward=2.0), sample(1, "11")], "f: sample 1")
     assert made.reward == 2.0 and [b.response_length for b in made.branches] == [2]
     with pytest.raises(ValueError, match=r"f: sample 1: .* rewards \[1.0, 2.0\]"):
-        one_episode([sample(1, "1", reward=2.0), sample(1, "1", reward=1.0)], "f: sample 1")
+        merge_episode([sample(1, "1", reward=2.0), sample(1, "1", reward=1.0)], "f: sample 1")
     aborted = dataclasses.replace(sample(1, "11"), status=SampleStatus.ABORTED)
-    (branch,) = one_episode([sample(1, "1", reward=2.0), aborted], "f: sample 1").branches
+    (branch,) = merge_episode([sample(1, "1", reward=2.0), aborted], "f: sample 1").branches
     assert not branch.active_tokens
     with pytest.raises(ValueError, match="empty list"):
-        one_episode([], "f: sample 1")
+        merge_episode([], "f: sample 1")
 
 
 def test_a_slime_function_may_return_a_list(tmp_path: Path) -> None:

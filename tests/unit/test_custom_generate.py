@@ -233,7 +233,7 @@ WRONG = {
     DONE + "sample.reward = {'a': 1}; return sample": "--reward-key",
     "await post('http://x/generate', {}); return sample": "needs 'input_ids' or 'text'",
     "await post('http://x/score', {}); return sample": "only the rollout engine's /generate",
-    "await post('/generate', {'text': 'a', 'sampling_params': {'min_p': 1}}); return sample": "min_p: unknown here; known: temperature",
+    "await post('/generate', {'text': 'a', 'sampling_params': {'min_p': 1}}); return sample": "parameters min_p; supported: temperature",
 }
 
 
@@ -280,6 +280,6 @@ def test_settings_and_evaluation_reach_a_slime_function(tmp_path: Path) -> None:
         "n": 4,
         "evaluation": False,
         "reward_details": {"form": 0.0},
-        "told": "args.lr: the settings of a run do not change",
+        "told": "args.lr: the settings are read-only",
     }
     assert sample.reward == 3 and sample.response == "A" and sample.rollout_log_probs is None

@@ -105,22 +105,22 @@ def test_a_sample_without_a_reward_keeps_none() -> None:
 
 WRONG: dict[str, tuple[Callable[[Data], object], str]] = {
     "absent": (lambda d: d.pop("loss_masks"), "the dict has no 'loss_masks'; required: tokens"),
-    "unknown": (lambda d: d.update(rollout_routed_experts=[0] * 4), "has 'rollout_routed_experts', which is not read here"),
+    "unknown": (lambda d: d.update(rollout_routed_experts=[0] * 4), "has unknown 'rollout_routed_experts'; required"),
     "lengths": (lambda d: d["rewards"].pop(), "lists of different lengths: {"),
     "order": (lambda d: d.update(sample_indices=[1, 0, 2, 3]), "'sample_indices' must have every sample of the rollout"),
     "lost": (lambda d: d.update(rollout_ids=[0, 0, 2, 3]), "'rollout_ids' must have every sample of the rollout"),
     "vocabulary": (lambda d: d["tokens"][2].append(10), "entry 2, of sample 2: tokens are outside 0 to 10 - 1"),
-    "text": (lambda d: d["tokens"].__setitem__(1, "abc"), "entry 1, of sample 1: tokens must be a list of whole numbers"),
-    "fractions": (lambda d: d["tokens"].__setitem__(1, [0.5, 1.0]), "tokens must be a list of whole numbers"),
+    "text": (lambda d: d["tokens"].__setitem__(1, "abc"), "entry 1, of sample 1: tokens must be a list of integers"),
+    "fractions": (lambda d: d["tokens"].__setitem__(1, [0.5, 1.0]), "tokens must be a list of integers"),
     "response": (lambda d: d["response_lengths"].__setitem__(1, 3), "response_lengths is 3 of 3 tokens, prompt included"),
     "mask": (lambda d: d["loss_masks"].__setitem__(0, [1, 1]), "loss_masks has 2 entries for 3 response tokens"),
     "weights": (lambda d: d["loss_masks"].__setitem__(0, [1, 2, 1]), "loss_masks has entries that are neither 0 nor 1"),
     "log_probs": (lambda d: d["rollout_log_probs"].__setitem__(2, [0.5]), "rollout_log_probs are not finite, or above 0"),
-    "silent": (lambda d: d["rollout_log_probs"].__setitem__(2, None), "entry 2 has no rollout_log_probs, and others have"),
+    "silent": (lambda d: d["rollout_log_probs"].__setitem__(2, None), "entry 2 has no rollout_log_probs, but others do"),
     "reward": (lambda d: d["rewards"].__setitem__(3, "1"), "entry 3, of sample 3: rewards is str, must be a number"),
-    "nan": (lambda d: d["rewards"].__setitem__(3, math.nan), "rewards is nan, and the sample had the reward 1.0"),
+    "nan": (lambda d: d["rewards"].__setitem__(3, math.nan), "rewards is nan, but the sample had the reward 1.0"),
     "truncated": (lambda d: d.update(truncated=[0, 0, 2, 0]), "truncated is 2, must be 0 or 1"),
-    "denominator": (lambda d: d.update(rollout_mask_sums=[3, 2, 1, 9]), "rollout_mask_sums[3] is 9, and the loss masks of sample 3 have 2 tokens"),
+    "denominator": (lambda d: d.update(rollout_mask_sums=[3, 2, 1, 9]), "rollout_mask_sums[3] is 9, must be 2"),
 }  # fmt: skip
 
 
@@ -140,7 +140,7 @@ def test_other_results_and_siblings_that_differ_are_told() -> None:
     data = {key: values[:2] for key, values in data_of(given()).items()}
     with pytest.raises(ValueError, match="the sequences of sample 0 have the rewards"):
         read(data | {"rollout_ids": [0, 0]}, given()[:1])
-    with pytest.raises(ValueError, match="2 entries for 1 samples; say with 'rollout_ids'"):
+    with pytest.raises(ValueError, match="2 entries for 1 samples; set 'rollout_ids'"):
         read(data, given()[:1])
 
 
@@ -150,5 +150,5 @@ def test_tokens_keep_what_was_said_of_each() -> None:
     assert all(s.teacher_log_probs is not None for s in read(data_of(given()), taught))
     data = data_of(given())
     data["tokens"][1][-1] = 6
-    with pytest.raises(ValueError, match="has other tokens than the run has teacher_log_probs of"):
+    with pytest.raises(ValueError, match="tokens must be unchanged, since the sample has teacher_log_probs"):
         read(data, taught)

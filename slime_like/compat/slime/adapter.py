@@ -1,11 +1,12 @@
-"""slime's conventions for functions named on the command line, as `rollout.hooks.FunctionAdapter`
-expects them: each function is called as slime calls it, and what it returns is checked."""
+"""slime's conventions for user functions in rollouts: a `rollout.hooks.FunctionAdapter` that calls
+each function as slime does, and validates its result."""
 
 from __future__ import annotations
 
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from arguments.run_config import RunConfig
@@ -15,6 +16,7 @@ from slime_like.compat.slime.rollout_function import RolloutFunction
 from slime_like.compat.slime.samples import (
     as_output,
     from_slime,
+    raising,
     slime_args,
     to_slime,
     to_slime_groups,
@@ -47,12 +49,8 @@ class SlimeAdapter:
 
         def keep_group(samples: Sequence[AnySample]) -> DynamicFilterOutput:
             place = f"{name}: group {samples[0].group_id}"
-            try:
+            with raising(place):
                 output = function(self._args, [to_slime(sample) for sample in complete(samples)])
-            except Exception as error:
-                raise ValueError(
-                    f"{place}: the function raised {type(error).__name__}: {error}"
-                ) from error
             if isinstance(output, bool):
                 return DynamicFilterOutput(keep=output)
             keep = getattr(output, "keep", None)
@@ -80,11 +78,10 @@ class SlimeAdapter:
             ids = [group[0].group_index for group in chosen]
             if len(ids) > count or len(set(ids)) < len(ids) or not set(ids) <= set(before):
                 raise ValueError(
-                    f"{name}: was asked for at most {count} of the groups {before} and returned "
-                    f"{ids}"
+                    f"{name}: returned groups {ids}, must be at most {count} of {before}"
                 )
-            left = {group[0].group_index for group in buffer} - set(ids)
-            return ids, [i for i in before if i not in left and i not in ids]
+            remaining = {group[0].group_index for group in buffer} - set(ids)
+            return ids, [i for i in before if i not in remaining and i not in ids]
 
         return choose
 
@@ -94,9 +91,9 @@ class SlimeAdapter:
         """Adapt ``function(args, groups)``, which sets `remove_sample` of samples."""
 
         def removed_samples(groups: Sequence[SampleGroup]) -> list[int]:
-            found = to_slime_groups(complete(group.samples) for group in groups)
-            function(self._args, found)
-            samples = [sample for group in found for sample in group]
+            converted = to_slime_groups(complete(group.samples) for group in groups)
+            function(self._args, converted)
+            samples = chain.from_iterable(converted)
             return [s.index for s in samples if s.remove_sample and s.index is not None]
 
         return removed_samples
@@ -107,8 +104,8 @@ class SlimeAdapter:
         takes_evaluation = "evaluation" in inspect.signature(function).parameters
 
         async def respond(sample: Sample, model: Model, evaluation: bool) -> Sample:
-            more = {"evaluation": evaluation} if takes_evaluation else {}
-            return await call_slime_function(function, self._args, sample, model, **more)
+            options = {"evaluation": evaluation} if takes_evaluation else {}
+            return await call_slime_function(function, self._args, sample, model, **options)
 
         return respond
 
@@ -116,36 +113,32 @@ class SlimeAdapter:
         """Adapt functions ``(args, sample, *, rollout_id, evaluation)``, async or not; both
         keywords are optional. Each function receives the result of the previous one."""
 
-        async def changed(
+        async def apply_hooks(
             sample: Sample,
             tokenizer: PreTrainedTokenizerBase,
             rollout_id: int | None,
             evaluation: bool,
         ) -> Sample:
             for name, function in functions:
-                more = _taken(function, {"rollout_id": rollout_id, "evaluation": evaluation})
-                given = to_slime(sample)
-                try:
-                    result = function(self._args, given, **more)
-                    result = await result if inspect.isawaitable(result) else result
-                except Exception as error:
+                options = accepted(function, {"rollout_id": rollout_id, "evaluation": evaluation})
+                converted = to_slime(sample)
+                with raising(name):
+                    result = function(self._args, converted, **options)
+                    if inspect.isawaitable(result):
+                        result = await result
+                result = converted if result is None else result
+                outputs = [as_output(sample)]
+                changed = from_slime(result, sample, outputs, self._args, tokenizer, flag=name)
+                replays = sample.token_sets is not None or sample.routes is not None
+                if replays and changed.response_length != sample.response_length:
                     raise ValueError(
-                        f"{name}: the function raised {type(error).__name__}: {error}"
-                    ) from error
-                result = given if result is None else result
-                written = [as_output(sample)]
-                read = from_slime(result, sample, written, self._args, tokenizer, flag=name)
-                if read.response_length != sample.response_length and (
-                    sample.token_sets is not None or sample.routes is not None
-                ):
-                    raise ValueError(
-                        f"{name}: sample {sample.sample_id} has other tokens than the engine wrote, "
-                        "and the run replays the engine's routes or sampling masks of each token"
+                        f"{name}: sample {sample.sample_id} has other tokens than the engine "
+                        "sampled, but the run replays the engine's routed experts or sampling masks"
                     )
-                sample = read
+                sample = changed
             return sample
 
-        return changed
+        return apply_hooks
 
     def reward_post_process(
         self, function: Function, name: str
@@ -154,12 +147,8 @@ class SlimeAdapter:
         order. The raw rewards are ignored, since the run logs its own."""
 
         def process(samples: Sequence[Sample]) -> list[float]:
-            try:
+            with raising(name):
                 result = function(self._args, [to_slime(sample) for sample in samples])
-            except Exception as error:
-                raise ValueError(
-                    f"{name}: the function raised {type(error).__name__}: {error}"
-                ) from error
             return _second_list(result, name, len(samples))
 
         return process
@@ -182,7 +171,7 @@ class SlimeAdapter:
         return UserSource(make, name, self._config)
 
 
-def _taken(function: Function, values: dict[str, object]) -> dict[str, object]:
+def accepted(function: Function, values: dict[str, object]) -> dict[str, object]:
     """The values for which the function has parameters."""
     parameters = inspect.signature(function).parameters
     if any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters.values()):

@@ -5,14 +5,15 @@ All of it is imported from ``slime_like.compat.slime.api``:
 - ``slime.rollout.sglang_rollout``: GenerateState, generate, generate_and_rm, generate_and_rm_group,
   generate_rollout, eval_rollout, get_model_url
 - ``slime.rollout.base_types``: RolloutFnTrainOutput, RolloutFnEvalOutput
-- ``slime.rollout.data_source``: DataSource, RolloutDataSource, RolloutDataSourceWithBuffer, pop_first
+- ``slime.rollout.data_source``: DataSource, RolloutDataSource, RolloutDataSourceWithBuffer,
+  pop_first
 - ``slime.rollout.rm_hub``: async_rm, batched_async_rm
 - ``slime.rollout.filter_hub``: DynamicFilterOutput
 - ``slime.utils.http_utils``: post
 - ``slime.utils.async_utils``: run
 - ``slime.utils.types``: Sample
 
-`model_settings` is ours: what a model provider builds its GPTModel with.
+`model_settings` is specific to slime_like: the arguments of GPTModel for model providers.
 """
 
 from slime_like.compat.slime.requests import GenerateState, get_model_url, post
@@ -39,8 +40,8 @@ from slime_like.rollout.filters import DynamicFilterOutput
 
 
 def model_settings() -> dict[str, object]:
-    """For a model provider (--custom-model-provider-path): the arguments that the run would give
-    GPTModel for the chunk that is being built, all but pre_process and post_process."""
+    """For model providers (--custom-model-provider-path): the arguments of GPTModel for the model
+    chunk that is being built, without pre_process and post_process."""
     from slime_like.megatron.model import provided
 
     return provided.model_settings()

@@ -1,5 +1,4 @@
-"""The prompts of the run, and the groups that wait, as slime's functions of whole rollouts get
-them: ``data_source``."""
+"""``data_source`` of slime's rollout functions: the run's prompts and waiting groups."""
 
 from __future__ import annotations
 
@@ -10,15 +9,15 @@ from slime_like.compat.slime.samples import (
     SlimeArgs,
     SlimeSample,
     from_slime,
-    to_slime_written,
+    to_slime_with_output,
 )
 from slime_like.data.prompts import Choose, GroupBuffer, PendingGroup
 from slime_like.types import Prompt, Sample, complete
 
 
 class DataSource:
-    """The data source of one function call, usable from any of its threads. choose: selects which
-    waiting groups come first. flag: names the function in messages."""
+    """The data source of one function call, usable from any thread. choose: selects the waiting
+    groups that come first. flag: names the function in messages."""
 
     def __init__(
         self, buffer: GroupBuffer, choose: Choose, args: SlimeArgs, tokenizer: object, flag: str
@@ -39,21 +38,19 @@ class DataSource:
         with self._lock:
             groups, _ = self._buffer.take(num_samples, self._choose)
             self._prompts |= {group.group_id: group.prompt for group in groups}
-        return [
-            [to_slime_written(sample) for sample in complete(group.samples)] for group in groups
-        ]
+        return [list(map(to_slime_with_output, complete(group.samples))) for group in groups]
 
     def add_samples(self, samples: Sequence[Sequence[SlimeSample]]) -> None:
-        """Return groups of this call, in their current state, to wait for the next rollout;
-        checkpoints include them. Raises ValueError for other groups."""
+        """Return groups of this call, in their current state, for the next rollout; checkpoints
+        include them. Raises ValueError for other groups."""
         for group in samples:
             group_id = group[0].group_index if group else None
             with self._lock:
                 prompt = None if group_id is None else self._prompts.pop(group_id, None)
                 if prompt is None:
                     raise ValueError(
-                        f"{self._flag}: data_source.add_samples: group {group_id} was not handed out by get_samples in this rollout, or came "
-                        "back already"
+                        f"{self._flag}: data_source.add_samples: group {group_id} was not returned "
+                        "by get_samples in this rollout, or was added already"
                     )
                 self._buffer.requeue([PendingGroup(prompt, self._read_group(group, prompt))])
 
@@ -68,22 +65,21 @@ class DataSource:
     def _read_group(self, group: Sequence[SlimeSample], prompt: Prompt) -> tuple[Sample, ...]:
         """The group's samples in order of their number; they are unfinished unless they are
         COMPLETED, TRUNCATED or FAILED."""
-        blanks = {s.sample_id: s for s in complete(self._buffer.empty_group(prompt).samples)}
-        if sorted(s.index if s.index is not None else -1 for s in group) != sorted(blanks):
+        empty = {s.sample_id: s for s in complete(self._buffer.empty_group(prompt).samples)}
+        if sorted(s.index if s.index is not None else -1 for s in group) != sorted(empty):
             raise ValueError(
-                f"{self._flag}: data_source.add_samples: group {prompt.group_id} has the samples {[s.index for s in group]}, and was handed "
-                f"out as {sorted(blanks)}"
+                f"{self._flag}: data_source.add_samples: group {prompt.group_id} has the samples "
+                f"{[s.index for s in group]}, must be {sorted(empty)}"
             )
         read = []
         for sample in sorted(group, key=lambda s: s.index or 0):
             assert sample.index is not None
-            before = blanks[sample.index]
-            ours = before
+            before = ours = empty[sample.index]
             if sample.response_length:
                 ours = from_slime(
                     sample,
                     before,
-                    sample.written,
+                    sample.engine_outputs,
                     self._args,
                     self._tokenizer,
                     flag=self._flag,

@@ -1,8 +1,8 @@
-"""Requests to the engine in SGLang's form, from functions of the user's in slime's convention:
+"""Requests to the engine in SGLang's format, from user functions in slime's convention:
 `GenerateState` and `post`.
 
-Payload and answer are those of SGLang's ``/generate``. The engine inside the ranks has no address,
-so the URL is not looked at beyond its end.
+Payload and response are those of SGLang's ``/generate``. The local engine has no address, so only
+the end of the URL is checked.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ async def post(
         GenerateRequest(call.sample_id, tuple(prompt), seed), sampling
     )
     call.outputs.append(output)
-    return answer(output, len(prompt), call.model.tokenizer)
+    return sglang_response(output, len(prompt), call.model.tokenizer)
 
 
-def answer(
+def sglang_response(
     output: GenerateOutput, prompt_tokens: int, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     """Convert an output to the format of SGLang's response."""
-    reason: dict[str, Any] = {"type": output.finish_reason}
+    reason: dict[str, object] = {"type": output.finish_reason}
     if output.finish_reason == "length":
         reason["length"] = len(output.tokens)
     elif output.finish_reason == "abort":
@@ -120,39 +120,38 @@ def sampling_dict(sampling: SamplingParams) -> dict[str, object]:
     }
 
 
-def sampling_of(given: Mapping[str, Any], base: SamplingParams) -> SamplingParams:
+def sampling_of(parameters: Mapping[str, Any], base: SamplingParams) -> SamplingParams:
     """Convert SGLang's sampling parameters to ours. Raises ValueError naming unsupported ones."""
-    unknown = [name for name in given if name not in (*_KNOWN, *_IGNORED)]
+    unknown = [name for name in parameters if name not in (*_KNOWN, *_IGNORED)]
     if unknown:
         raise ValueError(
-            f"sampling parameters {', '.join(unknown)}: unknown here; known: {', '.join(_KNOWN)}"
+            f"unsupported sampling parameters {', '.join(unknown)}; supported: {', '.join(_KNOWN)}"
         )
-    values = {name: given[name] for name in _KNOWN if given.get(name) is not None}
+    values = {name: parameters[name] for name in _KNOWN if parameters.get(name) is not None}
     for name in ("stop", "stop_token_ids"):
         if name in values:
-            values[name] = (
-                (values[name],) if isinstance(values[name], str | int) else tuple(values[name])
-            )
+            value = values[name]
+            values[name] = (value,) if isinstance(value, str | int) else tuple(value)
     return replace(base, **values)
 
 
 async def call_slime_function(
-    function: Callable[..., Any], args: SlimeArgs, sample: OurSample, model: Model, **more: bool
+    function: Callable[..., Any], args: SlimeArgs, sample: OurSample, model: Model, **options: bool
 ) -> OurSample:
     """Call ``await function(args, sample, sampling_params)`` and convert its sample; for a list,
     the first one, with the others as its branches. Raises ValueError for an invalid sample."""
     call = _Call(sample.sample_id, model)
     _current.set(call)  # for this task only
-    result = await function(args, to_slime(sample), sampling_dict(model.sampling), **more)
+    result = await function(args, to_slime(sample), sampling_dict(model.sampling), **options)
     results = result if isinstance(result, list) else [result]
     read = [
         from_slime(each, sample, call.outputs, args, model.tokenizer, flag=CUSTOM_GENERATE)
         for each in results
     ]
-    return one_episode(read, f"{CUSTOM_GENERATE}: sample {sample.sample_id}")
+    return merge_episode(read, f"{CUSTOM_GENERATE}: sample {sample.sample_id}")
 
 
-def one_episode(samples: Sequence[OurSample], place: str) -> OurSample:
+def merge_episode(samples: Sequence[OurSample], place: str) -> OurSample:
     """Merge the sequences of one episode into a sample with branches. Raises ValueError for an
     empty list, and for rewards that differ."""
     if not samples:
@@ -163,7 +162,7 @@ def one_episode(samples: Sequence[OurSample], place: str) -> OurSample:
     if len(rewards) > 1:
         raise ValueError(
             f"{place}: the function returned {len(samples)} samples with rewards "
-            f"{sorted(rewards)}; the sequences of an episode have one reward here"
+            f"{sorted(rewards)}; the sequences of an episode must have the same"
         )
     reward = rewards.pop() if rewards else None
     return replace(samples[0], reward=reward, branches=tuple(map(_branch, samples[1:])))

@@ -1,7 +1,7 @@
-"""A call of a user's function that makes a whole rollout: what it reaches the run through, from any
-thread and any event loop.
+"""The context of a call of a user's rollout function: gives it access to the run, from any thread
+and any event loop.
 
-Requests to the engine have an event loop and a thread of their own here. They end with the call.
+Requests to the engine run in a separate thread with its own event loop, and end with the call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ END_S = 30.0  # seconds for aborted requests to end
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _PendingRequest:
     request: GenerateRequest
     sampling: SamplingParams
     future: Future[GenerateOutput]
@@ -68,7 +68,7 @@ class RolloutContext:
         )
         self._numbers = itertools.count(1)
         self._pending: set[Future[GenerateOutput]] = set()
-        self._outbox: list[_Asked] = []
+        self._outbox: list[_PendingRequest] = []
         self._lock = threading.Lock()
         self._open = False
 
@@ -97,12 +97,13 @@ class RolloutContext:
         timing. Raises RuntimeError if the function has returned."""
         if not self._open:
             raise RuntimeError(
-                "the rollout function has returned: the engine answers only while it runs (see --async-rollout)"
+                "the rollout function has returned; the engine can only be used while it runs (see "
+                "--async-rollout)"
             )
         future: Future[GenerateOutput] = Future()
         with self._lock:
             self._pending.add(future)
-            self._outbox.append(_Asked(request, sampling, future))
+            self._outbox.append(_PendingRequest(request, sampling, future))
             if len(self._outbox) == 1:
                 asyncio.get_running_loop().call_soon(self._send)
         future.add_done_callback(self._pending.discard)
@@ -110,20 +111,20 @@ class RolloutContext:
 
     def _send(self) -> None:
         with self._lock:
-            asked, self._outbox = self._outbox, []
+            pending, self._outbox = self._outbox, []
         self._loop.call_soon_threadsafe(
-            lambda: [self._loop.create_task(self._answer(item)) for item in asked]
+            lambda: [self._loop.create_task(self._execute(item)) for item in pending]
         )
 
-    async def _answer(self, item: _Asked) -> None:
+    async def _execute(self, item: _PendingRequest) -> None:
         task = asyncio.current_task()
         assert task is not None
 
-        def given_up(future: Future[GenerateOutput]) -> None:
+        def propagate_cancel(future: Future[GenerateOutput]) -> None:
             if future.cancelled():
                 self._loop.call_soon_threadsafe(task.cancel)
 
-        item.future.add_done_callback(given_up)
+        item.future.add_done_callback(propagate_cancel)
         try:
             output = await self.rollouter.engine.generate_one(item.request, item.sampling)
         except Exception as error:
@@ -164,7 +165,7 @@ def rollout_context() -> RolloutContext:
     """The context of the running call. Raises RuntimeError outside of one."""
     if _active is None:
         raise RuntimeError(
-            "the rollout engine is reached from functions named by --rollout-function-path, "
-            "--eval-function-path or --custom-generate-function-path only, while they run"
+            "the rollout engine can only be used by functions of --rollout-function-path, "
+            "--eval-function-path and --custom-generate-function-path, while they run"
         )
     return _active

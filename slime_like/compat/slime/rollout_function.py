@@ -1,16 +1,15 @@
-"""Functions of the user's that make a whole rollout, or a whole evaluation
-(--rollout-function-path, --eval-function-path), as slime calls them:
-``function(args, rollout_id, data_source, evaluation=False)``.
+"""User functions for a whole rollout or evaluation (--rollout-function-path, --eval-function-path),
+called as in slime: ``function(args, rollout_id, data_source, evaluation=False)``.
 
-The function runs on rank 0, within a deadline; what it returns is checked there and stays there,
-and all ranks get the index of it.
+The function runs on rank 0, with a time limit. Its result is validated and kept there; all ranks
+get the index of its samples.
 """
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -20,14 +19,16 @@ from slime_like.compat.slime.function_results import Expected, read_eval_output,
 from slime_like.compat.slime.rollout_context import RolloutContext
 from slime_like.compat.slime.samples import slime_args
 from slime_like.compat.slime.user_source import UserSource
-from slime_like.data.prompts import GroupBuffer
+from slime_like.data.prompts import GroupBuffer, PendingGroup
 from slime_like.distributed.collectives import from_rank_zero_within
 from slime_like.rollout.collector import Collected
 from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.hooks import group_filters
-from slime_like.rollout.rank_zero import groups_of_index, index_of_groups
+from slime_like.rollout.rank_zero import GroupIndex, groups_of_index, index_of_groups
 from slime_like.rollout.rollouter import Rollouter, training_sampling
 from slime_like.types import SampleGroup
+
+Result = TypeVar("Result")
 
 
 class RolloutFunction:
@@ -67,9 +68,9 @@ class RolloutFunction:
         --rollout-batch-size groups of --n-samples-per-prompt samples, or for a sample with
         inconsistent fields."""
         rollout, rollouter = self._config.rollout, self._rollouter
-        own: list[SampleGroup] = []
+        local: list[SampleGroup] = []  # on rank 0
 
-        def read(result: Any) -> tuple[Any, dict[str, float]]:
+        def read(result: object) -> tuple[GroupIndex, dict[str, float]]:
             expected = Expected(
                 self.name,
                 self.args,
@@ -80,32 +81,33 @@ class RolloutFunction:
                 newest_version=rollouter.engine.weight_version,
             )
             groups, metrics = read_train_output(result, expected)
-            own.extend(SampleGroup(group[0].group_id, tuple(group)) for group in groups)
-            return index_of_groups(own), metrics
+            local.extend(SampleGroup(group[0].group_id, tuple(group)) for group in groups)
+            return index_of_groups(local), metrics
 
         index, metrics = self._call(rollout_id, read, evaluation=False)
-        return Collected(own or groups_of_index(index), [], metrics)
+        return Collected(local or groups_of_index(index), [], metrics)
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Like `Evaluator.evaluate`."""
 
-        def read(result: Any) -> dict[str, float]:
+        def read(result: object) -> dict[str, float]:
             return read_eval_output(result, self.name, self.args, self._rollouter.tokenizer)
 
-        metrics: dict[str, float] = self._call(rollout_id, read, evaluation=True)
-        return metrics
+        return self._call(rollout_id, read, evaluation=True)
 
     def close(self) -> None:
         if self._evaluator is not None:
             self._evaluator.close()
 
-    def _call(self, rollout_id: int, read: Callable[[Any], Any], *, evaluation: bool) -> Any:
+    def _call(
+        self, rollout_id: int, read: Callable[[object], Result], *, evaluation: bool
+    ) -> Result:
         """Call the function; returns `read` of its result on all ranks, and synchronises the
         position in the prompts. Raises ValueError if the function raises or returns an invalid
         result, RunError if it takes too long."""
         what = f"{self.name}: {'evaluation' if evaluation else 'rollout'} {rollout_id + 1}"
 
-        def work() -> tuple[Any, Any]:
+        def work() -> tuple[Result, Mapping[str, Any] | None]:
             with RolloutContext(
                 self.name,
                 self._config,
@@ -127,22 +129,22 @@ class RolloutFunction:
 
         timeout_s = self._config.scheduling.rollout_function_timeout_s
         late = f"{what} took longer than --rollout-function-timeout-s {timeout_s:g}"
-        answer, position = from_rank_zero_within(
+        value, position = from_rank_zero_within(
             work, self._rollouter.group, timeout_s=timeout_s, late=late
         )
         if position is not None and self.buffer is not None and dist.get_rank() != 0:
             self.buffer.source.load_state_dict(position)
             self.buffer.waiting = []  # they are on rank 0
-        return answer
+        return value
 
-    def _data_source(self, rollout_id: int) -> Any:
+    def _data_source(self, rollout_id: int) -> object:
         """The function's data source, on rank 0."""
         if self._source is not None:
             return self._source.data_source
         if self.buffer is None:
             return None
 
-        def choose(waiting: Sequence[Any], count: int) -> tuple[list[int], list[int]]:
+        def choose(waiting: Sequence[PendingGroup], count: int) -> tuple[list[int], list[int]]:
             return self._filters.choose_waiting(rollout_id, waiting, count)
 
         return DataSource(self.buffer, choose, self.args, self._rollouter.tokenizer, self.name)
@@ -150,6 +152,6 @@ class RolloutFunction:
 
 def _where(error: Exception) -> str:
     """An error of a user's function, with the line that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    last = frames[-1]
-    return f"the function raised {type(error).__name__}: {error} ({last.filename}, line {last.lineno}, in {last.name})"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{last.filename}, line {last.lineno}, in {last.name}"
+    return f"the function raised {type(error).__name__}: {error} ({where})"

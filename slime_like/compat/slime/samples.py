@@ -1,18 +1,18 @@
-"""Samples and settings as slime's users know them: what functions named on the command line are
-called with.
+"""slime's sample and argument types, which user functions are called with.
 
-`SlimeSample` has the attributes of slime's ``Sample`` that mean something here, under the same
-names. A function may change it; what it
-changed is read back by its caller, and checked.
+`SlimeSample` has the attributes of slime's ``Sample`` that apply here, under the same names. A
+function may modify it; the caller validates the result and converts it back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class SlimeSample:
     """slime's Sample. tokens: prompt and response. loss_mask, rollout_log_probs: one entry per
     response token; loss_mask None: all ones. rollout_id: shared by the sequences of one episode.
-    weight_versions: of the requests that generated it, as numbers or text. written: the engine's
-    outputs, in order; internal, not to be modified."""
+    weight_versions: of the requests that generated it, as numbers or text. engine_outputs: in
+    order; internal, not to be modified."""
 
     class Status(Enum):
         PENDING = "pending"
@@ -54,15 +54,18 @@ class SlimeSample:
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
     rollout_id: int | None = None
-    written: list[GenerateOutput] = field(default_factory=list, repr=False, compare=False)
+    engine_outputs: list[GenerateOutput] = field(default_factory=list, repr=False, compare=False)
 
-    def get_reward_value(self, args: Any) -> Any:
-        """The number to train on, from a reward that may be a dict."""
+    def get_reward_value(self, args: SlimeArgs) -> Any:
+        """The reward to train on: that of --reward-key if the reward is a dict."""
         return self.reward[args.reward_key] if isinstance(self.reward, dict) else self.reward
 
     @property
     def effective_response_length(self) -> int:
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)
+
+
+_GROUPS = "model data eval rollout scheduling hooks reward algorithm checkpoint logging debug"
 
 
 class SlimeArgs:
@@ -75,29 +78,29 @@ class SlimeArgs:
         try:
             return self._values[name]
         except KeyError:
-            raise AttributeError(f"args has no {name!r}: it is no setting of this run") from None
+            raise AttributeError(f"args has no {name!r}: unknown setting") from None
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"args.{name}: the settings of a run do not change")
+        raise AttributeError(f"args.{name}: the settings are read-only")
 
 
 def slime_args(run: RunConfig) -> SlimeArgs:
     """All our settings and those of --custom-arguments-path, but not megatron-core's."""
-    groups = (
-        run.model,
-        run.data,
-        run.eval,
-        run.rollout,
-        run.scheduling,
-        run.hooks,
-        run.reward,
-        run.algorithm,
-        run.checkpoint,
-        run.logging,
-        run.debug,
-    )
-    ours = {f.name: getattr(group, f.name) for group in groups for f in dataclasses.fields(group)}
-    return SlimeArgs({**ours, **run.custom})
+    values: dict[str, object] = {}
+    for name in _GROUPS.split():
+        group = getattr(run, name)
+        values |= {f.name: getattr(group, f.name) for f in dataclasses.fields(group)}
+    return SlimeArgs({**values, **run.custom})
+
+
+@contextlib.contextmanager
+def raising(place: str) -> Iterator[None]:
+    """Turn an error of a user function into a ValueError that names it."""
+    try:
+        yield
+    except Exception as error:
+        message = f"{place}: the function raised {type(error).__name__}: {error}"
+        raise ValueError(message) from error
 
 
 _TO_SLIME = {
@@ -106,45 +109,34 @@ _TO_SLIME = {
     SampleStatus.ABORTED: SlimeSample.Status.ABORTED,
     SampleStatus.FAILED: SlimeSample.Status.FAILED,
 }
-
 HIGHEST_LOG_PROB = 1e-3  # tolerance for rounding
-_FROM_SLIME = {
-    SlimeSample.Status.COMPLETED: SampleStatus.COMPLETED,
-    SlimeSample.Status.TRUNCATED: SampleStatus.TRUNCATED,
-    SlimeSample.Status.ABORTED: SampleStatus.ABORTED,
-    SlimeSample.Status.FAILED: SampleStatus.FAILED,
-}
-_UNFINISHED = {
-    SlimeSample.Status.PENDING: SampleStatus.PARTIAL,
-    SlimeSample.Status.ABORTED: SampleStatus.PARTIAL,
-}
+_FROM_SLIME = {slime: ours for ours, slime in _TO_SLIME.items()}
+_UNFINISHED = (SlimeSample.Status.PENDING, SlimeSample.Status.ABORTED)
 
 
 def to_slime(sample: Sample) -> SlimeSample:
     """Convert to slime's Sample. An unfinished sample is PENDING before its first token and ABORTED
     after it, as in slime."""
-    unfinished = (
-        SlimeSample.Status.ABORTED if sample.response_length else SlimeSample.Status.PENDING
-    )
-    log_probs = sample.rollout_log_probs
-    return SlimeSample(
+    converted = SlimeSample(
         group_index=sample.group_id,
         index=sample.sample_id,
         prompt=sample.text,
-        tokens=sample.tokens.tolist() if sample.response_length else [],
         response=sample.response,
         response_length=sample.response_length,
         label=sample.label,
         reward=sample.reward,
-        loss_mask=sample.loss_mask.int().tolist() if sample.response_length else None,
         weight_versions=sorted(set(sample.weight_versions)),
-        rollout_log_probs=None
-        if log_probs is None or not sample.response_length
-        else log_probs.tolist(),
-        status=_TO_SLIME.get(sample.status, unfinished),
+        status=_TO_SLIME.get(sample.status, SlimeSample.Status.PENDING),
         metadata=dict(sample.metadata),
         rollout_id=sample.sample_id,
     )
+    if sample.response_length:
+        converted.status = _TO_SLIME.get(sample.status, SlimeSample.Status.ABORTED)
+        converted.tokens = sample.tokens.tolist()
+        converted.loss_mask = sample.loss_mask.int().tolist()
+        if sample.rollout_log_probs is not None:
+            converted.rollout_log_probs = sample.rollout_log_probs.tolist()
+    return converted
 
 
 def to_slime_groups(groups: Iterable[Iterable[Sample]]) -> list[list[SlimeSample]]:
@@ -155,22 +147,23 @@ def refuse_token_rewards(sample: Sample) -> None:
     """Raise ValueError for a sample with token rewards."""
     if sample.token_rewards is not None:
         raise ValueError(
-            f"sample {sample.sample_id} was given a reward for each token, and a sample of a "
-            "rollout function carries one number; add --sum-token-rewards"
+            f"sample {sample.sample_id} has a reward per token, but samples of rollout functions "
+            "have a single one; add --sum-token-rewards"
         )
 
 
-def to_slime_written(sample: Sample) -> SlimeSample:
-    """`to_slime`, with its response recorded as the engine's output. Raises ValueError for a sample
+def to_slime_with_output(sample: Sample) -> SlimeSample:
+    """`to_slime`, with the response recorded as an engine output. Raises ValueError for a sample
     with token rewards."""
     refuse_token_rewards(sample)
-    made = to_slime(sample)
-    made.written = [as_output(sample)] if sample.response_length else []
-    return made
+    converted = to_slime(sample)
+    if sample.response_length:
+        converted.engine_outputs = [as_output(sample)]
+    return converted
 
 
 def from_slime(
-    result: Any,
+    result: object,
     sample: Sample,
     outputs: Sequence[GenerateOutput],
     args: SlimeArgs,
@@ -194,18 +187,25 @@ def from_slime(
         ValueError: Names the flag, the sample and the problem.
     """
     place = f"{flag}: sample {sample.sample_id}"
-    statuses = _FROM_SLIME | (_UNFINISHED if allow_unfinished else {})
+    statuses = dict(_FROM_SLIME)
+    if allow_unfinished:
+        statuses |= dict.fromkeys(_UNFINISHED, SampleStatus.PARTIAL)
+    if not isinstance(result, SlimeSample):
+        raise ValueError(
+            f"{place}: the function returned {type(result).__name__}; return the sample that it "
+            "received, or a list of samples for several sequences"
+        )
     mask = _checked_mask(result, place, statuses)
-    count, log_probs = result.response_length, result.rollout_log_probs
+    count, log_probs = result.response_length, None
+    if result.rollout_log_probs is not None:
+        log_probs = torch.tensor(result.rollout_log_probs, dtype=torch.float32)
     response = result.tokens[len(result.tokens) - count :]
     return replace(
         sample,
         tokens=torch.tensor(result.tokens, dtype=torch.int64),
         response_length=count,
         loss_mask=torch.tensor(mask, dtype=torch.bool),
-        rollout_log_probs=None
-        if log_probs is None
-        else torch.tensor(log_probs, dtype=torch.float32),
+        rollout_log_probs=log_probs,
         weight_versions=versions_of(response, mask, outputs),
         status=statuses[result.status],
         reward=_reward(result, args, place),
@@ -215,15 +215,10 @@ def from_slime(
 
 
 def _checked_mask(
-    result: object, place: str, statuses: Collection[SlimeSample.Status]
+    result: SlimeSample, place: str, statuses: Collection[SlimeSample.Status]
 ) -> list[int]:
     """The loss mask of a sample, after checking the consistency of its fields. Raises
     ValueError."""
-    if not isinstance(result, SlimeSample):
-        raise ValueError(
-            f"{place}: the function returned {type(result).__name__}; return the sample that it "
-            "was given, or where it makes several sequences a list of samples"
-        )
     count, log_probs = result.response_length, result.rollout_log_probs
     mask = [1] * count if result.loss_mask is None else list(result.loss_mask)
     status = getattr(result.status, "value", result.status)
@@ -250,12 +245,12 @@ def _checked_mask(
 
 
 def _reward(result: SlimeSample, args: SlimeArgs, place: str) -> float | None:
-    """A reward that the function set itself, or None."""
+    """The reward that the function set, or None."""
     value = result.reward
     if isinstance(value, dict):
         if args.reward_key not in value:
             raise ValueError(
-                f"{place}: the reward is a dict; name the key to train on with --reward-key"
+                f"{place}: the reward is a dict; set --reward-key to the key to train on"
             )
         value = value[args.reward_key]
     if value is None:
@@ -282,9 +277,8 @@ def versions_of(
     """The weight version of each response token, found by locating the outputs in the response in
     order. Trained tokens that were not found, because the function changed them, get the oldest
     version."""
-    oldest = min(
-        (v for o in outputs for v in o.weight_versions if v != NOT_SAMPLED), default=NOT_SAMPLED
-    )
+    sampled = set(chain.from_iterable(output.weight_versions for output in outputs))
+    oldest = min(sampled - {NOT_SAMPLED}, default=NOT_SAMPLED)
     versions = [oldest if m else NOT_SAMPLED for m in mask]
     position = 0
     for output in outputs:
@@ -300,26 +294,20 @@ def versions_of(
     return tuple(versions)
 
 
-def blank(sample: SlimeSample, flag: str) -> Sample:
-    """A sample of ours with the numbers and the prompt of a user's sample, before its first token.
-    Raises ValueError if that has no numbers."""
+def empty_sample(sample: SlimeSample, flag: str) -> Sample:
+    """Our sample with the ids and the prompt of a user's sample, before its first token. Raises
+    ValueError for a sample without ids."""
     for name in ("group_index", "index"):
         value = getattr(sample, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise ValueError(
-                f"{flag}: a sample has {name} {value!r}; take samples from data_source.get_samples, or number them from 0"
+                f"{flag}: a sample has {name} {value!r}; take samples from "
+                "data_source.get_samples, or number them from 0"
             )
     assert sample.group_index is not None and sample.index is not None
-    return Sample.empty(
-        Prompt(
-            sample.group_index,
-            sample.prompt,
-            (),
-            label=sample.label,
-            metadata=dict(sample.metadata),
-        ),
-        sample.index,
-    )
+    metadata = dict(sample.metadata)
+    prompt = Prompt(sample.group_index, sample.prompt, (), label=sample.label, metadata=metadata)
+    return Sample.empty(prompt, sample.index)
 
 
 def as_output(sample: Sample) -> GenerateOutput:

@@ -1,5 +1,5 @@
-"""slime's own data sources, for users' to inherit from: those of ``slime.rollout.data_source``.
-Import them from `api.py`."""
+"""slime's data sources, which users may subclass: those of ``slime.rollout.data_source``. Import
+them from `api.py`."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class RolloutDataSource(DataSource):
     def _group(self, sample: SlimeSample) -> Group:
         """Copies of a sample, with the next numbers."""
         group = [copy.deepcopy(sample) for _ in range(self.args.n_samples_per_prompt)]
-        for each in group:
-            each.group_index, each.index = self.sample_group_index, self.sample_index
+        for copied in group:
+            copied.group_index, copied.index = self.sample_group_index, self.sample_index
             self.sample_index += 1
         self.sample_group_index += 1
         return group
@@ -102,7 +102,7 @@ class RolloutDataSource(DataSource):
             return
         path = _state_path(self.args.load, rollout_id)
         if not path.is_file():
-            raise ValueError(f"{path}: no such file; it has the position of the prompts")
+            raise ValueError(f"{path}: no such file; it stores the position in the prompts")
         self.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
 
     def state_dict(self) -> dict[str, object]:
@@ -133,9 +133,9 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         super().__init__(args)
         self.buffer: list[Group] = []
         path = args.buffer_filter_path
-        self.buffer_filter = (
-            pop_first if path is None else load_function(path, "--buffer-filter-path")
-        )
+        self.buffer_filter = pop_first
+        if path is not None:
+            self.buffer_filter = load_function(path, "--buffer-filter-path")
 
     def get_samples(self, num_samples: int) -> list[Group]:
         waiting: list[Group] = []
@@ -145,11 +145,12 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
     def add_samples(self, samples: list[Group]) -> None:
         """Add groups to the buffer. Raises ValueError for a group of the wrong size."""
-        wanted = self.args.n_samples_per_prompt
+        size = self.args.n_samples_per_prompt
         for group in samples:
-            if len(group) != wanted:
+            if len(group) != size:
                 raise ValueError(
-                    f"add_samples: a group of {len(group)} samples; --n-samples-per-prompt is {wanted}"
+                    f"add_samples: a group of {len(group)} samples; --n-samples-per-prompt is "
+                    f"{size}"
                 )
             self.buffer.append(group)
 
@@ -158,12 +159,12 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         return len(self.buffer)
 
     def state_dict(self) -> dict[str, object]:
-        rows = [[_to_row(sample) for sample in group] for group in self.buffer]
+        rows = [list(map(_to_row, group)) for group in self.buffer]
         return {**super().state_dict(), "buffer": rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self.buffer = [[_from_row(row) for row in group] for group in state["buffer"]]
+        self.buffer = [list(map(_from_row, group)) for group in state["buffer"]]
 
 
 def pop_first(args: SlimeArgs, rollout_id: int | None, buffer: list[Group], n: int) -> list[Group]:
@@ -185,16 +186,17 @@ def _to_row(sample: SlimeSample) -> dict[str, object]:
     """Convert a sample to plain JSON; numbers are restored bit by bit."""
     row = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
     row["status"] = sample.status.value
-    row["written"] = [(output.tokens, output.weight_versions) for output in sample.written]
-    plain: dict[str, Any] = encode(row, f"sample {sample.index}")
-    return plain
+    outputs = row.pop("engine_outputs")
+    row["written"] = [(output.tokens, output.weight_versions) for output in outputs]
+    return encode(row, f"sample {sample.index}")
 
 
 def _from_row(plain: Mapping[str, object]) -> SlimeSample:
     row = decode(plain)
-    number = -1 if row["index"] is None else row["index"]
+    sample_id = -1 if row["index"] is None else row["index"]
     row["status"] = SlimeSample.Status(row["status"])
-    row["written"] = [
-        GenerateOutput(number, tokens, (), "stop", versions) for tokens, versions in row["written"]
+    row["engine_outputs"] = [
+        GenerateOutput(sample_id, tokens, (), "stop", versions)
+        for tokens, versions in row.pop("written")
     ]
     return SlimeSample(**row)

@@ -1,11 +1,12 @@
-"""What --custom-convert-samples-to-train-data-path made of a rollout, checked: slime's dict of lists
-becomes samples again."""
+"""Validates the dict of lists returned by --custom-convert-samples-to-train-data-path, and converts
+it to samples."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,13 +30,13 @@ _STATUS = {False: SampleStatus.COMPLETED, True: SampleStatus.TRUNCATED}
 
 
 def read_train_data(
-    result: object, given: Sequence[Sample], name: str, *, vocab_size: int
+    result: object, samples: Sequence[Sample], name: str, *, vocab_size: int
 ) -> list[Sample]:
     """Parse the sequences to train on.
 
     Args:
         result: What the function returned.
-        given: The sequences that it received; those of an episode share an id and are adjacent.
+        samples: The sequences that it received; those of an episode share an id and are adjacent.
         name: The flag and its value, for messages.
         vocab_size: Exclusive upper bound of token ids.
 
@@ -47,26 +48,26 @@ def read_train_data(
         ValueError: Names the flag, the key and the invalid entry.
     """
     data = _lists(result, name)
-    ids = _episode_ids(data, given, name)
+    ids = _episode_ids(data, samples, name)
     by_id: dict[int, list[Sample]] = {}
-    for sample in given:
+    for sample in samples:
         by_id.setdefault(sample.sample_id, []).append(sample)
-    made: dict[int, list[Sample]] = {sample_id: [] for sample_id in by_id}
+    converted: dict[int, list[Sample]] = {sample_id: [] for sample_id in by_id}
     for place, sample_id in enumerate(ids):
         row = {key: values[place] for key, values in data.items()}
-        number = len(made[sample_id])
+        number = len(converted[sample_id])
         where = f"{name}: entry {place}, of sample {sample_id}"
-        made[sample_id].append(_sample(row, by_id[sample_id], number, where, vocab_size))
-    for sample_id, samples in made.items():
-        rewards = {repr(s.metadata[TRAIN_REWARD]) for s in samples}
+        converted[sample_id].append(_sample(row, by_id[sample_id], number, where, vocab_size))
+    for sample_id, episode in converted.items():
+        rewards = {repr(s.metadata[TRAIN_REWARD]) for s in episode}
         if len(rewards) > 1:
             raise ValueError(
-                f"{name}: the sequences of sample {sample_id} have the rewards {sorted(rewards)}; an "
-                "episode has one"
+                f"{name}: the sequences of sample {sample_id} have the rewards {sorted(rewards)}, "
+                "must be equal"
             )
-    _check_log_probs_are_everywhere(data, name)
-    _check_denominators(data, ids, made, name)
-    return [sample for samples in made.values() for sample in samples]
+    _check_log_probs(data, name)
+    _check_denominators(data, ids, converted, name)
+    return list(chain.from_iterable(converted.values()))
 
 
 def _lists(result: object, name: str) -> dict[str, Sequence[object]]:
@@ -74,12 +75,11 @@ def _lists(result: object, name: str) -> dict[str, Sequence[object]]:
     if not isinstance(result, Mapping):
         raise ValueError(f"{name}: returned {type(result).__name__}; return a dict of lists")
     data = {key: value for key, value in result.items() if value is not None and key not in UNUSED}
-    absent = [key for key in REQUIRED if key not in data]
-    unknown = [key for key in data if key not in (*REQUIRED, *OPTIONAL)]
-    if absent or unknown:
-        words = f"has no {absent[0]!r}" if absent else f"has {unknown[0]!r}, which is not read here"
+    problems = [f"has no {key!r}" for key in REQUIRED if key not in data]
+    problems += [f"has unknown {key!r}" for key in data if key not in (*REQUIRED, *OPTIONAL)]
+    if problems:
         raise ValueError(
-            f"{name}: the dict {words}; required: {', '.join(REQUIRED)}; legal: "
+            f"{name}: the dict {problems[0]}; required: {', '.join(REQUIRED)}; optional: "
             f"{', '.join((*OPTIONAL, *UNUSED))}"
         )
     lengths = {key: len(value) for key, value in data.items()}
@@ -89,26 +89,27 @@ def _lists(result: object, name: str) -> dict[str, Sequence[object]]:
 
 
 def _episode_ids(
-    data: Mapping[str, Sequence[object]], given: Sequence[Sample], name: str
+    data: Mapping[str, Sequence[object]], samples: Sequence[Sample], name: str
 ) -> list[int]:
     """The sample that each entry belongs to, from rollout_ids, otherwise sample_indices, otherwise
     its position. Checks that every sample has entries, and that they are adjacent and in rollout
     order."""
-    count, expected = len(data["tokens"]), [sample.sample_id for sample in given]
+    count, expected = len(data["tokens"]), [sample.sample_id for sample in samples]
     key = next((key for key in ("rollout_ids", "sample_indices") if key in data), None)
     if key is None:
-        if count != len(given):
+        if count != len(samples):
             raise ValueError(
-                f"{name}: {count} entries for {len(given)} samples; say with 'rollout_ids' which "
-                "sample each belongs to"
+                f"{name}: {count} entries for {len(samples)} samples; set 'rollout_ids' to the "
+                "sample of each entry"
             )
         return expected
     ids = [int(value) if isinstance(value, int) else -1 for value in data[key]]
     runs = [i for place, i in enumerate(ids) if not place or ids[place - 1] != i]
     if runs != list(dict.fromkeys(expected)):
         raise ValueError(
-            f"{name}: {key!r} must have every sample of the rollout, in its order, and the sequences "
-            f"of one in a row; it begins {list(data[key][:8])}, and the samples {expected[:8]}"
+            f"{name}: {key!r} must have every sample of the rollout, in order, with the sequences "
+            f"of a sample adjacent; it starts with {list(data[key][:8])}, the samples with "
+            f"{expected[:8]}"
         )
     return ids
 
@@ -136,11 +137,12 @@ def _sample(
         ),
         "loss_masks has entries that are neither 0 nor 1": bool(((mask != 0) & (mask != 1)).any()),
     }
-    for words, holds in problems.items():
+    for problem, holds in problems.items():
         if holds:
-            raise ValueError(f"{where}: {words}")
+            raise ValueError(f"{where}: {problem}")
+    _check_tensors(before, tokens, len(episode), number, where)
     return replace(
-        _with_its_tensors(before, tokens, len(episode), number, where),
+        before,
         tokens=tokens,
         response_length=length,
         loss_mask=mask.bool(),
@@ -160,44 +162,42 @@ def _sample(
     )
 
 
-def _with_its_tensors(
-    before: Sample, tokens: Tensor, count: int, number: int, where: str
-) -> Sample:
-    """Keep the per-token data of the engine and the teacher, which is only valid for identical
-    tokens."""
-    there = [n for n in OPTIONAL_TENSORS if n != "rollout_log_probs" and before.has(n)]
-    if there and (number >= count or not torch.equal(before.tokens, tokens)):
-        raise ValueError(f"{where}: has other tokens than the run has {', '.join(there)} of")
-    return before
+def _check_tensors(before: Sample, tokens: Tensor, count: int, number: int, where: str) -> None:
+    """Raise ValueError if per-token data of the engine or the teacher belongs to other tokens."""
+    present = [n for n in OPTIONAL_TENSORS if n != "rollout_log_probs" and before.has(n)]
+    if present and (number >= count or not torch.equal(before.tokens, tokens)):
+        raise ValueError(
+            f"{where}: tokens must be unchanged, since the sample has {', '.join(present)}"
+        )
 
 
 def _tensor(value: object, dtype: torch.dtype, where: str, key: str) -> Tensor:
     """Convert a list or an array to [n]. Raises ValueError for other types of numbers."""
     try:
-        found = torch.as_tensor(value)
+        tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
-        found = torch.empty(0, 0)
-    whole = not (found.is_floating_point() or found.is_complex())
-    if found.ndim != 1 or (dtype == torch.int64 and found.numel() and not whole):
-        kind = "whole numbers" if dtype == torch.int64 else "numbers"
+        tensor = torch.empty(0, 0)
+    is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+    if tensor.ndim != 1 or (dtype == torch.int64 and tensor.numel() and not is_integer):
+        kind = "integers" if dtype == torch.int64 else "numbers"
         raise ValueError(f"{where}: {key} must be a list of {kind}")
-    return found.to("cpu", dtype, copy=True)
+    return tensor.to("cpu", dtype, copy=True)
 
 
 def _log_probs(value: object, mask: Tensor, where: str) -> Tensor:
     """[R] float32; checked to be finite and at most 0 where the mask is 1."""
-    found = _tensor(value, torch.float32, where, "rollout_log_probs")
-    if found.numel() != mask.numel():
+    log_probs = _tensor(value, torch.float32, where, "rollout_log_probs")
+    if log_probs.numel() != mask.numel():
         raise ValueError(
-            f"{where}: rollout_log_probs has {found.numel()} entries for {mask.numel()} response "
-            "tokens"
+            f"{where}: rollout_log_probs has {log_probs.numel()} entries for {mask.numel()} "
+            "response tokens"
         )
-    trained = found[mask.bool()]
+    trained = log_probs[mask.bool()]
     if not bool((torch.isfinite(trained) & (trained < HIGHEST_LOG_PROB)).all()):
         raise ValueError(
             f"{where}: rollout_log_probs are not finite, or above 0, where loss_masks is 1"
         )
-    return found
+    return log_probs
 
 
 def _status(row: Mapping[str, object], before: Sample, where: str) -> SampleStatus:
@@ -217,31 +217,31 @@ def _number(value: object, before: Sample, where: str, key: str) -> float:
     number = math.nan if value is None else float(value)
     if not lost and not math.isfinite(number):
         raise ValueError(
-            f"{where}: {key} is {value}, and the sample had the reward {before.reward}"
+            f"{where}: {key} is {value}, but the sample had the reward {before.reward}"
         )
     return math.nan if lost else number
 
 
-def _check_log_probs_are_everywhere(data: Mapping[str, Sequence[object]], name: str) -> None:
+def _check_log_probs(data: Mapping[str, Sequence[object]], name: str) -> None:
     missing = [value is None for value in data.get("rollout_log_probs", ())]
     if any(missing) and not all(missing):
         raise ValueError(
-            f"{name}: entry {missing.index(True)} has no rollout_log_probs, and others have; give "
-            "them of all samples or of none"
+            f"{name}: entry {missing.index(True)} has no rollout_log_probs, but others do; set "
+            "them on all samples or on none"
         )
 
 
 def _check_denominators(
     data: Mapping[str, Sequence[object]],
     ids: Sequence[int],
-    made: Mapping[int, Sequence[Sample]],
+    converted: Mapping[int, Sequence[Sample]],
     name: str,
 ) -> None:
     """Check slime's denominators rollout_mask_sums; here --loss-reduction determines them."""
     for place, (value, sample_id) in enumerate(zip(data.get("rollout_mask_sums", ()), ids)):
-        expected = sum(sample.active_tokens for sample in made[sample_id])
+        expected = sum(sample.active_tokens for sample in converted[sample_id])
         if value != expected:
             raise ValueError(
-                f"{name}: rollout_mask_sums[{place}] is {value}, and the loss masks of sample "
-                f"{sample_id} have {expected} tokens; other denominators are --loss-reduction's"
+                f"{name}: rollout_mask_sums[{place}] is {value}, must be {expected}, the tokens in "
+                f"the loss masks of sample {sample_id}; use --loss-reduction for other denominators"
             )

@@ -1,6 +1,5 @@
-"""The user's source of prompts (--data-source-path), as slime keeps one: ``Class(args)`` on rank 0,
-with ``get_samples(num_samples)``, ``add_samples(samples)``, ``save(rollout_id)``,
-``load(rollout_id)`` and ``len()``."""
+"""A user's prompt source (--data-source-path), created as in slime: ``Class(args)`` on rank 0. See
+`sources.DataSource` for its methods."""
 
 from __future__ import annotations
 
@@ -29,25 +28,25 @@ class UserSource:
         self.notes: list[str] = []
         self._name = name
         self._rollout_id: int | None = None  # of the latest save
-        self.data_source: Any = on_rank_zero(lambda: self._made(make, config))
+        self.data_source: Any = on_rank_zero(lambda: self._create(make, config))
 
-    def _made(self, make: Callable[..., object], config: RunConfig) -> object:
-        source = self._called("__init__", lambda: make(slime_args(config)))
-        absent = [name for name in METHODS if not callable(getattr(source, name, None))]
-        if absent:
-            raise ValueError(
-                f"{self._name}: {type(source).__name__} has no {absent[0]}; a data source has "
-                f"{', '.join(METHODS)}"
-            )
+    def _create(self, make: Callable[..., object], config: RunConfig) -> object:
+        source = self._call("__init__", lambda: make(slime_args(config)))
+        for name in METHODS:
+            if not callable(getattr(source, name, None)):
+                raise ValueError(
+                    f"{self._name}: {type(source).__name__} has no {name}; a data source needs "
+                    f"{', '.join(METHODS)}"
+                )
         return source
 
     def __len__(self) -> int:
         """Number of prompts per epoch."""
-        return from_rank_zero(lambda: self._called("__len__", lambda: len(self.data_source)))
+        return from_rank_zero(lambda: self._call("__len__", lambda: len(self.data_source)))
 
     def save(self, rollout_id: int) -> None:
         """Save before writing a checkpoint. rollout_id: of its last rollout."""
-        from_rank_zero(lambda: self._called("save", lambda: self.data_source.save(rollout_id)))
+        from_rank_zero(lambda: self._call("save", lambda: self.data_source.save(rollout_id)))
         self._rollout_id = rollout_id
 
     def state_dict(self) -> dict[str, object]:
@@ -57,10 +56,10 @@ class UserSource:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the source to that save."""
         rollout_id = int(state["rollout_id"])
-        from_rank_zero(lambda: self._called("load", lambda: self.data_source.load(rollout_id)))
+        from_rank_zero(lambda: self._call("load", lambda: self.data_source.load(rollout_id)))
         self._rollout_id = rollout_id
 
-    def _called(self, method: str, call: Callable[[], Result]) -> Result:
+    def _call(self, method: str, call: Callable[[], Result]) -> Result:
         try:
             return call()
         except SystemExit as error:
