@@ -102,7 +102,7 @@ def measure(words: argparse.Namespace, lr: float) -> dict[str, float]:
             start = time.perf_counter()
             update = order.write_alone(as_buckets(weights_of(model), 2**26))
             written = time.perf_counter()
-            local.bring(number)
+            local.update_to(number)
             if not first:
                 sizes.append(update.nbytes / total)
                 writing.append(written - start)

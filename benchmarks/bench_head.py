@@ -45,7 +45,7 @@ megatron_patches.apply()
 
 from benchmarks.bench_common import growth_exponent, write_json  # noqa: E402
 from slime_like.megatron.ops import fused_linear_logprob  # noqa: E402
-from slime_like.megatron.ops.fused_linear_logprob import lean_log_probs  # noqa: E402
+from slime_like.megatron.ops.fused_linear_logprob import fused_linear_log_probs  # noqa: E402
 from slime_like.megatron.ops.vocab_parallel import vocab_parallel_log_probs  # noqa: E402
 
 MIB = 2**20
@@ -140,7 +140,9 @@ def in_place(p: Problem, rows: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def lean(p: Problem, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    return lean_log_probs(p.hidden, p.weight, p.labels, rows=rows, vocab_size=p.weight.size(0))
+    return fused_linear_log_probs(
+        p.hidden, p.weight, p.labels, rows=rows, vocab_size=p.weight.size(0)
+    )
 
 
 VERSIONS: dict[str, Callable[[Problem, Tensor | None], tuple[Tensor, Tensor]]] = {
@@ -315,7 +317,7 @@ def block_sizes(options: argparse.Namespace) -> dict[str, float]:
                 setattr(fused_linear_logprob, name, elements)
                 start = _now(p)
                 p.hidden.grad = p.weight.grad = None
-                outputs = lean_log_probs(
+                outputs = fused_linear_log_probs(
                     p.hidden, p.weight, p.labels, vocab_size=p.weight.size(0), chunk_size=rows
                 )
                 torch.autograd.backward(outputs, tuple(p.grads))

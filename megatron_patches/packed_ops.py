@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class LeanNorm(torch.autograd.Function):
+class FusedRMSNorm(torch.autograd.Function):
     """y = x r w with r = 1 / sqrt(mean(x^2) + eps) (Zhang and Sennrich 2019, equation 4). Products
     and sums are those of torch's chain of operations, in its order, with fewer temporaries."""
 
@@ -46,14 +46,14 @@ class LeanNorm(torch.autograd.Function):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, with `LeanNorm` on a CPU."""
+    """torch's RMSNorm, with `FusedRMSNorm` on a CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., d]."""
         wide = x.dtype in (torch.float32, torch.float64) and self.weight.dtype is x.dtype
         if x.device.type != "cpu" or not wide or self.eps is None:
             return super().forward(x)
-        return LeanNorm.apply(x, x, self.weight, self.eps)
+        return FusedRMSNorm.apply(x, x, self.weight, self.eps)
 
 
 def positions_of_rows(cu_seqlens: Tensor, rows: int, cp_size: int, cp_rank: int) -> Tensor:

@@ -37,7 +37,7 @@ from slime_like.rollout.engines.sglang.server_pool import HealthSettings, Server
 from slime_like.rollout.engines.sglang.weight_transfer.base import UpdateSettings
 from slime_like.rollout.engines.sglang.weight_transfer.updater import WeightUpdater
 from slime_like.weights.gather import TensorPlan, views
-from slime_like.weights.quantized import CodedWeight
+from slime_like.weights.quantized import QuantizedWeight
 from slime_like.weights.safetensors_reader import stored_format
 
 ATTEMPTS = 3  # of a request
@@ -162,7 +162,7 @@ class FakeServer:
         self._slow: dict[str, threading.Event] = {}  # set by an abort
         self.tokenizer: Any = None
         self.version = "default"
-        self._coded: Mapping[str, CodedWeight] = {}
+        self._coded: Mapping[str, QuantizedWeight] = {}
         if "quantization_config" in (Path(model) / "config.json").read_text():
             self._coded = stored_format(model)
         self._taken: dict[str, torch.Tensor] = {}

@@ -61,25 +61,25 @@ def _remove_orphans(root: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """Part of a checkpoint that a node holds. manifest: SHA-256 of the manifest. of: number of
+class NodeFiles:
+    """Part of a checkpoint that a node holds. manifest: SHA-256 of the manifest. total: number of
     files in the full checkpoint. files: names of the intact files on this node."""
 
     manifest: str
-    of: int
+    total: int
     files: list[str]
 
 
-def whole_files(folder: Path) -> Held:
+def intact_files(folder: Path) -> NodeFiles:
     """Find the intact files of a checkpoint folder. Raises ValueError or OSError if the manifest is
     missing or damaged."""
     records = read_manifest(folder)
-    found = []
+    intact = []
     for name, record in records.items():
         with suppress(OSError):
             if hash_file(folder / name, folder) == record:
-                found.append(name)
-    return Held(hash_file(folder / MANIFEST, folder).sha256, len(records), found)
+                intact.append(name)
+    return NodeFiles(hash_file(folder / MANIFEST, folder).sha256, len(records), intact)
 
 
 def copy_file(source: Path, target: Path) -> None:

@@ -101,7 +101,7 @@ def convert(chosen: argparse.Namespace) -> int:
 
     quiet_dependencies()
     megatron_patches.apply()
-    from slime_like.conversion.meta_model import make_blueprint
+    from slime_like.conversion.meta_model import build_meta_model
 
     rank, world = rank_and_world()
     value_head = chosen.network == "critic"
@@ -117,13 +117,13 @@ def convert(chosen: argparse.Namespace) -> int:
     show = rank == 0 and not chosen.no_progress
     with world_of_processes(parallel):
         with model_parallel_groups(parallel, virtual_stages=None, seed=1) as layout:
-            blueprint = make_blueprint(hf, parallel, layout, dtype, value_head=value_head)
-            total = sum(p.numel() * p.element_size() for p in blueprint.parameters.values())
+            meta_model = build_meta_model(hf, parallel, layout, dtype, value_head=value_head)
+            total = sum(p.numel() * p.element_size() for p in meta_model.parameters.values())
             with progress(
                 "to Megatron" if world == 1 else f"to Megatron, rank 0 of {world}", total, show=show
             ) as bar:
                 done = convert_to_megatron(
-                    blueprint,
+                    meta_model,
                     chosen.hf_checkpoint,
                     chosen.save,
                     network=chosen.network,
@@ -162,17 +162,17 @@ def verified(
 ) -> list[str]:
     """Run the checks of --verify; returns messages about those that passed. size: bytes of the
     checkpoint `folder`. Raises ValueError."""
-    from slime_like.conversion.meta_model import conversion_layout, make_blueprint
+    from slime_like.conversion.meta_model import build_meta_model, conversion_layout
     from slime_like.conversion.to_hf import NetworkSource
     from slime_like.megatron.init import model_parallel_groups
 
     rank, world = rank_and_world()
     parallel = conversion_layout(hf)
     with model_parallel_groups(parallel, virtual_stages=None, seed=1) as layout:
-        blueprint = make_blueprint(
+        meta_model = build_meta_model(
             hf, parallel, layout, dtype, value_head=chosen.network == "critic"
         )
-        source = NetworkSource(blueprint, folder / chosen.network, chosen.hf_checkpoint, None)
+        source = NetworkSource(meta_model, folder / chosen.network, chosen.hf_checkpoint, None)
         return verify(
             chosen.verify,
             source,

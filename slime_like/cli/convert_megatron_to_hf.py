@@ -37,7 +37,7 @@ from slime_like.logs import set_up_logging, warn_rank_0
 
 if TYPE_CHECKING:
     from slime_like.checkpoints.state import TrainerState
-    from slime_like.conversion.meta_model import Blueprint
+    from slime_like.conversion.meta_model import MetaModel
     from slime_like.conversion.to_hf import Exported, NetworkSource
 
 
@@ -127,7 +127,7 @@ def convert(chosen: argparse.Namespace) -> int:
     folder = checkpoint_folder(chosen.load, step_of(chosen))
     warn_of_tokenizer(hf, chosen.hf_checkpoint)
     megatron_patches.apply()
-    from slime_like.conversion.meta_model import conversion_layout, make_blueprint
+    from slime_like.conversion.meta_model import build_meta_model, conversion_layout
     from slime_like.conversion.to_hf import convert_to_hf
     from slime_like.megatron.checkpoint.load import open_checkpoint
     from slime_like.megatron.init import process_groups
@@ -137,12 +137,12 @@ def convert(chosen: argparse.Namespace) -> int:
     with process_groups(parallel, virtual_stages=None, seed=1) as layout:
         state = open_checkpoint(folder, verify=not chosen.no_verify_checkpoint)
         check_network(chosen.network, folder, state)
-        predicting = None if value_head else state["model"].get("mtp_num_layers")
-        blueprint = make_blueprint(
-            hf, parallel, layout, torch.float32, value_head=value_head, predicting=predicting
+        mtp_layers = None if value_head else state["model"].get("mtp_num_layers")
+        meta_model = build_meta_model(
+            hf, parallel, layout, torch.float32, value_head=value_head, mtp_layers=mtp_layers
         )
-        check_template(chosen.hf_checkpoint, folder, state, blueprint)
-        source = source_of(chosen, blueprint, folder)
+        check_template(chosen.hf_checkpoint, folder, state, meta_model)
+        source = source_of(chosen, meta_model, folder)
         total = sum(planned.nbytes for _, planned in source.tensors.values())
         show = rank == 0 and not chosen.no_progress
         with progress(
@@ -174,7 +174,7 @@ def written_words(done: Exported) -> str:
     return f"{done.bytes / 1e9:.3f} GB in {done.files} file(s){kept}"
 
 
-def source_of(chosen: argparse.Namespace, blueprint: Blueprint, folder: Path) -> NetworkSource:
+def source_of(chosen: argparse.Namespace, meta_model: MetaModel, folder: Path) -> NetworkSource:
     """The network of a checkpoint, in the requested dtype or quantisation."""
     import torch
 
@@ -182,8 +182,10 @@ def source_of(chosen: argparse.Namespace, blueprint: Blueprint, folder: Path) ->
     from slime_like.weights.safetensors_reader import stored_format
 
     dtype = getattr(torch, DTYPES[chosen.dtype]) if chosen.dtype else None
-    coded = stored_format(chosen.hf_checkpoint) if chosen.quantized else None
-    return NetworkSource(blueprint, folder / chosen.network, chosen.hf_checkpoint, dtype, coded)
+    quantized = stored_format(chosen.hf_checkpoint) if chosen.quantized else None
+    return NetworkSource(
+        meta_model, folder / chosen.network, chosen.hf_checkpoint, dtype, quantized
+    )
 
 
 def check_network(name: str, folder: Path, state: TrainerState) -> None:
@@ -193,11 +195,11 @@ def check_network(name: str, folder: Path, state: TrainerState) -> None:
         raise UsageError(f"--network {name}: checkpoint {folder} has {there}; name one of these")
 
 
-def check_template(template: str, folder: Path, state: TrainerState, blueprint: object) -> None:
+def check_template(template: str, folder: Path, state: TrainerState, meta_model: object) -> None:
     """Raise UsageError naming the settings that differ from the template's."""
     from slime_like.conversion.to_hf import model_differences
 
-    different = model_differences(state.get("model", {}), blueprint)  # type: ignore[arg-type]
+    different = model_differences(state.get("model", {}), meta_model)  # type: ignore[arg-type]
     if different:
         words = f"is not the model of checkpoint {folder}: {', '.join(different)}; give the folder that the run was started from"
         raise UsageError(f"--hf-checkpoint {template}: {words}")

@@ -25,7 +25,9 @@ from slime_like.config import ConfigError
 from slime_like.megatron.checkpoint.networks import SavedNetwork, sharded_state
 from slime_like.megatron.model.gpt import build_chunks, model_shape
 from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.weights.hf_import import LoadPlan, plan_loading
 from slime_like.weights.parameter_map import global_parameters, named_weights
+from slime_like.weights.safetensors_reader import WeightFiles
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -37,7 +39,7 @@ NO_ACCELERATOR = Machine(cuda=False, transformer_engine=False, gradient_fusion=F
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class MetaModel:
     """This rank's model on the meta device. chunks: its GPTModels. state: their sharded state dict,
     as used for checkpoints. parameters: canonical name -> meta parameter."""
 
@@ -55,14 +57,24 @@ class Blueprint:
         projection). data: the tensor that they are views of; None: the meta parameter."""
         entry = self._entries[name]
         if data is not None:  # of any dtype; a factory takes the dtype of its data
-            entry = dataclasses.replace(
-                entry,
-                data=data,
-                **({"dtype": data.dtype} if isinstance(entry, ShardedTensor) else {}),
-            )
+            dtype = {"dtype": data.dtype} if isinstance(entry, ShardedTensor) else {}
+            entry = dataclasses.replace(entry, data=data, **dtype)
         return list(_built(entry))
 
-    def shape(self) -> dict[str, int | bool | None]:
+    def plan_loading(self, files: WeightFiles, folder: str) -> LoadPlan:
+        """Plan the loading of this rank's shards from a Hugging Face folder."""
+        return plan_loading(
+            self.parameters,
+            files,
+            folder,
+            self.chunks[0],
+            hf=self.hf,
+            gpt=self.gpt,
+            layout=self.layout,
+            value_head=self.value_head,
+        )
+
+    def shape(self) -> dict[str, object]:
         """Settings that distinguish one model from another."""
         return model_shape(self.chunks[0].config, self.gpt)
 
@@ -82,25 +94,23 @@ def conversion_layout(
         pipeline_model_parallel_size=pipeline,
         expert_model_parallel_size=expert,
         expert_tensor_parallel_size=expert_tensor,
-        sequence_parallel=tensor > 1
-        and bool(
-            hf.transformer.get("num_moe_experts")
-        ),  # required by megatron-core; weights do not depend on it
+        # required by megatron-core; weights do not depend on it
+        sequence_parallel=tensor > 1 and bool(hf.transformer.get("num_moe_experts")),
         distributed_backend="gloo",
         distributed_timeout_minutes=TIMEOUT_MINUTES,
     )
 
 
-def make_blueprint(
+def build_meta_model(
     hf: HfModel,
     parallel: ParallelConfig,
     layout: ParallelLayout,
     dtype: torch.dtype,
     *,
     value_head: bool,
-    predicting: int | None = None,
-) -> Blueprint:
-    """Build the model on the meta device. predicting: number of multi-token prediction layers.
+    mtp_layers: int | None = None,
+) -> MetaModel:
+    """Build the model on the meta device. mtp_layers: number of multi-token prediction layers.
     Raises ConfigError with megatron-core's objections to the model in this layout."""
     core = merge_network({"perform_initialization": False}, hf.transformer, {})
     built, problems = build_megatron_configs(
@@ -112,25 +122,20 @@ def make_blueprint(
     )
     if built is None:
         raise ConfigError(problems)
-    gpt = GPTModelConfig(**hf.gpt, mtp_num_layers=predicting)
+    gpt = GPTModelConfig(**hf.gpt, mtp_num_layers=mtp_layers)
     with OnMeta():
-        chunks = [
-            chunk.to(dtype)
-            for chunk in build_chunks(
-                built.transformer, gpt, "local", layout, value_head=value_head
-            )
-        ]
+        chunks = build_chunks(built.transformer, gpt, "local", layout, value_head=value_head)
+        chunks = [chunk.to(dtype) for chunk in chunks]
     state = sharded_state(SavedNetwork(chunks, None, None, layout), is_loading=False)
     parameters, entries = {}, {}
     for index, chunk in enumerate(chunks):
         for (own, _), (name, parameter) in zip(
             named_weights(chunk), global_parameters([chunk]), strict=True
         ):
-            if (
-                own in state[f"model{index}"]
-            ):  # the last stage's copy of a tied embedding is not saved
+            # the last stage's copy of a tied embedding is not saved
+            if own in state[f"model{index}"]:
                 parameters[name], entries[name] = parameter, state[f"model{index}"][own]
-    return Blueprint(hf, gpt, layout, value_head, chunks, state, parameters, entries)
+    return MetaModel(hf, gpt, layout, value_head, chunks, state, parameters, entries)
 
 
 class OnMeta(TorchFunctionMode):

@@ -24,18 +24,17 @@ from torch import Tensor
 
 from slime_like.checkpoints.files import FileRecord, hash_file
 from slime_like.checkpoints.folders import free_bytes
-from slime_like.checkpoints.manifest import MANIFEST
+from slime_like.checkpoints.manifest import MANIFEST, describe
 from slime_like.config import ConfigError, Problem
-from slime_like.conversion.meta_model import Blueprint
+from slime_like.conversion.meta_model import MetaModel
 from slime_like.distributed.collectives import from_rank_zero, together
 from slime_like.megatron.checkpoint.networks import available_name
 from slime_like.megatron.checkpoint.tensors import CheckpointTensors
 from slime_like.weights.gather import TensorPlan
-from slime_like.weights.hf_export import gather_full_tensors, put_together
+from slime_like.weights.hf_export import gather_full_tensors, merge_shards
 from slime_like.weights.hf_save import check_folders, finish_folder
-from slime_like.weights.mappings import Mapping
-from slime_like.weights.parameter_map import family_map, model_sizes, of_expert
-from slime_like.weights.quantized import CodedWeight, encode_tensors, stored_plans
+from slime_like.weights.parameter_map import expert_name, family_map, model_sizes
+from slime_like.weights.quantized import QuantizedWeight, encode_tensors, stored_plans
 from slime_like.weights.safetensors_reader import WeightFiles
 from slime_like.weights.safetensors_writer import (
     NOTE,
@@ -72,135 +71,129 @@ class Exported:
 
 
 class NetworkSource:
-    """The Hugging Face tensors of a network in a checkpoint. blueprint: model of the template, in a
+    """The Hugging Face tensors of a network in a checkpoint. meta_model: model of the template, in a
     layout of one rank."""
 
     def __init__(
         self,
-        blueprint: Blueprint,
+        meta_model: MetaModel,
         folder: Path,
         template: str,
         dtype: torch.dtype | None,
-        coded: MappingOf[str, CodedWeight] | None = None,
+        quantized: MappingOf[str, QuantizedWeight] | None = None,
     ) -> None:
-        """dtype: None keeps the stored dtype. coded: the quantised weights, by name. Raises
+        """dtype: None keeps the stored dtype. quantized: the quantised weights, by name. Raises
         ConfigError if the template is a different model, ValueError if the checkpoint is
         damaged."""
-        self.blueprint, self._template = blueprint, template
+        self.meta_model, self._template = meta_model, template
         self.stored = CheckpointTensors(folder)
-        self._dtype, self._coded = dtype, coded or {}
-        config = blueprint.chunks[0].config
-        self.sizes = model_sizes(config, blueprint.gpt)
-        tied = not blueprint.gpt.untie_embeddings_and_output_weights
+        self._dtype, self._quantized = dtype, quantized or {}
+        config = meta_model.chunks[0].config
+        self.sizes = model_sizes(config, meta_model.gpt)
+        tied = not meta_model.gpt.untie_embeddings_and_output_weights
         self.family = family_map(
-            blueprint.hf.architecture,
+            meta_model.hf.architecture,
             config,
             tied=tied,
-            value_head=blueprint.value_head,
-            predicting=blueprint.gpt.mtp_num_layers,
+            value_head=meta_model.value_head,
+            mtp_layers=meta_model.gpt.mtp_num_layers,
         )
         self._keys = {
             piece.key: available_name(piece.key, self.stored.entries)
-            for name in blueprint.parameters
-            for piece in blueprint.pieces(name)
+            for name in meta_model.parameters
+            for piece in meta_model.pieces(name)
         }
         if problems := self._differences():
-            more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-            words = f"is not the model of checkpoint {folder}: {'; '.join(problems[:3])}{more}; give the folder that the run was started from"
-            raise ConfigError([Problem("--hf-checkpoint", template, words)])
-        self.tensors = {
-            stored.name: (name, stored)
-            for name, mapping in self._own().items()
-            for hf_name, shape in mapping.hf_shapes(self.sizes).items()
-            for stored in stored_plans(TensorPlan(hf_name, shape, self.dtype_of(name)), self._coded)
-        }
-        predicting = blueprint.gpt.mtp_num_layers
-        self._repeated = repeated_tensors(blueprint.hf, predicting)
+            reason = (
+                f"is not the model of checkpoint {folder}: {describe(problems)}; give the folder "
+                "that the run was started from"
+            )
+            raise ConfigError([Problem("--hf-checkpoint", template, reason)])
+        self.tensors = self._plan_tensors()
+        mtp_layers = meta_model.gpt.mtp_num_layers
+        self._repeated = repeated_tensors(meta_model.hf, mtp_layers)
         if self._repeated:
             with WeightFiles(template) as files:
                 for copy in sorted(self._repeated.keys() & files.names):
                     name, plan = self.tensors[self._repeated[copy]]
                     self.tensors[copy] = (name, dataclasses.replace(plan, name=copy))
-        if untrained_prefixes(blueprint.hf, predicting) and not blueprint.value_head:
+        if untrained_prefixes(meta_model.hf, mtp_layers) and not meta_model.value_head:
             with WeightFiles(template) as files:
                 plans = untrained_plans(
-                    files, blueprint.hf, predicting, quantized=bool(self._coded)
+                    files, meta_model.hf, mtp_layers, quantized=bool(self._quantized)
                 )
             self.tensors |= {plan.name: (UNTRAINED, plan) for plan in plans}
 
-    def _own(self) -> dict[str, Mapping]:
-        """Parameters with separate tensors: excludes a tied output layer."""
+    def _plan_tensors(self) -> dict[str, tuple[str, TensorPlan]]:
+        """Stored tensor -> (parameter, plan), without a tied output layer."""
+        tensors: dict[str, tuple[str, TensorPlan]] = {}
         seen: set[str] = set()
-        own = {}
         for name, mapping in self.family.items():
-            names = mapping.hf_shapes(self.sizes).keys()
-            if not names <= seen:
-                own[name] = mapping
-                seen |= names
-        return own
+            shapes = mapping.hf_shapes(self.sizes)
+            if shapes.keys() <= seen:
+                continue
+            seen |= shapes.keys()
+            for hf_name, shape in shapes.items():
+                plan = TensorPlan(hf_name, shape, self.dtype_of(name))
+                for stored in stored_plans(plan, self._quantized):
+                    tensors[stored.name] = (name, stored)
+        return tensors
 
     def _differences(self) -> list[str]:
         stored, problems = self.stored, []
-        for name in self.blueprint.parameters:
-            for piece in self.blueprint.pieces(name):
-                key = self._keys[piece.key]
+        for name in self.meta_model.parameters:
+            for piece in self.meta_model.pieces(name):
+                key, shape = self._keys[piece.key], list(piece.global_shape)
                 if key not in stored.entries:
                     problems.append(f"{key} is not in it")
-                elif not piece.allow_shape_mismatch and stored.shape(key) != tuple(
-                    piece.global_shape
-                ):
-                    problems.append(
-                        f"{key} is {list(stored.shape(key))} there and {list(piece.global_shape)} here"
-                    )
-        surplus = set(stored.tensor_names()) - set(self._keys.values())
-        problems += [
-            f"{key} is in it and has no place here"
-            for key in sorted(surplus)
-            if not any(word in key for word in NOT_WEIGHTS)
-        ]
+                elif not piece.allow_shape_mismatch and list(stored.shape(key)) != shape:
+                    problems.append(f"{key} is {list(stored.shape(key))} there and {shape} here")
+        for key in sorted(set(stored.tensor_names()) - set(self._keys.values())):
+            if not any(text in key for text in NOT_WEIGHTS):
+                problems.append(f"{key} is in it and not in this model")
         return list(dict.fromkeys(problems))
 
     def dtype_of(self, name: str) -> torch.dtype:
-        return self._dtype or self.stored.dtype(self._keys[self.blueprint.pieces(name)[0].key])
+        return self._dtype or self.stored.dtype(self._keys[self.meta_model.pieces(name)[0].key])
 
     def parameter(self, name: str) -> Tensor:
         """A full parameter, as in a layout of one rank; its vocabulary padding, which differs
         between layouts, is zero."""
-        whole = torch.zeros(self.blueprint.parameters[name].shape, dtype=self.dtype_of(name))
-        for piece in self.blueprint.pieces(name, whole):
+        full = torch.zeros(self.meta_model.parameters[name].shape, dtype=self.dtype_of(name))
+        for piece in self.meta_model.pieces(name, full):
             assert piece.data is not None
             key, offset = self._keys[piece.key], tuple(piece.global_offset)
             region = piece.data.view((1,) * piece.prepend_axis_num + tuple(piece.data.shape))
             if piece.allow_shape_mismatch:
                 region = region[: max(0, self.stored.shape(key)[0] - offset[0])]
             self.stored.read_into(region, key, offset)
-        return whole
+        return full
 
     def stream(self, shard: ShardPlan) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a file. A parameter is read once for all of its tensors that are adjacent
         in the file."""
-        at: str | None = None
-        made: dict[str, Tensor] = {}
+        current: str | None = None
+        tensors: dict[str, Tensor] = {}
         for planned in shard.tensors:
             name, _ = self.tensors[planned.name]
             if name == UNTRAINED:  # they come last
-                made = {}
+                tensors = {}
                 yield from self._untrained(shard)
                 return
-            if name != at:
-                made = {}  # freed before the next parameter is read
-                full = self._whole(name)
-                at, made = name, encode_tensors(full, self._coded)
+            if name != current:
+                tensors = {}  # freed before the next parameter is read
+                full = self._full_tensors(name)
+                current, tensors = name, encode_tensors(full, self._quantized)
                 del full
-            yield planned.name, made.pop(self._repeated.get(planned.name, planned.name))
+            yield planned.name, tensors.pop(self._repeated.get(planned.name, planned.name))
 
-    def _whole(self, name: str) -> dict[str, Tensor]:
+    def _full_tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors of a parameter; of all experts if they are stored as one tensor."""
         full = gather_full_tensors(self.family[name], [self.parameter(name)], self.sizes)
         if isinstance(self.family[name], StackedExpert):
             for expert in range(1, self.sizes.experts):
-                other = of_expert(name, expert)
-                put_together(self.family[other], [self.parameter(other)], self.sizes, full)
+                other = expert_name(name, expert)
+                merge_shards(self.family[other], [self.parameter(other)], self.sizes, full)
         return full
 
     def _untrained(self, shard: ShardPlan) -> Iterator[tuple[str, Tensor]]:
@@ -223,7 +216,7 @@ def convert_to_hf(
     """Write the network as a Hugging Face folder at `output`. Collective; each of `workers` threads
     writes one file at a time and holds two copies of one parameter. Raises ValueError or OSError on
     every rank; partial output is kept next to `output` for the next attempt."""
-    folder, value_head = Path(output), source.blueprint.value_head
+    folder, value_head = Path(output), source.meta_model.value_head
     from_rank_zero(lambda: check_folders(folder, Path(template)))
     shards = plan_shards((planned for _, planned in source.tensors.values()), max_shard_bytes)
     identity = _identity(checkpoint, shards)
@@ -261,13 +254,12 @@ def convert_to_hf(
 
 def _identity(checkpoint: Path, shards: list[ShardPlan]) -> str:
     """Fingerprint of everything that determines the bytes of the output."""
-    plan = [
-        (shard.file_name, [(t.name, t.shape, str(t.dtype)) for t in shard.tensors])
-        for shard in shards
-    ]
-    return hashlib.sha256(
-        (hash_file(checkpoint / MANIFEST).sha256 + json.dumps(plan)).encode()
-    ).hexdigest()
+    plan = []
+    for shard in shards:
+        tensors = [(t.name, t.shape, str(t.dtype)) for t in shard.tensors]
+        plan.append((shard.file_name, tensors))
+    content = hash_file(checkpoint / MANIFEST).sha256 + json.dumps(plan)
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def _prepare(partial: Path, shards: list[ShardPlan], identity: str) -> dict[str, FileRecord]:
@@ -285,22 +277,20 @@ def _prepare(partial: Path, shards: list[ShardPlan], identity: str) -> dict[str,
     needed = sum(shard.nbytes for shard in shards if shard.file_name not in kept)
     if (free := free_bytes(partial)) < needed + 2**20:
         raise OSError(
-            f"--output: needs {needed / 1e9:.3f} GB and the disk has {free / 1e9:.3f} GB free; name a folder on another disk"
+            f"--output: needs {needed / 1e9:.3f} GB and the disk has {free / 1e9:.3f} GB free; "
+            "name a folder on another disk"
         )
     return kept
 
 
-def model_differences(saved: dict[str, object], blueprint: Blueprint) -> list[str]:
+def model_differences(saved: dict[str, object], meta_model: MetaModel) -> list[str]:
     """Settings in which the checkpoint's model differs from the template's. saved: "model" of the
     trainer's state. Tied embeddings are not compared for a critic, which has no output layer."""
-    here = blueprint.shape()
-    names = [
-        name
-        for name in here
-        if name in saved and not (blueprint.value_head and name == "untied_embeddings")
-    ]
+    template = meta_model.shape()
+    if meta_model.value_head:
+        template.pop("untied_embeddings", None)
     return [
-        f"{name} {saved[name]} (template: {here[name]})"
-        for name in names
-        if saved[name] != here[name]
+        f"{name} {saved[name]} (template: {value})"
+        for name, value in template.items()
+        if name in saved and saved[name] != value
     ]

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
+import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -43,19 +45,20 @@ from slime_like.checkpoints.folders import (
 from slime_like.checkpoints.manifest import total_bytes, write_manifest
 from slime_like.checkpoints.state import TRAINER_FILE
 from slime_like.config import ConfigError, Problem
-from slime_like.conversion.meta_model import Blueprint
+from slime_like.conversion.meta_model import MetaModel
 from slime_like.distributed.collectives import from_rank_zero, gather, together
 from slime_like.errors import RunError
 from slime_like.megatron.checkpoint.save import MIB
 from slime_like.megatron.checkpoint.write import (
     FilePlan,
+    Item,
     common_file,
     no_crc32,
     plan_network,
-    write_file_plan,
+    write_items,
     write_network_metadata,
 )
-from slime_like.weights.hf_import import LoadPlan, plan_loading
+from slime_like.weights.hf_import import LoadPlan
 from slime_like.weights.safetensors_reader import WeightFiles, weight_files
 
 if TYPE_CHECKING:
@@ -80,7 +83,7 @@ class Converted:
 
 
 def convert_to_megatron(
-    blueprint: Blueprint,
+    meta_model: MetaModel,
     source: str,
     root: str,
     *,
@@ -100,52 +103,41 @@ def convert_to_megatron(
     folder = writing_folder(root, STEP)
     from_rank_zero(lambda: _check_root(Path(root)))
     with together(lambda: WeightFiles(source)) as files:
-        loading = together(
-            lambda: plan_loading(
-                blueprint.parameters, files, source, blueprint.chunks[0], hf=blueprint.hf, gpt=blueprint.gpt, layout=blueprint.layout,
-                value_head=blueprint.value_head,
-            )
-        )  # fmt: skip
+        loading = together(lambda: meta_model.plan_loading(files, source))
         plan_folder = folder / network
         together(lambda: plan_folder.mkdir(parents=True, exist_ok=True))
-        plan = plan_network(blueprint.state, plan_folder, rank=dist.get_rank(), detached=False)
-        job = _Job(
-            blueprint,
-            files,
-            loading,
-            plan_folder,
-            _identity(blueprint, source, file_bytes),
-            advance,
-        )
-        plans = job.split([item for file in plan.files for item in file.items], file_bytes)
-        needed = sum(
-            gather(sum(p.estimated_bytes() for p in plans if not (plan_folder / p.name).exists()))
-        )
+        plan = plan_network(meta_model.state, plan_folder, rank=dist.get_rank(), detached=False)
+        identity = _identity(meta_model, source, file_bytes)
+        job = _Job(meta_model, files, loading, plan_folder, identity, advance)
+        items = itertools.chain.from_iterable(file.items for file in plan.files)
+        plans = job.split(items, file_bytes)
+        missing = [plan for plan in plans if not (plan_folder / plan.name).exists()]
+        needed = sum(gather(sum(plan.estimated_bytes() for plan in missing)))
         from_rank_zero(lambda: _check_space(root, needed))
         try:
             written = together(lambda: job.write_all(plans, workers))
         except OSError as error:
             raise RunError(
-                f"{folder} could not be written: {error}; what is whole is kept, run the same command again"
+                f"{folder} could not be written: {error}; complete files are kept, run the same "
+                "command again"
             ) from error
     parts = gather(written)
 
     size = from_rank_zero(
-        lambda: _complete(blueprint, source, root, network=network, plan=plan, parts=parts)
+        lambda: _complete(meta_model, source, root, network=network, plan=plan, parts=parts)
     )
-    return Converted(
-        checkpoint_folder(root, STEP),
-        size,
-        sum(map(len, parts)),
-        sum(kept for part in parts for *_, kept in part),
-    )
+    files_written = list(itertools.chain(*parts))
+    kept = sum(reused for *_, reused in files_written)
+    return Converted(checkpoint_folder(root, STEP), size, len(files_written), kept)
 
 
 Written = tuple[str, FileRecord, list[WriteResult], bool]  # last: reused file
+# (key, global offset) in the checkpoint -> (parameter, index of its shard)
+Locations = dict[tuple[str, tuple[int, ...]], tuple[str, int]]
 
 
 def _complete(
-    blueprint: Blueprint,
+    meta_model: MetaModel,
     source: str,
     root: str,
     *,
@@ -157,20 +149,21 @@ def _complete(
     publish the checkpoint. Returns its size in bytes."""
     folder = writing_folder(root, STEP)
     plan_folder = folder / network
-    records = {f"{network}/{name}": record for part in parts for name, record, _, _ in part}
+    records, results = {}, []
+    for name, record, file_results, _ in itertools.chain(*parts):
+        records[f"{network}/{name}"] = record
+        results.append(file_results)
     assert plan.common is not None and plan.metadata is not None, "rank 0 coordinates"
     records[f"{network}/{common_file()}"] = write_file(plan_folder / common_file(), plan.common)
-    results = [[result for _, _, results, _ in part for result in results] for part in parts]
-    more = write_network_metadata(plan_folder, plan.metadata, results)
-    records |= {f"{network}/{name}": record for name, record in more.items()}
-    state = _trainer_state(blueprint, source, network)
+    metadata = write_network_metadata(plan_folder, plan.metadata, results)
+    records |= {f"{network}/{name}": record for name, record in metadata.items()}
+    state = _trainer_state(meta_model, source, network)
     records[TRAINER_FILE] = write_file(
         folder / TRAINER_FILE, json.dumps(state, indent=1, allow_nan=False)
     )
     for path in plan_folder.iterdir():
-        if (
-            f"{network}/{path.name}" not in records
-        ):  # markers, and files of an interrupted conversion of another model
+        # markers, and files of an interrupted conversion of another model
+        if f"{network}/{path.name}" not in records:
             path.unlink()
     sync_path(plan_folder)
     write_manifest(folder, records, {"model": state["model"]})
@@ -183,18 +176,18 @@ def _complete(
 class _Job:
     """One rank's part of a conversion."""
 
-    blueprint: Blueprint
+    meta_model: MetaModel
     files: WeightFiles
     loading: LoadPlan
     folder: Path
     identity: str
     advance: Advance
 
-    def split(self, items: Sequence[tuple[Any, Any]], file_bytes: int) -> list[FilePlan]:
+    def split(self, items: Iterable[Item], file_bytes: int) -> list[FilePlan]:
         """Split write items into files of about `file_bytes`, keeping the shards of a parameter
         together."""
-        order = {place: number for number, place in enumerate(self._places())}
-        items = sorted(items, key=lambda item: order.get(_place(item[0].index), -1))
+        order = {location: number for number, location in enumerate(self._locations())}
+        items = sorted(items, key=lambda item: order.get(_location(item[0].index), -1))
         plans: list[FilePlan] = []
         size = file_bytes
         for item, data in items:
@@ -202,48 +195,31 @@ class _Job:
                 plans.append(FilePlan(f"__{dist.get_rank()}_{len(plans)}.distcp", []))
                 size = 0
             plans[-1].items.append((item, data))
-            size += data.numel() * data.element_size() if isinstance(data, Tensor) else 0
+            size += _tensor_bytes(data)
         return plans
 
-    def _places(self) -> dict[tuple[str, tuple[int, ...]], tuple[str, int]]:
-        """(key, global offset) in the checkpoint -> (parameter, index of its shard)."""
-        return {
-            (piece.key, tuple(piece.global_offset)): (name, number)
-            for name in self.blueprint.parameters
-            for number, piece in enumerate(self.blueprint.pieces(name))
-        }
+    def _locations(self) -> Locations:
+        locations = {}
+        for name in self.meta_model.parameters:
+            for number, piece in enumerate(self.meta_model.pieces(name)):
+                locations[piece.key, tuple(piece.global_offset)] = (name, number)
+        return locations
 
     def write_all(self, plans: Sequence[FilePlan], workers: int) -> list[Written]:
-        places = self._places()
+        locations = self._locations()
         with no_crc32(), ThreadPoolExecutor(workers) as pool:
-            return list(pool.map(lambda plan: self._write(plan, places), plans))
+            return list(pool.map(lambda plan: self._write(plan, locations), plans))
 
-    def _write(
-        self, plan: FilePlan, places: dict[tuple[str, tuple[int, ...]], tuple[str, int]]
-    ) -> Written:
+    def _write(self, plan: FilePlan, locations: Locations) -> Written:
         if (kept := self._kept(plan)) is not None:
-            self.advance(
-                sum(
-                    data.numel() * data.element_size()
-                    for _, data in plan.items
-                    if isinstance(data, Tensor)
-                )
-            )
+            self.advance(sum(_tensor_bytes(data) for _, data in plan.items))
             return kept
-        record, results = write_file_plan(
-            self.folder,
-            FilePlan(plan.name, _Filled(self._filled(plan, places))),  # type: ignore[arg-type]
-        )
-        entries = [
-            (
-                r.index.fqn,
-                None if r.index.offset is None else list(r.index.offset),
-                r.index.index,
-                r.storage_data.offset,
-                r.size_in_bytes,
-            )
-            for r in results
-        ]
+        record, results = write_items(self.folder, plan.name, self._read_items(plan, locations))
+        entries = []
+        for result in results:
+            index, start = result.index, result.storage_data.offset
+            offset = None if index.offset is None else list(index.offset)
+            entries.append((index.fqn, offset, index.index, start, result.size_in_bytes))
         note = {"identity": self.identity, **asdict(record), "items": entries}
         replace_file(self.folder / (plan.name + NOTE), json.dumps(note))
         return plan.name, record, results, False
@@ -256,71 +232,53 @@ class _Job:
             record = FileRecord(note["size"], note["sha256"])
             if note["identity"] != self.identity or hash_file(self.folder / plan.name) != record:
                 return None
-            results = [
-                WriteResult(
-                    MetadataIndex(fqn, None if offset is None else torch.Size(offset), index),
-                    length,
-                    _StorageInfo(plan.name, start, length),
-                )
-                for fqn, offset, index, start, length in note["items"]
-            ]
+            results = []
+            for fqn, offset, number, start, length in note["items"]:
+                index = MetadataIndex(fqn, None if offset is None else torch.Size(offset), number)
+                results.append(WriteResult(index, length, _StorageInfo(plan.name, start, length)))
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return (
-            (plan.name, record, results, True)
-            if [r.index for r in results] == [item.index for item, _ in plan.items]
-            else None
-        )
+        if [result.index for result in results] != [item.index for item, _ in plan.items]:
+            return None
+        return plan.name, record, results, True
 
-    def _filled(
-        self, plan: FilePlan, places: dict[tuple[str, tuple[int, ...]], tuple[str, int]]
-    ) -> Iterator[tuple[object, object]]:
-        """Add data to the write items: objects unchanged, tensors read from the model's files one
-        parameter at a time."""
-        at: str | None = None
+    def _read_items(self, plan: FilePlan, locations: Locations) -> Iterator[Item]:
+        """The write items with their data: objects unchanged, tensors read from the model's files
+        one parameter at a time."""
+        current: str | None = None
         pieces: list[Tensor] = []
         for item, data in plan.items:
             if not isinstance(data, Tensor):
                 yield item, data
                 continue
-            name, number = places[_place(item.index)]
-            if name != at:
+            name, number = locations[_location(item.index)]
+            if name != current:
                 pieces.clear()  # freed before the next parameter is read
-                shell = self.blueprint.parameters[name]
-                shard = torch.empty(shell.shape, dtype=shell.dtype)
+                meta = self.meta_model.parameters[name]
+                shard = torch.empty(meta.shape, dtype=meta.dtype)
                 self.loading.fill(name, shard, self.files)
-                at, pieces = name, [piece.data for piece in self.blueprint.pieces(name, shard)]
+                pieces = [piece.data for piece in self.meta_model.pieces(name, shard)]
+                current = name
             piece = pieces[number].view(data.shape)
             # torch.save would write a view's full storage
             yield item, piece.clone() if piece.untyped_storage().nbytes() != piece.nbytes else piece
             self.advance(piece.nbytes)
 
 
-class _Filled:
-    """Write items that are filled lazily."""
-
-    def __init__(self, items: Iterator[tuple[object, object]]) -> None:
-        self._items = items
-
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        return self._items
+def _tensor_bytes(data: Tensor | io.BytesIO) -> int:
+    return data.nbytes if isinstance(data, Tensor) else 0
 
 
-def _place(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
+def _location(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
     return index.fqn, tuple(index.offset or ())
 
 
 def _check_root(root: Path) -> None:
     if steps := complete_steps(root):
-        raise ConfigError(
-            [
-                Problem(
-                    "--save",
-                    root,
-                    f"has checkpoints already (steps {', '.join(map(str, steps))}); name another folder",
-                )
-            ]
+        reason = (
+            f"has checkpoints already (steps {', '.join(map(str, steps))}); name another folder"
         )
+        raise ConfigError([Problem("--save", root, reason)])
     if root.exists() and not root.is_dir():
         raise ConfigError([Problem("--save", root, "is a file; name a folder")])
 
@@ -328,31 +286,32 @@ def _check_root(root: Path) -> None:
 def _check_space(root: str, needed: int) -> None:
     if (free := free_bytes(root)) < needed + 4 * MIB:
         raise OSError(
-            f"--save {root}: needs {needed / 1e9:.3f} GB and the disk has {free / 1e9:.3f} GB free; name a folder on another disk"
+            f"--save {root}: needs {needed / 1e9:.3f} GB and the disk has {free / 1e9:.3f} GB free;"
+            " name a folder on another disk"
         )
 
 
-def _identity(blueprint: Blueprint, source: str, file_bytes: int) -> str:
+def _identity(meta_model: MetaModel, source: str, file_bytes: int) -> str:
     """Fingerprint of everything except its name that determines the bytes of a file."""
     stats = [
         (path.name, path.stat().st_size, path.stat().st_mtime_ns)
         for path in weight_files(Path(source))
     ]
-    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in blueprint.parameters.items()]
+    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in meta_model.parameters.items()]
     parts = [
         stats,
-        dataclasses.astuple(blueprint.hf),
+        dataclasses.astuple(meta_model.hf),
         shapes,
-        blueprint.layout.describe(),
-        blueprint.layout.rank,
+        meta_model.layout.describe(),
+        meta_model.layout.rank,
         file_bytes,
         __version__,
     ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _trainer_state(blueprint: Blueprint, source: str, network: str) -> dict[str, object]:
-    layout = blueprint.layout
+def _trainer_state(meta_model: MetaModel, source: str, network: str) -> dict[str, object]:
+    layout = meta_model.layout
     return {
         "step": STEP,
         "weights_only": True,
@@ -360,12 +319,11 @@ def _trainer_state(blueprint: Blueprint, source: str, network: str) -> dict[str,
         "version": __version__,
         "world_size": layout.world_size,
         "layout": layout.describe(),
-        "model": blueprint.shape(),
+        "model": meta_model.shape(),
         "has_rng": False,
         "networks": {network: {"optimizer": [], "optimizer_step": 0.0, "scheduler": None}},
-        "fingerprints": [
-            {network: {}} for _ in range(layout.world_size)
-        ],  # the manifest has the digests of the files
+        # the manifest has the digests of the files
+        "fingerprints": [{network: {}} for _ in range(layout.world_size)],
     }
 
 

@@ -7,6 +7,7 @@ conversion, in a layout of one rank.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -19,7 +20,6 @@ from slime_like.megatron.checkpoint.fingerprint import bit_sums
 from slime_like.megatron.model.gpt import build_chunks
 from slime_like.megatron.model.policy import head_weight
 from slime_like.megatron.ops.attention import packed_rows
-from slime_like.weights.hf_import import plan_loading
 from slime_like.weights.parameter_map import named_weights
 from slime_like.weights.safetensors_reader import WeightFiles
 
@@ -35,30 +35,27 @@ def compare_bits(
     """Load the folder as a run would, and compare every parameter with the checkpoint's, bit by bit
     in the source's dtype. Collective; parameters are distributed over ranks. Returns their number.
     Raises ValueError naming those that differ."""
-    blueprint, rank, world = source.blueprint, dist.get_rank(), dist.get_world_size()
-    names = [name for name in source.family if name in blueprint.parameters]
+    meta_model, rank, world = source.meta_model, dist.get_rank(), dist.get_world_size()
+    names = [name for name in source.family if name in meta_model.parameters]
 
-    def compare_mine() -> list[str]:
+    def compare_local() -> list[str]:
         different = []
         with WeightFiles(folder) as files:
-            plan = plan_loading(
-                blueprint.parameters, files, folder, blueprint.chunks[0], hf=blueprint.hf, gpt=blueprint.gpt, layout=blueprint.layout,
-                value_head=blueprint.value_head,
-            )  # fmt: skip
+            plan = meta_model.plan_loading(files, folder)
             for name in names[rank::world]:
                 saved = source.parameter(name)
                 _without_padding(saved, source, name)
-                written = torch.empty_like(saved)
-                plan.fill(name, written, files)
-                if bit_sums(saved) != bit_sums(written):
+                loaded = torch.empty_like(saved)
+                plan.fill(name, loaded, files)
+                if bit_sums(saved) != bit_sums(loaded):
                     different.append(name)
                 advance(saved.nbytes)
         return different
 
-    if different := [name for part in gather(together(compare_mine)) for name in part]:
+    if different := list(itertools.chain(*gather(together(compare_local)))):
         raise ValueError(
-            f"--verify checksums: {folder} and checkpoint {source.stored.folder} differ in {', '.join(different[:3])} "
-            f"({len(different)} parameters in all)"
+            f"--verify checksums: {folder} and checkpoint {source.stored.folder} differ in "
+            f"{', '.join(different[:3])} ({len(different)} parameters in all)"
         )
     return len(names)
 
@@ -83,18 +80,16 @@ def compare_logits(source: NetworkSource, folder: str) -> float:
     def compare() -> float:
         generator = torch.Generator().manual_seed(1)
         tokens = torch.randint(0, source.sizes.vocab, (TOKENS,), generator=generator)
-        theirs, ours = (
-            transformers_logits(folder, tokens, value_head=source.blueprint.value_head),
-            megatron_logits(source, tokens),
-        )
-        spread = float(theirs.std())
-        difference = float((ours - theirs).abs().max())
-        if not difference <= TOLERANCE * spread:
+        expected = transformers_logits(folder, tokens, value_head=source.meta_model.value_head)
+        deviation = float(expected.std())
+        difference = float((megatron_logits(source, tokens) - expected).abs().max())
+        if not difference <= TOLERANCE * deviation:
             raise ValueError(
-                f"--verify logits: those of {folder} in transformers and of checkpoint {source.stored.folder} differ by {difference:.3g}, with "
-                f"a standard deviation of {spread:.3g}"
+                f"--verify logits: those of {folder} in transformers and of checkpoint "
+                f"{source.stored.folder} differ by {difference:.3g}, with a standard deviation of "
+                f"{deviation:.3g}"
             )
-        return difference / spread if spread else 0.0
+        return difference / deviation if deviation else 0.0
 
     return from_rank_zero(compare)
 
@@ -102,22 +97,22 @@ def compare_logits(source: NetworkSource, folder: str) -> float:
 @torch.no_grad()
 def megatron_logits(source: NetworkSource, tokens: Tensor) -> Tensor:
     """Logits [T, vocabulary] float32 of the sequence `tokens` [T]; values [T, 1] for a critic."""
-    blueprint = source.blueprint
+    meta_model = source.meta_model
     (chunk,) = build_chunks(
-        blueprint.chunks[0].config,
-        blueprint.gpt,
+        meta_model.chunks[0].config,
+        meta_model.gpt,
         "local",
-        blueprint.layout,
-        value_head=blueprint.value_head,
+        meta_model.layout,
+        value_head=meta_model.value_head,
     )
     chunk = chunk.to(torch.float32).eval()
-    for (_, parameter), name in zip(named_weights(chunk), blueprint.parameters, strict=True):
+    for (_, parameter), name in zip(named_weights(chunk), meta_model.parameters, strict=True):
         parameter.copy_(source.parameter(name))
     rows = packed_rows(torch.tensor([0, tokens.numel()], dtype=torch.int32))
     out: Tensor = chunk(
         tokens[None], torch.arange(tokens.numel())[None], None, packed_seq_params=rows
     )[0]
-    return out if blueprint.value_head else (out @ head_weight(chunk).t())[:, : source.sizes.vocab]
+    return out if meta_model.value_head else (out @ head_weight(chunk).t())[:, : source.sizes.vocab]
 
 
 @torch.no_grad()
@@ -127,27 +122,26 @@ def transformers_logits(folder: str, tokens: Tensor, *, value_head: bool) -> Ten
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    kind = (
-        transformers.AutoModelForTokenClassification
-        if value_head
-        else transformers.AutoModelForCausalLM
-    )
-    more: dict[str, object] = {"num_labels": 1} if value_head else {}
+    auto_class, labels = transformers.AutoModelForCausalLM, {}
+    if value_head:
+        auto_class, labels = transformers.AutoModelForTokenClassification, {"num_labels": 1}
     settings: dict[str, object] = {"dtype": torch.float32, "attn_implementation": "eager"}
     with WeightFiles(folder) as files:
-        if files.coded:  # transformers dequantises differently, and only on some GPUs
+        if files.quantized:  # transformers dequantises differently, and only on some GPUs
             config = transformers.AutoConfig.from_pretrained(
-                folder, trust_remote_code=False, **more
+                folder, trust_remote_code=False, **labels
             )
             del config.quantization_config
             with torch.device("meta"):
-                architecture = type(kind.from_config(config))
+                architecture = type(auto_class.from_config(config))
             weights = {name: files.read(name, 0, 0, files.shape(name)[0]) for name in files.names}
             model = architecture.from_pretrained(
                 None, config=config, state_dict=weights, **settings
             )
         else:
-            model = kind.from_pretrained(folder, trust_remote_code=False, **settings, **more)
+            model = auto_class.from_pretrained(
+                folder, trust_remote_code=False, **settings, **labels
+            )
     model.eval()
     if value_head:
         with WeightFiles(folder) as files:

@@ -36,15 +36,15 @@ class AveragedNetwork:
         biases) are copied."""
         if not self.rate:
             return
-        for theirs, ours in zip(source.chunks, self.network.chunks, strict=True):
-            current = dict(theirs.named_parameters())
-            for name, parameter in ours.named_parameters():
+        for source_chunk, chunk in zip(source.chunks, self.network.chunks, strict=True):
+            current = dict(source_chunk.named_parameters())
+            for name, parameter in chunk.named_parameters():
                 average = self._wide.get(parameter, parameter)
                 average.lerp_(current[name].to(average.dtype), self.rate)
                 if average is not parameter:
                     parameter.copy_(average)
-            buffers = dict(theirs.named_buffers())
-            for name, buffer in ours.named_buffers():
+            buffers = dict(source_chunk.named_buffers())
+            for name, buffer in chunk.named_buffers():
                 buffer.copy_(buffers[name])
 
     @contextmanager

@@ -42,8 +42,8 @@ from slime_like.megatron.lora import LoraNetwork, load_adapter, save_adapter
 from slime_like.megatron.micro_batching import MicroBatchSize, micro_batch_size
 from slime_like.megatron.moe import (
     replay_disagreement,
-    routes_of_stage,
     routing_metrics,
+    select_stage_routes,
 )
 from slime_like.megatron.network import Network, PassOutput, SelectionSeed
 from slime_like.megatron.parallel_layout import ParallelLayout
@@ -52,7 +52,7 @@ from slime_like.megatron.trained_network import TrainedNetwork
 from slime_like.types import StepResult, TrainBatch, TrainSample
 from slime_like.weights.gather import WeightStream
 from slime_like.weights.hf_save import save_hf
-from slime_like.weights.quantized import CodedWeight
+from slime_like.weights.quantized import QuantizedWeight
 from slime_like.weights.safetensors_reader import stored_format, weights_digest
 from slime_like.weights.untrained import repeated_tensors, untrained_prefixes, untrained_weights
 
@@ -101,8 +101,11 @@ class MegatronBackend:
         *,
         total_steps: int,
     ) -> None:
-        """total_steps: optimizer steps of the whole run, for the learning-rate schedules. The first
-        ones may train the critic only."""
+        """
+        Args:
+            total_steps: Optimizer steps of the run, for the learning-rate schedules. The first ones
+                may train the critic only.
+        """
         self.layout = layout
         self.algorithm = run.algorithm
         self.gpt = run.gpt
@@ -132,8 +135,8 @@ class MegatronBackend:
             start_from_policy(self.critic, self.policy)
         self._value_loss = run.value_loss
         self.critic_rank = run.critic.critic_lora_rank
-        self._replays_rollout = run.rollout.use_rollout_routing_replay
-        self.reference_moves = run.model.ref_update_interval is not None
+        self._rollout_routing_replay = run.rollout.use_rollout_routing_replay
+        self.resets_reference = run.model.ref_update_interval is not None
 
     @property
     def trained(self) -> TrainedNetwork:
@@ -174,32 +177,34 @@ class MegatronBackend:
         size = self._micro_batch_size(self.layout, forward_only=True)
         head = dataclasses.replace(self.head, squared_probs=squared_probs, top_k=top_k)
         if network is None or network is self.policy:
-            record = self.algorithm.use_routing_replay and not self._replays_rollout
+            record = self.algorithm.use_routing_replay and not self._rollout_routing_replay
             compute: TokenComputation = reward_scores if self.policy.value_head else head
-            found = self.policy.forward(samples, compute, size, record_routes=record)
+            output = self.policy.forward(samples, compute, size, record_routes=record)
         else:  # no router replay in other networks
             head = dataclasses.replace(self.head, vocab_size=network.gpt.vocab_size or 0)
             squared_probs, top_k = False, 0
             unrouted = [dataclasses.replace(sample, routes=None) for sample in samples]
-            found = network.forward(unrouted, head, size)
-        log_probs, entropy, *more = found.columns
-        nothing: list[Tensor | None] = [None] * len(samples)
-        squared: Sequence[Tensor | None] = more.pop(0) if squared_probs and more else nothing
+            output = network.forward(unrouted, head, size)
+        log_probs, entropy, *extra = output.columns
+        absent: list[Tensor | None] = [None] * len(samples)
+        squared: Sequence[Tensor | None] = extra.pop(0) if squared_probs and extra else absent
         # the remaining K columns are top-k tokens, or log-probs of label sets
-        tables = [torch.stack(row, dim=1) for row in zip(*more)] if more else nothing
-        of_sets, top = (nothing, tables) if top_k else (tables, nothing)
-        rows = zip(log_probs, entropy, found.routes or nothing, squared, of_sets, top, strict=True)
+        tables = [torch.stack(row, dim=1) for row in zip(*extra)] if extra else absent
+        set_log_probs, tokens = (absent, tables) if top_k else (tables, absent)
+        routes = output.routes or absent
+        rows = zip(log_probs, entropy, routes, squared, set_log_probs, tokens, strict=True)
         return [LogProbOutput(*row) for row in rows]
 
     def with_routes_of_stage(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
         """Reduce the engine's routed experts, over all MoE layers, to those of this pipeline
         stage."""
 
-        def own(routes: Tensor | None) -> Tensor:
-            assert routes is not None, "every sample has routes with --use-rollout-routing-replay"
-            return routes_of_stage(routes, self.policy.chunks, self.transformer)
-
-        return [dataclasses.replace(sample, routes=own(sample.routes)) for sample in samples]
+        selected = []
+        for sample in samples:
+            assert sample.routes is not None, "checked with --use-rollout-routing-replay"
+            routes = select_stage_routes(sample.routes, self.policy.chunks, self.transformer)
+            selected.append(dataclasses.replace(sample, routes=routes))
+        return selected
 
     def replay_disagreement(self) -> float:
         """Replay disagreement of the policy's last forward pass; see moe.py."""
@@ -216,15 +221,15 @@ class MegatronBackend:
         if self.policy.value_head:
             objective = RewardObjective(self.objective, self.layout)
         selection = SelectionSeed(self.seed, self.trained.scheduler.num_steps)
-        found = self._training_pass(
+        output = self._forward_backward(
             self.trained, batch.samples, objective, selection, per_token=batch.old_is_current
         )
-        metrics = reduced_metrics(found, self.layout)
+        metrics = reduce_metrics(output, self.layout)
         if self.policy.has_experts:
             metrics |= routing_metrics(
-                self.policy.chunks, self.transformer, self.layout, found.num_micro_batches
+                self.policy.chunks, self.transformer, self.layout, output.num_micro_batches
             )
-        log_probs = [LogProbOutput(*row) for row in zip(*found.columns, strict=True)]
+        log_probs = [LogProbOutput(*row) for row in zip(*output.columns, strict=True)]
         return PendingStep(metrics, self.trained, log_probs)
 
     def optim_step(self, pending: PendingStep) -> StepResult:
@@ -250,23 +255,23 @@ class MegatronBackend:
         all pipeline stages. samples: of this rank's data-parallel rank in the critic's layout."""
         assert self.critic is not None
         size = self._micro_batch_size(self.critic.layout, forward_only=True)
-        (values,) = self.critic.forward(not_of_the_policy(samples), critic_values, size).columns
+        (values,) = self.critic.forward(without_policy_fields(samples), critic_values, size).columns
         return values
 
     def forward_backward_critic(self, batch: TrainBatch) -> PendingStep:
         """As `forward_backward`, for the critic. batch: of this rank's data-parallel rank in the
         critic's layout."""
         assert self.critic is not None
-        own = not_of_the_policy(batch.samples)
-        found = self._training_pass(self.critic, own, ValueObjective(self._value_loss))
-        found = dataclasses.replace(found, packing={})  # reported for the policy only
-        return PendingStep(reduced_metrics(found, self.critic.layout), self.critic)
+        samples = without_policy_fields(batch.samples)
+        output = self._forward_backward(self.critic, samples, ValueObjective(self._value_loss))
+        output = dataclasses.replace(output, packing={})  # reported for the policy only
+        return PendingStep(reduce_metrics(output, self.critic.layout), self.critic)
 
     def update_critic(self, batch: TrainBatch) -> StepResult:
         """One optimizer step of the critic."""
         return self.optim_step(self.forward_backward_critic(batch))
 
-    def _training_pass(
+    def _forward_backward(
         self,
         network: TrainedNetwork,
         samples: Sequence[TrainSample],
@@ -281,23 +286,23 @@ class MegatronBackend:
         )
 
     def _micro_batch_size(self, layout: ParallelLayout, *, forward_only: bool) -> MicroBatchSize:
-        kind = (layout.cp_size, forward_only)
-        if kind not in self._sizes:
-            self._sizes[kind] = micro_batch_size(
+        key = (layout.cp_size, forward_only)
+        if key not in self._sizes:
+            self._sizes[key] = micro_batch_size(
                 self.algorithm, layout.cp_size, forward_only=forward_only
             )
-        return self._sizes[kind]
+        return self._sizes[key]
 
     def export_weights(self, *, quantized: bool = False) -> WeightStream:
         """(Hugging Face name, full tensor) pairs of the policy, on every rank or on the sending
         ranks, in buckets of --update-weight-buffer-size. quantized: in --hf-checkpoint's format."""
         assert self.hf is not None, "weights have Hugging Face names only with --hf-checkpoint"
         self.policy.finish_updates()
-        coded = self._coded if quantized else None
-        return self.policy.export_hf(self.hf, bucket_bytes=self._bucket_bytes, coded=coded)
+        formats = self._quantized_weights if quantized else None
+        return self.policy.export_hf(self.hf, bucket_bytes=self._bucket_bytes, quantized=formats)
 
     @cached_property
-    def _coded(self) -> Mapping[str, CodedWeight]:
+    def _quantized_weights(self) -> Mapping[str, QuantizedWeight]:
         return from_rank_zero(lambda: stored_format(str(self._hf_checkpoint)))
 
     def sync_weights(self, engine: WeightReceiver, version: int) -> None:
@@ -307,8 +312,8 @@ class MegatronBackend:
         )
         if self.gpt.mtp_num_layers and not engine.takes_prediction_layers:
             assert self.hf is not None
-            unread = untrained_prefixes(self.hf)
-            weights = (pair for pair in weights if not pair[0].startswith(unread))
+            unused = untrained_prefixes(self.hf)
+            weights = (pair for pair in weights if not pair[0].startswith(unused))
         engine.update_weights(weights, version)
 
     def _start_adapter(self, path: str | None) -> dict[str, object]:
@@ -336,14 +341,17 @@ class MegatronBackend:
         --hf-checkpoint; a reward model as a sequence classifier."""
         source, hf = self._hf_checkpoint, self.hf
         assert source is not None and hf is not None
-        predicting, scores = self.gpt.mtp_num_layers, self.policy.value_head
-        save_hf(
-            folder,
-            self.export_weights(),
-            source,
-            more=() if scores else untrained_weights(hf, source, predicting),
-            copies=None if scores else repeated_tensors(hf, predicting),
-        )
+        if self.policy.value_head:
+            save_hf(folder, self.export_weights(), source)
+        else:
+            mtp_layers = self.gpt.mtp_num_layers
+            save_hf(
+                folder,
+                self.export_weights(),
+                source,
+                extra=untrained_weights(hf, source, mtp_layers),
+                duplicates=repeated_tensors(hf, mtp_layers),
+            )
         return folder
 
     @property
@@ -353,17 +361,18 @@ class MegatronBackend:
         return policy if self.critic is None else {**policy, "critic": self.critic}
 
 
-def reduced_metrics(found: PassOutput, layout: ParallelLayout) -> dict[str, float]:
+def reduce_metrics(output: PassOutput, layout: ParallelLayout) -> dict[str, float]:
     """Reduce this rank's metrics to those of the whole step, equal on all ranks. layout: the
     network's."""
     metrics: dict[str, float] = {}
     if layout.is_last_stage:
-        found.metrics.add(found.packing)
-        metrics = found.metrics.reduce(layout.dp_cp_group)
-    return object_from_last_stage(metrics, layout)
+        output.metrics.add(output.packing)
+        metrics = output.metrics.reduce(layout.dp_cp_group)
+    return broadcast_from_last_stage(metrics, layout)
 
 
-def object_from_last_stage(value: dict[str, float], layout: ParallelLayout) -> dict[str, float]:
+def broadcast_from_last_stage(value: dict[str, float], layout: ParallelLayout) -> dict[str, float]:
+    """The value of the last pipeline stage, on all stages."""
     if layout.pp_size == 1:
         return value
     holder = [value]
@@ -372,6 +381,6 @@ def object_from_last_stage(value: dict[str, float], layout: ParallelLayout) -> d
     return holder[0]
 
 
-def not_of_the_policy(samples: Sequence[TrainSample]) -> list[TrainSample]:
+def without_policy_fields(samples: Sequence[TrainSample]) -> list[TrainSample]:
     """The samples without routed experts and sampling masks, which only apply to the policy."""
     return [dataclasses.replace(sample, routes=None, token_sets=None) for sample in samples]

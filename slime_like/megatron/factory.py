@@ -34,7 +34,7 @@ from slime_like.megatron.model.policy import LogProbHead
 from slime_like.megatron.network import Network
 from slime_like.megatron.offload import OffloadedWeights
 from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.megatron.reshard import copy_weights
+from slime_like.megatron.reshard import copy_same_layout, copy_weights
 from slime_like.megatron.trained_network import TrainedNetwork
 
 logger = logging.getLogger(__name__)
@@ -100,12 +100,11 @@ def make_policy(
     """The policy with the weights of --hf-checkpoint, if given; a reward model starts with a zero
     head. hf: the parsed config.json. total_steps: optimizer steps of the whole run; the first may
     train the critic only."""
-    policy_steps = max(
-        1,
-        total_steps - run.critic.num_critic_only_steps * (run.algorithm.num_steps_per_rollout or 1),
-    )
+    critic_only_rollouts = run.critic.num_critic_only_steps
+    critic_only = critic_only_rollouts * (run.algorithm.num_steps_per_rollout or 1)
     settings = network_settings(run)
-    shape, training = (*settings.shape, layout), settings.training(total_steps=policy_steps)
+    shape = (*settings.shape, layout)
+    training = settings.training(total_steps=max(1, total_steps - critic_only))
     policy: Network
     if run.debug.debug_rollout_only:
         policy = Network(*shape)
@@ -115,12 +114,12 @@ def make_policy(
             LoraBase(*shape, hf=hf), lora_spec(run.lora, run.model.seed), **training
         )
     else:
-        scores = run.algorithm.trains_reward_model
-        tied = not (run.gpt.untie_embeddings_and_output_weights or scores)
+        is_reward_model = run.algorithm.trains_reward_model
+        tied = not (run.gpt.untie_embeddings_and_output_weights or is_reward_model)
         # a bias cancels in score differences, and sequence classifiers have none
-        more = (f"^{HEAD}bias$",) if scores else ()
-        frozen_ones = FrozenParameters.of(run.model, tied=tied, more=more)
-        policy = TrainedNetwork(*shape, **training, value_head=scores, frozen=frozen_ones)
+        extra = (f"^{HEAD}bias$",) if is_reward_model else ()
+        parameters = FrozenParameters.of(run.model, tied=tied, extra=extra)
+        policy = TrainedNetwork(*shape, **training, value_head=is_reward_model, frozen=parameters)
     if run.model.hf_checkpoint:
         policy.load_hf(run.model.hf_checkpoint)
     return policy
@@ -160,26 +159,14 @@ def start_from_policy(critic: TrainedNetwork, policy: Network) -> None:
     if isinstance(critic, LoraNetwork):
         return
     policy.finish_updates()
-    if critic.layout is policy.layout:
-        _copy_here(critic, policy)
-    else:
-        copy_weights(policy, critic, wanted=lambda name: not name.startswith(HEAD))
+    copy = copy_same_layout if critic.layout is policy.layout else copy_weights
+    copy(policy, critic, include=lambda name: not name.startswith(HEAD))
     with torch.no_grad():
         for chunk in critic.chunks:
             for name, parameter in chunk.named_parameters():
                 if name.startswith(HEAD):
                     parameter.zero_()
     critic.weights_changed()
-
-
-@torch.no_grad()
-def _copy_here(critic: Network, policy: Network) -> None:
-    """Copy weights between networks with equal layouts."""
-    for mine, theirs in zip(critic.chunks, policy.chunks, strict=True):
-        weights = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}
-        for name, tensor in (*mine.named_parameters(), *mine.named_buffers()):
-            if not name.startswith(HEAD):
-                tensor.copy_(weights[name])
 
 
 def critic_optimizer(policy: OptimizerConfig, critic: CriticConfig) -> OptimizerConfig:
@@ -276,15 +263,11 @@ def load_network(
     if not is_checkpoint_root(root):
         network.load_hf(root)
         return
-    found, warning = (step, None) if step is not None else newest_step(root, flag)
-    warn_rank_0(logger, warning)
-    there = checkpoint_folder(root, found)
-    load_weights(
-        there,
-        name,
-        SavedNetwork(network.chunks, None, None, network.layout),
-        verify=verify,
-    )
+    if step is None:
+        step, warning = newest_step(root, flag)
+        warn_rank_0(logger, warning)
+    saved = SavedNetwork(network.chunks, None, None, network.layout)
+    load_weights(checkpoint_folder(root, step), name, saved, verify=verify)
 
 
 def frozen(network: Network, load: Callable[[Network], None]) -> Network:
@@ -295,7 +278,7 @@ def frozen(network: Network, load: Callable[[Network], None]) -> Network:
 
 
 def needs_reference(algorithm: AlgorithmConfig) -> bool:
-    """Whether a KL term or a preference loss needs a reference model."""
+    """Whether a KL term or a preference loss uses a reference model."""
     return algorithm.use_kl_loss or algorithm.kl_coef != 0 or algorithm.compares_with_reference
 
 

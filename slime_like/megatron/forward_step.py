@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from megatron_patches.patch import VERSIONS
 from slime_like.losses.inputs import LossInputs
 from slime_like.losses.kl import kl_estimate
 from slime_like.losses.registry import PolicyLoss
-from slime_like.losses.total import LossTerms, total_loss
+from slime_like.losses.total import LossOutput, LossTerms, total_loss
 from slime_like.losses.value_loss import (
     ValueInputs,
     ValueLossConfig,
@@ -42,7 +41,7 @@ from slime_like.types import MicroBatch, TokenOutput
 # (module, micro-batch, its output) -> TokenOutput. output: what the module returns on the last
 # stage, hidden states [1, T, H] of a policy, values [1, T, 1] of a critic.
 TokenComputation = Callable[[torch.nn.Module, MicroBatch, Tensor], TokenOutput]
-LossFunc = Callable[..., Any]
+LossFunc = Callable[..., TokenOutput | tuple[Tensor, Tensor, TokenOutput]]
 ForwardStep = Callable[[Iterator[MicroBatch], torch.nn.Module], tuple[Tensor, LossFunc]]
 
 
@@ -69,11 +68,12 @@ def schedule_context_parallel_factor() -> float:
         is_last_stage=True,
     )
     factor = float(loss) * num_microbatches * tokens
-    for known in (1.0, float(cp)):
-        if abs(factor - known) < 1e-5:
-            return known
+    for expected in (1.0, float(cp)):
+        if abs(factor - expected) < 1e-5:
+            return expected
     raise RuntimeError(
-        f"the installed megatron-core scales losses by an unknown factor {factor}; supported: {VERSIONS}"
+        f"the installed megatron-core scales losses by an unknown factor {factor}; "
+        f"supported: {VERSIONS}"
     )
 
 
@@ -114,16 +114,16 @@ def forward_step(
     def step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, LossFunc]:
         batch = next(batches)
 
-        def collect(output: Tensor, non_loss_data: bool = True) -> TokenOutput:
-            return compute(model, batch, output)
+        def collect(model_output: Tensor, non_loss_data: bool = True) -> TokenOutput:
+            return compute(model, batch, model_output)
 
-        def loss_func(output: Tensor) -> tuple[Tensor, Tensor, TokenOutput]:
-            found = compute(model, batch, output)
-            assert found.loss is not None and scale is not None
+        def loss_func(model_output: Tensor) -> tuple[Tensor, Tensor, TokenOutput]:
+            output = compute(model, batch, model_output)
+            assert output.loss is not None and scale is not None
             # a new tensor, because the schedule divides the loss in place
-            loss = found.loss * scale
-            count = torch.ones((), dtype=torch.int, device=output.device)
-            return loss, count, replace(found, loss=None)
+            loss = output.loss * scale
+            count = torch.ones((), dtype=torch.int, device=model_output.device)
+            return loss, count, replace(output, loss=None)
 
         return forward(model, batch, layout), collect if scale is None else loss_func
 
@@ -164,9 +164,12 @@ class Objective:
     importance_level: see `LossInputs`."""
 
     policy_loss: PolicyLoss
-    policy_config: Any
+    policy_config: object
     terms: LossTerms
     importance_level: str = "token"
+
+    def compute(self, inputs: LossInputs) -> LossOutput:
+        return total_loss(inputs, self.policy_loss, self.policy_config, self.terms)
 
 
 # (module, micro-batch, hidden states) -> a loss and its metrics
@@ -186,19 +189,23 @@ class PolicyObjective:
 
     def __call__(self, model: torch.nn.Module, batch: MicroBatch, hidden: Tensor) -> TokenOutput:
         """Loss and metrics of one micro-batch, as unscaled sums."""
-        found = self._of_policy(model, batch, hidden)
-        if self.prediction is None or found.loss is None:
-            return found
+        output = self._policy_loss(model, batch, hidden)
+        if self.prediction is None or output.loss is None:
+            return output
         loss, metrics = self.prediction(model, batch, hidden)
-        return replace(found, loss=found.loss + loss, metrics={**found.metrics, **metrics})
+        return replace(output, loss=output.loss + loss, metrics={**output.metrics, **metrics})
 
-    def _of_policy(self, model: torch.nn.Module, batch: MicroBatch, hidden: Tensor) -> TokenOutput:
+    def _policy_loss(
+        self, model: torch.nn.Module, batch: MicroBatch, hidden: Tensor
+    ) -> TokenOutput:
         head_batch = with_observed_rows(batch)
-        weight, of_sets = head_weight(model), None
+        weight, label_log_probs = head_weight(model), None
         if batch.label_sets is None:
             log_probs, entropy = self.head.log_probs_and_entropy(hidden, weight, head_batch)
         else:
-            log_probs, entropy, of_sets = self.head.log_probs_of_sets(hidden, weight, head_batch)
+            log_probs, entropy, label_log_probs = self.head.log_probs_of_sets(
+                hidden, weight, head_batch
+            )
         objective = self.objective
         columns: tuple[Tensor, ...] = ()
         if self.old_is_current:
@@ -212,8 +219,8 @@ class PolicyObjective:
         inputs = loss_inputs(
             batch, log_probs, entropy, objective.importance_level, self.head.layout.cp_group
         )
-        inputs = replace(inputs, label_log_probs=of_sets)
-        output = total_loss(inputs, objective.policy_loss, objective.policy_config, objective.terms)
+        inputs = replace(inputs, label_log_probs=label_log_probs)
+        output = objective.compute(inputs)
         metrics = dict(output.metrics)
         if batch.old_log_probs is not None:
             metrics["log_ratio_abs"] = masked_mean(
@@ -233,8 +240,8 @@ def with_observed_rows(batch: MicroBatch) -> MicroBatch:
     """Add observation rows with a weight to the rows that the head computes."""
     if batch.observation_weights is None:
         return batch
-    wanted = batch.loss_mask | (batch.observation_weights != 0)
-    return replace(batch, active_rows=wanted.nonzero().squeeze(1))
+    active = batch.loss_mask | (batch.observation_weights != 0)
+    return replace(batch, active_rows=active.nonzero().squeeze(1))
 
 
 def loss_inputs(
@@ -257,19 +264,19 @@ def loss_inputs(
     )
 
 
-def values_of(batch: MicroBatch, output: Tensor) -> Tensor:
+def masked_values(batch: MicroBatch, output: Tensor) -> Tensor:
     """A critic's values [T] float32, 0 at inactive rows. output: [1, T, 1]."""
     return torch.where(batch.loss_mask, output[0, :, 0].float(), 0.0)
 
 
 def critic_values(model: torch.nn.Module, batch: MicroBatch, output: Tensor) -> TokenOutput:
     """Column: values."""
-    return TokenOutput((values_of(batch, output),))
+    return TokenOutput((masked_values(batch, output),))
 
 
 def reward_scores(model: torch.nn.Module, batch: MicroBatch, output: Tensor) -> TokenOutput:
     """Columns of a reward model: scores, and zeros in place of entropies."""
-    scores = values_of(batch, output)
+    scores = masked_values(batch, output)
     return TokenOutput((scores, torch.zeros_like(scores)))
 
 
@@ -282,9 +289,8 @@ class RewardObjective:
 
     def __call__(self, model: torch.nn.Module, batch: MicroBatch, output: Tensor) -> TokenOutput:
         inputs = loss_inputs(batch, output[0, :, 0], None, "token", self.layout.cp_group)
-        objective = self.objective
-        found = total_loss(inputs, objective.policy_loss, objective.policy_config, objective.terms)
-        return TokenOutput(loss=found.loss, metrics=dict(found.metrics))
+        result = self.objective.compute(inputs)
+        return TokenOutput(loss=result.loss, metrics=dict(result.metrics))
 
 
 def value_inputs(batch: MicroBatch, values: Tensor) -> ValueInputs:

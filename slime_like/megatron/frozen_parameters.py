@@ -7,6 +7,7 @@ a tied weight has the embedding's name.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -39,11 +40,11 @@ class FrozenParameters:
 
     @classmethod
     def of(
-        cls, model: ModelConfig, *, tied: bool, more: Sequence[str] = ()
+        cls, model: ModelConfig, *, tied: bool, extra: Sequence[str] = ()
     ) -> FrozenParameters | None:
-        """None if everything is trained. more: additional patterns of frozen parameters."""
+        """None if everything is trained. extra: additional patterns of frozen parameters."""
         only = tuple(model.only_train_params_name_list)
-        others = (*model.freeze_params_name_list, *more)
+        others = (*model.freeze_params_name_list, *extra)
         return cls(only, others, tied) if only or others else None
 
     def apply(
@@ -52,19 +53,18 @@ class FrozenParameters:
         """Freeze parameters of these chunks. Collective. Raises ValueError naming the flag, for a
         pattern that matches no parameter of the model, or a pipeline stage without any trained
         parameter."""
-        local = list(self._named(chunks))
-        found = [any(re.search(pattern, name) for name, _ in local) for pattern in self.patterns]
-        everywhere = gather((found, sorted({name for name, _ in local})))
-        for place, pattern in enumerate(self.patterns):
-            if not any(there[place] for there, _ in everywhere):
-                some = ", ".join(sorted({name for _, names in everywhere for name in names})[:5])
+        parameters = list(self._named(chunks))
+        names = set(itertools.chain(*gather([name for name, _ in parameters])))
+        for pattern in self.patterns:
+            if not any(re.search(pattern, name) for name in names):
+                examples = ", ".join(sorted(names)[:5])
                 raise ValueError(
-                    f"{self.flag}: {pattern!r} matches no parameter; their names are as {some}"
+                    f"{self.flag}: {pattern!r} matches no parameter; their names are as {examples}"
                 )
         self.freeze(chunks, config, layout)
-        if not all(gather(any(parameter.requires_grad for _, parameter in local))):
+        if not all(gather(any(parameter.requires_grad for _, parameter in parameters))):
             raise ValueError(
-                f"{self.flag}: leaves a pipeline stage without a trained parameter; give other "
+                f"{self.flag}: leaves a pipeline stage without a trained parameter; use other "
                 "patterns, or fewer stages"
             )
 

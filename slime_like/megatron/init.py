@@ -63,10 +63,8 @@ def world_of_processes(parallel: ParallelConfig) -> Iterator[None]:
                 world_size=meeting.world_size,
                 timeout=timeout,
             )
-        except (
-            RuntimeError,
-            ValueError,
-        ) as error:  # the rendezvous succeeded, but ranks cannot connect to each other
+        except (RuntimeError, ValueError) as error:
+            # the rendezvous succeeded, but ranks cannot connect to each other
             raise meeting.failed(f"{backend}: {str(error).splitlines()[0]}") from error
     try:
         yield

@@ -3,6 +3,7 @@ and metrics."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -34,18 +35,15 @@ AUX_LOSSES = {
 }
 
 
-def agreed_lengths(
+def make_length_sync(
     config: TransformerConfig, layout: ParallelLayout, device: torch.device
 ) -> Callable[[list[int]], list[int]] | None:
-    """A function by which ranks that share experts agree on equal micro-batch lengths; None if
-    lengths may differ. The allgather dispatcher needs equal numbers of tokens on all ranks;
+    """Collective that sets micro-batch lengths to their maximum over the ranks that share experts;
+    None if lengths may differ. The allgather dispatcher needs equal numbers of tokens on all ranks;
     alltoall exchanges the numbers."""
-    shared = layout.ep_size * layout.etp_size > 1
-    if (
-        config.num_moe_experts is None
-        or config.moe_token_dispatcher_type != "allgather"
-        or not shared
-    ):
+    if config.num_moe_experts is None or config.moe_token_dispatcher_type != "allgather":
+        return None
+    if layout.ep_size * layout.etp_size == 1:
         return None
 
     def longest(totals: list[int]) -> list[int]:
@@ -59,12 +57,11 @@ def agreed_lengths(
 
 def all_routers(chunks: Iterable[torch.nn.Module]) -> list[PackedRouter]:
     """All routers of a rank's model chunks in layer order, those of multi-token prediction last."""
-    return [
-        module for chunk in chunks for module in chunk.modules() if isinstance(module, PackedRouter)
-    ]
+    modules = itertools.chain.from_iterable(chunk.modules() for chunk in chunks)
+    return [module for module in modules if isinstance(module, PackedRouter)]
 
 
-def routers_of(chunks: Iterable[torch.nn.Module]) -> list[PackedRouter]:
+def decoder_routers(chunks: Iterable[torch.nn.Module]) -> list[PackedRouter]:
     """The routers of decoder layers, which are recorded and replayed."""
     return [
         router
@@ -81,23 +78,23 @@ def begin_routing(
     record: bool = False,
 ) -> None:
     """Pass the next micro-batches, and the experts to replay if any, to the routers of `chunks`.
-    record: record the choices for `recorded_routes`."""
-    forget_aux_losses()
+    record: Record the selected experts for `gather_recorded_routes`."""
+    clear_aux_losses()
     routers = all_routers(chunks)
     if not routers:
         return
     share = layout.tp_size if routers[0].config.sequence_parallel else 1
     rows = [_routed_rows(batch, layout.tp_rank if share > 1 else 0, share) for batch in batches]
-    own = routers_of(chunks)
-    for slot, router in enumerate(own):
+    recorded_routers = decoder_routers(chunks)
+    for slot, router in enumerate(recorded_routers):
         router.begin(rows, slot=slot, record=record)
-    if len(own) < len(routers):  # MTP routers are never recorded or replayed
-        rows = [replace(each, routes=None) for each in rows]
-        for router in routers[len(own) :]:
+    if len(recorded_routers) < len(routers):  # MTP routers are never recorded or replayed
+        rows = [replace(row, routes=None) for row in rows]
+        for router in routers[len(recorded_routers) :]:
             router.begin(rows, slot=0, record=False)
 
 
-def forget_aux_losses() -> None:
+def clear_aux_losses() -> None:
     """Clear megatron-core's record, which is global to the process, while networks have different
     layers."""
     _aux_loss_record().clear()
@@ -114,24 +111,23 @@ def _aux_loss_record() -> dict[str, Any]:
 
 def _routed_rows(batch: MicroBatch, rank: int, size: int) -> RoutedRows:
     total = batch.tokens.numel()
-    own = slice(total * rank // size, total * (rank + 1) // size)
+    local = slice(total * rank // size, total * (rank + 1) // size)
     assert batch.is_padding is not None
-    routes = None if batch.routes is None else batch.routes[own]
-    return RoutedRows(batch.seq_ids[own], batch.num_seqs, batch.is_padding[own], routes)
+    routes = None if batch.routes is None else batch.routes[local]
+    return RoutedRows(batch.seq_ids[local], batch.num_seqs, batch.is_padding[local], routes)
 
 
-def recorded_routes(routers: Sequence[PackedRouter], layout: ParallelLayout) -> Tensor:
+def gather_recorded_routes(routers: Sequence[PackedRouter], layout: ParallelLayout) -> Tensor:
     """Recorded experts of a forward pass, [MoE layers of this stage * topk, rows of all
     micro-batches] int32; under sequence parallelism gathered over the tensor-parallel ranks."""
     parts = []
-    for chosen in zip(
-        *(router.recorded for router in routers), strict=True
-    ):  # one micro-batch: (t, topk) of each router
-        rows = torch.stack(chosen, dim=1).flatten(1).to(torch.int32)  # (t, layers * topk)
+    # per micro-batch: [t, topk] of each router
+    for experts in zip(*(router.recorded for router in routers), strict=True):
+        rows = torch.stack(experts, dim=1).flatten(1).to(torch.int32)  # [t, layers * topk]
         if routers[0].config.sequence_parallel and layout.tp_size > 1:
-            whole = rows.new_empty(layout.tp_size * rows.size(0), rows.size(1))
-            dist.all_gather_into_tensor(whole, rows.contiguous(), group=layout.tp_group)
-            rows = whole
+            gathered = rows.new_empty(layout.tp_size * rows.size(0), rows.size(1))
+            dist.all_gather_into_tensor(gathered, rows.contiguous(), group=layout.tp_group)
+            rows = gathered
         parts.append(rows)
     return torch.cat(parts).T
 
@@ -144,32 +140,32 @@ def routes_of_samples(
     topk: int,
 ) -> list[Tensor]:
     """Split recorded experts by sample: [L, MoE layers of this stage, topk] int16 each, on the
-    host. table: `recorded_routes` of complete micro-batches."""
+    host. table: `gather_recorded_routes` of complete micro-batches."""
     routes = []
-    wholes = table.T.cpu().to(torch.int16).split([int(batch.cu_seqlens[-1]) for batch in batches])
-    for group, batch, rows in zip(groups, batches, wholes, strict=True):
+    sizes = [int(batch.cu_seqlens[-1]) for batch in batches]
+    by_batch = table.T.cpu().to(torch.int16).split(sizes)
+    for group, batch, rows in zip(groups, batches, by_batch, strict=True):
         for sample, start in zip(group, batch.cu_seqlens.tolist()):
             length = int(sample.tokens.numel())
-            routes.append(
-                rows[start : start + length].reshape(length, rows.size(1) // topk, topk).clone()
-            )
+            sample_rows = rows[start : start + length]
+            routes.append(sample_rows.reshape(length, rows.size(1) // topk, topk).clone())
     return routes
 
 
-def routes_of_stage(
+def select_stage_routes(
     routes: Tensor, chunks: Sequence[MegatronModule], config: TransformerConfig
 ) -> Tensor:
     """Select this stage's layers, in the order of this rank's routers, from routed experts of all
     MoE layers."""
     sparse = moe_layers(config.moe_layer_freq, config.num_layers)
-    return routes[:, [sum(sparse[: router.layer_number - 1]) for router in routers_of(chunks)]]
+    return routes[:, [sum(sparse[: router.layer_number - 1]) for router in decoder_routers(chunks)]]
 
 
 def replay_disagreement(chunks: Sequence[MegatronModule]) -> float:
     """Fraction of (token, layer) pairs of the last forward pass for which the router would have
     chosen other experts than the replayed ones; NaN without replay. Collective over all ranks."""
     counts = torch.zeros(2, dtype=torch.float64, device=next(chunks[0].parameters()).device)
-    for router in routers_of(chunks):
+    for router in decoder_routers(chunks):
         counts += torch.tensor(router.disagreement, dtype=torch.float64, device=counts.device)
     dist.all_reduce(counts)
     differing, compared = counts.tolist()
@@ -189,53 +185,43 @@ def routing_metrics(
     layers. `moe_replay_disagreement`: see `replay_disagreement`.
     """
     assert config.num_moe_experts is not None
-    routers = routers_of(chunks)
+    routers = decoder_routers(chunks)
     sparse = moe_layers(config.moe_layer_freq, config.num_layers)
     device = next(chunks[0].parameters()).device
-    table = torch.zeros(
-        config.num_layers,
-        len(AUX_LOSSES) + 2 + config.num_moe_experts,
-        dtype=torch.float64,
-        device=device,
-    )
+    # one row per layer: auxiliary losses, disagreement, load of each expert
+    columns = (len(AUX_LOSSES), 2, config.num_moe_experts)
+    table = torch.zeros(config.num_layers, sum(columns), dtype=torch.float64, device=device)
+    losses, disagreements, loads = table.split(columns, dim=1)
     record = _aux_loss_record()
     for column, name in enumerate(AUX_LOSSES):
         if name in record:
             entry = record[name]
-            table[:, column] = entry["values"] if RECORDS_IN_DICT else entry.values
+            losses[:, column] = entry["values"] if RECORDS_IN_DICT else entry.values
     for router in routers:
-        row = table[router.layer_number - 1]
-        row[len(AUX_LOSSES) : len(AUX_LOSSES) + 2] = torch.tensor(
-            router.disagreement, dtype=torch.float64
-        )
-        row[len(AUX_LOSSES) + 2 :] = router.load
+        layer = router.layer_number - 1
+        disagreements[layer] = torch.tensor(router.disagreement, dtype=torch.float64)
+        loads[layer] = router.load
     dist.all_reduce(table)
-    used = [name for name in AUX_LOSSES if name in _asked_for(config)]
     # each rank has a partial sum of a loss, or (z-loss) a mean over its rows; the global loss is
     # also summed over data-parallel ranks
-    parts = {
+    num_terms = {
         "global_load_balancing_loss": 1,
         "z_loss": layout.tp_size * layout.cp_size * layout.dp_size,
     }
-    sums = table[:, : len(AUX_LOSSES)].sum(dim=0)
-    metrics = {
-        AUX_LOSSES[name]: float(sums[list(AUX_LOSSES).index(name)])
-        / parts.get(name, layout.dp_size)
-        / sum(sparse)
-        / num_microbatches
-        for name in used
-    }
-    loads = table[torch.tensor(sparse), len(AUX_LOSSES) + 2 :]  # (expert layers, experts)
+    metrics = {}
+    for (name, metric), total in zip(AUX_LOSSES.items(), losses.sum(dim=0).tolist(), strict=True):
+        if name in _enabled_aux_losses(config):
+            mean = total / num_terms.get(name, layout.dp_size)
+            metrics[metric] = mean / sum(sparse) / num_microbatches
+    loads = loads[torch.tensor(sparse)]  # [MoE layers, experts]
     metrics["moe_load_max"] = float((loads.amax(dim=1) / loads.mean(dim=1)).mean())
-    differing, compared = (
-        float(x) for x in table[:, len(AUX_LOSSES) : len(AUX_LOSSES) + 2].sum(dim=0)
-    )
+    differing, compared = disagreements.sum(dim=0).tolist()
     if compared:
         metrics["moe_replay_disagreement"] = differing / compared
     return metrics
 
 
-def _asked_for(config: TransformerConfig) -> set[str]:
+def _enabled_aux_losses(config: TransformerConfig) -> set[str]:
     """megatron-core's names of the auxiliary losses that have a coefficient."""
     kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     kinds = kinds if isinstance(kinds, list) else [kinds]
@@ -245,12 +231,12 @@ def _asked_for(config: TransformerConfig) -> set[str]:
         "seq_aux_loss": "seq_load_balancing_loss",
         "global_aux_loss": "global_load_balancing_loss",
     }
-    found = {
+    enabled = {
         names[kind]
         for kind, coefficient in zip(kinds, coefficients)
         if coefficient and kind in names
     }
-    return found | ({"z_loss"} if config.moe_z_loss_coeff else set())
+    return enabled | ({"z_loss"} if config.moe_z_loss_coeff else set())
 
 
 def expert_biases(chunks: Sequence[MegatronModule]) -> list[Tensor]:
@@ -259,14 +245,14 @@ def expert_biases(chunks: Sequence[MegatronModule]) -> list[Tensor]:
     megatron-core updates them when gradients are finalised, before it is known whether the
     optimizer step will be skipped.
     """
-    return [
-        router.expert_bias.clone()
-        for router in all_routers(chunks)
-        if router.expert_bias is not None
-    ]
+    return [bias.clone() for bias in _expert_biases(chunks)]
 
 
 def restore_expert_biases(chunks: Sequence[MegatronModule], biases: Sequence[Tensor]) -> None:
-    routers = [router for router in all_routers(chunks) if router.expert_bias is not None]
-    for router, bias in zip(routers, biases, strict=True):
-        router.expert_bias.copy_(bias)
+    for bias, saved in zip(_expert_biases(chunks), biases, strict=True):
+        bias.copy_(saved)
+
+
+def _expert_biases(chunks: Sequence[MegatronModule]) -> list[Tensor]:
+    biases = [router.expert_bias for router in all_routers(chunks)]
+    return [bias for bias in biases if bias is not None]

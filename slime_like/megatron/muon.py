@@ -7,8 +7,8 @@ It updates weight matrices; embeddings, output layers, norms and biases use Adam
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -24,9 +24,13 @@ def build_muon(
 ) -> MegatronOptimizer:
     """Build megatron-core's chain of Muon and AdamW over the wrapped chunks. Collective. Raises
     ValueError if the model has no trained parameter for one of the two."""
-    trained = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
-    for kind, wanted in (("weight matrix", True), ("norm, bias, embedding or output layer", False)):
-        if not any(gather(any(has_muon(p) is wanted for p in trained))):
+    parameters = itertools.chain.from_iterable(chunk.parameters() for chunk in chunks)
+    trained = [p for p in parameters if p.requires_grad]
+    for kind, by_muon in (
+        ("weight matrix", True),
+        ("norm, bias, embedding or output layer", False),
+    ):
+        if not any(gather(any(has_muon(p) is by_muon for p in trained))):
             raise ValueError(
                 f"--optimizer muon: no {kind} is trained; train more parameters, or use adam"
             )
@@ -49,7 +53,7 @@ def is_muon(plain: torch.optim.Optimizer) -> bool:
     return type(plain).__name__ == "TensorParallelMuon"
 
 
-def init_momentum(muon: Any) -> None:
+def init_momentum(muon: torch.optim.Optimizer) -> None:
     """Create the initial state of every parameter that has none yet."""
     for group in muon.param_groups:
         for parameter in group["params"]:

@@ -6,6 +6,7 @@ Every method is collective, and runs in the network's own layout.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -24,8 +25,8 @@ from slime_like.megatron.micro_batching import MicroBatchSize
 from slime_like.megatron.model.gpt import build_chunks, to_model_precision
 from slime_like.megatron.moe import (
     begin_routing,
-    recorded_routes,
-    routers_of,
+    decoder_routers,
+    gather_recorded_routes,
     routes_of_samples,
 )
 from slime_like.megatron.ops.context_parallel import join_context_ranks
@@ -36,13 +37,13 @@ from slime_like.megatron.packing import (
     unpack,
     with_selection_seeds,
 )
-from slime_like.megatron.parallel_layout import ParallelLayout, in_own_layout
+from slime_like.megatron.parallel_layout import ParallelLayout, with_layout_active
 from slime_like.metrics.typed import Metric, MetricAccumulator
 from slime_like.types import MicroBatch, TokenOutput, TrainSample
 from slime_like.weights.gather import DEFAULT_BUCKET_BYTES, WeightStream
 from slime_like.weights.hf_export import HfExport
 from slime_like.weights.hf_import import load_hf_weights
-from slime_like.weights.quantized import CodedWeight
+from slime_like.weights.quantized import QuantizedWeight
 
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
@@ -103,7 +104,7 @@ class Network:
             )
             self.modules: list[MegatronModule] = to_model_precision(self.chunks, self.config)
 
-    @in_own_layout
+    @with_layout_active
     def load_hf(self, folder: str) -> None:
         """Load the weights of a Hugging Face checkpoint. Raises ValueError for other shapes."""
         hf = read_hf_model(folder, value_head=self.value_head)
@@ -122,7 +123,7 @@ class Network:
     def finish_updates(self) -> None:
         """Wait for pending parameter gathers; the weights are current afterwards."""
 
-    def in_use(self) -> AbstractContextManager[None]:
+    def forward_context(self) -> AbstractContextManager[None]:
         """Context of every forward pass through the modules."""
         return nullcontext()
 
@@ -131,23 +132,22 @@ class Network:
         hf: HfModel,
         dtype: torch.dtype | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        coded: Mapping[str, CodedWeight] | None = None,
+        quantized: Mapping[str, QuantizedWeight] | None = None,
     ) -> WeightStream:
         """See `HfExport`."""
-        return self.hf_export(hf, dtype, bucket_bytes, coded).stream()
+        return self.hf_export(hf, dtype, bucket_bytes, quantized).stream()
 
     def hf_export(
         self,
         hf: HfModel,
         dtype: torch.dtype | None,
         bucket_bytes: int,
-        coded: Mapping[str, CodedWeight] | None = None,
+        quantized: Mapping[str, QuantizedWeight] | None = None,
         *,
-        own_head: bool = False,
+        untied_head: bool = False,
     ) -> HfExport:
-        """The cached export of the first call if the settings are equal. coded: the same mapping,
-        or None."""
-        settings = (dtype, bucket_bytes, bool(coded))
+        """The export with these settings, built once. quantized: None, or always the same mapping."""
+        settings = (dtype, bucket_bytes, bool(quantized))
         if settings not in self._exports:
             self._exports[settings] = HfExport(
                 self.chunks,
@@ -156,13 +156,13 @@ class Network:
                 layout=self.layout,
                 dtype=dtype,
                 value_head=self.value_head,
-                own_head=own_head,
-                coded=coded,
+                untied_head=untied_head,
+                quantized=quantized,
                 bucket_bytes=bucket_bytes,
             )
         return self._exports[settings]
 
-    @in_own_layout
+    @with_layout_active
     def forward(
         self,
         samples: Sequence[TrainSample],
@@ -174,21 +174,21 @@ class Network:
     ) -> PassOutput:
         """Forward-only pass over this data-parallel rank's samples, without dropout. record_routes:
         record the routed experts."""
-        parts, batches = self._pack(samples, size, selection)
+        split, batches = self._pack(samples, size, selection)
         training = [module.training for module in self.modules]
         for module in self.modules:
             module.eval()
         if self.has_experts:
             begin_routing(self.chunks, batches, self.layout, record=record_routes)
-        with torch.no_grad(), self.in_use():
+        with torch.no_grad(), self.forward_context():
             outputs = run_schedule(self.modules, batches, compute, self.layout, forward_only=True)
         for module, was_training in zip(self.modules, training):
             module.train(was_training)
-        routes = None
-        found = self._output(outputs, parts, batches, per_token=True)
+        output = self._output(outputs, split, batches, per_token=True)
         if record_routes:
-            routes = parts.in_order(self._recorded_routes(parts.groups, batches))
-        return replace(found, routes=routes)
+            routes = split.restore_order(self._recorded_routes(split.groups, batches))
+            output = replace(output, routes=routes)
+        return output
 
     def _pack(
         self,
@@ -196,10 +196,10 @@ class Network:
         size: MicroBatchSize,
         selection: SelectionSeed | None,
     ) -> tuple[MicroBatches, list[MicroBatch]]:
-        """The micro-batches of a pass: as samples, and packed for this layout."""
-        parts = make_micro_batches(samples, size, self.layout)
+        """Split the samples of a pass into micro-batches, and pack these for this layout."""
+        split = make_micro_batches(samples, size, self.layout)
         batches = pack_groups(
-            parts.groups,
+            split.groups,
             transformer=self.config,
             layout=self.layout,
             device=self.device,
@@ -209,24 +209,24 @@ class Network:
             batches = with_selection_seeds(
                 batches, selection.seed, selection.step, self.layout.dp_rank
             )
-        return parts, batches
+        return split, batches
 
     def _output(
         self,
         outputs: Sequence[TokenOutput],
-        parts: MicroBatches,
+        split: MicroBatches,
         batches: Sequence[MicroBatch],
         *,
         per_token: bool,
     ) -> PassOutput:
-        """per_token: whether the columns are wanted."""
+        """Merge metrics and, with per_token, the columns of a pass."""
         metrics = MetricAccumulator()
         for output in outputs:
             metrics.add(output.metrics)
         columns = []
         if per_token:
-            by_column = self._columns([o.columns for o in outputs], parts.groups, batches)
-            columns = [parts.in_order(column) for column in by_column]
+            by_column = self._columns([o.columns for o in outputs], split.groups, batches)
+            columns = [split.restore_order(column) for column in by_column]
         return PassOutput(columns, metrics, len(batches))
 
     def _columns(
@@ -237,17 +237,15 @@ class Network:
     ) -> list[list[Tensor]]:
         """Split each column [T] that the last pipeline stage computed for `batches` into response
         values [R] of the samples of `groups`."""
-        table = (
-            torch.cat([torch.stack(output) for output in outputs], dim=1).detach()
-            if outputs
-            else None
-        )
-        table = self._from_last_stage(table, tokens=sum(int(b.tokens.numel()) for b in batches))
-        table = self._from_context_ranks(table, batches).cpu()
+        table = None
+        if outputs:  # on the last stage
+            table = torch.cat([torch.stack(output) for output in outputs], dim=1).detach()
+        num_tokens = sum(int(batch.tokens.numel()) for batch in batches)
+        table = self._broadcast_from_last_stage(table, tokens=num_tokens)
+        table = self._gather_context_ranks(table, batches).cpu()
         columns: list[list[Tensor]] = [[] for _ in table]
-        for group, batch, values in zip(
-            groups, batches, table.split([int(b.cu_seqlens[-1]) for b in batches], dim=1)
-        ):
+        sizes = [int(batch.cu_seqlens[-1]) for batch in batches]
+        for group, batch, values in zip(groups, batches, table.split(sizes, dim=1)):
             for column, row in zip(columns, values):
                 column += [value.clone() for value in unpack(row, group, batch.cu_seqlens)]
         return columns
@@ -257,17 +255,14 @@ class Network:
     ) -> list[Tensor]:
         """Routed experts of each sample in the last recorded pass, in this stage's layers: [L, MoE
         layers, topk] int16."""
-        routers = routers_of(self.chunks)
-        if not routers:  # of this stage
-            return [
-                torch.zeros(sample.tokens.numel(), 0, 1, dtype=torch.int16)
-                for group in groups
-                for sample in group
-            ]
-        table = self._from_context_ranks(recorded_routes(routers, self.layout), batches)
+        routers = decoder_routers(self.chunks)
+        if not routers:  # on this stage
+            lengths = [sample.tokens.numel() for sample in itertools.chain(*groups)]
+            return [torch.zeros(length, 0, 1, dtype=torch.int16) for length in lengths]
+        table = self._gather_context_ranks(gather_recorded_routes(routers, self.layout), batches)
         return routes_of_samples(table, groups, batches, topk=self.config.moe_router_topk)
 
-    def _from_context_ranks(self, table: Tensor, batches: Sequence[MicroBatch]) -> Tensor:
+    def _gather_context_ranks(self, table: Tensor, batches: Sequence[MicroBatch]) -> Tensor:
         """Gather a table of this rank's rows over the context-parallel ranks, in the row order of
         the full micro-batches."""
         size = self.layout.cp_size
@@ -277,7 +272,7 @@ class Network:
         dist.all_gather_into_tensor(gathered, table.contiguous(), group=self.layout.cp_group)
         return join_context_ranks(gathered.view(size, *table.shape), batches, size)
 
-    def _from_last_stage(self, table: Tensor | None, *, tokens: int) -> Tensor:
+    def _broadcast_from_last_stage(self, table: Tensor | None, *, tokens: int) -> Tensor:
         """Broadcast the table [columns, tokens] from the last pipeline stage to all stages."""
         if self.layout.pp_size == 1:
             assert table is not None
@@ -286,9 +281,8 @@ class Network:
         size = torch.tensor([0 if table is None else table.size(0)], device=self.device)
         dist.broadcast(size, source, group=self.layout.pp_group)
         if table is None:
-            wide = torch.promote_types(
-                torch.float32, self.config.params_dtype
-            )  # as the head's results
-            table = torch.zeros(int(size), tokens, dtype=wide, device=self.device)
+            # the dtype of the head's results
+            dtype = torch.promote_types(torch.float32, self.config.params_dtype)
+            table = torch.zeros(int(size), tokens, dtype=dtype, device=self.device)
         dist.broadcast(table, source, group=self.layout.pp_group)
         return table

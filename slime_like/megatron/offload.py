@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 
 class OffloadedWeights:
-    """Offloaded weights of the same shape as `host`'s, which computes with them. Has the interface
-    of a frozen `Network`."""
+    """Offloaded weights with the shapes of `host`'s; `forward` swaps them in. Has the interface of a
+    frozen `Network`."""
 
     def __init__(self, host: Network, load: Callable[[Network], None]) -> None:
         """load: loads the weights into `host`, which gets its own weights back afterwards."""
         self.gpt = host.gpt
         self._host = host
-        self._stored = _outside(list(_weights(host)))
+        self._stored = _copy_to_host(list(_weights(host)))
         load(host)
-        self._exchange()
+        self._swap()
         host.weights_changed()
 
     @property
@@ -49,20 +49,20 @@ class OffloadedWeights:
         self, samples: Sequence[TrainSample], compute: TokenComputation, size: MicroBatchSize
     ) -> PassOutput:
         """As `Network.forward`."""
-        with self._in_place():
+        with self._swapped_in():
             return self._host.forward(samples, compute, size)
 
     @contextmanager
-    def _in_place(self) -> Iterator[None]:
+    def _swapped_in(self) -> Iterator[None]:
         self._host.finish_updates()
-        self._exchange()
+        self._swap()
         try:
             yield
         finally:
-            self._exchange()
+            self._swap()
 
     @torch.no_grad()
-    def _exchange(self) -> None:
+    def _swap(self) -> None:
         for tensor, stored in zip(_weights(self._host), self._stored, strict=True):
             spare = tensor.clone()
             tensor.copy_(stored)
@@ -75,27 +75,26 @@ def _weights(network: Network) -> Iterator[Tensor]:
             yield tensor.data
 
 
-def _outside(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _copy_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies in host memory."""
     if tensors and tensors[0].is_cuda:
         return [torch.empty_like(t, device="cpu", pin_memory=True).copy_(t) for t in tensors]
     stored = []
     with tempfile.NamedTemporaryFile(prefix="slime_like_ref_") as file:
-        size = max(1, sum(_bytes(t) for t in tensors))
+        size = max(1, sum(_aligned_bytes(t) for t in tensors))
         file.truncate(size)
         mapped = torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8)
     start = 0
     for tensor in tensors:
-        end = start + tensor.numel() * tensor.element_size()
+        end = start + tensor.nbytes
         stored.append(mapped[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor))
-        start += _bytes(tensor)
+        start += _aligned_bytes(tensor)
     return stored
 
 
-def _bytes(tensor: Tensor) -> int:
+def _aligned_bytes(tensor: Tensor) -> int:
     """Size in bytes, rounded up to a cache line, which aligns every dtype."""
-    size = tensor.numel() * tensor.element_size()
-    return size + -size % 64
+    return tensor.nbytes + -tensor.nbytes % 64
 
 
 class OffloadedNetwork:
@@ -116,22 +115,22 @@ class OffloadedNetwork:
             if not storage.resizable():
                 assert storage.device.type == "cpu"
                 continue
-            kept = None if spare is None else spare.get(storage.nbytes())
-            outside = kept.pop() if kept else _host_memory(storage)
-            self._stored.append((storage, outside.copy_(bytes_of(storage))))
+            reusable = None if spare is None else spare.get(storage.nbytes())
+            copy = reusable.pop() if reusable else _host_memory(storage)
+            self._stored.append((storage, copy.copy_(bytes_of(storage))))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.nbytes = sum(outside.numel() for _, outside in self._stored)
+        self.nbytes = sum(copy.numel() for _, copy in self._stored)
         for storage, _ in self._stored:
             storage.resize_(0)
 
     def restore(self) -> None:
         """Copy everything back to where it was."""
-        for storage, outside in self._stored:
-            storage.resize_(outside.numel())
-            bytes_of(storage).copy_(outside)
+        for storage, copy in self._stored:
+            storage.resize_(copy.numel())
+            bytes_of(storage).copy_(copy)
             if self._spare is not None:
-                self._spare.setdefault(outside.numel(), []).append(outside)
+                self._spare.setdefault(copy.numel(), []).append(copy)
         self._stored = []
 
 
@@ -147,15 +146,15 @@ class TrainerMemory:
     def release(self) -> int:
         """Offload the networks; returns the bytes freed on this rank's device."""
         if not self._offloaded:
-            self._offloaded = [OffloadedNetwork(each, self._spare) for each in self._networks]
+            self._offloaded = [OffloadedNetwork(network, self._spare) for network in self._networks]
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()  # make the memory available to other processes
-        return sum(each.nbytes for each in self._offloaded)
+        return sum(network.nbytes for network in self._offloaded)
 
     def restore(self) -> None:
         """Copy everything back to where it was; no-op if nothing is offloaded."""
-        for each in self._offloaded:
-            each.restore()
+        for network in self._offloaded:
+            network.restore()
         self._offloaded = []
 
 
@@ -166,8 +165,8 @@ def _host_memory(storage: torch.UntypedStorage) -> Tensor:
 
 def storages_of(network: TrainedNetwork) -> list[torch.UntypedStorage]:
     """Storages of all state of the network; see `TrainedNetwork.tensors`."""
-    found = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in network.tensors()}
-    return [storage for storage in found.values() if storage.nbytes()]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in network.tensors()}
+    return [storage for storage in storages.values() if storage.nbytes()]
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -44,7 +44,9 @@ def build_scheduler(
         warmup_steps = int(schedule.lr_warmup_fraction * decay_steps)
     else:
         warmup_steps = schedule.lr_warmup_iters
-    weight_decay = config.weight_decay
+    start_wd, end_wd = schedule.start_weight_decay, schedule.end_weight_decay
+    start_wd = config.weight_decay if start_wd is None else start_wd
+    end_wd = config.weight_decay if end_wd is None else end_wd
     return OptimizerParamScheduler(
         optimizer,
         init_lr=schedule.lr_warmup_init,
@@ -53,10 +55,8 @@ def build_scheduler(
         lr_warmup_steps=warmup_steps,
         lr_decay_steps=max(decay_steps, warmup_steps + 1),
         lr_decay_style=schedule.lr_decay_style,
-        start_wd=weight_decay
-        if schedule.start_weight_decay is None
-        else schedule.start_weight_decay,
-        end_wd=weight_decay if schedule.end_weight_decay is None else schedule.end_weight_decay,
+        start_wd=start_wd,
+        end_wd=end_wd,
         wd_incr_steps=decay_steps,
         wd_incr_style=schedule.weight_decay_incr_style,
         wsd_decay_steps=schedule.lr_wsd_decay_iters,
@@ -70,28 +70,28 @@ def build_scheduler(
 def resume_schedule(scheduler: OptimizerParamScheduler, saved: dict[str, object]) -> list[str]:
     """Resume at the saved step with this run's settings; returns a description of each setting that
     differs from the checkpoint."""
-    ours = scheduler.state_dict()
+    current = scheduler.state_dict()
     scheduler.load_state_dict(saved)
     return [
-        f"{name} {ours[name]} (checkpoint: {saved[name]})"
-        for name in ours
-        if name != "num_steps" and ours[name] != saved.get(name)
+        f"{name} {current[name]} (checkpoint: {saved[name]})"
+        for name in current
+        if name != "num_steps" and current[name] != saved.get(name)
     ]
 
 
-# The last two are one setting of Muon's, by release.
+# the last two are one setting of Muon, by release
 LIMITS = ("max_lr", "min_lr", "start_wd", "end_wd", "momentum", "momentum_beta")
 
 
 @contextmanager
-def limits_kept(optimizer: MegatronOptimizer) -> Iterator[None]:
+def keep_schedule_limits(optimizer: MegatronOptimizer) -> Iterator[None]:
     """Keep the run's learning-rate limits while loading an optimizer state, which would overwrite
     those in the parameter groups."""
-    ours = [
-        {name: group[name] for name in LIMITS if name in group} for group in optimizer.param_groups
-    ]
+    kept = []
+    for group in optimizer.param_groups:
+        kept.append({name: group[name] for name in LIMITS if name in group})
     yield
-    for group, limits in zip(optimizer.param_groups, ours, strict=True):
+    for group, limits in zip(optimizer.param_groups, kept, strict=True):
         group.update(limits)
 
 
@@ -135,10 +135,10 @@ def step_stays_finite(optimizer: MegatronOptimizer, adam: AdamStep) -> bool:
             states = [plain.state[p] for p in params]
             if not params:
                 continue
-            weight, gradient = largest(params), largest([p.grad for p in params])
-            first = largest([s["exp_avg"] for s in states])
+            weight, gradient = max_abs(params), max_abs([p.grad for p in params])
+            first = max_abs([s["exp_avg"] for s in states])
             first = adam.beta1 * first + (1 - adam.beta1) * gradient
-            second = adam.beta2 * largest([s["exp_avg_sq"] for s in states])
+            second = adam.beta2 * max_abs([s["exp_avg_sq"] for s in states])
             step = float(states[0].get("step", group.get("step", 0))) + 1
             scale = group["lr"] / ((1 - adam.beta1**step) * group["eps"])
             bounds += [
@@ -161,7 +161,7 @@ def plain_optimizers(optimizer: object) -> list[MegatronOptimizer]:
 
 
 def allocate_moments(optimizer: MegatronOptimizer) -> None:
-    """The state that torch's Adam, or Muon, would make in its first step."""
+    """Create the state that torch's Adam, or Muon, creates in its first step."""
     for plain in plain_optimizers(optimizer):
         if isinstance(plain, torch.optim.Adam | torch.optim.AdamW):
             init_adam_state(plain)
@@ -171,31 +171,31 @@ def allocate_moments(optimizer: MegatronOptimizer) -> None:
 
 def main_parameters(optimizer: MegatronOptimizer) -> list[Tensor]:
     """The optimizer's main parameters, this rank's shard."""
-    return [
-        p.data
-        for plain in plain_optimizers(optimizer)
-        for group in plain.param_groups
-        for p in group["params"]
-    ]
+    return [p.data for _, p in _optimizer_parameters(optimizer)]
 
 
 def moments(optimizer: MegatronOptimizer) -> list[Tensor]:
     """The optimizer's moments and step counts, this rank's shard."""
-    states = [
-        plain.state[p]
-        for plain in plain_optimizers(optimizer)
-        for group in plain.param_groups
-        for p in group["params"]
-    ]
-    # by name, because loading changes their order
-    return [
-        value for state in states for _, value in sorted(state.items()) if isinstance(value, Tensor)
-    ]
+    tensors = []
+    for plain, parameter in _optimizer_parameters(optimizer):
+        # by name, because loading changes their order
+        values = [value for _, value in sorted(plain.state[parameter].items())]
+        tensors += [value for value in values if isinstance(value, Tensor)]
+    return tensors
 
 
-def largest(tensors: Sequence[Tensor]) -> float:
+def _optimizer_parameters(
+    optimizer: MegatronOptimizer,
+) -> Iterator[tuple[torch.optim.Optimizer, Tensor]]:
+    for plain in plain_optimizers(optimizer):
+        for group in plain.param_groups:
+            for parameter in group["params"]:
+                yield plain, parameter
+
+
+def max_abs(values: Sequence[Tensor]) -> float:
     """The largest absolute value; NaN if there is a NaN, 0 for no tensors."""
-    found = [t.detach() for t in tensors if t.numel() and t.is_floating_point()]
-    if not found:
+    tensors = [t.detach() for t in values if t.numel() and t.is_floating_point()]
+    if not tensors:
         return 0.0
-    return float(torch.stack([n.double() for n in torch._foreach_norm(found, math.inf)]).max())
+    return float(torch.stack([n.double() for n in torch._foreach_norm(tensors, math.inf)]).max())

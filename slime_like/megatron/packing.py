@@ -8,6 +8,7 @@ multiple of 2 * cp, and each rank takes its rows; results are gathered before un
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -23,7 +24,7 @@ from slime_like.distributed.seqlen_balancing import even_rows, members, pack_by_
 from slime_like.losses.inputs import turns_of
 from slime_like.megatron.init import device_of_this_process
 from slime_like.megatron.micro_batching import MicroBatchSize
-from slime_like.megatron.moe import agreed_lengths
+from slime_like.megatron.moe import make_length_sync
 from slime_like.megatron.ops.context_parallel import rows_of_context_rank
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.types import MicroBatch, TrainSample
@@ -39,12 +40,11 @@ class MicroBatches:
     rows: list[list[int]]
     groups: list[list[TrainSample]]
 
-    def in_order(self, values: Sequence[T]) -> list[T]:
+    def restore_order(self, values: Sequence[T]) -> list[T]:
         """Reorder values, which are in the order of the groups, to the original sample order."""
-        places = [
-            place for row in self.rows for place in row
-        ]  # empty rows are last, so their values are dropped
-        return [value for _, value in sorted(zip(places, values), key=lambda pair: pair[0])]
+        # empty rows are last, so zip drops their values
+        indices = itertools.chain(*self.rows)
+        return [value for _, value in sorted(zip(indices, values), key=lambda pair: pair[0])]
 
 
 def make_micro_batches(
@@ -61,7 +61,7 @@ def make_micro_batches(
         rows = _consecutive(len(samples), size.samples)
     else:
         lengths = unit_sums(padded_lengths(samples, layout.cp_size), size.together)
-        needed = _most_of_any_rank(len(pack_by_budget(lengths, size.tokens)), layout)
+        needed = _max_over_ranks(len(pack_by_budget(lengths, size.tokens)), layout)
         # The interleaved schedule runs micro-batches in groups of pp_size through one model chunk
         # before the next chunk, so their number must be a multiple of it; the ones that are added
         # take tokens from the others, or hold padding only.
@@ -69,8 +69,8 @@ def make_micro_batches(
             needed += -needed % layout.pp_size
         units = even_rows(lengths, needed, size.tokens)
         rows = [members(row, size.together).tolist() for row in units]
-    nothing = without_tokens(samples[0])
-    return MicroBatches(rows, [[samples[i] for i in row] or [nothing] for row in rows])
+    padding = empty_sample(samples[0])
+    return MicroBatches(rows, [[samples[i] for i in row] or [padding] for row in rows])
 
 
 def _consecutive(count: int, size: int) -> list[list[int]]:
@@ -78,22 +78,18 @@ def _consecutive(count: int, size: int) -> list[list[int]]:
     return [list(range(start, start + size)) for start in range(0, count, size)]
 
 
-def _most_of_any_rank(number: int, layout: ParallelLayout) -> int:
+def _max_over_ranks(number: int, layout: ParallelLayout) -> int:
     if layout.dp_size == 1:
         return number
-    most = torch.tensor(number, device=device_of_this_process())
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=layout.dp_group)
-    return int(most)
+    maximum = torch.tensor(number, device=device_of_this_process())
+    dist.all_reduce(maximum, dist.ReduceOp.MAX, group=layout.dp_group)
+    return int(maximum)
 
 
-def without_tokens(like: TrainSample) -> TrainSample:
-    """An empty sample with the fields of `like`; it becomes a micro-batch of padding with zero
-    weight."""
-    empty = {
-        f.name: value[:0]
-        for f in fields(like)
-        if isinstance(value := getattr(like, f.name), Tensor)
-    }
+def empty_sample(like: TrainSample) -> TrainSample:
+    """A sample without tokens, with the fields of `like`: a micro-batch of padding, zero weight."""
+    values = {f.name: getattr(like, f.name) for f in fields(like)}
+    empty = {name: value[:0] for name, value in values.items() if isinstance(value, Tensor)}
     return replace(like, response_length=0, **empty)
 
 
@@ -111,7 +107,7 @@ def pack_groups(
     confuse (each is the other's neighbour on both sides), so there all micro-batches get one shape.
     """
     has_experts = transformer.num_moe_experts is not None
-    agree = agreed_lengths(transformer, layout, device) if has_experts else None
+    sync_lengths = make_length_sync(transformer, layout, device) if has_experts else None
     packed = pack_all(
         groups,
         multiple=layout.tp_size if transformer.sequence_parallel else 1,
@@ -119,7 +115,7 @@ def pack_groups(
         device=device,
         cp_size=layout.cp_size,
         cp_rank=layout.cp_rank,
-        agree=agree,
+        sync_lengths=sync_lengths,
         equal_sequences=equal_sequences,
     )
     return with_active_rows(packed)
@@ -133,21 +129,21 @@ def pack_all(
     device: torch.device,
     cp_size: int = 1,
     cp_rank: int = 0,
-    agree: Callable[[list[int]], list[int]] | None = None,
+    sync_lengths: Callable[[list[int]], list[int]] | None = None,
     equal_sequences: bool = False,
 ) -> list[MicroBatch]:
     """One micro-batch per group: this context-parallel rank's rows, a multiple of `multiple`.
 
     Args:
         equal_lengths: Pad all micro-batches to the longest, as the interleaved schedule needs.
-        agree: Maps lengths on this rank to the lengths that all ranks pad to.
+        sync_lengths: Maps lengths on this rank to the lengths that all ranks pad to.
         equal_sequences: Pad the sequences of a micro-batch to its longest.
     """
     totals = [sum(padded_lengths(group, cp_size, equal=equal_sequences)) for group in groups]
     if equal_lengths:
         totals = [max(totals)] * len(totals)
-    if agree is not None:
-        totals = agree(totals)
+    if sync_lengths is not None:
+        totals = sync_lengths(totals)
     packed = [
         pack(
             group,
@@ -159,19 +155,16 @@ def pack_all(
         )
         for group, total in zip(groups, totals, strict=True)
     ]
-    return (
-        packed
-        if cp_size == 1
-        else [rows_of_context_rank(batch, cp_size, cp_rank) for batch in packed]
-    )
+    if cp_size == 1:
+        return packed
+    return [rows_of_context_rank(batch, cp_size, cp_rank) for batch in packed]
 
 
 def padded_lengths(
     samples: Sequence[TrainSample], cp_size: int, *, equal: bool = False
 ) -> list[int]:
     """Rows of each sample: its length, or with `equal` that of the longest, rounded up to a
-    multiple of 2 * cp under context parallelism. Samples without tokens are omitted from the
-    list."""
+    multiple of 2 * cp under context parallelism. Samples without tokens are omitted."""
     lengths = [int(s.tokens.numel()) for s in samples if s.tokens.numel()]
     if equal and lengths:
         lengths = [max(lengths)] * len(lengths)
@@ -195,24 +188,21 @@ PER_TOKEN = {
     "values": torch.float32,
     "returns": torch.float32,
 }
-SETS = {"token_sets": -1, "label_sets": 0, "label_weights": 0}  # [R, K] fields -> fill value
+TOKEN_SETS = {"token_sets": -1, "label_sets": 0, "label_weights": 0}  # [R, K] fields -> fill value
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Placement of samples in T rows. lengths, starts: of the sequences, with padding at the end as
-    one more sequence. seq_ids, positions: [T], sequence of each token and position within it.
-    real_lengths: [S], tokens without padding. scored: [N], concatenated `rows_of` of all
-        samples."""
+class PackedLayout:
+    """Placement of samples in T rows; padding at the end is one more sequence."""
 
     samples: Sequence[TrainSample]
-    lengths: Sequence[int]
-    starts: Sequence[int]
-    cu_seqlens: Tensor
-    seq_ids: Tensor
-    positions: Tensor
-    real_lengths: Tensor
-    scored: Tensor
+    lengths: Sequence[int]  # S
+    starts: Sequence[int]  # S
+    cu_seqlens: Tensor  # [S + 1]
+    seq_ids: Tensor  # [T]
+    positions: Tensor  # [T], within the sequence
+    real_lengths: Tensor  # [S], without padding
+    scored: Tensor  # [N], concatenated `rows_of` of all samples
 
     @property
     def total(self) -> int:
@@ -232,35 +222,35 @@ class Rows:
 
     def per_token(self, name: str) -> Tensor | None:
         """[T]: each sample's response values at its `rows_of`; None if a sample has none."""
-        given = [values for s in self.samples if (values := getattr(s, name)) is not None]
-        if len(given) < len(self.samples):
+        values = [column for s in self.samples if (column := getattr(s, name)) is not None]
+        if len(values) < len(self.samples):
             return None
         out = torch.zeros(self.total, dtype=PER_TOKEN[name])
-        if given:
-            out[self.scored] = torch.cat(given).to(out.dtype)
+        if values:
+            out[self.scored] = torch.cat(values).to(out.dtype)
         return out
 
     def sets(self, name: str) -> Tensor | None:
-        """[T, K] for the largest set; None when no sample has any, as one that trains nothing may
-        not."""
-        every = [getattr(sample, name) for sample in self.samples]
-        given = [sets for sets in every if sets is not None]
-        if not given:
+        """[T, K] for the largest set; None if no sample has any. (Samples that are not trained on
+        may lack them.)"""
+        per_sample = [getattr(sample, name) for sample in self.samples]
+        present = [sets for sets in per_sample if sets is not None]
+        if not present:
             return None
-        size = (self.total, max(sets.size(1) for sets in given))
-        out = torch.full(size, SETS[name], dtype=given[0].dtype)
-        for start, sample, sets in zip(self.starts, self.samples, every):
+        size = (self.total, max(sets.size(1) for sets in present))
+        out = torch.full(size, TOKEN_SETS[name], dtype=present[0].dtype)
+        for start, sample, sets in zip(self.starts, self.samples, per_sample):
             if sets is not None:
                 out[rows_of(sample, start), : sets.size(1)] = sets
         return out
 
     def routes(self) -> Tensor | None:
         """[T, layers, topk] routed experts, -1 at padding; None if a sample has none."""
-        given = [s.routes for s in self.samples if s.routes is not None]
-        if len(given) < len(self.samples):
+        per_sample = [s.routes for s in self.samples if s.routes is not None]
+        if len(per_sample) < len(self.samples):
             return None
-        out = torch.full((self.total, *given[0].shape[1:]), -1, dtype=torch.int16)
-        for start, routes in zip(self.starts, given):
+        out = torch.full((self.total, *per_sample[0].shape[1:]), -1, dtype=torch.int16)
+        for start, routes in zip(self.starts, per_sample):
             out[start : start + routes.size(0)] = routes
         return out
 
@@ -271,26 +261,26 @@ class Rows:
         return starts[self.seq_ids] + self.positions
 
 
-def lay_out(
+def place_samples(
     samples: Sequence[TrainSample],
     *,
     multiple: int,
     at_least: int,
     cp_size: int,
     equal_sequences: bool,
-) -> Rows:
+) -> PackedLayout:
     """The rows of `pack`."""
     lengths = padded_lengths(samples, cp_size, equal=equal_sequences)
-    wanted = max(sum(lengths), at_least, 1)
+    num_rows = max(sum(lengths), at_least, 1)
     unit = multiple if cp_size == 1 else math.lcm(2, multiple) * cp_size
-    padding = wanted + -wanted % unit - sum(lengths)
+    padding = num_rows + -num_rows % unit - sum(lengths)
     if padding:
         lengths.append(padding)
     cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     cu_seqlens[1:] = torch.tensor(lengths).cumsum(0)
     seq_ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     starts = cu_seqlens[:-1].tolist()
-    return Rows(
+    return PackedLayout(
         samples,
         lengths,
         starts,
@@ -324,7 +314,7 @@ def pack(
     sequence parallelism). Padding at the end is one more sequence with an all-False mask; padding
     of a sequence, to the length of the longest with `equal_sequences`, is at its own end, where no
     token can see it."""
-    rows = lay_out(
+    rows = place_samples(
         samples,
         multiple=multiple,
         at_least=at_least,
@@ -334,9 +324,9 @@ def pack(
     tokens, labels = rows.tokens_and_labels()
     real = rows.positions < rows.real_lengths[rows.seq_ids]
     needs_places = cp_size > 1 or equal_sequences
-    of_tokens = {name: rows.per_token(name) for name in PER_TOKEN}
-    assert of_tokens["loss_mask"] is not None
-    turn_ids = turns_of(of_tokens["loss_mask"], rows.seq_ids)
+    per_token = {name: rows.per_token(name) for name in PER_TOKEN}
+    assert per_token["loss_mask"] is not None and per_token["loss_weights"] is not None
+    turn_ids = turns_of(per_token["loss_mask"], rows.seq_ids)
     columns: dict[str, Tensor | None] = {
         "tokens": tokens.unsqueeze(0),
         "labels": labels.unsqueeze(0),
@@ -348,14 +338,13 @@ def pack(
         "places": rows.places() if needs_places else None,
         "turn_ids": turn_ids,
         "routes": rows.routes(),
-        **of_tokens,
-        **{name: rows.sets(name) for name in SETS},
+        **per_token,
+        **{name: rows.sets(name) for name in TOKEN_SETS},
     }
-    moved: dict[str, Any] = {
+    on_device: dict[str, Any] = {
         name: None if column is None else column.to(device) for name, column in columns.items()
     }
-    assert moved["loss_mask"] is not None and moved["loss_weights"] is not None
-    return MicroBatch(**moved, max_seqlen=max(rows.lengths), num_turns=int(turn_ids[-1]) + 1)
+    return MicroBatch(**on_device, max_seqlen=max(rows.lengths), num_turns=int(turn_ids[-1]) + 1)
 
 
 def with_selection_seeds(

@@ -19,9 +19,8 @@ import torch.distributed as dist
 
 P = ParamSpec("P")
 R = TypeVar("R")
-STATE_NAME = re.compile(
-    "_[A-Z][A-Z_]*$"
-)  # prefixes of the globals that make up a layout; the list of all groups is not one of them
+# the globals that make up a layout, without the list of all groups
+STATE_NAME = re.compile("_[A-Z][A-Z_]*$")
 
 
 class MegatronState:
@@ -30,9 +29,9 @@ class MegatronState:
     layout is active."""
 
     def __init__(self) -> None:
-        self.keep()
+        self.save()
 
-    def keep(self) -> None:
+    def save(self) -> None:
         """Save the active state."""
         from slime_like.megatron.rng import RandomStates
 
@@ -58,7 +57,7 @@ def parallel_globals() -> dict[str, object]:
     return {name: value for name, value in vars(parallel_state).items() if STATE_NAME.match(name)}
 
 
-_taking_turns = False  # whether `activate` has replaced the active layout
+_layout_switched = False  # within `activate` of a layout that was not active
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +96,19 @@ class ParallelLayout:
     def activate(self) -> Iterator[None]:
         """Make this megatron-core's active layout within the block. Blocks may only nest with the
         same layout."""
-        global _taking_turns
+        global _layout_switched
         if self.state.is_active:
             yield
             return
-        assert not _taking_turns, "a network of one layout is called from within one of another"
-        others, _taking_turns = MegatronState(), True
+        assert not _layout_switched, "layouts do not nest: another one is active"
+        previous, _layout_switched = MegatronState(), True
         self.state.activate()
         try:
             yield
         finally:
-            self.state.keep()
-            others.activate()
-            _taking_turns = False
+            self.state.save()
+            previous.activate()
+            _layout_switched = False
 
     @property
     def is_first_stage(self) -> bool:
@@ -124,11 +123,9 @@ class ParallelLayout:
 
     def describe(self) -> str:
         vp = f" VP{self.vp_size}" if self.vp_size > 1 else ""
-        experts = (
-            f" EP{self.ep_size} ETP{self.etp_size}"
-            if self.ep_size > 1 or self.etp_size != self.tp_size
-            else ""
-        )
+        experts = ""
+        if self.ep_size > 1 or self.etp_size != self.tp_size:
+            experts = f" EP{self.ep_size} ETP{self.etp_size}"
         return f"TP{self.tp_size} PP{self.pp_size}{vp} CP{self.cp_size} DP{self.dp_size}{experts}"
 
 
@@ -140,8 +137,10 @@ class HasLayout(Protocol):
 Self = TypeVar("Self", bound=HasLayout)
 
 
-def in_own_layout(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate[Self, P], R]:
-    """Decorator: run the method with the object's `layout` active."""
+def with_layout_active(
+    method: Callable[Concatenate[Self, P], R],
+) -> Callable[Concatenate[Self, P], R]:
+    """Decorator: activate the object's `layout` for the call."""
 
     @wraps(method)
     def call(self: Self, *positional: P.args, **named: P.kwargs) -> R:
@@ -157,14 +156,14 @@ def without_layout() -> Iterator[None]:
     one is active again afterwards."""
     from megatron.core import parallel_state
 
-    others = MegatronState()
+    previous = MegatronState()
     vars(parallel_state).update(
-        {name: {} if isinstance(value, dict) else None for name, value in others.globals.items()}
+        {name: {} if isinstance(value, dict) else None for name, value in previous.globals.items()}
     )
     try:
         yield
     finally:
-        others.activate()
+        previous.activate()
 
 
 def read_layout() -> ParallelLayout:

@@ -42,7 +42,7 @@ class PredictionLoss:
         )
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         sums: list[Metric] = []
-        soft = self._whole(hidden) if self.soft else None
+        targets_hidden = self._gather_detached(hidden) if self.soft else None
         for number, states in enumerate(predicted):
             ahead = RowsAhead(batch.cu_seqlens, number + 1, layout)
             targets = replace(
@@ -52,15 +52,21 @@ class PredictionLoss:
                 active_rows=None,
                 token_sets=None,
             )
-            if soft is None:
+            if targets_hidden is None:
                 losses = -self.head.log_probs_and_entropy(states, weight, targets)[0]
             else:
-                losses = self.head.soft_cross_entropy(states, weight, ahead(soft), targets)
+                shifted = ahead(targets_hidden)
+                losses = self.head.soft_cross_entropy(states, weight, shifted, targets)
             total = total + (ahead(batch.loss_weights) * losses).sum()
             sums.append(masked_mean(losses.detach(), targets.loss_mask))
         return self.factor / len(predicted) * total, {"mtp_loss": reduce(Metric.merge, sums)}
 
-    def _whole(self, hidden: Tensor) -> Tensor:
+    def _gather_detached(self, hidden: Tensor) -> Tensor:
         """Detach and gather over sequence-parallel ranks: [T, H]."""
-        layout, parts = self.head.layout, self.head.sequence_parallel
-        return rows_to_score(hidden.detach()[0], None, layout.tp_group, sequence_parallel=parts)
+        head = self.head
+        return rows_to_score(
+            hidden.detach()[0],
+            None,
+            head.layout.tp_group,
+            sequence_parallel=head.sequence_parallel,
+        )

@@ -17,7 +17,7 @@ from slime_like.megatron.checkpoint import (
 )
 from slime_like.megatron.factory import FrozenModel, load_network, start_from_policy
 from slime_like.megatron.model.gpt import model_shape
-from slime_like.megatron.optimizer import limits_kept, resume_schedule
+from slime_like.megatron.optimizer import keep_schedule_limits, resume_schedule
 
 if TYPE_CHECKING:
     from slime_like.checkpoints.state import TrainerState
@@ -71,11 +71,9 @@ def load_state(
     Returns:
         The trainer state, and a description of each schedule setting that differs.
     """
-    trained = {
-        name: network
-        for name, network in backend.trained_networks.items()
-        if with_critic or name != "critic"
-    }
+    trained = dict(backend.trained_networks)
+    if not with_critic:
+        trained.pop("critic", None)
     networks = {
         name: network.saved(with_optimizer=with_optimizer) for name, network in trained.items()
     }
@@ -88,7 +86,7 @@ def load_state(
         limits.enter_context(_in_full_precision(backend))
         for saved in networks.values():
             if saved.optimizer is not None:
-                limits.enter_context(limits_kept(saved.optimizer))
+                limits.enter_context(keep_schedule_limits(saved.optimizer))
         state = load_checkpoint(
             folder,
             networks,
@@ -97,16 +95,18 @@ def load_state(
             seed=backend.seed,
             model=_model_shape(backend, networks),
         )
-    changed = []
+    different = []
     for name, network in trained.items():
         if with_optimizer:
-            words = resume_schedule(network.scheduler, state["networks"][name]["scheduler"])
-            changed += words if name == "policy" else [f"{name}: {text}" for text in words]
+            saved_schedule = state["networks"][name]["scheduler"]
+            prefix = "" if name == "policy" else f"{name}: "
+            changes = resume_schedule(network.scheduler, saved_schedule)
+            different += [prefix + change for change in changes]
         else:
             network.weights_changed()
     if "teacher" not in networks:
         start_self_teacher(backend)
-    return state, changed
+    return state, different
 
 
 def start_self_teacher(backend: MegatronBackend) -> None:
@@ -123,28 +123,22 @@ def start_critic(backend: MegatronBackend, source: str | None, *, verify: bool) 
     if source is None:
         start_from_policy(backend.critic, backend.policy)
     else:
-        load_network(
-            backend.critic,
-            source,
-            flag="--critic-load",
-            step=None,
-            verify=verify,
-            name="critic",
-        )
+        flag = "--critic-load"
+        load_network(backend.critic, source, flag=flag, step=None, verify=verify, name="critic")
         backend.critic.weights_changed()
 
 
 def _saved_frozen(backend: MegatronBackend) -> dict[str, SavedNetwork]:
     """Untrained networks that change during the run: a reference model that was reset to the
     policy, and the self-distillation teacher."""
-    found: dict[str, FrozenModel] = {}
-    if backend.reference_moves and backend.reference is not None:
-        found["reference"] = backend.reference
+    networks: dict[str, FrozenModel] = {}
+    if backend.resets_reference and backend.reference is not None:
+        networks["reference"] = backend.reference
     if backend.averaged is not None:
-        found["teacher"] = backend.averaged.network
+        networks["teacher"] = backend.averaged.network
     return {
         name: SavedNetwork(network.chunks, None, None, backend.layout)
-        for name, network in found.items()
+        for name, network in networks.items()
     }
 
 

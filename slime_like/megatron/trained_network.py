@@ -5,6 +5,7 @@ Every method is collective, and runs in the network's own layout.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -39,14 +40,14 @@ from slime_like.megatron.optimizer import (
     allocate_moments,
     build_optimizer,
     build_scheduler,
-    largest,
     main_parameters,
+    max_abs,
     moments,
     set_adam,
     step_stays_finite,
 )
 from slime_like.megatron.packing import MicroBatches
-from slime_like.megatron.parallel_layout import ParallelLayout, in_own_layout
+from slime_like.megatron.parallel_layout import ParallelLayout, with_layout_active
 from slime_like.metrics.typed import Metric
 from slime_like.types import MicroBatch, TrainSample
 
@@ -54,17 +55,17 @@ if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
 
 
-def nothing() -> None:
-    """The default of a callback."""
+def no_op() -> None:
+    """Default of a callback."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """State of the gradient buffers. expert_biases: copies from before accumulation started."""
+    """State of the gradient buffers. expert_biases: copies made before accumulation started."""
 
     expert_biases: Sequence[Tensor] = ()
-    are_there: bool = False
-    are_reduced: bool = False
+    accumulated: bool = False
+    reduced: bool = False
 
 
 class TrainedNetwork(Network):
@@ -89,18 +90,19 @@ class TrainedNetwork(Network):
         value_head: bool = False,
         frozen: FrozenParameters | None = None,
     ) -> None:
-        """total_steps: optimizer steps of the whole run. frozen: what is not trained."""
+        """total_steps: optimizer steps of the run. frozen: the parameters that are not trained."""
         super().__init__(transformer, gpt, transformer_impl, layout, value_head=value_head)
         if frozen is not None:
             frozen.apply(self.chunks, self.config, layout)
-        self.modules = self._train(
+        self._set_up_training(
             self.modules, ddp=ddp, optimizer=optimizer, schedule=schedule, total_steps=total_steps
         )
+        self.modules = self.trained_modules
         if ddp.overlap_grad_reduce:
             no_sync = [module.no_sync for module in self.modules]
             self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
-    def _train(
+    def _set_up_training(
         self,
         modules: Sequence[MegatronModule],
         *,
@@ -108,9 +110,8 @@ class TrainedNetwork(Network):
         optimizer: OptimizerConfig,
         schedule: ScheduleConfig,
         total_steps: int,
-    ) -> list[MegatronModule]:
-        """Add gradient buffers and an optimizer for these modules' parameters; returns the wrapped
-        modules."""
+    ) -> None:
+        """Wrap the modules with gradient buffers (`trained_modules`); build optimizer and schedule."""
         with self.layout.activate():
             self.trained_modules: list[MegatronModule] = list(
                 wrap_for_training(modules, self.config, ddp)
@@ -122,10 +123,9 @@ class TrainedNetwork(Network):
         # Gradients are reduced in `optim_step`, not by the schedule after each pass, so its hook is
         # a no-op.
         self.config.finalize_model_grads_func = lambda *args, **keywords: None
-        self._gathers_late = ddp.overlap_param_gather
-        self._reduces_early = ddp.overlap_grad_reduce
+        self._overlap_param_gather = ddp.overlap_param_gather
+        self._overlap_grad_reduce = ddp.overlap_grad_reduce
         self.gradients = Gradients()
-        return self.trained_modules
 
     def finalize_gradients(
         self, model: Sequence[object], num_tokens: Tensor | None = None, **others: object
@@ -147,7 +147,7 @@ class TrainedNetwork(Network):
             self.layout,
         )
 
-    @in_own_layout
+    @with_layout_active
     def forward_backward(
         self,
         samples: Sequence[TrainSample],
@@ -156,7 +156,7 @@ class TrainedNetwork(Network):
         *,
         selection: SelectionSeed | None = None,
         per_token: bool = False,
-        before_change: Callable[[], None] = nothing,
+        before_change: Callable[[], None] = no_op,
     ) -> PassOutput:
         """Forward and backward over this data-parallel rank's samples. Accumulates gradients
         locally; weights do not change.
@@ -166,31 +166,31 @@ class TrainedNetwork(Network):
             per_token: Return the columns of `compute`.
             before_change: Called after validation, just before gradients change.
         """
-        parts, batches = self._pack(samples, size, selection)
+        split, batches = self._pack(samples, size, selection)
         before_change()
-        assert not (self._reduces_early and self.gradients.are_there), (
+        assert not (self._overlap_grad_reduce and self.gradients.accumulated), (
             "--overlap-grad-reduce reduces gradients behind the backward pass: one pass a step"
         )
-        self._start_gradients()
+        self._begin_accumulation()
         for module in self.modules:
             module.train()
         if self.gpt.mtp_num_layers and not self.value_head:
-            from slime_like.megatron.model.prediction import bring_embedding
+            from slime_like.megatron.model.prediction import update_embedding
 
             self.finish_updates()
-            bring_embedding(self.chunks, self.layout)
+            update_embedding(self.chunks, self.layout)
         if self.has_experts:
             begin_routing(self.chunks, batches, self.layout)
-        with self.in_use():
+        with self.forward_context():
             outputs = run_schedule(self.modules, batches, compute, self.layout, forward_only=False)
-        found = self._output(outputs, parts, batches, per_token=per_token)
-        return replace(found, packing=packing_metrics(parts, batches, size))
+        output = self._output(outputs, split, batches, per_token=per_token)
+        return replace(output, packing=packing_metrics(split, batches, size))
 
-    def _start_gradients(self) -> None:
-        if not self.gradients.are_there:
+    def _begin_accumulation(self) -> None:
+        if not self.gradients.accumulated:
             self.clear_gradients()
             biases = expert_biases(self.chunks) if self.has_experts else ()
-            self.gradients = Gradients(biases, are_there=True)
+            self.gradients = Gradients(biases, accumulated=True)
 
     def clear_gradients(self) -> None:
         """Discard accumulated gradients."""
@@ -201,22 +201,21 @@ class TrainedNetwork(Network):
 
     def abandon_gradients(self) -> None:
         """Discard accumulated gradients and routing statistics after a failed pass."""
-        if self.gradients.are_there:
+        if self.gradients.accumulated:
             restore_expert_biases(self.chunks, self.gradients.expert_biases)
         self.clear_gradients()
 
-    @in_own_layout
+    @with_layout_active
     def reduce_gradients(self) -> None:
-        """Reduce gradients over the ranks, at most once per optimizer step; `optim_step` calls
-        this."""
-        self._start_gradients()
-        if not self.gradients.are_reduced:
+        """Reduce gradients over the ranks, once per optimizer step. `optim_step` calls this."""
+        self._begin_accumulation()
+        if not self.gradients.reduced:
             self.finalize_gradients(self.modules)
-            self.gradients = replace(self.gradients, are_reduced=True)
+            self.gradients = replace(self.gradients, reduced=True)
 
-    @in_own_layout
+    @with_layout_active
     def optim_step(
-        self, adam: AdamStep | None = None, before_change: Callable[[], None] = nothing
+        self, adam: AdamStep | None = None, before_change: Callable[[], None] = no_op
     ) -> tuple[bool, float, float]:
         """Take one optimizer step with the accumulated gradients. Skipped on all ranks if the
         gradient norm is not finite or, with `adam`, if a weight might overflow.
@@ -252,7 +251,7 @@ class TrainedNetwork(Network):
         super().load_hf(folder)
         self.weights_changed()
 
-    @in_own_layout
+    @with_layout_active
     def weights_changed(self) -> None:
         """Reset the optimizer's fp32 copies to the model's weights, which were written from
         outside."""
@@ -262,8 +261,8 @@ class TrainedNetwork(Network):
         """Allocate the optimizer state before the first step, so that `tensors` is complete."""
         allocate_moments(self.optimizer)
 
-    def start_afresh(self) -> None:
-        """Call after other weights were written: discards gradients and resets the optimizer."""
+    def reset_training_state(self) -> None:
+        """Discard gradients and reset the optimizer, after other weights were written."""
         self.clear_gradients()
         for tensor in moments(self.optimizer):
             tensor.zero_()
@@ -271,30 +270,30 @@ class TrainedNetwork(Network):
 
     def has_non_finite(self) -> bool:
         """Whether a weight or an optimizer moment is NaN or infinite on any rank. Collective."""
-        tensors = [p.data for chunk in self.saved_chunks for p in chunk.parameters()]
-        return any(gather(not math.isfinite(largest([*tensors, *moments(self.optimizer)]))))
+        tensors = moments(self.optimizer)
+        for chunk in self.saved_chunks:
+            tensors += chunk.parameters()
+        return any(gather(not math.isfinite(max_abs(tensors))))
 
     def tensors(self) -> list[Tensor]:
         """All state of this network: weights, gradients, and the optimizer's copies, moments and
         step counts. Writing them in place turns it into another network of the same shape."""
-        found = [
-            t.data for chunk in self.saved_chunks for t in (*chunk.parameters(), *chunk.buffers())
-        ]
-        found += [
-            buffer.grad_data
-            for module in self.trained_modules
-            for buffer in (*module.buffers, *module.expert_parallel_buffers)
-        ]
-        found += main_parameters(self.optimizer) + moments(self.optimizer)
-        return list({(t.data_ptr(), t.numel()): t for t in found}.values())
+        tensors: list[Tensor] = []
+        for chunk in self.saved_chunks:
+            tensors += [t.data for t in (*chunk.parameters(), *chunk.buffers())]
+        for module in self.trained_modules:
+            buffers = (*module.buffers, *module.expert_parallel_buffers)
+            tensors += [buffer.grad_data for buffer in buffers]
+        tensors += main_parameters(self.optimizer) + moments(self.optimizer)
+        return list({(t.data_ptr(), t.numel()): t for t in tensors}.values())
 
-    @in_own_layout
+    @with_layout_active
     def finish_updates(self) -> None:
         """Make every parameter current. Call before reading parameters outside a forward pass."""
         # With --overlap-param-gather the distributed optimizer updates only this rank's shard, and
         # the hooks of the next forward pass all-gather the rest. Until then an export or a
         # checkpoint would read stale parameters.
-        if self._gathers_late:
+        if self._overlap_param_gather:
             for module in self.trained_modules:
                 module.start_param_sync(force_sync=True)
 
@@ -310,8 +309,8 @@ def step_if_finite(
     data-parallel ranks, so all ranks take the same branch. A skipped step leaves weights and
     optimizer state bit-unchanged.
 
-    allowed: asked once gradients are clipped and ready, on all ranks with one answer; the step is
-    skipped where it is False.
+    allowed: Called on all ranks once gradients are clipped, with the same result; False skips the
+        step.
     """
     found_inf = optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
@@ -333,18 +332,16 @@ def step_if_finite(
 
 
 def packing_metrics(
-    parts: MicroBatches, batches: Sequence[MicroBatch], size: MicroBatchSize
+    split: MicroBatches, batches: Sequence[MicroBatch], size: MicroBatchSize
 ) -> dict[str, Metric]:
-    """How one optimizer step was packed: micro-batches of each rank, the share of computed rows
-    that hold no token, and the share of the token budget that is used."""
+    """Packing of one optimizer step: micro-batches per rank, fraction of padding rows, and
+    fraction of the token budget used."""
     device = batches[0].tokens.device
 
     def mean(value: float, count: float) -> Metric:
-        return Metric(
-            "mean", *(torch.tensor(x, dtype=torch.float64, device=device) for x in (value, count))
-        )
+        return Metric("mean", *torch.tensor([value, count], dtype=torch.float64, device=device))
 
-    tokens = sum(int(sample.tokens.numel()) for group in parts.groups for sample in group)
+    tokens = sum(int(sample.tokens.numel()) for sample in itertools.chain(*split.groups))
     rows = sum(int(batch.cu_seqlens[-1]) for batch in batches)  # over all context-parallel ranks
     metrics = {
         "perf/micro_batches": mean(len(batches), 1),

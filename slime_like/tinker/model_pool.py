@@ -97,7 +97,7 @@ class ModelPool:
             self._start_critic(network, policy)
         else:
             network.load_hf(self.base)
-        network.start_afresh()
+        network.reset_training_state()
 
     def unload(self, model: str) -> None:
         hosted = self.models.pop(model, None)

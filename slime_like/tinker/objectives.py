@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slime_like.losses.total import apply_weights, token_losses
 from slime_like.losses.value_loss import ValueLossConfig, token_value_losses
-from slime_like.megatron.forward_step import Objective, loss_inputs, value_inputs, values_of
+from slime_like.megatron.forward_step import Objective, loss_inputs, masked_values, value_inputs
 from slime_like.megatron.model.policy import LogProbHead, head_weight
 from slime_like.metrics.typed import Metric, masked_mean
 from slime_like.types import MicroBatch, TokenOutput
@@ -66,7 +66,7 @@ class ValueSum:
     config: ValueLossConfig
 
     def __call__(self, model: torch.nn.Module, batch: MicroBatch, output: Tensor) -> TokenOutput:
-        values = values_of(batch, output)
+        values = masked_values(batch, output)
         losses, metrics = token_value_losses(value_inputs(batch, values), self.config)
         mean = masked_mean(values.detach(), batch.loss_mask)
         return summed(

@@ -28,7 +28,7 @@ from slime_like.megatron.micro_batching import MicroBatchSize
 from slime_like.megatron.model.gpt import model_shape
 from slime_like.megatron.network import PassOutput, SelectionSeed
 from slime_like.megatron.optimizer import AdamStep
-from slime_like.megatron.packing import without_tokens
+from slime_like.megatron.packing import empty_sample
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.megatron.trained_network import TrainedNetwork
 from slime_like.tinker.errors import Refused
@@ -38,7 +38,7 @@ from slime_like.tinker.objectives import PolicySum, ValueSum
 from slime_like.tinker.sampler import PromptSamples, SampleCommand, SnapshotSampler
 from slime_like.types import TrainSample
 from slime_like.weights.hf_save import save_hf
-from slime_like.weights.quantized import CodedWeight
+from slime_like.weights.quantized import QuantizedWeight
 from slime_like.weights.safetensors_reader import stored_format
 from slime_like.weights.untrained import untrained_weights
 
@@ -154,7 +154,7 @@ class ModelHost:
         network, hosted = self.pool.network(model), self.models[model]
         samples = samples_of(lengths, tokens, fields)
         local_indices = list(range(self.layout.dp_rank, len(samples), self.layout.dp_size))
-        local = [samples[i] for i in local_indices] or [without_tokens(samples[0])]
+        local = [samples[i] for i in local_indices] or [empty_sample(samples[0])]
         max_tokens = self.run.algorithm.max_tokens_per_gpu or PASS_TOKENS
         size = MicroBatchSize(1, max_tokens * self.layout.cp_size)
         selection = SelectionSeed(self.run.model.seed, hosted.passes)
@@ -268,17 +268,22 @@ class ModelHost:
         if optimizer:
             network.clear_gradients()
         else:
-            network.start_afresh()
+            network.reset_training_state()
 
     def do_export(self, model: str, folder: str) -> None:
         """Export all weights as a Hugging Face model, with an adapter merged."""
         network = self._finite_network(model)
         Path(folder).parent.mkdir(parents=True, exist_ok=True)
-        untrained = untrained_weights(self.hf, self.base, quantized=bool(self._coded))
-        save_hf(folder, network.export_hf(self.hf, coded=self._coded), self.base, more=untrained)
+        untrained = untrained_weights(self.hf, self.base, quantized=bool(self._quantized))
+        save_hf(
+            folder,
+            network.export_hf(self.hf, quantized=self._quantized),
+            self.base,
+            extra=untrained,
+        )
 
     @cached_property
-    def _coded(self) -> Mapping[str, CodedWeight]:
+    def _quantized(self) -> Mapping[str, QuantizedWeight]:
         """Weights that are quantised on the SGLang servers, in the format of the base model's
         folder."""
         if self.run.rollout.rollout_engine == "local":

@@ -5,8 +5,9 @@ to an adjacent value. So changed elements are stored as one-byte gaps between po
 XOR of old and new bits, split by byte significance; both compress well. A tensor that changed
 everywhere has gaps of 0 in the same format.
 
-    piece:  elements that changed, bytes of gaps (two uint64), gaps, XOR: least significant bytes, ...
-    a change: the pieces of `PIECE` elements in their order, compressed by zlib
+    piece:   number of changed elements and of gap bytes (two uint64), gaps, XOR: least significant
+             bytes, ...
+    change:  the pieces of `PIECE` elements in their order, compressed by zlib
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ def encode(before: Tensor, after: Tensor, itemsize: int) -> bytes | None:
     old, new = before.view(WORDS[itemsize]), after.view(WORDS[itemsize])
     packer = zlib.compressobj(LEVEL)
     parts: list[bytes] = []
-    found = False
+    changed = False
     for start in range(0, old.numel(), PIECE):
         difference = old[start : start + PIECE] ^ new[start : start + PIECE]
         places = difference.nonzero().view(-1)
-        found = found or places.numel() > 0
+        changed = changed or places.numel() > 0
         planes = difference[places].view(torch.uint8).view(-1, itemsize).t().contiguous()
         gaps = _gaps(places)
         parts.append(packer.compress(_HEADER.pack(places.numel(), gaps.numel())))
         parts += [packer.compress(_buffer(part)) for part in (gaps, planes)]
-    return b"".join([*parts, packer.flush()]) if found else None
+    return b"".join([*parts, packer.flush()]) if changed else None
 
 
 def apply(change: bytes, tensor: Tensor, itemsize: int) -> None:
@@ -62,14 +63,14 @@ def apply(change: bytes, tensor: Tensor, itemsize: int) -> None:
 
     def take(size: int) -> Tensor:
         nonlocal rest
-        found = bytearray()
-        while len(found) < size:
-            more = packer.decompress(rest, size - len(found))
-            if not more:
+        data = bytearray()
+        while len(data) < size:
+            block = packer.decompress(rest, size - len(data))
+            if not block:
                 raise ValueError("a change of weights ends early")
             rest = packer.unconsumed_tail
-            found += more
-        return torch.frombuffer(found, dtype=torch.uint8) if size else torch.empty(0)
+            data += block
+        return torch.frombuffer(data, dtype=torch.uint8) if size else torch.empty(0)
 
     try:
         for start in range(0, words.numel(), PIECE):
@@ -90,9 +91,9 @@ def _gaps(places: Tensor) -> Tensor:
     gaps = torch.diff(places, prepend=places.new_full((1,), -1)) - 1
     long = gaps // LONG_GAP
     ends = torch.cumsum(long + 1, 0) - 1
-    found = torch.full((int(ends[-1]) + 1 if len(ends) else 0,), LONG_GAP, dtype=torch.uint8)
-    found[ends] = (gaps % LONG_GAP).to(torch.uint8)
-    return found
+    gap_bytes = torch.full((int(ends[-1]) + 1 if len(ends) else 0,), LONG_GAP, dtype=torch.uint8)
+    gap_bytes[ends] = (gaps % LONG_GAP).to(torch.uint8)
+    return gap_bytes
 
 
 def _places(gaps: Tensor, count: int, size: int) -> Tensor:

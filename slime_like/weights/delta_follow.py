@@ -1,4 +1,4 @@
-"""Next to servers on a node without a trainer: the node's copy of the weights at the newest update."""
+"""Keep a node's copy of the weights at the newest update, for servers on nodes without a trainer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COPIES = "copies"  # subfolder of the updates folder with one status file per co
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class CopyStatus:
     """Status of a node's copy. engines: servers that may load it. run, number: the update that the
     copy contains. error: why the copy is not at the newest update."""
 
@@ -38,11 +38,11 @@ class Copy:
         return self.run, self.number
 
 
-def copy_for(source: Path, engine: str) -> Copy | None:
+def copy_for(source: Path, engine: str) -> CopyStatus | None:
     """Status of the copy that serves `engine`; None if no node lists this server."""
     for path in (source / COPIES).glob("*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError):
-            found = Copy(**read_json(path))
+            found = CopyStatus(**read_json(path))
             if engine in found.engines:
                 return found
     return None
@@ -51,23 +51,23 @@ def copy_for(source: Path, engine: str) -> Copy | None:
 def follow(local: LocalCheckpoint, engines: list[str], stop: threading.Event) -> None:
     """Keep the copy at the newest update until `stop` is set. Errors are reported to the trainer
     through the status file and retried."""
-    own = tuple(sorted(engine.rstrip("/") for engine in engines))
-    name = hashlib.sha256("\n".join(own).encode()).hexdigest()[:16]
+    servers = tuple(sorted(engine.rstrip("/") for engine in engines))
+    name = hashlib.sha256("\n".join(servers).encode()).hexdigest()[:16]
     path = local.source / COPIES / f"{name}.json"
-    stated = Copy(own, str(local.folder.absolute()))
-    is_stated = False
-    while not stop.wait(LOOK_S if is_stated else 0.0):
+    status = CopyStatus(servers, str(local.folder.absolute()))
+    is_written = False
+    while not stop.wait(LOOK_S if is_written else 0.0):
         newest = max(updates_in(local.source), default=0)
-        before = stated
-        if newest and (newest != stated.number or stated.error):
+        before = status
+        if newest and (newest != status.number or status.error):
             try:
-                update = local.bring(newest)
-                stated = dataclasses.replace(stated, run=update.run, number=newest, error="")
+                update = local.update_to(newest)
+                status = dataclasses.replace(status, run=update.run, number=newest, error="")
             except (RunError, ValueError, OSError) as error:
-                stated = dataclasses.replace(stated, number=0, error=str(error))
-        if stated != before or not is_stated:
+                status = dataclasses.replace(status, number=0, error=str(error))
+        if status != before or not is_written:
             with contextlib.suppress(OSError):  # the next status is written again
                 path.parent.mkdir(parents=True, exist_ok=True)
-                replace_file(path, json.dumps(dataclasses.asdict(stated)))
-                is_stated = True
-            logger.info(stated.error or f"the copy {stated.folder} is update {stated.number}")
+                replace_file(path, json.dumps(dataclasses.asdict(status)))
+                is_written = True
+            logger.info(status.error or f"the copy {status.folder} is update {status.number}")

@@ -4,6 +4,7 @@ copy from a folder of updates once, and from then on the changes alone, written 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -29,7 +30,7 @@ from slime_like.weights.delta_updates import (
     sha256,
     updates_in,
 )
-from slime_like.weights.hf_save import put_in_place
+from slime_like.weights.hf_save import replace_folder
 from slime_like.weights.safetensors_reader import StoredTensor, stored_tensors, weight_files
 
 STATE = "slime_like_update.json"  # run and number of a copy; empty while the copy is incomplete
@@ -40,7 +41,7 @@ class _Damaged(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _MappedTensor:
     """Bytes of a tensor in a copy. flat: view of the memory-mapped file."""
 
     flat: Tensor
@@ -58,7 +59,7 @@ class LocalCheckpoint:
         self.source = Path(source)
         self.folder = Path(folder)
 
-    def bring(self, number: int) -> Update:
+    def update_to(self, number: int) -> Update:
         """Bring the copy to update `number`: apply the changes since the copy's own update, or
         start from the newest full update if those are gone or there is no copy yet. An incomplete
         or damaged copy is rebuilt.
@@ -68,20 +69,20 @@ class LocalCheckpoint:
             ValueError: The folder holds something else.
         """
         try:
-            return self._bring(number)
+            return self._update_to(number)
         except (OSError, SafetensorError, ValueError) as error:
             raise RunError(f"update {number} of {self.source}: {error}") from error
 
-    def _bring(self, number: int) -> Update:
+    def _update_to(self, number: int) -> Update:
         update = read_update(self.source, number)
-        chain = self._chain(update)
+        chain = self._updates_to_apply(update)
         if chain is not None:
             try:
                 self._apply(chain, {}, update)
                 return update
             except (_Damaged, OSError, SafetensorError, ValueError):
                 pass  # rebuild it, like an incomplete copy
-        base = self._seed(update)
+        base = self._copy_full_update(update)
         try:
             sums = _sums(self.source, base)
             self._apply(self._between(base.number, update) or [], sums, update)
@@ -92,15 +93,15 @@ class LocalCheckpoint:
     def _state(self) -> tuple[str, int] | None:
         """Run and number of the copy; None if it is incomplete."""
         try:
-            found = read_json(self.folder / STATE)
-            return str(found["run"]), int(found["number"])
+            state = read_json(self.folder / STATE)
+            return str(state["run"]), int(state["number"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def _is_ours(self) -> bool:
+    def _is_copy(self) -> bool:
         return (self.folder / STATE).is_file()
 
-    def _chain(self, update: Update) -> list[Update] | None:
+    def _updates_to_apply(self, update: Update) -> list[Update] | None:
         """Updates to apply to the existing copy; None if they do not lead to `update`."""
         state = self._state()
         if state is None or state[0] != update.run or state[1] > update.number:
@@ -110,12 +111,12 @@ class LocalCheckpoint:
     def _between(self, number: int, update: Update) -> list[Update] | None:
         """Updates after `number` up to `update`; None if one is missing or from another run."""
         try:
-            found = [read_update(self.source, n) for n in range(number + 1, update.number + 1)]
+            updates = [read_update(self.source, n) for n in range(number + 1, update.number + 1)]
         except FileNotFoundError:
             return None
-        return found if all(each.run == update.run for each in found) else None
+        return updates if all(each.run == update.run for each in updates) else None
 
-    def _seed(self, update: Update) -> Update:
+    def _copy_full_update(self, update: Update) -> Update:
         """Replace the copy by the newest full update of the same run up to `update`."""
         for number in reversed(updates_in(self.source)):
             if number <= update.number:
@@ -125,14 +126,14 @@ class LocalCheckpoint:
         else:
             raise ValueError("there is no full update before it")
         source = full_path(self.source, base.number)
-        if self.folder.exists() and any(self.folder.iterdir()) and not self._is_ours():
-            raise ValueError(f"{self.folder} holds something else than a copy; name another folder")
+        if self.folder.exists() and any(self.folder.iterdir()) and not self._is_copy():
+            raise ValueError(f"{self.folder} is not a copy of weights; name another folder")
         temporary = self.folder.with_name(f".{self.folder.name}.new")
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(self.folder, ignore_errors=True)  # a node's disk never holds two copies
         shutil.copytree(source, temporary)
         replace_file(temporary / STATE, "{}")
-        put_in_place(temporary, self.folder)
+        replace_folder(temporary, self.folder)
         return base
 
     def _apply(self, chain: list[Update], sums: Mapping[str, str], update: Update) -> None:
@@ -141,13 +142,13 @@ class LocalCheckpoint:
         replace_file(self.folder / STATE, "{}")
         wanted = dict(sums)
         with ExitStack() as stack, ThreadPoolExecutor(THREADS) as threads:
-            places = self._map(stack)
+            places = self._map_tensors(stack)
             for each in chain:
                 wanted |= _sums(self.source, each)
                 for path in _files(self.source, each):
                     with safe_open(path, framework="pt") as file:
                         changes = ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
-                        for _ in threads.map(lambda pair: _change(places, *pair), changes):
+                        for _ in threads.map(lambda pair: _apply_change(places, *pair), changes):
                             pass
             _verify(places, wanted, threads)
         for path in weight_files(self.folder):
@@ -155,9 +156,9 @@ class LocalCheckpoint:
         state = {"run": update.run, "number": update.number, "version": update.version}
         replace_file(self.folder / STATE, json.dumps(state))
 
-    def _map(self, stack: ExitStack) -> dict[str, _Place]:
+    def _map_tensors(self, stack: ExitStack) -> dict[str, _MappedTensor]:
         """Memory-map all files; returns the tensors by name."""
-        places: dict[str, _Place] = {}
+        places: dict[str, _MappedTensor] = {}
         for path in weight_files(self.folder):
             size = path.stat().st_size
             mapped = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
@@ -165,18 +166,16 @@ class LocalCheckpoint:
             stack.callback(os.close, descriptor)
             for name, stored in stored_tensors(descriptor).items():
                 flat = mapped[stored.start : stored.start + stored.size]
-                places[name] = _Place(flat, _itemsize(stored))
+                places[name] = _MappedTensor(flat, _itemsize(stored))
         return places
 
 
 def _itemsize(stored: StoredTensor) -> int:
-    elements = 1
-    for length in stored.shape:
-        elements *= length
+    elements = math.prod(stored.shape)
     return stored.size // elements if elements else 1
 
 
-def _change(places: Mapping[str, _Place], name: str, change: Tensor) -> None:
+def _apply_change(places: Mapping[str, _MappedTensor], name: str, change: Tensor) -> None:
     place = places.get(name)
     if place is None:
         raise _Damaged(f"{name} is not in the copy")
@@ -184,13 +183,15 @@ def _change(places: Mapping[str, _Place], name: str, change: Tensor) -> None:
 
 
 def _verify(
-    places: Mapping[str, _Place], sums: Mapping[str, str], threads: ThreadPoolExecutor
+    places: Mapping[str, _MappedTensor], sums: Mapping[str, str], threads: ThreadPoolExecutor
 ) -> None:
-    absent = sums.keys() - places.keys()
-    found = threads.map(lambda name: (name, sha256(places[name].flat)), sums.keys() - absent)
-    wrong = sorted(absent | {name for name, digest in found if digest != sums[name]})
-    if wrong:
-        raise _Damaged(f"{len(wrong)} tensors differ from the trainer's, {wrong[0]} among them")
+    missing = sums.keys() - places.keys()
+    digests = threads.map(lambda name: (name, sha256(places[name].flat)), sums.keys() - missing)
+    different = sorted(missing | {name for name, digest in digests if digest != sums[name]})
+    if different:
+        raise _Damaged(
+            f"{len(different)} tensors differ from the trainer's, {different[0]} among them"
+        )
 
 
 def _files(source: Path, update: Update) -> list[Path]:
@@ -199,8 +200,8 @@ def _files(source: Path, update: Update) -> list[Path]:
 
 def _sums(source: Path, update: Update) -> dict[str, str]:
     """SHA-256 by name of the tensors that the update changed; of all tensors for a full update."""
-    found: dict[str, str] = {}
+    sums: dict[str, str] = {}
     for path in _files(source, update):
         with safe_open(path, framework="pt") as file:
-            found |= json.loads((file.metadata() or {})[SUMS])
-    return found
+            sums |= json.loads((file.metadata() or {})[SUMS])
+    return sums

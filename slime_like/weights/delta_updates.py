@@ -1,12 +1,11 @@
-"""A folder of weight updates: what changed, and now and then the whole, under one name for trainer
-and servers.
+"""A folder of weight updates, shared by trainer and servers: changes, and regularly all weights.
 
-    update-00000007.json    the update is whole: its run, weight version and files
-    update-00000007/        what changed since number 6, and the SHA-256 of every tensor that did;
-                            of a whole one of every tensor
-    full-00000007/          Hugging Face folder, of a whole one
+    update-00000007.json    record of a complete update: its run, weight version and files
+    update-00000007/        changes since update 6, and the SHA-256 of every changed tensor; of
+                            every tensor in a full update
+    full-00000007/          Hugging Face folder, in a full update
 
-Numbers go up by one. An update without its .json is not read: it may be half written.
+Updates are numbered consecutively. One without its .json is not read, because it may be incomplete.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -76,8 +76,8 @@ def read_update(root: Path, number: int) -> Update:
     file is invalid."""
     path = record_path(root, number)
     try:
-        found = Update(**read_json(path))
-        return dataclasses.replace(found, files=tuple(found.files))
+        update = Update(**read_json(path))
+        return dataclasses.replace(update, files=tuple(update.files))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} is no record of a weight update: {error}") from error
 
@@ -96,7 +96,7 @@ def sha256(flat: Tensor) -> str:
 
 
 @dataclass(slots=True)
-class Sent:
+class SentTensor:
     """A tensor as last sent. flat: [bytes] uint8 on the CPU."""
 
     plan: TensorPlan
@@ -104,7 +104,9 @@ class Sent:
     sum: str
 
 
-_sent: dict[str, dict[str, Sent]] = {}  # tensors last sent by this rank: folder -> name -> tensor
+_sent: dict[
+    str, dict[str, SentTensor]
+] = {}  # tensors last sent by this rank: folder -> name -> tensor
 
 
 def forget(root: str) -> None:
@@ -139,12 +141,12 @@ class Publication:
         changes = changes_path(Path(self.root), self.number)
         from_rank_zero(lambda: changes.mkdir(parents=True, exist_ok=True))
         shared = all(gather(changes.is_dir()))
-        mine = weights.own() if shared else weights.to_rank_zero()
-        found = gather(together(lambda: self._write(mine)))
+        local = weights.own() if shared else weights.to_rank_zero()
+        parts = gather(together(lambda: self._write(local)))
         if self.full:
             full = str(full_path(Path(self.root), self.number))
             save_hf(full, self._whole(), self.source, FILE_BYTES, every_rank=shared)
-        return from_rank_zero(lambda: self._finish([part for parts in found for part in parts]))
+        return from_rank_zero(lambda: self._finish(list(chain(*parts))))
 
     def write_alone(self, weights: WeightBuckets) -> Update:
         """Write the update from this process alone, which has all of `weights`. Raises like
@@ -206,12 +208,12 @@ def _as_bytes(tensor: TensorPlan) -> TensorPlan:
     return TensorPlan(tensor.name, (tensor.nbytes,), torch.uint8)
 
 
-def _take(job: tuple[TensorPlan, Tensor, dict[str, Sent]]) -> tuple[str, bytes | None, str]:
+def _take(job: tuple[TensorPlan, Tensor, dict[str, SentTensor]]) -> tuple[str, bytes | None, str]:
     """Name, change and SHA-256 of a tensor; records it as last sent."""
     plan, flat, kept = job
     before = kept.get(plan.name)
     if before is None:
-        kept[plan.name] = Sent(plan, flat.clone(), sha256(flat))
+        kept[plan.name] = SentTensor(plan, flat.clone(), sha256(flat))
         return plan.name, None, kept[plan.name].sum
     if before.plan != plan:
         raise RuntimeError(f"{plan.name} is {plan}, and was {before.plan}")

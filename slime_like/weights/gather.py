@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -84,12 +85,12 @@ class Bucket:
 
 def views(flat: Tensor, tensors: Sequence[TensorPlan]) -> dict[str, Tensor]:
     """Split a bucket's bytes into weights by name, as views."""
-    found, start = {}, 0
+    weights, start = {}, 0
     for tensor in tensors:
         end = start + tensor.nbytes
-        found[tensor.name] = flat[start:end].view(tensor.dtype).view(tensor.shape)
+        weights[tensor.name] = flat[start:end].view(tensor.dtype).view(tensor.shape)
         start = end
-    return found
+    return weights
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -162,8 +163,8 @@ class Parameter:
 
     stage: its pipeline stage. expert: the expert's number; None for other parameters. shape, dtype:
     of a shard. sharded: over tensor-parallel ranks (expert-tensor-parallel for experts); otherwise
-    each rank has the full parameter. outputs: tensors that are made of it. stacked: the parameter
-    of all experts of a layer, stacked; a rank holds the rows of its experts.
+    each rank has the full parameter. outputs: tensors assembled from it. stacked: the parameter of
+    all experts of a layer; a rank holds the rows of its experts.
     """
 
     name: str
@@ -176,8 +177,8 @@ class Parameter:
     stacked: bool = False
 
 
-EVERY_EXPERT = -1
-# pipeline stage and the experts' expert-parallel rank; `EVERY_EXPERT` for stacked parameters
+ALL_EXPERTS = -1
+# pipeline stage and the experts' expert-parallel rank; `ALL_EXPERTS` for stacked parameters
 Place = tuple[int, int | None]
 
 
@@ -191,7 +192,7 @@ class BucketPlan:
 
     @property
     def tensors(self) -> tuple[TensorPlan, ...]:
-        return tuple(tensor for parameter in self.parameters for tensor in parameter.outputs)
+        return tuple(chain.from_iterable(parameter.outputs for parameter in self.parameters))
 
     @property
     def nbytes(self) -> int:
@@ -206,37 +207,41 @@ def plan_buckets(
 ) -> list[BucketPlan]:
     """Assign parameters to buckets of at most `max_bytes`, or of one larger parameter. Each bucket
     has one sender and keeps the order of its parameters. Equal on every rank."""
-    open_buckets: dict[Place, list[Parameter]] = {}
+    pending: dict[Place, list[Parameter]] = {}
     sizes: dict[Place, int] = {}
     plan: list[BucketPlan] = []
 
     def close(place: Place) -> None:
-        plan.append(BucketPlan(place, senders[place], tuple(open_buckets.pop(place))))
+        plan.append(BucketPlan(place, senders[place], tuple(pending.pop(place))))
 
     for parameter in parameters:
         expert = parameter.expert
-        group = EVERY_EXPERT if parameter.stacked else expert and expert // experts_per_rank
+        group = ALL_EXPERTS if parameter.stacked else expert and expert // experts_per_rank
         place = (parameter.stage, group)
-        if place in open_buckets and not fits(sizes[place], parameter.outputs, max_bytes):
+        if place in pending and not fits(sizes[place], parameter.outputs, max_bytes):
             close(place)
-        if place not in open_buckets:
-            open_buckets[place], sizes[place] = [], 0
-        open_buckets[place].append(parameter)
+        if place not in pending:
+            pending[place], sizes[place] = [], 0
+        pending[place].append(parameter)
         sizes[place] += sum(tensor.nbytes for tensor in parameter.outputs)
-    for place in list(open_buckets):
+    for place in list(pending):
         close(place)
     return plan
 
 
 def find_senders(layout: ParallelLayout) -> dict[Place, int]:
     """The global rank of the sender of each place. Collective over all ranks."""
-    mine: list[Place] = []
+    own: list[Place] = []
     if layout.tp_rank == 0 and _is_first_copy(layout, None):
-        mine.append((layout.pp_rank, None))
+        own.append((layout.pp_rank, None))
     if layout.etp_rank == 0 and _is_first_copy(layout, layout.ep_rank):
-        mine.append((layout.pp_rank, layout.ep_rank))
-        mine += [(layout.pp_rank, EVERY_EXPERT)] * (layout.ep_rank == 0)
-    return {place: rank for rank, places in enumerate(gather(mine)) for place in places}
+        own.append((layout.pp_rank, layout.ep_rank))
+        if layout.ep_rank == 0:
+            own.append((layout.pp_rank, ALL_EXPERTS))
+    senders: dict[Place, int] = {}
+    for rank, places in enumerate(gather(own)):
+        senders |= dict.fromkeys(places, rank)
+    return senders
 
 
 def _is_first_copy(layout: ParallelLayout, expert_rank: int | None) -> bool:
@@ -266,7 +271,7 @@ class WeightStream(WeightBuckets):
         shard: Callable[[Parameter], Tensor],
         assemble: Callable[[Parameter, Sequence[Tensor], Mapping[str, Tensor]], None],
     ) -> None:
-        super().__init__(self._everywhere())
+        super().__init__(self._all_ranks())
         self.plan = tuple(plan)
         self._layout = layout
         self._device = device
@@ -277,7 +282,7 @@ class WeightStream(WeightBuckets):
     def own(self) -> WeightBuckets:
         """On each sender the weights that it assembles, elsewhere nothing. Every weight is on one
         rank."""
-        return WeightBuckets(self._own())
+        return WeightBuckets(self._on_senders())
 
     def to_rank_zero(self) -> WeightBuckets:
         """All weights on rank 0, nothing elsewhere."""
@@ -287,7 +292,7 @@ class WeightStream(WeightBuckets):
         """All weights on each of these ranks, such as the first of each node; nothing elsewhere."""
         return WeightBuckets(self._to_ranks(sorted(receivers)))
 
-    def _everywhere(self) -> Iterator[Bucket]:
+    def _all_ranks(self) -> Iterator[Bucket]:
         for number, planned in enumerate(self.plan):
             flat = self._collect(planned)
             if dist.get_world_size() > 1:
@@ -299,13 +304,13 @@ class WeightStream(WeightBuckets):
             yield bucket
             del bucket
 
-    def _own(self) -> Iterator[Bucket]:
-        left = sum(planned.sender == self._rank for planned in self.plan)
+    def _on_senders(self) -> Iterator[Bucket]:
+        remaining = sum(planned.sender == self._rank for planned in self.plan)
         for planned in self.plan:
             flat = self._collect(planned)
             if flat is not None:
-                left -= 1
-                bucket = Bucket(planned.tensors, flat, left == 0)
+                remaining -= 1
+                bucket = Bucket(planned.tensors, flat, remaining == 0)
                 del flat
                 yield bucket
                 del bucket
@@ -314,7 +319,7 @@ class WeightStream(WeightBuckets):
         group = None
         if len(receivers) > 1:
             world = dist.group.WORLD
-            assert world is not None, "a stream has more than one rank here"
+            assert world is not None, "more than one receiver"
             group = group_of(tuple(receivers), world)
         receives = self._rank in receivers
         for number, planned in enumerate(self.plan):
@@ -349,43 +354,43 @@ class WeightStream(WeightBuckets):
         layout, (stage, expert_rank) = self._layout, planned.place
         if stage != layout.pp_rank or not _is_first_copy(layout, expert_rank):
             return None
-        if expert_rank not in (None, EVERY_EXPERT, layout.ep_rank):
+        if expert_rank not in (None, ALL_EXPERTS, layout.ep_rank):
             return None
-        if expert_rank == EVERY_EXPERT:  # experts have no tensor parallelism here
+        if expert_rank == ALL_EXPERTS:  # experts have no tensor parallelism here
             size, group = layout.ep_size, layout.ep_group
         elif expert_rank is None:
             size, group = layout.tp_size, layout.tp_group
         else:
             size, group = layout.etp_size, layout.etp_group
         # widest dtypes first, so that each is aligned
-        cut = sorted(
+        gathered = sorted(
             (p for p in planned.parameters if (p.sharded or p.stacked) and size > 1),
             key=lambda p: -p.dtype.itemsize,
         )
-        rows = self._gather(cut, planned.sender, size, group) if cut else None
+        rows = self._gather(gathered, planned.sender, size, group) if gathered else None
         if self._rank != planned.sender:
             return None
-        shards = {} if rows is None else _shards(cut, rows)
+        shards = {} if rows is None else _split_shards(gathered, rows)
         flat = self._empty(planned)
         outputs = views(flat, planned.tensors)
         for parameter in planned.parameters:
-            found = shards.get(parameter.name) or [self._shard(parameter)]
-            self._assemble(parameter, found, {o.name: outputs[o.name] for o in parameter.outputs})
+            parts = shards.get(parameter.name) or [self._shard(parameter)]
+            self._assemble(parameter, parts, {o.name: outputs[o.name] for o in parameter.outputs})
         return flat
 
     def _gather(
-        self, cut: Sequence[Parameter], sender: int, size: int, group: dist.ProcessGroup
+        self, parameters: Sequence[Parameter], sender: int, size: int, group: dist.ProcessGroup
     ) -> Tensor | None:
         """Gather the shards of all ranks on the sender, [ranks, bytes] uint8; None elsewhere."""
-        parts = [as_bytes(self._shard(parameter)) for parameter in cut]
+        parts = [as_bytes(self._shard(parameter)) for parameter in parameters]
         size_here = sum(part.numel() for part in parts)
-        mine = torch.cat([*parts, parts[0].new_zeros(-size_here % ALIGNMENT)])
+        local = torch.cat([*parts, parts[0].new_zeros(-size_here % ALIGNMENT)])
         del parts
         if self._rank != sender:
-            dist.gather(mine, None, dst=sender, group=group)
+            dist.gather(local, None, dst=sender, group=group)
             return None
-        rows = mine.new_empty(size, mine.numel())
-        dist.gather(mine, list(rows.unbind()), dst=sender, group=group)
+        rows = local.new_empty(size, local.numel())
+        dist.gather(local, list(rows.unbind()), dst=sender, group=group)
         return rows
 
 
@@ -395,14 +400,14 @@ def group_of(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessGr
     return dist.new_group(list(ranks))
 
 
-def _shards(cut: Sequence[Parameter], rows: Tensor) -> dict[str, list[Tensor]]:
-    found: dict[str, list[Tensor]] = {}
+def _split_shards(parameters: Sequence[Parameter], rows: Tensor) -> dict[str, list[Tensor]]:
+    shards: dict[str, list[Tensor]] = {}
     start = 0
-    for parameter in cut:
+    for parameter in parameters:
         plan = TensorPlan(parameter.name, parameter.shape, parameter.dtype)
         end = start + plan.nbytes
-        found[parameter.name] = [
+        shards[parameter.name] = [
             row[start:end].view(plan.dtype).view(plan.shape) for row in rows.unbind()
         ]
         start = end
-    return found
+    return shards

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from collections.abc import Mapping as MappingOf
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,18 +24,18 @@ from slime_like.weights.gather import (
     find_senders,
     plan_buckets,
 )
-from slime_like.weights.mappings import Mapping, OfExpert, Sizes, VocabParallel
+from slime_like.weights.mappings import ExpertSlice, Mapping, Sizes, VocabParallel
 from slime_like.weights.parameter_map import (
     any_expert,
+    expert_name,
     expert_number,
     family_map,
     global_parameters,
+    local_experts,
     model_sizes,
-    of_expert,
-    own_experts,
     unwrap,
 )
-from slime_like.weights.quantized import CodedWeight, encode_tensors, stored_plans
+from slime_like.weights.quantized import QuantizedWeight, encode_tensors, stored_plans
 from slime_like.weights.stacked_experts import StackedExpert
 
 if TYPE_CHECKING:
@@ -46,8 +48,8 @@ class HfExport:
     """Exports a network any number of times; the metadata exchange between ranks happens once.
 
     The constructor and the iteration of `stream` are collectives over all ranks. value_head: the
-    network is a critic. own_head: export the output layer of a tied model as a separate weight,
-    because only it has a delta. coded: weights, by Hugging Face name, that are exported quantised,
+    network is a critic. untied_head: export the output layer of a tied model as a separate weight,
+    because only it has a delta. quantized: weights, by Hugging Face name, that are exported quantised,
     with the tensors that store them. Raises RuntimeError if no stage has a parameter that the
     family needs.
     """
@@ -61,28 +63,28 @@ class HfExport:
         layout: ParallelLayout,
         dtype: torch.dtype | None = None,
         value_head: bool = False,
-        own_head: bool = False,
-        coded: MappingOf[str, CodedWeight] | None = None,
+        untied_head: bool = False,
+        quantized: MappingOf[str, QuantizedWeight] | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:
         config = unwrap(model_chunks[0]).config
-        self._chunks, self._layout, self._own_head = model_chunks, layout, own_head
-        self._sizes, self._coded = model_sizes(config, gpt), coded or {}
+        self._chunks, self._layout, self._untied_head = model_chunks, layout, untied_head
+        self._sizes, self._quantized = model_sizes(config, gpt), quantized or {}
         self._family = family_map(
             hf.architecture,
             config,
             tied=not gpt.untie_embeddings_and_output_weights,
             value_head=value_head,
-            predicting=gpt.mtp_num_layers,
+            mtp_layers=gpt.mtp_num_layers,
         )
-        if own_head:
+        if untied_head:
             self._family = {**self._family, OUTPUT_LAYER: VocabParallel(LM_HEAD)}
         self._copies: dict[str, list[RowCopy]] = {}  # by parameter; shards keep their shapes
         # optimizer steps update these parameters in place
         self._local = self._local_parameters()
         experts, owners = self._sizes.experts // layout.ep_size, _owners(self._local, layout)
         self._plan = plan_buckets(
-            _parameters(self._family, self._sizes, owners, dtype, self._coded, experts),
+            _parameters(self._family, self._sizes, owners, dtype, self._quantized, experts),
             find_senders(layout),
             experts,
             bucket_bytes,
@@ -97,19 +99,20 @@ class HfExport:
         output layer. deltas: canonical parameter name -> function that returns a float32 delta to
         add to this rank's shard.
         """
-        local, added = self._local, deltas or {}
+        local, deltas = self._local, deltas or {}
 
-        def one(name: str, dtype: torch.dtype) -> Tensor:
+        def read(name: str, dtype: torch.dtype) -> Tensor:
             tensor = local[name].detach()
-            if name in added:
-                tensor = (tensor.float() + added[name]()).detach()
+            if name in deltas:
+                tensor = (tensor.float() + deltas[name]()).detach()
             return tensor.to(dtype)
 
         def shard(parameter: Parameter) -> Tensor:
             if not parameter.stacked:
-                return one(parameter.name, parameter.dtype)
-            own = own_experts(self._sizes, self._layout)
-            return torch.stack([one(of_expert(parameter.name, e), parameter.dtype) for e in own])
+                return read(parameter.name, parameter.dtype)
+            experts = local_experts(self._sizes, self._layout)
+            names = [expert_name(parameter.name, expert) for expert in experts]
+            return torch.stack([read(name, parameter.dtype) for name in names])
 
         device = next(iter(local.values())).device
         return WeightStream(self._plan, self._layout, device, shard, self._assemble)
@@ -118,24 +121,24 @@ class HfExport:
         self, parameter: Parameter, shards: Sequence[Tensor], outputs: MappingOf[str, Tensor]
     ) -> None:
         mapping = self._family[parameter.name]
-        names, each = [parameter.name], [shards]
-        if parameter.stacked:
-            each = [[tensor] for of_rank in shards for tensor in of_rank]
-            names = [of_expert(parameter.name, e) for e in range(len(each))]
-        if not self._coded or self._coded.keys().isdisjoint(mapping.hf_shapes(self._sizes)):
-            for name, parts in zip(names, each, strict=True):
+        if not self._quantized or self._quantized.keys().isdisjoint(mapping.hf_shapes(self._sizes)):
+            parts: dict[str, Sequence[Tensor]] = {parameter.name: shards}
+            if parameter.stacked:
+                experts = enumerate(chain.from_iterable(shards))
+                parts = {expert_name(parameter.name, e): [tensor] for e, tensor in experts}
+            for name, tensors in parts.items():
                 if name not in self._copies:
-                    self._copies[name] = copies_of(self._family[name], parts, self._sizes)
-                copy_rows(self._copies[name], parts, outputs)
+                    self._copies[name] = row_copies(self._family[name], tensors, self._sizes)
+                copy_rows(self._copies[name], tensors, outputs)
             return
         full = gather_full_tensors(mapping, shards, self._sizes)
-        for name, tensor in encode_tensors(full, self._coded).items():
+        for name, tensor in encode_tensors(full, self._quantized).items():
             outputs[name].copy_(tensor)
 
     def _local_parameters(self) -> dict[str, Tensor]:
         """This rank's parameters, by canonical name."""
         local = dict(global_parameters(self._chunks))
-        if self._own_head and self._layout.is_last_stage and OUTPUT_LAYER not in local:
+        if self._untied_head and self._layout.is_last_stage and OUTPUT_LAYER not in local:
             # a single stage; with several, the last one has its own copy of the embedding
             local[OUTPUT_LAYER] = local[EMBEDDING]
         return local
@@ -154,19 +157,19 @@ def export_hf_weights(
 Owner = tuple[int, tuple[int, ...], torch.dtype]
 
 
-def _owners(local: dict[str, Tensor], layout: ParallelLayout) -> dict[str, Owner]:
+def _owners(parameters: dict[str, Tensor], layout: ParallelLayout) -> dict[str, Owner]:
     """The pipeline stage of each parameter with the shape and dtype of its shard there; the first
     stage if several have it. Experts are listed without their numbers, because the ranks of a stage
     have equal ones."""
-    mine = {
+    local = {
         any_expert(name): (layout.pp_rank, tuple(parameter.shape), parameter.dtype)
-        for name, parameter in local.items()
+        for name, parameter in parameters.items()
     }
     if layout.pp_size == 1:
-        return mine
+        return local
     stages: list[dict[str, Owner]] = [{} for _ in range(layout.pp_size)]
-    dist.all_gather_object(stages, mine, group=layout.pp_group)
-    return {name: owner for stage in reversed(stages) for name, owner in stage.items()}
+    dist.all_gather_object(stages, local, group=layout.pp_group)
+    return dict(ChainMap(*stages))
 
 
 def _parameters(
@@ -174,34 +177,39 @@ def _parameters(
     sizes: Sizes,
     owners: MappingOf[str, Owner],
     dtype: torch.dtype | None,
-    coded: MappingOf[str, CodedWeight],
+    quantized: MappingOf[str, QuantizedWeight],
     experts: int,
 ) -> list[Parameter]:
     """Parameters that hold separate tensors, in the order of the network. The outputs of a
     parameter are sorted by dtype width, so that each is aligned. experts: per layer and rank."""
-    done: set[str] = set()
-    found = []
+    exported: set[str] = set()
+    parameters = []
     for name, mapping in family.items():
         shapes = mapping.hf_shapes(sizes)
-        if shapes.keys() <= done:
+        if shapes.keys() <= exported:
             continue
         if any_expert(name) not in owners:
             raise RuntimeError(f"no pipeline stage has the parameter {name}")
         stage, shape, own_dtype = owners[any_expert(name)]
-        kept = dtype or own_dtype
-        outputs = [
-            stored
-            for hf_name, whole in shapes.items()
-            for stored in stored_plans(TensorPlan(hf_name, whole, kept), coded)
-        ]
+        out_dtype = dtype or own_dtype
+        outputs: list[TensorPlan] = []
+        for hf_name, hf_shape in shapes.items():
+            outputs += stored_plans(TensorPlan(hf_name, hf_shape, out_dtype), quantized)
         outputs.sort(key=lambda plan: -plan.dtype.itemsize)
-        expert, stacked = expert_number(name), isinstance(mapping, StackedExpert)
-        shape = (experts, *shape) if stacked else shape
-        found.append(
-            Parameter(name, stage, expert, shape, kept, mapping.sharded, tuple(outputs), stacked)
+        stacked = isinstance(mapping, StackedExpert)
+        parameter = Parameter(
+            name,
+            stage,
+            expert_number(name),
+            shape=(experts, *shape) if stacked else shape,
+            dtype=out_dtype,
+            sharded=mapping.sharded,
+            outputs=tuple(outputs),
+            stacked=stacked,
         )
-        done.update(shapes)  # `|=` with keys copies the set
-    return found
+        parameters.append(parameter)
+        exported.update(shapes)  # `|=` with keys copies the set
+    return parameters
 
 
 def gather_full_tensors(
@@ -209,16 +217,16 @@ def gather_full_tensors(
 ) -> dict[str, Tensor]:
     """Merge the shards of all tensor-parallel ranks into the Hugging Face tensors of one
     parameter."""
-    whole = {name: shards[0].new_empty(shape) for name, shape in mapping.hf_shapes(sizes).items()}
-    put_together(mapping, shards, sizes, whole)
-    return whole
+    full = {name: shards[0].new_empty(shape) for name, shape in mapping.hf_shapes(sizes).items()}
+    merge_shards(mapping, shards, sizes, full)
+    return full
 
 
-def put_together(
-    mapping: Mapping, shards: Sequence[Tensor], sizes: Sizes, whole: MappingOf[str, Tensor]
+def merge_shards(
+    mapping: Mapping, shards: Sequence[Tensor], sizes: Sizes, full: MappingOf[str, Tensor]
 ) -> None:
     """Like `gather_full_tensors`, into existing tensors."""
-    copy_rows(copies_of(mapping, shards, sizes), shards, whole)
+    copy_rows(row_copies(mapping, shards, sizes), shards, full)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,29 +243,29 @@ class RowCopy:
     start: int
     length: int
     dim: int
-    inside: OfExpert | None
+    expert_slice: ExpertSlice | None
 
 
-def copies_of(mapping: Mapping, shards: Sequence[Tensor], sizes: Sizes) -> list[RowCopy]:
+def row_copies(mapping: Mapping, shards: Sequence[Tensor], sizes: Sizes) -> list[RowCopy]:
     """The rows of which the shards of all tensor-parallel ranks consist."""
-    found = []
+    copies = []
     for tp_rank, shard in enumerate(shards):
         position = 0
         for part in mapping.parts(sizes, tp_rank, len(shards), rows=shard.shape[mapping.dim]):
             if part.hf is not None:
-                place = (tp_rank, position, part.hf, part.start, len(part))
-                found.append(RowCopy(*place, mapping.dim, part.inside))
+                source = (tp_rank, position, part.hf, part.start, len(part))
+                copies.append(RowCopy(*source, mapping.dim, part.expert_slice))
             position += len(part)
-    return found
+    return copies
 
 
 def copy_rows(
-    copies: Sequence[RowCopy], shards: Sequence[Tensor], whole: MappingOf[str, Tensor]
+    copies: Sequence[RowCopy], shards: Sequence[Tensor], full: MappingOf[str, Tensor]
 ) -> None:
     """Copy the shards of all tensor-parallel ranks into existing full tensors."""
     for copy in copies:
-        target = whole[copy.hf]
-        if copy.inside is not None:
-            target = copy.inside.matrix(target[copy.inside.expert])
+        target = full[copy.hf]
+        if copy.expert_slice is not None:
+            target = copy.expert_slice.matrix(target[copy.expert_slice.expert])
         target = target.narrow(copy.dim, copy.start, copy.length)
         target.copy_(shards[copy.shard].narrow(copy.dim, copy.position, copy.length))

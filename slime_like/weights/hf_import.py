@@ -6,12 +6,15 @@ from __future__ import annotations
 from collections.abc import Mapping as MappingOf
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from arguments.hf.model import HfModel
 from arguments.schema import GPTModelConfig
+from slime_like.checkpoints.manifest import describe
+from slime_like.weights.families import LM_HEAD
 from slime_like.weights.mappings import Mapping, Part, Sizes
 from slime_like.weights.parameter_map import (
     LAYER,
@@ -19,8 +22,8 @@ from slime_like.weights.parameter_map import (
     expert_number,
     family_map,
     global_parameters,
+    local_experts,
     model_sizes,
-    own_experts,
     unwrap,
 )
 from slime_like.weights.safetensors_reader import DTYPES, MAX_NAMED, WeightFiles, listed
@@ -109,9 +112,9 @@ def plan_loading(
         config,
         tied=not gpt.untie_embeddings_and_output_weights,
         value_head=value_head,
-        predicting=gpt.mtp_num_layers,
+        mtp_layers=gpt.mtp_num_layers,
     )
-    _check_model(dict(local), family, hf.architecture, own_experts(sizes, layout))
+    _check_model(dict(local), family, hf.architecture, local_experts(sizes, layout))
     parts = {
         name: _parts(name, parameter, family[name], sizes, layout)
         for name, parameter in local.items()
@@ -121,28 +124,27 @@ def plan_loading(
         for name, mapping in VALUE_HEAD.items()
         if value_head and not mapping.hf_shapes(sizes).keys() <= files.names
     ]
-    there = {name: mapping for name, mapping in family.items() if name not in absent}
+    stored = {name: mapping for name, mapping in family.items() if name not in absent}
     ignored = untrained_prefixes(hf, None if value_head else gpt.mtp_num_layers)
     repeated = repeated_tensors(hf, gpt.mtp_num_layers)
-    _check_names(files, there, folder, sizes, (*ignored, *repeated))
-    _check_tensors(files, there, folder, sizes)
-    return LoadPlan(there, parts, frozenset(absent))
+    _check_names(files, stored, folder, sizes, (*ignored, *repeated))
+    _check_tensors(files, stored, folder, sizes)
+    return LoadPlan(stored, parts, frozenset(absent))
 
 
 def _fill(shard: Tensor, dim: int, parts: Sequence[Part], files: WeightFiles) -> None:
     position = 0
-    stacked: tuple[object, Tensor] | None = (
-        None  # an expert that has been read: gate and up are in one
-    )
+    # the last expert that was read; its tensor may have several parts, as gate and up
+    stacked: tuple[object, Tensor] | None = None
     for part in parts:
         rows = shard.narrow(dim, position, len(part))
         if part.hf is None:
             rows.zero_()
-        elif part.inside is not None:
-            at = part.hf, part.inside.expert
-            if stacked is None or stacked[0] != at:
-                stacked = at, files.read(part.hf, 0, at[1], at[1] + 1)[0]
-            rows.copy_(part.inside.matrix(stacked[1]).narrow(dim, part.start, len(part)))
+        elif part.expert_slice is not None:
+            expert = part.expert_slice.expert
+            if stacked is None or stacked[0] != (part.hf, expert):
+                stacked = (part.hf, expert), files.read(part.hf, 0, expert, expert + 1)[0]
+            rows.copy_(part.expert_slice.matrix(stacked[1]).narrow(dim, part.start, len(part)))
         else:
             files.read_into(rows, part.hf, dim, part.start, part.stop)
         position += len(part)
@@ -153,17 +155,16 @@ def _parts(
 ) -> list[Part]:
     """The pieces of this rank's shard. Raises ValueError if they do not match the parameter's
     shape."""
-    rank, size = (
-        (layout.tp_rank, layout.tp_size)
-        if expert_number(name) is None
-        else (layout.etp_rank, layout.etp_size)
-    )
+    rank, size = layout.tp_rank, layout.tp_size
+    if expert_number(name) is not None:
+        rank, size = layout.etp_rank, layout.etp_size
     parts = mapping.parts(sizes, rank, size, rows=parameter.shape[mapping.dim])
     expected = mapping.shard_shape(sizes, sum(map(len, parts)))
     if tuple(parameter.shape) != expected:
         hf_name = next(iter(mapping.hf_shapes(sizes)))
         raise ValueError(
-            f"the model's parameter {name} has shape {tuple(parameter.shape)}, but {hf_name} calls for {expected}"
+            f"the model's parameter {name} has shape {tuple(parameter.shape)}, but {hf_name} needs "
+            f"{expected}"
         )
     return parts
 
@@ -173,18 +174,17 @@ def _check_model(
 ) -> None:
     """Check that the model's layers have exactly the parameters of the family, and the experts in
     `experts`."""
-    layers = {found[0] for name in local if (found := LAYER.match(name))}
+    layers = {match[0] for match in map(LAYER.match, local) if match}
 
-    def belongs_here(name: str) -> bool:
+    def is_local(name: str) -> bool:
         number, layer = expert_number(name), LAYER.match(name)
         return layer is not None and layer[0] in layers and (number is None or number in experts)
 
-    absent = [name for name in family if name not in local and belongs_here(name)]
-    strange = local.keys() - family.keys()
-    for words, names in (("lacks", absent), ("has, beyond those of the architecture,", strange)):
+    missing = [name for name in family if name not in local and is_local(name)]
+    for problem, names in (("missing", missing), ("unexpected", local.keys() - family.keys())):
         if names:
             raise ValueError(
-                f"the model was not built as {architecture}: it {words} the parameters {listed(names)}"
+                f"the model was not built as {architecture}; {problem} parameters: {listed(names)}"
             )
 
 
@@ -195,21 +195,20 @@ def _check_names(
     sizes: Sizes,
     untrained: tuple[str, ...] = (),
 ) -> None:
-    wanted = {name for mapping in family.values() for name in mapping.hf_shapes(sizes)}
-    problems = []
-    if missing := wanted - files.names:
-        problems.append(f"missing tensors: {listed(missing)}")
+    expected = set(chain.from_iterable(mapping.hf_shapes(sizes) for mapping in family.values()))
     # Files of tied models may repeat the embedding as lm_head, and old files contain rotary tables;
     # transformers ignores both.
-    surplus = {
+    unexpected = {
         name
-        for name in files.names - wanted
-        if name != "lm_head.weight"
+        for name in files.names - expected
+        if name != LM_HEAD
         and not name.endswith(".rotary_emb.inv_freq")
         and not name.startswith(untrained)
     }
-    if surplus:
-        problems.append(f"tensors that the model has no place for: {listed(surplus)}")
+    problems = []
+    for problem, names in (("missing", expected - files.names), ("unexpected", unexpected)):
+        if names:
+            problems.append(f"{problem} tensors: {listed(names)}")
     if problems:
         raise ValueError(f"weights in {folder}: " + "; ".join(problems))
 
@@ -230,5 +229,4 @@ def _check_tensors(
                 )
     if problems:
         problems = list(dict.fromkeys(problems))
-        more = f"; and {len(problems) - MAX_NAMED} more" if len(problems) > MAX_NAMED else ""
-        raise ValueError(f"weights in {folder}: " + "; ".join(problems[:MAX_NAMED]) + more)
+        raise ValueError(f"weights in {folder}: {describe(problems, MAX_NAMED)}")

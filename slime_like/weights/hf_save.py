@@ -57,8 +57,8 @@ def save_hf(
     stream: Iterator[tuple[str, Tensor]],
     config_source_folder: str,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-    more: Iterable[tuple[str, Tensor]] = (),
-    copies: Mapping[str, str] | None = None,
+    extra: Iterable[tuple[str, Tensor]] = (),
+    duplicates: Mapping[str, str] | None = None,
     *,
     every_rank: bool = False,
 ) -> None:
@@ -72,9 +72,8 @@ def save_hf(
     at `folder` is replaced.
 
     Args:
-        more: Additional weights, written by rank 0.
-        copies: Name of a duplicate -> tensor that it repeats; written if the source has the
-            duplicate.
+        extra: Additional weights, written by rank 0.
+        duplicates: Name of a duplicate -> tensor that it repeats; written if the source has it.
         every_rank: The stream is not a `WeightStream`, and each rank writes its own part into a
             shared folder.
 
@@ -85,51 +84,51 @@ def save_hf(
     """
     target, source = Path(folder), Path(config_source_folder)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.new")
-    rank_zero, mine = is_rank_zero(), stream
+    rank_zero = is_rank_zero()
+    writes, weights = rank_zero or every_rank, stream
 
+    @_as_saving_errors()
     def prepare() -> Path:
-        with _as_saving_errors():
-            return _make_temporary(temporary, target, source)
+        return _make_temporary(temporary, target, source)
 
     def write() -> list[Part]:
         try:
             with _as_saving_errors():
-                own = with_copies(mine, copies, source) if copies and writes else mine
-                whole = chain(own, more) if rank_zero else own
-                return _write_parts(temporary, whole, max_shard_bytes) if writes else []
+                if not writes:
+                    return []
+                local = with_duplicates(weights, duplicates, source) if duplicates else weights
+                if rank_zero:
+                    local = chain(local, extra)
+                return _write_parts(temporary, local, max_shard_bytes)
         finally:
-            for _ in mine:  # collective: consume it after errors and on ranks that write nothing
+            for _ in weights:  # collective: consume it after errors and on ranks without a part
                 pass
-
-    def finish() -> None:
-        with _as_saving_errors():
-            _finish(temporary, target, source, [part for parts in found for part in parts])
 
     try:
         temporary = from_rank_zero(prepare)
-        writes = rank_zero or every_rank
         if isinstance(stream, WeightStream):
             is_large = sum(planned.nbytes for planned in stream.plan) > max_shard_bytes
-            writes = is_large and all(gather(temporary.is_dir()))
-            mine = stream.own() if writes else stream.to_rank_zero()
-            every_rank, writes = writes, writes or rank_zero
+            every_rank = is_large and all(gather(temporary.is_dir()))
+            weights = stream.own() if every_rank else stream.to_rank_zero()
+            writes = rank_zero or every_rank
         if every_rank:
             max_shard_bytes //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        found = gather(together(write))
-        from_rank_zero(finish)
+        parts = list(chain(*gather(together(write))))
+        finish = _as_saving_errors()(_finish)
+        from_rank_zero(lambda: finish(temporary, target, source, parts))
     finally:
         if rank_zero:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def with_copies(
-    stream: Iterable[tuple[str, Tensor]], copies: Mapping[str, str], source: Path
+def with_duplicates(
+    stream: Iterable[tuple[str, Tensor]], duplicates: Mapping[str, str], source: Path
 ) -> Iterator[tuple[str, Tensor]]:
     with WeightFiles(str(source)) as files:
-        there = [(copy, own) for copy, own in copies.items() if copy in files.names]
+        present = [(copy, own) for copy, own in duplicates.items() if copy in files.names]
     for name, tensor in stream:
         yield name, tensor
-        yield from ((copy, tensor.clone()) for copy, own in there if own == name)
+        yield from ((copy, tensor.clone()) for copy, own in present if own == name)
 
 
 @contextmanager
@@ -171,11 +170,15 @@ def _finish(temporary: Path, folder: Path, source: Path, parts: Sequence[Part]) 
     for shard, part in zip(shards, parts, strict=True):
         (temporary / part.file_name).rename(temporary / shard.file_name)
     write_index(temporary, shards)
-    names = {tensor.name for shard in shards for tensor in shard.tensors}
-    dtype = None if is_quantized(shards) else main_dtype(shards)
-    task = "ForSequenceClassification" if SCORE in names else None
-    own = LM_HEAD in names
-    finish_folder(temporary, folder, source, dtype=dtype, value_task=task, own_head=own)
+    names = {tensor.name for tensor in chain.from_iterable(shard.tensors for shard in shards)}
+    finish_folder(
+        temporary,
+        folder,
+        source,
+        dtype=None if is_quantized(shards) else main_dtype(shards),
+        value_task="ForSequenceClassification" if SCORE in names else None,
+        untied_head=LM_HEAD in names,
+    )
 
 
 def finish_folder(
@@ -185,11 +188,11 @@ def finish_folder(
     *,
     dtype: str | None,
     value_task: str | None = None,
-    own_head: bool = False,
+    untied_head: bool = False,
 ) -> None:
     """Complete a folder that has the weights: copy the other files, write config.json last, and
     rename the folder. dtype: of most weights; None: as in the source's config.json, quantised.
-    value_task: class name suffix in transformers of a model with a scalar head. own_head: the
+    value_task: class name suffix in transformers of a model with a scalar head. untied_head: the
     output layer's weight is among the weights, so the embedding is not tied, whatever the source
     says."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
@@ -203,7 +206,7 @@ def finish_folder(
             # the key in transformers 4 and 5
             part["torch_dtype" if "torch_dtype" in part else "dtype"] = dtype
             part.pop("quantization_config", None)
-        if own_head and part.get("tie_word_embeddings"):
+        if untied_head and part.get("tie_word_embeddings"):
             part["tie_word_embeddings"] = False
     if value_task is not None:
         config["architectures"] = [
@@ -213,19 +216,24 @@ def finish_folder(
     (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for path in [*temporary.iterdir(), temporary]:
         sync_path(path)
-    put_in_place(temporary, folder)
+    replace_folder(temporary, folder)
 
 
 def check_folders(folder: Path, source: Path) -> None:
+    """Raise ValueError if `source` has no config.json, or `folder` must not be replaced."""
     if not (source / "config.json").is_file():
         raise ValueError(f"{source} has no config.json to go with the weights")
     if folder.exists() and folder.samefile(source):
         raise ValueError(f"{folder} is the folder that the model came from; save elsewhere")
-    if folder.exists() and not (
-        folder.is_dir() and ((folder / "config.json").is_file() or not any(folder.iterdir()))
-    ):
+    check_replaceable(folder, "config.json", "Hugging Face model")
+
+
+def check_replaceable(folder: Path, file: str, kind: str) -> None:
+    """Raise ValueError if `folder` exists, is not empty, and does not contain `file`."""
+    replaceable = folder.is_dir() and ((folder / file).is_file() or not any(folder.iterdir()))
+    if folder.exists() and not replaceable:
         raise ValueError(
-            f"{folder} exists and holds no Hugging Face model; it is not replaced. Remove it or save elsewhere"
+            f"{folder} exists and holds no {kind}; it is not replaced. Remove it or save elsewhere"
         )
 
 
@@ -262,7 +270,7 @@ def _write_parts(
     return parts
 
 
-def put_in_place(temporary: Path, folder: Path) -> None:
+def replace_folder(temporary: Path, folder: Path) -> None:
     """Rename, moving an earlier save out of the way first and deleting it last."""
     old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
     if folder.exists():

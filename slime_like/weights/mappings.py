@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class OfExpert:
+class ExpertSlice:
     """Selects one expert's matrix from a tensor with all experts of a layer [experts, columns,
     rows], or from biases [experts, rows]: every `step`th row."""
 
@@ -107,12 +108,12 @@ class OfExpert:
 @dataclass(frozen=True, slots=True)
 class Part:
     """Rows [start, stop) of the tensor `hf` along the mapping's dimension; with `hf` None, that
-    many padding rows. inside: selects a matrix within the tensor."""
+    many padding rows. expert_slice: selects a matrix within the tensor."""
 
     hf: str | None
     start: int
     stop: int
-    inside: OfExpert | None = None
+    expert_slice: ExpertSlice | None = None
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -147,31 +148,23 @@ class Mapping(ABC):
     def at(self: M, layer: int, expert: int = 0) -> M:
         """The mapping with its names filled in for the global layer number `layer` and, in MoE
         layers, `expert` (both from 0)."""
-        names = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return dataclasses.replace(
-            self,
-            **{
-                key: name.format(layer=layer, expert=expert)
-                for key, name in names.items()
-                if isinstance(name, str)
-            },
-        )
+        return _map_names(self, lambda name: name.format(layer=layer, expert=expert))
 
 
-def renamed(mapping: M, old: str, new: str) -> M:
+def rename_prefix(mapping: M, old: str, new: str) -> M:
     """The mapping with the prefix `old` of its Hugging Face names replaced by `new`."""
-    names = {field.name: getattr(mapping, field.name) for field in dataclasses.fields(mapping)}
-    return dataclasses.replace(
-        mapping,
-        **{
-            key: new + name.removeprefix(old)
-            for key, name in names.items()
-            if isinstance(name, str) and name.startswith(old)
-        },
+    return _map_names(
+        mapping, lambda name: new + name.removeprefix(old) if name.startswith(old) else name
     )
 
 
-def share_of(total: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
+def _map_names(mapping: M, change: Callable[[str], str]) -> M:
+    names = {field.name: getattr(mapping, field.name) for field in dataclasses.fields(mapping)}
+    changed = {key: change(name) for key, name in names.items() if isinstance(name, str)}
+    return dataclasses.replace(mapping, **changed)
+
+
+def shard_bounds(total: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
     """Bounds [start, stop) of one rank's equal share of `total` rows."""
     return total * tp_rank // tp_size, total * (tp_rank + 1) // tp_size
 
@@ -241,7 +234,7 @@ class RowParallel(Mapping):
         return {self.hf: (sizes.hidden, getattr(sizes, self.inner))}
 
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
-        return [Part(self.hf, *share_of(getattr(sizes, self.inner), tp_rank, tp_size))]
+        return [Part(self.hf, *shard_bounds(getattr(sizes, self.inner), tp_rank, tp_size))]
 
 
 @dataclass(frozen=True)
@@ -256,7 +249,7 @@ class ColumnParallel(Mapping):
         return {self.hf: (getattr(sizes, self.rows), getattr(sizes, self.columns))}
 
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
-        return [Part(self.hf, *share_of(getattr(sizes, self.rows), tp_rank, tp_size))]
+        return [Part(self.hf, *shard_bounds(getattr(sizes, self.rows), tp_rank, tp_size))]
 
 
 @dataclass(frozen=True)
@@ -269,7 +262,7 @@ class HeadParallel(Mapping):
         return {self.hf: (sizes.heads,)}
 
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
-        return [Part(self.hf, *share_of(sizes.heads, tp_rank, tp_size))]
+        return [Part(self.hf, *shard_bounds(sizes.heads, tp_rank, tp_size))]
 
 
 @dataclass(frozen=True)
@@ -301,7 +294,7 @@ class GatedMLP(Mapping):
         return {name: (getattr(sizes, self.inner), sizes.hidden) for name in (self.gate, self.up)}
 
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
-        share = share_of(getattr(sizes, self.inner), tp_rank, tp_size)
+        share = shard_bounds(getattr(sizes, self.inner), tp_rank, tp_size)
         return [Part(self.gate, *share), Part(self.up, *share)]
 
 
@@ -318,7 +311,7 @@ class StackedGatedMLP(Mapping):
 
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
         inner = getattr(sizes, self.inner)
-        start, stop = share_of(inner, tp_rank, tp_size)
+        start, stop = shard_bounds(inner, tp_rank, tp_size)
         return [Part(self.hf, start, stop), Part(self.hf, inner + start, inner + stop)]
 
 
@@ -341,7 +334,7 @@ class QKV(Mapping):
         return {name: (out,) if self.bias else (out, sizes.hidden) for name, out in rows.items()}
 
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
-        start, stop = share_of(sizes.query + 2 * sizes.key_value, tp_rank, tp_size)
+        start, stop = shard_bounds(sizes.query + 2 * sizes.key_value, tp_rank, tp_size)
         pieces, position = [], 0
         for block in self._blocks(sizes):
             low, high = max(start - position, 0), min(stop - position, len(block))
@@ -369,8 +362,8 @@ class GatedQKV(QKV):
 
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
         # megatron-core needs complete groups on each rank if the output has a gate
-        first, last = share_of(sizes.groups, tp_rank, tp_size)
-        return [part for g in range(first, last) for part in self._group(sizes, g)]
+        groups = range(*shard_bounds(sizes.groups, tp_rank, tp_size))
+        return list(chain.from_iterable(self._group(sizes, group) for group in groups))
 
     def _group(self, sizes: Sizes, group: int) -> Iterator[Part]:
         heads, dim = sizes.heads // sizes.groups, sizes.head_dim

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from arguments.hf.moe import moe_layers
 from arguments.schema import GPTModelConfig
-from slime_like.weights.families import EMBEDDING, OUTPUT_LAYER, model_families
+from slime_like.weights.families import EMBEDDING, OUTPUT_LAYER, ModelFamily, model_families
 from slime_like.weights.families.base import ATTENTION, HF_ATTENTION, PredictionNames
 from slime_like.weights.mappings import (
     Mapping,
     Replicated,
     ReplicatedRows,
     Sizes,
-    renamed,
+    rename_prefix,
 )
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 # Transformer Engine's layers replicate the down-projections on every tensor-parallel rank
-_WHOLE_DOWN_PROJECTIONS: dict[str, Mapping] = {
+_REPLICATED_DOWN_PROJECTIONS: dict[str, Mapping] = {
     f"{ATTENTION}.linear_q_down_proj.weight": ReplicatedRows(
         f"{HF_ATTENTION}.q_a_proj.weight", "q_latent"
     ),
@@ -66,13 +66,14 @@ LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.")
 _LOCAL_EXPERT = re.compile(r"(\.experts\.local_experts\.)(\d+)(\.)")
 
 
-_OF_WHOLE_QUERIES = (f"{ATTENTION}.linear_q_proj.weight",)
-_OF_COMPRESSED_QUERIES = tuple(
+# without and with query compression
+_QUERY_PROJECTION = (f"{ATTENTION}.linear_q_proj.weight",)
+_QUERY_LATENT = tuple(
     f"{ATTENTION}.{name}.weight"
     for name in ("linear_q_down_proj", "q_layernorm", "linear_q_up_proj")
 )
-# of a family that leaves it to the file whether there are any
-_QKV_BIAS = (f"{ATTENTION}.linear_qkv.bias",)
+# optional in some families
+_QKV_BIAS = f"{ATTENTION}.linear_qkv.bias"
 _QK_NORMS = (f"{ATTENTION}.q_layernorm.weight", f"{ATTENTION}.k_layernorm.weight")
 _INDEXER = ".self_attention.indexer."  # buffers: the indexer is not trained
 _DELTA_NET = ("in_proj.", "conv_weight", "A_log", "dt_bias", "norm_weight", "out_proj.")
@@ -84,7 +85,7 @@ def family_map(
     *,
     tied: bool,
     value_head: bool = False,
-    predicting: int | None = None,
+    mtp_layers: int | None = None,
 ) -> dict[str, Mapping]:
     """Every parameter of the full model, in the order of the network. Layer numbers are global,
     from 0.
@@ -94,55 +95,57 @@ def family_map(
         tied: The output layer is the embedding. (If they are on different pipeline stages,
             megatron-core keeps a copy in the last stage's output_layer.weight.)
         value_head: The model is a critic, without an output layer.
-        predicting: Number of multi-token prediction layers.
+        mtp_layers: Number of multi-token prediction layers.
 
     Raises:
         ValueError: The architecture is not registered.
     """
     registered = model_families.get(architecture)
-    family = dict(registered.parameters)
+    family = _configured(registered, config)
     if tied:
         family[OUTPUT_LAYER] = family[EMBEDDING]
-    if config.multi_latent_attention:
-        if config.transformer_impl == "transformer_engine":
-            family |= _WHOLE_DOWN_PROJECTIONS
-        for name in _OF_COMPRESSED_QUERIES if config.q_lora_rank is None else _OF_WHOLE_QUERIES:
-            family.pop(name)
-    else:
-        for name in (
-            *_QKV_BIAS * (not (registered.qkv_bias or config.add_qkv_bias)),
-            *_QK_NORMS * (not (registered.qk_norm or config.qk_layernorm)),
-        ):
-            family.pop(name, None)
     per_layer = {name: mapping for name, mapping in family.items() if "{layer}" in name}
     ends = ("decoder.final_layernorm.weight", OUTPUT_LAYER)
-    whole = {
-        name: mapping
-        for name, mapping in family.items()
-        if name not in per_layer and name not in ends
-    }
+    result = {name: family[name] for name in family if name not in per_layer and name not in ends}
     experts = config.num_moe_experts or 0
     sparse_layers = moe_layers(config.moe_layer_freq if experts else None, config.num_layers)
     linear_layers = config.linear_attention_freq or [0] * config.num_layers
     shared = getattr(config, "index_shared", None) or [0] * config.num_layers
     for layer, (sparse, linear) in enumerate(zip(sparse_layers, linear_layers, strict=True)):
-        own = _of_layer(per_layer, sparse=bool(sparse), linear=bool(linear))
+        parameters = _select_layer(per_layer, sparse=bool(sparse), linear=bool(linear))
         if shared[layer]:
-            own = {name: mapping for name, mapping in own.items() if _INDEXER not in name}
-        whole |= _numbered(own, layer, layer, experts)
-    whole.update({name: family[name] for name in ends})
+            parameters = {n: mapping for n, mapping in parameters.items() if _INDEXER not in n}
+        result |= _numbered(parameters, layer, layer, experts)
+    result.update({name: family[name] for name in ends})
     if value_head:
-        return {**whole, **VALUE_HEAD}
+        return {**result, **VALUE_HEAD}
     names = registered.prediction
-    for number in range(predicting or 0):
+    for number in range(mtp_layers or 0):
         assert names is not None, "checked on the command line"
-        own = _of_layer(per_layer, sparse=experts > 0, linear=False)
+        parameters = _select_layer(per_layer, sparse=experts > 0, linear=False)
         layer = number + config.num_layers * names.after_the_last
-        whole |= _numbered(_of_prediction(own, names), number, layer, experts)
-    return whole
+        result |= _numbered(_prediction_layer(parameters, names), number, layer, experts)
+    return result
 
 
-def _of_layer(
+def _configured(family: ModelFamily, config: TransformerConfig) -> dict[str, Mapping]:
+    """The family's parameters without those that this model does not have."""
+    parameters = dict(family.parameters)
+    if config.multi_latent_attention:
+        if config.transformer_impl == "transformer_engine":
+            parameters |= _REPLICATED_DOWN_PROJECTIONS
+        for name in _QUERY_LATENT if config.q_lora_rank is None else _QUERY_PROJECTION:
+            parameters.pop(name)
+        return parameters
+    if not (family.qkv_bias or config.add_qkv_bias):
+        parameters.pop(_QKV_BIAS, None)
+    if not (family.qk_norm or config.qk_layernorm):
+        for name in _QK_NORMS:
+            parameters.pop(name, None)
+    return parameters
+
+
+def _select_layer(
     per_layer: MappingOf[str, Mapping], *, sparse: bool, linear: bool
 ) -> dict[str, Mapping]:
     """Parameters of one layer, dense or MoE, with a delta net or attention."""
@@ -153,36 +156,33 @@ def _of_layer(
     }
 
 
-def _of_prediction(
-    per_layer: MappingOf[str, Mapping], names: PredictionNames
+def _prediction_layer(
+    parameters: MappingOf[str, Mapping], names: PredictionNames
 ) -> dict[str, Mapping]:
     """Parameters of a multi-token prediction layer, derived from those of the model's layers."""
-    layer, start = "decoder.layers.{layer}.", "mtp.layers.{layer}."
-    return {
-        **{start + name: mapping for name, mapping in names.parameters.items()},
-        **{
-            f"{start}transformer_layer.{name.removeprefix(layer)}": renamed(
-                mapping, names.layers, names.layer
-            )
-            for name, mapping in per_layer.items()
-        },
-    }
+    start = "mtp.layers.{layer}."
+    result = {start + name: mapping for name, mapping in names.parameters.items()}
+    for name, mapping in parameters.items():
+        own_name = name.removeprefix("decoder.layers.{layer}.")
+        mapping = rename_prefix(mapping, names.layers, names.layer)
+        result[f"{start}transformer_layer.{own_name}"] = mapping
+    return result
 
 
 def _numbered(
-    own: MappingOf[str, Mapping], number: int, layer: int, experts: int
+    parameters: MappingOf[str, Mapping], number: int, layer: int, experts: int
 ) -> dict[str, Mapping]:
     """Fill in layer numbers. number: the layer's number in our names; layer: in the file's
     names."""
-    found: dict[str, Mapping] = {}
-    for name, mapping in own.items():
+    result: dict[str, Mapping] = {}
+    for name, mapping in parameters.items():
         if "{expert}" not in name:
-            found[name.format(layer=number)] = mapping.at(layer)
+            result[name.format(layer=number)] = mapping.at(layer)
     for e in range(experts):
-        for name, mapping in own.items():
+        for name, mapping in parameters.items():
             if "{expert}" in name:
-                found[name.format(layer=number, expert=e)] = mapping.at(layer, e)
-    return found
+                result[name.format(layer=number, expert=e)] = mapping.at(layer, e)
+    return result
 
 
 def _of_sparse_layers(name: str) -> bool | None:
@@ -207,12 +207,12 @@ def expert_number(name: str) -> int | None:
     return int(rest.partition(".")[0]) if found else None
 
 
-def of_expert(name: str, expert: int) -> str:
+def expert_name(name: str, expert: int) -> str:
     """The same parameter of another expert."""
     return _LOCAL_EXPERT.sub(rf"\g<1>{expert}\g<3>", name)
 
 
-def own_experts(sizes: Sizes, layout: ParallelLayout) -> range:
+def local_experts(sizes: Sizes, layout: ParallelLayout) -> range:
     """The experts of each layer that this rank holds, fully or in part."""
     share = sizes.experts // layout.ep_size
     return range(layout.ep_rank * share, (layout.ep_rank + 1) * share)
@@ -226,9 +226,7 @@ def any_expert(name: str) -> str:
 
 def model_sizes(config: TransformerConfig, gpt: GPTModelConfig) -> Sizes:
     """Sizes of the full model. config: its TransformerConfig."""
-    assert gpt.vocab_size is not None, (
-        "the vocabulary size is known once the command line is parsed"
-    )
+    assert gpt.vocab_size is not None, "set when the command line is parsed"
     return Sizes(
         hidden=config.hidden_size,
         ffn=config.ffn_hidden_size,
@@ -301,20 +299,13 @@ def global_parameters(model_chunks: Sequence[MegatronModule]) -> Iterator[tuple[
     for chunk in map(unwrap, model_chunks):
         for name, parameter in named_weights(chunk):
             full = canonical_name(name)
-            found = LAYER.match(full)
-            if found is not None:
-                part, local, rest = found[1], int(found[2]), full[found.end() :]
+            if (match := LAYER.match(full)) is not None:
+                part, local, rest = match[1], int(match[2]), full[match.end() :]
                 if part == "decoder":
                     layer = chunk.decoder.layers[local]
                     full = f"decoder.layers.{layer.layer_number - 1}.{rest}"  # 1-based
                 else:
                     layer = chunk.mtp.layers[local].transformer_layer
-                if expert_number(full) is not None:
-                    own = layer.mlp.local_expert_indices
-                    full = _LOCAL_EXPERT.sub(
-                        lambda found, own=own: (  # type: ignore[misc]
-                            f"{found[1]}{own[int(found[2])]}{found[3]}"
-                        ),
-                        full,
-                    )
+                if (expert := expert_number(full)) is not None:
+                    full = expert_name(full, layer.mlp.local_expert_indices[expert])
             yield full, parameter

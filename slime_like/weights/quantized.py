@@ -30,7 +30,7 @@ OTHER_SCALES = (".input_scale", ".activation_scale", ".output_scale", ".k_scale"
 
 
 @dataclass(frozen=True, slots=True)
-class CodedWeight(ABC):
+class QuantizedWeight(ABC):
     """A weight that is stored as several tensors. shape: of the weight. stored: these tensors,
     sorted by descending dtype width."""
 
@@ -59,7 +59,7 @@ class CodedWeight(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class ScaledMatrix(CodedWeight):
+class ScaledMatrix(QuantizedWeight):
     """[rows, columns]: codes times scales of shape [rows / block rows, columns / block columns],
     rounded up. codes, scales: names of the stored tensors. block: size of a block; 0 for all rows
     or columns."""
@@ -80,24 +80,24 @@ class ScaledMatrix(CodedWeight):
         low, high = first // rows, -(-last // rows)
         scales = read(self.scales, low, high).float().view(high - low, -1)
         scales = scales[torch.arange(first, last) // rows - low]
-        whole = self.shape[1] // columns * columns
-        values[:, :whole].unflatten(1, (-1, columns)).mul_(
-            scales[:, : whole // columns].unsqueeze(-1)
+        full_columns = self.shape[1] // columns * columns
+        values[:, :full_columns].unflatten(1, (-1, columns)).mul_(
+            scales[:, : full_columns // columns].unsqueeze(-1)
         )
-        values[:, whole:].mul_(scales[:, -1:])
+        values[:, full_columns:].mul_(scales[:, -1:])
         return values
 
     def encode(self, weight: Tensor) -> dict[str, Tensor]:
         plans = {plan.name: plan for plan in self.stored}
         rows = self.tile[0]
-        many = max(1, CHUNK_ELEMENTS // max(1, rows * self.shape[1])) * rows
+        chunk_rows = max(1, CHUNK_ELEMENTS // max(1, rows * self.shape[1])) * rows
         codes, scales = [], []
-        for start in range(0, self.shape[0], many):
-            part_codes, part_scales = self._encode_rows(weight[start : start + many].float())
+        for start in range(0, self.shape[0], chunk_rows):
+            part_codes, part_scales = self._encode_rows(weight[start : start + chunk_rows].float())
             codes.append(part_codes)
             scales.append(part_scales)
-        found = {self.codes: torch.cat(codes), self.scales: torch.cat(scales)}
-        return {name: tensor.view(plans[name].shape) for name, tensor in found.items()}
+        tensors = {self.codes: torch.cat(codes), self.scales: torch.cat(scales)}
+        return {name: tensor.view(plans[name].shape) for name, tensor in tensors.items()}
 
     def _tiles(self, weight: Tensor) -> Tensor:
         """Split into blocks: [scale rows, rows, scale columns, columns], zero-padded."""
@@ -153,10 +153,10 @@ class PackedMatrix(ScaledMatrix):
         return torch.arange(0, 32, self.bits, dtype=torch.int32)
 
     def _values(self, read: ReadRows, first: int, last: int) -> Tensor:
-        given = tuple(read(self.size, 0, 2).tolist())
-        if given != self.shape:
+        shape = tuple(read(self.size, 0, 2).tolist())
+        if shape != self.shape:
             raise ValueError(
-                f"{self.size} is {list(given)}, but {self.codes} and {self.scales} are those of a "
+                f"{self.size} is {list(shape)}, but {self.codes} and {self.scales} are those of a "
                 f"weight {list(self.shape)}; copy the file again"
             )
         words = read(self.codes, first, last)
@@ -173,24 +173,21 @@ class PackedMatrix(ScaledMatrix):
         """Round to nearest with one of two scales that avoid clipping, whichever has the smaller
         error. This way an unchanged weight is quantised to the codes that it was loaded from."""
         tiles, half = self._tiles(weight), 2 ** (self.bits - 1)
-        largest, least = tiles.amax(dim=(1, 3)), tiles.amin(dim=(1, 3))
-        codes, scales, error = None, None, None
-        for candidate in (
-            torch.maximum(largest / (half - 1), -least / half),
-            torch.maximum(largest, -least) / (half - 1),
-        ):
-            new = _never_zero(candidate.to(self.scale_dtype))
-            step = new.float()[:, None, :, None]
-            rounded = (tiles / step).round_().clamp_(-half, half - 1)
-            lost = (rounded * step - tiles).square_().sum(dim=(1, 3))
-            if codes is None or scales is None or error is None:
-                codes, scales, error = rounded, new, lost
-            else:
-                better = lost < error
-                codes = torch.where(better[:, None, :, None], rounded, codes)
-                scales = torch.where(better, new, scales)
-        assert codes is not None and scales is not None
+        maximum, minimum = tiles.amax(dim=(1, 3)), tiles.amin(dim=(1, 3))
+        first = self._quantize(tiles, torch.maximum(maximum / (half - 1), -minimum / half))
+        second = self._quantize(tiles, torch.maximum(maximum, -minimum) / (half - 1))
+        better = second[2] < first[2]
+        codes = torch.where(better[:, None, :, None], second[0], first[0])
+        scales = torch.where(better, second[1], first[1])
         return self._packed(self._untiled(codes, len(weight)).long() + half), scales
+
+    def _quantize(self, tiles: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes, scales in their dtype, and squared error of each tile."""
+        half = 2 ** (self.bits - 1)
+        scales = _never_zero(scales.to(self.scale_dtype))
+        step = scales.float()[:, None, :, None]
+        codes = (tiles / step).round_().clamp_(-half, half - 1)
+        return codes, scales, (codes * step - tiles).square_().sum(dim=(1, 3))
 
     def _packed(self, codes: Tensor) -> Tensor:
         """Pack unsigned codes [n, columns] into [n, words] int32; unused bits of the last word are
@@ -202,7 +199,7 @@ class PackedMatrix(ScaledMatrix):
 
 
 @dataclass(frozen=True, slots=True)
-class MxExperts(CodedWeight):
+class MxExperts(QuantizedWeight):
     """The experts of a layer [experts, columns, rows] in MXFP4, stored transposed: [experts, rows,
     groups, 16] bytes of two e2m1 numbers each, the first in the low half, and [experts, rows,
     groups] power-of-two scales, one per group of 32 numbers."""
@@ -235,34 +232,36 @@ def _never_zero(scales: Tensor) -> Tensor:
 class _Finder:
     """Finds the quantised weights among a folder's tensors."""
 
-    def __init__(self, tensors: Mapping[str, TensorPlan], how: Quantization, folder: str) -> None:
+    def __init__(
+        self, tensors: Mapping[str, TensorPlan], format_: Quantization, folder: str
+    ) -> None:
         self._tensors = tensors
-        self._how = how
+        self._format = format_
         self._folder = folder
 
-    def all(self) -> Iterator[CodedWeight]:
+    def all(self) -> Iterator[QuantizedWeight]:
         for name, plan in self._tensors.items():
-            if self._how.kind == "fp8" and plan.dtype == FP8:
+            if self._format.kind == "fp8" and plan.dtype == FP8:
                 yield self._fp8(plan)
-            elif self._how.kind == "packed" and name.endswith(".weight_packed"):
+            elif self._format.kind == "packed" and name.endswith(".weight_packed"):
                 yield self._packed(plan)
-            elif self._how.kind == "mxfp4" and name.endswith("_blocks"):
+            elif self._format.kind == "mxfp4" and name.endswith("_blocks"):
                 yield self._mxfp4(plan)
 
-    def _fp8(self, plan: TensorPlan) -> CodedWeight:
+    def _fp8(self, plan: TensorPlan) -> QuantizedWeight:
         if not plan.name.endswith(".weight") or len(plan.shape) != 2:
             raise self._wrong(plan, "is fp8 and no .weight of two dimensions")
         stem = plan.name.removesuffix("weight")
-        scales = self._stored(plan, [stem + suffix for suffix in self._how.scales])
+        scales = self._stored(plan, [stem + suffix for suffix in self._format.scales])
         self._check_scales(plan, scales, plan.shape)
         return Fp8Matrix(
             plan.name, plan.shape, (scales, plan), plan.name, scales.name, scales.dtype,
-            self._how.block, self._how.power_of_two,
+            self._format.block, self._format.power_of_two,
         )  # fmt: skip
 
-    def _packed(self, plan: TensorPlan) -> CodedWeight:
+    def _packed(self, plan: TensorPlan) -> QuantizedWeight:
         stem = plan.name.removesuffix("weight_packed")
-        scales = self._stored(plan, [stem + suffix for suffix in self._how.scales])
+        scales = self._stored(plan, [stem + suffix for suffix in self._format.scales])
         size = self._stored(plan, [f"{stem}weight_shape"])
         for unsupported in ("weight_zero_point", "weight_g_idx"):
             if stem + unsupported in self._tensors:
@@ -271,10 +270,10 @@ class _Finder:
             raise self._wrong(plan, "is not of two dimensions and int32")
         if size.shape != (2,) or size.dtype not in (torch.int32, torch.int64):
             raise self._wrong(size, "is not two integers")
-        in_word = 32 // self._how.bits
+        in_word = 32 // self._format.bits
         columns = plan.shape[1] * in_word
-        if self._how.block[1] and len(scales.shape) == 2:
-            columns = scales.shape[1] * self._how.block[1]
+        if self._format.block[1] and len(scales.shape) == 2:
+            columns = scales.shape[1] * self._format.block[1]
         shape = (plan.shape[0], columns)
         if -(-columns // in_word) != plan.shape[1]:
             raise self._wrong(scales, f"has other columns than {plan.name} {list(plan.shape)}")
@@ -282,12 +281,12 @@ class _Finder:
         widest_first = tuple(sorted((size, plan, scales), key=lambda p: -p.dtype.itemsize))
         return PackedMatrix(
             f"{stem}weight", shape, widest_first, plan.name, scales.name, scales.dtype,
-            self._how.block, size.name, self._how.bits,
+            self._format.block, size.name, self._format.bits,
         )  # fmt: skip
 
-    def _mxfp4(self, plan: TensorPlan) -> CodedWeight:
+    def _mxfp4(self, plan: TensorPlan) -> QuantizedWeight:
         stem = plan.name.removesuffix("_blocks")
-        scales = self._stored(plan, [stem + suffix for suffix in self._how.scales])
+        scales = self._stored(plan, [stem + suffix for suffix in self._format.scales])
         if len(plan.shape) != 4 or plan.shape[3] * 2 != MX_COLUMNS or plan.dtype != torch.uint8:
             raise self._wrong(plan, "is not [experts, rows, groups, 16] of bytes")
         if scales.shape != plan.shape[:3] or scales.dtype != torch.uint8:
@@ -305,7 +304,7 @@ class _Finder:
     def _check_scales(self, plan: TensorPlan, scales: TensorPlan, shape: tuple[int, ...]) -> None:
         if not scales.dtype.is_floating_point or scales.dtype == FP8:
             raise self._wrong(scales, "has no scales")
-        tile = [size or whole for size, whole in zip(self._how.block, shape, strict=True)]
+        tile = [size or whole for size, whole in zip(self._format.block, shape, strict=True)]
         grid = tuple(-(-n // max(1, size)) for n, size in zip(shape, tile, strict=True))
         legal = {grid} | ({grid[:1]} if grid[1] == 1 else set())
         legal |= {()} if grid == (1, 1) else set()
@@ -321,25 +320,27 @@ class _Finder:
         )
 
 
-def coded_weights(
-    tensors: Mapping[str, TensorPlan], how: Quantization, folder: str
-) -> dict[str, CodedWeight]:
+def find_quantized_weights(
+    tensors: Mapping[str, TensorPlan], format_: Quantization, folder: str
+) -> dict[str, QuantizedWeight]:
     """The quantised weights of a folder, by name. tensors: all stored tensors. Raises ValueError
-    naming a tensor that is missing or inconsistent with `how`."""
-    return {coded.name: coded for coded in _Finder(tensors, how, folder).all()}
+    naming a tensor that is missing or inconsistent with the format."""
+    return {weight.name: weight for weight in _Finder(tensors, format_, folder).all()}
 
 
-def stored_plans(plan: TensorPlan, coded: Mapping[str, CodedWeight]) -> tuple[TensorPlan, ...]:
+def stored_plans(
+    plan: TensorPlan, quantized: Mapping[str, QuantizedWeight]
+) -> tuple[TensorPlan, ...]:
     """The tensors as which a weight is stored."""
-    return coded[plan.name].stored if plan.name in coded else (plan,)
+    return quantized[plan.name].stored if plan.name in quantized else (plan,)
 
 
 def encode_tensors(
-    tensors: Mapping[str, Tensor], coded: Mapping[str, CodedWeight]
+    tensors: Mapping[str, Tensor], quantized: Mapping[str, QuantizedWeight]
 ) -> dict[str, Tensor]:
-    """Quantise weights for storage: those in `coded` become several tensors, others are
+    """Quantise weights for storage: those in `quantized` become several tensors, others are
     unchanged."""
-    found: dict[str, Tensor] = {}
+    encoded: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        found |= coded[name].encode(tensor) if name in coded else {name: tensor}
-    return found
+        encoded |= quantized[name].encode(tensor) if name in quantized else {name: tensor}
+    return encoded

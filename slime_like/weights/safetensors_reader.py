@@ -4,6 +4,7 @@ Quantised weights are dequantised while reading."""
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -18,16 +19,17 @@ from torch import Tensor
 from arguments.hf.quantization import folder_quantization
 from slime_like.checkpoints.files import open_regular, read_json
 from slime_like.weights.gather import TensorPlan
-from slime_like.weights.quantized import OTHER_SCALES, CodedWeight, coded_weights
+from slime_like.weights.quantized import OTHER_SCALES, QuantizedWeight, find_quantized_weights
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# by safetensors' dtype names
 TORCH_DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F64": torch.float64,
-}  # by safetensors' dtype names
+}
 DTYPES = tuple(TORCH_DTYPES)
 # dtypes of the tensors that store quantised weights
 _STORED_DTYPES = {
@@ -50,11 +52,9 @@ MAX_NAMED = 8  # names listed in an error message
 
 def file_names(number: int) -> list[str]:
     """transformers' file names of a model in `number` files."""
-    return (
-        [SINGLE]
-        if number == 1
-        else [f"model-{n:05d}-of-{number:05d}.safetensors" for n in range(1, number + 1)]
-    )
+    if number == 1:
+        return [SINGLE]
+    return [f"model-{n:05d}-of-{number:05d}.safetensors" for n in range(1, number + 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class WeightFiles:
     naming the problem.
 
     A weight is a stored tensor or, if config.json has a `quantization_config`, dequantised from
-    several of them (`coded`, by name). stored: the tensors of the files; a layer's 3-D tensor of
+    several of them (`quantized`, by name). stored: the tensors of the files; a layer's 3-D tensor of
     all experts is split into one entry per expert and projection. Files are read instead of
     memory-mapped, because mapped pages count towards the process's memory, up to the size of the
     model.
@@ -87,10 +87,8 @@ class WeightFiles:
             try:
                 with open_regular(path) as file:
                     self._files.append(os.dup(file.fileno()))
-                with safe_open(
-                    path, framework="pt", device="cpu"
-                ):  # checks the header against the file's size
-                    pass
+                with safe_open(path, framework="pt", device="cpu"):
+                    pass  # checks the header against the file's size
                 stored = stored_tensors(self._files[-1])
             except (SafetensorError, OSError, ValueError) as error:
                 self.close()
@@ -100,13 +98,16 @@ class WeightFiles:
             self.stored |= stored
         try:
             self.stored = _own_names(self.stored, folder)
-            self.coded: Mapping[str, CodedWeight] = _coded(self.stored, folder)
+            self.quantized: Mapping[str, QuantizedWeight] = _quantized_weights(self.stored, folder)
         except ValueError:
             self.close()
             raise
-        taken = {plan.name for coded in self.coded.values() for plan in coded.stored}
-        taken |= {name for name in self.stored if self.coded and name.endswith(OTHER_SCALES)}
-        self.names: frozenset[str] = frozenset((self.stored.keys() - taken) | self.coded.keys())
+        names = set(self.stored)
+        for weight in self.quantized.values():
+            names -= {plan.name for plan in weight.stored}
+        if self.quantized:
+            names = {name for name in names if not name.endswith(OTHER_SCALES)}
+        self.names: frozenset[str] = frozenset(names | self.quantized.keys())
 
     def __enter__(self) -> WeightFiles:
         return self
@@ -119,18 +120,19 @@ class WeightFiles:
             os.close(self._files.pop())
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self.coded[name].shape if name in self.coded else self.stored[name].shape
+        return self.quantized[name].shape if name in self.quantized else self.stored[name].shape
 
     def dtype(self, name: str) -> str:
         """safetensors' name of the dtype that `read` returns."""
-        return "F32" if name in self.coded else self.stored[name].dtype
+        return "F32" if name in self.quantized else self.stored[name].dtype
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """Dtype of a stored tensor. Raises ValueError if it is not supported."""
         dtype = _STORED_DTYPES.get(self.stored[name].dtype)
         if dtype is None:
             raise ValueError(
-                f"{name} has dtype {self.stored[name].dtype}; legal values: {', '.join(_STORED_DTYPES)}"
+                f"{name} has dtype {self.stored[name].dtype}; legal values: "
+                f"{', '.join(_STORED_DTYPES)}"
             )
         return dtype
 
@@ -145,7 +147,7 @@ class WeightFiles:
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """Rows [start, stop) along `dim` (0 or 1), in the file's dtype, or float32 for a quantised
         weight. Along dimension 1, full rows are read, a few at a time."""
-        if name not in self.coded:
+        if name not in self.quantized:
             return self._read_stored(name, dim, start, stop)
         shape = list(self.shape(name))
         shape[dim] = stop - start
@@ -167,9 +169,10 @@ class WeightFiles:
             _read_into(out, stored.file, stored.start + start * row)
             return out
         out = torch.empty((stored.shape[0], stop - start, *stored.shape[2:]), dtype=dtype)
-        many = max(1, READ_BYTES // max(1, row))
-        for first in range(0, stored.shape[0], many):
-            rows = torch.empty((min(many, stored.shape[0] - first), *stored.shape[1:]), dtype=dtype)
+        count = max(1, READ_BYTES // max(1, row))
+        for first in range(0, stored.shape[0], count):
+            size = min(count, stored.shape[0] - first)
+            rows = torch.empty((size, *stored.shape[1:]), dtype=dtype)
             _read_into(rows, stored.file, stored.start + first * row)
             out[first : first + len(rows)] = rows[:, start:stop]
         return out
@@ -177,14 +180,16 @@ class WeightFiles:
     def read_into(self, out: Tensor, name: str, dim: int, start: int, stop: int) -> None:
         """`read`, cast to the dtype of `out`. A quantised weight needs a few million elements of
         additional memory."""
-        if name not in self.coded:
+        if name not in self.quantized:
             out.copy_(self.read(name, dim, start, stop))
             return
-        coded, at = self.coded[name], 0
-        for first, last in coded.chunks(*((start, stop) if dim == 0 else (0, coded.shape[0]))):
-            rows = coded.decode(lambda n, a, b: self._read_stored(n, 0, a, b), first, last)
-            out[at : at + len(rows)] = rows if dim == 0 else rows.narrow(dim, start, stop - start)
-            at += len(rows)
+        weight, position = self.quantized[name], 0
+        for first, last in weight.chunks(*((start, stop) if dim == 0 else (0, weight.shape[0]))):
+            rows = weight.decode(lambda n, a, b: self._read_stored(n, 0, a, b), first, last)
+            if dim != 0:
+                rows = rows.narrow(dim, start, stop - start)
+            out[position : position + len(rows)] = rows
+            position += len(rows)
 
 
 def weights_digest(folder: str) -> str:
@@ -199,13 +204,15 @@ def weights_digest(folder: str) -> str:
     return digest.hexdigest()[:24]
 
 
-def stored_format(folder: str) -> Mapping[str, CodedWeight]:
+def stored_format(folder: str) -> Mapping[str, QuantizedWeight]:
     """How the folder stores its quantised weights, by name. Raises like `WeightFiles`."""
     with WeightFiles(folder) as files:
-        return files.coded
+        return files.quantized
 
 
-def _coded(stored: Mapping[str, StoredTensor], folder: str) -> Mapping[str, CodedWeight]:
+def _quantized_weights(
+    stored: Mapping[str, StoredTensor], folder: str
+) -> Mapping[str, QuantizedWeight]:
     how = folder_quantization(folder)
     if how is None:
         return {}
@@ -214,7 +221,7 @@ def _coded(stored: Mapping[str, StoredTensor], folder: str) -> Mapping[str, Code
         for name, tensor in stored.items()
         if tensor.dtype in _STORED_DTYPES
     }
-    return coded_weights(plans, how, folder)
+    return find_quantized_weights(plans, how, folder)
 
 
 def stored_tensors(file: int) -> dict[str, StoredTensor]:
@@ -222,17 +229,14 @@ def stored_tensors(file: int) -> dict[str, StoredTensor]:
     then JSON."""
     length = int.from_bytes(os.pread(file, 8, 0), "little")
     header = json.loads(os.pread(file, length, 8))
-    return {
-        name: StoredTensor(
-            file,
-            8 + length + entry["data_offsets"][0],
-            entry["data_offsets"][1] - entry["data_offsets"][0],
-            tuple(entry["shape"]),
-            entry["dtype"],
-        )
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
+    tensors = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            start, end = entry["data_offsets"]
+            tensors[name] = StoredTensor(
+                file, 8 + length + start, end - start, tuple(entry["shape"]), entry["dtype"]
+            )
+    return tensors
 
 
 def _own_names(stored: Mapping[str, StoredTensor], folder: str) -> dict[str, StoredTensor]:
@@ -249,20 +253,21 @@ def _own_names(stored: Mapping[str, StoredTensor], folder: str) -> dict[str, Sto
 def _each_expert(stored: Mapping[str, StoredTensor], layers: str) -> dict[str, StoredTensor]:
     """Split Qwen3.5's tensors of all experts of a layer [experts, rows, columns], gate stacked on
     up, into entries under the names that other files have."""
-    found = {}
+    tensors = {}
     for name, tensor in stored.items():
         block, _, last = name.rpartition(".")
-        fused = name.startswith(layers) and block.endswith(".experts")
-        if not fused or last not in FUSED or len(tensor.shape) != 3:
-            found[name] = tensor
+        is_fused = name.startswith(layers) and block.endswith(".experts")
+        if not is_fused or last not in FUSED or len(tensor.shape) != 3:
+            tensors[name] = tensor
             continue
         experts, rows, columns = tensor.shape
-        parts = [f"{block}.{e}.{part}.weight" for e in range(experts) for part in FUSED[last]]
+        pairs = itertools.product(range(experts), FUSED[last])
+        parts = [f"{block}.{expert}.{projection}.weight" for expert, projection in pairs]
         size, shape = tensor.size // len(parts), (rows // len(FUSED[last]), columns)
         for number, part in enumerate(parts):
             start = tensor.start + number * size
-            found[part] = StoredTensor(tensor.file, start, size, shape, tensor.dtype)
-    return found
+            tensors[part] = StoredTensor(tensor.file, start, size, shape, tensor.dtype)
+    return tensors
 
 
 def _read_into(tensor: Tensor, file: int, position: int) -> None:
@@ -294,7 +299,8 @@ def weight_files(folder: Path) -> list[Path]:
             ) from error
         if outside:
             raise ValueError(
-                f"{index} names {outside[0]!r}, which is not a file of this folder; correct it, or copy the file there"
+                f"{index} names {outside[0]!r}, which is not a file of this folder; correct it, or "
+                "copy the file there"
             )
         paths = [folder / name for name in names]
         absent = [path.name for path in paths if not path.is_file()]
@@ -304,7 +310,8 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     raise ValueError(
-        f"{folder}: no {SINGLE} and no {INDEX} in this folder; other formats are not read (save the model with safetensors)"
+        f"{folder}: no {SINGLE} and no {INDEX} in this folder; other formats are not supported "
+        "(save the model with safetensors)"
     )
 
 

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slime_like.checkpoints.files import FileRecord, hash_file, hashed_file, replace_file
-from slime_like.weights.gather import TensorPlan
+from slime_like.weights.gather import TensorPlan, as_bytes
 from slime_like.weights.safetensors_reader import DTYPE_NAMES, INDEX, TORCH_DTYPES, file_names
 
 NOTE = ".done.json"
@@ -29,10 +30,10 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str
     try:
         save_file(tensors, path, metadata=metadata)
     except SafetensorError as error:
-        found = re.search(r"I/O error: (.*) \(os error (\d+)\)", str(error))
-        if found is None:
+        match = re.search(r"I/O error: (.*) \(os error (\d+)\)", str(error))
+        if match is None:
             raise
-        raise OSError(int(found[2]), found[1], str(path)) from error
+        raise OSError(int(match[2]), match[1], str(path)) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,8 @@ def plan_shards(tensors: Iterable[TensorPlan], max_shard_bytes: int) -> list[Sha
 
 def is_quantized(shards: Sequence[ShardPlan]) -> bool:
     """Whether some of the tensors are parts of quantised weights."""
-    plain = TORCH_DTYPES.values()
-    return any(tensor.dtype not in plain for shard in shards for tensor in shard.tensors)
+    tensors = chain.from_iterable(shard.tensors for shard in shards)
+    return any(tensor.dtype not in TORCH_DTYPES.values() for tensor in tensors)
 
 
 def main_dtype(shards: Sequence[ShardPlan]) -> str:
@@ -81,7 +82,9 @@ def main_dtype(shards: Sequence[ShardPlan]) -> str:
 def write_index(folder: Path, shards: Sequence[ShardPlan]) -> None:
     """Write the index of tensor names to files; nothing for a single file."""
     if len(shards) > 1:
-        weight_map = {tensor.name: shard.file_name for shard in shards for tensor in shard.tensors}
+        weight_map: dict[str, str] = {}
+        for shard in shards:
+            weight_map |= dict.fromkeys((tensor.name for tensor in shard.tensors), shard.file_name)
         index = {
             "metadata": {"total_size": sum(shard.nbytes for shard in shards)},
             "weight_map": weight_map,
@@ -102,13 +105,9 @@ def write_shard(
     with hashed_file(part) as file:
         file.write(header(plan.tensors))
         for planned, (name, tensor) in zip(plan.tensors, tensors, strict=True):
-            assert (name, tuple(tensor.shape), tensor.dtype) == (
-                planned.name,
-                planned.shape,
-                planned.dtype,
-            ), name
+            assert TensorPlan.of(name, tensor) == planned, name
             if tensor.numel():
-                file.write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+                file.write(memoryview(as_bytes(tensor).numpy()))  # type: ignore[arg-type]
             advance(planned.nbytes)
     record = file.record()
     os.replace(part, folder / plan.file_name)
@@ -123,13 +122,10 @@ def kept_shard(folder: Path, plan: ShardPlan, identity: str) -> FileRecord | Non
     try:
         note = json.loads((folder / (plan.file_name + NOTE)).read_text())
         record = FileRecord(note["size"], note["sha256"])
-        return (
-            record
-            if note["identity"] == identity and hash_file(folder / plan.file_name) == record
-            else None
-        )
+        valid = note["identity"] == identity and hash_file(folder / plan.file_name) == record
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    return record if valid else None
 
 
 def header(tensors: Sequence[TensorPlan]) -> bytes:

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
-from slime_like.weights.mappings import Mapping, OfExpert, Part, Sizes, share_of
+from slime_like.weights.mappings import ExpertSlice, Mapping, Part, Sizes, shard_bounds
 
 S = TypeVar("S", bound="StackedExpert")
 
@@ -37,8 +37,8 @@ class StackedGateUp(StackedExpert):
         return (rows,) if self.bias else (rows, sizes.hidden)
 
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
-        share = share_of(sizes.expert_ffn, tp_rank, tp_size)
-        return [Part(self.hf, *share, OfExpert(self.expert, first, 2)) for first in (0, 1)]
+        share = shard_bounds(sizes.expert_ffn, tp_rank, tp_size)
+        return [Part(self.hf, *share, ExpertSlice(self.expert, first, 2)) for first in (0, 1)]
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class StackedDown(StackedExpert):
         return (sizes.hidden, rows)
 
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
-        share = share_of(sizes.expert_ffn, tp_rank, tp_size)
-        return [Part(self.hf, *share, OfExpert(self.expert))]
+        share = shard_bounds(sizes.expert_ffn, tp_rank, tp_size)
+        return [Part(self.hf, *share, ExpertSlice(self.expert))]
 
 
 @dataclass(frozen=True)
@@ -71,4 +71,4 @@ class StackedDownBias(StackedExpert):
         return (rows,)
 
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
-        return [Part(self.hf, 0, sizes.hidden, OfExpert(self.expert))]
+        return [Part(self.hf, 0, sizes.hidden, ExpertSlice(self.expert))]

@@ -13,7 +13,7 @@ megatron_patches.apply()
 
 from benchmarks.parity.steps import parallel  # noqa: E402
 from slime_like.megatron.ops import fused_linear_logprob  # noqa: E402
-from slime_like.megatron.ops.fused_linear_logprob import lean_log_probs  # noqa: E402
+from slime_like.megatron.ops.fused_linear_logprob import fused_linear_log_probs  # noqa: E402
 from slime_like.megatron.parallel_layout import ParallelLayout  # noqa: E402
 
 T, H, COLUMNS = 12, 6, 64
@@ -41,7 +41,7 @@ def differences(
     def everything(h: Tensor, w: Tensor, b: Tensor, **settings: Any) -> list[Tensor]:
         leaves = [tensor.clone().requires_grad_() for tensor in (h, w, b)]
         squared = torch.empty(T if rows is None else len(rows))
-        log_probs, entropy = lean_log_probs(
+        log_probs, entropy = fused_linear_log_probs(
             leaves[0],
             leaves[1],
             labels,

@@ -14,7 +14,7 @@ from arguments.parse import parse_args
 from benchmarks.parity.cells import sizes_of
 from benchmarks.parity.steps import gradients, parallel, random_samples, share, weights
 from slime_like.megatron.backend import MegatronBackend
-from slime_like.megatron.moe import routers_of
+from slime_like.megatron.moe import decoder_routers
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.types import TrainBatch, TrainSample
 from tests.dist.backend_worker import poison_one_rank
@@ -109,7 +109,7 @@ def expert_bias(layout: ParallelLayout, flags: str) -> dict[str, Any]:
     backend = MegatronBackend(
         parse_args(f"{SIGMOID} {flags}".split(), layout.world_size), layout, total_steps=8
     )
-    routers = routers_of(backend.policy.chunks)
+    routers = decoder_routers(backend.policy.chunks)
 
     def biases() -> list[list[float]]:
         return [router.expert_bias.tolist() for router in routers]

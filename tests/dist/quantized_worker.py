@@ -37,19 +37,19 @@ def load_and_export(rank: int, world_size: int, arguments: dict[str, Any]) -> li
                 case = f"{name} {layout.describe()}"
                 different += [f"{case}: {n}" for (n, a), (_, b) in pairs if not torch.equal(a, b)]
                 export: dict[str, Any] = dict(
-                    hf=hf, gpt=gpt, layout=layout, coded=stored_format(quantized), bucket_bytes=BUCKET
+                    hf=hf, gpt=gpt, layout=layout, quantized=stored_format(quantized), bucket_bytes=BUCKET
                 )  # fmt: skip
                 stream = export_hf_weights(loaded[0], **export)
                 save_hf(f"{arguments['out']}/{name}-{number}", stream, quantized)
                 if name != arguments["served"]:
                     continue
-                del export["coded"]
-                stream, more = (
+                del export["quantized"]
+                stream, extra = (
                     export_hf_weights(loaded[0], **export),
                     untrained_weights(hf, quantized),
                 )
-                save_hf(f"{arguments['out']}/plain-{number}", stream, quantized, more=more)
-                export["coded"] = stored_format(quantized)
+                save_hf(f"{arguments['out']}/plain-{number}", stream, quantized, extra=extra)
+                export["quantized"] = stored_format(quantized)
                 serves = number < arguments["served_layouts"]
                 for version, transport in enumerate(arguments["transports"] if serves else (), 1):
                     served = {"folder": quantized, "urls": arguments["urls"]}

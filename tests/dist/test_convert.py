@@ -207,7 +207,7 @@ def _quantise(weights: dict[str, torch.Tensor]) -> None:
             _rename,
             [
                 "missing tensors: model.layers.0.mlp.gate_proj.weight",
-                "no place for: model.layers.0.mlp.gate.weight",
+                "unexpected tensors: model.layers.0.mlp.gate.weight",
             ],
         ),
         (_narrow, ["model.layers.1.self_attn.k_proj.weight", "(8, 32)", "(16, 32)"]),

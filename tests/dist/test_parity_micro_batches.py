@@ -204,7 +204,7 @@ def test_a_wrong_order_would_be_seen(
     the samples."""
     from slime_like.megatron.packing import MicroBatches
 
-    monkeypatch.setattr(MicroBatches, "in_order", lambda self, values: list(values))
+    monkeypatch.setattr(MicroBatches, "restore_order", lambda self, values: list(values))
     with pytest.raises((RuntimeError, ValueError, IndexError)):
         worker.train(files["folder"], alone, f"{DYNAMIC} 40", tmp_path)
     assert torch.is_grad_enabled()

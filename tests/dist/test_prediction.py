@@ -118,7 +118,7 @@ def by_the_paper(model: Any, family: str, folder: Path, tokens: Tensor) -> list[
 )
 def test_logits_are_those_of_the_paper(family: str, alone: Any, tmp_path: Path) -> None:
     """Of packed sequences; and the weights come back bit by bit."""
-    from slime_like.megatron.model.prediction import bring_embedding
+    from slime_like.megatron.model.prediction import update_embedding
     from slime_like.megatron.ops.attention import packed_rows
 
     folder = tmp_path / "model"
@@ -146,7 +146,7 @@ def test_logits_are_those_of_the_paper(family: str, alone: Any, tmp_path: Path) 
         packed, (chunk,) = packed_rows(ends), chunks
         positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
         hidden = chunk(batch.tokens, positions, None, packed_seq_params=packed)
-        bring_embedding(chunks, alone)
+        update_embedding(chunks, alone)
         rotary = chunk.rotary_embedding(hidden, packed)
         states = chunk.mtp(hidden, rotary, packed, batch, alone)
         head = convert_worker.head_weight(chunk)[: hf.gpt["vocab_size"]]
@@ -161,7 +161,7 @@ def test_logits_are_those_of_the_paper(family: str, alone: Any, tmp_path: Path) 
 def test_soft_targets_are_the_policys_own_distributions(alone: Any, tmp_path: Path) -> None:
     """Of two layers, by a loop over tokens in float64; what gives the targets gets no gradient."""
     from slime_like.megatron.model.policy import LogProbHead
-    from slime_like.megatron.model.prediction import bring_embedding
+    from slime_like.megatron.model.prediction import update_embedding
     from slime_like.megatron.ops.attention import packed_rows
     from slime_like.megatron.packing import pack
     from slime_like.megatron.prediction_loss import PredictionLoss
@@ -190,7 +190,7 @@ def test_soft_targets_are_the_policys_own_distributions(alone: Any, tmp_path: Pa
         packed = packed_rows(batch.cu_seqlens)
         hidden = chunk(batch.tokens, batch.position_ids, None, packed_seq_params=packed).detach()
         hidden.requires_grad_()
-        bring_embedding(chunks, alone)
+        update_embedding(chunks, alone)
         head = LogProbHead(vocab, temperature, alone)
         loss, metrics = PredictionLoss(head, 0.3, soft=True)(chunk, batch, hidden)
         states = chunk.mtp(hidden, chunk.rotary_embedding(hidden, packed), packed, batch, alone)

@@ -97,7 +97,7 @@ def test_what_a_provider_freezes_stays(
 
 WRONG = {
     "other": "returned Linear; return megatron-core's GPTModel, or a subclass",
-    "unpacked": "self_attention.core_attention is megatron-core's DotProductAttention, which takes no packed rows",
+    "unpacked": "self_attention.core_attention is megatron-core's DotProductAttention, without packed sequences",
     "further": "decoder.layers.0.gate",
 }
 

@@ -141,7 +141,7 @@ def test_the_rest_of_a_saved_folder(tmp_path: Path) -> None:
     copied = {"preprocessor_config.json", "video_preprocessor_config.json", "own.py"}
     for name in copied:
         (source / name).write_text("{}")
-    finish_folder(made, tmp_path / "saved", source, dtype="float32", own_head=True)
+    finish_folder(made, tmp_path / "saved", source, dtype="float32", untied_head=True)
     assert copied <= {path.name for path in (tmp_path / "saved").iterdir()}
     saved = json.loads((tmp_path / "saved" / "config.json").read_text())["text_config"]
     assert saved == {"tie_word_embeddings": False, "dtype": "float32"}

@@ -114,27 +114,27 @@ def test_a_copy_follows_by_changes_and_starts_anew_where_it_cannot(
     first = trainer.weights
     trainer.send(2)
     trainer.send(3)
-    assert copy.bring(3).version == 30 and same(stored(folder), trainer.weights)
+    assert copy.update_to(3).version == 30 and same(stored(folder), trainer.weights)
     inode = (folder / "model.safetensors").stat().st_ino
     trainer.send(4)
-    copy.bring(4)
+    copy.update_to(4)
     assert same(stored(folder), trainer.weights)
     assert (folder / "model.safetensors").stat().st_ino == inode  # written in place
-    LocalCheckpoint(root, tmp_path / "other").bring(1)
+    LocalCheckpoint(root, tmp_path / "other").update_to(1)
     assert same(stored(tmp_path / "other"), first)
     trainer.send(5, full=True)
     for number in (1, 2, 3, 4):
         remove_update(root, number)
     late = LocalCheckpoint(root, tmp_path / "late")
-    late.bring(5)
-    copy.bring(5)
+    late.update_to(5)
+    copy.update_to(5)
     assert same(stored(tmp_path / "late"), trainer.weights)
     assert (folder / "model.safetensors").stat().st_ino == inode
     trainer.send(6)
     shutil.rmtree(full_path(root, 5))
     with pytest.raises(RunError, match="update 6"):  # it is behind, with nothing to start from
-        LocalCheckpoint(root, tmp_path / "other").bring(6)
-    copy.bring(6)
+        LocalCheckpoint(root, tmp_path / "other").update_to(6)
+    copy.update_to(6)
     assert same(stored(folder), trainer.weights)
 
 
@@ -144,7 +144,7 @@ def test_a_copy_that_was_left_half_written_or_was_changed_is_made_anew(
     root, folder = tmp_path / "updates", tmp_path / "copy"
     trainer, copy = Trainer(model, root), LocalCheckpoint(root, folder)
     trainer.send(1, fresh=True)
-    copy.bring(1)
+    copy.update_to(1)
     trainer.send(2)
     applied: list[bytes] = []
 
@@ -157,16 +157,16 @@ def test_a_copy_that_was_left_half_written_or_was_changed_is_made_anew(
     with monkeypatch.context() as patched:
         patched.setattr("slime_like.weights.delta_local.apply", killed)
         with pytest.raises(KeyboardInterrupt):
-            copy.bring(2)
+            copy.update_to(2)
     assert not same(stored(folder), trainer.weights)
-    copy.bring(2)
+    copy.update_to(2)
     assert same(stored(folder), trainer.weights)
     weights = folder / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[len(content) // 2] ^= 1
     weights.write_bytes(content)
     trainer.send(3)
-    copy.bring(3)
+    copy.update_to(3)
     assert same(stored(folder), trainer.weights)
 
 
@@ -182,26 +182,26 @@ def test_what_is_damaged_or_half_written_is_never_used(model: str, tmp_path: Pat
     whole = path.read_bytes()
     path.write_bytes(whole[:-9])
     with pytest.raises(RunError, match="update 2"):
-        copy.bring(2)
+        copy.update_to(2)
     path.write_bytes(whole[:-9] + bytes(9))
     with pytest.raises(RunError, match="update 2"):
-        copy.bring(2)
+        copy.update_to(2)
     path.write_bytes(whole)
-    copy.bring(2)
+    copy.update_to(2)
     assert same(stored(folder), trainer.weights)
-    with pytest.raises(RunError, match="holds something else"):
-        LocalCheckpoint(root, model).bring(2)
+    with pytest.raises(RunError, match="is not a copy of weights"):
+        LocalCheckpoint(root, model).update_to(2)
 
 
 def test_another_run_in_the_same_folders(model: str, tmp_path: Path) -> None:
     root, folder = tmp_path / "updates", tmp_path / "copy"
     Trainer(model, root).send(1, fresh=True)
-    LocalCheckpoint(root, folder).bring(1)
+    LocalCheckpoint(root, folder).update_to(1)
     remove_update(root, 1)
     other = Trainer(model, root, run="other")
     other.send(1, fresh=True)
     other.send(2)
-    LocalCheckpoint(root, folder).bring(2)
+    LocalCheckpoint(root, folder).update_to(2)
     assert same(stored(folder), other.weights)
 
 

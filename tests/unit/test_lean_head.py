@@ -15,7 +15,7 @@ import megatron_patches
 megatron_patches.apply()
 
 from slime_like.megatron.ops import fused_linear_logprob  # noqa: E402
-from slime_like.megatron.ops.fused_linear_logprob import lean_log_probs  # noqa: E402
+from slime_like.megatron.ops.fused_linear_logprob import fused_linear_log_probs  # noqa: E402
 
 T, H, COLUMNS = 13, 6, 40
 
@@ -87,7 +87,7 @@ def test_values_and_gradients_in_float64(
 ) -> None:
     arguments = problem(vocab_size, bias=bias)
     got = values_and_gradients(
-        lean_log_probs, arguments, uses, temperature=temperature, chunk_size=5
+        fused_linear_log_probs, arguments, uses, temperature=temperature, chunk_size=5
     )
     assert_same(
         got, values_and_gradients(through_logits, arguments, uses, temperature=temperature), 1e-12
@@ -105,8 +105,8 @@ def test_the_sum_of_squared_probabilities(vocab_size: int, chunk_size: int) -> N
     arguments["labels"] = arguments["labels"].clamp(min=min(4, vocab_size - 1))
     rows = torch.tensor([12, 0, 3, 7])
     squared = torch.empty(4, dtype=torch.float64)
-    plain = lean_log_probs(**arguments, rows=rows, temperature=0.7, chunk_size=chunk_size)
-    found = lean_log_probs(
+    plain = fused_linear_log_probs(**arguments, rows=rows, temperature=0.7, chunk_size=chunk_size)
+    found = fused_linear_log_probs(
         **arguments, rows=rows, temperature=0.7, chunk_size=chunk_size, squared_out=squared
     )
     assert torch.equal(plain[0], found[0]) and torch.equal(plain[1], found[1])
@@ -124,7 +124,9 @@ def test_every_chunk_size_gives_the_same(dtype: torch.dtype, chunk_size: int) ->
         k: v.detach().double().requires_grad_() if k in ("hidden", "weight", "bias") else v
         for k, v in arguments.items()
     }
-    got = values_and_gradients(lean_log_probs, arguments, temperature=0.8, chunk_size=chunk_size)
+    got = values_and_gradients(
+        fused_linear_log_probs, arguments, temperature=0.8, chunk_size=chunk_size
+    )
     want = values_and_gradients(through_logits, exact, temperature=0.8)
     if dtype == torch.float32:
         assert_same(got, want, 2e-5)
@@ -135,7 +137,7 @@ def test_every_chunk_size_gives_the_same(dtype: torch.dtype, chunk_size: int) ->
 
 def test_narrow_inputs_give_float32_and_gradients_of_their_own_kind() -> None:
     arguments = problem(dtype=torch.bfloat16)
-    log_probs, entropy = lean_log_probs(**arguments)
+    log_probs, entropy = fused_linear_log_probs(**arguments)
     assert log_probs.dtype == entropy.dtype == torch.float32
     (log_probs.sum() + entropy.sum()).backward()
     assert arguments["hidden"].grad.dtype == arguments["weight"].grad.dtype == torch.bfloat16
@@ -150,7 +152,9 @@ def test_only_the_rows_asked_for(rows: list[int], chunk_size: int) -> None:
             "nan"
         )  # must not be read
     chosen = torch.tensor(rows, dtype=torch.int64)
-    got = values_and_gradients(lean_log_probs, arguments, rows=chosen, chunk_size=chunk_size)
+    got = values_and_gradients(
+        fused_linear_log_probs, arguments, rows=chosen, chunk_size=chunk_size
+    )
     assert_same(got, values_and_gradients(through_logits, arguments, rows=chosen), 1e-12)
     assert got[0].shape == (len(rows),)
     assert not got[2][[i for i in range(T) if i not in rows]].any()
@@ -164,7 +168,7 @@ def test_banned_tokens_leave_everything_finite() -> None:
         arguments["bias"][:9] = float("-inf")
         arguments["bias"][20:23] = float("-inf")
     arguments["labels"] = torch.arange(T) + 23
-    got = values_and_gradients(lean_log_probs, arguments, chunk_size=5)
+    got = values_and_gradients(fused_linear_log_probs, arguments, chunk_size=5)
     assert_same(got, values_and_gradients(through_logits, arguments), 1e-12)
     assert all(tensor.isfinite().all() for tensor in got)
 
@@ -175,7 +179,7 @@ def test_a_row_with_one_token_left() -> None:
         arguments["bias"][:] = float("-inf")
         arguments["bias"][30] = 0.0
     arguments["labels"] = torch.full((T,), 30)
-    log_probs, entropy, *gradients = values_and_gradients(lean_log_probs, arguments)
+    log_probs, entropy, *gradients = values_and_gradients(fused_linear_log_probs, arguments)
     assert not log_probs.any()
     assert not entropy.any()
     assert all(bool((gradient.abs() < 1e-12).all()) for gradient in gradients)
@@ -183,7 +187,7 @@ def test_a_row_with_one_token_left() -> None:
 
 def test_huge_logits_do_not_overflow() -> None:
     hidden, weight = torch.ones(1, 1, requires_grad=True), torch.tensor([[1e4], [0.0], [-1e4]])
-    log_probs, entropy = lean_log_probs(hidden, weight, torch.tensor([1]), vocab_size=3)
+    log_probs, entropy = fused_linear_log_probs(hidden, weight, torch.tensor([1]), vocab_size=3)
     (log_probs + entropy).sum().backward()
     assert log_probs.item() == -1e4
     assert entropy.item() == 0.0
@@ -194,7 +198,7 @@ def test_a_row_that_is_not_finite_stays_alone() -> None:
     arguments = problem()
     with torch.no_grad():
         arguments["hidden"][4] = float("nan")
-    log_probs, entropy = lean_log_probs(**arguments, chunk_size=3)
+    log_probs, entropy = fused_linear_log_probs(**arguments, chunk_size=3)
     for values in (log_probs, entropy):
         assert values.isfinite().tolist() == [i != 4 for i in range(T)]
 
@@ -202,8 +206,8 @@ def test_a_row_that_is_not_finite_stays_alone() -> None:
 def test_a_frozen_weight_gets_no_gradient() -> None:
     arguments = problem()
     arguments["weight"].requires_grad_(False)
-    want = values_and_gradients(lean_log_probs, problem())[2]
-    log_probs, entropy = lean_log_probs(**arguments)
+    want = values_and_gradients(fused_linear_log_probs, problem())[2]
+    log_probs, entropy = fused_linear_log_probs(**arguments)
     weights = torch.linspace(-1.0, 2.0, 2 * T).view(2, -1)
     (weights[0] * log_probs + weights[1] * entropy).sum().backward()
     torch.testing.assert_close(arguments["hidden"].grad, want)
@@ -215,7 +219,7 @@ def test_inputs_are_not_changed() -> None:
     before = {
         name: arguments[name].detach().clone() for name in ("hidden", "weight", "bias", "labels")
     }
-    values_and_gradients(lean_log_probs, arguments, temperature=0.5)
+    values_and_gradients(fused_linear_log_probs, arguments, temperature=0.5)
     assert all(torch.equal(arguments[name], tensor) for name, tensor in before.items())
 
 
@@ -242,7 +246,9 @@ def test_no_tensor_is_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(fused_linear_logprob, "BLOCK_ELEMENTS_CPU", 1024)
     hidden, weight = torch.randn(64, 4, requires_grad=True), torch.randn(512, 4, requires_grad=True)
     with LargestTensor() as lean:
-        log_probs, entropy = lean_log_probs(hidden, weight, torch.arange(64), vocab_size=512)
+        log_probs, entropy = fused_linear_log_probs(
+            hidden, weight, torch.arange(64), vocab_size=512
+        )
         (log_probs.sum() + entropy.sum()).backward()
     assert lean.largest == 2 * 1024
     with LargestTensor() as whole:
@@ -279,14 +285,20 @@ def test_token_sets_are_what_probabilities_are_over(rows: list[int] | None, uses
 
     chosen = None if rows is None else torch.tensor(rows)
     got = values_and_gradients(
-        lean_log_probs, arguments, uses, temperature=0.7, chunk_size=5, token_sets=sets, rows=chosen
+        fused_linear_log_probs,
+        arguments,
+        uses,
+        temperature=0.7,
+        chunk_size=5,
+        token_sets=sets,
+        rows=chosen,
     )
     assert_same(got, values_and_gradients(reference, arguments, uses), 1e-12)
 
 
 def test_a_label_outside_the_set_keeps_a_probability() -> None:
     hidden, weight = torch.ones(1, 1), torch.tensor([[3.0], [2.0], [1.0], [0.0]])
-    log_probs, entropy = lean_log_probs(
+    log_probs, entropy = fused_linear_log_probs(
         hidden, weight, torch.tensor([3]), vocab_size=4, token_sets=torch.tensor([[0, 1]])
     )
     log_p = torch.tensor([3.0, 2.0, 0.0]).log_softmax(0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_patches.packed_ops import LeanNorm, RMSNorm, Rotation
+from megatron_patches.packed_ops import FusedRMSNorm, RMSNorm, Rotation
 
 EPS = 1e-6
 
@@ -65,7 +65,7 @@ def test_gradients_are_those_of_finite_differences() -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(3, 8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
     inputs = (x.requires_grad_(), weight.requires_grad_())
-    assert torch.autograd.gradcheck(lambda x, w: LeanNorm.apply(x, x, w, EPS), inputs)
+    assert torch.autograd.gradcheck(lambda x, w: FusedRMSNorm.apply(x, x, w, EPS), inputs)
     angles = torch.randn(3, 6, dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda x: Rotation.apply(x, angles.cos(), angles.sin()), (x,))
 

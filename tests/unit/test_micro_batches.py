@@ -13,7 +13,7 @@ import torch
 from arguments.schema import AlgorithmConfig
 from slime_like.distributed.seqlen_balancing import linear_cost
 from slime_like.megatron.micro_batching import MicroBatchSize, micro_batch_size, work_per_token
-from slime_like.megatron.packing import make_micro_batches, pack, unpack, without_tokens
+from slime_like.megatron.packing import empty_sample, make_micro_batches, pack, unpack
 from slime_like.megatron.trained_network import packing_metrics
 from slime_like.types import TrainSample
 
@@ -65,7 +65,7 @@ def test_values_come_back_in_the_order_of_the_samples(budget: int) -> None:
         batch = pack(group, multiple=2, device=CPU)
         assert batch.advantages is not None
         values += unpack(batch.advantages, group, batch.cu_seqlens)
-    for original, found in zip(SAMPLES, parts.in_order(values), strict=True):
+    for original, found in zip(SAMPLES, parts.restore_order(values), strict=True):
         assert original.advantages is not None and torch.equal(found, original.advantages)
 
 
@@ -87,7 +87,7 @@ def test_a_micro_batch_of_padding_weighs_nothing_and_has_the_fields_of_the_other
 
 
 def test_a_sample_without_tokens() -> None:
-    empty = without_tokens(SAMPLES[0])
+    empty = empty_sample(SAMPLES[0])
     assert empty.tokens.numel() == empty.response_length == 0
     assert (
         empty.ref_log_probs is None

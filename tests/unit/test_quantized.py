@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from arguments.hf.quantization import read_quantization
-from slime_like.weights.quantized import CodedWeight
+from slime_like.weights.quantized import QuantizedWeight
 from slime_like.weights.safetensors_reader import WeightFiles, stored_format
 from tests.quantized_models import (
     Stored,
@@ -123,7 +123,7 @@ def test_parts_of_a_large_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert torch.equal(files.read("x.weight", 1, 3, 40), exact.float()[:, 3:40])
 
 
-def decoded(coded: CodedWeight, stored: Stored) -> Tensor:
+def decoded(coded: QuantizedWeight, stored: Stored) -> Tensor:
     def read(name: str, first: int, last: int) -> Tensor:
         tensor = stored[name]
         return (tensor if tensor.dim() else tensor.view(1))[first:last]
@@ -131,7 +131,7 @@ def decoded(coded: CodedWeight, stored: Stored) -> Tensor:
     return coded.decode(read, 0, coded.shape[0])
 
 
-def half_steps(coded: CodedWeight, stored: Stored, weight: Tensor) -> Tensor:
+def half_steps(coded: QuantizedWeight, stored: Stored, weight: Tensor) -> Tensor:
     """Half the distance between the numbers around each weight that the stored scales give."""
     scales = next(t for name, t in stored.items() if "scale" in name).double()
     rows, columns = coded.tile  # type: ignore[attr-defined]

@@ -12,13 +12,13 @@ from slime_like.checkpoints.files import write_file
 from slime_like.checkpoints.manifest import MANIFEST, write_manifest
 from slime_like.checkpoints.replicas import (
     ID,
-    Held,
+    NodeFiles,
     copy_file,
+    intact_files,
     node_folder,
     run_id,
-    whole_files,
 )
-from slime_like.megatron.checkpoint.replicate import Nodes, shares_of
+from slime_like.megatron.checkpoint.replicate import Nodes, assign_files
 
 FILES = {f"policy/__{rank}_0.distcp": bytes([rank]) * 1000 for rank in range(4)}
 
@@ -29,32 +29,32 @@ def checkpoint(folder: Path) -> Path:
     return folder
 
 
-def held(names: str, manifest: str = "a") -> Held:
-    return Held(manifest, 4, list(names))
+def held(names: str, manifest: str = "a") -> NodeFiles:
+    return NodeFiles(manifest, 4, list(names))
 
 
 def test_a_part_is_what_was_written_and_nothing_else(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "iter_0000003")
-    assert whole_files(folder).files == sorted(FILES) and whole_files(folder).of == 4
+    assert intact_files(folder).files == sorted(FILES) and intact_files(folder).total == 4
     first, second, third, last = sorted(FILES)
     (folder / first).unlink()
     (folder / second).write_bytes(FILES[second][:-1])
     (folder / third).write_bytes(FILES[third][:-1] + b"x")
-    assert whole_files(folder).files == [last]
+    assert intact_files(folder).files == [last]
     (folder / MANIFEST).unlink()
     with pytest.raises(ValueError, match="missing or damaged"):
-        whole_files(folder)
+        intact_files(folder)
 
 
 def test_each_file_is_copied_once_by_nodes_in_turn() -> None:
-    assert shares_of([held("abcd"), held("abcd")]) == [["a", "c"], ["b", "d"]]
-    assert shares_of([held("ab"), None, held("bcd")]) == [["a", "b"], [], ["c", "d"]]
+    assert assign_files([held("abcd"), held("abcd")]) == [["a", "c"], ["b", "d"]]
+    assert assign_files([held("ab"), None, held("bcd")]) == [["a", "b"], [], ["c", "d"]]
 
 
 def test_half_a_checkpoint_is_none() -> None:
-    assert shares_of([held("abc"), held("bc"), None]) is None
-    assert shares_of([held("ab", "one"), held("cd", "another")]) is None, "of two attempts"
-    assert shares_of([held("ab", "one"), held("abcd", "another")]) == [[], list("abcd")]
+    assert assign_files([held("abc"), held("bc"), None]) is None
+    assert assign_files([held("ab", "one"), held("cd", "another")]) is None, "of two attempts"
+    assert assign_files([held("ab", "one"), held("abcd", "another")]) == [[], list("abcd")]
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 2, 2), (3, 1, 2), (4,)])
@@ -62,14 +62,14 @@ def test_any_one_node_may_be_lost(sizes: tuple[int, ...]) -> None:
     ranks = itertools.count()
     nodes = Nodes(tuple(tuple(next(ranks) for _ in range(size)) for size in sizes))
     world = sum(sizes)
-    assert sum(nodes.leads(rank) for rank in range(world)) == len(sizes)
+    assert sum(nodes.is_leader(rank) for rank in range(world)) == len(sizes)
     for rank in range(world):
-        to = nodes.copies_to(rank)
+        to = nodes.target_of(rank)
         if len(sizes) == 1:
             assert to is None
         else:
-            assert to is not None and nodes.of(to) == (nodes.of(rank) + 1) % len(sizes)
-            assert rank in nodes.copies_from(to)
+            assert to is not None and nodes.node_of(to) == (nodes.node_of(rank) + 1) % len(sizes)
+            assert rank in nodes.sources_of(to)
 
 
 def test_folders_of_runs_that_are_gone_are_removed(tmp_path: Path) -> None:

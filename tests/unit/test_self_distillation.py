@@ -25,7 +25,7 @@ from slime_like.data.prompt_format import PromptFormat, RowKeys  # noqa: E402
 from slime_like.data.prompts import PromptSource  # noqa: E402
 from slime_like.losses.distillation import set_divergence  # noqa: E402
 from slime_like.megatron.ops import fused_linear_logprob  # noqa: E402
-from slime_like.megatron.ops.fused_linear_logprob import lean_log_probs  # noqa: E402
+from slime_like.megatron.ops.fused_linear_logprob import fused_linear_log_probs  # noqa: E402
 from slime_like.megatron.ops.top_tokens import top_tokens  # noqa: E402
 from slime_like.rollout.self_teacher import TeacherPrompts, feedback_of, fill  # noqa: E402
 from slime_like.types import REWARD_DETAILS, Sample, SampleGroup, SampleStatus  # noqa: E402
@@ -124,7 +124,7 @@ def test_log_probs_of_several_labels_and_their_gradients() -> None:
     labels[0] = labels[0, 0]
     rows = torch.tensor([3, 0, 1])
     of_log_probs, of_entropy = torch.randn(3, 4).double(), torch.randn(3).double()
-    found = lean_log_probs(
+    found = fused_linear_log_probs(
         hidden, weight, labels, vocab_size=V - 1, rows=rows, temperature=0.7, chunk_size=2
     )
     log_p = ((hidden @ weight.T)[rows, : V - 1] / 0.7).log_softmax(-1)

@@ -48,7 +48,7 @@ def ours(x: dict[str, Tensor], rows: PackedRows, own: Tensor) -> Tensor:
     """own: the natural rows that this rank has."""
     far = ops.far_spans(rows, TOPK)
     at = own[torch.cat([torch.arange(a, b) for a, b, _, _ in far])]
-    chosen = ops.choose_keys(x["index_queries"][at], x["weights"][at], x["index_keys"], far, TOPK)
+    chosen = ops.select_keys(x["index_queries"][at], x["weights"][at], x["index_keys"], far, TOPK)
     return ops.sparse_attention(x["query"][own], x["keys"], x["values"], rows, chosen, attend)
 
 
@@ -107,7 +107,7 @@ def test_on_the_rows_of_context_parallel_ranks() -> None:
 
 def test_of_equal_scores_the_earlier() -> None:
     queries, weights = torch.ones(9, 2, 3), torch.ones(9, 2)
-    chosen = ops.choose_keys(queries[4:], weights[4:], torch.zeros(9, 3), [(4, 9, 0, 9)], 4)
+    chosen = ops.select_keys(queries[4:], weights[4:], torch.zeros(9, 3), [(4, 9, 0, 9)], 4)
     assert chosen.tolist() == [[0, 1, 2, 3]] * 5
 
 

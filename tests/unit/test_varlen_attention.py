@@ -115,9 +115,9 @@ def test_torch_takes_the_arguments(groups: int) -> None:
         ({"params_dtype": torch.float32}, (9, 0), "the model is in float32"),
         ({"context_parallel_size": 2}, (9, 0), "context parallelism"),
         ({"attention_dropout": 0.1}, (9, 0), "--attention-dropout 0.1"),
-        ({"size": 20}, (9, 0), "a multiple of 8 up to 256, and the model's have 20"),
-        ({"size": 264}, (9, 0), "the model's have 264"),
-        ({"size": 256}, (8, 9), "up to 192, and the model's have 256"),
+        ({"size": 20}, (9, 0), "multiples of 8 up to 256, not 20"),
+        ({"size": 264}, (9, 0), "up to 256, not 264"),
+        ({"size": 256}, (8, 9), "up to 192, not 256"),
     ],
 )
 def test_the_choice(

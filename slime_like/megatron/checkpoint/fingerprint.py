@@ -4,9 +4,9 @@ compared after loading in the same layout. It detects a wrong resume without a t
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,34 +25,32 @@ THREADS = 4
 def fingerprint(network: SavedNetwork) -> dict[str, str]:
     """Digests by part: "weights", and for the optimizer "main_params", "exp_avg", "exp_avg_sq" and
     "step". Each is "<digest of parameter names and shapes>:<digest of the bits>"."""
-    kind = hashlib.sha256(" ".join([KIND, *(name for name, _ in _weights(network))]).encode())
-    shapes: dict[str, Any] = {}
-    bits: dict[str, Any] = {}
+    names = hashlib.sha256(" ".join([KIND, *(name for name, _ in _weights(network))]).encode())
+    shapes: defaultdict[str, hashlib._Hash] = defaultdict(names.copy)
+    bits: defaultdict[str, hashlib._Hash] = defaultdict(hashlib.sha256)
     parts = list(_parts(network))
     with ThreadPoolExecutor(THREADS) as pool:  # torch releases the GIL
-        for (part, tensor), sums in zip(
-            parts, pool.map(lambda item: bit_sums(item[1]), parts), strict=True
-        ):
-            shapes.setdefault(part, kind.copy()).update(
-                f"{tensor.dtype}{tuple(tensor.shape)}".encode()
-            )
-            bits.setdefault(part, hashlib.sha256()).update(sums)
+        sums = pool.map(lambda item: bit_sums(item[1]), parts)
+        for (part, tensor), digest in zip(parts, sums, strict=True):
+            shapes[part].update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+            bits[part].update(digest)
     return {
         part: f"{shapes[part].hexdigest()[:8]}:{digest.hexdigest()[:24]}"
         for part, digest in bits.items()
     }
 
 
-def differences(saved: dict[str, str], found: dict[str, str]) -> list[str]:
+def differences(saved: dict[str, str], loaded: dict[str, str]) -> list[str]:
     """Parts with equal shapes and different bits. Parts with different names or shapes cannot be
     compared: in the same layout an optimizer may shard its tensors differently (distributed or not,
     other buckets), weights may have another precision, and modules other names (Transformer
     Engine's layers)."""
-    return sorted(
-        p
-        for p in saved.keys() & found.keys()
-        if saved[p] != found[p] and saved[p].split(":")[0] == found[p].split(":")[0]
-    )
+    comparable = [
+        part
+        for part in saved.keys() & loaded.keys()
+        if saved[part].split(":")[0] == loaded[part].split(":")[0]
+    ]
+    return sorted(part for part in comparable if saved[part] != loaded[part])
 
 
 @torch.no_grad()
@@ -64,9 +62,9 @@ def bit_sums(tensor: Tensor) -> bytes:
     if flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone()
     flat = flat.view(torch.uint8)
-    whole = flat.numel() // 8 // COLUMNS * COLUMNS * 8
-    table = flat[:whole].view(torch.int64).view(-1, COLUMNS)
-    sums = (table.sum(dim=0), table.sum(dim=1), flat[whole:])  # sums wrap around
+    size = flat.numel() // 8 // COLUMNS * COLUMNS * 8  # bytes in complete rows
+    table = flat[:size].view(torch.int64).view(-1, COLUMNS)
+    sums = (table.sum(dim=0), table.sum(dim=1), flat[size:])  # sums wrap around
     return b"".join(part.cpu().numpy().tobytes() for part in sums)
 
 
@@ -83,12 +81,9 @@ def _parts(network: SavedNetwork) -> Iterator[tuple[str, Tensor]]:
 def _weights(network: SavedNetwork) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers of all chunks, sorted by name."""
     for chunk in network.chunks:
-        named = sorted(
-            (name, value)
-            for name, value in chunk.state_dict().items()
-            if not name.endswith(EXTRA_STATE)
-        )
-        yield from ((name, value) for name, value in named if isinstance(value, Tensor))
+        state = chunk.state_dict()
+        names = sorted(name for name in state if not name.endswith(EXTRA_STATE))
+        yield from ((name, state[name]) for name in names if isinstance(state[name], Tensor))
 
 
 def _tensors(items: Iterable[tuple[str, object]]) -> Iterator[tuple[str, Tensor]]:

@@ -3,6 +3,7 @@ fingerprints. Every function is collective, and raises the same error on all ran
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,7 +30,12 @@ from slime_like.checkpoints.manifest import (
     split_by_size,
     total_bytes,
 )
-from slime_like.checkpoints.state import TRAINER_FILE, TrainerState, read_trainer_state
+from slime_like.checkpoints.state import (
+    TRAINER_FILE,
+    SavedPart,
+    TrainerState,
+    read_trainer_state,
+)
 from slime_like.distributed.collectives import gather, together
 from slime_like.errors import RunError
 from slime_like.logs import warn_rank_0
@@ -53,7 +59,7 @@ from slime_like.megatron.checkpoint.rng_state import (
     restore_random_states,
 )
 from slime_like.megatron.checkpoint.write import METADATA_FILE, common_file
-from slime_like.megatron.parallel_layout import ParallelLayout, in_own_layout
+from slime_like.megatron.parallel_layout import ParallelLayout, with_layout_active
 
 logger = logging.getLogger(__name__)
 
@@ -88,35 +94,23 @@ def load_checkpoint(
     _check_model(folder, identity.get("model", {}), model)
     state = open_checkpoint(folder, verify=verify)
     _check_model(folder, state.get("model", {}), model)
-    unchanged = {}  # networks with the layout they were saved in
+    same_layout = {}  # networks with the layout they were saved in
     for name, network in networks.items():
-        saved = state.get("networks", {}).get(name)
-        if saved is None:
-            raise ValueError(
-                f"checkpoint {folder} has no network {name!r}; it has: {', '.join(state.get('networks', {})) or 'none'}"
-            )
-        if network.optimizer is not None and not saved["optimizer"]:
-            raise ValueError(
-                f"checkpoint {folder} was saved with --no-save-optim; --no-load-optim starts the optimizer afresh"
-            )
+        saved = _saved_part(folder, state, name)
         _check_optimizer(folder, saved["optimizer"], network)
-        same_layout = _same_layout(state, saved.get("layout", state["layout"]), network.layout)
-        same_optimizer = same_layout and saved["optimizer"] == optimizer_kind(network)
-        step = float(saved["optimizer_step"])
-        _load_network(
-            network,
-            folder / name,
-            step=None if same_optimizer and step else step,
-            before_change=before_change,
-        )  # megatron-core does not store step 0
-        if same_layout:
-            unchanged[name] = network
-    if unchanged:  # equal on all ranks
-        _check_fingerprints(folder, unchanged, state["fingerprints"][dist.get_rank()])
+        if _same_layout(state, saved.get("layout", state["layout"]), network.layout):
+            same_layout[name] = network
+        same_optimizer = name in same_layout and saved["optimizer"] == optimizer_kind(network)
+        step = float(saved["optimizer_step"])  # megatron-core does not store step 0
+        set_to = None if same_optimizer and step else step
+        _load_network(network, folder / name, step=set_to, before_change=before_change)
+    if same_layout:  # equal on all ranks
+        _check_fingerprints(folder, same_layout, state["fingerprints"][dist.get_rank()])
     if load_rng:
         if not state.get("has_rng"):
             raise ValueError(
-                f"checkpoint {folder} was saved with --no-save-rng; --no-load-rng starts the random states afresh"
+                f"checkpoint {folder} was saved with --no-save-rng; --no-load-rng starts new "
+                "random states"
             )
         for owner, layout in layouts_of(networks).items():
             _load_random_states(folder, state, owner, layout, seed=seed)
@@ -126,56 +120,57 @@ def load_checkpoint(
 
 def load_weights(folder: Path, name: str, network: SavedNetwork, *, verify: bool) -> None:
     """Load the weights of the checkpoint's network `name` into `network`. Raises ValueError."""
-    there = open_checkpoint(folder, verify=verify)["networks"]
-    if name not in there:
-        raise ValueError(
-            f"checkpoint {folder} has no network {name!r}; it has: {', '.join(there) or 'none'}"
-        )
+    _saved_part(folder, open_checkpoint(folder, verify=verify), name)
     _load_network(network, folder / name)
     dist.barrier()
+
+
+def _saved_part(folder: Path, state: TrainerState, name: str) -> SavedPart:
+    networks = state.get("networks", {})
+    if name not in networks:
+        names = ", ".join(networks) or "none"
+        raise ValueError(f"checkpoint {folder} has no network {name!r}; it has: {names}")
+    return networks[name]
 
 
 def open_checkpoint(folder: Path, *, verify: bool) -> TrainerState:
     """Check a checkpoint's files against its manifest; returns its trainer state. Raises ValueError
     naming the file."""
 
-    def look() -> dict[str, FileRecord]:
+    def read_records() -> dict[str, FileRecord]:
         if not folder.is_dir():
-            there = ", ".join(map(str, complete_steps(folder.parent))) or "none"
+            steps = ", ".join(map(str, complete_steps(folder.parent))) or "none"
             raise ValueError(
-                f"checkpoint {folder} does not exist; complete steps in {folder.parent}: {there}"
+                f"checkpoint {folder} does not exist; complete steps in {folder.parent}: {steps}"
             )
         records = read_manifest(folder)
         if TRAINER_FILE not in records:
             raise ValueError(f"checkpoint {folder}: its manifest names no {TRAINER_FILE}")
         return records
 
-    records = together(look)
-    state = together(lambda: _state_of(folder, records))
+    records = together(read_records)
+    state = together(lambda: _read_state(folder, records))
     if verify:
         started = time.perf_counter()
-        mine = split_by_size(records, dist.get_world_size())[dist.get_rank()]
-        damaged = [
-            text
-            for part in gather(damaged_files(folder, records, mine, threads=READERS))
-            for text in part
-        ]
-        if damaged:
-            raise ValueError(damage(folder, damaged))
+        names = split_by_size(records, dist.get_world_size())[dist.get_rank()]
+        damaged = gather(damaged_files(folder, records, names, threads=READERS))
+        if any(damaged):
+            raise ValueError(damage_message(folder, list(itertools.chain(*damaged))))
         seconds, size = time.perf_counter() - started, total_bytes(records) / 1e9
         logger.info(
-            f"checkpoint {folder} verified: {size:.3f} GB in {seconds:.2f} s, {size / seconds:.2f} GB/s"
+            f"checkpoint {folder} verified: {size:.3f} GB in {seconds:.2f} s, "
+            f"{size / seconds:.2f} GB/s"
         )
     return state
 
 
-def _state_of(folder: Path, records: Mapping[str, FileRecord]) -> TrainerState:
+def _read_state(folder: Path, records: Mapping[str, FileRecord]) -> TrainerState:
     """Read trainer.json after checking that all files are regular and have the right size. Raises
     ValueError."""
-    found = (size_problem(folder, name, record.size) for name, record in records.items())
-    wrong = [text for text in found if text is not None]
-    if wrong:
-        raise ValueError(damage(folder, wrong))
+    checks = (size_problem(folder, name, record.size) for name, record in records.items())
+    problems = [problem for problem in checks if problem is not None]
+    if problems:
+        raise ValueError(damage_message(folder, problems))
     state = read_trainer_state(folder)
     for network in state["networks"]:
         for name in (METADATA_FILE, CONFIG_FNAME, common_file()):
@@ -184,16 +179,13 @@ def _state_of(folder: Path, records: Mapping[str, FileRecord]) -> TrainerState:
     return state
 
 
-def damage(folder: Path, problems: Sequence[str]) -> str:
+def damage_message(folder: Path, problems: Sequence[str]) -> str:
     """Error message about a damaged checkpoint, with the other checkpoints that could be used."""
-    others = [
-        step for step in complete_steps(folder.parent) if not folder.name.endswith(f"{step:07d}")
-    ]
-    remedy = (
-        f"--ckpt-step takes another one ({', '.join(map(str, others))})"
-        if others
-        else "there is no other one in this folder"
-    )
+    steps = complete_steps(folder.parent)
+    others = [str(step) for step in steps if not folder.name.endswith(f"{step:07d}")]
+    remedy = "there is no other one in this folder"
+    if others:
+        remedy = f"--ckpt-step takes another one ({', '.join(others)})"
     return f"checkpoint {folder} is damaged: {describe(sorted(problems))}; {remedy}"
 
 
@@ -222,11 +214,16 @@ def is_converted(folder: Path) -> bool:
 def _check_optimizer(folder: Path, saved: Sequence[str], network: SavedNetwork) -> None:
     if network.optimizer is None:
         return
-    there, here = optimizer_name(saved), optimizer_name(optimizer_kind(network))
-    if there != here:
+    if not saved:
         raise ValueError(
-            f"checkpoint {folder} has the optimizer state of {there}, not of {here}: give "
-            f"--optimizer {there}, or --no-load-optim to start the optimizer afresh"
+            f"checkpoint {folder} was saved with --no-save-optim; --no-load-optim resets the "
+            "optimizer"
+        )
+    saved_name, name = optimizer_name(saved), optimizer_name(optimizer_kind(network))
+    if saved_name != name:
+        raise ValueError(
+            f"checkpoint {folder} has the optimizer state of {saved_name}, not of {name}: give "
+            f"--optimizer {saved_name}, or --no-load-optim to reset the optimizer"
         )
 
 
@@ -235,7 +232,7 @@ def _check_model(folder: Path, saved: Mapping[str, object], model: Mapping[str, 
         raise ValueError(f"checkpoint {folder} is of another model: {', '.join(different)}")
 
 
-@in_own_layout
+@with_layout_active
 def _load_network(
     network: SavedNetwork,
     folder: Path,
@@ -249,48 +246,45 @@ def _load_network(
     groups) is from another layout or kind of optimizer. This run's own is used instead; its
     learning rates and weight decay come from the schedule.
     """
-    wanted = sharded_state(network, is_loading=True)
-    own = None
+    state = sharded_state(network, is_loading=True)
+    own_common = None
     if network.optimizer is not None:
-        own = extract_sharded_base(extract_nonpersistent(wanted["optimizer"])[1])[1]
-        wanted[OWN_OPTIMIZER] = wanted.pop(
-            "optimizer"
-        )  # so that the saved non-tensor state is not merged into it
+        own_common = extract_sharded_base(extract_nonpersistent(state["optimizer"])[1])[1]
+        # renamed, so that the saved non-tensor state is not merged into it
+        state[OWN_OPTIMIZER] = state.pop("optimizer")
 
-    def fit() -> None:
+    def adapt_to_checkpoint() -> None:
         saved = read_metadata(folder / METADATA_FILE).state_dict_metadata
-        adapt_names(wanted, saved)
+        adapt_names(state, saved)
         if network.optimizer is not None:
-            prefer_main_params(wanted, saved)
-        if problems := shape_problems(wanted, saved):
+            prefer_main_params(state, saved)
+        if problems := shape_problems(state, saved):
             raise ValueError(f"checkpoint {folder} does not fit this model: {describe(problems)}")
 
-    together(fit)
+    together(adapt_to_checkpoint)
     before_change()  # megatron-core reads directly into the parameters
-    optimizer = {name: wanted.pop(name) for name in (OWN_OPTIMIZER,) if name in wanted}
+    optimizer = {name: state.pop(name) for name in (OWN_OPTIMIZER,) if name in state}
     try:
-        loaded = dist_checkpointing.load(wanted, str(folder))
+        loaded = dist_checkpointing.load(state, str(folder))
         if optimizer:  # separately: its fp32 parameters may be the same entries as the weights
             loaded |= dist_checkpointing.load(optimizer, str(folder))
     except (Exception, CheckpointException) as error:  # megatron-core and torch raise many types
         raise ValueError(
-            f"checkpoint {folder} is damaged or does not fit this model: {_reason(error)}"
+            f"checkpoint {folder} is damaged or does not fit this model: {_first_failure(error)}"
         ) from error
 
-    def take() -> None:
+    def load_chunks() -> None:
         for index, chunk in enumerate(network.chunks):
             missing, unexpected = chunk.load_state_dict(loaded[f"model{index}"], strict=False)
-            lost = [name for name in missing if not name.endswith(EXTRA_STATE)]
-            if lost or unexpected:
-                raise ValueError(
-                    f"checkpoint {folder} does not fit this model: {describe([*lost, *unexpected])}"
-                )
+            names = [name for name in missing if not name.endswith(EXTRA_STATE)] + unexpected
+            if names:
+                raise ValueError(f"checkpoint {folder} does not fit this model: {describe(names)}")
 
-    together(take)
+    together(load_chunks)
     if network.optimizer is not None:
         common = loaded["optimizer"]
         if step is not None:
-            common = own
+            common = own_common
             set_step(common, step)
         network.optimizer.load_state_dict(merge(common, loaded[OWN_OPTIMIZER]))
 
@@ -300,19 +294,15 @@ def _check_fingerprints(
 ) -> None:
     """Raise RunError on all ranks if the loaded bits of a rank differ from the saved ones. For
     networks in the layout they were saved in."""
-    wrong = []
+    different = []
     for name, network in networks.items():
-        wrong += [
-            f"{part} of the {name}"
-            for part in differences(saved.get(name, {}), fingerprint(network))
-        ]
-    found_wrong = [
-        f"rank {rank}: {', '.join(parts)}" for rank, parts in enumerate(gather(wrong)) if parts
-    ]
-    if found_wrong:
+        parts = differences(saved.get(name, {}), fingerprint(network))
+        different += [f"{part} of the {name}" for part in parts]
+    by_rank = enumerate(gather(different))
+    if problems := [f"rank {rank}: {', '.join(parts)}" for rank, parts in by_rank if parts]:
         raise RunError(
-            f"checkpoint {folder} was loaded, and what is here now differs from what was saved ({'; '.join(found_wrong)}): training would not "
-            "go on as it was. Please report this"
+            f"checkpoint {folder} was loaded, but the state differs from what was saved "
+            f"({'; '.join(problems)}): training would not continue as before. Please report this"
         )
 
 
@@ -336,16 +326,17 @@ def _load_random_states(
             lambda: restore_random_states(folder / random_state_file(layout.rank, owner), layout)
         )
         return
-    of = "" if owner == "policy" else f" for the {owner}"
+    network = "" if owner == "policy" else f" for the {owner}"
     warn_rank_0(
         logger,
-        f"the checkpoint's random states are for {saved or state['layout']}, this run is {layout.describe()}{of}: dropout draws new "
-        "numbers, from --seed and the step (--no-load-rng says so without a warning)",
+        f"the checkpoint's random states are for {saved or state['layout']}, this run is "
+        f"{layout.describe()}{network}: dropout draws new numbers, from --seed and the step "
+        "(--no-load-rng does the same without a warning)",
     )
     new_random_states(seed, int(state["step"]), layout)
 
 
-def _reason(error: BaseException) -> str:
+def _first_failure(error: BaseException) -> str:
     """The message of the first failure; torch reports those of all ranks with their tracebacks."""
     while isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]

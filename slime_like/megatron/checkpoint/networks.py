@@ -3,9 +3,9 @@ this rank's shards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from megatron.core.dist_checkpointing.mapping import (
@@ -21,12 +21,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from slime_like.megatron.muon import is_muon
 from slime_like.megatron.optimizer import allocate_moments, plain_optimizers
-from slime_like.megatron.parallel_layout import ParallelLayout, in_own_layout
+from slime_like.megatron.parallel_layout import ParallelLayout, with_layout_active
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import ShardedStateDict
     from megatron.core.transformer.module import MegatronModule
 
+
+T = TypeVar("T")
 
 # the format that can be loaded in another layout; megatron-core's default fails without Transformer
 # Engine
@@ -70,7 +72,7 @@ def layouts_of(networks: Mapping[str, SavedNetwork]) -> dict[str, ParallelLayout
     return layouts
 
 
-@in_own_layout
+@with_layout_active
 def sharded_state(network: SavedNetwork, *, is_loading: bool) -> ShardedStateDict:
     """Sharded state dict of model chunks and optimizer. Collective if it gathers a distributed
     optimizer for saving."""
@@ -95,56 +97,42 @@ def leave_out_extra_state(chunk: dict[str, object]) -> None:
     """Remove the fp8 extra state of linear layers, in place; it is neither saved nor loaded. It is
     empty in megatron-core's local layers, and in Transformer Engine's a byte tensor that is
     unpickled when loaded."""
-    for name in [
-        name
-        for name, value in chunk.items()
-        if isinstance(value, ShardedObject) and value.key.endswith(EXTRA_STATE)
-    ]:
-        del chunk[name]
+    for name, value in list(chunk.items()):
+        if isinstance(value, ShardedObject) and value.key.endswith(EXTRA_STATE):
+            del chunk[name]
 
 
-def adapt_names(wanted: dict[str, object], available: Collection[str]) -> None:
+def adapt_names(state: dict[str, object], available: Collection[str]) -> None:
     """Rename tensors, in place, to the names they have in a checkpoint of the other layer spec
     (local or Transformer Engine)."""
-    for tensor in _leaves(
-        wanted, lambda leaf: isinstance(leaf, ShardedTensor | ShardedTensorFactory)
-    ):
+    for tensor in _leaves(state, ShardedTensor, ShardedTensorFactory):
         tensor.key = available_name(tensor.key, available)
 
 
-def prefer_main_params(wanted: dict[str, object], saved: Mapping[str, object]) -> None:
+def prefer_main_params(state: dict[str, object], saved: Mapping[str, object]) -> None:
     """Load fp32 weights from the optimizer's fp32 parameters if the checkpoint's model weights are
     in half precision. In place.
 
-    wanted: from `sharded_state`, after `adapt_names`. saved: storage metadata by name.
+    state: from `sharded_state`, after `adapt_names`. saved: storage metadata by name.
     """
-    kinds = (ShardedTensor, ShardedTensorFactory)
-    for name, part in wanted.items():
-        for value in (
-            _leaves(part, lambda leaf: isinstance(leaf, kinds)) if name.startswith("model") else ()
-        ):
-            entry = saved.get(value.key)
-            # `shape_problems` reports entries that are not tensors
-            rounded = (
-                isinstance(entry, TensorStorageMetadata)
-                and value.data.dtype == torch.float32 != entry.properties.dtype
-            )
-            if rounded and (
-                main := next((p + value.key for p in MAIN_PARAMS if p + value.key in saved), None)
-            ):
-                value.key = main
+    model = {name: part for name, part in state.items() if name.startswith("model")}
+    for tensor in _leaves(model, ShardedTensor, ShardedTensorFactory):
+        entry = saved.get(tensor.key)
+        if not isinstance(entry, TensorStorageMetadata):  # `shape_problems` reports it
+            continue
+        if tensor.data.dtype == torch.float32 != entry.properties.dtype:
+            names = (prefix + tensor.key for prefix in MAIN_PARAMS)
+            tensor.key = next((name for name in names if name in saved), tensor.key)
 
 
 def available_name(name: str, available: Collection[str]) -> str:
     """`name`, or its name with another layer spec or kind of optimizer, whichever is `available`;
     `name` if none is."""
     prefix = next((p for p in MAIN_PARAMS if name.startswith(p)), None)
-    alike = (
-        [name]
-        if prefix is None
-        else [name, *(p + name.removeprefix(prefix) for p in (*MAIN_PARAMS, ""))]
-    )
-    for candidate in alike:
+    candidates = [name]
+    if prefix is not None:
+        candidates += [p + name.removeprefix(prefix) for p in (*MAIN_PARAMS, "")]
+    for candidate in candidates:
         if candidate in available:
             return candidate
         for pair in NAMES_OF_SPECS:
@@ -161,7 +149,7 @@ def optimizer_kind(network: SavedNetwork) -> list[str]:
     return [type(part).__name__ + _detail(part.optimizer) for part in parts]
 
 
-def _detail(plain: Any) -> str:
+def _detail(plain: torch.optim.Optimizer) -> str:
     if isinstance(plain, HybridDeviceOptimizer):
         return " on the CPU"
     return MUON if is_muon(plain) else ""
@@ -175,11 +163,9 @@ def optimizer_name(kinds: Sequence[str]) -> str:
 def optimizer_step(network: SavedNetwork) -> float:
     """Number of steps that the optimizer has taken; 0 for a fresh one."""
     for part in plain_optimizers(network.optimizer):
-        steps = [state["step"] for state in part.state.values() if "step" in state] + [
-            g["step"] for g in part.param_groups if "step" in g
-        ]
-        if steps:
-            return float(steps[0])
+        for state in (*part.state.values(), *part.param_groups):
+            if "step" in state:
+                return float(state["step"])
     return 0.0
 
 
@@ -205,30 +191,28 @@ def set_step(common: object, step: float, *, distributed: bool = False) -> None:
             set_step(value, step, distributed=distributed)
 
 
-def shape_problems(wanted: dict[str, object], saved: Mapping[str, object]) -> list[str]:
+def shape_problems(state: dict[str, object], saved: Mapping[str, object]) -> list[str]:
     """Descriptions of this model's tensors that are missing in a checkpoint or have another global
-    shape there. saved: storage metadata by name."""
+    shape in it. saved: storage metadata by name."""
     problems = []
-    for tensor in sharded_tensors(wanted):
-        there = saved.get(tensor.key)
-        if there is None or not hasattr(there, "size"):
-            problems.append(f"{tensor.key} is not in it")
-        elif list(there.size) != list(tensor.global_shape) and not tensor.allow_shape_mismatch:
-            problems.append(
-                f"{tensor.key} is {list(there.size)} there and {list(tensor.global_shape)} here"
-            )
+    for tensor in sharded_tensors(state):
+        key, shape, entry = tensor.key, list(tensor.global_shape), saved.get(tensor.key)
+        if entry is None or not hasattr(entry, "size"):
+            problems.append(f"{key} is not in it")
+        elif list(entry.size) != shape and not tensor.allow_shape_mismatch:
+            problems.append(f"{key} is {list(entry.size)} there and {shape} here")
     return list(dict.fromkeys(problems))
 
 
 def sharded_tensors(state: dict[str, object]) -> Iterator[ShardedTensor]:
     """All tensors of a state, including those built by factories (gate and up projection of a gated
     MLP)."""
-    yield from _leaves(load_preprocess(state)[0], lambda value: isinstance(value, ShardedTensor))
+    yield from _leaves(load_preprocess(state)[0], ShardedTensor)
 
 
-def _leaves(container: Any, holds: Callable[[Any], bool]) -> Iterator[Any]:
+def _leaves(container: dict[str, object] | list[object], *types: type[T]) -> Iterator[T]:
     for value in container.values() if isinstance(container, dict) else container:
         if isinstance(value, dict | list):
-            yield from _leaves(value, holds)
-        elif holds(value):
+            yield from _leaves(value, *types)
+        elif isinstance(value, types):
             yield value

@@ -16,11 +16,8 @@ TRACKED = "tracker."
 def random_state_file(rank: int, owner: str = "policy") -> str:
     """Path of a random-state file inside a checkpoint. owner: name of the layout, from
     `layouts_of`; "critic" only if the critic has a separate layout."""
-    return (
-        f"rng/rank_{rank:05d}.safetensors"
-        if owner == "policy"
-        else f"rng/{owner}_rank_{rank:05d}.safetensors"
-    )
+    prefix = "" if owner == "policy" else f"{owner}_"
+    return f"rng/{prefix}rank_{rank:05d}.safetensors"
 
 
 def random_states(layout: ParallelLayout) -> bytes:
@@ -43,7 +40,7 @@ def restore_random_states(path: Path, layout: ParallelLayout) -> None:
             RandomStates(states["torch"], states.get("cuda"), tracked).restore()
     except (OSError, SafetensorError, KeyError, TypeError, RuntimeError) as error:
         raise ValueError(
-            f"{path} is missing or damaged ({error}); --no-load-rng starts the random states afresh"
+            f"{path} is missing or damaged ({error}); --no-load-rng starts new random states"
         ) from error
 
 

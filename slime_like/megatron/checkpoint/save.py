@@ -49,7 +49,7 @@ from slime_like.megatron.checkpoint.write import (
     common_file,
     no_crc32,
     plan_network,
-    write_file_plan,
+    write_items,
     write_network_metadata,
 )
 from slime_like.megatron.parallel_layout import ParallelLayout
@@ -82,7 +82,7 @@ class SavePolicy:
     keep_every: int | None = None
     asynchronous: bool = False
     space_remedy: str = (
-        "remove something, give another --save, or let --save-retain-last remove old checkpoints"
+        "free some space, give another --save, or let --save-retain-last remove old checkpoints"
     )
 
 
@@ -158,7 +158,7 @@ class CheckpointSaver:
         assert self._pending is None, "finish() the save before"
         started = time.perf_counter()
         folder = writing_folder(self.root, step)
-        self._or_fail(step, lambda: _make_folders(folder, networks))
+        self._run_guarded(step, lambda: _make_folders(folder, networks))
         plans = {
             name: plan_network(
                 sharded_state(network, is_loading=False),
@@ -203,22 +203,23 @@ class CheckpointSaver:
             pending.thread.join()
         self._pending = None
         parts = gather((pending.error, pending.written))
-        size = self._or_fail(pending.step, lambda: self._publish(pending, parts))
+        size = self._run_guarded(pending.step, lambda: self._publish(pending, parts))
         removed, notes, free = from_rank_zero(lambda: self._remove_old(pending.step))
         now = time.perf_counter()
-        blocked = (
-            pending.blocked_s + now - waited
-            if pending.thread is not None
-            else now - pending.started
-        )
+        blocked = now - pending.started
+        if pending.thread is not None:
+            blocked = pending.blocked_s + now - waited
         return SaveReport(pending.step, size, now - pending.started, blocked, removed, free, notes)
 
     def _check_space(self, step: int, sizes: Sequence[int]) -> None:
         """Raise SaveError if the disk is too full. sizes: bytes of each rank's part."""
         needed = sum(sizes) + TRAINER_BYTES
-        free = self._or_fail(step, lambda: check_space(self.root, needed, self.policy.space_remedy))
+        free = self._run_guarded(
+            step, lambda: check_space(self.root, needed, self.policy.space_remedy)
+        )
         logger.info(
-            f"saving {checkpoint_folder(self.root, step)}: {needed / 1e9:.3f} GB, the disk has {free / 1e9:.3f} GB free"
+            f"saving {checkpoint_folder(self.root, step)}: {needed / 1e9:.3f} GB, the disk has "
+            f"{free / 1e9:.3f} GB free"
         )
 
     def _publish(self, pending: _Pending, parts: list[tuple[str | None, Written]]) -> int:
@@ -236,7 +237,9 @@ class CheckpointSaver:
             if error is not None:
                 raise OSError(f"rank {rank}: {error}")
         folder = writing_folder(self.root, pending.step)
-        records = {name: record for _, written in parts for name, record in written.records.items()}
+        records: dict[str, FileRecord] = {}
+        for _, written in parts:
+            records |= written.records
         for name, plan in pending.plans.items():
             assert plan.metadata is not None, "rank 0 coordinates"
             files = write_network_metadata(
@@ -257,10 +260,13 @@ class CheckpointSaver:
         """Remove old checkpoints after `newest` is published, on rank 0. Returns (removed steps,
         notes, free bytes afterwards)."""
         removed, notes = [], []
-        steps = complete_steps(self.root)
-        for step in steps_to_remove(
-            steps, newest, keep_last=self.policy.keep_last, keep_every=self.policy.keep_every
-        ):
+        steps = steps_to_remove(
+            complete_steps(self.root),
+            newest,
+            keep_last=self.policy.keep_last,
+            keep_every=self.policy.keep_every,
+        )
+        for step in steps:
             try:
                 remove_checkpoint(self.root, step)
                 removed.append(step)
@@ -268,7 +274,7 @@ class CheckpointSaver:
                 notes.append(f"checkpoint {step} was not removed: {error}")
         return tuple(removed), tuple(notes), free_bytes(self.root)
 
-    def _or_fail(self, step: int, action: Callable[[], T]) -> T:
+    def _run_guarded(self, step: int, action: Callable[[], T]) -> T:
         """Run `action` on rank 0. An OSError removes the unfinished checkpoint and is raised as
         SaveError on all ranks."""
 
@@ -335,7 +341,7 @@ def _write_all(folder: Path, pending: _Pending) -> None:
         written = pending.written
         with no_crc32(), ThreadPoolExecutor(WRITERS) as pool:
             jobs = {
-                name: [pool.submit(write_file_plan, folder / name, file) for file in plan.files]
+                name: [pool.submit(write_items, folder / name, f.name, f.items) for f in plan.files]
                 for name, plan in pending.plans.items()
             }
             for name, plan in pending.plans.items():

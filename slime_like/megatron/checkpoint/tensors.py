@@ -4,6 +4,7 @@ a process group or a model."""
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,21 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_patches.safe_checkpoints import load_tensors, read_metadata
 from slime_like.megatron.checkpoint.write import METADATA_FILE
+
+Region = tuple[Sequence[int], Sequence[int]]  # offsets and sizes within the full tensor
+
+
+def overlap(first: Region, second: Region) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Where two regions overlap: slices within the first and within the second; None if nowhere."""
+    slices = []
+    for start, size, other_start, other_size in zip(*first, *second, strict=True):
+        low, high = max(start, other_start), min(start + size, other_start + other_size)
+        if low >= high:
+            return None
+        slices.append(
+            (slice(low - start, high - start), slice(low - other_start, high - other_start))
+        )
+    return tuple(one for one, _ in slices), tuple(other for _, other in slices)
 
 
 class CheckpointTensors:
@@ -53,30 +69,22 @@ class CheckpointTensors:
         """
         filled = 0
         for chunk in self.entries[key].chunks:
-            low = [max(o, c) for o, c in zip(offset, chunk.offsets, strict=True)]
-            high = [
-                min(o + n, c + m)
-                for o, n, c, m in zip(offset, target.shape, chunk.offsets, chunk.sizes, strict=True)
-            ]
-            if any(a >= b for a, b in zip(low, high, strict=True)):
+            slices = overlap((chunk.offsets, chunk.sizes), (offset, target.shape))
+            if slices is None:
                 continue
             piece = self._piece(key, tuple(chunk.offsets), tuple(chunk.sizes))
-            there = tuple(
-                slice(a - c, b - c) for a, b, c in zip(low, high, chunk.offsets, strict=True)
-            )
-            here = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True))
-            target[here].copy_(piece[there])
-            filled += target[here].numel()
+            target[slices[1]].copy_(piece[slices[0]])
+            filled += target[slices[1]].numel()
         if filled != target.numel():
             raise ValueError(
-                f"checkpoint {self.folder} does not hold the whole of {key}: {filled} of {target.numel()} elements"
+                f"checkpoint {self.folder} has {filled} of {target.numel()} elements of {key}"
             )
 
     def _piece(self, key: str, offset: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         info = self._where.get((key, offset))
         if info is None:
             raise ValueError(
-                f"checkpoint {self.folder} does not say where {key} from {list(offset)} on lies"
+                f"checkpoint {self.folder} has no location for {key} at offset {list(offset)}"
             )
         path = self.folder / info.relative_path
         try:
@@ -89,5 +97,5 @@ class CheckpointTensors:
         except OSError as error:
             raise ValueError(f"{path} cannot be read ({error.strerror})") from error
         if not isinstance(tensor, Tensor) or tuple(tensor.shape) != sizes:
-            raise ValueError(f"{path}, {key}: what lies there is not a tensor {list(sizes)}")
+            raise ValueError(f"{path}, {key}: not a tensor of shape {list(sizes)}")
         return tensor

@@ -9,10 +9,11 @@ GIL.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import pickle
 import queue
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -49,12 +50,15 @@ MANY_STRATEGIES = release() >= (0, 17)
 OVERHEAD_BYTES = 2048  # maximum size of one tensor's container in a file
 
 
+Item = tuple["WriteItem", io.BytesIO | torch.Tensor]
+
+
 @dataclass(slots=True)
 class FilePlan:
-    """One file of this rank. items: (write item, tensor or BytesIO)."""
+    """One file of this rank."""
 
     name: str
-    items: list[tuple[WriteItem, io.BytesIO | torch.Tensor]]
+    items: list[Item]
 
     def estimated_bytes(self) -> int:
         return sum(OVERHEAD_BYTES + _bytes_of(data) for _, data in self.items)
@@ -112,9 +116,8 @@ def plan_network(
     """
     sharded, common = save_preprocess(state)
     live = {data.data_ptr() for data in _tensors_of(sharded)}
-    filesystem_async._results_queue = (
-        queue.SimpleQueue()
-    )  # otherwise megatron-core starts a manager process for the results, which we do not use
+    # otherwise megatron-core starts a manager process for the results, which we do not use
+    filesystem_async._results_queue = queue.SimpleQueue()
     writer, metadata = _Planner().plan(sharded, folder)
     files = []
     for _, name, (objects, tensors) in writer.write_buckets or ():
@@ -128,20 +131,22 @@ def plan_network(
 def no_crc32() -> Iterator[None]:
     """Disable torch's CRC of every saved tensor, which is never verified; the SHA-256 of the
     manifest is."""
-    was = torch.serialization.get_crc32_options()
+    enabled = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
         yield
     finally:
-        torch.serialization.set_crc32_options(was)
+        torch.serialization.set_crc32_options(enabled)
 
 
-def write_file_plan(folder: Path, plan: FilePlan) -> tuple[FileRecord, list[WriteResult]]:
+def write_items(
+    folder: Path, name: str, items: Iterable[Item]
+) -> tuple[FileRecord, list[WriteResult]]:
     """Write and sync one file in torch's distributed checkpoint format. Call within `no_crc32`."""
     transforms = _StorageWriterTransforms()
     results = []
-    with hashed_file(folder / plan.name) as file:
-        for item, data in plan.items:
+    with hashed_file(folder / name) as file:
+        for item, data in items:
             if isinstance(data, torch.Tensor):
                 data = data.cpu()
             results.append(
@@ -150,7 +155,7 @@ def write_file_plan(folder: Path, plan: FilePlan) -> tuple[FileRecord, list[Writ
                     file,  # type: ignore[arg-type]
                     data,
                     item,
-                    plan.name,
+                    name,
                     SerializationFormat.TORCH_SAVE,
                 )
             )
@@ -163,22 +168,17 @@ def write_network_metadata(
     """Write the metadata that make the files of all ranks a distributed checkpoint for
     megatron-core and torch. On rank 0, after all ranks have written."""
     metadata.version = CURRENT_DCP_VERSION
-    metadata.storage_data = {
-        result.index: result.storage_data for of_rank in results for result in of_rank
-    }
+    locations = itertools.chain.from_iterable(results)
+    metadata.storage_data = {result.index: result.storage_data for result in locations}
     metadata.storage_meta = StorageMeta()
-    vars(metadata).pop(
-        "all_local_plans", None
-    )  # megatron-core's cache of save plans; larger than the rest
+    # megatron-core's cache of save plans; larger than the rest
+    vars(metadata).pop("all_local_plans", None)
     content = pickle.dumps(metadata)
-    load_metadata(
-        io.BytesIO(content), METADATA_FILE
-    )  # check that it can be loaded before writing it
+    load_metadata(io.BytesIO(content), METADATA_FILE)  # check that it can be loaded
+    config = json.dumps(asdict(CheckpointingConfig(*FORMAT)))
     return {
         METADATA_FILE: write_file(folder / METADATA_FILE, content),
-        CONFIG_FNAME: write_file(
-            folder / CONFIG_FNAME, json.dumps(asdict(CheckpointingConfig(*FORMAT)))
-        ),
+        CONFIG_FNAME: write_file(folder / CONFIG_FNAME, config),
     }
 
 
@@ -190,31 +190,26 @@ def _common_bytes(common: Mapping[str, object]) -> bytes:
     buffer = io.BytesIO()
     torch.save(common, buffer)
     buffer.seek(0)
-    load_tensors(buffer, COMMON_STATE_FNAME)  # check that it can be loaded before writing it
+    load_tensors(buffer, COMMON_STATE_FNAME)  # check that it can be loaded
     return buffer.getvalue()
 
 
 def _detached(tensor: torch.Tensor, live: set[int]) -> torch.Tensor:
     if tensor.device.type != "cpu":
         return tensor.cpu()
-    return (
-        tensor.clone() if tensor.data_ptr() in live else tensor
-    )  # others are already copies, made by the planning
+    # others are already copies, made by the planning
+    return tensor.clone() if tensor.data_ptr() in live else tensor
 
 
-def _tensors_of(container: Any) -> list[torch.Tensor]:
-    found = []
+def _tensors_of(container: dict[str, object] | list[object]) -> list[torch.Tensor]:
+    tensors = []
     for value in container.values() if isinstance(container, dict) else container:
         if isinstance(value, dict | list):
-            found += _tensors_of(value)
-        elif isinstance(getattr(value, "data", None), torch.Tensor):
-            found.append(value.data)
-    return found
+            tensors += _tensors_of(value)
+        elif isinstance(data := getattr(value, "data", None), torch.Tensor):
+            tensors.append(data)
+    return tensors
 
 
-def _bytes_of(data: Any) -> int:
-    return (
-        data.numel() * data.element_size()
-        if isinstance(data, torch.Tensor)
-        else data.getbuffer().nbytes
-    )
+def _bytes_of(data: torch.Tensor | io.BytesIO) -> int:
+    return data.nbytes if isinstance(data, torch.Tensor) else data.getbuffer().nbytes

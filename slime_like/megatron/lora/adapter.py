@@ -7,11 +7,13 @@ every tensor-parallel rank.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.transformer.module import MegatronModule
@@ -39,46 +41,45 @@ class AdapterChunk(MegatronModule):
         super().__init__(config=base.config)
         self.layout = base.layout
         slots = base.slots[index]
-        mine = [target for target in targets if target.parameter in slots]
-        self._factors = {f.name: f for target in mine for pair in target.factors for f in pair}
+        local = [target for target in targets if target.parameter in slots]
+        factors = itertools.chain.from_iterable(target.all_factors for target in local)
+        self._factors = {factor.name: factor for factor in factors}
         self.parameters_by_name = torch.nn.ParameterDict()
         for factor in self._factors.values():
-            self.parameters_by_name[_key(factor.name)] = self._new(factor, base, spec)
+            self.parameters_by_name[_key(factor.name)] = self._make_parameter(factor, base, spec)
         self.layers: dict[str, Lora] = {
-            target.parameter: self._layer(target, base, spec) for target in mine
+            target.parameter: self._make_layer(target, base, spec) for target in local
         }
         self.value_head: ValueHead | None = None
         if spec.value_head and base.has_head(index):
             self.value_head = ValueHead(self.config).to(base.device)
 
     @property
-    def acting(self) -> dict[str, Callable[[Tensor], Tensor]]:
+    def active_layers(self) -> dict[str, Callable[[Tensor], Tensor]]:
         """This chunk's layers, as an argument of `LoraBase.active`."""
-        return (
-            dict(self.layers)
-            if self.value_head is None
-            else {**self.layers, VALUE_HEAD: self.value_head.values}
-        )
+        layers: dict[str, Callable[[Tensor], Tensor]] = dict(self.layers)
+        if self.value_head is not None:
+            layers[VALUE_HEAD] = self.value_head.values
+        return layers
 
     def factors(self) -> Iterator[tuple[Factor, torch.nn.Parameter]]:
         for factor in self._factors.values():
             yield factor, self.parameters_by_name[_key(factor.name)]
 
-    def summed(self) -> Iterator[tuple[torch.nn.Parameter, object]]:
-        """(parameter, group) of parameters with gradients to be summed over the group."""
+    def partial_gradients(self) -> Iterator[tuple[torch.nn.Parameter, dist.ProcessGroup]]:
+        """(parameter, group) of parameters with partial gradients, to be summed over the group."""
         for factor, parameter in self.factors():
             ranks = _ranks(self.layout, self.config, factor)
-            if factor.dim is None and ranks.needs_sum(at_head=_of_head(factor)):
+            if factor.dim is None and ranks.needs_sum(at_head=_is_head_factor(factor)):
                 yield parameter, ranks.group
-        if (
-            self.value_head is not None and self.config.sequence_parallel
-        ):  # each rank only has its part of the tokens
+        if self.value_head is not None and self.config.sequence_parallel:
+            # each rank only has its part of the tokens
             for parameter in self.value_head.parameters():
                 yield parameter, self.layout.tp_group
 
-    def _new(self, factor: Factor, base: LoraBase, spec: LoraSpec) -> torch.nn.Parameter:
-        whole = first_factor(factor, spec.seed) if factor.is_first else torch.zeros(factor.shape)
-        shard = shard_of(whole, factor, self.layout, base.gpt)
+    def _make_parameter(self, factor: Factor, base: LoraBase, spec: LoraSpec) -> torch.nn.Parameter:
+        full = first_factor(factor, spec.seed) if factor.is_first else torch.zeros(factor.shape)
+        shard = shard_of(full, factor, self.layout, base.gpt)
         parameter = torch.nn.Parameter(shard.to(base.device, self.config.params_dtype, copy=True))
         ranks = _ranks(self.layout, self.config, factor)
         # megatron-core's gradient norm counts tensor-parallel parameters on every rank, and
@@ -86,10 +87,11 @@ class AdapterChunk(MegatronModule):
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
         if factor.dim is None and ranks.group.rank() > 0:
             parameter.shared = True  # type: ignore[attr-defined]
-        parameter.allreduce = not (factor.expert is not None and self.layout.ep_size > 1)  # type: ignore[attr-defined]
+        is_distributed_expert = factor.expert is not None and self.layout.ep_size > 1
+        parameter.allreduce = not is_distributed_expert  # type: ignore[attr-defined]
         return parameter
 
-    def _layer(self, target: Target, base: LoraBase, spec: LoraSpec) -> Lora:
+    def _make_layer(self, target: Target, base: LoraBase, spec: LoraSpec) -> Lora:
         pairs = [
             (self.parameters_by_name[_key(a.name)], self.parameters_by_name[_key(b.name)])
             for a, b in target.factors
@@ -112,24 +114,22 @@ class AdapterChunk(MegatronModule):
         state = {}
         for factor, parameter in self.factors():
             ranks = _ranks(self.layout, self.config, factor)
-            here = ranks.group.rank()
-            offsets = [] if factor.dim is None else [(factor.dim, here, ranks.size)]
-            replica = (0, here if factor.dim is None else 0, _replica_rank(self.layout, factor))
+            rank = ranks.group.rank()
+            offsets = [] if factor.dim is None else [(factor.dim, rank, ranks.size)]
+            replica = (0, rank if factor.dim is None else 0, _replica_rank(self.layout, factor))
             state[f"parameters_by_name.{_key(factor.name)}"] = ShardedTensor.from_rank_offsets(
                 f"{prefix}{factor.name}",
                 parameter,
                 *offsets,
                 replica_id=replica,
-                allow_shape_mismatch=_of_head(factor),
+                allow_shape_mismatch=_is_head_factor(factor),
             )
-        for name, parameter in (
-            [] if self.value_head is None else self.value_head.named_parameters()
-        ):
+        if self.value_head is not None:
             replica = (0, self.layout.tp_rank, self.layout.dp_cp_group.rank())
-            key = f"{VALUE_HEAD}.{name}"
-            state[key] = ShardedTensor.from_rank_offsets(
-                f"{prefix}{key}", parameter, replica_id=replica
-            )
+            for name, parameter in self.value_head.named_parameters(VALUE_HEAD):
+                state[name] = ShardedTensor.from_rank_offsets(
+                    f"{prefix}{name}", parameter, replica_id=replica
+                )
         return state
 
 
@@ -142,26 +142,26 @@ def first_factor(factor: Factor, seed: int) -> Tensor:
     return torch.empty(factor.shape).uniform_(-bound, bound, generator=generator)
 
 
-def shard_of(whole: Tensor, factor: Factor, layout: ParallelLayout, gpt: GPTModelConfig) -> Tensor:
+def shard_of(full: Tensor, factor: Factor, layout: ParallelLayout, gpt: GPTModelConfig) -> Tensor:
     """This rank's shard; for the output layer, padded with zeros beyond the vocabulary."""
     if factor.dim is None:
-        return whole
-    rank, size = _place(layout, factor)
-    if _of_head(factor):
-        whole = F.pad(whole, (0, 0, 0, padded_vocab_size(gpt, layout.tp_size) - whole.size(0)))
-    return whole.chunk(size, factor.dim)[rank]
+        return full
+    rank, size = _shard_rank(layout, factor)
+    if _is_head_factor(factor):
+        full = F.pad(full, (0, 0, 0, padded_vocab_size(gpt, layout.tp_size) - full.size(0)))
+    return full.chunk(size, factor.dim)[rank]
 
 
 def shard_shape(factor: Factor, layout: ParallelLayout, gpt: GPTModelConfig) -> tuple[int, int]:
     """Shape of a shard, equal on every rank that has one."""
     rows, columns = factor.shape
-    if _of_head(factor) and factor.dim == 0:
+    if _is_head_factor(factor) and factor.dim == 0:
         rows = padded_vocab_size(gpt, layout.tp_size)
-    _, size = _place(layout, factor)
+    _, size = _shard_rank(layout, factor)
     return rows // (size if factor.dim == 0 else 1), columns // (size if factor.dim == 1 else 1)
 
 
-def _of_head(factor: Factor) -> bool:
+def _is_head_factor(factor: Factor) -> bool:
     return factor.name.startswith("lm_head.")
 
 
@@ -171,12 +171,10 @@ def _ranks(layout: ParallelLayout, config: TransformerConfig, factor: Factor) ->
     return Ranks(layout.tp_group, layout.tp_size, bool(config.sequence_parallel), False)
 
 
-def _place(layout: ParallelLayout, factor: Factor) -> tuple[int, int]:
-    return (
-        (layout.tp_rank, layout.tp_size)
-        if factor.expert is None
-        else (layout.etp_rank, layout.etp_size)
-    )
+def _shard_rank(layout: ParallelLayout, factor: Factor) -> tuple[int, int]:
+    if factor.expert is None:
+        return layout.tp_rank, layout.tp_size
+    return layout.etp_rank, layout.etp_size
 
 
 def _replica_rank(layout: ParallelLayout, factor: Factor) -> int:

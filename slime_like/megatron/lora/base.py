@@ -18,7 +18,7 @@ from torch import Tensor
 from arguments.hf.model import HfModel
 from arguments.schema import GPTModelConfig
 from slime_like.megatron.lora.targets import HEAD
-from slime_like.megatron.model.policy import Slot
+from slime_like.megatron.model.policy import AdapterSlot
 from slime_like.megatron.network import Network
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.weights.parameter_map import family_map, global_parameters, model_sizes, unwrap
@@ -57,7 +57,7 @@ class LoraBase(Network):
         self.sizes = model_sizes(self.config, gpt)
         self.tied = not gpt.untie_embeddings_and_output_weights
         self.family = family_map(hf.architecture, self.config, tied=self.tied)
-        self.slots: list[dict[str, Slot]] = [
+        self.slots: list[dict[str, AdapterSlot]] = [
             _slots(chunk, has_head=self.has_head(index)) for index, chunk in enumerate(self.chunks)
         ]
         self._carry_gradients = False
@@ -72,11 +72,9 @@ class LoraBase(Network):
     def active(self, layers: Sequence[Mapping[str, Callable[[Tensor], Tensor]]]) -> Iterator[None]:
         """Make an adapter active within the block. layers: per chunk, by the canonical name of the
         weight; a value head by `VALUE_HEAD`."""
-        assert not any(slot.active for slots in self.slots for slot in slots.values()), (
-            "another adapter is active"
-        )
-        for slots, own in zip(self.slots, layers, strict=True):
-            for name, layer in own.items():
+        for slots, chunk_layers in zip(self.slots, layers, strict=True):
+            assert not any(slot.active for slot in slots.values()), "another adapter is active"
+            for name, layer in chunk_layers.items():
                 slots[name].active = layer
         # recomputation and pipeline schedules only run backward through inputs that require a
         # gradient
@@ -96,7 +94,7 @@ class LoraBase(Network):
             output.requires_grad_()
 
 
-def _slots(chunk: MegatronModule, *, has_head: bool) -> dict[str, Slot]:
+def _slots(chunk: MegatronModule, *, has_head: bool) -> dict[str, AdapterSlot]:
     """Add a hook to every linear layer of a chunk. Returns a slot for each, by the canonical name
     of its weight."""
     names = {id(parameter): name for name, parameter in global_parameters([chunk])}
@@ -105,7 +103,7 @@ def _slots(chunk: MegatronModule, *, has_head: bool) -> dict[str, Slot]:
         weight = module._parameters.get("weight")
         name = None if weight is None else names[id(weight)]
         if name is not None and _is_linear(name):
-            slots[name] = Slot()
+            slots[name] = AdapterSlot()
             # before other hooks (megatron_patches/mla_tp_grads.py), which must get the output
             # including the adapter
             module.register_forward_hook(_Hook(slots[name]), prepend=True)
@@ -120,7 +118,7 @@ def _is_linear(name: str) -> bool:
 
 
 class _Hook:
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, slot: AdapterSlot) -> None:
         self.slot = slot
 
     def __call__(

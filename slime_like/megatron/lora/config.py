@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 
 from arguments.schema import LoraConfig
@@ -35,7 +36,8 @@ class LoraSpec:
 
 
 def lora_spec(config: LoraConfig, seed: int) -> LoraSpec:
-    targets = frozenset(name for word in config.lora_target_modules for name in TARGETS[word])
+    modules = (TARGETS[name] for name in config.lora_target_modules)
+    targets = frozenset(itertools.chain.from_iterable(modules))
     return LoraSpec(config.lora_rank, config.lora_alpha, targets, seed)
 
 

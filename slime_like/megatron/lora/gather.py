@@ -3,6 +3,7 @@ back. Collective, with equal results on every rank."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from slime_like.megatron.lora.adapter import shard_of, shard_shape
 from slime_like.megatron.lora.network import LoraNetwork
+from slime_like.megatron.lora.targets import Factor
 from slime_like.weights.gather import (
     DEFAULT_BUCKET_BYTES,
     Parameter,
@@ -28,33 +30,34 @@ def gather_factors(
     """(name, full tensor) of every factor, in the network's order, on every rank. value: maps a
     parameter to the tensor to gather, e.g. its gradient."""
     layout, gpt = network.layout, network.gpt
-    local = {
-        factor.name: value(parameter)
-        for adapter in network.adapters
-        for factor, parameter in adapter.factors()
-    }
+    local: dict[str, Tensor] = {}
+    for adapter in network.adapters:
+        local |= {factor.name: value(parameter) for factor, parameter in adapter.factors()}
     stages = _stages(network)
-    dtype = _agreed_dtype({tensor.dtype for tensor in local.values()}, network)
-    factors = {
-        factor.name: (stages[any_expert(target.parameter)], factor)
-        for target in network.targets
-        for pair in target.factors
-        for factor in pair
-    }
-    parameters = [
-        Parameter(
-            name, stage, factor.expert, shard_shape(factor, layout, gpt), dtype, factor.dim is not None,
-            (TensorPlan(name, factor.shape, dtype),),
-        )
-        for name, (stage, factor) in factors.items()
-    ]  # fmt: skip
+    dtype = _common_dtype({tensor.dtype for tensor in local.values()}, network)
+    factors: dict[str, Factor] = {}
+    parameters = []
+    for target in network.targets:
+        stage = stages[any_expert(target.parameter)]
+        for factor in target.all_factors:
+            factors[factor.name] = factor
+            parameter = Parameter(
+                factor.name,
+                stage,
+                factor.expert,
+                shape=shard_shape(factor, layout, gpt),
+                dtype=dtype,
+                sharded=factor.dim is not None,
+                outputs=(TensorPlan(factor.name, factor.shape, dtype),),
+            )
+            parameters.append(parameter)
 
     def assemble(
         parameter: Parameter, shards: Sequence[Tensor], outputs: Mapping[str, Tensor]
     ) -> None:
-        _, factor = factors[parameter.name]
-        whole = shards[0] if factor.dim is None else torch.cat(list(shards), factor.dim)
-        outputs[factor.name].copy_(whole[: factor.shape[0]])
+        factor = factors[parameter.name]
+        full = shards[0] if factor.dim is None else torch.cat(list(shards), factor.dim)
+        outputs[factor.name].copy_(full[: factor.shape[0]])
 
     plan = plan_buckets(
         parameters,
@@ -63,31 +66,34 @@ def gather_factors(
         DEFAULT_BUCKET_BYTES,
     )
     stream = WeightStream(plan, layout, network.device, lambda p: local[p.name], assemble)
-    whole = dict(stream)  # an adapter is small
-    return ((name, whole[name]) for name in factors)
+    full = dict(stream)  # an adapter is small
+    return ((name, full[name]) for name in factors)
 
 
 @torch.no_grad()
-def set_factors(network: LoraNetwork, whole: Mapping[str, Tensor]) -> None:
+def set_factors(network: LoraNetwork, full: Mapping[str, Tensor]) -> None:
     """Write full factors into this rank's shards and update the optimizer's copies."""
     for adapter in network.adapters:
         for factor, parameter in adapter.factors():
-            parameter.copy_(shard_of(whole[factor.name], factor, network.layout, network.gpt))
+            parameter.copy_(shard_of(full[factor.name], factor, network.layout, network.gpt))
     network.weights_changed()
 
 
 def _stages(network: LoraNetwork) -> dict[str, int]:
     """Pipeline stage of each weight with an adapter; experts without their index."""
     layout = network.layout
-    mine = sorted({any_expert(name) for adapter in network.adapters for name in adapter.layers})
+    layers = itertools.chain.from_iterable(adapter.layers for adapter in network.adapters)
     stages: list[list[str]] = [[] for _ in range(layout.pp_size)]
-    dist.all_gather_object(stages, mine, group=layout.pp_group)
-    return {name: stage for stage, names in enumerate(stages) for name in names}
+    dist.all_gather_object(stages, sorted(set(map(any_expert, layers))), group=layout.pp_group)
+    found: dict[str, int] = {}
+    for stage, names in enumerate(stages):
+        found |= dict.fromkeys(names, stage)
+    return found
 
 
-def _agreed_dtype(mine: set[torch.dtype], network: LoraNetwork) -> torch.dtype:
+def _common_dtype(local: set[torch.dtype], network: LoraNetwork) -> torch.dtype:
     """The common dtype over all stages; a stage may have no factors."""
-    found: list[set[torch.dtype]] = [set() for _ in range(network.layout.pp_size)]
-    dist.all_gather_object(found, mine, group=network.layout.pp_group)
-    (dtype,) = set().union(*found)
+    per_stage: list[set[torch.dtype]] = [set() for _ in range(network.layout.pp_size)]
+    dist.all_gather_object(per_stage, local, group=network.layout.pp_group)
+    (dtype,) = set().union(*per_stage)
     return dtype

@@ -67,9 +67,8 @@ class ColumnLora:
         """x: [..., in], input of the layer; under sequence parallelism this rank's tokens. Returns
         [..., out / tp] over all tokens."""
         rank = self.first[0].size(0)
-        low = _product(
-            x, torch.cat(list(self.first)) if len(self.first) > 1 else self.first[0]
-        )  # [..., modules * rank]
+        first = torch.cat(list(self.first)) if len(self.first) > 1 else self.first[0]
+        low = _matmul(x, first)  # [..., modules * rank]
         if self.ranks.exchange:
             if self.ranks.sequence_parallel:
                 low = gather_from_sequence_parallel_region(
@@ -78,7 +77,7 @@ class ColumnLora:
             else:
                 low = copy_to_tensor_model_parallel_region(low, group=self.ranks.group)
         outputs = [
-            _product(part, second)
+            _matmul(part, second)
             for part, second in zip((low * self.scale).split(rank, -1), self.second, strict=True)
         ]
         if len(self.order) == 1:
@@ -118,13 +117,13 @@ class RowLora:
     def __call__(self, x: Tensor) -> Tensor:
         """x: [..., in / tp]. Returns [..., out]; under sequence parallelism for this rank's tokens,
         in an expert the partial sum of this rank."""
-        low = _product(x, self.first)
+        low = _matmul(x, self.first)
         if self.ranks.exchange:
             if self.ranks.sequence_parallel:
                 low = reduce_scatter_to_sequence_parallel_region(low, group=self.ranks.group)
             else:
                 low = reduce_from_tensor_model_parallel_region(low, group=self.ranks.group)
-        return _product(low * self.scale, self.second)
+        return _matmul(low * self.scale, self.second)
 
     def delta(self) -> Tensor:
         return self.scale * (self.second.float() @ self.first.float())
@@ -149,7 +148,7 @@ class HeadLora:
 Lora = ColumnLora | RowLora | HeadLora
 
 
-def _product(x: Tensor, weight: Tensor) -> Tensor:
+def _matmul(x: Tensor, weight: Tensor) -> Tensor:
     """x weight^T over the last dimension as one 2D matmul. For 3D inputs torch.nn.functional.linear
     selects another kernel when a gradient is needed, but the log-probs of the update must equal
     those of the forward-only pass bit by bit."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from slime_like.megatron.lora.config import LoraSpec
 from slime_like.megatron.lora.targets import HEAD, Target, targets_of
 from slime_like.megatron.trained_network import TrainedNetwork
 from slime_like.weights.gather import DEFAULT_BUCKET_BYTES, WeightStream
-from slime_like.weights.quantized import CodedWeight
+from slime_like.weights.quantized import QuantizedWeight
 
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
@@ -49,20 +49,16 @@ class LoraNetwork(TrainedNetwork):
         are not overlapped, whatever `ddp` says."""
         self.base, self.spec = base, spec
         self._exports = {}
-        self.value_head, self.config, self.gpt, self.layout, self.device = (
-            spec.value_head,
-            base.config,
-            base.gpt,
-            base.layout,
-            base.device,
-        )
+        self.value_head = spec.value_head
+        self.config, self.gpt = base.config, base.gpt
+        self.layout, self.device = base.layout, base.device
         self.has_experts = base.config.num_moe_experts is not None
         self.chunks, self.modules = base.chunks, base.modules
         self.targets: list[Target] = targets_of(spec, base.family, base.sizes, tied=base.tied)
         self.adapters = [
             AdapterChunk(base, index, self.targets, spec) for index in range(len(base.chunks))
         ]
-        self._train(
+        self._set_up_training(
             self.adapters,
             ddp=dataclasses.replace(ddp, overlap_grad_reduce=False, overlap_param_gather=False),
             optimizer=without_overlap(optimizer),
@@ -79,11 +75,11 @@ class LoraNetwork(TrainedNetwork):
         self.base.load_hf(folder)
 
     def freeze(self) -> None:
-        raise AssertionError("an adapter is there to be trained; its base is frozen")
+        raise AssertionError("an adapter is never frozen")
 
     @contextmanager
-    def in_use(self) -> Iterator[None]:
-        with self.base.active([adapter.acting for adapter in self.adapters]):
+    def forward_context(self) -> Iterator[None]:
+        with self.base.active([adapter.active_layers for adapter in self.adapters]):
             yield
 
     def export_hf(
@@ -91,16 +87,16 @@ class LoraNetwork(TrainedNetwork):
         hf: HfModel,
         dtype: torch.dtype | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        coded: Mapping[str, CodedWeight] | None = None,
+        quantized: Mapping[str, QuantizedWeight] | None = None,
     ) -> WeightStream:
         """Export the merged weights. An adapter on the output layer of a tied model unties it."""
         assert not self.value_head, "a critic is not exported"
-        layers = {
-            name: layer for adapter in self.adapters for name, layer in adapter.layers.items()
-        }
-        own_head = self.base.tied and any(target.parameter == HEAD for target in self.targets)
-        export = self.hf_export(hf, dtype, bucket_bytes, coded, own_head=own_head)
-        return export.stream({name: layer.delta for name, layer in layers.items()})
+        deltas: dict[str, Callable[[], Tensor]] = {}
+        for adapter in self.adapters:
+            deltas |= {name: layer.delta for name, layer in adapter.layers.items()}
+        untied_head = self.base.tied and any(target.parameter == HEAD for target in self.targets)
+        export = self.hf_export(hf, dtype, bucket_bytes, quantized, untied_head=untied_head)
+        return export.stream(deltas)
 
     def finalize_gradients(
         self, model: Sequence[object], num_tokens: Tensor | None = None, **others: object
@@ -110,16 +106,17 @@ class LoraNetwork(TrainedNetwork):
         assert num_tokens is None, "losses are normalised; see gradient_scale"
         for wrapped in self.trained_modules:
             wrapped.finish_grad_sync()
-        parts: dict[int, tuple[Any, list[Tensor]]] = {}
+        partial: dict[dist.ProcessGroup, list[Tensor]] = {}
         for adapter in self.adapters:
-            for parameter, group in adapter.summed():
-                parts.setdefault(id(group), (group, []))[1].append(parameter.main_grad)  # type: ignore[attr-defined]
-        for group, gradients in parts.values():
-            sum_over(group, gradients)
+            for parameter, group in adapter.partial_gradients():
+                gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+                partial.setdefault(group, []).append(gradient)
+        for group, gradients in partial.items():
+            all_reduce_coalesced(group, gradients)
         reset_model_temporary_tensors(self.config, list(model))
 
 
-def sum_over(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
+def all_reduce_coalesced(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
     """All-reduce the tensors in place, in one collective."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     dist.all_reduce(flat, group=group)

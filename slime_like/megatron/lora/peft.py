@@ -3,6 +3,7 @@ conversion is exact in both directions, since PEFT uses the same factors."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -24,7 +25,7 @@ from slime_like.distributed.collectives import from_rank_zero, together
 from slime_like.megatron.lora.gather import gather_factors, set_factors
 from slime_like.megatron.lora.network import LoraNetwork
 from slime_like.weights.families import EMBEDDING, LM_HEAD, model_families
-from slime_like.weights.hf_save import put_in_place
+from slime_like.weights.hf_save import check_replaceable, replace_folder
 from slime_like.weights.mappings import VocabParallel
 from slime_like.weights.safetensors_reader import WeightFiles, listed
 from slime_like.weights.safetensors_writer import save_tensors
@@ -43,11 +44,12 @@ def save_adapter(folder: str, network: LoraNetwork, base_model: str | None) -> N
     tensors = {
         _peft_name(name): tensor.cpu().contiguous() for name, tensor in gather_factors(network)
     }
-    modules = sorted(
-        {module.rpartition(".")[2] for target in network.targets for module in target.modules}
-    )
+    modules = itertools.chain.from_iterable(target.modules for target in network.targets)
     config = adapter_config(
-        rank=network.spec.rank, alpha=network.spec.alpha, modules=modules, base_model=base_model
+        rank=network.spec.rank,
+        alpha=network.spec.alpha,
+        modules=sorted({module.rpartition(".")[2] for module in modules}),
+        base_model=base_model,
     )
     from_rank_zero(lambda: _write(Path(folder), config, tensors))
 
@@ -68,12 +70,7 @@ def load_adapter(folder: str, network: LoraNetwork, base_model: str) -> None:
 
 
 def _write(folder: Path, config: dict[str, object], tensors: dict[str, Tensor]) -> None:
-    if folder.exists() and not (
-        folder.is_dir() and ((folder / ADAPTER_CONFIG).is_file() or not any(folder.iterdir()))
-    ):
-        raise ValueError(
-            f"{folder} exists and holds no adapter; it is not replaced. Remove it or save elsewhere"
-        )
+    check_replaceable(folder, ADAPTER_CONFIG, "adapter")
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.new")
     temporary.mkdir(parents=True)
     try:
@@ -83,7 +80,7 @@ def _write(folder: Path, config: dict[str, object], tensors: dict[str, Tensor]) 
         )
         for path in [*temporary.iterdir(), temporary]:
             sync_path(path)
-        put_in_place(temporary, folder)
+        replace_folder(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -92,51 +89,40 @@ def _check_config(folder: str, found: PeftAdapter, network: LoraNetwork) -> None
     spec = network.spec
     if (found.rank, found.alpha) != (spec.rank, spec.alpha):
         raise ValueError(
-            f"adapter {folder} has rank {found.rank} and alpha {found.alpha:g}; here they are {spec.rank} and {spec.alpha:g}"
+            f"adapter {folder} has rank {found.rank} and alpha {found.alpha:g}; here they are "
+            f"{spec.rank} and {spec.alpha:g}"
         )
 
 
 def _read_tensors(path: Path, network: LoraNetwork, base_model: str) -> dict[str, Tensor]:
-    wanted = {
-        factor.name: factor.shape
-        for target in network.targets
-        for pair in target.factors
-        for factor in pair
-    }
+    factors = itertools.chain.from_iterable(target.all_factors for target in network.targets)
+    shapes = {factor.name: factor.shape for factor in factors}
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            found = {_own_name(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            tensors = {_factor_name(n): file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    head = found.pop(BASE_HEAD, None)
-    if head is not None and not torch.equal(head, head_of(base_model).to(head.dtype)):
+    head = tensors.pop(BASE_HEAD, None)
+    if head is not None and not torch.equal(head, read_output_layer(base_model).to(head.dtype)):
         raise ValueError(f"{path}: {BASE_HEAD} is not the output layer of {base_model}")
-    problems = [
-        f"{words}: {listed(names)}"
-        for words, names in (
-            ("missing factors", wanted.keys() - found.keys()),
-            ("factors that the adapter has no place for", found.keys() - wanted.keys()),
-            (
-                "factors of another shape",
-                {n for n in wanted.keys() & found.keys() if tuple(found[n].shape) != wanted[n]},
-            ),
-            (
-                "factors that are not finite numbers",
-                {
-                    n
-                    for n, t in found.items()
-                    if not t.is_floating_point() or not t.isfinite().all()
-                },
-            ),
-        )
-        if names
-    ]
-    if problems:
-        raise ValueError(f"{path}: {'; '.join(problems)}")
-    return {name: tensor.to(torch.float32) for name, tensor in found.items()}
+    common = shapes.keys() & tensors.keys()
+    problems = {
+        "missing factors": shapes.keys() - tensors.keys(),
+        "unexpected factors": tensors.keys() - shapes.keys(),
+        "factors of another shape": {n for n in common if tuple(tensors[n].shape) != shapes[n]},
+        "factors that are not finite numbers": {n for n, t in tensors.items() if not _is_finite(t)},
+    }
+    if any(problems.values()):
+        parts = [f"{problem}: {listed(names)}" for problem, names in problems.items() if names]
+        raise ValueError(f"{path}: {'; '.join(parts)}")
+    return {name: tensor.to(torch.float32) for name, tensor in tensors.items()}
 
 
-def head_of(folder: str) -> Tensor:
+def _is_finite(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and bool(tensor.isfinite().all())
+
+
+def read_output_layer(folder: str) -> Tensor:
     """Read the output layer weight of a Hugging Face folder, [vocabulary, hidden]; the embedding if
     they are tied."""
     with WeightFiles(folder) as files:
@@ -153,5 +139,5 @@ def _peft_name(name: str) -> str:
     return f"{PREFIX}{name}.weight"
 
 
-def _own_name(name: str) -> str:
+def _factor_name(name: str) -> str:
     return name.removeprefix(PREFIX).removesuffix(".weight")

@@ -9,6 +9,8 @@ projections can be trained.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from collections.abc import Mapping as MappingOf
 from dataclasses import dataclass
 
@@ -60,6 +62,10 @@ class Target:
     modules: tuple[str, ...]
     factors: tuple[tuple[Factor, Factor], ...]  # (lora_A, lora_B) of each module
 
+    @property
+    def all_factors(self) -> Iterator[Factor]:
+        return itertools.chain(*self.factors)
+
 
 def targets_of(
     spec: LoraSpec, family: MappingOf[str, Mapping], sizes: Sizes, *, tied: bool
@@ -75,16 +81,11 @@ def targets_of(
         ValueError: The model has none of the targets; names them.
     """
     family = {**family, HEAD: VocabParallel(LM_HEAD)} if tied else family
-    targets = [
-        target
-        for name, mapping in family.items()
-        if (target := _target(spec, name, mapping, sizes)) is not None
-    ]
-    found = {_last(module) for target in targets for module in target.modules}
-    if not found:
-        raise ValueError(
-            f"--lora-target-modules {' '.join(sorted(spec.targets))}: the model has none of these modules"
-        )
+    candidates = (_target(spec, name, mapping, sizes) for name, mapping in family.items())
+    targets = [target for target in candidates if target is not None]
+    if not targets:
+        flag = f"--lora-target-modules {' '.join(sorted(spec.targets))}"
+        raise ValueError(f"{flag}: the model has none of these modules")
     return targets
 
 
@@ -99,12 +100,11 @@ def _target(spec: LoraSpec, name: str, mapping: Mapping, sizes: Sizes) -> Target
     shapes = {
         weight.removesuffix(".weight"): shape for weight, shape in mapping.hf_shapes(sizes).items()
     }
-    modules = tuple(module for module in shapes if _last(module) in spec.targets)
+    modules = tuple(module for module in shapes if _module_name(module) in spec.targets)
     if not modules:
         return None
-    in_dim, out_dim = (
-        (1, None) if mapping.dim == 1 else (None, 0)
-    )  # row-parallel layers are sharded along the input, others along the output
+    # row-parallel layers are sharded along the input, others along the output
+    in_dim, out_dim = (1, None) if mapping.dim == 1 else (None, 0)
     expert = expert_number(name)
     pairs = tuple(
         (
@@ -116,7 +116,7 @@ def _target(spec: LoraSpec, name: str, mapping: Mapping, sizes: Sizes) -> Target
     return Target(name, mapping, modules, pairs)
 
 
-def _last(module: str) -> str:
+def _module_name(module: str) -> str:
     return module.rpartition(".")[2]
 
 
@@ -136,12 +136,10 @@ def output_order(
     """Pieces that make up the output of a column-parallel layer on one rank, in order."""
     pieces = []
     for part in target.mapping.parts(sizes, tp_rank, tp_size, rows=0):
-        assert part.hf is not None, (
-            "padding is of the vocabulary only, whose factors are not applied to an output"
-        )
+        assert part.hf is not None, "only the vocabulary is padded, which has no output pieces"
         module = part.hf.removesuffix(".weight")
-        whole = target.mapping.hf_shapes(sizes)[part.hf][0]
-        first = whole * tp_rank // tp_size
+        rows = target.mapping.hf_shapes(sizes)[part.hf][0]
+        start = rows * tp_rank // tp_size
         index = target.modules.index(module) if module in target.modules else None
-        pieces.append(OutputPiece(index, part.start - first, part.stop - first))
+        pieces.append(OutputPiece(index, part.start - start, part.stop - start))
     return tuple(pieces)

@@ -68,7 +68,7 @@ class GatedDeltaNet(MegatronModule):
         **_: object,
     ) -> None:
         super().__init__(config=config)
-        assert pg_collection is not None, "a layer hands its process groups to its attention"
+        assert pg_collection is not None, "the layer passes its process groups to its attention"
         self.layer_number = layer_number
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
@@ -192,10 +192,10 @@ class GatedDeltaNet(MegatronModule):
     ) -> dict[str, object]:
         """As for megatron-core's modules."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
-        own: dict[str, object] = {}
-        self._save_to_state_dict(own, "", keep_vars=True)
+        parameters: dict[str, object] = {}
+        self._save_to_state_dict(parameters, "", keep_vars=True)
         state: dict[str, object] = make_sharded_tensors_for_checkpoint(
-            own,
+            parameters,
             prefix,
             dict.fromkeys(SHARDED, 0),
             sharded_offsets,
@@ -209,7 +209,7 @@ class GatedDeltaNet(MegatronModule):
         return state
 
 
-def put_delta_nets(
+def insert_delta_nets(
     block: TransformerBlockSubmodules,
     config: TransformerConfig,
     transformer_impl: str,

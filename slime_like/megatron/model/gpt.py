@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -39,40 +38,46 @@ MODEL_SHAPE = (
     "kv_channels",
     "num_moe_experts",
 )
-# Other settings that change what the weights compute -> name in config.json, if different.
+# other settings that change what the weights compute -> name in config.json, if different
 MODEL_FUNCTION = {
-    "normalization": "", "layernorm_epsilon": "rms_norm_eps", "qk_layernorm": "", "gated_linear_unit": "",
-    "add_bias_linear": "", "add_qkv_bias": "attention_bias",
-    "rotary_interleaved": "", "post_self_attn_layernorm": "", "post_mlp_layernorm": "", "qk_norm_of_all_heads": "",
-    "yarn_rotary_scaling_factor": "", "yarn_original_max_position_embeddings": "", "yarn_beta_fast": "", "yarn_beta_slow": "",
+    "normalization": "", "layernorm_epsilon": "rms_norm_eps", "qk_layernorm": "",
+    "gated_linear_unit": "", "add_bias_linear": "", "add_qkv_bias": "attention_bias",
+    "rotary_interleaved": "", "post_self_attn_layernorm": "", "post_mlp_layernorm": "",
+    "qk_norm_of_all_heads": "", "yarn_rotary_scaling_factor": "",
+    "yarn_original_max_position_embeddings": "", "yarn_beta_fast": "", "yarn_beta_slow": "",
     "yarn_mscale": "", "yarn_mscale_all_dim": "", "yarn_correction_range_round_to_int": "",
-    "moe_ffn_hidden_size": "moe_intermediate_size", "moe_layer_freq": "", "moe_router_topk": "num_experts_per_tok",
-    "moe_router_pre_softmax": "not norm_topk_prob", "moe_router_score_function": "scoring_func",
+    "moe_ffn_hidden_size": "moe_intermediate_size", "moe_layer_freq": "",
+    "moe_router_topk": "num_experts_per_tok", "moe_router_pre_softmax": "not norm_topk_prob",
+    "moe_router_score_function": "scoring_func",
     "moe_router_topk_scaling_factor": "routed_scaling_factor", "moe_router_num_groups": "n_group",
     "moe_router_group_topk": "topk_group", "moe_router_enable_expert_bias": "",
-    "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size", "moe_shared_expert_gate": "",
-    "multi_latent_attention": "", "q_lora_rank": "", "kv_lora_rank": "", "qk_head_dim": "qk_nope_head_dim",
-    "qk_pos_emb_head_dim": "qk_rope_head_dim", "v_head_dim": "", "rope_type": "", "rotary_scaling_factor": "",
-    "original_max_position_embeddings": "", "beta_fast": "", "beta_slow": "", "mscale": "", "mscale_all_dim": "",
-    "linear_attention_freq": "layer_types", "linear_num_key_heads": "", "linear_num_value_heads": "",
-    "linear_key_head_dim": "", "linear_value_head_dim": "", "linear_conv_kernel_dim": "", "attention_output_gate": "",
-    "layernorm_zero_centered_gamma": "", "window_size": "sliding_window", "window_attn_skip_freq": "layer_types",
-    "softmax_type": "", "softmax_scale": "query_pre_attn_scalar", "window_rotary_base": "", "embedding_scale": "", "activation_func_clamp_value": "swiglu_limit", "glu_linear_offset": "",
-    "index_topk": "", "index_n_heads": "", "index_head_dim": "", "index_rotary_interleaved": "", "index_shared": "indexer_types",
+    "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
+    "moe_shared_expert_gate": "", "multi_latent_attention": "", "q_lora_rank": "",
+    "kv_lora_rank": "", "qk_head_dim": "qk_nope_head_dim",
+    "qk_pos_emb_head_dim": "qk_rope_head_dim", "v_head_dim": "", "rope_type": "",
+    "rotary_scaling_factor": "", "original_max_position_embeddings": "", "beta_fast": "",
+    "beta_slow": "", "mscale": "", "mscale_all_dim": "", "linear_attention_freq": "layer_types",
+    "linear_num_key_heads": "", "linear_num_value_heads": "", "linear_key_head_dim": "",
+    "linear_value_head_dim": "", "linear_conv_kernel_dim": "", "attention_output_gate": "",
+    "layernorm_zero_centered_gamma": "", "window_size": "sliding_window",
+    "window_attn_skip_freq": "layer_types", "softmax_type": "",
+    "softmax_scale": "query_pre_attn_scalar", "window_rotary_base": "", "embedding_scale": "",
+    "activation_func_clamp_value": "swiglu_limit", "glu_linear_offset": "", "index_topk": "",
+    "index_n_heads": "", "index_head_dim": "", "index_rotary_interleaved": "",
+    "index_shared": "indexer_types",
 }  # fmt: skip
 EMBEDDING_FUNCTION = {
-    "position_embedding_type": "", "rotary_base": "rope_theta", "rotary_percent": "partial_rotary_factor",
-    "use_rope_scaling": "rope_scaling: llama3", "rope_scaling_factor": "rope_scaling: factor",
+    "position_embedding_type": "", "rotary_base": "rope_theta",
+    "rotary_percent": "partial_rotary_factor", "use_rope_scaling": "rope_scaling: llama3",
+    "rope_scaling_factor": "rope_scaling: factor",
     "rotary_seq_len_interpolation_factor": "rope_scaling: linear, factor",
 }  # fmt: skip
-
-
 LATENT_EPSILON = 1e-6
-# The last two are Transformer Engine's projections with a fused norm.
+# the last two are Transformer Engine's projections with a fused norm
 LATENT_NORMS = (".q_layernorm", ".kv_layernorm", ".linear_q_up_proj", ".linear_kv_up_proj")
 
 
-def model_shape(config: TransformerConfig, gpt: GPTModelConfig) -> dict[str, Any]:
+def model_shape(config: TransformerConfig, gpt: GPTModelConfig) -> dict[str, object]:
     """Settings that identify a model, to report how a checkpoint differs.
 
     Args:
@@ -83,31 +88,24 @@ def model_shape(config: TransformerConfig, gpt: GPTModelConfig) -> dict[str, Any
         Plain JSON by setting: the shape, and everything else that changes what the weights compute.
     """
     shape = {name: getattr(config, name) for name in MODEL_SHAPE}
-    function = {
-        _with_alias(name, alias): getattr(source, name)
-        for source, names in ((config, MODEL_FUNCTION), (gpt, EMBEDDING_FUNCTION))
-        for name, alias in names.items()
-        if hasattr(source, name)
-    }
+    function = {}
+    for source, names in ((config, MODEL_FUNCTION), (gpt, EMBEDDING_FUNCTION)):
+        for name, alias in names.items():
+            if hasattr(source, name):
+                function[f"{name} ({alias})" if alias else name] = getattr(source, name)
     activation = getattr(config.activation_func, "__name__", str(config.activation_func))
-    return {
-        **shape,
-        **json.loads(json.dumps({**function, "activation_func": activation}, default=str)),
-        "vocab_size": gpt.vocab_size,
-        "untied_embeddings": gpt.untie_embeddings_and_output_weights,
-        **({"mtp_num_layers": gpt.mtp_num_layers} if gpt.mtp_num_layers else {}),
-    }
-
-
-def _with_alias(name: str, alias: str) -> str:
-    return f"{name} ({alias})" if alias else name
+    function["activation_func"] = activation
+    shape |= json.loads(json.dumps(function, default=str))
+    shape["vocab_size"] = gpt.vocab_size
+    shape["untied_embeddings"] = gpt.untie_embeddings_and_output_weights
+    if gpt.mtp_num_layers:
+        shape["mtp_num_layers"] = gpt.mtp_num_layers
+    return shape
 
 
 def padded_vocab_size(gpt: GPTModelConfig, tp_size: int) -> int:
     """The vocabulary size, padded so that tensor-parallel ranks have equal shards."""
-    assert gpt.vocab_size is not None, (
-        "the vocabulary size is known once the command line is parsed"
-    )
+    assert gpt.vocab_size is not None, "set when the command line is parsed"
     multiple = gpt.make_vocab_size_divisible_by * tp_size
     return -(-gpt.vocab_size // multiple) * multiple
 
@@ -116,12 +114,12 @@ def layer_spec(config: TransformerConfig, transformer_impl: str) -> ModuleSpec:
     """The layer spec: "transformer_engine", or "local" with our core attention for packed rows."""
     if transformer_impl == "transformer_engine":
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-        return _with_own_parts(spec, config)
+        return _with_extensions(spec, config)
     spec = get_gpt_layer_local_spec(
         qk_layernorm=config.qk_layernorm, normalization=config.normalization
     )
     spec.submodules.self_attention.submodules.core_attention = _core_attention(config)
-    return _with_own_parts(spec, config)
+    return _with_extensions(spec, config)
 
 
 def _core_attention(config: TransformerConfig) -> type[PackedAttention]:
@@ -136,15 +134,15 @@ def _core_attention(config: TransformerConfig) -> type[PackedAttention]:
     return packed_attention(config)
 
 
-def _with_own_parts(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
+def _with_extensions(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
     if hasattr(config, "qk_norm_of_all_heads"):  # a LayerConfig
         from slime_like.megatron.model.norms import add_norms
 
         add_norms(layer, config)
     if hasattr(config, "index_topk"):  # a SparseConfig
-        from slime_like.megatron.model.sparse_attention import put_sparse_attention
+        from slime_like.megatron.model.sparse_attention import use_sparse_attention
 
-        put_sparse_attention(layer)
+        use_sparse_attention(layer)
     return layer
 
 
@@ -165,7 +163,7 @@ def decoder_spec(
     for layer in block.layer_specs:
         if transformer_impl != "transformer_engine":
             layer.submodules.self_attention.submodules.core_attention = _core_attention(config)
-        _with_own_parts(layer, config)
+        _with_extensions(layer, config)
         mlp = layer.submodules.mlp  # a ModuleSpec, or since 0.18 a functools.partial
         parts = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
         if isinstance(parts, MoESubmodules):
@@ -175,9 +173,9 @@ def decoder_spec(
 
         block.layer_norm = ZeroCenteredRMSNorm
     if config.linear_attention_freq:
-        from slime_like.megatron.model.delta_net import put_delta_nets
+        from slime_like.megatron.model.delta_net import insert_delta_nets
 
-        put_delta_nets(block, config, transformer_impl, vp_stage)
+        insert_delta_nets(block, config, transformer_impl, vp_stage)
     return block
 
 
@@ -228,13 +226,10 @@ def build_chunks(
         set_latent_epsilon(chunk)
         mark_parameters(chunk)
         if chunk.pre_process and getattr(config, "embedding_scale", 1.0) != 1.0:
-            chunk.embedding.register_forward_hook(_scaled)
-        on_meta = next(chunk.parameters()).is_meta
-        chunks.append(
-            chunk.to(torch.cuda.current_device())
-            if torch.cuda.is_available() and not on_meta
-            else chunk
-        )
+            chunk.embedding.register_forward_hook(_scale_embedding)
+        if torch.cuda.is_available() and not next(chunk.parameters()).is_meta:
+            chunk = chunk.to(torch.cuda.current_device())
+        chunks.append(chunk)
     return chunks
 
 
@@ -263,7 +258,9 @@ def set_latent_epsilon(chunk: GPTModel) -> None:
             module.eps = LATENT_EPSILON
 
 
-def _scaled(module: torch.nn.Module, inputs: object, embedded: torch.Tensor) -> torch.Tensor:
+def _scale_embedding(
+    module: torch.nn.Module, inputs: object, embedded: torch.Tensor
+) -> torch.Tensor:
     """Scale embeddings in their dtype; transformers rounds the scale to it too."""
     scale = module.config.embedding_scale  # type: ignore[union-attr]
     return embedded * torch.tensor(scale, dtype=embedded.dtype, device=embedded.device)

@@ -68,10 +68,12 @@ class PostNormLayer(TransformerLayer):
         super().__init__(config, *args, **settings)
         if config.post_self_attn_layernorm:
             self.post_self_attn_layernorm = _norm(config)
-            self.self_attn_bda = _after(self.post_self_attn_layernorm, self.self_attn_bda)
+            self.self_attn_bda = _normalise_before(
+                self.post_self_attn_layernorm, self.self_attn_bda
+            )
         if config.post_mlp_layernorm:
             self.post_mlp_layernorm = _norm(config)
-            self.mlp_bda = _after(self.post_mlp_layernorm, self.mlp_bda)
+            self.mlp_bda = _normalise_before(self.post_mlp_layernorm, self.mlp_bda)
         self.rotary_base: float | None = None  # replaces that of the model
         size, layers = config.window_size, config.window_attn_skip_freq
         if is_layer_window_attention(size, layers, self.layer_number):
@@ -99,7 +101,7 @@ def _angles(like: Tensor, base: float) -> Tensor:
     return torch.cat([half, half], dim=-1)[:, None, None]
 
 
-def _after(norm: torch.nn.Module, add: Callable[..., Any]) -> Callable[..., Any]:
+def _normalise_before(norm: torch.nn.Module, add: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap megatron-core's bias-dropout-add so that its input is normalised first."""
 
     def with_norm(training: bool, fused: bool) -> Callable[..., Tensor]:
@@ -107,8 +109,8 @@ def _after(norm: torch.nn.Module, add: Callable[..., Any]) -> Callable[..., Any]
 
         def normed_and_added(output: WithBias, residual: Tensor, dropout: float) -> Tensor:
             term, bias = output
-            whole = norm(term if bias is None else term + bias)
-            added: Tensor = plain((whole, None), residual, dropout)
+            normed = norm(term if bias is None else term + bias)
+            added: Tensor = plain((normed, None), residual, dropout)
             return added
 
         return normed_and_added

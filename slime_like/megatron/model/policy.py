@@ -15,16 +15,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from slime_like.megatron.ops.fused_linear_logprob import DEFAULT_CHUNK_SIZE, lean_log_probs
+from slime_like.megatron.ops.fused_linear_logprob import DEFAULT_CHUNK_SIZE, fused_linear_log_probs
 from slime_like.megatron.ops.soft_cross_entropy import soft_cross_entropy
 from slime_like.megatron.ops.top_tokens import top_tokens
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.types import MicroBatch, TokenOutput
 
 
-class Slot:
-    """Holds the active adapter of a layer, if any. Not a module, so that its content is not part of
-    the model."""
+class AdapterSlot:
+    """Active adapter of a layer, if any. Not a module, so that an adapter is not part of the
+    model."""
 
     __slots__ = ("active",)
 
@@ -51,7 +51,7 @@ class HeadWeight(ColumnParallelLinear):
             tp_group=layer.tp_group,
         )
         self.weight = layer.weight  # None if tied to the embedding on the same stage
-        self.value_slot = Slot()
+        self.value_slot = AdapterSlot()
 
     def forward(
         self,
@@ -76,30 +76,29 @@ class PolicyModel(GPTModel):
 
     def end_at_hidden_states(self) -> None:
         """Replace the output layer by `HeadWeight`. Call once."""
-        self.head_slot = Slot()
+        self.head_slot = AdapterSlot()
         if self.post_process:
             self.output_layer = HeadWeight(self.output_layer)
 
     def rotary_embedding(self, hidden: Tensor, packed: object) -> Tensor | None:
         """Rotary embedding of packed rows, for layers outside the decoder block."""
-        found = self._preprocess(None, None, decoder_input=hidden, packed_seq_params=packed)
-        rotary: Tensor | None = found[1]
+        inputs = self._preprocess(None, None, decoder_input=hidden, packed_seq_params=packed)
+        rotary: Tensor | None = inputs[1]
         return rotary
 
-    def own_head_weight(self) -> Tensor:
+    def base_head_weight(self) -> Tensor:
         """The output weight [V_padded / tp, H], on the last stage; with tied embeddings the
         embedding weight or its copy there."""
-        weight = (
-            self.shared_embedding_or_output_weight()
-            if self.share_embeddings_and_output_weights
-            else self.output_layer.weight
-        )
+        if self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
+        else:
+            weight = self.output_layer.weight
         assert isinstance(weight, Tensor), "the head's weight is on the last pipeline stage"
         return weight
 
     def head_weight(self) -> Tensor:
-        """`own_head_weight` plus the active adapter's update."""
-        weight = self.own_head_weight()
+        """`base_head_weight` plus the active adapter's update."""
+        weight = self.base_head_weight()
         return weight if self.head_slot.active is None else self.head_slot.active(weight)
 
 
@@ -131,7 +130,7 @@ def head_weight(module: torch.nn.Module) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LogProbHead:
-    """Computes log-probs from hidden states; see `lean_log_probs`."""
+    """Computes log-probs from hidden states; see `fused_linear_log_probs`."""
 
     vocab_size: int
     temperature: float
@@ -171,9 +170,9 @@ class LogProbHead:
         """Like `log_probs_and_entropy`, for labels [T] or [T, K]; with `squared`, plus the sum of
         squared probabilities [T]."""
         rows = active_rows(batch)
-        wide = weight.dtype if weight.dtype == torch.float64 else torch.float32
-        squares = torch.zeros(rows.numel(), dtype=wide, device=hidden.device) if squared else None
-        log_probs, entropy = lean_log_probs(
+        dtype = weight.dtype if weight.dtype == torch.float64 else torch.float32
+        squares = torch.zeros(len(rows), dtype=dtype, device=hidden.device) if squared else None
+        log_probs, entropy = fused_linear_log_probs(
             hidden[0],
             weight,
             labels,
@@ -197,7 +196,7 @@ class LogProbHead:
         """Cross-entropy with the distributions given by the states `targets` [T, H]: [T], 0 at
         inactive rows."""
         rows = active_rows(batch)
-        found = soft_cross_entropy(
+        losses = soft_cross_entropy(
             hidden[0],
             targets.index_select(0, rows),
             weight,
@@ -208,7 +207,7 @@ class LogProbHead:
             sequence_parallel=self.sequence_parallel,
             chunk_size=self.chunk_size,
         )
-        return self._on_all_rows(found, rows, batch)
+        return self._on_all_rows(losses, rows, batch)
 
     def _on_all_rows(self, column: Tensor, rows: Tensor, batch: MicroBatch) -> Tensor:
         """Scatter [N] or [N, K] of the active rows to all T rows, 0 elsewhere."""
@@ -220,8 +219,8 @@ class LogProbHead:
         label sets, and top-k tokens."""
         weight = head_weight(model)
         if batch.label_sets is not None:
-            log_probs, entropy, of_sets = self.log_probs_of_sets(hidden, weight, batch)
-            return TokenOutput((log_probs, entropy, *of_sets.unbind(1)))
+            log_probs, entropy, label_log_probs = self.log_probs_of_sets(hidden, weight, batch)
+            return TokenOutput((log_probs, entropy, *label_log_probs.unbind(1)))
         labels, squared = batch.labels[0], self.squared_probs
         columns = self._columns(hidden, weight, batch, labels, squared=squared)
         if self.top_k:

@@ -55,12 +55,12 @@ class RowsAhead:
     def __call__(self, values: Tensor) -> Tensor:
         """Shift [T, ...] of this rank's rows; zero or False after the end of a sequence."""
         if self._group is not None:
-            whole = values.new_empty(self._group.size() * values.size(0), *values.shape[1:])
-            dist.all_gather_into_tensor(_bytes(whole), _bytes(values), group=self._group)
-            values = whole
-        found = values[self._source]
-        found[~self._within] = 0
-        return found
+            gathered = values.new_empty(self._group.size() * values.size(0), *values.shape[1:])
+            dist.all_gather_into_tensor(_bytes(gathered), _bytes(values), group=self._group)
+            values = gathered
+        shifted = values[self._source]
+        shifted[~self._within] = 0
+        return shifted
 
 
 def _bytes(values: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def _bytes(values: Tensor) -> Tensor:
     return values.view(torch.uint8) if values.dtype == torch.bool else values
 
 
-class _Joined(torch.nn.Linear):
+class _EmbeddingHiddenProjection(torch.nn.Linear):
     """Projection [T, 1, 2 H] -> [T, 1, H], replicated over tensor-parallel ranks. Under sequence
     parallelism each rank has some of the rows, and megatron-core sums the gradient of weights
     marked `sequence_parallel`."""
@@ -98,7 +98,7 @@ class PredictionLayer(MegatronModule):
         norm = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         self.enorm = build_module(block.layer_norm, config=config, **norm)
         self.hnorm = build_module(block.layer_norm, config=config, **norm)
-        self.eh_proj = _Joined(config)
+        self.eh_proj = _EmbeddingHiddenProjection(config)
         # the layer adds the offset of this stage itself
         offset = get_transformer_layer_offset(config, vp_stage)
         assert block.layer_specs is not None
@@ -123,15 +123,15 @@ class PredictionLayer(MegatronModule):
         out = self.transformer_layer(
             hidden_states=F.linear(joined, self.eh_proj.weight), attention_mask=None, **layer
         )
-        found: Tensor = self.final_layernorm(out[0])
-        return found
+        normed: Tensor = self.final_layernorm(out[0])
+        return normed
 
 
 class PredictionLayers(MegatronModule):
     """All multi-token prediction layers of a model, part of its last chunk.
 
-    embedding: [V_padded / tp, H], the detached embedding weight or a copy of it if the embedding is
-    on another pipeline stage; see `bring_embedding`.
+    embedding: [V_padded / tp, H], the detached embedding weight, or a copy if the embedding is on
+    another pipeline stage; see `update_embedding`.
     """
 
     def __init__(
@@ -174,15 +174,15 @@ class PredictionLayers(MegatronModule):
         """
         assert self.embedding is not None
         # [T, 1, H], or this rank's [T / tp, 1, H] under sequence parallelism
-        states, found = hidden.detach().transpose(0, 1).contiguous(), []
+        states, outputs = hidden.detach().transpose(0, 1).contiguous(), []
         layer = {"rotary_pos_emb": rotary, "packed_seq_params": packed}
         tracker = tensor_parallel.get_cuda_rng_tracker()
         with tracker.fork() if self.config.sequence_parallel else nullcontext():
             for number, module in enumerate(self.layers):
                 ahead = RowsAhead(batch.cu_seqlens, number + 1, layout)
                 states = module(states, self._embedded(ahead(batch.tokens[0]), layout), **layer)
-                found.append(states.transpose(0, 1).contiguous())
-        return found
+                outputs.append(states.transpose(0, 1).contiguous())
+        return outputs
 
     @torch.no_grad()
     def _embedded(self, tokens: Tensor, layout: ParallelLayout) -> Tensor:
@@ -190,14 +190,14 @@ class PredictionLayers(MegatronModule):
         assert self.embedding is not None
         size = self.embedding.size(0)
         local = tokens - layout.tp_rank * size
-        here = (local >= 0) & (local < size)
-        found = self.embedding[torch.where(here, local, 0)]
-        found[~here] = 0
+        is_local = (local >= 0) & (local < size)
+        embedded = self.embedding[torch.where(is_local, local, 0)]
+        embedded[~is_local] = 0
         if layout.tp_size > 1:
-            dist.all_reduce(found, group=layout.tp_group)
+            dist.all_reduce(embedded, group=layout.tp_group)
         if self.config.sequence_parallel:
-            found = found.chunk(layout.tp_size)[layout.tp_rank]
-        return found.unsqueeze(1)
+            embedded = embedded.chunk(layout.tp_size)[layout.tp_rank]
+        return embedded.unsqueeze(1)
 
     def sharded_state_dict(
         self,
@@ -215,8 +215,8 @@ class PredictionLayers(MegatronModule):
 
 
 def one_layer(config: TransformerConfig) -> TransformerConfig:
-    """Config of a one-layer network with the kind of layer that prediction layers have: attention,
-    and MoE if the model has it."""
+    """Config of a one-layer network like a prediction layer: attention, and MoE if the model has
+    it."""
     single = copy.copy(config)
     single.num_layers = single.pipeline_model_parallel_size = 1
     single.virtual_pipeline_model_parallel_size = single.pipeline_model_parallel_layout = None
@@ -236,24 +236,23 @@ def prediction_block(config: TransformerConfig, spec: object) -> TransformerBloc
 
 def prediction_of(chunks: Sequence[MegatronModule]) -> PredictionLayers | None:
     """The prediction layers among a model's chunks; None on ranks without them."""
-    found = getattr(unwrap_model(chunks[-1]), "mtp", None)
-    assert found is None or isinstance(found, PredictionLayers)
-    return found
+    layers = getattr(unwrap_model(chunks[-1]), "mtp", None)
+    assert layers is None or isinstance(layers, PredictionLayers)
+    return layers
 
 
 @torch.no_grad()
-def bring_embedding(chunks: Sequence[MegatronModule], layout: ParallelLayout) -> None:
-    """Give the prediction layers the current embedding weight; to be called before each training
-    pass, as weights may have changed. With pipeline parallelism the first stage sends it to the
-    last, unless the embedding is tied to the output layer there."""
-    layers, last = prediction_of(chunks), unwrap_model(chunks[-1])
-    if layout.pp_size == 1 or last.share_embeddings_and_output_weights:
+def update_embedding(chunks: Sequence[MegatronModule], layout: ParallelLayout) -> None:
+    """Update the prediction layers' embedding weight, before each training pass. With pipeline
+    parallelism the first stage sends it to the last, unless it is tied to the output layer."""
+    layers, last_chunk = prediction_of(chunks), unwrap_model(chunks[-1])
+    if layout.pp_size == 1 or last_chunk.share_embeddings_and_output_weights:
         if layers is not None:
-            layers.embedding = (
-                last.own_head_weight()
-                if last.share_embeddings_and_output_weights
-                else unwrap_model(chunks[0]).embedding.word_embeddings.weight
-            ).detach()
+            if last_chunk.share_embeddings_and_output_weights:
+                weight = last_chunk.base_head_weight()
+            else:
+                weight = unwrap_model(chunks[0]).embedding.word_embeddings.weight
+            layers.embedding = weight.detach()
         return
     ends = dist.get_process_group_ranks(layout.pp_group)
     if layout.is_first_stage:
@@ -261,5 +260,5 @@ def bring_embedding(chunks: Sequence[MegatronModule], layout: ParallelLayout) ->
         dist.send(weight.detach(), ends[-1], group=layout.pp_group)
     if layers is not None:
         if layers.embedding is None:
-            layers.embedding = torch.empty_like(last.own_head_weight())
+            layers.embedding = torch.empty_like(last_chunk.base_head_weight())
         dist.recv(layers.embedding, ends[0], group=layout.pp_group)

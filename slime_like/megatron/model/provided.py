@@ -26,9 +26,7 @@ def model_settings() -> dict[str, object]:
     """Arguments that the run would pass to GPTModel for this chunk, except pre_process and
     post_process. Raises RuntimeError outside a model provider."""
     if _settings is None:
-        raise RuntimeError(
-            "model_settings() answers while a model provider is called, and not else"
-        )
+        raise RuntimeError("model_settings() is only available within a model provider")
     return dict(_settings)
 
 
@@ -74,19 +72,19 @@ def _problem(
         return f"returned {type(model).__name__}; return megatron-core's GPTModel, or a subclass"
     if model.config is not settings["config"]:
         return "the model has another TransformerConfig; build it with model_settings()['config']"
-    wanted = {
+    expected = {
         "pre_process": call["pre_process"],
         "post_process": call["post_process"],
         "vocab_size": settings["vocab_size"],
         "share_embeddings_and_output_weights": settings["share_embeddings_and_output_weights"],
     }
-    for name, value in wanted.items():
+    for name, value in expected.items():
         if getattr(model, name) != value:
-            return f"the model has {name} {getattr(model, name)}, and the run {value}"
+            return f"the model has {name} {getattr(model, name)}, the run {value}"
     for name, module in model.named_modules():
         if isinstance(module, DotProductAttention):
             return (
-                f"{name} is megatron-core's DotProductAttention, which takes no packed rows; use "
+                f"{name} is megatron-core's DotProductAttention, without packed sequences; use "
                 "model_settings()['transformer_layer_spec'], or Transformer Engine's layers"
             )
         if isinstance(module, TopKRouter) and not isinstance(module, PackedRouter):

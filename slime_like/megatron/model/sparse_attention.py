@@ -23,8 +23,8 @@ from torch import Tensor
 from slime_like.megatron.ops.attention import PackedAttention, PackedRows
 from slime_like.megatron.ops.context_parallel import gather_keys, gather_rows
 from slime_like.megatron.ops.sparse_attention import (
-    choose_keys,
     far_spans,
+    select_keys,
     sparse_attention,
 )
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 KEY_NORM_EPSILON = 1e-6
 
 
-def choosing_layer(config: TransformerConfig, number: int) -> int:
-    """Number of the layer whose indexer selects keys for layer `number`, both from 1. Multi-token
-    prediction layers, which come last, have their own indexers."""
+def indexer_layer(config: TransformerConfig, number: int) -> int:
+    """Number of the layer that selects keys for layer `number`, both from 1. Multi-token prediction
+    layers, which come last, have their own indexers."""
     shared = config.index_shared or []
     while number <= len(shared) and shared[number - 1]:
         number -= 1
@@ -71,7 +71,7 @@ class Indexer(torch.nn.Module):
     def forward(
         self, hidden: Tensor, compressed: Tensor, rows: PackedRows, cosines: Tensor, sines: Tensor
     ) -> Tensor:
-        """Select the keys of the far queries of this rank; see `choose_keys`.
+        """Select the keys of the far queries of this rank; see `select_keys`.
 
         Args:
             hidden: [T, H], this rank's rows, also under sequence or context parallelism.
@@ -81,10 +81,10 @@ class Indexer(torch.nn.Module):
         Returns:
             [F, topk] int32.
         """
-        wide = torch.promote_types(hidden.dtype, torch.float32)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
         norm = (self.k_norm_weight, self.k_norm_bias, KEY_NORM_EPSILON)
         keys = F.layer_norm(F.linear(hidden, self.wk), (self.dim,), *norm)
-        weights = F.linear(hidden.to(wide), self.weights_proj.to(wide))
+        weights = F.linear(hidden.to(dtype), self.weights_proj.to(dtype))
         if self.config.sequence_parallel:
             keys, weights, compressed = (
                 gather_from_sequence_parallel_region(x, group=self.groups.tp)
@@ -92,32 +92,33 @@ class Indexer(torch.nn.Module):
             )
         if rows.context is not None:
             keys = gather_rows(keys, self.groups.cp)[rows.context.natural]
-        far, device = far_spans(rows, self.config.index_topk), keys.device
-        at = torch.cat([torch.arange(a, b) for a, b, _, _ in far]).to(device)
-        places = torch.cat([torch.arange(d - c - (b - a), d - c) for a, b, c, d in far]).to(device)
-        queries = F.linear(compressed[at], self.wq_b).unflatten(1, (self.heads, self.dim))
+        spans, device = far_spans(rows, self.config.index_topk), keys.device
+        query_rows = torch.cat([torch.arange(a, b) for a, b, _, _ in spans]).to(device)
+        positions = [torch.arange(d - c - (b - a), d - c) for a, b, c, d in spans]
+        places = torch.cat(positions).to(device)
+        queries = F.linear(compressed[query_rows], self.wq_b).unflatten(1, (self.heads, self.dim))
         queries = self._rotate(queries, cosines[places], sines[places])
         places = torch.cat([torch.arange(n) for n in rows.lengths]).to(device)
         keys = self._rotate(keys.unsqueeze(1), cosines[places], sines[places]).squeeze(1)
         # 1 / sqrt(heads) and 1 / sqrt(dim), as in the published code
-        weights = weights[at] * (self.heads * self.dim) ** -0.5
-        return choose_keys(queries, weights, keys, far, self.config.index_topk)
+        weights = weights[query_rows] * (self.heads * self.dim) ** -0.5
+        return select_keys(queries, weights, keys, spans, self.config.index_topk)
 
     def _rotate(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
         """Apply the rotary embedding, by halves or interleaved, to the first dimensions of
         [T, heads, d]."""
         size = cosines.size(1)
-        turned, rest = x[..., :size], x[..., size:]
+        rotary, rest = x[..., :size], x[..., size:]
         if self.config.index_rotary_interleaved:
-            turned = torch.cat([turned[..., 0::2], turned[..., 1::2]], dim=-1)
-        first, second = turned.chunk(2, dim=-1)
-        across = torch.cat([-second, first], dim=-1)
+            rotary = torch.cat([rotary[..., 0::2], rotary[..., 1::2]], dim=-1)
+        first, second = rotary.chunk(2, dim=-1)
+        rotated_half = torch.cat([-second, first], dim=-1)
         cosines, sines = (y.unsqueeze(1).to(x.dtype) for y in (cosines, sines))
-        return torch.cat([turned * cosines + across * sines, rest], dim=-1)
+        return torch.cat([rotary * cosines + rotated_half * sines, rest], dim=-1)
 
 
 class SparseLatentAttention(MLASelfAttention):
-    """megatron-core's MLA with an indexer. It stores the selected keys in `PackedRows.chosen` by
+    """megatron-core's MLA with an indexer. It stores the selected keys in `PackedRows.selected_keys` by
     layer number, where core attention reads them."""
 
     def __init__(
@@ -129,7 +130,7 @@ class SparseLatentAttention(MLASelfAttention):
     ) -> None:
         super().__init__(config, submodules, layer_number, **settings)
         self.indexer: Indexer | None = None
-        if choosing_layer(config, layer_number) == layer_number:
+        if indexer_layer(config, layer_number) == layer_number:
             self.indexer = Indexer(config, self.pg_collection)
 
     def get_query_key_value_tensors(
@@ -141,7 +142,7 @@ class SparseLatentAttention(MLASelfAttention):
         **settings: Any,
     ) -> tuple[Tensor, ...]:
         """As in megatron-core; it also selects keys if a sequence is longer than `index_topk`."""
-        found: tuple[Tensor, ...] = super().get_query_key_value_tensors(
+        outputs: tuple[Tensor, ...] = super().get_query_key_value_tensors(
             hidden_states, key_value_states, position_ids, packed_seq_params, **settings
         )
         rows = packed_seq_params
@@ -152,14 +153,14 @@ class SparseLatentAttention(MLASelfAttention):
             if self.config.rope_type == "yarn":
                 angles, scale = angles
             angles = angles[:, 0, 0]
-            rows.chosen[self.layer_number] = self.indexer(
+            rows.selected_keys[self.layer_number] = self.indexer(
                 hidden_states.squeeze(1),
-                self._normalised(found[3]),
+                self._normalised(outputs[3]),
                 rows,
                 angles.cos() * scale,
                 angles.sin() * scale,
             )
-        return found
+        return outputs
 
     def _normalised(self, compressed: Tensor) -> Tensor:
         """Normalise the query latent if its norm is fused into the up-projection, as in Transformer
@@ -175,7 +176,7 @@ class SparseLatentAttention(MLASelfAttention):
         it."""
         output = super().forward(*args, packed_seq_params=packed_seq_params, **settings)
         if not (self.config.index_shared or self.checkpoint_core_attention):
-            packed_seq_params.chosen.pop(self.layer_number, None)
+            packed_seq_params.selected_keys.pop(self.layer_number, None)
         return output
 
 
@@ -192,7 +193,7 @@ class SparseAttention(PackedAttention):
         **settings: Any,
     ) -> None:
         super().__init__(config, layer_number, attn_mask_type, attention_type, **settings)
-        self.chosen_by = choosing_layer(config, layer_number)
+        self.indexer_layer_number = indexer_layer(config, layer_number)
 
     def forward(
         self,
@@ -213,11 +214,13 @@ class SparseAttention(PackedAttention):
             assert self.cp_group is not None
             key, value = gather_keys(key, value, rows.context, self.cp_group)
         with self._dropout_rng():
-            out = sparse_attention(query, key, value, rows, rows.chosen[self.chosen_by], self._sdpa)
+            out = sparse_attention(
+                query, key, value, rows, rows.selected_keys[self.indexer_layer_number], self._sdpa
+            )
         return out.reshape(out.size(0), -1)
 
 
-def put_sparse_attention(layer: ModuleSpec) -> None:
+def use_sparse_attention(layer: ModuleSpec) -> None:
     """Replace MLA by sparse attention in a layer spec."""
     attention = layer.submodules.self_attention
     attention.module = SparseLatentAttention

@@ -54,7 +54,7 @@ class PackedRows(PackedSeqParams):
     context: ContextRows | None = None  # under context parallelism, instead of padded_places
     delta: DeltaRows | None = None  # set by the first gated delta net
     # layer number -> keys that its indexer selected, see ops/sparse_attention.py
-    chosen: dict[int, Tensor] = field(default_factory=dict)
+    selected_keys: dict[int, Tensor] = field(default_factory=dict)
 
 
 def packed_rows(cu_seqlens: Tensor, cp_size: int = 1, cp_rank: int = 0) -> PackedRows:
@@ -166,16 +166,15 @@ class PackedAttention(MegatronModule):
         with self._dropout_rng():
             if packed_seq_params.context is not None:
                 assert self.cp_group is not None, (
-                    "a layer spec hands its process groups to the core attention"
+                    "the layer spec passes its process groups to the core attention"
                 )
                 out = context_parallel_attention(
                     query, key, value, packed_seq_params.context, self.cp_group, self._sdpa
                 )
             elif packed_seq_params.equal:
                 batch = (len(packed_seq_params.lengths), packed_seq_params.lengths[0])
-                out = self._sdpa(*(x.unflatten(0, batch) for x in (query, key, value))).flatten(
-                    0, 1
-                )
+                out = self._sdpa(*(x.unflatten(0, batch) for x in (query, key, value)))
+                out = out.flatten(0, 1)
             elif packed_seq_params.padded_places is not None:
                 out = self._padded(query, key, value, packed_seq_params)
             else:

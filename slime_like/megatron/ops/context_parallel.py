@@ -24,9 +24,8 @@ from slime_like.types import AutogradContext, MicroBatch
 # If the mask of a padded batch has more (query, key) pairs, each sequence is computed separately,
 # without such a mask.
 MAX_MASK_ELEMENTS = 1 << 24
-Attend = Callable[
-    [Tensor, Tensor, Tensor, Tensor | None], Tensor
-]  # query, key, value (batch, length, heads, d), mask -> like query
+# query, key, value (batch, length, heads, d), mask -> like query
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 def places_over_ranks(cu_seqlens: Tensor, cp_size: int) -> Tensor:
@@ -69,14 +68,14 @@ def rows_of_rank(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
 def rows_of_context_rank(batch: MicroBatch, cp_size: int, cp_rank: int) -> MicroBatch:
     """Select the rows of one context-parallel rank from a full micro-batch."""
     rows = rows_of_rank(batch.cu_seqlens, cp_size, cp_rank)
-    held: dict[str, Any] = {}
+    selected: dict[str, Any] = {}
     for f in fields(batch):
         value = getattr(batch, f.name)
         if isinstance(value, Tensor) and f.name != "cu_seqlens":
             by_row = value[0] if value.size(0) == 1 else value
             assert by_row.size(0) == batch.seq_ids.numel(), f"{f.name} is not by row"
-            held[f.name] = by_row[rows] if by_row is value else by_row[rows].unsqueeze(0)
-    return replace(batch, **held)
+            selected[f.name] = by_row[rows] if by_row is value else by_row[rows].unsqueeze(0)
+    return replace(batch, **selected)
 
 
 def join_context_ranks(values: Tensor, batches: Sequence[MicroBatch], cp_size: int) -> Tensor:
@@ -85,11 +84,11 @@ def join_context_ranks(values: Tensor, batches: Sequence[MicroBatch], cp_size: i
     values: [cp_size, n, T / cp_size], each rank's rows with the micro-batches concatenated.
     """
     parts = values.split([batch.tokens.numel() for batch in batches], dim=2)
-    whole = [
+    ordered = [
         part.transpose(0, 1).flatten(1)[:, places_over_ranks(b.cu_seqlens, cp_size)]
         for part, b in zip(parts, batches)
     ]
-    return torch.cat(whole, dim=1)
+    return torch.cat(ordered, dim=1)
 
 
 class _GatherContext(AutogradContext, Protocol):
@@ -106,9 +105,9 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _GatherContext, grad: Tensor) -> tuple[Tensor, None]:
-        mine = grad.new_empty(grad.size(0) // ctx.group.size(), *grad.shape[1:])
-        dist.reduce_scatter_tensor(mine, grad.contiguous(), group=ctx.group)
-        return mine, None
+        shard = grad.new_empty(grad.size(0) // ctx.group.size(), *grad.shape[1:])
+        dist.reduce_scatter_tensor(shard, grad.contiguous(), group=ctx.group)
+        return shard, None
 
 
 def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -132,9 +131,8 @@ class ContextRows:
     """Attention indices of one rank, computed once per micro-batch."""
 
     natural: Tensor  # [T]: `places_over_ranks`
-    spans: tuple[
-        tuple[int, int, int, int], ...
-    ]  # per chunk: own rows [a, b), natural rows [c, d) of the keys that they attend to
+    # per chunk: own rows [a, b), natural rows [c, d) of the keys that they attend to
+    spans: tuple[tuple[int, int, int, int], ...]
     padded: tuple[PaddedChunk, ...] = ()  # the two chunks; empty: compute each span separately
     # [T / cp]: index of each own row in the flattened outputs of the padded chunks
     scatter: Tensor | None = None
@@ -154,12 +152,10 @@ def context_rows(cu_seqlens: Tensor, cp_size: int, cp_rank: int, *, batched: boo
     queries, keys = max(b - a for a, b, _, _ in spans), max(d - c for _, _, c, d in spans)
     if not batched or num_seqs == 1 or num_seqs * queries * keys > MAX_MASK_ELEMENTS:
         return ContextRows(natural, tuple(spans))
-    padded = tuple(
-        _padded_chunk(torch.tensor(spans[i::2], device=cu_seqlens.device)) for i in (0, 1)
-    )
-    return ContextRows(
-        natural, tuple(spans), padded, _scatter_index(padded, natural.numel() // cp_size)
-    )
+    device = cu_seqlens.device
+    padded = tuple(_padded_chunk(torch.tensor(spans[i::2], device=device)) for i in (0, 1))
+    scatter = _scatter_index(padded, natural.numel() // cp_size)
+    return ContextRows(natural, tuple(spans), padded, scatter)
 
 
 def _padded_chunk(spans: Tensor) -> PaddedChunk:
@@ -169,10 +165,9 @@ def _padded_chunk(spans: Tensor) -> PaddedChunk:
     query_columns = torch.arange(int((last - first).max()), device=spans.device)
     key_columns = torch.arange(int((key_last - key_first).max()), device=spans.device)
     # a chunk ends with its last key, so query j of n attends to all keys but the last n - 1 - j
-    seen = (
-        (key_last - key_first) - (last - first) + query_columns
-    )  # [S, H]: index of the last key that the query attends to
-    mask = key_columns <= torch.minimum(seen, key_last - key_first - 1).unsqueeze(2)
+    # [S, H]: index of the last key that the query attends to
+    last_visible = (key_last - key_first) - (last - first) + query_columns
+    mask = key_columns <= torch.minimum(last_visible, key_last - key_first - 1).unsqueeze(2)
     return PaddedChunk(
         queries=torch.minimum(first + query_columns, last - 1),
         keys=torch.minimum(key_first + key_columns, key_last - 1),
@@ -182,11 +177,10 @@ def _padded_chunk(spans: Tensor) -> PaddedChunk:
 
 def _scatter_index(padded: tuple[PaddedChunk, ...], own_rows: int) -> Tensor:
     """First index of each own row in the flattened padded chunks."""
-    held = torch.cat([chunk.queries.flatten() for chunk in padded])
-    places = torch.arange(held.numel(), device=held.device)
-    return torch.full((own_rows,), held.numel(), device=held.device).scatter_reduce(
-        0, held, places, "amin"
-    )
+    rows = torch.cat([chunk.queries.flatten() for chunk in padded])
+    indices = torch.arange(rows.numel(), device=rows.device)
+    first = torch.full((own_rows,), rows.numel(), device=rows.device)
+    return first.scatter_reduce(0, rows, indices, "amin")
 
 
 def context_parallel_attention(

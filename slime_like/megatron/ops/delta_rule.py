@@ -111,13 +111,12 @@ def delta_rule(
     Returns:
         [T, heads, dv] in the dtype of `value`; computed in float32, or float64 for float64 inputs.
     """
-    wide = torch.promote_types(value.dtype, torch.float32)
+    dtype = torch.promote_types(value.dtype, torch.float32)
     share = value.size(1) // key.size(1)
-    q, k = (unit(x.to(wide)).repeat_interleave(share, dim=1) for x in (query, key))
+    q, k = (unit(x.to(dtype)).repeat_interleave(share, dim=1) for x in (query, key))
     q = q * key.size(-1) ** -0.5
-    q, k, v, decay, b = (
-        _chunks(x, rows.gather) for x in (q, k, value.to(wide), log_decay.to(wide), rate.to(wide))
-    )  # [N, heads, C, ...]
+    inputs = (q, k, value.to(dtype), log_decay.to(dtype), rate.to(dtype))
+    q, k, v, decay, b = (_chunks(x, rows.gather) for x in inputs)  # [N, heads, C, ...]
     decay = decay.cumsum(-1)
     later = torch.ones(q.size(2), q.size(2), dtype=torch.bool, device=q.device).triu(1)
     # decay between two tokens of a chunk; exp of a difference, which cannot overflow
@@ -131,10 +130,10 @@ def delta_rule(
         upper=False,
         unitriangular=True,
     )
-    written, read = solved.split([v.size(-1), k.size(-1)], -1)
-    within, q, k_end = (q @ k.mT) * between, q * since_start, (k * to_end).mT
-    whole = since_start[..., -1:, :]
-    out = _in_turn(written, read, within, q, k_end, whole, rows.steps)
+    writes, reads = solved.split([v.size(-1), k.size(-1)], -1)
+    scores, q, k_end = (q @ k.mT) * between, q * since_start, (k * to_end).mT
+    chunk_decay = since_start[..., -1:, :]
+    out = _scan_chunks(writes, reads, scores, q, k_end, chunk_decay, rows.steps)
     return out.transpose(1, 2).flatten(0, 1)[rows.scatter].to(value.dtype)
 
 
@@ -144,38 +143,38 @@ def _chunks(x: Tensor, gather: Tensor) -> Tensor:
     return with_zeros[gather].transpose(1, 2)
 
 
-def _in_turn(
-    written: Tensor,
-    read: Tensor,
-    within: Tensor,
+def _scan_chunks(
+    writes: Tensor,
+    reads: Tensor,
+    scores: Tensor,
     query: Tensor,
     key: Tensor,
-    whole: Tensor,
+    chunk_decay: Tensor,
     steps: Sequence[int],
 ) -> Tensor:
     """Compute the outputs step by step, passing the state from chunk to chunk.
 
     Args:
-        written: [N, heads, C, dv], updates that a chunk writes if its incoming state is zero.
-        read: [N, heads, C, dk]; read @ state is subtracted from them.
-        within: [N, heads, C, C], scores of the keys within the chunk.
+        writes: [N, heads, C, dv], updates that a chunk writes if its incoming state is zero.
+        reads: [N, heads, C, dk]; reads @ state is subtracted from them.
+        scores: [N, heads, C, C], scores of the keys within the chunk.
         query: [N, heads, C, dk], decayed from the start of the chunk.
         key: [N, heads, dk, C], decayed to the end of the chunk.
-        whole: [N, heads, 1, 1], decay over the chunk.
+        chunk_decay: [N, heads, 1, 1], decay over the chunk.
 
     Returns:
         [N, heads, C, dv].
     """
-    parts = [x.split(list(steps)) for x in (written, read, within, query, key, whole)]
+    parts = [x.split(list(steps)) for x in (writes, reads, scores, query, key, chunk_decay)]
     state: Tensor | None = None  # [chunks of the step, heads, dk, dv]
     outputs = []
-    for number, (new, old, scores, q, k, decay) in enumerate(zip(*parts, strict=True)):
+    for number, (new, old, chunk_scores, q, k, decay) in enumerate(zip(*parts, strict=True)):
         if state is None:
-            outputs.append(scores @ new)
+            outputs.append(chunk_scores @ new)
         else:
             state = state[: new.size(0)]
             new = new - old @ state
-            outputs.append(q @ state + scores @ new)
+            outputs.append(q @ state + chunk_scores @ new)
             state = state * decay
         if number + 1 < len(steps):
             state = k @ new if state is None else state + k @ new
@@ -200,7 +199,7 @@ def fla_rule() -> Callable[..., Tensor] | None:
         out, _ = chunk_gated_delta_rule(
             *tensors, use_qk_l2norm_in_kernel=True, cu_seqlens=rows.cu_seqlens.long()
         )
-        found: Tensor = out.squeeze(0)
-        return found
+        result: Tensor = out.squeeze(0)
+        return result
 
     return rule

@@ -42,7 +42,7 @@ LOWEST = -1e20  # instead of -inf, since -inf times a probability of 0 is NaN
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """Projection to this rank's slice of the vocabulary, in blocks. Tensors as in `lean_log_probs`,
+    """Projection to this rank's slice of the vocabulary, in blocks. Tensors as in `fused_linear_log_probs`,
     with hidden [N, H]."""
 
     hidden: Tensor
@@ -56,11 +56,8 @@ class Projection:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of everything but the matrix products, which use the dtype of the weight."""
-        return (
-            torch.float32
-            if self.weight.dtype in (torch.bfloat16, torch.float16)
-            else self.weight.dtype
-        )
+        half = self.weight.dtype in (torch.bfloat16, torch.float16)
+        return torch.float32 if half else self.weight.dtype
 
     @property
     def block_shape(self) -> tuple[int, int]:
@@ -85,7 +82,7 @@ class Projection:
         both views of the workspace."""
         hidden, weight = self.hidden[rows], self.weight[columns]
         shape = (hidden.size(0), weight.size(0))
-        logits, other = (half[: shape[0] * shape[1]].view(shape) for half in workspace)
+        logits, scratch = (half[: shape[0] * shape[1]].view(shape) for half in workspace)
         if weight.dtype == self.dtype:
             torch.mm(hidden, weight.t(), out=logits)
         else:
@@ -94,33 +91,32 @@ class Projection:
             logits.add_(self.bias[columns])
         if self.temperature != 1:
             logits.mul_(1 / self.temperature)
-        return logits, other
+        return logits, scratch
 
     @property
-    def bans(self) -> bool:
+    def has_banned(self) -> bool:
         """Whether a logit may be -inf."""
         return not (self.bias is None and self.token_sets is None)
 
     def restrict(
-        self, logits: Tensor, rows: slice, columns: slice, column: Tensor, here: Tensor
+        self, logits: Tensor, rows: slice, columns: slice, column: Tensor, in_block: Tensor
     ) -> None:
         """Set logits outside the token sets to -inf in place, except that of the label, which is at
-        `column` if `here`."""
-        if self.token_sets is not None:
-            width = logits.size(1)
-            place = self.token_sets[rows] - columns.start
-            place = torch.where((place >= 0) & (place < width), place, width)
-            kept = torch.zeros(
-                (logits.size(0), width + 1), dtype=torch.bool, device=logits.device
-            ).scatter_(1, place, True)[:, :width]
-            logits.masked_fill_(
-                ~kept.scatter(1, column, kept.gather(1, column) | here), float("-inf")
-            )
+        `column` if `in_block`."""
+        if self.token_sets is None:
+            return
+        width = logits.size(1)
+        index = self.token_sets[rows] - columns.start
+        index = torch.where((index >= 0) & (index < width), index, width)
+        allowed = torch.zeros((len(logits), width + 1), dtype=torch.bool, device=logits.device)
+        allowed = allowed.scatter_(1, index, True)[:, :width]
+        allowed = allowed.scatter(1, column, allowed.gather(1, column) | in_block)
+        logits.masked_fill_(~allowed, float("-inf"))
 
     def shifted(self, logits: Tensor, by: Tensor) -> Tensor:
         """Subtract `by` per row, in place, with a finite lower bound."""
         logits.sub_(by.unsqueeze(1))
-        return logits.clamp_(min=LOWEST) if self.bans else logits
+        return logits.clamp_(min=LOWEST) if self.has_banned else logits
 
 
 def columns_of_rank(
@@ -164,9 +160,9 @@ def _softmax_statistics(
     for columns in head.column_blocks():
         for rows in head.row_blocks():
             z, p = head.blocks(workspace, rows, columns)
-            column, here = _in_block(local_labels[rows], columns)
-            head.restrict(z, rows, columns, column, here)
-            label_logit[rows] += torch.where(here, z.gather(1, column), 0.0)
+            column, in_block = _in_block(local_labels[rows], columns)
+            head.restrict(z, rows, columns, column, in_block)
+            label_logit[rows] += torch.where(in_block, z.gather(1, column), 0.0)
             new_top = torch.maximum(top[rows], z.amax(dim=1))
             _rescale(total[rows], weighted[rows], squared[rows], top[rows] - new_top)
             top[rows] = new_top
@@ -201,7 +197,7 @@ class _Context(AutogradContext, Protocol):
     settings: tuple[float, int, int]  # temperature, columns, chunk size
 
 
-class _LeanLogProbs(torch.autograd.Function):
+class _FusedLinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: _Context,
@@ -238,14 +234,13 @@ class _LeanLogProbs(torch.autograd.Function):
         hidden, weight, bias, local_labels, log_normaliser, entropy, token_sets = ctx.saved_tensors
         temperature, num_columns, chunk_size = ctx.settings
         head = Projection(hidden, weight, bias, temperature, num_columns, chunk_size, token_sets)
-        # grad z = p (slope (z - log normaliser) + offset), plus of_label at the labels
-        of_label = (
-            entropy.new_zeros(local_labels.shape)
-            if grad_log_probs is None
-            else grad_log_probs / temperature
-        )
+        # grad z = p (slope (z - log normaliser) + offset), plus label_grads at the labels
+        if grad_log_probs is None:
+            label_grads = entropy.new_zeros(local_labels.shape)
+        else:
+            label_grads = grad_log_probs / temperature
         slope = None if grad_entropy is None else -grad_entropy / temperature
-        offset = -of_label.sum(dim=1)
+        offset = -label_grads.sum(dim=1)
         offset = offset if slope is None else slope * entropy + offset
 
         grads = _Gradients.like(head, ctx.needs_input_grad)
@@ -253,17 +248,15 @@ class _LeanLogProbs(torch.autograd.Function):
         for columns in head.column_blocks():
             for rows in head.row_blocks():
                 z, p = head.blocks(workspace, rows, columns)
-                column, here = _in_block(local_labels[rows], columns)
-                head.restrict(z, rows, columns, column, here)
+                column, in_block = _in_block(local_labels[rows], columns)
+                head.restrict(z, rows, columns, column, in_block)
                 z = head.shifted(z, log_normaliser[rows])
                 torch.exp(z, out=p)
-                row_offset = offset[rows].unsqueeze(1)
-                p.mul_(
-                    row_offset
-                    if slope is None
-                    else z.mul_(slope[rows].unsqueeze(1)).add_(row_offset)
-                )
-                p.scatter_add_(1, column, torch.where(here, of_label[rows], 0.0))
+                factor = offset[rows].unsqueeze(1)
+                if slope is not None:
+                    factor = z.mul_(slope[rows].unsqueeze(1)).add_(factor)
+                p.mul_(factor)
+                p.scatter_add_(1, column, torch.where(in_block, label_grads[rows], 0.0))
                 grads.add(p, rows, columns)
         return (*grads.results(), None, None, None, None, None, None, None)
 
@@ -276,74 +269,57 @@ class _Gradients:
     hidden: Tensor | None  # [N, H]
     weight: Tensor | None  # [V/tp, H] in the dtype of the weight; weight_sum accumulates over rows
     bias: Tensor | None  # [V/tp]
-    weight_sum: (
-        Tensor | None
-    )  # [columns of a block, H]; only for a narrower weight and several row blocks
+    # [columns of a block, H]; only for a narrower weight and several row blocks
+    weight_sum: Tensor | None
 
     @classmethod
-    def like(cls, head: Projection, wanted: tuple[bool, ...]) -> _Gradients:
-        hidden = torch.zeros_like(head.hidden, dtype=head.dtype) if wanted[0] else None
-        weight = torch.empty_like(head.weight) if wanted[1] else None
+    def like(cls, head: Projection, needs_grad: tuple[bool, ...]) -> _Gradients:
+        hidden = torch.zeros_like(head.hidden, dtype=head.dtype) if needs_grad[0] else None
+        weight = torch.empty_like(head.weight) if needs_grad[1] else None
         if weight is not None:
             # zero the padding, or everything if there are no rows
             weight[head.num_columns if head.hidden.size(0) else 0 :] = 0
-        bias = (
-            torch.zeros_like(head.bias, dtype=head.dtype)
-            if wanted[2] and head.bias is not None
-            else None
-        )
-        narrow = (
-            weight is not None
-            and weight.dtype != head.dtype
-            and head.hidden.size(0) > head.block_shape[0]
-        )
-        weight_sum = (
-            head.weight.new_empty((head.block_shape[1], head.weight.size(1)), dtype=head.dtype)
-            if narrow
-            else None
-        )
+        bias = weight_sum = None
+        if needs_grad[2] and head.bias is not None:
+            bias = torch.zeros_like(head.bias, dtype=head.dtype)
+        block_rows, block_columns = head.block_shape
+        if weight is not None and weight.dtype != head.dtype and len(head.hidden) > block_rows:
+            weight_sum = weight.new_empty((block_columns, weight.size(1)), dtype=head.dtype)
         return cls(head, hidden, weight, bias, weight_sum)
 
-    def add(self, of_logits: Tensor, rows: slice, columns: slice) -> None:
+    def add(self, logit_grads: Tensor, rows: slice, columns: slice) -> None:
         """Accumulate the gradient of one block. Blocks come with columns as the outer loop."""
         head = self.head
         if self.bias is not None:
-            self.bias[columns] += of_logits.sum(dim=0)
-        of_logits = of_logits.to(head.weight.dtype)
+            self.bias[columns] += logit_grads.sum(dim=0)
+        logit_grads = logit_grads.to(head.weight.dtype)
         if self.hidden is not None:
-            if self.hidden.dtype == of_logits.dtype:
-                self.hidden[rows].addmm_(of_logits, head.weight[columns])
+            if self.hidden.dtype == logit_grads.dtype:
+                self.hidden[rows].addmm_(logit_grads, head.weight[columns])
             else:
-                self.hidden[rows] += of_logits @ head.weight[columns]
+                self.hidden[rows] += logit_grads @ head.weight[columns]
         if self.weight is None:
             return
         if self.weight_sum is None:
-            first = rows.start == 0
-            torch.addmm(
-                self.weight[columns],
-                of_logits.t(),
-                head.hidden[rows],
-                beta=0 if first else 1,
-                out=self.weight[columns],
-            )
+            target, beta = self.weight[columns], 0 if rows.start == 0 else 1
+            torch.addmm(target, logit_grads.t(), head.hidden[rows], beta=beta, out=target)
             return
         total = self.weight_sum[: columns.stop - columns.start]
-        product = of_logits.t() @ head.hidden[rows]
+        product = logit_grads.t() @ head.hidden[rows]
         total.copy_(product) if rows.start == 0 else total.add_(product)
         if rows.stop == head.hidden.size(0):
             self.weight[columns] = total.to(self.weight.dtype)
 
     def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        hidden = None if self.hidden is None else self.hidden.to(self.head.hidden.dtype)
-        bias = (
-            None
-            if self.bias is None or self.head.bias is None
-            else self.bias.to(self.head.bias.dtype)
-        )
+        hidden, bias = self.hidden, self.bias
+        if hidden is not None:
+            hidden = hidden.to(self.head.hidden.dtype)
+        if bias is not None and self.head.bias is not None:
+            bias = bias.to(self.head.bias.dtype)
         return hidden, self.weight, bias
 
 
-def lean_log_probs(
+def fused_linear_log_probs(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -372,7 +348,7 @@ def lean_log_probs(
         vocab_size: Number of tokens without padding; padded columns get no probability and no
             gradient.
         rows: [N] int64, rows to compute, in this order; None: all.
-        bias: [V_padded / tp]; -inf bans a token.
+        bias: [V_padded / tp]; -inf has_banned a token.
         chunk_size: Rows per block; -1: all.
         token_sets: [T, K] over the full vocabulary, padded with -1: the tokens that top-k and top-p
             left to the sampler. Only these and the label get probability. Not with labels [T, K].
@@ -389,7 +365,9 @@ def lean_log_probs(
         token_sets = None if token_sets is None else token_sets.index_select(0, rows)
     labels = labels.unsqueeze(1) if single else labels
     settings = (vocab_size, temperature, tp_group, chunk_size, token_sets, squared_out is not None)
-    log_probs, entropy, squared = _LeanLogProbs.apply(hidden, weight, bias, labels, *settings)
+    log_probs, entropy, squared = _FusedLinearLogProbs.apply(
+        hidden, weight, bias, labels, *settings
+    )
     if squared_out is not None:
         squared_out.copy_(squared)
     return log_probs.squeeze(1) if single else log_probs, entropy
@@ -403,7 +381,7 @@ def rows_to_score(
     sequence_parallel: bool,
 ) -> Tensor:
     """Hidden states [N, H] of the rows to compute, equal on all ranks; backward sums over ranks.
-    Arguments as for `lean_log_probs`."""
+    Arguments as for `fused_linear_log_probs`."""
     parallel = tp_group is not None and tp_group.size() > 1
     if parallel and sequence_parallel:
         hidden = gather_from_sequence_parallel_region(

@@ -89,7 +89,7 @@ class PackedRouter(TopKRouter):
             return super().forward(input, padding_mask)
         self._rows = self._rows_of_this_call(self._pass)
         assert self._rows.padding.numel() == input.size(0) * input.size(1), (
-            "a router was called out of turn"
+            "a router was called out of order"
         )
         return super().forward(input, padding_mask=self._rows.padding)
 
@@ -122,8 +122,8 @@ class PackedRouter(TopKRouter):
         coefficient = self.get_aux_loss_coeff("aux_loss")
         if coefficient == 0:
             return probs
-        together = torch.zeros(routing_map.size(0), dtype=torch.int64, device=routing_map.device)
-        loss = coefficient * self._imbalance(scores_for_aux_loss, routing_map, together, 1)
+        ids = torch.zeros(routing_map.size(0), dtype=torch.int64, device=routing_map.device)
+        loss = coefficient * self._imbalance(scores_for_aux_loss, routing_map, ids, 1)
         return self.attach_and_log_load_balancing_loss(
             probs, coefficient, loss, "load_balancing_loss", self.tp_cp_group
         )
@@ -170,10 +170,9 @@ class PackedRouter(TopKRouter):
         )
         sums = empty.index_add(0, ids, scores)
         lengths = counts.sum(dim=1) / self.topk
-        of_part = (
-            (sums * counts).sum(dim=1) * self.num_experts / (self.topk * lengths.clamp(min=1) ** 2)
-        )
-        return of_part.sum() / (lengths > 0).sum().clamp(min=1)
+        products = (sums * counts).sum(dim=1)
+        imbalance = products * self.num_experts / (self.topk * lengths.clamp(min=1) ** 2)
+        return imbalance.sum() / (lengths > 0).sum().clamp(min=1)
 
     def _apply_global_aux_loss(
         self,
@@ -186,12 +185,10 @@ class PackedRouter(TopKRouter):
         if self.get_aux_loss_coeff("global_aux_loss") == 0:
             return probs
         tokens = reduce_from_tensor_model_parallel_region(routing_map.sum(), self.tp_dp_cp_group)
-        return (
-            super()._apply_global_aux_loss(
-                probs, scores_for_aux_loss, routing_map, with_padding_mask
-            )
-            if tokens
-            else probs
+        if not tokens:
+            return probs
+        return super()._apply_global_aux_loss(
+            probs, scores_for_aux_loss, routing_map, with_padding_mask
         )
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
@@ -199,11 +196,10 @@ class PackedRouter(TopKRouter):
         training pass; recomputation does not count twice."""
         if not (self.enable_expert_bias and self.training and torch.is_grad_enabled()):
             return
+        if padding_mask is not None:
+            routing_map = routing_map & ~padding_mask.view(-1, 1)
         with torch.no_grad():
-            counted = (
-                routing_map if padding_mask is None else routing_map & ~padding_mask.view(-1, 1)
-            )
-            self.local_tokens_per_expert += counted.sum(dim=0)
+            self.local_tokens_per_expert += routing_map.sum(dim=0)
 
     def choose(
         self, scores: Tensor, default: Callable[..., tuple[Tensor, Tensor]], *arguments: object
@@ -211,21 +207,21 @@ class PackedRouter(TopKRouter):
         """Select experts: replayed ones where given, otherwise those of `default`, megatron-core's
         top-k. Returns (scores, experts), [t, topk] each."""
         current, rows = self._pass, self._rows
-        values, own = default(scores, *arguments)
+        values, selected = default(scores, *arguments)
         if current is None or rows is None:
-            return values, own
+            return values, selected
         if current.record:
-            current.recorded.append(own.detach())
+            current.recorded.append(selected.detach())
         if rows.routes is None:
-            return values, own
-        replayed = rows.routes[:, current.slot].long()  # (t, topk)
-        known = (replayed >= 0).all(dim=1)
-        chosen = torch.where(known.unsqueeze(1), replayed, own)
+            return values, selected
+        routes = rows.routes[:, current.slot].long()  # [t, topk]
+        replayed = (routes >= 0).all(dim=1)
+        experts = torch.where(replayed.unsqueeze(1), routes, selected)
         if self._first_call:
-            other = (chosen.sort(dim=1).values != own.sort(dim=1).values).any(dim=1)
-            current.differing += int((other & known).sum())
-            current.compared += int(known.sum())
-        return scores.gather(1, chosen), chosen
+            differs = (experts.sort(dim=1).values != selected.sort(dim=1).values).any(dim=1)
+            current.differing += int((differs & replayed).sum())
+            current.compared += int(replayed.sum())
+        return scores.gather(1, experts), experts
 
 
 class _Choice:

@@ -114,7 +114,7 @@ def soft_cross_entropy(
     """Cross-entropy H(q, p) per row, differentiable only in `hidden`.
 
     Args:
-        hidden: Hidden states that give p; see `lean_log_probs`, also for other arguments.
+        hidden: Hidden states that give p; see `fused_linear_log_probs`, also for other arguments.
         targets: [N, H], hidden states that give q, equal on all ranks of `tp_group`.
         rows: [N] int64, rows of `hidden` to compute.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,8 +44,8 @@ def near_and_far(span: Span, topk: int) -> tuple[Span, Span]:
 
 
 def far_spans(rows: PackedRows, topk: int) -> list[Span]:
-    found = (near_and_far(span, topk)[1] for span in spans_of(rows))
-    return [span for span in found if span[0] < span[1]]
+    spans = (near_and_far(span, topk)[1] for span in spans_of(rows))
+    return [span for span in spans if span[0] < span[1]]
 
 
 def pieces(spans: Iterable[Span], heads: int) -> Iterator[Span]:
@@ -75,7 +74,7 @@ def index_scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     return torch.matmul(weights.unsqueeze(1), products).squeeze(1)
 
 
-def choose_keys(
+def select_keys(
     queries: Tensor, weights: Tensor, keys: Tensor, far: Iterable[Span], topk: int
 ) -> Tensor:
     """Select the `topk` keys with the largest index scores for each far query; ties go to the
@@ -88,26 +87,26 @@ def choose_keys(
     Returns:
         [F, topk] int32, relative to the first key of the query's sequence.
     """
-    chosen, at = [queries.new_empty(0, topk, dtype=torch.int32)], 0
+    selected, at = [queries.new_empty(0, topk, dtype=torch.int32)], 0
     for first, last, key_first, key_last in pieces(far, queries.size(1)):
-        count, seen = last - first, key_last - key_first
-        own = slice(at, at + count)
-        scores = index_scores(queries[own], weights[own], keys[key_first:key_last])
-        later = torch.ones_like(scores, dtype=torch.bool).triu(seen - count + 1)
+        count, num_keys = last - first, key_last - key_first
+        piece = slice(at, at + count)
+        scores = index_scores(queries[piece], weights[piece], keys[key_first:key_last])
+        later = torch.ones_like(scores, dtype=torch.bool).triu(num_keys - count + 1)
         ranked = scores.masked_fill_(later, -torch.inf).sort(dim=1, descending=True, stable=True)
-        chosen.append(ranked.indices[:, :topk].int())
+        selected.append(ranked.indices[:, :topk].int())
         at += count
-    return torch.cat(chosen)
+    return torch.cat(selected)
 
 
-def attend_chosen(
-    query: Tensor, keys: Tensor, values: Tensor, chosen: Tensor, attend: Attend
+def attend_selected(
+    query: Tensor, keys: Tensor, values: Tensor, selected: Tensor, attend: Attend
 ) -> Tensor:
     """Attention of queries [F, heads, d] to the selected ones of keys [K, heads, d] and values [K,
     heads, dv]. Returns [F, heads, dv]."""
-    seen = torch.zeros(chosen.size(0), keys.size(0), dtype=torch.bool, device=chosen.device)
-    seen.scatter_(1, chosen.long(), True)
-    return attend(query[None], keys[None], values[None], seen)[0]
+    mask = torch.zeros(selected.size(0), keys.size(0), dtype=torch.bool, device=selected.device)
+    mask.scatter_(1, selected.long(), True)
+    return attend(query[None], keys[None], values[None], mask)[0]
 
 
 def sparse_attention(
@@ -115,7 +114,7 @@ def sparse_attention(
     keys: Tensor,
     values: Tensor,
     rows: PackedRows,
-    chosen: Tensor,
+    selected: Tensor,
     attend: Attend,
 ) -> Tensor:
     """Attention of a rank's queries to the selected keys of their sequences.
@@ -123,26 +122,30 @@ def sparse_attention(
     Args:
         query: [T / cp, heads, d], this rank's rows.
         keys, values: [T, heads, d] and [T, heads, dv], natural rows.
-        chosen: [F, topk], the result of `choose_keys`.
+        selected: [F, topk], the result of `select_keys`.
         attend: Scaled dot-product attention of a batch, with a mask.
 
     Returns:
         [T / cp, heads, dv].
     """
-    outputs, at, topk = [], 0, chosen.size(1)
+    outputs, at, topk = [], 0, selected.size(1)
     for span in spans_of(rows):
         (first, last, key_first, key_last), far = near_and_far(span, topk)
         if first < last:
-            outputs.append(_attend_all(query[first:last], keys[key_first:key_last], values[key_first:key_last], attend))  # fmt: skip
+            span_keys, span_values = keys[key_first:key_last], values[key_first:key_last]
+            outputs.append(_attend_all(query[first:last], span_keys, span_values, attend))
         for first, last, key_first, key_last in pieces([far], query.size(1)):
-            own = chosen[at : at + last - first]
-            of_piece = (query[first:last], keys[key_first:key_last], values[key_first:key_last])
-            outputs.append(checkpoint(attend_chosen, *of_piece, own, attend, use_reentrant=False))
+            inputs = (query[first:last], keys[key_first:key_last], values[key_first:key_last])
+            piece_selected = selected[at : at + last - first]
+            outputs.append(
+                checkpoint(attend_selected, *inputs, piece_selected, attend, use_reentrant=False)
+            )
             at += last - first
     return torch.cat(outputs)
 
 
 def _attend_all(query: Tensor, keys: Tensor, values: Tensor, attend: Attend) -> Tensor:
-    whole = query.size(0) == keys.size(0)
-    mask: Any = None if whole else causal_lower_right(query.size(0), keys.size(0))
+    mask = None
+    if query.size(0) != keys.size(0):
+        mask = causal_lower_right(query.size(0), keys.size(0))
     return attend(query[None], keys[None], values[None], mask)[0]

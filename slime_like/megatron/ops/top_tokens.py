@@ -30,7 +30,7 @@ def top_tokens(
     """The k most likely tokens of each row. There is no temperature: it does not change their
     order.
 
-    k: at most vocab_size. Other arguments as for `lean_log_probs`.
+    k: at most vocab_size. Other arguments as for `fused_linear_log_probs`.
 
     Returns:
         [N, k] int64 over the full vocabulary, most likely first; equal on all ranks of `tp_group`.

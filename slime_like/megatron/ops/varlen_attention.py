@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 CAUSAL = (-1, 0)  # window of a query: tokens before and after its own; -1: all
 MAX_HEAD_DIM = 256
 # consumer GPUs have too little shared memory for the backward pass of wider heads
-SMALL_CHIPS, MAX_HEAD_DIM_THERE = ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1)), 192
+SMALL_CHIPS, MAX_HEAD_DIM_SMALL = ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1)), 192
 # torch 2.11 supports grouped-query attention without this parameter
 SHARED_KEYS: dict[str, object] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -90,16 +90,16 @@ def why_not_varlen(config: TransformerConfig, capability: tuple[int, int] | None
     if capability < (8, 0):
         return f"it needs compute capability 8.0, and this GPU has {'.'.join(map(str, capability))}"
     if config.params_dtype not in (torch.bfloat16, torch.float16):
-        return f"it takes bf16 and fp16, and the model is in {str(config.params_dtype)[6:]}"
+        return f"it supports bf16 and fp16, and the model is in {str(config.params_dtype)[6:]}"
     if config.context_parallel_size > 1:
         return "context parallelism gathers keys and values"
     if config.multi_latent_attention:
         return "latent attention has keys longer than its values"
     if config.attention_dropout:
         return f"it has no dropout (--attention-dropout {config.attention_dropout})"
-    most = MAX_HEAD_DIM_THERE if capability in SMALL_CHIPS else MAX_HEAD_DIM
-    if width % 8 or width > most:
-        return f"it takes heads of a multiple of 8 up to {most}, and the model's have {width}"
+    limit = MAX_HEAD_DIM_SMALL if capability in SMALL_CHIPS else MAX_HEAD_DIM
+    if width % 8 or width > limit:
+        return f"it supports head sizes that are multiples of 8 up to {limit}, not {width}"
     return None
 
 

@@ -59,26 +59,24 @@ class WindowAttention(PackedAttention):
         by_position = mask is None or isinstance(mask, CausalBias)
         queries, keys = query.size(1), key.size(1)
         if by_position and self.before is not None and keys - queries > self.before:
-            unseen = keys - queries - self.before
-            key, value, keys = key[:, unseen:], value[:, unseen:], keys - unseen
+            skipped = keys - queries - self.before  # keys that no query attends to
+            key, value, keys = key[:, skipped:], value[:, skipped:], keys - skipped
         within = self.before is None or keys <= self.before + 1
         if by_position and within and self.softmax_offset is None:
             return super()._sdpa(query, key, value, mask)
-        seen = (
-            torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
-            if by_position
-            else mask
-        )
-        assert seen is not None
+        if by_position:
+            causal = torch.ones(queries, keys, dtype=torch.bool, device=query.device)
+            mask = causal.tril(keys - queries)
+        assert mask is not None
         if self.before is not None:
-            last = seen.sum(-1, keepdim=True) - 1
-            seen = seen & (torch.arange(keys, device=query.device) >= last - self.before)
+            last = mask.sum(-1, keepdim=True) - 1
+            mask = mask & (torch.arange(keys, device=query.device) >= last - self.before)
         if self.softmax_offset is None:
-            return super()._sdpa(query, key, value, seen)
-        return self._with_sinks(query, key, value, seen, self.softmax_offset)
+            return super()._sdpa(query, key, value, mask)
+        return self._with_sinks(query, key, value, mask, self.softmax_offset)
 
     def _with_sinks(
-        self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor, sinks: Tensor
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor
     ) -> Tensor:
         # Heads that share keys have different sinks. The sink score is therefore an additional
         # dimension of the query, in which the sink's key is 1 and all other keys are 0.
@@ -88,7 +86,7 @@ class WindowAttention(PackedAttention):
         # equal sizes
         key, value = (F.pad(x, (0, 1, 0, 0, 1, 0)) for x in (key, value))
         key[:, 0, :, -1] = 1.0
-        out = super()._sdpa(query, key, value, F.pad(seen, (1, 0), value=True))
+        out = super()._sdpa(query, key, value, F.pad(mask, (1, 0), value=True))
         return out[..., :-1]
 
     def sharded_state_dict(

@@ -175,7 +175,7 @@ class DeltaConv(ByGroup):
 
 
 @dataclass(frozen=True)
-class OfHeads(ByGroup):
+class PerValueHead(ByGroup):
     """A vector with one number per value head."""
 
     hf: str
@@ -201,8 +201,8 @@ def delta_parameters(projection: Mapping) -> dict[str, Mapping]:
         f"{ATTENTION}.k_layernorm.weight": Replicated(f"{HF_ATTENTION}.k_norm.weight", "head_dim"),
         f"{ATTENTION}.in_proj.weight": projection,
         f"{ATTENTION}.conv_weight": DeltaConv(f"{HF_DELTA}.conv1d.weight"),
-        f"{ATTENTION}.A_log": OfHeads(f"{HF_DELTA}.A_log"),
-        f"{ATTENTION}.dt_bias": OfHeads(f"{HF_DELTA}.dt_bias"),
+        f"{ATTENTION}.A_log": PerValueHead(f"{HF_DELTA}.A_log"),
+        f"{ATTENTION}.dt_bias": PerValueHead(f"{HF_DELTA}.dt_bias"),
         f"{ATTENTION}.norm_weight": Replicated(f"{HF_DELTA}.norm.weight", "delta_value"),
         f"{ATTENTION}.out_proj.weight": RowParallel(f"{HF_DELTA}.out_proj.weight", "delta_output"),
     }

@@ -1,5 +1,5 @@
 """Qwen3.5 and 3.6, dense and with experts: Qwen3-Next's layers, with projections of their own into a
-delta net. The published files also have a vision tower and a layer for predicting several tokens,
+delta net. The published files also have a vision tower and a layer for mtp_layers several tokens,
 which are not read; the language model's keys are in `text_config`. Positions of text are the same on
 all three axes of their rotary embedding, which is then the plain one.
 """
@@ -71,7 +71,7 @@ def _in_language_model(parameters: Mapping[str, mappings.Mapping]) -> dict[str, 
     """Rename for files that also contain a vision tower."""
 
     return {
-        name: mappings.renamed(mapping, "model.", "model.language_model.")
+        name: mappings.rename_prefix(mapping, "model.", "model.language_model.")
         for name, mapping in parameters.items()
     }
 

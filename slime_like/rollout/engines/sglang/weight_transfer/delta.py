@@ -77,7 +77,7 @@ class DeltaTransport(WeightTransport):
         self._broken, self.moved_bytes = False, update.nbytes
         self._full = number if full else self._full
         if any(is_here(worker) for worker in self.servers.pool.workers):
-            self._local.bring(number)
+            self._local.update_to(number)
         self._latest = update
         wait_s = self.servers.settings.timeout_s
         self.servers.on_each(
