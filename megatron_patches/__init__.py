@@ -56,13 +56,13 @@ def apply() -> Report:
     reasons. Raises RuntimeError, before changing anything, if megatron-core lacks a patch's target.
     """
     patches = {name: load_patch(name) for name in ORDER}
-    due = [name for name in ORDER if name not in _installed and not patches[name].idle()]
+    due = [name for name in ORDER if name not in _installed and not patches[name].skip_reason()]
     for name in due:
         patches[name].check()
     for name in due:
         patches[name].install()
-        _installed[name] = Entry(name, patches[name].condition.words)
-    skipped = [Entry(name, patches[name].idle()) for name in ORDER if name not in _installed]
+        _installed[name] = Entry(name, patches[name].condition.reason)
+    skipped = [Entry(name, patches[name].skip_reason()) for name in ORDER if name not in _installed]
     return Report(
         applied=[_installed[name] for name in ORDER if name in _installed], skipped=skipped
     )

@@ -37,38 +37,33 @@ def uneven_gather(part: Tensor, group: object, sizes: Sequence[int]) -> Tensor:
     longest = max(sizes)
     padded = part.new_zeros(longest, *part.shape[1:])
     padded[: part.size(0)] = part
-    whole = part.new_empty(longest * len(sizes), *part.shape[1:])
-    if longest:
-        dist.all_gather_into_tensor(whole, padded, group=group)
-    return torch.cat(
-        [
-            piece[:size]
-            for piece, size in zip(whole.split(longest) if longest else [], sizes, strict=False)
-        ]
-        or [whole]
-    )
+    gathered = part.new_empty(longest * len(sizes), *part.shape[1:])
+    if not longest:
+        return gathered
+    dist.all_gather_into_tensor(gathered, padded, group=group)
+    parts = zip(gathered.split(longest), sizes, strict=True)
+    return torch.cat([padded_part[:size] for padded_part, size in parts])
 
 
-def uneven_reduce_scatter(whole: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> Tensor:
-    """Reduce-scatter `whole` [sum(sizes), ...]: the sum over ranks of this rank's part,
+def uneven_reduce_scatter(full: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> Tensor:
+    """Reduce-scatter `full` [sum(sizes), ...]: the sum over ranks of this rank's part,
     [sizes[rank], ...]."""
     longest = max(sizes)
-    own = whole.new_empty(longest, *whole.shape[1:])
+    part = full.new_empty(longest, *full.shape[1:])
     if longest:
-        padded = whole.new_zeros(len(sizes), longest, *whole.shape[1:])
-        for slot, piece in zip(padded, whole.split(list(sizes)), strict=True):
+        padded = full.new_zeros(len(sizes), longest, *full.shape[1:])
+        for slot, piece in zip(padded, full.split(list(sizes)), strict=True):
             slot[: piece.size(0)] = piece
-        dist.reduce_scatter_tensor(own, padded.flatten(0, 1), group=group)
-    return own[: sizes[group.rank()]]
+        dist.reduce_scatter_tensor(part, padded.flatten(0, 1), group=group)
+    return part[: sizes[group.rank()]]
 
 
 def check() -> None:
     for name, sizes in TARGETS.items():
-        function = find(NAME, f"{MODULE}:{name}")
-        if list(inspect.signature(function).parameters)[:3] != ["input_", "group", sizes]:
-            raise missing(
-                NAME, f"megatron.core.{MODULE}:{name} no longer takes (input_, group, {sizes})"
-            )
+        target = f"{MODULE}:{name}"
+        parameters = list(inspect.signature(find(NAME, target)).parameters)
+        if parameters[:3] != ["input_", "group", sizes]:
+            raise missing(NAME, f"megatron.core.{target} no longer takes (input_, group, {sizes})")
 
 
 def install() -> None:

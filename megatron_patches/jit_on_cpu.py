@@ -24,14 +24,14 @@ from megatron_patches.patch import NO_CUDA, Patch, find
 NAME = "jit_on_cpu"
 
 
-def _as_it_is(
+def _no_compile(
     function: Callable[..., object] | None = None, **settings: object
 ) -> Callable[..., object]:
-    return function if function is not None else _as_it_is
+    return function if function is not None else _no_compile
 
 
 def check() -> None:
-    with mock.patch.object(torch, "compile", _as_it_is):
+    with mock.patch.object(torch, "compile", _no_compile):
         find(NAME, "jit:jit_fuser")
     find(NAME, "jit:noop_decorator")
 

@@ -32,14 +32,14 @@ def check() -> None:
 
 
 def install() -> None:
-    cls, was = find(NAME, CLASS), find(NAME, f"{CLASS}.resolve")
+    cls, original = find(NAME, CLASS), find(NAME, f"{CLASS}.resolve")
     identity = find(NAME, "transformer.identity_op:IdentityOp")
 
-    @functools.wraps(was)
+    @functools.wraps(original)
     def resolve(self: QKNormConfigResolver) -> dict[str, object]:
         if self.has_q_lora or self.is_dsa or not self.config.qk_layernorm:
-            found: dict[str, object] = was(self)
-            return found
+            modules: dict[str, object] = original(self)
+            return modules
         parts = self.submodules
         return dict(
             linear_q_proj=parts.linear_q_proj or self.linear_impl,

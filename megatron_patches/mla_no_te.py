@@ -17,14 +17,13 @@ MODULE = "transformer.multi_latent_attention"
 
 
 def check() -> None:
-    if "HAVE_TE" not in find(NAME, f"{MODULE}:MultiLatentAttention.__init__").__code__.co_names:
-        raise missing(
-            NAME, f"megatron.core.{MODULE}:MultiLatentAttention.__init__ no longer reads HAVE_TE"
-        )
+    target = f"{MODULE}:MultiLatentAttention.__init__"
+    if "HAVE_TE" not in find(NAME, target).__code__.co_names:
+        raise missing(NAME, f"megatron.core.{target} no longer reads HAVE_TE")
 
 
 def install() -> None:
     find(NAME, MODULE).HAVE_TE = False
 
 
-PATCH = Patch(NAME, NO_TE, check, install, mended="0.17")
+PATCH = Patch(NAME, NO_TE, check, install, fixed_in="0.17")

@@ -46,31 +46,30 @@ USED = (
 
 def check() -> None:
     find(NAME, f"{CLASS}.__init__")
-    names = find(NAME, f"{CLASS}.get_query_key_value_tensors").__code__.co_names
+    target = f"{CLASS}.get_query_key_value_tensors"
+    names = find(NAME, target).__code__.co_names
     for name in USED:
         if name not in names:
-            raise missing(
-                NAME, f"megatron.core.{CLASS}.get_query_key_value_tensors no longer uses {name}"
-            )
+            raise missing(NAME, f"megatron.core.{target} no longer uses {name}")
 
 
 def install() -> None:
     cls = find(NAME, CLASS)
     column_parallel = find(NAME, f"{MODULE}:ColumnParallelLinear")
-    was = cls.__init__
+    original = cls.__init__
 
-    @functools.wraps(was)
+    @functools.wraps(original)
     def init(self: MLASelfAttention, *args: object, **kwargs: object) -> None:
-        was(self, *args, **kwargs)
+        original(self, *args, **kwargs)
         if isinstance(self.linear_kv_down_proj, column_parallel) and self.tp_group.size() > 1:
             self.linear_kv_down_proj.register_forward_hook(
-                functools.partial(_whole, self.config, self.tp_group)
+                functools.partial(_gather_columns, self.config, self.tp_group)
             )
 
     cls.__init__ = init
 
 
-def _whole(
+def _gather_columns(
     config: MLATransformerConfig,
     group: dist.ProcessGroup,
     module: object,
@@ -83,10 +82,10 @@ def _whole(
     from megatron.core.tensor_parallel import mappings
 
     columns, bias = output
-    whole = mappings.gather_from_tensor_model_parallel_region(columns, group=group)
+    full = mappings.gather_from_tensor_model_parallel_region(columns, group=group)
     if config.sequence_parallel:
-        return mappings.scatter_to_sequence_parallel_region(whole, group=group), bias
-    latents, rotated = whole.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
+        return mappings.scatter_to_sequence_parallel_region(full, group=group), bias
+    latents, rotated = full.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
     rotated = mappings.copy_to_tensor_model_parallel_region(rotated, group=group)
     return torch.cat([latents, rotated], dim=-1), bias
 

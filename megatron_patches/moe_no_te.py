@@ -17,12 +17,9 @@ MODULE = "transformer.moe.moe_utils"
 
 
 def check() -> None:
-    router_gemm = find(NAME, f"{MODULE}:RouterGatingLinearFunction.forward")
-    if "te_general_gemm" not in router_gemm.__func__.__code__.co_names:
-        raise missing(
-            NAME,
-            f"megatron.core.{MODULE}:RouterGatingLinearFunction.forward no longer reads te_general_gemm",
-        )
+    target = f"{MODULE}:RouterGatingLinearFunction.forward"
+    if "te_general_gemm" not in find(NAME, target).__func__.__code__.co_names:
+        raise missing(NAME, f"megatron.core.{target} no longer reads te_general_gemm")
 
 
 def install() -> None:
@@ -31,4 +28,4 @@ def install() -> None:
         module.te_general_gemm = None
 
 
-PATCH = Patch(NAME, NO_TE, check, install, mended="0.17")
+PATCH = Patch(NAME, NO_TE, check, install, fixed_in="0.17")

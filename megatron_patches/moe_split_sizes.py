@@ -19,7 +19,7 @@ NAME = "moe_split_sizes"
 MODULES = ("transformer.moe.moe_utils", "transformer.moe.token_dispatcher")
 
 
-def _on_cpu_already(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
+def _to_numpy(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
@@ -30,7 +30,7 @@ def check() -> None:
 
 def install() -> None:
     for module in MODULES:
-        find(NAME, module).maybe_move_tensor_to_cpu = _on_cpu_already
+        find(NAME, module).maybe_move_tensor_to_cpu = _to_numpy
 
 
 PATCH = Patch(NAME, NO_CUDA, check, install)

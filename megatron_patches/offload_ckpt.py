@@ -57,41 +57,39 @@ def init_offloaded_state(hybrid: HybridDeviceOptimizer) -> None:
 
 def install() -> None:
     cls, hybrid = find(NAME, CLASS), find(NAME, HYBRID)
-    was_sharded, was_state, was_set = (find(NAME, f"{CLASS}.{method}") for method in METHODS)
+    originals = [find(NAME, f"{CLASS}.{method}") for method in METHODS]
+    original_sharded, original_state, original_set = originals
 
-    @functools.wraps(was_sharded)
+    @functools.wraps(original_sharded)
     def sharded_state_dict(
         self: DistributedOptimizer, *args: object, **kwargs: object
     ) -> ShardedStateDict:
         if isinstance(self.optimizer, hybrid):
             init_offloaded_state(self.optimizer)
-        return was_sharded(self, *args, **kwargs)
+        return original_sharded(self, *args, **kwargs)
 
-    @functools.wraps(was_state)
+    @functools.wraps(original_state)
     def state_dict(self: DistributedOptimizer) -> StateDict:
-        found: StateDict = was_state(self)
+        state: StateDict = original_state(self)
         if isinstance(self.optimizer, hybrid):
-            groups = found["optimizer"]["param_groups"]
-            plain = [
-                {name: value for name, value in group.items() if not isinstance(value, type)}
-                for group in groups
-            ]
-            found["optimizer"] = {**found["optimizer"], "param_groups": plain}
-        return found
+            groups = [_without_classes(group) for group in state["optimizer"]["param_groups"]]
+            state["optimizer"] = {**state["optimizer"], "param_groups": groups}
+        return state
 
-    @functools.wraps(was_set)
+    @functools.wraps(original_set)
     def set_states(
         self: DistributedOptimizer, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]
     ) -> None:
         if isinstance(self.optimizer, hybrid):
             tensors = {name: value.clone() for name, value in tensors.items()}
-        was_set(self, model_param, tensors)
+        original_set(self, model_param, tensors)
 
-    cls.sharded_state_dict, cls.state_dict, cls._set_main_param_and_optimizer_states = (
-        sharded_state_dict,
-        state_dict,
-        set_states,
-    )
+    cls.sharded_state_dict, cls.state_dict = sharded_state_dict, state_dict
+    cls._set_main_param_and_optimizer_states = set_states
+
+
+def _without_classes(group: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in group.items() if not isinstance(value, type)}
 
 
 PATCH = Patch(NAME, ALWAYS, check, install)

@@ -15,6 +15,7 @@ Versions  megatron-core 0.16.1 to 0.19.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,7 +52,8 @@ def sub_optimizer_groups(
         (groups of the CPU optimizers, groups of the device optimizers, parameter -> offloaded copy,
         the inverse, parameter -> fp32 copy).
     """
-    left = offload_fraction * sum(p.numel() for group in self.param_groups for p in group["params"])
+    parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+    remaining = offload_fraction * sum(parameter.numel() for parameter in parameters)
     host_groups, device_groups = [], []
     copies: dict[Tensor, Tensor] = {}
     in_fp32: dict[Tensor, Tensor] = {}
@@ -59,24 +61,19 @@ def sub_optimizer_groups(
         host: list[Tensor] = []
         device: list[Tensor] = []
         for parameter in group["params"]:
-            offloaded, inner = left > 0, parameter
+            offloaded, inner = remaining > 0, parameter
             if self.param_update_in_fp32 and parameter.dtype != torch.float32:
                 inner = in_fp32[parameter] = parameter.detach().float()
             elif offloaded:
                 inner = parameter.detach().clone()
             if offloaded:
-                left -= parameter.numel()
+                remaining -= parameter.numel()
                 copies[parameter] = inner
             (host if offloaded else device).append(inner)
         host_groups += [{**group, "params": host}] if host else []
         device_groups += [{**group, "params": device}] if device else []
-    return (
-        host_groups,
-        device_groups,
-        copies,
-        {inner: parameter for parameter, inner in copies.items()},
-        in_fp32,
-    )
+    inverse = {inner: parameter for parameter, inner in copies.items()}
+    return host_groups, device_groups, copies, inverse, in_fp32
 
 
 PATCH = Patch(NAME, NO_CUDA, check, install)

@@ -18,10 +18,10 @@ VERSIONS = "megatron-core>=0.16.1,<0.20"
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """When a patch applies. words: reported if it holds; otherwise: reported if it does not."""
+    """When a patch applies. reason: reported if it holds. skip_reason: reported if it does not."""
 
-    words: str
-    otherwise: str
+    reason: str
+    skip_reason: str
     holds: Callable[[], bool]
 
 
@@ -61,7 +61,7 @@ class Patch:
 
     check: raises RuntimeError if a target is missing; changes nothing. install: makes the change;
     called once. since: first megatron-core release that needs the patch, e.g. "0.19"; None: the
-    oldest supported one. mended: first release that no longer needs it; None: none so far.
+    oldest supported one. fixed_in: first release that no longer needs it; None: none so far.
     """
 
     name: str
@@ -69,16 +69,16 @@ class Patch:
     check: Callable[[], None]
     install: Callable[[], None]
     since: str | None = None
-    mended: str | None = None
+    fixed_in: str | None = None
 
-    def idle(self) -> str:
+    def skip_reason(self) -> str:
         """Why the patch is not needed here; empty if it is."""
         if not self.condition.holds():
-            return self.condition.otherwise
+            return self.condition.skip_reason
         if self.since is not None and release() < _numbers(self.since):
-            return f"megatron-core needs it since {self.since}"
-        if self.mended is not None and release() >= _numbers(self.mended):
-            return f"megatron-core has mended it in {self.mended}"
+            return f"needed since megatron-core {self.since}"
+        if self.fixed_in is not None and release() >= _numbers(self.fixed_in):
+            return f"fixed in megatron-core {self.fixed_in}"
         return ""
 
 
@@ -100,10 +100,8 @@ class Report:
         rows = [("patch", "state", "reason")]
         rows += [(name, "applied", reason) for name, reason in self.applied]
         rows += [(name, "skipped", reason) for name, reason in self.skipped]
-        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-        return "\n".join(
-            f"{name:<{widths[0]}}  {state:<{widths[1]}}  {reason}" for name, state, reason in rows
-        )
+        width = max(len(name) for name, _, _ in rows)
+        return "\n".join(f"{name:<{width}}  {state:<7}  {reason}" for name, state, reason in rows)
 
 
 def megatron_version() -> str:

@@ -45,9 +45,8 @@ NAMES = (
     "optimizer:USING_PYTORCH_OPTIMIZER",
     "optimizer.clip_grads:l2_norm_impl",
 )
-CHUNK = (
-    1 << 20
-)  # elements per block: bounds the temporary fp32 copies of bf16 state (4 bytes per element)
+# elements per block: bounds the temporary fp32 copies of bf16 state (4 bytes per element)
+CHUNK = 1 << 20
 
 
 class PrecisionAwareAdam(torch.optim.AdamW):
@@ -73,7 +72,7 @@ class PrecisionAwareAdam(torch.optim.AdamW):
         **settings: Any,
     ) -> None:
         assert master_weights and use_decoupled_grad and master_weight_dtype == torch.float32, (
-            "refused on the command line"
+            "rejected on the command line"
         )
         self.adam_w_mode = adam_w_mode
         self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
@@ -81,11 +80,11 @@ class PrecisionAwareAdam(torch.optim.AdamW):
 
     def initialize_state(self, parameter: Tensor) -> None:
         """Create the state before the first step."""
-        whole = parameter.detach()
+        value = parameter.detach()
         self.state[parameter] = {
             "step": torch.tensor(0.0),
-            **{name: torch.zeros_like(whole, dtype=dtype) for name, dtype in self.dtypes.items()},
-            "master_param": whole.float(),
+            **{name: torch.zeros_like(value, dtype=dtype) for name, dtype in self.dtypes.items()},
+            "master_param": value.float(),
         }
 
     def get_unscaled_state(self, parameter: Tensor, name: str) -> Tensor:
@@ -106,19 +105,18 @@ class PrecisionAwareAdam(torch.optim.AdamW):
         parameter's. The main parameter of an fp32 parameter is the parameter itself and is not
         written."""
         super().load_state_dict(state_dict)
-        given = [number for group in state_dict["param_groups"] for number in group["params"]]
-        own = [parameter for group in self.param_groups for parameter in group["params"]]
-        for number, parameter in zip(given, own, strict=True):
-            if state := state_dict["state"].get(number):
-                self.initialize_state(parameter)
-                for name, value in state.items():
-                    if name != "master_param" or parameter.dtype != torch.float32:
-                        self.set_scaled_state(parameter, name, value)
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            for number, parameter in zip(saved["params"], group["params"], strict=True):
+                if state := state_dict["state"].get(number):
+                    self.initialize_state(parameter)
+                    for name, value in state.items():
+                        if name != "master_param" or parameter.dtype != torch.float32:
+                            self.set_scaled_state(parameter, name, value)
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        assert closure is None, "megatron-core gives none"
+        assert closure is None, "megatron-core passes none"
         for group in self.param_groups:
             for parameter in group["params"]:
                 gradient = getattr(parameter, "decoupled_grad", None)
@@ -128,19 +126,10 @@ class PrecisionAwareAdam(torch.optim.AdamW):
                     self.initialize_state(parameter)
                 state = self.state[parameter]
                 state["step"] += 1
-                for chunk in _chunks(
-                    parameter,
-                    gradient,
-                    state["exp_avg"],
-                    state["exp_avg_sq"],
-                    state["master_param"],
-                ):
-                    _adam(
-                        *chunk,
-                        group=group,
-                        step=float(state["step"]),
-                        decoupled_decay=self.adam_w_mode,
-                    )
+                step, decoupled = float(state["step"]), self.adam_w_mode
+                moments = (state["exp_avg"], state["exp_avg_sq"])
+                for chunk in _chunks(parameter, gradient, *moments, state["master_param"]):
+                    _adam(*chunk, group=group, step=step, decoupled_decay=decoupled)
 
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -184,23 +173,24 @@ def check() -> None:
 
 def install() -> None:
     optimizer, clip_grads = find(NAME, "optimizer"), find(NAME, "optimizer.clip_grads")
-    was_build, was_reload, was_norm = find(NAME, BUILD), find(NAME, RELOAD), clip_grads.l2_norm_impl
+    original_build, original_reload = find(NAME, BUILD), find(NAME, RELOAD)
+    original_norm = clip_grads.l2_norm_impl
 
-    @functools.wraps(was_build)
+    @functools.wraps(original_build)
     def build(config: OptimizerConfig, *args: object, **kwargs: object) -> MegatronOptimizer:
         if not config.use_precision_aware_optimizer or config.optimizer_cpu_offload:
-            return was_build(config, *args, **kwargs)
+            return original_build(config, *args, **kwargs)
         clip_grads.l2_norm_impl = norm
         kept = optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER
         optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = PrecisionAwareAdam, False
         try:
-            return was_build(config, *args, **kwargs)
+            return original_build(config, *args, **kwargs)
         finally:
             optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = kept
 
-    @functools.wraps(was_reload)
+    @functools.wraps(original_reload)
     def reload(self: DistributedOptimizer, *args: object, **kwargs: object) -> None:
-        was_reload(self, *args, **kwargs)
+        original_reload(self, *args, **kwargs)
         if isinstance(self.optimizer, PrecisionAwareAdam):
             self.optimizer.restart_main_parameters()
 
@@ -208,12 +198,8 @@ def install() -> None:
         chunk_size: int, no_op: object, lists: Sequence[Sequence[Tensor]], *args: object
     ) -> object:
         # rounding the norm to bf16 would cost up to 0.4 %
-        return was_norm(
-            chunk_size,
-            no_op,
-            [[_norm_in_fp32(tensor) for tensor in tensors] for tensors in lists],
-            *args,
-        )
+        norms = [list(map(_norm_in_fp32, tensors)) for tensors in lists]
+        return original_norm(chunk_size, no_op, norms, *args)
 
     optimizer.is_te_min_version = lambda *version, **how: False
     setattr(optimizer, BUILD.rpartition(":")[2], build)

@@ -51,11 +51,13 @@ COMMON_STATE = "common_state"  # since 0.19
 # module -> names that may be called or instantiated. All of them only hold values.
 ALLOWED = {
     "torch.distributed.checkpoint.metadata": (
-        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
-        "StorageMeta", "_MEM_FORMAT_ENCODING",
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata",
+        "ChunkStorageMetadata", "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
-    "torch.distributed.checkpoint.planner": ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"),
+    "torch.distributed.checkpoint.planner": (
+        "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData",
+    ),
     "torch.serialization": ("_get_layout",),
     "torch": ("Size",),
     "collections": ("OrderedDict",),
@@ -88,8 +90,8 @@ class MetadataUnpickler(_PythonUnpickler):
         if module in ("pathlib", "pathlib._local") and name in ALLOWED["pathlib"]:
             return PurePath  # without access to the file system
         if name in ALLOWED.get(module, ()):
-            found = super().find_class(module, name)
-            return _of_plain_keys(found) if found in _HASHING else found
+            kind = super().find_class(module, name)
+            return _checking_keys(kind) if kind in _HASHING else kind
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) == ("builtins", "getattr"):
@@ -130,7 +132,7 @@ class MetadataUnpickler(_PythonUnpickler):
 _HASHING = (set, frozenset, dict, collections.OrderedDict)
 
 
-def _of_plain_keys(kind: Callable[[list[object]], object]) -> Callable[..., object]:
+def _checking_keys(kind: Callable[[list[object]], object]) -> Callable[..., object]:
     def make(items: Iterable[object] = ()) -> object:
         items = list(items)
         for item in items:
@@ -163,13 +165,13 @@ def read_metadata(path: str | Path) -> Metadata:
     path = Path(path)
     try:
         with open_regular(path, path.parent.parent) as file:
-            found = load_metadata(io.BytesIO(file.read()), str(path))
+            metadata = load_metadata(io.BytesIO(file.read()), str(path))
     except FileNotFoundError:
         raise
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror or error})") from error
     try:
-        return _checked_metadata(found, path.parent)
+        return _checked_metadata(metadata, path.parent)
     except (ValueError, OSError, AttributeError, TypeError) as error:
         raise ValueError(
             f"{path} does not hold the metadata of a distributed checkpoint: {error}"
@@ -186,22 +188,22 @@ def _checked_metadata(metadata: object, folder: Path) -> Metadata:
     )
 
     if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
-        raise ValueError("it is of another kind")
-    places = metadata.storage_data or {}
-    if not isinstance(places, dict):
-        raise ValueError("it does not say where its tensors lie")
+        raise ValueError("it is of another type")
+    locations = metadata.storage_data or {}
+    if not isinstance(locations, dict):
+        raise ValueError("it has no locations of tensors")
     sizes: dict[str, int] = {}
-    for info in places.values():
+    for info in locations.values():
         name = info.relative_path
         if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
-            raise ValueError(f"it points to {name!r}, which is not a file beside it")
+            raise ValueError(f"it points to {name!r}, which is not a file next to it")
         if name not in sizes:
             sizes[name] = size_inside(folder / name, folder.parent)
         _check_counts(name, info.offset, info.length)
         if info.offset + info.length > sizes[name]:
             end = info.offset + info.length
             raise ValueError(f"it points to byte {end} of {name}, which has {sizes[name]}")
-    known = {(index.fqn, tuple(index.offset or ())) for index in places}
+    located = {(index.fqn, tuple(index.offset or ())) for index in locations}
     chunks = 0
     for key, entry in metadata.state_dict_metadata.items():
         if not isinstance(key, str):
@@ -214,17 +216,16 @@ def _checked_metadata(metadata: object, folder: Path) -> Metadata:
             raise ValueError(f"{key!r:.200} has no dtype")
         _check_counts(key, *entry.size)
         chunks += len(entry.chunks)
-        if chunks > len(places):
-            raise ValueError("it has more parts of tensors than places for them")
+        if chunks > len(locations):
+            raise ValueError("it has more parts of tensors than locations")
         for chunk in entry.chunks:
             _check_counts(key, *chunk.offsets, *chunk.sizes)
             ends = [a + b for a, b in zip(chunk.offsets, chunk.sizes, strict=True)]
-            if len(ends) != len(entry.size) or any(
-                end > size for end, size in zip(ends, entry.size, strict=True)
-            ):
-                raise ValueError(f"a part of {key!r:.200} lies outside of it")
-            if (key, tuple(chunk.offsets)) not in known:
-                raise ValueError(f"it does not say where a part of {key!r:.200} lies")
+            inside = (end <= size for end, size in zip(ends, entry.size, strict=True))
+            if len(ends) != len(entry.size) or not all(inside):
+                raise ValueError(f"a part of {key!r:.200} is outside of it")
+            if (key, tuple(chunk.offsets)) not in located:
+                raise ValueError(f"it has no location of a part of {key!r:.200}")
     return metadata
 
 
@@ -238,8 +239,9 @@ def load_metadata(file: BinaryIO, name: str) -> object:
     try:
         return MetadataUnpickler(file).load()
     except Exception as error:  # a damaged pickle raises nearly anything
+        reason = str(error) or type(error).__name__
         raise ValueError(
-            f"{name} is damaged or not the metadata of a checkpoint: {error or type(error).__name__}"
+            f"{name} is damaged or not the metadata of a checkpoint: {reason}"
         ) from error
 
 
@@ -247,9 +249,8 @@ def load_tensors(file: Any, name: str) -> Any:
     """torch.load with weights_only=True: tensors and plain values. Raises ValueError naming the
     file."""
     try:
-        with torch.serialization.safe_globals(
-            [io.BytesIO]
-        ):  # Transformer Engine stores its extra state in BytesIO
+        # Transformer Engine stores its extra state in BytesIO
+        with torch.serialization.safe_globals([io.BytesIO]):
             return torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise
@@ -324,9 +325,9 @@ def load_common(folder: str | Path) -> StateDict:
     class Planner(checkpoint.DefaultLoadPlanner):
         load_bytes = load_bytes
 
-    found: dict[str, Any] = {key.unique_key: io.BytesIO()}
-    checkpoint.load(found, storage_reader=open_checkpoint(folder), planner=Planner(), no_dist=True)
-    return found[key.unique_key][0]
+    state: dict[str, Any] = {key.unique_key: io.BytesIO()}
+    checkpoint.load(state, storage_reader=open_checkpoint(folder), planner=Planner(), no_dist=True)
+    return state[key.unique_key][0]
 
 
 PATCH = Patch(NAME, ALWAYS, check, install)

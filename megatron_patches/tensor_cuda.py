@@ -18,17 +18,17 @@ from megatron_patches.patch import NO_CUDA, Patch, missing
 NAME = "tensor_cuda"
 
 
-def _stay(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+def _identity(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     return self
 
 
 def check() -> None:
     if not hasattr(torch.Tensor, "cuda"):
-        raise missing(NAME, "torch.Tensor.cuda not found; it is called")
+        raise missing(NAME, "torch.Tensor.cuda, which is called, is missing")
 
 
 def install() -> None:
-    torch.Tensor.cuda = _stay  # type: ignore[method-assign,assignment]
+    torch.Tensor.cuda = _identity  # type: ignore[method-assign,assignment]
 
 
 PATCH = Patch(NAME, NO_CUDA, check, install)

@@ -60,9 +60,10 @@ def check() -> None:
 
 def install() -> None:
     cls = find(NAME, CLASS)
-    was_sharded, was_set, was_load = (find(NAME, f"{CLASS}.{method}") for method in METHODS)
+    originals = [find(NAME, f"{CLASS}.{method}") for method in METHODS]
+    original_sharded, original_set, original_load = originals
 
-    @functools.wraps(was_sharded)
+    @functools.wraps(original_sharded)
     def sharded_state_dict(
         self: DistributedOptimizer, *args: object, **kwargs: object
     ) -> ShardedStateDict:
@@ -70,20 +71,20 @@ def install() -> None:
             self.optimizer, torch.optim.Adam | torch.optim.AdamW
         ):
             init_adam_state(self.optimizer)
-        return was_sharded(self, *args, **kwargs)
+        return original_sharded(self, *args, **kwargs)
 
-    @functools.wraps(was_set)
+    @functools.wraps(original_set)
     def set_states(
         self: DistributedOptimizer, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]
     ) -> None:
         group, order = self.model_param_group_index_map[model_param]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
         step = {"step": state["step"]} if "step" in state else {}
-        was_set(self, model_param, {**step, **tensors})
+        original_set(self, model_param, {**step, **tensors})
 
-    @functools.wraps(was_load)
+    @functools.wraps(original_load)
     def load_state_dict(self: DistributedOptimizer, state_dict: dict[str, object]) -> None:
-        was_load(self, state_dict)
+        original_load(self, state_dict)
         for state in self.optimizer.state.values():
             if "step" in state:
                 state["step"] = state["step"].clone()

@@ -48,7 +48,8 @@ def _new(
     `config.params_dtype`."""
     if config.normalization not in NORMS:
         raise ValueError(
-            f"--normalization {config.normalization}: without Transformer Engine the legal values are {', '.join(NORMS)}"
+            f"--normalization {config.normalization}: without Transformer Engine the legal values "
+            f"are {', '.join(NORMS)}"
         )
     for flag in ("layernorm_zero_centered_gamma", "memory_efficient_layer_norm"):
         if getattr(config, flag):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 READ_BYTES = 4 * 2**20  # block size for hashing a file
-HASHED_BESIDE = 2**20  # pieces of at least this size are hashed in a thread
+MIN_ASYNC_BYTES = 2**20  # pieces of at least this size are hashed in a thread
 MAX_JSON_BYTES = 2**28  # twice the size of an index of a million tensors
 
 
@@ -41,7 +41,7 @@ class HashedFile:
     def write(self, data: bytes | bytearray | memoryview) -> int:
         view = memoryview(data).cast("B")
         hashing = None
-        if len(view) < HASHED_BESIDE:
+        if len(view) < MIN_ASYNC_BYTES:
             self._hash.update(view)
         else:
             hashing = self._hasher.submit(self._hash.update, view)
@@ -84,7 +84,8 @@ def writes_to(flag: str, path: str | Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(
-            f"{flag} {path}: cannot be written: {error.strerror or error}; make room there, or name another place"
+            f"{flag} {path}: cannot be written: {error.strerror or error}; make room there, or "
+            "name another place"
         ) from error
 
 
@@ -121,11 +122,11 @@ def open_regular(path: Path, inside: Path | None = None) -> BinaryIO:
             not in the folder.
     """
     try:
-        leaves = inside is not None and not path.resolve().is_relative_to(inside.resolve())
+        outside = inside is not None and not path.resolve().is_relative_to(inside.resolve())
     except RuntimeError as error:  # Python before 3.13
         raise OSError(f"{path} is a loop of links") from error
-    if leaves:
-        raise OSError(f"{path} is a link that leaves {inside}")
+    if outside:
+        raise OSError(f"{path} is a link out of {inside}")
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

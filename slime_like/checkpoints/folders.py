@@ -28,11 +28,8 @@ def writing_folder(root: str | Path, step: int) -> Path:
 
 def complete_steps(root: str | Path) -> list[int]:
     """Steps of the complete checkpoints in `root`, ascending."""
-    return sorted(
-        int(found[1])
-        for path in Path(root).glob(f"iter_*/{MANIFEST}")
-        if (found := _NAME.match(path.parent.name))
-    )
+    folders = (path.parent.name for path in Path(root).glob(f"iter_*/{MANIFEST}"))
+    return sorted(int(match[1]) for match in map(_NAME.match, folders) if match)
 
 
 def is_checkpoint_root(root: str | Path) -> bool:
@@ -66,14 +63,10 @@ def newest_step(root: str | Path, flag: str = "--load") -> tuple[int, str | None
         named, problem = None, "holds no step"
     if problem is None and named is not None:
         return named, None
+    problem = f"{flag} {root}: {TRACKER} {problem}"
     if not steps:
-        raise ValueError(
-            f"{flag} {root}: {TRACKER} {problem}, and there is no complete checkpoint beside it; name another folder"
-        )
-    return (
-        steps[-1],
-        f"{flag} {root}: {TRACKER} {problem}; taking the newest complete checkpoint, step {steps[-1]}",
-    )
+        raise ValueError(f"{problem}, and no checkpoint is complete; name another folder")
+    return steps[-1], f"{problem}; taking the newest complete checkpoint, step {steps[-1]}"
 
 
 def clean_up(root: str | Path) -> list[str]:
@@ -159,14 +152,14 @@ def remove_checkpoint(root: str | Path, step: int) -> None:
     """Remove a checkpoint. It is renamed before its files are deleted, so that a partly deleted
     checkpoint is never mistaken for a complete one."""
     folder = checkpoint_folder(root, step)
-    going = folder.with_name(folder.name + REMOVED)
-    remove_folder(going)
-    os.rename(folder, going)
+    removed = folder.with_name(folder.name + REMOVED)
+    remove_folder(removed)
+    os.rename(folder, removed)
     sync_path(folder.parent)
-    remove_folder(going)
+    remove_folder(removed)
 
 
 def free_bytes(root: str | Path) -> int:
     """Free bytes of the disk that `root` is on or will be created on."""
-    there = next(path for path in (Path(root), *Path(root).absolute().parents) if path.exists())
-    return shutil.disk_usage(there).free
+    parents = (Path(root), *Path(root).absolute().parents)
+    return shutil.disk_usage(next(path for path in parents if path.exists())).free

@@ -76,10 +76,10 @@ class FolderLock:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         while not self._create():
-            found = self._look()
-            if found is None:  # released in the meantime
+            lock = self._read()
+            if lock is None:  # released in the meantime
                 continue
-            owner, text = found
+            owner, text = lock
             reason = self._wait_until_dead(owner, text)
             if self._set_aside(text):
                 logger.warning(f"{self.flag} {self.folder}: {reason}; its lock is taken over")
@@ -103,7 +103,7 @@ class FolderLock:
         suspended."""
         with suppress(OSError):  # an unreachable file server is reported by the write itself
             if self.lost is None and not self._is_ours():
-                self.lost = self._taken_by()
+                self.lost = self._loss_reason()
         if self.lost is not None:
             raise RunError(f"{self.flag} {self.folder}: {self.lost}; this run ends unsaved")
 
@@ -141,7 +141,7 @@ class FolderLock:
             "name another folder"
         )
 
-    def _look(self) -> tuple[dict[str, object], str] | None:
+    def _read(self) -> tuple[dict[str, object], str] | None:
         """The owner and the text of the lock file; None if there is no file."""
         text = _read_lock(self.path)
         if text is None:
@@ -157,28 +157,28 @@ class FolderLock:
         as there is a sign that it is alive."""
         alive = is_alive(owner)
         if alive is False:
-            return f"{_words(owner)} has ended without releasing it"
+            return f"{_describe(owner)} has ended without releasing it"
         if alive:
             raise self._in_use(owner)
         first, age = _age(self.path)
         if age <= self._stale_s:
             logger.warning(
-                f"{self.flag} {self.folder}: locked by {_words(owner)}; waiting up to "
+                f"{self.flag} {self.folder}: locked by {_describe(owner)}; waiting up to "
                 f"{self._stale_s - age:.0f} s for a sign of life"
             )
         while age <= self._stale_s:
             time.sleep(min(POLL_S, self._heartbeat_s / 4))
             if _read_lock(self.path) != text:
-                return f"{_words(owner)} has ended"
+                return f"{_describe(owner)} has ended"
             modified, age = _age(self.path)
             if modified != first:
                 raise self._in_use(owner)
-        return f"{_words(owner)} has given no sign of life for {age:.0f} s"
+        return f"{_describe(owner)} has given no sign of life for {age:.0f} s"
 
     def _in_use(self, owner: dict[str, object]) -> FolderInUse:
         return FolderInUse(
-            f"{self.flag} {self.folder}: in use by {_words(owner)}; end that run, or name another "
-            "folder"
+            f"{self.flag} {self.folder}: in use by {_describe(owner)}; end that run, or name "
+            "another folder"
         )
 
     def _set_aside(self, text: str) -> bool:
@@ -196,20 +196,20 @@ class FolderLock:
         return was_dead
 
     def _is_ours(self) -> bool:
-        found = self._look()
-        return found is not None and found[0].get("token") == self._owner["token"]
+        lock = self._read()
+        return lock is not None and lock[0].get("token") == self._owner["token"]
 
-    def _taken_by(self) -> str:
-        found = self._look()
-        if found is None:
-            return f"its lock {LOCK} was removed while the run went on"
-        return f"taken over by {_words(found[0])} while this run gave no sign of life"
+    def _loss_reason(self) -> str:
+        lock = self._read()
+        if lock is None:
+            return f"its lock {LOCK} was removed during the run"
+        return f"taken over by {_describe(lock[0])} while this run gave no sign of life"
 
     def _beat(self) -> None:
         while not self._ended.wait(self._heartbeat_s):
             with suppress(OSError):  # a transient file server error; retried at the next heartbeat
                 if not self._is_ours():
-                    self.lost = self._taken_by()
+                    self.lost = self._loss_reason()
                     return
                 os.utime(self.path)
 
@@ -309,7 +309,9 @@ def _age(path: Path) -> tuple[int, float]:
     return modified, (now - modified) / 1e9
 
 
-def _words(owner: dict[str, object]) -> str:
-    known = [("process", "pid"), ("on", "host"), ("started", "started")]
-    words = [f"{word} {owner[key]!s:.80}" for word, key in known if owner.get(key) is not None]
-    return " ".join(words).replace("\n", " ") or "an unknown process"
+def _describe(owner: dict[str, object]) -> str:
+    labels = {"process": "pid", "on": "host", "started": "started"}
+    parts = [
+        f"{label} {owner[key]!s:.80}" for label, key in labels.items() if owner.get(key) is not None
+    ]
+    return " ".join(parts).replace("\n", " ") or "an unknown process"

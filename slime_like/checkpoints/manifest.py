@@ -77,12 +77,12 @@ def read_identity(folder: Path) -> dict[str, dict[str, object]]:
     return identity
 
 
-def identity_differences(saved: Mapping[str, object], ours: Mapping[str, object]) -> list[str]:
+def identity_differences(saved: Mapping[str, object], current: Mapping[str, object]) -> list[str]:
     """Descriptions, with both values, of settings that are in both and differ."""
     return [
-        f"{name} {saved[name]} (here: {ours[name]})"
-        for name in ours
-        if name in saved and saved[name] != ours[name]
+        f"{name} {saved[name]} (here: {value})"
+        for name, value in current.items()
+        if name in saved and saved[name] != value
     ]
 
 
@@ -91,7 +91,7 @@ def _read(folder: Path) -> dict[str, Any]:
     try:
         content = read_json(path, folder)
         if not isinstance(content, dict) or not isinstance(content.get("files"), dict):
-            raise ValueError("it is no manifest")
+            raise ValueError("not a manifest")
         if content.get("format") != FORMAT:
             raise ValueError(f"format {content.get('format')!r:.80}, this version reads {FORMAT}")
     except (OSError, ValueError) as error:
@@ -106,14 +106,13 @@ def _record_problem(name: str, record: object) -> str | None:
     if path.is_absolute() or ".." in path.parts:
         return "outside the checkpoint"
     if str(path) != name or name == "." or not name.isprintable():
-        return "which is not how a file of a checkpoint is called"
-    size, digest = (
-        (record.get("size"), record.get("sha256")) if isinstance(record, dict) else (None, None)
-    )
+        return "which is not the name of a checkpoint file"
+    entry = record if isinstance(record, dict) else {}
+    size, digest = entry.get("size"), entry.get("sha256")
     if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size < 2**63:
-        return "whose size is no number of bytes"
+        return "with an invalid size"
     if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
-        return "whose SHA-256 is none"
+        return "with an invalid SHA-256"
     return None
 
 
@@ -123,7 +122,7 @@ def damaged_files(
     """Descriptions of those files among `names` that differ from the manifest. Only regular files
     inside the folder with the right size are read."""
 
-    def fault(name: str) -> str | None:
+    def check(name: str) -> str | None:
         if problem := size_problem(folder, name, records[name].size):
             return problem
         try:
@@ -133,19 +132,19 @@ def damaged_files(
         return None if same else f"{name}: its SHA-256 is not the one it was written with"
 
     with ThreadPoolExecutor(max(1, threads)) as pool:
-        return [text for text in pool.map(fault, names) if text is not None]
+        return [problem for problem in pool.map(check, names) if problem is not None]
 
 
 def size_problem(folder: Path, name: str, size: int) -> str | None:
     """What is wrong with a file that should be regular and `size` bytes long, without reading it;
     None if nothing is."""
     try:
-        found = size_inside(folder / name, folder)
+        actual = size_inside(folder / name, folder)
     except FileNotFoundError:
         return f"{name}: missing"
     except OSError as error:
         return f"{name}: {error.strerror or error}"
-    return None if found == size else f"{name}: {found} bytes, not {size}"
+    return None if actual == size else f"{name}: {actual} bytes, not {size}"
 
 
 def split_by_size(records: Records, parts: int) -> list[list[str]]:

@@ -24,12 +24,12 @@ def scratch_folder(prefix: str) -> str:
     Returns:
         Its path; the caller removes it.
     """
-    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with suppress(OSError, ValueError):
-            owner = json.loads((left / OWNER).read_text())
-            mine = left.stat().st_uid == os.getuid() and not left.is_symlink()
-            if mine and isinstance(owner, dict) and is_alive(owner) is False:
-                shutil.rmtree(left, ignore_errors=True)
-    made = tempfile.mkdtemp(prefix=prefix)
-    (Path(made) / OWNER).write_text(json.dumps(this_process()))
-    return made
+            owner = json.loads((folder / OWNER).read_text())
+            of_user = folder.stat().st_uid == os.getuid() and not folder.is_symlink()
+            if of_user and isinstance(owner, dict) and is_alive(owner) is False:
+                shutil.rmtree(folder, ignore_errors=True)
+    path = tempfile.mkdtemp(prefix=prefix)
+    (Path(path) / OWNER).write_text(json.dumps(this_process()))
+    return path

@@ -179,13 +179,13 @@ def read_trainer_state(folder: Path) -> TrainerState:
         state: TrainerState = read_json(folder / TRAINER_FILE, folder)
         entries: Mapping[str, object] = state
         if not isinstance(entries, dict):
-            raise ValueError("it is not the state of a trainer")
-        wrong = [name for name, holds in _REQUIRED.items() if not holds(entries.get(name))]
-        wrong += [n for n, holds in _OPTIONAL.items() if n in entries and not holds(entries[n])]
-        if wrong:
-            raise ValueError(f"its {wrong[0]!r} is missing or of another form")
+            raise ValueError("not a trainer state")
+        invalid = [name for name, valid in _REQUIRED.items() if not valid(entries.get(name))]
+        invalid += [n for n, valid in _OPTIONAL.items() if n in entries and not valid(entries[n])]
+        if invalid:
+            raise ValueError(f"{invalid[0]!r} is missing or invalid")
         if len(state["fingerprints"]) != state["world_size"]:
-            raise ValueError("its 'fingerprints' are not those of all ranks")
+            raise ValueError("'fingerprints' are not those of all ranks")
     except (OSError, ValueError) as error:
         raise ValueError(
             f"checkpoint {folder}: {TRAINER_FILE} is missing or damaged ({error})"

@@ -71,8 +71,8 @@ class Exported:
 
 
 class NetworkSource:
-    """The Hugging Face tensors of a network in a checkpoint. meta_model: model of the template, in a
-    layout of one rank."""
+    """The Hugging Face tensors of a network in a checkpoint. meta_model: the template's, in a layout
+    of one rank."""
 
     def __init__(
         self,

@@ -146,7 +146,7 @@ class Network:
         *,
         untied_head: bool = False,
     ) -> HfExport:
-        """The export with these settings, built once. quantized: None, or always the same mapping."""
+        """The export with these settings, built once. quantized: None, or the same in all calls."""
         settings = (dtype, bucket_bytes, bool(quantized))
         if settings not in self._exports:
             self._exports[settings] = HfExport(

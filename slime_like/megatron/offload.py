@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 class OffloadedWeights:
-    """Offloaded weights with the shapes of `host`'s; `forward` swaps them in. Has the interface of a
-    frozen `Network`."""
+    """Offloaded weights with the shapes of `host`'s; `forward` swaps them in. The interface is that
+    of a frozen `Network`."""
 
     def __init__(self, host: Network, load: Callable[[Network], None]) -> None:
         """load: loads the weights into `host`, which gets its own weights back afterwards."""

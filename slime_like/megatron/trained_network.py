@@ -111,7 +111,7 @@ class TrainedNetwork(Network):
         schedule: ScheduleConfig,
         total_steps: int,
     ) -> None:
-        """Wrap the modules with gradient buffers (`trained_modules`); build optimizer and schedule."""
+        """Wrap the modules with gradient buffers; build optimizer and schedule."""
         with self.layout.activate():
             self.trained_modules: list[MegatronModule] = list(
                 wrap_for_training(modules, self.config, ddp)

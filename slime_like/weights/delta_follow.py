@@ -1,4 +1,4 @@
-"""Keep a node's copy of the weights at the newest update, for servers on nodes without a trainer."""
+"""Keep a node's copy of the weights at the newest update, for servers without a trainer."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ class HfExport:
 
     The constructor and the iteration of `stream` are collectives over all ranks. value_head: the
     network is a critic. untied_head: export the output layer of a tied model as a separate weight,
-    because only it has a delta. quantized: weights, by Hugging Face name, that are exported quantised,
-    with the tensors that store them. Raises RuntimeError if no stage has a parameter that the
+    because only it has a delta. quantized: weights to export quantised, by Hugging Face name.
+    Raises RuntimeError if no stage has a parameter that the
     family needs.
     """
 

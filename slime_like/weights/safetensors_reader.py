@@ -74,8 +74,8 @@ class WeightFiles:
     naming the problem.
 
     A weight is a stored tensor or, if config.json has a `quantization_config`, dequantised from
-    several of them (`quantized`, by name). stored: the tensors of the files; a layer's 3-D tensor of
-    all experts is split into one entry per expert and projection. Files are read instead of
+    several of them (`quantized`, by name). stored: the tensors of the files; a layer's 3-D tensor
+    of all experts is split into one entry per expert and projection. Files are read instead of
     memory-mapped, because mapped pages count towards the process's memory, up to the size of the
     model.
     """

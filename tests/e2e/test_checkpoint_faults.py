@@ -599,5 +599,5 @@ def test_a_run_that_lost_its_folder_does_not_save(
     done = server.train(
         argv, tmp_path / "log", ranks=2, hook=f"{FAULTS}:lose_lock_in_step {root} 2"
     )
-    assert f"--save {root}: its lock run.lock was removed while the run went on" in done.error()
+    assert f"--save {root}: its lock run.lock was removed during the run" in done.error()
     assert complete_steps(root) == [1]

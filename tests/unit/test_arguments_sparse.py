@@ -77,7 +77,7 @@ def test_the_schedule_is_that_of_transformers(tmp_path: Path) -> None:
         ({"indexer_types": ["shared", *["full"] * 7]}, "the first one 'full'"),
         ({"indexer_types": ["full"] * 7}, "each of the 8 layers"),
         ({"index_topk_pattern": "FFFFFFFX"}, "must be 'full' or 'shared'"),
-        ({"indexer_types": ["full"] * 8, **SHARING}, "are not what index_topk_pattern or"),
+        ({"indexer_types": ["full"] * 8, **SHARING}, "differ from index_topk_pattern or"),
         ({"layer_types": ["full_attention"] * 8}, "only 'indexed_attention' is supported"),
     ],
 )

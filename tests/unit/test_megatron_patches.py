@@ -127,7 +127,11 @@ def test_on_cuda_without_transformer_engine_only_the_other_patches_are_due(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    due = [name for name in megatron_patches.ORDER if not megatron_patches.load_patch(name).idle()]
+    due = [
+        name
+        for name in megatron_patches.ORDER
+        if not megatron_patches.load_patch(name).skip_reason()
+    ]
     assert due == [
         name
         for name in (
@@ -151,15 +155,15 @@ def test_a_patch_goes_where_megatron_core_has_mended_its_cause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     patch = importlib.import_module("megatron_patches.patch")
-    mended = dataclasses.replace(megatron_patches.load_patch("tensor_cuda"), mended="0.18")
+    fixed = dataclasses.replace(megatron_patches.load_patch("tensor_cuda"), fixed_in="0.18")
     for version, idle in (("0.16.1", ""), ("0.17.9", ""), ("0.18.0", "0.18"), ("1.0.0rc1", "0.18")):
         monkeypatch.setattr(patch.metadata, "version", lambda name, version=version: version)
-        assert mended.idle() == (idle and f"megatron-core has mended it in {idle}")
-    late = dataclasses.replace(mended, since="0.17")
+        assert fixed.skip_reason() == (idle and f"fixed in megatron-core {idle}")
+    late = dataclasses.replace(fixed, since="0.17")
     monkeypatch.setattr(patch.metadata, "version", lambda name: "0.16.1")
-    assert late.idle() == "megatron-core needs it since 0.17"
+    assert late.skip_reason() == "needed since megatron-core 0.17"
     monkeypatch.setattr(patch.metadata, "version", lambda name: "0.17.0")
-    assert late.idle() == ""
+    assert late.skip_reason() == ""
 
 
 def test_report_prints_as_a_table() -> None:

@@ -134,7 +134,7 @@ def test_files_elsewhere_are_not_read(tmp_path: Path, name: str) -> None:
     path.write_bytes(
         pickle.dumps(metadata(storage_data={MetadataIndex("a"): _StorageInfo(name, 0, 1)}))
     )
-    with pytest.raises(ValueError, match="is not a file beside it"):
+    with pytest.raises(ValueError, match="is not a file next to it"):
         read_metadata(path)
 
 

@@ -118,8 +118,8 @@ class Indexer(torch.nn.Module):
 
 
 class SparseLatentAttention(MLASelfAttention):
-    """megatron-core's MLA with an indexer. It stores the selected keys in `PackedRows.selected_keys` by
-    layer number, where core attention reads them."""
+    """megatron-core's MLA with an indexer. It stores the selected keys in
+    `PackedRows.selected_keys` by layer number, where core attention reads them."""
 
     def __init__(
         self,

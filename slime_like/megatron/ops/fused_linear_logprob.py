@@ -42,8 +42,8 @@ LOWEST = -1e20  # instead of -inf, since -inf times a probability of 0 is NaN
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """Projection to this rank's slice of the vocabulary, in blocks. Tensors as in `fused_linear_log_probs`,
-    with hidden [N, H]."""
+    """Projection to this rank's slice of the vocabulary, in blocks. Tensors as in
+    `fused_linear_log_probs`, with hidden [N, H]."""
 
     hidden: Tensor
     weight: Tensor

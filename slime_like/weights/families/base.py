@@ -65,6 +65,13 @@ def _no_settings(reader: ConfigReader) -> dict[str, object]:
     return {}
 
 
+def require_values(reader: ConfigReader, supported: Mapping[str, object]) -> None:
+    """Report keys whose value is neither absent nor the only supported one."""
+    for key, legal in supported.items():
+        if (value := reader.config.get(key)) not in (None, legal):
+            reader.refuse(f"{key} {value!r} is not supported; the only legal value is {legal!r}")
+
+
 def half_rotary(reader: ConfigReader) -> float:
     """Rotary share of GLM files without `partial_rotary_factor`."""
     return 0.5
@@ -76,8 +83,10 @@ def every_layer(reader: ConfigReader) -> list[bool]:
 
 
 def after_max_window_layers(reader: ConfigReader) -> list[bool]:
-    """Layers with a window in Qwen's files; 28 is transformers' default of `max_window_layers`."""
-    first = 28 if (given := reader.config.get("max_window_layers")) is None else given
+    """Layers with a window in Qwen's files."""
+    first = reader.config.get("max_window_layers")
+    if first is None:
+        first = 28  # transformers' default
     used = bool(reader.config.get("use_sliding_window"))
     return [used and layer >= first for layer in range(reader.number("num_hidden_layers"))]
 

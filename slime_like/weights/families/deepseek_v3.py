@@ -1,9 +1,8 @@
-"""DeepSeek-V3, and what is built alike: Kimi-K2, Moonlight, GLM-4.7-Flash. Multi-latent attention,
-experts chosen by sigmoids within groups.
+"""DeepSeek-V3, Kimi-K2, Moonlight and GLM-4.7-Flash: multi-latent attention, group-limited sigmoid
+routing.
 
-What megatron-core 0.16 has no counterpart for is refused by key: other
-group scores than the sum of each group's two best, weights that are not renormalised, rotary
-embeddings that are not interleaved. Layers of multi-token prediction are neither read nor trained.
+Settings without a counterpart in megatron-core 0.16 are rejected: group scores other than the sum
+of each group's two best, weights that are not renormalised, rotary embeddings by halves.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from slime_like.weights.families.base import (
     ConfigReader,
     ModelFamily,
     register_model_family,
+    require_values,
 )
 from slime_like.weights.families.prediction import DEEPSEEK_PREDICTION
 from slime_like.weights.families.sigmoid_experts import (
@@ -38,32 +38,27 @@ REQUIRED = (
     "v_head_dim",
     *EXPERTS_REQUIRED,
 )
-YARN = {
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.0,
-}  # key -> transformers' default
+# key -> transformers' default
+YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
 
 
 def deepseek_settings(reader: ConfigReader) -> dict[str, object]:
     """Fields of MLATransformerConfig. Reports unsupported settings to the reader."""
-    if reader.config.get("rope_interleave") not in (None, True):
-        reader.refuse("rope_interleave False is not supported; the only legal value is True")
-    heads, groups = (
-        reader.number("num_attention_heads"),
-        reader.number("num_key_value_heads", default=reader.number("num_attention_heads")),
-    )
+    require_values(reader, {"rope_interleave": True})
+    heads = reader.number("num_attention_heads")
+    groups = reader.number("num_key_value_heads", default=heads)
     if groups != heads:
         reader.refuse(
-            f"num_key_value_heads {groups} must be num_attention_heads {heads}: latent attention has no groups"
+            f"num_key_value_heads {groups} must be num_attention_heads {heads}: latent attention "
+            "has no groups"
         )
+    q_lora_rank = None
+    if reader.config.get("q_lora_rank") is not None:
+        q_lora_rank = reader.number("q_lora_rank")
     rope_dim = reader.number("qk_rope_head_dim")
     return {
         "multi_latent_attention": True,
-        "q_lora_rank": reader.number("q_lora_rank")
-        if reader.config.get("q_lora_rank") is not None
-        else None,
+        "q_lora_rank": q_lora_rank,
         "kv_lora_rank": reader.number("kv_lora_rank"),
         "qk_head_dim": reader.number("qk_nope_head_dim"),
         "qk_pos_emb_head_dim": rope_dim,
@@ -77,9 +72,9 @@ def deepseek_settings(reader: ConfigReader) -> dict[str, object]:
 
 def _rotary(reader: ConfigReader) -> dict[str, object]:
     config = reader.config
-    given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    kind = given.pop("rope_type", given.pop("type", "default"))
-    base = given.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    base = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
     settings: dict[str, object] = {
         "rope_type": "rope",
         "rotary_base": float(base),
@@ -88,23 +83,24 @@ def _rotary(reader: ConfigReader) -> dict[str, object]:
     if kind != "yarn":
         if kind != "default":
             reader.refuse(
-                f"rope_type {kind!r} is not supported with latent attention; legal values: default, yarn"
+                f"rope_type {kind!r} is not supported with latent attention; legal values: "
+                "default, yarn"
             )
         return settings | {"rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
-    yarn = {key: given.pop(key, default) for key, default in YARN.items()}
-    for key in ("factor", "original_max_position_embeddings"):
-        if not isinstance(given.get(key), int | float):
-            reader.refuse(f"rope_type 'yarn' needs {key}, a number, not {given.get(key)!r}")
+    yarn = {key: rope.pop(key, default) for key, default in YARN.items()}
+    factor = rope.pop("factor", None)
+    positions = rope.pop("original_max_position_embeddings", None)
+    for key, value in (("factor", factor), ("original_max_position_embeddings", positions)):
+        if not isinstance(value, int | float):
+            reader.refuse(f"rope_type 'yarn' needs {key}, a number, not {value!r}")
     settings |= {
         "rope_type": "yarn",
-        "rotary_scaling_factor": float(given.pop("factor", None) or 1),
+        "rotary_scaling_factor": float(factor or 1),
+        "original_max_position_embeddings": int(positions or 1),
     }
-    settings["original_max_position_embeddings"] = int(
-        given.pop("original_max_position_embeddings", None) or 1
-    )
     if not yarn["mscale"] or not yarn["mscale_all_dim"]:
         reader.refuse("rope_type 'yarn' without mscale and mscale_all_dim is not supported")
-    for key, value in sorted(given.items()):
+    for key, value in sorted(rope.items()):
         reader.refuse(f"rope_type 'yarn' with {key} {value!r} is not supported")
     return settings | {key: float(value) for key, value in yarn.items()}
 

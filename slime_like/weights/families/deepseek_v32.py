@@ -1,8 +1,8 @@
-"""DeepSeek-V3.2 and GLM-5: DeepSeek-V3 with sparse attention, to the keys that an indexer chooses for
-each query (slime_like/megatron/model/sparse_attention.py).
+"""DeepSeek-V3.2 and GLM-5: DeepSeek-V3 with sparse attention to the keys that an indexer selects
+(slime_like/megatron/model/sparse_attention.py).
 
-DeepSeek's indexers rotate their queries and keys in halves, GLM's in pairs. In GLM-5.2 most layers
-have no indexer and take the choice of the last layer that has one.
+DeepSeek's indexers have a rotary embedding by halves, GLM's an interleaved one. In GLM-5.2 most
+layers have no indexer and reuse the selection of the last layer that has one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from slime_like.weights.families.base import (
     HF_ATTENTION,
     ConfigReader,
     register_model_family,
+    require_values,
 )
 from slime_like.weights.families.deepseek_v3 import DEEPSEEK_V3, deepseek_settings
 from slime_like.weights.mappings import Mapping, Replicated, ReplicatedRows
@@ -33,11 +34,7 @@ INDEXER_PARAMETERS: dict[str, Mapping] = {
 
 
 def _sparse_settings(reader: ConfigReader, *, interleaved: bool) -> dict[str, Any]:
-    if reader.config.get("indexer_rope_interleave") not in (None, interleaved):
-        reader.refuse(
-            f"indexer_rope_interleave {not interleaved} is not supported with this architecture; "
-            f"the only legal value is {interleaved}"
-        )
+    require_values(reader, {"indexer_rope_interleave": interleaved})
     sizes = {key: reader.number(key) for key in SIZES}
     rotated = reader.number("qk_rope_head_dim")
     if sizes["index_head_dim"] < rotated:
@@ -61,9 +58,10 @@ def _glm(reader: ConfigReader) -> dict[str, Any]:
 
 def indexer_types(reader: ConfigReader) -> list[str]:
     """Kind of each layer, "full" or "shared". Reports unsupported settings to the reader."""
-    layers, given = reader.number("num_hidden_layers"), reader.config.get("indexer_types")
+    layers = reader.number("num_hidden_layers")
     scheduled = _schedule(reader, layers)
-    kinds = scheduled if given is None else given
+    kinds = reader.config.get("indexer_types")
+    kinds = scheduled if kinds is None else kinds
     if len(kinds) != layers or set(kinds) - {"full", "shared"} or kinds[0] != "full":
         reader.refuse(
             f"indexer_types {kinds!r:.200}: each of the {layers} layers must be 'full' or "
@@ -71,7 +69,7 @@ def indexer_types(reader: ConfigReader) -> list[str]:
         )
     elif scheduled != kinds and any(reader.config.get(key) for key in SHARING[1:3]):
         reader.refuse(
-            f"indexer_types {kinds!r:.200} are not what index_topk_pattern or index_topk_freq says"
+            f"indexer_types {kinds!r:.200} differ from index_topk_pattern or index_topk_freq"
         )
     return kinds
 

@@ -1,10 +1,8 @@
-"""What Qwen3-Next and Qwen3.5 share: most layers are gated delta nets
-(slime_like/megatron/model/delta_net.py), the others have attention with a gate on its output, a
-quarter of each head is rotated, and norms have weights around 0.
+"""Qwen3-Next and Qwen3.5: most layers are gated delta nets (megatron/model/delta_net.py), the others
+have attention with an output gate; partial rotary embedding, zero-centered norms.
 
-A rank of tensor parallelism has whole groups: the heads of values that share one head of keys. So
-the rows of the projection into a delta net, and its convolution's channels, are here in the order
-of groups, whatever the order of the file.
+Tensor-parallel ranks hold complete groups (the value heads that share one key head), so the rows of
+a delta net's input projection, and its convolution channels, are ordered by group.
 """
 
 from __future__ import annotations
@@ -12,8 +10,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
-from slime_like.weights.families import llama
+from slime_like.weights.families import qwen3
 from slime_like.weights.families.base import ATTENTION, HF_ATTENTION, ConfigReader
 from slime_like.weights.mappings import (
     GatedQKV,
@@ -22,17 +21,18 @@ from slime_like.weights.mappings import (
     Replicated,
     RowParallel,
     Sizes,
+    shard_bounds,
 )
 
 HF_DELTA = "model.layers.{layer}.linear_attn"
-# config.json key -> TransformerConfig field
-SIZES = {
-    "linear_num_key_heads": "linear_num_key_heads",
-    "linear_num_value_heads": "linear_num_value_heads",
-    "linear_key_head_dim": "linear_key_head_dim",
-    "linear_value_head_dim": "linear_value_head_dim",
-    "linear_conv_kernel_dim": "linear_conv_kernel_dim",
-}
+# keys of config.json, and fields of TransformerConfig
+SIZES = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
 LAYER_TYPES = frozenset({"linear_attention", "full_attention"})
 KEYS = frozenset({*SIZES, "full_attention_interval", "attn_output_gate", "mamba_ssm_dtype"})
 TINY = {
@@ -50,7 +50,7 @@ def quarter_rotary(reader: ConfigReader) -> float:
 
 def delta_settings(reader: ConfigReader) -> dict[str, object]:
     """Fields of TransformerConfig. Reports unsupported settings to the reader."""
-    sizes = {field: reader.number(key) for key, field in SIZES.items()}
+    sizes = {key: reader.number(key) for key in SIZES}
     groups, heads = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]
     if heads % groups:
         reader.refuse(
@@ -88,8 +88,8 @@ class ByGroup(Mapping):
         """The rows of one group."""
 
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
-        first, last = (sizes.delta_groups * rank // tp_size for rank in (tp_rank, tp_rank + 1))
-        return [part for group in range(first, last) for part in self.group(sizes, group)]
+        groups = range(*shard_bounds(sizes.delta_groups, tp_rank, tp_size))
+        return list(chain.from_iterable(self.group(sizes, group) for group in groups))
 
 
 def heads_of_group(sizes: Sizes) -> int:
@@ -191,14 +191,12 @@ def delta_parameters(projection: Mapping) -> dict[str, Mapping]:
     """Parameters of all layers except their MLPs. projection: mapping of the delta net's input
     projection."""
     return {
-        **llama.PARAMETERS,
+        **qwen3.PARAMETERS,
         f"{ATTENTION}.linear_qkv.weight": GatedQKV(
             f"{HF_ATTENTION}.q_proj.weight",
             f"{HF_ATTENTION}.k_proj.weight",
             f"{HF_ATTENTION}.v_proj.weight",
         ),
-        f"{ATTENTION}.q_layernorm.weight": Replicated(f"{HF_ATTENTION}.q_norm.weight", "head_dim"),
-        f"{ATTENTION}.k_layernorm.weight": Replicated(f"{HF_ATTENTION}.k_norm.weight", "head_dim"),
         f"{ATTENTION}.in_proj.weight": projection,
         f"{ATTENTION}.conv_weight": DeltaConv(f"{HF_DELTA}.conv1d.weight"),
         f"{ATTENTION}.A_log": PerValueHead(f"{HF_DELTA}.A_log"),

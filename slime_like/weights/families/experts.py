@@ -1,8 +1,8 @@
-"""What families with experts share: settings of megatron-core from config.json, and the parameters.
+"""Settings and parameters of MoE families.
 
-A router that softmaxes over all experts and then renormalises the chosen ones gives the weights of
-a softmax over the chosen logits: `norm_topk_prob` true is megatron-core's order (top-k, then
-softmax), false is `moe_router_pre_softmax`.
+Renormalising the top-k of a softmax over all experts equals a softmax over the top-k logits, so
+`norm_topk_prob` true is megatron-core's default order (top-k, then softmax), and false is
+`moe_router_pre_softmax`.
 """
 
 from __future__ import annotations
@@ -56,17 +56,27 @@ def expert_parameters(block: str, gate: str, up: str, down: str) -> dict[str, Ma
     }
 
 
+def shared_expert_parameters(block: str) -> dict[str, Mapping]:
+    """Projections of a layer's shared experts. block: their name in the file."""
+    gate, up, down = (f"{block}.{part}_proj.weight" for part in ("gate", "up", "down"))
+    return {
+        f"{MLP}.shared_experts.linear_fc1.weight": GatedMLP(gate, up, "shared_ffn"),
+        f"{MLP}.shared_experts.linear_fc2.weight": RowParallel(down, "shared_ffn"),
+    }
+
+
 def expert_settings(reader: ConfigReader, keys: ExpertKeys) -> dict[str, object]:
     """Expert fields of TransformerConfig. Reports unsupported settings to the reader."""
-    given = [key for key in keys.experts if reader.config.get(key) is not None]
-    experts = reader.number((given or keys.experts)[0])
+    present = [key for key in keys.experts if reader.config.get(key) is not None]
+    experts = reader.number((present or keys.experts)[0])
     topk = reader.number("num_experts_per_tok")
     if topk > experts:
         reader.refuse(f"num_experts_per_tok {topk} is above the number of experts {experts}")
     normalised = True if keys.norm_topk is None else reader.config.get(*keys.norm_topk)
     if normalised and topk == 1:
         reader.refuse(
-            "num_experts_per_tok 1 with renormalised weights: every weight is 1, and the router would never learn"
+            "num_experts_per_tok 1 with renormalised weights: every weight is 1, and the router "
+            "would never learn"
         )
     settings = {
         "num_moe_experts": experts,
@@ -86,10 +96,8 @@ def expert_settings(reader: ConfigReader, keys: ExpertKeys) -> dict[str, object]
 
 def _layer_pattern(reader: ConfigReader) -> int | list[int]:
     """1 for an MoE layer, 0 for a dense one; a plain 1 if all layers have experts."""
-    layers, step = (
-        reader.number("num_hidden_layers"),
-        reader.number("decoder_sparse_step", default=1),
-    )
+    layers = reader.number("num_hidden_layers")
+    step = reader.number("decoder_sparse_step", default=1)
     dense = reader.config.get("mlp_only_layers") or []
     pattern = [0 if layer in dense or (layer + 1) % step else 1 for layer in range(layers)]
     if not any(pattern):

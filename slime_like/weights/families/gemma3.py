@@ -1,5 +1,5 @@
-"""Gemma 3, text alone: norms before and after attention and MLP with weights around 0, five layers
-with a window and a slower rotation for each without, embeddings scaled by the root of their size."""
+"""Gemma 3, text only: zero-centered norms before and after attention and MLP, five layers with a
+sliding window and their own rotary base for each one without, embeddings scaled by sqrt(hidden)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ NORMS = {
 PARAMETERS: dict[str, Mapping] = {
     **qwen3.PARAMETERS,
     **{
-        f"decoder.layers.{{layer}}.{ours}.weight": Replicated(
-            f"model.layers.{{layer}}.{theirs}.weight"
+        f"decoder.layers.{{layer}}.{name}.weight": Replicated(
+            f"model.layers.{{layer}}.{hf_name}.weight"
         )
-        for ours, theirs in NORMS.items()
+        for name, hf_name in NORMS.items()
     },
 }
 ACTIVATION = "gelu_pytorch_tanh"

@@ -1,5 +1,5 @@
-"""GLM-4 and GLM-Z1 of 9 and 32 billion parameters: half of each head is rotated, in pairs, and each
-layer has a norm after attention and after the MLP too."""
+"""GLM-4 and GLM-Z1 (9B, 32B): interleaved rotary embedding of half of each head, post-norms after
+attention and MLP."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""GLM-4.5, 4.6 and 4.7: experts as DeepSeek-V3's, grouped queries, half of each head rotated.
-Biases of query, key and value, and norms of queries and keys, as the file says."""
+"""GLM-4.5, 4.6 and 4.7: DeepSeek-V3's experts, grouped-query attention, rotary embedding of half of
+each head. QKV biases and QK norms are optional."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""gpt-oss: experts in every layer, biases in all projections and in the router, windows in every
-other layer, a learned sink for each head, and its own gated unit: clamped, with quick GELU and
-1 added to what is gated. The published files have the experts in MXFP4."""
+"""gpt-oss: MoE in every layer, biases in all projections and the router, sliding windows in every
+other layer, learned attention sinks, and a clamped gated unit with quick GELU and an offset of 1.
+The published files store the experts in MXFP4."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from slime_like.weights.families.base import (
     ConfigReader,
     ModelFamily,
     register_model_family,
+    require_values,
 )
 from slime_like.weights.families.experts import EXPERT, ExpertKeys, expert_settings
 from slime_like.weights.mappings import HeadParallel, Mapping, Replicated, ReplicatedRows
@@ -41,8 +42,7 @@ RESTATED = {"experts_per_token", "initial_context_length"}
 def _settings(reader: ConfigReader) -> dict[str, object]:
     if reader.config.get("attention_bias") is False:
         reader.refuse("attention_bias false is not supported with this architecture")
-    if (alpha := reader.config.get("swiglu_alpha")) not in (None, ALPHA):
-        reader.refuse(f"swiglu_alpha {alpha!r} is not supported; the only legal value is {ALPHA}")
+    require_values(reader, {"swiglu_alpha": ALPHA})
     return {
         **expert_settings(reader, EXPERTS),
         "add_bias_linear": True,

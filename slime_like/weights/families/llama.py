@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and what has their layers."""
+"""Llama 2 and 3."""
 
 from __future__ import annotations
 

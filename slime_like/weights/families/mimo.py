@@ -1,5 +1,5 @@
-"""MiMo-7B: Qwen2's layers, and one that predicts a second token. transformers has no class of its
-own for it; the files bring one."""
+"""MiMo-7B: Qwen2 with a multi-token prediction layer. transformers has no class for it; the model's
+folder contains one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""MiniMax-M2: experts chosen by sigmoids and a bias, none shared, and one norm over all heads of the
-queries and one of the keys. A part of each head is rotated."""
+"""MiniMax-M2: sigmoid routing with an expert bias and no shared expert, norms over all heads of
+queries or keys at once, partial rotary embedding."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from slime_like.weights.families.base import (
     ConfigReader,
     ModelFamily,
     register_model_family,
+    require_values,
 )
 from slime_like.weights.families.experts import (
     REQUIRED,
@@ -46,13 +47,8 @@ MTP = {"use_mtp", "num_mtp_modules", "mtp_transformer_layers"}
 
 
 def _settings(reader: ConfigReader) -> dict[str, object]:
-    config = reader.config
-    for key, legal in FIXED.items():
-        if config.get(key) not in (None, legal):
-            reader.refuse(
-                f"{key} {config[key]!r} is not supported; the only legal value is {legal!r}"
-            )
-    if set(config.get("attn_type_list") or [1]) != {1}:
+    require_values(reader, FIXED)
+    if set(reader.config.get("attn_type_list") or [1]) != {1}:
         reader.refuse(
             "attn_type_list: linear attention (0) is not supported; every layer must be 1"
         )

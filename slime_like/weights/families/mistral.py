@@ -1,5 +1,5 @@
-"""Mistral 7B and what has its layers: Llama's, with a sliding window in all of them (v0.1) or none;
-Ministral says for each layer."""
+"""Mistral and Ministral: Llama with a sliding window in all layers (v0.1), none, or some
+(Ministral)."""
 
 from __future__ import annotations
 

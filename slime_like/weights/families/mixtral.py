@@ -1,4 +1,4 @@
-"""Mixtral: Llama with experts in every layer."""
+"""Mixtral: Llama with MoE in every layer."""
 
 from __future__ import annotations
 

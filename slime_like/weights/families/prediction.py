@@ -1,4 +1,4 @@
-"""How files have layers of multi-token prediction (slime_like/megatron/model/prediction.py)."""
+"""Names of multi-token prediction layers in files (slime_like/megatron/model/prediction.py)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Qwen3.5 and 3.6, dense and with experts: Qwen3-Next's layers, with projections of their own into a
-delta net. The published files also have a vision tower and a layer for mtp_layers several tokens,
-which are not read; the language model's keys are in `text_config`. Positions of text are the same on
-all three axes of their rotary embedding, which is then the plain one.
+"""Qwen3.5 and 3.6, dense and MoE: Qwen3-Next's layers, with separate input projections of the delta
+nets. The published files also have a vision tower, which is not loaded; the language model's keys
+are in `text_config`. For text, the three axes of the rotary embedding have equal positions, so it
+is a plain one.
 """
 
 from __future__ import annotations
@@ -46,8 +46,11 @@ EXPERTS = dataclasses.replace(
 )
 # settings of the multi-token prediction layer and of images
 UNUSED = frozenset(
-    """mtp_num_hidden_layers mtp_use_dedicated_embeddings output_gate_type vision_config language_model_only
-    image_token_id video_token_id vision_start_token_id vision_end_token_id""".split()  # noqa: SIM905
+    {
+        *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "output_gate_type"),
+        *("vision_config", "language_model_only", "image_token_id", "video_token_id"),
+        *("vision_start_token_id", "vision_end_token_id"),
+    }
 )
 VISION = {
     **{"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "in_channels": 1},
@@ -69,7 +72,6 @@ def _prediction_layers(reader: ConfigReader) -> int:
 
 def _in_language_model(parameters: Mapping[str, mappings.Mapping]) -> dict[str, mappings.Mapping]:
     """Rename for files that also contain a vision tower."""
-
     return {
         name: mappings.rename_prefix(mapping, "model.", "model.language_model.")
         for name, mapping in parameters.items()
@@ -99,11 +101,7 @@ SPARSE_TEXT = dataclasses.replace(
     keys=TEXT.keys | EXPERTS.keys,
     settings=lambda reader: _settings(reader) | expert_settings(reader, EXPERTS),
     stand_ins={"intermediate_size": "moe_intermediate_size"},  # no layer is dense
-    tiny={
-        **TINY,
-        **{"num_experts": 4, "num_experts_per_tok": 2},
-        **{"moe_intermediate_size": 24, qwen2_moe.SHARED_FFN: 40},
-    },
+    tiny={**TINY, **qwen2_moe.TINY},
 )
 register_model_family(TEXT)
 register_model_family(SPARSE_TEXT)

@@ -1,4 +1,4 @@
-"""Qwen3 with experts."""
+"""Qwen3-MoE."""
 
 from __future__ import annotations
 

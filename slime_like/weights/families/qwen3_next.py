@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated delta nets and gated attention, with experts, one of which is shared."""
+"""Qwen3-Next: gated delta nets and gated attention, MoE with a gated shared expert."""
 
 from __future__ import annotations
 
@@ -45,10 +45,6 @@ register_model_family(
         untrained_prefixes=("mtp.",),
         prediction=QWEN_PREDICTION,
         published=("Qwen3-Next",),
-        tiny={
-            **TINY,
-            **{"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
-            **{"moe_intermediate_size": 24, qwen2_moe.SHARED_FFN: 40},
-        },
+        tiny={**TINY, **qwen2_moe.TINY, "norm_topk_prob": True},
     )
 )

@@ -1,4 +1,4 @@
-"""Seed-OSS: Qwen2's layers with a head size of its own."""
+"""Seed-OSS: Qwen2 with an explicit head size."""
 
 from __future__ import annotations
 

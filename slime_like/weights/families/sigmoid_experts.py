@@ -3,9 +3,13 @@ experts, dense first layers, and MTP layers after the last one."""
 
 from __future__ import annotations
 
-from slime_like.weights.families.base import HF_MLP, MLP, ConfigReader
-from slime_like.weights.families.experts import WITHOUT_EFFECT, expert_parameters
-from slime_like.weights.mappings import GatedMLP, Mapping, Replicated, RowParallel
+from slime_like.weights.families.base import HF_MLP, MLP, ConfigReader, require_values
+from slime_like.weights.families.experts import (
+    WITHOUT_EFFECT,
+    expert_parameters,
+    shared_expert_parameters,
+)
+from slime_like.weights.mappings import Mapping, Replicated
 
 EXPERT_KEYS = WITHOUT_EFFECT | {
     *("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"),
@@ -29,44 +33,35 @@ TINY = {
 EXPERT_PARAMETERS: dict[str, Mapping] = {
     **expert_parameters(HF_MLP, "gate_proj", "up_proj", "down_proj"),
     f"{MLP}.router.expert_bias": Replicated(f"{HF_MLP}.gate.e_score_correction_bias", "experts"),
-    f"{MLP}.shared_experts.linear_fc1.weight": GatedMLP(
-        f"{HF_MLP}.shared_experts.gate_proj.weight",
-        f"{HF_MLP}.shared_experts.up_proj.weight",
-        "shared_ffn",
-    ),
-    f"{MLP}.shared_experts.linear_fc2.weight": RowParallel(
-        f"{HF_MLP}.shared_experts.down_proj.weight", "shared_ffn"
-    ),
+    **shared_expert_parameters(f"{HF_MLP}.shared_experts"),
 }
 
 
 def sigmoid_experts(reader: ConfigReader) -> dict[str, object]:
     """Expert fields of TransformerConfig. Reports unsupported settings to the reader."""
-    for key, legal in FIXED.items():
-        value = reader.config.get(key)
-        if value is not None and value != legal:
-            reader.refuse(f"{key} {value!r} is not supported; the only legal value is {legal!r}")
+    require_values(reader, FIXED)
     experts, topk = reader.number("n_routed_experts"), reader.number("num_experts_per_tok")
     groups, chosen = reader.number("n_group", default=1), reader.number("topk_group", default=1)
     limited = chosen < groups
     if limited and (experts % groups or topk % chosen or topk // chosen != 2):
         reader.refuse(
-            f"n_group {groups} and topk_group {chosen} with num_experts_per_tok {topk}: megatron-core scores a group by its best "
-            "num_experts_per_tok / topk_group experts, the file's architecture by its best two"
+            f"n_group {groups} and topk_group {chosen} with num_experts_per_tok {topk}: "
+            "megatron-core scores a group by its best num_experts_per_tok / topk_group experts, "
+            "the file's architecture by its best two"
         )
     if topk == 1:
         reader.refuse(
-            "num_experts_per_tok 1 is not supported: megatron-core does not renormalise a single weight"
+            "num_experts_per_tok 1 is not supported: megatron-core does not renormalise a single "
+            "weight"
         )
     layers, dense = reader.number("num_hidden_layers"), _dense_layers(reader)
     if dense >= layers:
         reader.refuse(f"first_k_dense_replace {dense} leaves no layer with experts")
-    ffn, shared = (
-        reader.number("moe_intermediate_size"),
-        int(reader.config.get("n_shared_experts") or 0),
-    )
+    ffn = reader.number("moe_intermediate_size")
+    shared = int(reader.config.get("n_shared_experts") or 0)
     if not shared:
         reader.refuse("n_shared_experts 0 is not supported with this architecture")
+    scaling = reader.number("routed_scaling_factor", default=1.0, whole=False)
     return {
         "num_moe_experts": experts,
         "moe_router_topk": topk,
@@ -78,9 +73,7 @@ def sigmoid_experts(reader: ConfigReader) -> dict[str, object]:
         "moe_router_enable_expert_bias": True,
         "moe_router_num_groups": groups if limited else None,
         "moe_router_group_topk": chosen if limited else None,
-        "moe_router_topk_scaling_factor": float(
-            reader.number("routed_scaling_factor", default=1.0, whole=False)
-        ),
+        "moe_router_topk_scaling_factor": float(scaling),
         "moe_shared_expert_intermediate_size": shared * ffn,
         "moe_router_load_balancing_type": "none",
     }

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama's layers, of which some have no rotary embedding (NoPE)."""
+"""SmolLM3: Llama, with some layers without rotary embedding (NoPE)."""
 
 from __future__ import annotations
 
