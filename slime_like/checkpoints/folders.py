@@ -65,7 +65,7 @@ def newest_step(root: str | Path, flag: str = "--load") -> tuple[int, str | None
         return named, None
     problem = f"{flag} {root}: {TRACKER} {problem}"
     if not steps:
-        raise ValueError(f"{problem}, and no checkpoint is complete; name another folder")
+        raise ValueError(f"{problem}, and there is no complete checkpoint; name another folder")
     return steps[-1], f"{problem}; taking the newest complete checkpoint, step {steps[-1]}"
 
 

@@ -71,8 +71,8 @@ class Exported:
 
 
 class NetworkSource:
-    """The Hugging Face tensors of a network in a checkpoint. meta_model: the template's, in a layout
-    of one rank."""
+    """The Hugging Face tensors of a network in a checkpoint. meta_model: of the template, with one
+    rank."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5: most layers are gated delta nets (megatron/model/delta_net.py), the others
+"""Qwen3-Next and Qwen3.5: gated delta nets (megatron/model/delta_net.py) in most layers, the others
 have attention with an output gate; partial rotary embedding, zero-centered norms.
 
 Tensor-parallel ranks hold complete groups (the value heads that share one key head), so the rows of
