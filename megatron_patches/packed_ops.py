@@ -73,13 +73,13 @@ def positions_of_rows(cu_seqlens: Tensor, rows: int, cp_size: int, cp_rank: int)
     of_row = torch.repeat_interleave(
         torch.arange(lengths.numel(), device=starts.device), lengths // cp_size, output_size=rows
     )
-    places = torch.arange(rows, device=starts.device) - starts[of_row]
+    positions = torch.arange(rows, device=starts.device) - starts[of_row]
     if cp_size == 1:
-        return places
+        return positions
     chunk = (lengths // (2 * cp_size))[of_row]
     # a rank's second chunk is as far from the end of the sequence as its first from the start
-    skipped = torch.where(places < chunk, cp_rank, 2 * (cp_size - 1) - cp_rank)
-    return places + skipped * chunk
+    skipped = torch.where(positions < chunk, cp_rank, 2 * (cp_size - 1) - cp_rank)
+    return positions + skipped * chunk
 
 
 class Rotation(torch.autograd.Function):
@@ -140,7 +140,7 @@ class _Angles:
 def packed_rotary(
     original: Callable[..., Tensor], rotate: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """Rotary embeddings of packed sequences, in place of megatron-core's `_apply_rotary_pos_emb_thd`.
+    """Replacement for megatron-core's `_apply_rotary_pos_emb_thd`.
 
     Args:
         original: megatron-core's function, for calls whose angles are already per row.

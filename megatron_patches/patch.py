@@ -139,13 +139,13 @@ def find(patch: str, target: str) -> Any:
         with warnings.catch_warnings():
             # The report already lists what is not installed; five warnings would add nothing.
             warnings.filterwarnings("ignore", message=r"(Transformer Engine|Apex)")
-            found: Any = importlib.import_module(f"megatron.core.{module_name}")
+            value: Any = importlib.import_module(f"megatron.core.{module_name}")
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("megatron"):
             raise
         raise missing(patch, f"module megatron.core.{module_name} not found") from error
     for part in path.split(".") if path else ():
-        if part not in vars(found):
+        if part not in vars(value):
             raise missing(patch, f"megatron.core.{module_name} has no {path}")
-        found = vars(found)[part]
-    return found
+        value = vars(value)[part]
+    return value

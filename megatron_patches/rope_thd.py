@@ -27,9 +27,9 @@ THD, BSHD = "_apply_rotary_pos_emb_thd", "_apply_rotary_pos_emb_bshd"
 
 
 def check() -> None:
-    wanted = ["t", "cu_seqlens", "freqs", "rotary_interleaved"]
-    found = list(inspect.signature(find(NAME, f"{MODULE}:{THD}")).parameters)
-    if found[:4] != wanted or "cp_group" not in found:
+    expected = ["t", "cu_seqlens", "freqs", "rotary_interleaved"]
+    parameters = list(inspect.signature(find(NAME, f"{MODULE}:{THD}")).parameters)
+    if parameters[:4] != expected or "cp_group" not in parameters:
         raise missing(NAME, f"the parameters of megatron.core.{MODULE}:{THD} have changed")
     find(NAME, f"{MODULE}:{BSHD}")
 

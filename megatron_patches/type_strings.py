@@ -29,8 +29,8 @@ TARGETS = (
 
 
 def _function(target: str) -> types.FunctionType:
-    found = find(NAME, target)
-    function = found.__func__ if isinstance(found, classmethod | staticmethod) else found
+    value = find(NAME, target)
+    function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
     assert isinstance(function, types.FunctionType)
     return function
 

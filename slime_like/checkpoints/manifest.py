@@ -163,5 +163,5 @@ def total_bytes(records: Records) -> int:
 
 
 def describe(problems: Sequence[str], limit: int = 3) -> str:
-    more = f"; and {len(problems) - limit} more" if len(problems) > limit else ""
-    return "; ".join(problems[:limit]) + more
+    omitted = len(problems) - limit
+    return "; ".join(problems[:limit]) + (f"; and {omitted} more" if omitted > 0 else "")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 PIECE = 2**24  # elements per piece; bounds the memory needed in addition to the tensors
 LEVEL = 1  # zlib compression level
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size
+INT_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size
 LONG_GAP = 255  # gap byte for 255 unchanged elements that no changed element follows
 _HEADER = struct.Struct("<QQ")
 
@@ -32,18 +32,18 @@ def encode(before: Tensor, after: Tensor, itemsize: int) -> bytes | None:
         before, after: [bytes] uint8 on the CPU, of equal length.
         itemsize: Bytes per element: 1, 2, 4 or 8.
     """
-    old, new = before.view(WORDS[itemsize]), after.view(WORDS[itemsize])
+    old, new = before.view(INT_TYPES[itemsize]), after.view(INT_TYPES[itemsize])
     packer = zlib.compressobj(LEVEL)
     parts: list[bytes] = []
     changed = False
     for start in range(0, old.numel(), PIECE):
         difference = old[start : start + PIECE] ^ new[start : start + PIECE]
-        places = difference.nonzero().view(-1)
-        changed = changed or places.numel() > 0
-        planes = difference[places].view(torch.uint8).view(-1, itemsize).t().contiguous()
-        gaps = _gaps(places)
-        parts.append(packer.compress(_HEADER.pack(places.numel(), gaps.numel())))
-        parts += [packer.compress(_buffer(part)) for part in (gaps, planes)]
+        positions = difference.nonzero().view(-1)
+        changed = changed or positions.numel() > 0
+        byte_planes = difference[positions].view(torch.uint8).view(-1, itemsize).t().contiguous()
+        gaps = _gaps(positions)
+        parts.append(packer.compress(_HEADER.pack(positions.numel(), gaps.numel())))
+        parts += [packer.compress(_buffer(part)) for part in (gaps, byte_planes)]
     return b"".join([*parts, packer.flush()]) if changed else None
 
 
@@ -57,7 +57,7 @@ def apply(change: bytes, tensor: Tensor, itemsize: int) -> None:
     Raises:
         ValueError: The change does not fit a tensor of this size. The tensor may be partly changed.
     """
-    words = tensor.view(WORDS[itemsize])
+    elements = tensor.view(INT_TYPES[itemsize])
     packer = zlib.decompressobj()
     rest = change
 
@@ -73,22 +73,22 @@ def apply(change: bytes, tensor: Tensor, itemsize: int) -> None:
         return torch.frombuffer(data, dtype=torch.uint8) if size else torch.empty(0)
 
     try:
-        for start in range(0, words.numel(), PIECE):
-            piece = words[start : start + PIECE]
+        for start in range(0, elements.numel(), PIECE):
+            piece = elements[start : start + PIECE]
             count, size = _HEADER.unpack(bytes(take(_HEADER.size).tolist()))
             if count > piece.numel() or size > count + piece.numel():
                 raise ValueError("a change of weights is of another tensor")
             if count:
-                places = _places(take(size), count, piece.numel())
-                planes = take(count * itemsize).view(itemsize, count)
-                piece[places] ^= planes.t().contiguous().view(-1).view(words.dtype)
+                positions = _positions(take(size), count, piece.numel())
+                byte_planes = take(count * itemsize).view(itemsize, count)
+                piece[positions] ^= byte_planes.t().contiguous().view(-1).view(elements.dtype)
     except zlib.error as error:
         raise ValueError(f"a change of weights is damaged: {error}") from error
 
 
-def _gaps(places: Tensor) -> Tensor:
+def _gaps(positions: Tensor) -> Tensor:
     """Convert ascending positions to the number of unchanged elements before each, as bytes."""
-    gaps = torch.diff(places, prepend=places.new_full((1,), -1)) - 1
+    gaps = torch.diff(positions, prepend=positions.new_full((1,), -1)) - 1
     long = gaps // LONG_GAP
     ends = torch.cumsum(long + 1, 0) - 1
     gap_bytes = torch.full((int(ends[-1]) + 1 if len(ends) else 0,), LONG_GAP, dtype=torch.uint8)
@@ -96,14 +96,14 @@ def _gaps(places: Tensor) -> Tensor:
     return gap_bytes
 
 
-def _places(gaps: Tensor, count: int, size: int) -> Tensor:
-    """The inverse of `_gaps`. Raises ValueError unless it gives `count` places below `size`."""
+def _positions(gaps: Tensor, count: int, size: int) -> Tensor:
+    """The inverse of `_gaps`. Raises ValueError unless it gives `count` positions below `size`."""
     ends = gaps != LONG_GAP
-    places = torch.cumsum(gaps, 0, dtype=torch.int64)[ends]
-    places += torch.arange(len(places))
-    if len(places) != count or int(places[-1]) >= size:
+    positions = torch.cumsum(gaps, 0, dtype=torch.int64)[ends]
+    positions += torch.arange(len(positions))
+    if len(positions) != count or int(positions[-1]) >= size:
         raise ValueError("a change of weights is of another tensor")
-    return places
+    return positions
 
 
 def _buffer(tensor: Tensor) -> memoryview:

@@ -114,7 +114,7 @@ class LocalCheckpoint:
             updates = [read_update(self.source, n) for n in range(number + 1, update.number + 1)]
         except FileNotFoundError:
             return None
-        return updates if all(each.run == update.run for each in updates) else None
+        return updates if all(item.run == update.run for item in updates) else None
 
     def _copy_full_update(self, update: Update) -> Update:
         """Replace the copy by the newest full update of the same run up to `update`."""
@@ -140,17 +140,17 @@ class LocalCheckpoint:
         """Write the changes into the files, then check the hash of every changed tensor and of
         those in `sums`. The copy is marked incomplete until this succeeds."""
         replace_file(self.folder / STATE, "{}")
-        wanted = dict(sums)
+        expected = dict(sums)
         with ExitStack() as stack, ThreadPoolExecutor(THREADS) as threads:
             places = self._map_tensors(stack)
-            for each in chain:
-                wanted |= _sums(self.source, each)
-                for path in _files(self.source, each):
+            for change_set in chain:
+                expected |= _sums(self.source, change_set)
+                for path in _files(self.source, change_set):
                     with safe_open(path, framework="pt") as file:
                         changes = ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
                         for _ in threads.map(lambda pair: _apply_change(places, *pair), changes):
                             pass
-            _verify(places, wanted, threads)
+            _verify(places, expected, threads)
         for path in weight_files(self.folder):
             sync_path(path)
         state = {"run": update.run, "number": update.number, "version": update.version}

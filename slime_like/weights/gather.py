@@ -138,8 +138,8 @@ class WeightBuckets(Iterator[tuple[str, Tensor]]):
             del bucket
 
     def _in_pairs(self) -> Iterator[tuple[str, Tensor]]:
-        taken = self.buckets()
-        while (bucket := next(taken, None)) is not None:
+        buckets = self.buckets()
+        while (bucket := next(buckets, None)) is not None:
             yield from bucket.weights
             del bucket
 

@@ -67,15 +67,14 @@ def save_hf(
 
     If a `WeightStream` needs more than one file and all ranks see the folder, every sender writes
     its own weights; otherwise rank 0 writes everything. The writers of a host hold at most
-    `max_shard_bytes` of tensors (or one tensor each) in CPU memory. The output is written next to
-    `folder` and renamed when it is on disk, so readers never see a partial folder. An earlier save
-    at `folder` is replaced.
+    `max_shard_bytes` of tensors (or one tensor each) in CPU memory. The output replaces `folder`
+    when it is complete on disk.
 
     Args:
         extra: Additional weights, written by rank 0.
         duplicates: Name of a duplicate -> tensor that it repeats; written if the source has it.
-        every_rank: The stream is not a `WeightStream`, and each rank writes its own part into a
-            shared folder.
+        every_rank: Each rank writes its part of a stream that is not a `WeightStream` to a shared
+            folder.
 
     Raises:
         ValueError: On every rank: `folder` holds something other than a Hugging Face model or is
@@ -87,25 +86,19 @@ def save_hf(
     rank_zero = is_rank_zero()
     writes, weights = rank_zero or every_rank, stream
 
-    @_as_saving_errors()
-    def prepare() -> Path:
-        return _make_temporary(temporary, target, source)
-
     def write() -> list[Part]:
         try:
             with _as_saving_errors():
-                if not writes:
-                    return []
-                local = with_duplicates(weights, duplicates, source) if duplicates else weights
-                if rank_zero:
-                    local = chain(local, extra)
-                return _write_parts(temporary, local, max_shard_bytes)
+                local = with_duplicates(weights, duplicates or {}, source)
+                local = chain(local, extra if rank_zero else ())
+                return _write_parts(temporary, local, max_shard_bytes) if writes else []
         finally:
             for _ in weights:  # collective: consume it after errors and on ranks without a part
                 pass
 
     try:
-        temporary = from_rank_zero(prepare)
+        prepare = _as_saving_errors()(_make_temporary)
+        temporary = from_rank_zero(lambda: prepare(temporary, target, source))
         if isinstance(stream, WeightStream):
             is_large = sum(planned.nbytes for planned in stream.plan) > max_shard_bytes
             every_rank = is_large and all(gather(temporary.is_dir()))
@@ -114,8 +107,7 @@ def save_hf(
         if every_rank:
             max_shard_bytes //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         parts = list(chain(*gather(together(write))))
-        finish = _as_saving_errors()(_finish)
-        from_rank_zero(lambda: finish(temporary, target, source, parts))
+        from_rank_zero(lambda: _as_saving_errors()(_finish)(temporary, target, source, parts))
     finally:
         if rank_zero:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -124,11 +116,15 @@ def save_hf(
 def with_duplicates(
     stream: Iterable[tuple[str, Tensor]], duplicates: Mapping[str, str], source: Path
 ) -> Iterator[tuple[str, Tensor]]:
+    """The stream, with the duplicates that the folder `source` has after their tensors."""
+    if not duplicates:
+        yield from stream
+        return
     with WeightFiles(str(source)) as files:
-        present = [(copy, own) for copy, own in duplicates.items() if copy in files.names]
+        present = [copy for copy in duplicates if copy in files.names]
     for name, tensor in stream:
         yield name, tensor
-        yield from ((copy, tensor.clone()) for copy, own in present if own == name)
+        yield from ((copy, tensor.clone()) for copy in present if duplicates[copy] == name)
 
 
 @contextmanager

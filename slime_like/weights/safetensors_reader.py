@@ -317,5 +317,5 @@ def weight_files(folder: Path) -> list[Path]:
 
 def listed(names: Iterable[str]) -> str:
     ordered = sorted(names)
-    more = f" and {len(ordered) - MAX_NAMED} more" if len(ordered) > MAX_NAMED else ""
-    return ", ".join(ordered[:MAX_NAMED]) + more
+    omitted = len(ordered) - MAX_NAMED
+    return ", ".join(ordered[:MAX_NAMED]) + (f" and {omitted} more" if omitted > 0 else "")

@@ -451,9 +451,7 @@ def test_bits_that_change_after_they_were_read_stop_the_run(
     """The gate: weights and optimizer are compared with what was saved once they are in place."""
     argv = flags(work, tmp_path, load=whole / "checkpoints", ckpt_step=2)
     error = server.train(argv, tmp_path / "log", hook=f"{FAULTS}:flip_a_moment_after_load").error()
-    assert (
-        "what is here now differs from what was saved (rank 0: exp_avg_sq of the policy)" in error
-    )
+    assert "the state differs from what was saved (rank 0: exp_avg_sq of the policy)" in error
 
 
 # --- payloads --------------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def test_against_loops(lengths: list[int], is_padded: bool, groups: int) -> None
     total = sum(lengths)
     q, k, v = (torch.randn(total, n, 8, requires_grad=True) for n in (4, groups, groups))
     rows = packed_rows(torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32))
-    assert (rows.padded_places is not None) == is_padded
+    assert (rows.padded_indices is not None) == is_padded
     grad = torch.randn(total, 32)
     results = []
     for compute in (

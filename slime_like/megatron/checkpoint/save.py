@@ -340,10 +340,10 @@ def _write_all(folder: Path, pending: _Pending) -> None:
     try:
         written = pending.written
         with no_crc32(), ThreadPoolExecutor(WRITERS) as pool:
-            jobs = {
-                name: [pool.submit(write_items, folder / name, f.name, f.items) for f in plan.files]
-                for name, plan in pending.plans.items()
-            }
+            jobs = {}
+            for name, plan in pending.plans.items():
+                path = folder / name
+                jobs[name] = [pool.submit(write_items, path, f.name, f.items) for f in plan.files]
             for name, plan in pending.plans.items():
                 if plan.common is not None:
                     written.records[f"{name}/{common_file()}"] = write_file(

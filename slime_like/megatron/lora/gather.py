@@ -85,10 +85,10 @@ def _stages(network: LoraNetwork) -> dict[str, int]:
     layers = itertools.chain.from_iterable(adapter.layers for adapter in network.adapters)
     stages: list[list[str]] = [[] for _ in range(layout.pp_size)]
     dist.all_gather_object(stages, sorted(set(map(any_expert, layers))), group=layout.pp_group)
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     for stage, names in enumerate(stages):
-        found |= dict.fromkeys(names, stage)
-    return found
+        result |= dict.fromkeys(names, stage)
+    return result
 
 
 def _common_dtype(local: set[torch.dtype], network: LoraNetwork) -> torch.dtype:

@@ -85,11 +85,11 @@ def _write(folder: Path, config: dict[str, object], tensors: dict[str, Tensor]) 
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _check_config(folder: str, found: PeftAdapter, network: LoraNetwork) -> None:
+def _check_config(folder: str, adapter: PeftAdapter, network: LoraNetwork) -> None:
     spec = network.spec
-    if (found.rank, found.alpha) != (spec.rank, spec.alpha):
+    if (adapter.rank, adapter.alpha) != (spec.rank, spec.alpha):
         raise ValueError(
-            f"adapter {folder} has rank {found.rank} and alpha {found.alpha:g}; here they are "
+            f"adapter {folder} has rank {adapter.rank} and alpha {adapter.alpha:g}; here they are "
             f"{spec.rank} and {spec.alpha:g}"
         )
 

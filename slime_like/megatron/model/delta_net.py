@@ -50,8 +50,8 @@ class GatedAttention(SelfAttention):
     Engine: the original compiles on first use, which takes seconds, and rounds to float32."""
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return (x * gate.reshape(x.shape).to(wide).sigmoid()).to(x.dtype)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return (x * gate.reshape(x.shape).to(dtype).sigmoid()).to(x.dtype)
 
 
 class GatedDeltaNet(MegatronModule):
@@ -98,12 +98,12 @@ class GatedDeltaNet(MegatronModule):
             tp_comm_buffer_name="proj",
             **linear,
         )
-        for name, parameter in self._own_parameters():
+        for name, parameter in self._make_parameters():
             self.register_parameter(name, parameter)
             if name in SHARDED:
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)
 
-    def _own_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    def _make_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Parameters besides the projections, initialised as in Mamba: A = exp(A_log) is uniform in
         [1, 16] and dt_bias is 1."""
         heads, taps = self.groups * self.heads, self.config.linear_conv_kernel_dim
@@ -137,21 +137,21 @@ class GatedDeltaNet(MegatronModule):
         else:
             natural = packed_seq_params.context.natural
             first = self.groups // self.cp_group.size() * self.cp_group.rank()
-            out = self._delta(self._whole_sequences(x)[natural], rows, first)
-            out = self._own_rows(torch.zeros_like(out).index_copy(0, natural, out))
+            out = self._delta(self._gather_sequences(x)[natural], rows, first)
+            out = self._scatter_rows(torch.zeros_like(out).index_copy(0, natural, out))
         output, bias = self.out_proj(out.flatten(1).unsqueeze(1))
         return output, bias
 
-    def _whole_sequences(self, x: Tensor) -> Tensor:
+    def _gather_sequences(self, x: Tensor) -> Tensor:
         """All-to-all from this rank's rows [T / cp, groups, n] to all rows of some groups
         [T, groups / cp, n], in rank order."""
         ranks = self.cp_group.size()
-        sent = x.unflatten(1, (ranks, -1)).transpose(0, 1)  # by receiving rank
-        received: Tensor = all_to_all(self.cp_group, sent)
+        outgoing = x.unflatten(1, (ranks, -1)).transpose(0, 1)  # by receiving rank
+        received: Tensor = all_to_all(self.cp_group, outgoing)
         return received.flatten(0, 1)
 
-    def _own_rows(self, x: Tensor) -> Tensor:
-        """The inverse of `_whole_sequences`."""
+    def _scatter_rows(self, x: Tensor) -> Tensor:
+        """The inverse of `_gather_sequences`."""
         ranks = self.cp_group.size()
         received: Tensor = all_to_all(self.cp_group, x.unflatten(0, (ranks, -1)))
         return received.transpose(0, 1).flatten(1, 2)
@@ -160,29 +160,29 @@ class GatedDeltaNet(MegatronModule):
         """Convolution, delta rule and gated norm of full sequences. x: [T, G, width], the G groups
         of this rank from index `first`. Returns [T, G, heads per group * value_dim]."""
         size = x.size(1)
-        wide = torch.promote_types(x.dtype, torch.float32)
+        dtype = torch.promote_types(x.dtype, torch.float32)
         heads = slice(first * self.heads, (first + size) * self.heads)
         mixed, gate, rate, decay = x.split(self.widths, -1)
-        own = slice(first * self.channels, (first + size) * self.channels)
-        weight = self.conv_weight[own].squeeze(1).to(wide)
-        mixed = F.silu(causal_conv(mixed.flatten(1).to(wide), weight, rows)).to(x.dtype)
+        channels = slice(first * self.channels, (first + size) * self.channels)
+        weight = self.conv_weight[channels].squeeze(1).to(dtype)
+        mixed = F.silu(causal_conv(mixed.flatten(1).to(dtype), weight, rows)).to(x.dtype)
         parts = mixed.unflatten(1, (size, -1)).split([self.key_dim] * 2 + [self.widths[1]], -1)
         query, key, value = parts
         value = value.reshape(value.size(0), -1, self.value_dim)
-        a_log, bias = self.A_log[heads].to(wide), self.dt_bias[heads].to(wide)
-        log_decay = -a_log.exp() * F.softplus(decay.flatten(1).to(wide) + bias)
+        a_log, bias = self.A_log[heads].to(dtype), self.dt_bias[heads].to(dtype)
+        log_decay = -a_log.exp() * F.softplus(decay.flatten(1).to(dtype) + bias)
         fla = fla_rule() if x.is_cuda and not self.config.deterministic_mode else None
         rule = delta_rule if fla is None or x.dtype != torch.bfloat16 else fla
-        out = rule(query, key, value, log_decay, rate.flatten(1).to(wide).sigmoid(), rows)
+        out = rule(query, key, value, log_decay, rate.flatten(1).to(dtype).sigmoid(), rows)
         return self._gated_norm(out, gate.reshape(value.shape)).view(x.size(0), size, -1)
 
     def _gated_norm(self, out: Tensor, gate: Tensor) -> Tensor:
         """RMSNorm of each head times silu of its gate. out, gate: [T, heads, value_dim]."""
-        wide = torch.promote_types(out.dtype, torch.float32)
+        dtype = torch.promote_types(out.dtype, torch.float32)
         # replicated weight, sharded heads: backward sums its gradient over the ranks
         weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self.tp_group)
-        normed = F.rms_norm(out.to(wide), out.shape[-1:], eps=self.config.layernorm_epsilon)
-        return (weight * normed.to(out.dtype) * F.silu(gate.to(wide))).to(out.dtype)
+        normed = F.rms_norm(out.to(dtype), out.shape[-1:], eps=self.config.layernorm_epsilon)
+        return (weight * normed.to(out.dtype) * F.silu(gate.to(dtype))).to(out.dtype)
 
     def sharded_state_dict(
         self,
@@ -229,7 +229,7 @@ def insert_delta_nets(
             attention.submodules.k_layernorm = ZeroCenteredRMSNorm
         if config.linear_attention_freq[first + number]:
             names = parts.sharded_state_dict_keys_map
-            own = replace(
+            submodules = replace(
                 parts,
                 self_attention=ModuleSpec(GatedDeltaNet, submodules=attention.submodules),
                 sharded_state_dict_keys_map={
@@ -237,7 +237,7 @@ def insert_delta_nets(
                     for name, stored in names.items()
                 },
             )
-            block.layer_specs[number] = replace(layer, submodules=own)
+            block.layer_specs[number] = replace(layer, submodules=submodules)
     if local and config.layernorm_zero_centered_gamma:
         block.layer_norm = ZeroCenteredRMSNorm
 

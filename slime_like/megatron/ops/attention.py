@@ -49,9 +49,9 @@ class PackedRows(PackedSeqParams):
     lengths: tuple[int, ...] = ()  # S sequence lengths; they sum to T
     # [T]: index of each row in the padded batch, flattened to [S * max L]; None: compute each
     # sequence separately
-    padded_places: Tensor | None = None
+    padded_indices: Tensor | None = None
     equal: bool = False  # all sequences have the same length, so no padding is needed
-    context: ContextRows | None = None  # under context parallelism, instead of padded_places
+    context: ContextRows | None = None  # under context parallelism, instead of padded_indices
     delta: DeltaRows | None = None  # set by the first gated delta net
     # layer number -> keys that its indexer selected, see ops/sparse_attention.py
     selected_keys: dict[int, Tensor] = field(default_factory=dict)
@@ -78,7 +78,7 @@ def packed_rows(cu_seqlens: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Packe
         rows.equal = True
     elif batched:
         real = torch.arange(longest) < torch.tensor(lengths).unsqueeze(1)  # (S, max L)
-        rows.padded_places = real.flatten().nonzero().squeeze(1).to(cu_seqlens.device)
+        rows.padded_indices = real.flatten().nonzero().squeeze(1).to(cu_seqlens.device)
     return rows
 
 
@@ -89,16 +89,16 @@ class _Pad(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: AutogradContext, rows: Tensor, places: Tensor, batch: tuple[int, int]
+        ctx: AutogradContext, rows: Tensor, indices: Tensor, batch: tuple[int, int]
     ) -> Tensor:
-        ctx.save_for_backward(places)
+        ctx.save_for_backward(indices)
         padded = rows.new_zeros(math.prod(batch), *rows.shape[1:])
-        return padded.index_copy_(0, places, rows).unflatten(0, batch)
+        return padded.index_copy_(0, indices, rows).unflatten(0, batch)
 
     @staticmethod
     def backward(ctx: AutogradContext, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (places,) = ctx.saved_tensors
-        return gradients[0].flatten(0, 1).index_select(0, places), None, None
+        (indices,) = ctx.saved_tensors
+        return gradients[0].flatten(0, 1).index_select(0, indices), None, None
 
 
 class _UnpadContext(AutogradContext, Protocol):
@@ -109,17 +109,17 @@ class _Unpad(torch.autograd.Function):
     """The inverse of `_Pad`: a batch (S, max L, ...) to rows (T, ...)."""
 
     @staticmethod
-    def forward(ctx: _UnpadContext, padded: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
+    def forward(ctx: _UnpadContext, padded: Tensor, indices: Tensor) -> Tensor:
+        ctx.save_for_backward(indices)
         ctx.batch = padded.shape[:2]
-        return padded.flatten(0, 1).index_select(0, places)
+        return padded.flatten(0, 1).index_select(0, indices)
 
     @staticmethod
     def backward(ctx: _UnpadContext, *gradients: Tensor) -> tuple[Tensor, None]:
-        (places,) = ctx.saved_tensors
+        (indices,) = ctx.saved_tensors
         rows = gradients[0]
         padded = rows.new_zeros(math.prod(ctx.batch), *rows.shape[1:])
-        return padded.index_copy_(0, places, rows).unflatten(0, ctx.batch), None
+        return padded.index_copy_(0, indices, rows).unflatten(0, ctx.batch), None
 
 
 class PackedAttention(MegatronModule):
@@ -175,7 +175,7 @@ class PackedAttention(MegatronModule):
                 batch = (len(packed_seq_params.lengths), packed_seq_params.lengths[0])
                 out = self._sdpa(*(x.unflatten(0, batch) for x in (query, key, value)))
                 out = out.flatten(0, 1)
-            elif packed_seq_params.padded_places is not None:
+            elif packed_seq_params.padded_indices is not None:
                 out = self._padded(query, key, value, packed_seq_params)
             else:
                 parts = [x.split(packed_seq_params.lengths) for x in (query, key, value)]
@@ -185,9 +185,9 @@ class PackedAttention(MegatronModule):
         return out.reshape(out.size(0), -1)
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
-        places, batch = rows.padded_places, (len(rows.lengths), max(rows.lengths))
-        padded = [_Pad.apply(x, places, batch) for x in (query, key, value)]
-        return _Unpad.apply(self._sdpa(*padded), places)
+        indices, batch = rows.padded_indices, (len(rows.lengths), max(rows.lengths))
+        padded = [_Pad.apply(x, indices, batch) for x in (query, key, value)]
+        return _Unpad.apply(self._sdpa(*padded), indices)
 
     def _sdpa(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None

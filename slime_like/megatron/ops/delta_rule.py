@@ -67,12 +67,12 @@ def delta_rows(cu_seqlens: Tensor, lengths: Sequence[int], chunk: int = CHUNK) -
     number = torch.repeat_interleave(
         torch.arange(len(steps), device=device), torch.tensor(steps, device=device)
     )
-    places = number.unsqueeze(1) * chunk + torch.arange(chunk, device=device)
+    positions_in_sequence = number.unsqueeze(1) * chunk + torch.arange(chunk, device=device)
     total = sum(lengths)
-    real = places < cu_seqlens.diff().long()[rank].unsqueeze(1)
-    gather = torch.where(real, starts[rank].unsqueeze(1) + places, total)
+    is_token = positions_in_sequence < cu_seqlens.diff().long()[rank].unsqueeze(1)
+    gather = torch.where(is_token, starts[rank].unsqueeze(1) + positions_in_sequence, total)
     scatter = torch.empty(total, dtype=torch.int64, device=device)
-    scatter[gather[real]] = real.flatten().nonzero().squeeze(1)
+    scatter[gather[is_token]] = is_token.flatten().nonzero().squeeze(1)
     of_row = torch.repeat_interleave(cu_seqlens.diff().long(), output_size=total)
     positions = torch.arange(total, device=device) - starts[of_row]
     return DeltaRows(cu_seqlens, positions, gather, scatter, steps)

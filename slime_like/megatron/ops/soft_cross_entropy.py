@@ -123,5 +123,5 @@ def soft_cross_entropy(
     """
     hidden = rows_to_score(hidden, rows, tp_group, sequence_parallel=sequence_parallel)
     settings = (vocab_size, temperature, tp_group, chunk_size)
-    found: Tensor = _SoftCrossEntropy.apply(hidden, targets.detach(), weight.detach(), *settings)
-    return found
+    losses: Tensor = _SoftCrossEntropy.apply(hidden, targets.detach(), weight.detach(), *settings)
+    return losses

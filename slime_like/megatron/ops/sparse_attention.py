@@ -69,8 +69,8 @@ def index_scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     Returns:
         [F, K], in the dtype of the weights.
     """
-    wide = weights.dtype
-    products = torch.matmul(queries.to(wide), keys.to(wide).t()).relu_()
+    dtype = weights.dtype
+    products = torch.matmul(queries.to(dtype), keys.to(dtype).t()).relu_()
     return torch.matmul(weights.unsqueeze(1), products).squeeze(1)
 
 

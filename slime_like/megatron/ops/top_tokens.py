@@ -45,25 +45,25 @@ def top_tokens(
     for columns in head.column_blocks():
         for part in head.row_blocks():
             logits, _ = head.blocks(workspace, part, columns)
-            values, places = logits.topk(min(k, logits.size(1)), dim=1)
-            best[part], tokens[part] = _best(
+            values, indices = logits.topk(min(k, logits.size(1)), dim=1)
+            best[part], tokens[part] = _keep_best(
                 torch.cat([best[part], values], dim=1),
-                torch.cat([tokens[part], places + columns.start + start], dim=1),
+                torch.cat([tokens[part], indices + columns.start + start], dim=1),
                 k,
             )
     if tp_group is not None and tp_group.size() > 1:
-        best, tokens = _best(_gathered(best, tp_group), _gathered(tokens, tp_group), k)
+        best, tokens = _keep_best(_all_gather(best, tp_group), _all_gather(tokens, tp_group), k)
     return tokens
 
 
-def _best(values: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _keep_best(values: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest values of each row and their tokens. values, tokens: [N, at least k]."""
-    values, places = values.topk(k, dim=1)
-    return values, tokens.gather(1, places)
+    values, indices = values.topk(k, dim=1)
+    return values, tokens.gather(1, indices)
 
 
-def _gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-gather [N, k] to [N, ranks * k]."""
-    parts = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(parts, own.contiguous(), group=group)
+    parts = [torch.empty_like(local) for _ in range(group.size())]
+    dist.all_gather(parts, local.contiguous(), group=group)
     return torch.cat(parts, dim=1)

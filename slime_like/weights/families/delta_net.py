@@ -122,15 +122,15 @@ class DeltaProjection(ByGroup):
     ba: str
 
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        whole = _all_query_key_value(sizes) + sizes.delta_output
+        rows = _all_query_key_value(sizes) + sizes.delta_output
         return {
-            self.qkvz: (whole, sizes.hidden),
+            self.qkvz: (rows, sizes.hidden),
             self.ba: (2 * sizes.delta_heads, sizes.hidden),
         }
 
     def group(self, sizes: Sizes, group: int) -> Iterator[Part]:
-        whole = _all_query_key_value(sizes) + sizes.delta_output
-        yield _rows(self.qkvz, 0, whole // sizes.delta_groups, group)
+        rows = _all_query_key_value(sizes) + sizes.delta_output
+        yield _rows(self.qkvz, 0, rows // sizes.delta_groups, group)
         yield _rows(self.ba, 0, 2 * heads_of_group(sizes), group)
 
 

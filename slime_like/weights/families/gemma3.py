@@ -59,10 +59,10 @@ def _settings(reader: ConfigReader) -> dict[str, Any]:
 
 def _window_theta(reader: ConfigReader) -> float:
     """rope_theta of the layers with a window, from the keys of either version of transformers."""
-    own = (reader.config.get("rope_parameters") or {}).get("sliding_attention") or {}
-    theta = own.get("rope_theta") or reader.number("rope_local_base_freq", 10000.0, whole=False)
-    if own.get("rope_type", "default") != "default":
-        reader.refuse(f"sliding_attention with rope_type {own['rope_type']!r} is not supported")
+    rope = (reader.config.get("rope_parameters") or {}).get("sliding_attention") or {}
+    theta = rope.get("rope_theta") or reader.number("rope_local_base_freq", 10000.0, whole=False)
+    if rope.get("rope_type", "default") != "default":
+        reader.refuse(f"sliding_attention with rope_type {rope['rope_type']!r} is not supported")
     return float(theta)
 
 
