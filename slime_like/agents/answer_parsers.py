@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime_like.agents.tool_calls import NO_TOOLS, Call, Parsed, format_of, parse
 
@@ -35,7 +35,7 @@ def parse_answer(
     *,
     tokenizer: PreTrainedTokenizerBase,
     prefix: str,
-    tools: Any = None,
+    tools: Sequence[object] | None = None,
 ) -> Parsed:
     """Parse a completion with the parser of its format.
 

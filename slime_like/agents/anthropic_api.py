@@ -22,10 +22,7 @@ KNOWN = {
     *("model", "messages", "system", "max_tokens", "stop_sequences", "stream", "temperature"),
     *("top_p", "top_k", "metadata", "tools", "service_tier"),
 }
-NEUTRAL = {
-    "tool_choice": ({"type": "auto"}, {"type": "none"}),
-    "thinking": ({"type": "disabled"},),
-}
+NEUTRAL = {"tool_choice": ({"type": "auto"}, {"type": "none"}), "thinking": ({"type": "disabled"},)}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -95,7 +92,8 @@ def _read(message: object, where: str) -> tuple[list[dict[str, object]], int]:
         return [{"role": role, "content": content}], 0
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
         raise BadRequest(f"{where}.content must be text or a list of blocks")
-    texts, thoughts, calls, results, num_errors = [], [], list[Any](), list[Any](), 0
+    texts, thoughts, num_errors = list[str](), list[str](), 0
+    calls, results = list[dict[str, object]](), list[dict[str, object]]()
     for i, block in enumerate(content):
         kind = block.get("type")
         place = f"{where}.content[{i}]"
@@ -159,7 +157,7 @@ def messages_stream(answer: Mapping[str, Any]) -> Iterator[str]:
     begun = {**answer, "content": [], "stop_reason": None, "stop_sequence": None}
     yield event("message_start", message=begun)
     for i, block in enumerate(answer["content"]):
-        empty: dict[str, Any]
+        empty: dict[str, object]
         if block["type"] == "text":
             empty, deltas = {"text": ""}, [{"type": "text_delta", "text": block["text"]}]
         elif block["type"] == "thinking":

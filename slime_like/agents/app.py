@@ -15,12 +15,14 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
 from slime_like.agents.anthropic_api import messages_json, messages_stream, parse_messages_request
-from slime_like.agents.credit import add_reward
 from slime_like.agents.descriptions import described
 from slime_like.agents.messages import BadRequest, ContextExceeded
 from slime_like.agents.openai_api import chat_json, chat_stream, parse_chat_request
-from slime_like.agents.responses_api import parse_responses_request, responses_json
-from slime_like.agents.responses_stream import responses_stream
+from slime_like.agents.responses_api import (
+    parse_responses_request,
+    responses_json,
+    responses_stream,
+)
 from slime_like.agents.sessions import (
     Choice,
     EngineAborted,
@@ -263,7 +265,7 @@ async def _responses(request: Request, session: Session, body: Body) -> Response
 
 async def _rewards(request: Request, session: Session, body: Body) -> Response:
     """A route of our own: ``{"reward": number, "answer": index}`` adds to a turn's reward."""
-    add_reward(session, body.get("reward"), body.get("answer", -1))
+    session.add_reward(body.get("reward"), body.get("answer", -1))
     return json_response({})
 
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from slime_like.agents.sessions import Session
 from slime_like.agents.task import Task
-from slime_like.agents.tree import Branch
+from slime_like.agents.tree import Branch, SessionTree
 from slime_like.distributed.collectives import gather
-from slime_like.rollout.answer_credit import NUMBERS
+from slime_like.rollout.answer_credit import NUMBERS, SUMMED
 from slime_like.rollout.episode import mark_aborted
 from slime_like.types import Sample, SampleGroup, SampleStatus, flatten
 
@@ -62,6 +62,17 @@ def sample_of(
     if reward is not None:
         reward = float(reward) if math.isfinite(reward) else math.nan
     return replace(first, metadata=metadata, reward=reward, branches=tuple(others))
+
+
+def answers_of(tree: SessionTree, branches: Sequence[Branch], *, summed: bool) -> dict[str, object]:
+    """Metadata for `rollout/answer_credit.py`, as plain JSON. summed: the rewards of turns are
+    added to the episode's reward."""
+    return {
+        SUMMED: summed,
+        "parents": [-1 if turn.parent is None else turn.parent.number for turn in tree.turns],
+        "rewards": [turn.reward for turn in tree.turns],
+        "spans": [list(map(list, branch.spans)) for branch in branches],
+    }
 
 
 def sequence(sample: Sample, branch: Branch, session: Session) -> Sample:

@@ -92,11 +92,7 @@ class LiveEpisodes:
         return sample_id in self._live
 
     def round(
-        self,
-        samples: Sequence[Sample],
-        begin: Begin,
-        engine: GenerationClient,
-        limit: int | None,
+        self, samples: Sequence[Sample], begin: Begin, engine: GenerationClient, limit: int | None
     ) -> list[Sample]:
         """Start or continue episodes until each has ended or is paused.
 

@@ -78,9 +78,13 @@ def _text(message: Mapping[str, object], where: str) -> str:
     return "".join(texts)
 
 
-def _call(call: Any, where: str) -> dict[str, object]:
+def _call(call: object, where: str) -> dict[str, object]:
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    if (
+        not isinstance(call, Mapping)
+        or not isinstance(function, Mapping)
+        or not isinstance(function.get("name"), str)
+    ):
         raise BadRequest(f"{where} must have a function with a name")
     return tool_call(str(call.get("id") or ""), function["name"], function.get("arguments"))
 

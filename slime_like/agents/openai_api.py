@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from slime_like.agents.messages import BadRequest
+from slime_like.agents.messages import BadRequest, Message
 from slime_like.agents.sessions import Choice, ParsedRequest, Session, messages_of
 from slime_like.rollout.engines.base import SamplingParams
 
@@ -85,23 +85,28 @@ def parse_int(value: object, name: str, least: int) -> int:
     return value
 
 
-def parse_stop_strings(value: Any, name: str) -> tuple[str, ...]:
+def parse_stop_strings(value: object, name: str) -> tuple[str, ...]:
     strings = [value] if isinstance(value, str) else value or []
-    is_valid = isinstance(strings, list) and all(isinstance(s, str) and s for s in strings)
-    if not is_valid or len(strings) > MOST_STOPS:
+    if (
+        not isinstance(strings, list)
+        or len(strings) > MOST_STOPS
+        or not all(isinstance(text, str) and text for text in strings)
+    ):
         raise BadRequest(
             f"{name} must be text, or a list of at most {MOST_STOPS} texts, none empty"
         )
     return tuple(strings)
 
 
-def parse_tools(value: Any, as_openai: Any) -> list[dict[str, Any]] | None:
+def parse_tools(
+    value: object, convert: Callable[[dict[str, Any]], dict[str, Any]]
+) -> list[dict[str, Any]] | None:
     """Tools for the chat template, in the format of chat completions; None if there are none."""
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise BadRequest("tools must be a list of objects")
-    tools = [as_openai(tool) for tool in value]
+    tools = [convert(tool) for tool in value]
     for i, tool in enumerate(tools):
         function = tool.get("function")
         if (
@@ -144,7 +149,7 @@ def usage(choices: Sequence[Choice]) -> dict[str, int]:
     }
 
 
-def wire_message(message: Mapping[str, Any]) -> dict[str, Any]:
+def wire_message(message: Message) -> dict[str, object]:
     """A canonical message in the format of chat completions, where arguments are JSON text."""
     result = dict(message)
     result["content"] = message["content"] or (None if message.get("tool_calls") else "")
@@ -156,7 +161,7 @@ def wire_message(message: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def arguments_text(call: Mapping[str, Any]) -> str:
+def arguments_text(call: Message) -> str:
     return json.dumps(call["function"]["arguments"], ensure_ascii=False)
 
 

@@ -18,9 +18,8 @@ from arguments.schema import AgentsConfig
 from slime_like.advantages import TurnEstimator, advantage_estimators, follows_tokens
 from slime_like.agents.answer_parsers import TRANSFORMERS, default_format
 from slime_like.agents.command import run_command
-from slime_like.agents.credit import answers_of
 from slime_like.agents.environment import player
-from slime_like.agents.episode_samples import bad_reward, sample_of
+from slime_like.agents.episode_samples import answers_of, bad_reward, sample_of
 from slime_like.agents.live_episodes import (
     Begin,
     LiveEpisode,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -56,7 +57,7 @@ class ParsedRequest:
     sampling parameters that the run's override."""
 
     messages: tuple[Message, ...]
-    tools: Any = None
+    tools: list[dict[str, Any]] | None = None
     n: int = 1
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
@@ -134,7 +135,7 @@ class Session:
 
         Raises:
             BadRequest: The request is invalid.
-            TooManyRequests, EngineGaveUp, SessionEnded: See the classes.
+            TooManyRequests, EngineAborted, SessionEnded: See the classes.
         """
         limits = self._limits
         self._check_open()
@@ -337,6 +338,27 @@ class Session:
                 f"{self.counts['counted'] - 1} prompts of this session were counted"
             )
         return len(self.tree.next_prompt(request.messages, request.tools).tokens)
+
+    def add_reward(self, value: object, answer: object = -1) -> None:
+        """Add to the reward of one turn.
+
+        Args:
+            value: A finite number.
+            answer: Index of the turn in the episode; negative: from the end.
+
+        Raises:
+            BadRequest: An invalid value, or no such turn.
+        """
+        turns = self.tree.turns
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise BadRequest(f"the reward of an answer must be a number, not {value!r:.60}")
+        if not abs(value) <= sys.float_info.max:  # infinite, NaN, a huge integer
+            raise BadRequest(f"the reward of an answer must be finite, not {value!r:.60}")
+        if isinstance(answer, bool) or not isinstance(answer, int):
+            raise BadRequest(f"answer must be an integer, not {answer!r:.60}")
+        if not -len(turns) <= answer < len(turns):
+            raise BadRequest(f"answer is {answer}; the episode has had {len(turns)} answers")
+        turns[answer].reward += value
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """Text for a reward function, without special tokens."""

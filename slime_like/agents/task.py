@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime_like.agents.credit import add_reward
 from slime_like.agents.messages import BadRequest
 from slime_like.agents.openai_api import chat_json, parse_chat_request
 from slime_like.agents.sessions import Session
@@ -68,7 +67,7 @@ class Task:
         """Add to the reward of one turn, the newest by default. Raises BadRequest unless the value
         is a finite number and the turn exists."""
         assert self.session is not None
-        add_reward(self.session, value, answer)
+        self.session.add_reward(value, answer)
 
     def openai(self) -> Any:
         """``openai.AsyncOpenAI`` for this episode. Raises ValueError without the package."""

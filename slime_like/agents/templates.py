@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime_like.agents.messages import BadRequest, Message
 from slime_like.text import common_prefix
@@ -62,7 +62,7 @@ class ChatTemplate:
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         return str(self.tokenizer.decode(list(tokens), **options))
 
-    def prompt(self, messages: Sequence[Message], tools: Any) -> list[int]:
+    def prompt(self, messages: Sequence[Message], tools: object) -> list[int]:
         """Tokens of the full conversation and the opening of the next turn.
 
         Raises:

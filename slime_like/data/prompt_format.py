@@ -313,7 +313,7 @@ class PromptFormat:
     def _render(self, row: Row) -> str:
         return self._prompt_text(row[self.keys.input], self._tools(row))
 
-    def _prompt_text(self, prompt: Any, tools: Any) -> str:
+    def _prompt_text(self, prompt: str | Sequence[Row], tools: object) -> str:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return self._write(messages, open_turn=True, tools=tools)
 
@@ -336,7 +336,7 @@ class PromptFormat:
         tools: object = None,
     ) -> str:
         """Render messages. open_turn: append the opening of the assistant's turn."""
-        extra: dict[str, Any] = {} if tools is None else {"tools": tools}
+        extra = {} if tools is None else {"tools": tools}
         arguments = {"add_generation_prompt": open_turn, **extra, **self._chat_arguments}
         return self._tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
 

@@ -26,23 +26,10 @@ def answer_problem(label: object, metadata: Mapping[str, object]) -> str | None:
     )
 
 
-def conversation_samples(
-    prompts: Sequence[Prompt],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_response_len: int | None = None,
-) -> list[Sample]:
-    """Conversations as samples with a loss mask over the trained turns (`Prompt.turns`).
-
-    Turns, and the text between them, are tokenized separately, as they are at inference. Tokens
-    beyond `max_response_len` after the first prompt are truncated; such a sample is `TRUNCATED`.
-    sample_id is the prompt's group_id. Raises ValueError if the separately tokenized parts do not
-    add up to the text.
-    """
-    return [_conversation(prompt, tokenizer, max_response_len) for prompt in prompts]
-
-
 def _conversation(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> Sample:
+    """A conversation as a sample, with a loss mask over its trained turns (`Prompt.turns`). Turns,
+    and the text between them, are tokenized separately, as they are at inference. limit: maximum
+    number of tokens after the first prompt."""
     texts = [text for text, _ in prompt.turns]
     parts = tokenizer(texts, add_special_tokens=False)["input_ids"]
     ids: list[int] = []
@@ -75,20 +62,20 @@ def sft_samples(
     *,
     max_response_len: int | None = None,
 ) -> list[Sample]:
-    """Samples of prompt and label; the loss mask covers the answer and the end-of-sequence token.
-    For conversations see `conversation_samples`.
+    """Samples of prompt and label, or of a conversation; the loss mask covers the answer and the
+    end-of-sequence token, or the trained turns.
 
-    The answer is tokenized separately, as if generated after the prompt. An answer longer than
+    The answer is tokenized separately, as if generated after the prompt. A response longer than
     `max_response_len` is truncated, without an end token, and the sample is `TRUNCATED`. sample_id
-    is the prompt's group_id. Raises ValueError if a label is not a non-empty string, or the
-    tokenizer has no end-of-sequence token.
+    is the prompt's group_id. Raises ValueError if a label is not a non-empty string, the turns of a
+    conversation cannot be tokenized separately, or the tokenizer has no end-of-sequence token.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(
             "--loss-type sft_loss: the tokenizer has no end-of-sequence token, which ends an answer"
         )
     if prompts and prompts[0].turns:
-        return conversation_samples(prompts, tokenizer, max_response_len=max_response_len)
+        return [_conversation(prompt, tokenizer, max_response_len) for prompt in prompts]
     for prompt in prompts:
         if problem := answer_problem(prompt.label, prompt.metadata):
             raise ValueError(f"prompt {prompt.group_id}: {problem}: {prompt.text[:80]!r}")

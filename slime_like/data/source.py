@@ -15,7 +15,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from slime_like.text import clean
 
@@ -243,7 +243,7 @@ class JsonlSource:
         self._guard.check()  # nor while reading
         return rows
 
-    def _read(self, file: Any, index: int) -> Row:
+    def _read(self, file: BinaryIO, index: int) -> Row:
         file.seek(self._offsets[index])
         try:
             row = json.loads(file.readline())

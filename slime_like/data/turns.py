@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from slime_like.data.prompt_format import RowProblem
 from slime_like.text import common_prefix
 
-Message = Mapping[str, Any]
+Message = Mapping[str, object]
 ASSISTANT = "assistant"
 STEP_MASK = "step_loss_mask"  # slime's key of a message: 0 excludes an assistant turn from training
 # Ways to locate the text of an assistant turn; None is "exact" below.

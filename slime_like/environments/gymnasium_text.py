@@ -7,7 +7,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import gymnasium
 import numpy as np
@@ -62,7 +62,7 @@ class GymnasiumText:
         self._environment = environment
         self._space = space = environment.action_space
         self._names = None if actions is None else [name.lower() for name in actions]
-        self._parse: Callable[[str], Any]
+        self._parse: Callable[[str], object]
         if isinstance(space, spaces.Discrete):
             self._parse = self._discrete
             first, last = int(space.start), int(space.start + space.n - 1)
@@ -121,11 +121,11 @@ class GymnasiumText:
         return observation if isinstance(observation, str) else json.dumps(_plain(observation))
 
 
-def _no_action(text: str) -> Any:
+def _no_action(text: str) -> NoReturn:
     raise ValueError(f"no action in {text!r:.60}")
 
 
-def _array(text: str, *, dtype: Any) -> np.ndarray:
+def _array(text: str, *, dtype: np.dtype | None) -> np.ndarray:
     return np.asarray(json.loads(text), dtype=dtype)
 
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from arguments.schema import AlgorithmConfig
-from slime_like.advantages import (
-    EpisodeAnswers,
-    advantage_estimators,
-    follows_tokens,
-    needs_critic,
-)
+from slime_like.advantages import EpisodeAnswers, advantage_estimators, follows_tokens, needs_critic
 from slime_like.distributed.collectives import gather
 from slime_like.sample_index import AnySample
 from slime_like.types import Sample, episodes_of
+
+if TYPE_CHECKING:
+    from slime_like.rollout.reward_parts import OutcomeFields
 
 NUMBERS, ANSWERS = "agent", "answers"  # keys of a sample's metadata
 SUMMED = "summed"  # flag in ANSWERS: the episode's reward includes the rewards of its turns
@@ -31,7 +29,7 @@ def credit_fields(
     turn_penalty: float,
     token_penalty: float,
     by_token: bool = False,
-) -> dict[str, Any]:
+) -> OutcomeFields:
     """Agent-specific fields of `Outcomes`. Collective.
 
     Args:
@@ -51,11 +49,11 @@ def credit_fields(
         if isinstance(s, Sample)
     }
     local = {i: pair for i, pair in local.items() if pair != (None, None)}
-    by_index: dict[int, tuple[Any, Any]] = {}
+    by_index: dict[int, tuple[object, object]] = {}
     for rank_records in gather(local):
         by_index |= rank_records
     ordered = [by_index.get(i, (None, None)) for i in range(len(samples))]
-    fields: dict[str, Any] = {}
+    fields: OutcomeFields = {}
     answers = [_answers(record) for record, _ in ordered]
     if by_turn:
         _check_records(answers, samples)

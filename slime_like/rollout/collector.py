@@ -10,25 +10,23 @@ servers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from arguments.run_config import RunConfig
 from slime_like.data.prompts import Choose, GroupBuffer, PendingGroup, oldest_first
-from slime_like.distributed.collectives import from_rank_zero_within
+from slime_like.distributed.collectives import from_rank_zero, from_rank_zero_within
 from slime_like.errors import RunError
 from slime_like.rollout.engines.base import SamplingParams
 from slime_like.rollout.filters import BUILT_IN_FILTERS, DYNAMIC_FILTER, GroupFilters, is_kept
-from slime_like.rollout.rank_zero import DecideOnRankZero, groups_of_index, index_of_groups
+from slime_like.rollout.rank_zero import gather_pending, groups_of_index, index_of_groups
 from slime_like.rollout.rollouter import Rollouter
 from slime_like.rollout.streaming import Responder, StreamGeneration
 from slime_like.sample_index import AnySample, RemoteSample, untrained
 from slime_like.types import Prompt, SampleGroup, flatten
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from arguments.schema.scheduling import SchedulingConfig
     from slime_like.rollout.rank_zero import GroupIndex
 
@@ -201,7 +199,6 @@ class Collector:
         self.sampling = sampling
         self.filters = filters
         self.streams = streams
-        self._on_rank_zero = DecideOnRankZero(rollouter)
 
     def collect(self, rollout_id: int) -> Collected:
         """Collect the groups of a rollout. Collective.
@@ -219,7 +216,7 @@ class Collector:
         if self.streams:
             return self._collect_on_rank_zero(rollout_id)
         generation = RoundGeneration(self.rollouter, self.sampling, self.slice_len)
-        return self.collect_from(generation, rollout_id, self._on_rank_zero)
+        return self.collect_from(generation, rollout_id, self._decide_on_rank_zero)
 
     def collect_from(self, generation: Generation, rollout_id: int, decide: Decide) -> Collected:
         """The loop of `collect`.
@@ -255,6 +252,11 @@ class Collector:
         if schedules(self.config):
             metrics = stats.metrics(kept=len(kept), waiting=self.buffer.num_waiting)
         return Collected([g.sample_group for g in kept], [g.prompt for g in kept], metrics)
+
+    def _decide_on_rank_zero(self, function: Callable[[Groups], T], groups: Groups) -> T:
+        """A `Decide` for collection on all ranks: the function runs on rank 0."""
+        complete_groups = gather_pending(groups, self.rollouter.gather)
+        return from_rank_zero(lambda: function(complete_groups), self.rollouter.group)
 
     def _collect_on_rank_zero(self, rollout_id: int) -> Collected:
         """Collect on rank 0, which holds the samples and waiting groups. All ranks get the sample
@@ -320,17 +322,17 @@ class Collector:
             return [True] * len(ended)
 
         def judge(groups: Groups) -> tuple[list[bool], Counter[str]]:
-            left, verdicts, dropped = in_progress, list[bool](), Counter[str]()
+            verdicts, dropped = list[bool](), Counter[str]()
             for group in groups:
-                is_spare = left > self.target
+                is_spare = in_progress - verdicts.count(False) > self.target
                 verdicts.append(is_kept(keep_group, group.samples, dropped, is_spare=is_spare))
-                left -= not verdicts[-1]
             return verdicts, dropped
 
-        reads_rewards_only = keep_group in BUILT_IN_FILTERS.values()
-        verdicts, dropped = judge(ended) if reads_rewards_only else decide(judge, ended)
+        if keep_group in BUILT_IN_FILTERS.values():  # these read rewards only
+            decide = decide_locally
+        verdicts, dropped = decide(judge, ended)
         stats.dropped += dropped
-        return list(verdicts)
+        return verdicts
 
     def _requeue_surplus(self, group: PendingGroup, stats: CollectionStats) -> None:
         """Keep a surplus group for the next rollout, where all of it would be trained on."""
@@ -349,12 +351,12 @@ class Collector:
             stats.wasted_tokens += sum(g.response_tokens for g in groups)
             return
 
-        def marked(sample: AnySample) -> AnySample:
+        def mark_start(sample: AnySample) -> AnySample:
             if isinstance(sample, RemoteSample) or not sample.response_length:
                 return sample
             return replace(sample, metadata={"start_rollout_id": rollout_id, **sample.metadata})
 
-        self.buffer.requeue([g.with_samples(map(marked, g.samples)) for g in groups])
+        self.buffer.requeue([g.with_samples(map(mark_start, g.samples)) for g in groups])
 
     def _mask_removed(self, groups: list[PendingGroup], decide: Decide) -> list[PendingGroup]:
         """Mask out the samples that --rollout-sample-filter-path removes."""
@@ -386,12 +388,9 @@ class Collector:
 
 def schedules(config: SchedulingConfig) -> bool:
     """Whether the run filters, over-samples or carries over groups."""
-    return (
-        config.over_sampling_batch_size is not None
-        or config.dynamic_sampling_filter_path is not None
-        or config.partial_rollout
-        or config.rollout_time_limit_s is not None
-    )
+    sizes = (config.over_sampling_batch_size, config.rollout_time_limit_s)
+    has_filter = config.dynamic_sampling_filter_path is not None
+    return config.partial_rollout or has_filter or sizes != (None, None)
 
 
 def slice_length(config: RunConfig) -> int | None:

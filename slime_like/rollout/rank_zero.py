@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from slime_like.checkpoints.state import SamplingState
 
 
-T = TypeVar("T")
 Groups = Sequence[PendingGroup]
 GroupIndex = tuple[list[int], Rows, Versions]  # group sizes, and metadata of the samples
 Gather = Callable[[Sequence[AnySample]], list[AnySample]]  # brings samples to rank 0
@@ -62,17 +61,6 @@ def gather_pending(groups: Groups, gather: Gather) -> list[PendingGroup]:
     """Like `gather_groups`, for pending groups."""
     gathered = gather_groups([group.sample_group for group in groups], gather)
     return [p.with_samples(g.samples) for p, g in zip(groups, gathered, strict=True)]
-
-
-class DecideOnRankZero:
-    """A `Decide` for collection on all ranks: the function runs on rank 0."""
-
-    def __init__(self, rollouter: Rollouter) -> None:
-        self._rollouter = rollouter
-
-    def __call__(self, function: Callable[[Groups], T], groups: Groups) -> T:
-        complete_groups = gather_pending(groups, self._rollouter.gather)
-        return from_rank_zero(lambda: function(complete_groups), self._rollouter.group)
 
 
 @dataclass(frozen=True, slots=True)

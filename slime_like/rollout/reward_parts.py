@@ -6,11 +6,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TypedDict
 
 from arguments.run_config import RunConfig
 from slime_like.advantages import (
     AdvantageSettings,
+    EpisodeAnswers,
     RewardParts,
     TurnEstimator,
     advantage_estimators,
@@ -42,8 +43,17 @@ def advantage_settings(config: RunConfig) -> AdvantageSettings:
     )
 
 
-# samples of a rollout -> fields of `Outcomes`; a collective, which raises ValueError on all ranks
-OutcomeReader = Callable[[Sequence[AnySample]], dict[str, Any]]
+class OutcomeFields(TypedDict, total=False):
+    """Fields of `Outcomes` that not every run has."""
+
+    processed: Tensor
+    parts: RewardParts
+    answers: Sequence[EpisodeAnswers | None]
+    penalties: Tensor
+
+
+# samples of a rollout -> fields; a collective, which raises ValueError on all ranks
+OutcomeReader = Callable[[Sequence[AnySample]], OutcomeFields]
 
 
 def outcome_readers(config: RunConfig) -> list[OutcomeReader]:

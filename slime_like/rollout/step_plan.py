@@ -19,13 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime_like.advantages import Outcomes
-from slime_like.distributed.seqlen_balancing import (
-    imbalance,
-    members,
-    partition,
-    sequence_costs,
-    unit_sums,
-)
+from slime_like.distributed import seqlen_balancing as balancing
 from slime_like.import_utils import load_function
 from slime_like.losses.custom_tis import custom_correction
 from slime_like.losses.mismatch import step_mismatch, with_ess
@@ -73,7 +67,9 @@ class StepPlan:
 
     def assign(self, samples: Sequence[AnySample]) -> DataParallelAssignment:
         """Assign samples to ranks. Equal on all ranks, without communication."""
-        lengths = [_total_lengths(step) for step in self.steps(samples)]
+        lengths: list[list[int]] = []
+        for step in self.steps(samples):
+            lengths.append([s.total_length for s in step])
         positions = tuple(tuple(self._assign_step(step)) for step in lengths)
         metrics = {} if self.linear_cost is None else self._metrics(lengths, positions)
         return DataParallelAssignment(positions, self.dp_rank, metrics)
@@ -85,10 +81,10 @@ class StepPlan:
             units = len(lengths) // size
             bounds = [size * (units * d // self.dp_size) for d in range(self.dp_size + 1)]
             return [tuple(range(start, end)) for start, end in itertools.pairwise(bounds)]
-        costs = unit_sums(sequence_costs(lengths, self.linear_cost), size)
+        costs = balancing.unit_sums(balancing.sequence_costs(lengths, self.linear_cost), size)
         return [
-            tuple(members(part, size).tolist())
-            for part in partition(costs, self.dp_size, equal_counts=self.equal_counts)
+            tuple(balancing.members(part, size).tolist())
+            for part in balancing.partition(costs, self.dp_size, equal_counts=self.equal_counts)
         ]
 
     def _metrics(
@@ -99,11 +95,11 @@ class StepPlan:
         assert self.linear_cost is not None
 
         def rank_imbalance(values: np.ndarray, ranks: Sequence[Sequence[int]]) -> float:
-            return imbalance(np.array([values[list(indices)].sum() for indices in ranks]))
+            return balancing.imbalance(np.array([values[list(indices)].sum() for indices in ranks]))
 
         work, tokens = [], []
         for step, ranks in zip(lengths, positions):
-            work.append(rank_imbalance(sequence_costs(step, self.linear_cost), ranks))
+            work.append(rank_imbalance(balancing.sequence_costs(step, self.linear_cost), ranks))
             tokens.append(rank_imbalance(np.asarray(step, dtype=np.float64), ranks))
         return {
             "perf/rank_work_max_over_mean": float(np.mean(work)),
@@ -138,10 +134,6 @@ class DataParallelAssignment:
     def local_indices(self) -> list[int]:
         """`indices_of` this rank."""
         return self.indices_of(self.dp_rank)
-
-
-def _total_lengths(samples: Sequence[AnySample]) -> list[int]:
-    return [s.total_length for s in samples]
 
 
 def mask_failed(sample: AnySample) -> AnySample:

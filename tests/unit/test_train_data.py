@@ -150,5 +150,7 @@ def test_tokens_keep_what_was_said_of_each() -> None:
     assert all(s.teacher_log_probs is not None for s in read(data_of(given()), taught))
     data = data_of(given())
     data["tokens"][1][-1] = 6
-    with pytest.raises(ValueError, match="tokens must be unchanged, since the sample has teacher_log_probs"):
+    with pytest.raises(
+        ValueError, match="tokens must be unchanged, since the sample has teacher_log_probs"
+    ):
         read(data, taught)

@@ -184,9 +184,7 @@ def test_records_say_whose_the_rewards_of_answers_are() -> None:
 def test_lists_of_a_generate_function_have_no_tree(tmp_path: Path, flags: str, words: str) -> None:
     algorithm = parse_args(complete_flags(tmp_path, *flags.split()), 1).algorithm
     check_trees(algorithm, None, complete(with_branches(WHOLE)))
-    with pytest.raises(
-        ValueError, match=f"{flags.split()[1]} with {words}: sample 4 has 2 sequences and no record"
-    ):
+    with pytest.raises(ValueError, match=f"{flags.split()[1]} with {words}: .* sample 4 "):
         check_trees(algorithm, None, complete(with_branches(CUT)))
     plain = parse_args(complete_flags(tmp_path), 1).algorithm
     check_trees(plain, None, complete(with_branches(CUT)))

@@ -36,8 +36,8 @@ def parse_json(data: bytes) -> object:
         The value. NaN and infinity are returned as floats; the checks of numbers reject them.
 
     Raises:
-        BadAnswer: Invalid JSON, an integer of more than MAX_INT_DIGITS digits, or nesting beyond
-            MAX_DEPTH.
+        InvalidResponse: Invalid JSON, an integer of more than MAX_INT_DIGITS digits, or nesting
+            beyond MAX_DEPTH.
     """
     try:
         value = json.loads(data.decode("utf-8"), parse_int=_bounded_int)
@@ -87,21 +87,21 @@ def printable(text: str, limit: int = _SHOWN) -> str:
 
 
 def object_of(value: object, what: str) -> dict[str, object]:
-    """Raises BadAnswer for anything but an object."""
+    """Raises InvalidResponse for anything but an object."""
     if not isinstance(value, dict):
         raise InvalidResponse(f"{what} is not an object: {shown(value)}")
     return value
 
 
 def list_of(value: object, what: str) -> list[object]:
-    """Raises BadAnswer for anything but an array."""
+    """Raises InvalidResponse for anything but an array."""
     if not isinstance(value, list):
         raise InvalidResponse(f"{what} is not a list: {shown(value)}")
     return value
 
 
 def text_of(value: object, what: str, max_length: int = 1000) -> str:
-    """Raises BadAnswer for anything but a string of at most `max_length` characters."""
+    """Raises InvalidResponse for anything but a string of at most `max_length` characters."""
     if not isinstance(value, str) or len(value) > max_length:
         raise InvalidResponse(
             f"{what} is not text of at most {max_length} characters: {shown(value)}"
@@ -115,24 +115,26 @@ def is_int_between(value: object, low: int, high: int) -> TypeGuard[int]:
 
 
 def int_of(value: object, what: str, low: int, high: int) -> int:
-    """Raises BadAnswer for anything but an integer from `low` to `high`."""
+    """Raises InvalidResponse for anything but an integer from `low` to `high`."""
     if not is_int_between(value, low, high):
         raise InvalidResponse(f"{what} is {shown(value)}, must be an integer from {low} to {high}")
     return value
 
 
-def token_ids(values: Any, what: str, vocab_size: int) -> tuple[int, ...]:
-    """Validate token ids. Raises BadAnswer naming the first that is not in the vocabulary."""
+def token_ids(values: object, what: str, vocab_size: int) -> tuple[int, ...]:
+    """Validate token ids. Raises InvalidResponse naming the first that is not in the vocabulary."""
+    ids: list[int] = []
     for i, value in enumerate(list_of(values, what)):
         if not is_int_between(value, 0, vocab_size - 1):
             raise InvalidResponse(
                 f"{what}: {shown(value, 40)} at {i} is not a token id from 0 to {vocab_size - 1}"
             )
-    return tuple(values)
+        ids.append(value)
+    return tuple(ids)
 
 
 def log_prob(value: Any, what: str) -> float:
-    """Validate a finite log-prob representable in float32. Raises BadAnswer."""
+    """Validate a finite log-prob representable in float32. Raises InvalidResponse."""
     legal = type(value) in (int, float) and math.isfinite(value)
     if not legal or not LOWEST_LOG_PROB <= value <= HIGHEST_LOG_PROB:
         raise InvalidResponse(
@@ -146,7 +148,7 @@ def check_weight_versions(
 ) -> tuple[int, ...]:
     """Validate weight versions of consecutive tokens: each in `legal`, non-decreasing.
 
-    Raises WrongVersion.
+    Raises WrongWeightVersion.
     """
     newest = None
     for version in versions:

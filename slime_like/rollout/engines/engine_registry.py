@@ -48,7 +48,7 @@ def register_rollout_engine(name: str, *, help: str = "") -> Callable[[Factory],
 _HERE = "slime_like.rollout.engines"
 rollout_engines.add_lazy(
     "local",
-    f"{_HERE}.local.factory:make_local_engine",
+    f"{_HERE}.local.engine:make_local_engine",
     help="transformers' generation inside each training rank.",
 )
 rollout_engines.add_lazy(

@@ -8,11 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from slime_like.rollout.engines.base import (
-    GenerateOutput,
-    GenerateRequest,
-    SamplingParams,
-)
+from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 
 PAUSED_POLL_S = 0.002
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -255,7 +254,7 @@ class RouteRecorder:
         for module in experts:
             module.register_forward_pre_hook(self._record)
 
-    def _record(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _record(self, module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if self._is_recording:
             self._recorded.append(inputs[1].to(torch.int16).cpu())
 

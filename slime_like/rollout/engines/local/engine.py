@@ -33,6 +33,7 @@ from slime_like.rollout.engines.base import (
     RolloutEngine,
     SamplingParams,
 )
+from slime_like.rollout.engines.engine_registry import EngineContext
 from slime_like.rollout.engines.local.batcher import Batcher
 from slime_like.rollout.engines.local.decoder import Decoder
 from slime_like.text import list_names
@@ -222,6 +223,21 @@ class LocalEngine(RolloutEngine):
         logits = self._model(input_ids=ids).logits[0, first - 1 : -1].float()
         top = (logits / (temperature or 1.0)).log_softmax(-1).topk(k, dim=-1)
         return top.indices.cpu(), top.values.cpu()
+
+
+def make_local_engine(context: EngineContext) -> LocalEngine:
+    """The local engine; each rank has one, with the full model."""
+    config = context.config
+    assert config.model.hf_checkpoint is not None
+    return LocalEngine(
+        config.model.hf_checkpoint,
+        context.tokenizer,
+        local_batch_size=config.rollout.rollout_local_batch_size,
+        device=context.device,
+        dtype=config.megatron.transformer.params_dtype,
+        trust_remote_code=config.model.trust_remote_code,
+        tied=False if config.unties_output_layer else None,
+    )
 
 
 def cache_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:

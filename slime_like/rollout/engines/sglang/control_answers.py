@@ -1,6 +1,6 @@
 """Validate responses of server and router control endpoints, with the checks of `checked_json`.
 
-Each function takes the response object and raises a one-line BadAnswer if it is invalid.
+Each function takes the response object and raises a one-line InvalidResponse if it is invalid.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from slime_like.errors import RunError
 from slime_like.rollout.engines.checked_json import shown
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def call_servers(
-    pool: ServerPool, workers: Sequence[Worker], path: str, body: dict[str, object]
+    pool: ServerPool, workers: Sequence[Worker], path: str, body: Mapping[str, object]
 ) -> None:
     """POST to all servers; a server that fails is evicted."""
     for worker in workers:

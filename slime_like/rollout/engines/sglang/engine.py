@@ -7,8 +7,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -27,11 +26,7 @@ from slime_like.rollout.engines.sglang.control_plane import (
     check_equal_weights,
     check_versions,
 )
-from slime_like.rollout.engines.sglang.http import (
-    RequestFailed,
-    async_client,
-    post_once,
-)
+from slime_like.rollout.engines.sglang.http import RequestFailed, async_client, post_once
 from slime_like.rollout.engines.sglang.node_agent import NodeAgent
 from slime_like.rollout.engines.sglang.protocol import (
     Legal,
@@ -192,7 +187,7 @@ class SglangEngine(RolloutEngine):
         self._metrics["engine/weight_update_s"] = sent.seconds
         return True
 
-    def _call_all(self, path: str, body: dict[str, Any]) -> None:
+    def _call_all(self, path: str, body: Mapping[str, object]) -> None:
         if self.pool is not None:
             call_servers(self.pool, self.pool.alive(), path, body)
 

@@ -114,8 +114,8 @@ def read_generation(
     """Validate a response and convert it to a `GenerateOutput`.
 
     Raises:
-        BadAnswer: Tokens, log-probs, counts and finish reason are inconsistent.
-        WrongVersion: A weight version is not `legal`.
+        InvalidResponse: Tokens, log-probs, counts and finish reason are inconsistent.
+        WrongWeightVersion: A weight version is not `legal`.
         Refused: The server aborted the request.
     """
     meta = meta_of(answer, rid)
@@ -157,7 +157,7 @@ def read_scores(
     answer: object, tokens: Sequence[int], rid: str, start: int = 0, last: int | None = None
 ) -> tuple[float, ...]:
     """Log-probs of tokens[start + 1:]. last: the last token of the vocabulary, which SGLang may
-    report as 0 here. Raises BadAnswer."""
+    report as 0 here. Raises InvalidResponse."""
     scored = tuple(tokens[start + 1 :])
     entries = meta_of(answer, rid).get("input_token_logprobs")
     if not isinstance(entries, list) or len(entries) != len(tokens) - start:
@@ -173,7 +173,7 @@ def read_scores(
 
 
 def read_input_tokens(answer: object, rid: str) -> tuple[int, ...]:
-    """The tokens that the server made of a text. Raises BadAnswer."""
+    """The tokens that the server made of a text. Raises InvalidResponse."""
     entries = meta_of(answer, rid).get("input_token_logprobs")
     if not isinstance(entries, list) or not all(
         isinstance(entry, list) and len(entry) > 1 for entry in entries
@@ -183,8 +183,8 @@ def read_input_tokens(answer: object, rid: str) -> tuple[int, ...]:
 
 
 def meta_of(answer: object, rid: str) -> Mapping[str, object]:
-    """Raises BadAnswer, also for the response to another request: of one prompt length they would
-    be alike otherwise."""
+    """The meta_info of a response. Raises InvalidResponse, also for the response to another
+    request."""
     if not isinstance(answer, dict) or not isinstance(answer.get("meta_info"), dict):
         raise InvalidResponse(f"request {rid}: no answer of /generate: {shown(answer)}")
     meta = answer["meta_info"]
@@ -244,8 +244,8 @@ def _weight_versions(meta: Mapping[str, object], length: int, rid: str) -> tuple
 
 
 def _version(value: object, rid: str) -> int:
-    """Parse a weight version, an integer or its text. Raises WrongVersion for other text, e.g. from
-    a server that never received weights; BadAnswer for other types."""
+    """Parse a weight version, an integer or its text. Raises WrongWeightVersion for other text,
+    e.g. from a server that never received weights; InvalidResponse for other types."""
     if type(value) is int:
         return value
     if not isinstance(value, str):

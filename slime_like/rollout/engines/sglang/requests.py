@@ -178,7 +178,7 @@ class ServerRequests:
         avoid: set[str],
     ) -> GenerateOutput:
         """One attempt. A server that responds with an impossible weight version is evicted until it
-        has the current weights. Raises RequestFailed, BadAnswer, Refused."""
+        has the current weights. Raises RequestFailed, InvalidResponse, Refused."""
         url, worker = await self._target(avoid)
         oldest, evictions = self._fleet.version, 0 if worker is None else worker.evictions
         body = generation_body(request, sampling, rid)

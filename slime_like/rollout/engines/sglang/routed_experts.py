@@ -42,7 +42,7 @@ def read_routes(
     rid: str,
 ) -> Tensor:
     """Routed experts [prompt and response tokens, MoE layers, topk] int16, -1 for the last token;
-    all -1 for a request that was aborted in the server's queue. Raises BadAnswer."""
+    all -1 for a request that was aborted in the server's queue. Raises InvalidResponse."""
     length = len(request.prompt_tokens) + len(output.tokens)
     encoded = meta.get("routed_experts")
     if output.finish_reason == "abort" and (encoded is None or not output.tokens):

@@ -186,7 +186,7 @@ class ServerPool:
         body: object = None,
     ) -> T:
         """`read` applied to the response of a GET, or of a POST if there is a body. Raises
-        RequestFailed, also if `read` raises BadAnswer."""
+        RequestFailed, also if `read` raises InvalidResponse."""
         method = "GET" if body is None else "POST"
         answer = self.call(worker, path, body, timeout_s=timeout_s, method=method)
         try:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch.distributed as dist
 
@@ -16,8 +17,9 @@ from slime_like.rollout.engines.sglang.weight_transfer.base import WeightTranspo
 from slime_like.rollout.engines.sglang.weight_transfer.process_group import (
     BroadcastFailed,
     BroadcastGroup,
-    Rendezvous,
+    GroupRendezvous,
     address_towards,
+    backend_of,
 )
 from slime_like.rollout.engines.sglang.weight_transfer.sending_ranks import SendingRanks
 from slime_like.rollout.engines.sglang.weight_transfer.servers import Servers, UpdateIncomplete
@@ -32,10 +34,9 @@ class BroadcastTransport(WeightTransport):
     def __init__(self, servers: Servers) -> None:
         super().__init__(servers)
         self.restores = servers.settings.keep_copy
-        self._backend = "nccl" if servers.device.type == "cuda" else "gloo"
         self._groups: dict[int, BroadcastGroup] = {}  # sending rank -> group
         self._name = ""  # name of the groups
-        self._rendezvous: Rendezvous | None = None
+        self._rendezvous: GroupRendezvous | None = None
         # members of the groups; a restarted or evicted server counts as a new member
         self._members: list[tuple[Worker, EngineProcess | None, int]] = []
         self._numbers = 0  # counter for unique names
@@ -88,8 +89,8 @@ class BroadcastTransport(WeightTransport):
             self._rendezvous.address,
             self._rendezvous.port,
             1 + sum(sizes),
-            self._backend,
-            self.servers.settings.timeout_s,
+            backend_of(self.servers.device),
+            self._rendezvous.timeout_s,
             update=self._new_name(),
         )
         turns = Turns(self._rendezvous.store, order.update)
@@ -177,7 +178,7 @@ class BroadcastTransport(WeightTransport):
 
     def _new_rendezvous(
         self, workers: Sequence[Worker], senders: Collection[int]
-    ) -> Rendezvous | None:
+    ) -> GroupRendezvous | None:
         """The rendezvous of new groups of these servers and senders; None if they exist already."""
         members = [(worker, worker.process, worker.evictions) for worker in workers]
         if self._groups.keys() == set(senders) and members == self._members:
@@ -187,8 +188,8 @@ class BroadcastTransport(WeightTransport):
         self._rendezvous = self._rendezvous_for(workers)
         return self._rendezvous
 
-    def _rendezvous_for(self, workers: Sequence[Worker]) -> Rendezvous:
-        return Rendezvous([worker.url for worker in workers], self.servers.settings.timeout_s)
+    def _rendezvous_for(self, workers: Sequence[Worker]) -> GroupRendezvous:
+        return GroupRendezvous([worker.url for worker in workers], self.servers.settings.timeout_s)
 
     def _new_name(self) -> str:
         self._numbers += 1
@@ -197,24 +198,15 @@ class BroadcastTransport(WeightTransport):
     def _group(
         self,
         name: str,
-        rendezvous: Rendezvous,
+        rendezvous: GroupRendezvous,
         workers: Sequence[Worker],
         sizes: Sequence[int],
         *,
         sends_here: bool = True,
         stopped: Callable[[], None] = lambda: None,
     ) -> BroadcastGroup:
-        def call_of(worker: Worker) -> Callable[[str, dict[str, object]], object]:
-            return lambda path, body: self.servers.call(worker, path, body)
-
+        calls = [partial(self.servers.call, worker) for worker in workers]
+        device = self.servers.device
         return BroadcastGroup(
-            name,
-            rendezvous,
-            [call_of(w) for w in workers],
-            sizes,
-            self._backend,
-            self.servers.device,
-            self.servers.settings.timeout_s,
-            sends_here=sends_here,
-            stopped=stopped,
+            name, rendezvous, calls, sizes, device, sends_here=sends_here, stopped=stopped
         )

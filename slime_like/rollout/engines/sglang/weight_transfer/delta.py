@@ -23,13 +23,7 @@ from slime_like.rollout.engines.sglang.weight_transfer.sending_ranks import Send
 from slime_like.rollout.engines.sglang.weight_transfer.servers import Servers
 from slime_like.weights.delta_follow import copy_for
 from slime_like.weights.delta_local import LocalCheckpoint
-from slime_like.weights.delta_updates import (
-    Publication,
-    Update,
-    forget,
-    remove_update,
-    updates_in,
-)
+from slime_like.weights.delta_updates import Publication, Update, forget, remove_update, updates_in
 
 LOOK_S = 0.1
 NO_COPY = "no_copy"  # failure kind

@@ -32,14 +32,14 @@ class BroadcastFailed(RuntimeError):
         self.servers = tuple(servers)
 
 
-class Rendezvous:
+class GroupRendezvous:
     """Rendezvous store of the groups, in this process. It listens on one interface only; a store
     given by host name and port would listen on all."""
 
     def __init__(self, urls: Sequence[str], timeout_s: float) -> None:
         """urls: servers that must be reachable through the interface."""
         self.address = address_towards(urls)
-        self._limit = timedelta(seconds=timeout_s)
+        self.timeout_s = timeout_s
         with socket.socket() as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((self.address, 0))
@@ -49,17 +49,18 @@ class Rendezvous:
                 self.address,
                 self.port,
                 is_master=True,
-                timeout=self._limit,
+                timeout=timedelta(seconds=timeout_s),
                 wait_for_workers=False,
                 master_listen_fd=listener.detach(),
             )
 
     def connect(self) -> dist.Store:
-        return connect(self.address, self.port, self._limit)
+        return connect(self.address, self.port, self.timeout_s)
 
 
-def connect(address: str, port: int, limit: timedelta) -> dist.Store:
-    """A separate connection to a `Rendezvous`, because waiting blocks a connection."""
+def connect(address: str, port: int, timeout_s: float) -> dist.Store:
+    """A separate connection to a `GroupRendezvous`, because waiting blocks a connection."""
+    limit = timedelta(seconds=timeout_s)
     return dist.TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False)
 
 
@@ -111,29 +112,27 @@ class BroadcastGroup:
 
     calls: client of each server. sizes: ranks of each server. sends_here: this process is the
     sender. stopped: raises BroadcastFailed if a sender elsewhere has failed. Raises BroadcastFailed
-    if the rendezvous takes longer than `timeout_s`.
+    if joining takes longer than the rendezvous' time limit.
     """
 
     def __init__(
         self,
         name: str,
-        rendezvous: Rendezvous,
+        rendezvous: GroupRendezvous,
         calls: Sequence[Call],
         sizes: Sequence[int],
-        backend: str,
         device: torch.device,
-        timeout_s: float,
         *,
         sends_here: bool = True,
         stopped: Callable[[], None] = lambda: None,
     ) -> None:
         self._name, self._calls, self._device = name, list(calls), device
-        self._timeout_s, self._stopped = timeout_s, stopped
+        self._timeout_s, self._stopped = rendezvous.timeout_s, stopped
         self._threads = ThreadPoolExecutor(
             max_workers=len(calls) + 1, thread_name_prefix="weight-update"
         )
         self._member: Member | None = None
-        world = 1 + sum(sizes)
+        world, backend = 1 + sum(sizes), backend_of(device)
         where = f"joining the group at {rendezvous.address}:{rendezvous.port}"
         common = {
             "master_address": rendezvous.address,
@@ -148,7 +147,7 @@ class BroadcastGroup:
             answers.append(self._threads.submit(call, "/init_weights_update_group", body))
         if sends_here:
             joined = self._threads.submit(
-                lambda: Member(name, rendezvous.connect(), world, backend, timeout_s)
+                lambda: Member(name, rendezvous.connect(), world, backend, self._timeout_s)
             )
             self._wait(joined.done, answers, where)
             try:
@@ -157,7 +156,7 @@ class BroadcastGroup:
                 raise BroadcastFailed(f"{where}: {str(error).splitlines()[0]}") from None
         else:
             self._wait(lambda: all(answer.done() for answer in answers), answers, where)
-        self._check(answers, where, time.monotonic() + timeout_s)
+        self._check(answers, where, time.monotonic() + self._timeout_s)
 
     def send(
         self,
@@ -265,6 +264,10 @@ class BroadcastGroup:
                 problems[i] = str(failure)
         if problems:
             raise BroadcastFailed(f"{what}: " + "; ".join(problems.values()), tuple(problems))
+
+
+def backend_of(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
 
 
 def address_towards(urls: Sequence[str]) -> str:

@@ -107,8 +107,7 @@ class BroadcastOrder:
     def _join(self) -> Membership:
         if not _membership or _membership[0].groups != self.groups:
             leave_group()
-            limit = timedelta(seconds=self.timeout_s)
-            store = connect(self.address, self.port, limit)
+            store = connect(self.address, self.port, self.timeout_s)
             name = self.name_of(dist.get_rank())
             member = Member(name, store, self.world, self.backend, self.timeout_s)
             _membership.append(Membership(self.groups, store, member))

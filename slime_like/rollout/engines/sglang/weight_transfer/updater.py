@@ -68,25 +68,18 @@ class WeightUpdater:
         fail are evicted. Raises UpdateIncomplete if the update has to be repeated, RunError if no
         server is left."""
         with self._one_at_a_time:
-            return self._update(ranks, version)
-
-    def _update(self, ranks: SendingRanks, version: int) -> TransferReport:
-        workers = self.servers.pool.alive()
-        evictions = [worker.evictions for worker in workers]
-        self._holders = []
-        start = time.monotonic()
-        self.transport.update(ranks, version, workers)
-        # a server evicted and returned since then has old weights or none
-        self._holders = [
-            (w, before)
-            for w, before in zip(workers, evictions, strict=True)
-            if w.alive and w.evictions == before
-        ]
+            start = time.monotonic()
+            workers = [(worker, worker.evictions) for worker in self.servers.pool.alive()]
+            self._holders = []
+            self.transport.update(ranks, version, [worker for worker, _ in workers])
+            # a server evicted and returned since then has old weights or none
+            self._holders = [(w, n) for w, n in workers if w.alive and w.evictions == n]
+            seconds = time.monotonic() - start
+            holders = [worker for worker, _ in self._holders]
         shapes, nbytes = ranks.report()
         if self.transport.moved_bytes is not None:
             nbytes = self.transport.moved_bytes
-        holders = [worker for worker, _ in self._holders]
-        return TransferReport(holders, shapes, nbytes, time.monotonic() - start)
+        return TransferReport(holders, shapes, nbytes, seconds)
 
     def restore(self, worker: Worker) -> int | None:
         """Send the latest weights to a server that returned; called in the health-check thread.
