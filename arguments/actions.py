@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import slime_like
 from arguments.aliases import MAY_BE_EMPTY
 from arguments.flag_registry import FlagTable, normalise
-from arguments.flags import Flag
+from arguments.flags import Flag, Kind
 from arguments.values import legal_values
 from slime_like.config import ConfigError, Problem
 
@@ -117,11 +117,15 @@ def custom_argv(action: argparse.Action, name: str, value: object) -> list[str]:
 
 def flag_of_action(action: argparse.Action) -> Flag:
     """A user-defined flag, for --help, suggestions and documentation."""
-    kind = "switch" if action.nargs == 0 else "list" if action.nargs in ("+", "*") else "value"
+    kind: Kind = "value"
+    if action.nargs == 0:
+        kind = "switch"
+    elif action.nargs in ("+", "*"):
+        kind = "list"
     return Flag(
         dest=action.dest,
         group="custom arguments",
-        kind=kind,  # type: ignore[arg-type]
+        kind=kind,
         help="" if action.help in (None, argparse.SUPPRESS) else str(action.help),
         on=tuple(map(normalise, action.option_strings)),
         item=action.type if isinstance(action.type, type) else str,

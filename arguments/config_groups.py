@@ -5,34 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from arguments import schema
 from arguments.eval_sets import EvalSet
-from arguments.schema import (
-    AgentsConfig,
-    AlgorithmConfig,
-    CheckpointConfig,
-    CriticConfig,
-    DataConfig,
-    DebugConfig,
-    DistillationConfig,
-    EvalConfig,
-    GateConfig,
-    GPTModelConfig,
-    HooksConfig,
-    LoggingConfig,
-    LoraConfig,
-    ModelConfig,
-    ParallelConfig,
-    PreflightConfig,
-    ProfilingConfig,
-    RestatedConfig,
-    RewardConfig,
-    RolloutConfig,
-    ScheduleConfig,
-    SchedulingConfig,
-    ServerConfig,
-    SglangConfig,
-    SlimeConfig,
-)
 from slime_like.losses.off_policy_config import OffPolicyConfig
 from slime_like.losses.value_loss import ValueLossConfig
 
@@ -42,33 +16,33 @@ class ConfigGroups:
     """All groups of settings. policy_loss: settings of the chosen loss. eval_sets: the evaluation
     sets that `eval` names."""
 
-    model: ModelConfig
-    lora: LoraConfig
-    gpt: GPTModelConfig
-    parallel: ParallelConfig
-    data: DataConfig
-    eval: EvalConfig
+    model: schema.ModelConfig
+    lora: schema.LoraConfig
+    gpt: schema.GPTModelConfig
+    parallel: schema.ParallelConfig
+    data: schema.DataConfig
+    eval: schema.EvalConfig
     eval_sets: tuple[EvalSet, ...]
-    rollout: RolloutConfig
-    scheduling: SchedulingConfig
-    agents: AgentsConfig
-    hooks: HooksConfig
-    sglang: SglangConfig
-    reward: RewardConfig
-    algorithm: AlgorithmConfig
-    distillation: DistillationConfig
+    rollout: schema.RolloutConfig
+    scheduling: schema.SchedulingConfig
+    agents: schema.AgentsConfig
+    hooks: schema.HooksConfig
+    sglang: schema.SglangConfig
+    reward: schema.RewardConfig
+    algorithm: schema.AlgorithmConfig
+    distillation: schema.DistillationConfig
     off_policy: OffPolicyConfig
     policy_loss: Any
-    critic: CriticConfig
+    critic: schema.CriticConfig
     value_loss: ValueLossConfig
-    gates: GateConfig
-    schedule: ScheduleConfig
-    checkpoint: CheckpointConfig
-    logging: LoggingConfig
-    debug: DebugConfig
-    profiling: ProfilingConfig
-    preflight: PreflightConfig
-    server: ServerConfig
-    slime: SlimeConfig
-    restated: RestatedConfig
+    gates: schema.GateConfig
+    schedule: schema.ScheduleConfig
+    checkpoint: schema.CheckpointConfig
+    logging: schema.LoggingConfig
+    debug: schema.DebugConfig
+    profiling: schema.ProfilingConfig
+    preflight: schema.PreflightConfig
+    server: schema.ServerConfig
+    slime: schema.SlimeConfig
+    restated: schema.RestatedConfig
     world_size: int

@@ -108,12 +108,12 @@ def loss_flags() -> list[Flag]:
                     f"{dest} differs between the losses {losses}"
                 )
         group = f"policy loss: {losses}" if len(by_loss) == 1 else f"policy losses: {losses}"
-        words = default_words({name: flag.default for name, flag in by_loss.items()})
-        flags.append(replace(first, group=group, default_words=words))
+        words = default_text({name: flag.default for name, flag in by_loss.items()})
+        flags.append(replace(first, group=group, default_text=words))
     return flags
 
 
-def default_words(defaults: Mapping[str, object]) -> str:
+def default_text(defaults: Mapping[str, object]) -> str:
     """``0.2``, or ``ppo 0.2, gspo 0.0003`` if losses differ; losses without a default are
     omitted."""
     values = {str(value) for value in defaults.values()}
@@ -181,12 +181,12 @@ class FlagTable:
         """This table with additional flags, which may replace ones that are not implemented."""
         added = list(added)
         names = {normalise(name) for flag in added for name in flag.on}
-        kept = [f for f in self.flags if not f.refused or names.isdisjoint(map(normalise, f.on))]
+        kept = [f for f in self.flags if not f.rejection or names.isdisjoint(map(normalise, f.on))]
         return FlagTable([*kept, *added])
 
     def nearest(self, name: str) -> str | None:
         """The supported flag most similar to `name`; also considers aliases of other programs."""
-        supported = {name: name for name, s in self.spellings.items() if not s.flag.refused}
+        supported = {name: name for name, s in self.spellings.items() if not s.flag.rejection}
         supported |= {alias: ours for alias, ours in ALIASES.items() if ours in self.spellings}
         flags = {name.removeprefix("--"): flag for name, flag in supported.items()}
         typed = normalise(name).removeprefix("--")
@@ -197,7 +197,9 @@ class FlagTable:
 
     def refused_like(self, name: str) -> dict[str, str]:
         """Flags that are not implemented and contain the words of `name`: flag -> reason."""
-        known = {spelled: s.flag.refused for spelled, s in self.spellings.items() if s.flag.refused}
+        known = {
+            spelled: s.flag.rejection for spelled, s in self.spellings.items() if s.flag.rejection
+        }
         known |= {n: reason for n, reason in NOT_IMPLEMENTED.items() if n not in self.spellings}
         typed = normalise(name).removeprefix("--")
         return {
@@ -223,13 +225,13 @@ def without_clashes(ours: Iterable[Flag], megatron: Sequence[Flag]) -> list[Flag
     """Resolve name clashes of megatron-core's flags, since a new release may add any name. A
     rejected flag keeps only spellings that no other flag has; a field's own name takes precedence
     over a borrowed spelling. It is dropped if it loses its own name."""
-    supported = [flag for flag in megatron if not flag.refused]
+    supported = [flag for flag in megatron if not flag.rejection]
     taken = {normalise(name) for flag in (*ours, *supported) for name in (*flag.on, *flag.off)}
     dests = {flag.dest for flag in ours}
-    own = {flag_name(flag.dest): flag.dest for flag in megatron if flag.refused}
+    own = {flag_name(flag.dest): flag.dest for flag in megatron if flag.rejection}
     kept = []
     for flag in megatron:
-        if flag.refused:
+        if flag.rejection:
 
             def free(name: str, dest: str = flag.dest) -> bool:
                 return name not in taken and own.get(name, dest) == dest

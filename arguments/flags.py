@@ -26,8 +26,8 @@ class Flag:
     """A flag on the command line.
 
     dest: field name. on: spellings; messages use the first. off: spellings that turn a switch off.
-    item: type of the value, or of each item of a list. refused: why the flag is known but cannot be
-    used; empty if it can.
+    item: type of the value, or of each item of a list. rejection: why the flag is not
+    supported; empty if it is.
     """
 
     dest: str
@@ -38,11 +38,11 @@ class Flag:
     off: tuple[str, ...] = ()
     item: type = str
     default: object = None
-    default_words: str = ""  # shown instead of `default`
+    default_text: str = ""  # shown instead of `default`
     choices: tuple[object, ...] | None = None
     legal: Range | None = None
     metavar: str | None = None
-    refused: str = ""
+    rejection: str = ""
     needs: tuple[str, ...] = ()  # see `slime_like.config.arg`
     only_with: tuple[str, ...] = ()
     excludes: tuple[str, ...] = ()
@@ -52,14 +52,11 @@ class Flag:
     @property
     def name(self) -> str:
         """The spelling that changes the default."""
-        return (
-            self.off[0]
-            if self.kind == "switch" and self.default is True and self.off
-            else self.on[0]
-        )
+        on_by_default = self.kind == "switch" and self.default is True
+        return self.off[0] if on_by_default and self.off else self.on[0]
 
     @property
-    def type_words(self) -> str:
+    def type_name(self) -> str:
         if self.kind == "switch":
             return "switch"
         if self.kind == "json":
@@ -91,21 +88,20 @@ def shape_of(annotation: object) -> Shape | None:
         return Shape("value", type(arguments[0]), arguments)
     if origin is list:
         inner = shape_of(arguments[0])
-        return (
-            Shape("list", inner.item, inner.choices)
-            if inner is not None and inner.kind == "value"
-            else None
-        )
+        if inner is None or inner.kind != "value":
+            return None
+        return Shape("list", inner.item, inner.choices)
     if origin is dict:
         return Shape("json")
     return None
 
 
-def switch_spellings(dest: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Spellings that turn a switch on and off. Every switch has both, because the command line may
-    override a run file or a checkpoint."""
-    on = (flag_name(dest),)
-    return on, () if dest.startswith(("no_", "disable_")) else (flag_name(f"no_{dest}"),)
+def spellings_of(dest: str, kind: Kind) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Spellings that set a flag, and those that turn a switch off. Every switch has both, because
+    the command line may override a run file or a checkpoint."""
+    if kind != "switch" or dest.startswith(("no_", "disable_")):
+        return (flag_name(dest),), ()
+    return (flag_name(dest),), (flag_name(f"no_{dest}"),)
 
 
 def flags_of(
@@ -120,11 +116,7 @@ def flags_of(
         assert shape is not None, (
             f"{config_type.__name__}.{field.name}: no flag can be made of {hints[field.name]}"
         )
-        on, off = (
-            switch_spellings(field.name)
-            if shape.kind == "switch"
-            else ((flag_name(field.name),), ())
-        )
+        on, off = spellings_of(field.name, shape.kind)
         legal = choices.get(field.name) or meta.get("choices") or shape.choices
         flags.append(
             Flag(

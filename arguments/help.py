@@ -19,10 +19,10 @@ Dashes and underscores in flags are interchangeable. --config RUN.YAML reads fla
 --help WORD shows the groups and flags with WORD in their names."""
 
 
-def default_words(flag: Flag) -> str:
+def default_text(flag: Flag) -> str:
     """The default as shown in --help; empty if there is none."""
-    if flag.default_words:
-        return flag.default_words
+    if flag.default_text:
+        return flag.default_text
     if flag.kind == "switch" and flag.default is not None:
         return "on" if flag.default else "off"
     return "" if flag.default in (None, {}, []) else str(flag.default)
@@ -39,7 +39,7 @@ def help_text(
         picked = word in flag.group.lower() or any(
             word in name.lower() for name in (*flag.on, *flag.off)
         )
-        if picked and not flag.refused and flag.dest not in hidden:
+        if picked and not flag.rejection and flag.dest not in hidden:
             groups.setdefault(flag.group, []).append(flag)
     known = table.refused_like(about) if about else {}
     lines = [f"  {name}: not implemented: {reason}" for name, reason in known.items()]
@@ -58,13 +58,13 @@ def _entry(flag: Flag) -> str:
     words = [name for name in (flag.name, *flag.on, *flag.off)]
     head = ", ".join(dict.fromkeys(words))
     if flag.kind != "switch":
-        head += " " + (flag.metavar or flag.type_words.upper())
+        head += " " + (flag.metavar or flag.type_name.upper())
     facts = []
     if flag.choices:
         facts.append(f"legal: {', '.join(map(str, flag.choices))}")
     elif flag.legal:
         facts.append(f"legal: {flag.legal.description}")
-    default = default_words(flag)
+    default = default_text(flag)
     facts += [f"default: {default}"] if default else []
     body = flag.help + (f" [{'; '.join(facts)}]" if facts else "")
     return f"  {head}\n" + textwrap.fill(

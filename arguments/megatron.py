@@ -18,10 +18,10 @@ from arguments.flags import (
     SourceField,
     read_source_fields,
     shape_of,
-    switch_spellings,
+    spellings_of,
 )
 from arguments.hf.moe import layer_pattern
-from arguments.megatron_help import SENTENCES
+from arguments.megatron_help import HELP_TEXTS
 from arguments.schema import GPTModelConfig
 from slime_like.config import Problem, flag_name
 
@@ -36,11 +36,7 @@ SOURCES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),
     ),
 }
-CONFIGS_OF_GROUP = {
-    "network (megatron-core)": "TransformerConfig",
-    "optimizer (megatron-core)": "OptimizerConfig",
-    "data parallelism (megatron-core)": "DistributedDataParallelConfig",
-}
+CONFIGS_OF_GROUP = {group: sources[0][1] for group, sources in SOURCES.items()}
 # Supported fields. All other fields, of any release, are known flags that are rejected.
 SUPPORTED = frozenset(
     """
@@ -75,9 +71,9 @@ SUPPORTED = frozenset(
     """.split()  # noqa: SIM905
 )
 # Supported fields that some supported releases lack.
-OF_SOME_RELEASES = frozenset({"muon_use_nesterov", "muon_nesterov", "muon_coefficient_type"})
+RELEASE_DEPENDENT = frozenset({"muon_use_nesterov", "muon_nesterov", "muon_coefficient_type"})
 # Set by the trainer or derived from other flags; they have no flag.
-OURS = frozenset(
+DERIVED = frozenset(
     """
     tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
     context_parallel_size expert_model_parallel_size expert_tensor_parallel_size
@@ -147,7 +143,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "overlap_param_gather": ("use_distributed_optimizer", "overlap_grad_reduce"),
     **{name: ("optimizer=muon",) for name in SUPPORTED if name.startswith("muon_")},
 }
-DEFAULT_WORDS = {
+DEFAULT_TEXTS = {
     "num_layers": "from --hf-checkpoint",
     "hidden_size": "from --hf-checkpoint",
     "num_attention_heads": "from --hf-checkpoint",
@@ -246,7 +242,7 @@ def megatron_flags() -> list[Flag]:
         group, source = places[0]
         shape = UNIONS.get(name) or shape_of(source.annotation)
         no_flag = "Callable" in str(source.annotation) or name.endswith("dtype")
-        if name not in OURS and (shape is not None or not no_flag):
+        if name not in DERIVED and (shape is not None or not no_flag):
             flags.append(_flag(name, group, source, shape))
     return flags
 
@@ -258,7 +254,7 @@ def _flag(name: str, group: str, source: SourceField, shape: Shape | None) -> Fl
     )
     shape = shape or Shape("value")
     is_switch = shape.kind == "switch"
-    on, off = switch_spellings(name) if is_switch else ((flag_name(name),), ())
+    on, off = spellings_of(name, shape.kind)
     more_on, more_off = SPELLINGS.get(name, ((), ()))
     if is_switch and source.default is True:
         more_off = (*source.arg_names, *more_off)
@@ -269,14 +265,14 @@ def _flag(name: str, group: str, source: SourceField, shape: Shape | None) -> Fl
         group=group,
         kind=shape.kind,
         item=shape.item,
-        help=f"{SENTENCES[name]} ({name} of {CONFIGS_OF_GROUP[group]})" if supported else "",
+        help=f"{HELP_TEXTS[name]} ({name} of {CONFIGS_OF_GROUP[group]})" if supported else "",
         on=tuple(dict.fromkeys((*more_on, *on))),
         off=tuple(dict.fromkeys((*more_off, *off))),
         default=source.default,
-        default_words=DEFAULT_WORDS.get(name, "auto" if name == "attention_backend" else ""),
+        default_text=DEFAULT_TEXTS.get(name, "auto" if name == "attention_backend" else ""),
         choices=CHOICES.get(name) or shape.choices,
         needs=NEEDS.get(name, ()),
-        refused="" if supported else _reason(name),
+        rejection="" if supported else _reason(name),
     )
 
 

@@ -26,11 +26,26 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-OF_OWN_LAYERS = {
+LAYER_CONFIG_FIELDS = {
     *("post_self_attn_layernorm", "post_mlp_layernorm", "qk_norm_of_all_heads"),
     "yarn_rotary_scaling_factor",
 }
-OF_PRECISION_AWARE = {"use_precision_aware_optimizer", "optimizer_cpu_offload", *OPTIMIZER_DTYPES}
+PRECISION_AWARE_FIELDS = {
+    "use_precision_aware_optimizer",
+    "optimizer_cpu_offload",
+    *OPTIMIZER_DTYPES,
+}
+
+
+# What megatron-core raises for settings that it does not support
+OBJECTIONS = (
+    AssertionError,
+    ValueError,
+    RuntimeError,
+    ImportError,
+    TypeError,
+    ZeroDivisionError,
+)
 
 
 @dataclass(frozen=True)
@@ -117,9 +132,8 @@ def build_megatron_configs(
         values, parallel, virtual_stages, resolve_transformer_impl(model, machine), nccl, machine
     )
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # warnings about missing Transformer Engine and Apex, and deprecated defaults
+        # missing Transformer Engine and Apex, and deprecated defaults
+        warnings.simplefilter("ignore")
         transformer = _attempt(build, _transformer)
         optimizer = _attempt(build, _optimizer)
         ddp = _attempt(build, _ddp)
@@ -132,27 +146,13 @@ def _attempt(build: Build, make: Callable[[Build], T]) -> T | None:
     """Turn megatron-core's assertions and errors into problems that name a flag."""
     try:
         return make(build)
-    except (
-        AssertionError,
-        ValueError,
-        RuntimeError,
-        ImportError,
-        NotImplementedError,
-        TypeError,
-        ZeroDivisionError,
-    ) as error:
+    except OBJECTIONS as error:
         message = " ".join(str(error).split()) or type(error).__name__
-        named = [
-            name for name in megatron_fields() if re.search(rf"\b{re.escape(name)}\b", message)
-        ]
-        flag = flag_name(max(named, key=len)) if named else "megatron-core"
-        build.problems.append(
-            Problem(
-                flag,
-                build.values.get(max(named, key=len)) if named else None,
-                f"megatron-core refuses: {message}",
-            )
-        )
+        fields = [n for n in megatron_fields() if re.search(rf"\b{re.escape(n)}\b", message)]
+        field = max(fields, key=len, default=None)
+        flag = "megatron-core" if field is None else flag_name(field)
+        value = None if field is None else build.values.get(field)
+        build.problems.append(Problem(flag, value, f"rejected by megatron-core: {message}"))
         return None
 
 
@@ -209,7 +209,7 @@ def transformer_config_type(values: Mapping[str, object]) -> type[TransformerCon
 
     if values.get("multi_latent_attention"):
         return _sparse_config() if values.get("index_topk") else MLATransformerConfig
-    return _layer_config() if OF_OWN_LAYERS & values.keys() else TransformerConfig
+    return _layer_config() if LAYER_CONFIG_FIELDS & values.keys() else TransformerConfig
 
 
 @functools.cache
@@ -303,18 +303,18 @@ def _optimizer(build: Build) -> object:
         **build.values,
         "params_dtype": _dtype(build),
     }
-    values |= {name: _dtype_of_word(values[name]) for name in OPTIMIZER_DTYPES if name in values}
+    values |= {name: _torch_dtype(values[name]) for name in OPTIMIZER_DTYPES if name in values}
     if _main_gradients_in_bf16(build):
-        values["main_grads_dtype"] = _dtype_of_word("bf16")
+        values["main_grads_dtype"] = _torch_dtype("bf16")
     fields = _of(OptimizerConfig, values)
     if build.machine.transformer_engine or not fields.get("use_precision_aware_optimizer"):
         return OptimizerConfig(**fields)
     # megatron-core requires Transformer Engine's Adam here; megatron_patches/precision_adam.py
     # replaces it
     config = OptimizerConfig(
-        **{name: value for name, value in fields.items() if name not in OF_PRECISION_AWARE}
+        **{name: value for name, value in fields.items() if name not in PRECISION_AWARE_FIELDS}
     )
-    for name in OF_PRECISION_AWARE & fields.keys():
+    for name in PRECISION_AWARE_FIELDS & fields.keys():
         setattr(config, name, fields[name])
     config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True  # fp8 is rejected elsewhere
     config.store_param_remainders = False
@@ -330,7 +330,7 @@ def _main_gradients_in_bf16(build: Build) -> bool:
     return values.get("main_grads_dtype") == "bf16" or values.get("grad_reduce_in_fp32") is False
 
 
-def _dtype_of_word(word: str) -> object:
+def _torch_dtype(word: str) -> object:
     """The torch.dtype for Megatron-LM's name of an optimizer-state dtype."""
     import torch
 

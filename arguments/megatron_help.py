@@ -200,4 +200,4 @@ DATA_PARALLEL: Mapping[str, str] = {
     "the sum.",
 }
 
-SENTENCES: Mapping[str, str] = {**NETWORK, **EXPERTS, **OPTIMIZER, **DATA_PARALLEL}
+HELP_TEXTS: Mapping[str, str] = {**NETWORK, **EXPERTS, **OPTIMIZER, **DATA_PARALLEL}

@@ -85,9 +85,11 @@ def parse_args(argv: Sequence[str], world_size: int, program: Program = TRAIN) -
     planned = slime_world_size(parsed.values) if preflight.preflight else None
     world_size = preflight.world_size or planned or world_size
     draft = make_draft(parsed, loss, policy_loss, checkpoint, world_size, program)
-    problems = parsed.problems + [p for p in draft.problems if not _about_unread(p, parsed, table)]
+    problems = parsed.problems + [
+        p for p in draft.problems if not _is_about_invalid_value(p, parsed, table)
+    ]
     if problems:
-        raise ConfigError(_in_order(problems, table))
+        raise ConfigError(_deduplicated(problems, table))
     warnings = [*parsed.warnings]
     warnings += [text for warn in program.warnings if (text := warn(draft.settings)) is not None]
     warnings += declared_warnings(draft.settings)
@@ -140,7 +142,7 @@ def complete_shell(program: Program = TRAIN) -> None:
 def _read(argv: Sequence[str], program: Program) -> tuple[ParsedArgs, FlagTable]:
     """Parse the run file and the command line, which takes precedence. Also returns all flags,
     including user-defined ones."""
-    first = _first_look(argv, program)
+    first = _parse_early(argv, program)
     import_modules(first.values.get("import_modules", []))
     problems: list[Problem] = []
     parser, path = _parser_of(program), first.values.get("custom_arguments_path")
@@ -162,7 +164,7 @@ def _read(argv: Sequence[str], program: Program) -> tuple[ParsedArgs, FlagTable]
     return merged, parser.table
 
 
-def _first_look(argv: Sequence[str], program: Program) -> ParsedArgs:
+def _parse_early(argv: Sequence[str], program: Program) -> ParsedArgs:
     """Parse the flags that are needed before user modules are imported. --help is ignored here,
     because it shows the flags of those modules too."""
     parser = _parser_of(program)
@@ -256,13 +258,13 @@ def _read_checkpoint(parsed: ParsedArgs) -> HfModel | None:
         return None
 
 
-def _about_unread(problem: Problem, parsed: ParsedArgs, table: FlagTable) -> bool:
+def _is_about_invalid_value(problem: Problem, parsed: ParsedArgs, table: FlagTable) -> bool:
     """Whether a problem is about a flag with an unreadable value, which is already reported."""
     spelling = table.spellings.get(normalise(problem.flag))
     return spelling is not None and spelling.flag.dest in parsed.invalid
 
 
-def _in_order(problems: list[Problem], table: FlagTable) -> list[Problem]:
+def _deduplicated(problems: list[Problem], table: FlagTable) -> list[Problem]:
     """Remove duplicates, keep the order, and name flags with a value by their first spelling."""
     unique = {}
     for problem in problems:
@@ -287,11 +289,11 @@ def _finish(
         s.core, model=s.model, parallel=s.parallel, virtual_stages=stages, machine=s.machine
     )
     if megatron is None:
-        raise ConfigError(_in_order(problems, table))
+        raise ConfigError(_deduplicated(problems, table))
     teacher, problems = build_teacher(s, draft.checkpoint, stages)
     critic, critic_problems = build_critic(s) if has_critic(s) else (None, [])
     if problems or critic_problems:
-        raise ConfigError(_in_order(problems + critic_problems, table))
+        raise ConfigError(_deduplicated(problems + critic_problems, table))
     size, balance = global_batch_of(s) or s.samples_per_rollout, s.algorithm.balance_data
     groups = {field.name: getattr(s, field.name) for field in dataclasses.fields(ConfigGroups)}
     groups |= dict(

@@ -79,7 +79,7 @@ class LauncherParser(argparse.ArgumentParser):
     def _add_table(self) -> None:
         groups: dict[str, argparse._ArgumentGroup] = {}
         for flag in self.table.flags:
-            if flag.refused:
+            if flag.rejection:
                 continue
             if flag.group not in groups:
                 groups[flag.group] = self.add_argument_group(flag.group)
@@ -261,7 +261,7 @@ class LauncherParser(argparse.ArgumentParser):
     def _rejection(self, name: str) -> str | None:
         """Why a known flag cannot be used; None if it can or is unknown."""
         spelling = self.table.spellings.get(name)
-        return not_implemented(name) if spelling is None else spelling.flag.refused or None
+        return not_implemented(name) if spelling is None else spelling.flag.rejection or None
 
     def _passed_on(self, name: str) -> str | None:
         """The prefix if this flag is passed on to another program (see `PASSED_ON`)."""

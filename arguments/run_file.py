@@ -59,7 +59,7 @@ def section_names(table: FlagTable) -> set[str]:
     A title may be written in full (``policy loss: sapo``) or without its part in parentheses
     (``optimizer`` for ``optimizer (megatron-core)``), in any case and with any separators.
     """
-    titles = {flag.group for flag in table.flags if not flag.refused} | set(GROUPS)
+    titles = {flag.group for flag in table.flags if not flag.rejection} | set(GROUPS)
     titles |= {title.split(" (")[0] for title in titles}
     return {section_key(title) for title in (*titles, *SKYRL_SECTIONS)}
 

@@ -15,8 +15,8 @@ sys.path.insert(0, str(ROOT))
 from arguments.aliases import ALIASES, IGNORED, NO_EFFECT, NOT_IMPLEMENTED_GROUPS, PRESETS  # noqa: E402
 from arguments.flag_registry import FlagTable, flag_table  # noqa: E402
 from arguments.flags import Flag  # noqa: E402
-from arguments.help import default_words  # noqa: E402
-from arguments.megatron import CONFIGS_OF_GROUP, OF_SOME_RELEASES  # noqa: E402
+from arguments.help import default_text  # noqa: E402
+from arguments.megatron import CONFIGS_OF_GROUP, RELEASE_DEPENDENT  # noqa: E402
 from arguments.megatron_help import OPTIMIZER  # noqa: E402
 
 TARGET = ROOT / "docs" / "flags.md"
@@ -52,7 +52,7 @@ def row(flag: Flag) -> str:
     return (
         "| "
         + " | ".join(
-            map(cell, (", ".join(names), flag.type_words, default_words(flag), legal, flag.help))
+            map(cell, (", ".join(names), flag.type_name, default_text(flag), legal, flag.help))
         )
         + " |"
     )
@@ -68,12 +68,12 @@ def render(table: FlagTable) -> str:
     groups: dict[str, list[Flag]] = {}
     refused: dict[str, list[str]] = {}
     for flag in table.flags:
-        if flag.refused and flag.group in CONFIGS_OF_GROUP:
+        if flag.rejection and flag.group in CONFIGS_OF_GROUP:
             continue  # these depend on the installed release
-        if flag.dest in OF_SOME_RELEASES:
+        if flag.dest in RELEASE_DEPENDENT:
             continue  # listed below, for all releases alike
-        if flag.refused:
-            refused.setdefault(flag.refused, []).append(flag.name)
+        if flag.rejection:
+            refused.setdefault(flag.rejection, []).append(flag.name)
         else:
             groups.setdefault(flag.group, []).append(flag)
     parts = [HEAD]
@@ -87,7 +87,7 @@ def render(table: FlagTable) -> str:
         "## Other spellings\n\n| typed | means |\n|---|---|\n" + "\n".join(spellings(table)) + "\n"
     )
     of_some = "\n".join(
-        f"- `--{name.replace('_', '-')}`: {OPTIMIZER[name]}" for name in sorted(OF_SOME_RELEASES)
+        f"- `--{name.replace('_', '-')}`: {OPTIMIZER[name]}" for name in sorted(RELEASE_DEPENDENT)
     )
     parts.append(f"Further flags that only some releases of megatron-core have:\n\n{of_some}\n")
     for reason, names in NOT_IMPLEMENTED_GROUPS.items():
@@ -112,7 +112,7 @@ def spellings(table: FlagTable) -> list[str]:
     rows = [
         f"| `{typed}` | `{ours}` |"
         for typed, ours in ALIASES.items()
-        if ours in table.spellings and not table.spellings[ours].flag.refused
+        if ours in table.spellings and not table.spellings[ours].flag.rejection
     ]
     for typed, values in PRESETS.items():
         rows.append(

@@ -103,12 +103,10 @@ def read_hf_model(folder: str, *, value_head: bool = False) -> HfModel:
     except ValueError as error:
         reader.refuse(str(error))
     transformer = _transformer(reader, family)
-    latent = transformer.get("multi_latent_attention")
-    rope = (
-        _latent_rope(transformer)
-        if latent
-        else read_rope(reader, family.rotary_percent, family.rope_theta)
-    )
+    if transformer.get("multi_latent_attention"):
+        rope = _latent_rope(transformer)
+    else:
+        rope = read_rope(reader, family.rotary_percent, family.rope_theta)
     transformer |= rope["yarn"]
     gpt = _gpt(reader, head_dim=transformer["kv_channels"], rope=rope)
     dtype = reader.config.get("dtype") or reader.config.get("torch_dtype")
@@ -287,6 +285,7 @@ def _gpt(reader: _Reader, head_dim: int, rope: Rope) -> dict[str, Any]:
             f"{rope['percent']:g} of head_dim {head_dim} is odd; rotary embeddings turn pairs of "
             "dimensions"
         )
+    factors = {rope["rope_type"]: float(rope["factor"])}
     return {
         "vocab_size": reader.number("vocab_size"),
         "max_position_embeddings": reader.number("max_position_embeddings", default=2048),
@@ -294,9 +293,7 @@ def _gpt(reader: _Reader, head_dim: int, rope: Rope) -> dict[str, Any]:
         "rotary_base": float(rope["rope_theta"]),
         "rotary_percent": float(rope["percent"]),
         "use_rope_scaling": rope["rope_type"] == "llama3",
-        "rope_scaling_factor": float(rope["factor"]) if rope["rope_type"] == "llama3" else None,
-        "rotary_seq_len_interpolation_factor": float(rope["factor"])
-        if rope["rope_type"] == "linear"
-        else None,
+        "rope_scaling_factor": factors.get("llama3"),
+        "rotary_seq_len_interpolation_factor": factors.get("linear"),
         "untie_embeddings_and_output_weights": not reader.config.get("tie_word_embeddings", False),
     }

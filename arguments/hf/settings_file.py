@@ -39,7 +39,9 @@ def generation_end_ids(folder: str) -> tuple[int, ...]:
         value = read_settings(path).get("eos_token_id")
     except FileNotFoundError:
         return ()
-    tokens = value if isinstance(value, list) else [] if value is None else [value]
+    if value is None:
+        return ()
+    tokens = value if isinstance(value, list) else [value]
     if any(type(token) is not int or not 0 <= token < LARGEST for token in tokens):
         shown = clean(repr(value), 200)
         raise ValueError(f"{path}: eos_token_id must be a token or a list of them, not {shown}")

@@ -233,7 +233,8 @@ class AlgorithmConfig(CheckedSettings):
         "added to the loss.",
         legal=NON_NEGATIVE,
         excludes=("loss_type=sft_loss", "renormalize_sampled_log_probs"),
-        needs="agent_function_path|agent_command|agent_environment|agent_worker_keys|custom_generate_function_path|rollout_function_path|load_debug_rollout_data",
+        needs="agent_function_path|agent_command|agent_environment|agent_worker_keys"
+        "|custom_generate_function_path|rollout_function_path|load_debug_rollout_data",
     )
     use_rollout_logprobs: bool = arg(
         False,

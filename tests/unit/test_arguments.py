@@ -138,8 +138,10 @@ def test_layout(tmp_path: Path) -> None:
 
 
 MODEL_ARGS = """
---swiglu --num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --use-rotary-position-embeddings --disable-bias-linear
---add-qkv-bias --normalization RMSNorm --norm-epsilon 1e-6 --rotary-base 10000 --group-query-attention --num-query-groups 2 --vocab-size 320
+--swiglu --num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4
+--use-rotary-position-embeddings --disable-bias-linear --add-qkv-bias --normalization RMSNorm
+--norm-epsilon 1e-6 --rotary-base 10000 --group-query-attention --num-query-groups 2 --vocab-size
+320
 """.split()  # noqa: SIM905
 
 
@@ -160,33 +162,21 @@ def test_flags_that_agree_with_the_checkpoint(tmp_path: Path) -> None:
     ("argv", "said"),
     [
         (["--num-layers", "3"], "--num-layers (given: 3): conflicts with --hf-checkpoint's 4"),
-        (
-            ["--norm-epsilon", "1e-5"],
-            "--norm-epsilon (given: 1e-05): conflicts with --hf-checkpoint's 1e-06",
-        ),
-        (
-            ["--rotary-base", "500"],
-            "--rotary-base (given: 500.0): conflicts with --hf-checkpoint's 10000.0",
-        ),
+        (["--norm-epsilon", "1e-5"],
+         "--norm-epsilon (given: 1e-05): conflicts with --hf-checkpoint's 1e-06"),
+        (["--rotary-base", "500"],
+         "--rotary-base (given: 500.0): conflicts with --hf-checkpoint's 10000.0"),
         (["--squared-relu"], "--squared-relu: conflicts with --hf-checkpoint's gated silu"),
-        (
-            ["--qk-layernorm"],
-            "--qk-layernorm (given: True): conflicts with --hf-checkpoint's False",
-        ),
-        (
-            ["--add-bias-linear"],
-            "--add-bias-linear (given: True): conflicts with --hf-checkpoint's False",
-        ),
-        (
-            ["--untie-embeddings-and-output-weights"],
-            "(given: True): conflicts with --hf-checkpoint's False",
-        ),
-        (
-            ["--vocab-size", "321"],
-            "--vocab-size (given: 321): conflicts with --hf-checkpoint's 320",
-        ),
+        (["--qk-layernorm"],
+         "--qk-layernorm (given: True): conflicts with --hf-checkpoint's False"),
+        (["--add-bias-linear"],
+         "--add-bias-linear (given: True): conflicts with --hf-checkpoint's False"),
+        (["--untie-embeddings-and-output-weights"],
+         "(given: True): conflicts with --hf-checkpoint's False"),
+        (["--vocab-size", "321"],
+         "--vocab-size (given: 321): conflicts with --hf-checkpoint's 320"),
     ],
-)
+)  # fmt: skip
 def test_flags_that_disagree_with_the_checkpoint(
     tmp_path: Path, argv: list[str], said: str
 ) -> None:
@@ -292,7 +282,7 @@ def test_what_megatron_core_refuses_is_a_problem_with_a_flag(
     monkeypatch.setattr(TransformerConfig, "__post_init__", refuse)
     (found,) = problems_of(complete(tmp_path, "--hidden-dropout", "0.25"), 1)
     assert (found.flag, found.value) == ("--hidden-dropout", 0.25)
-    assert found.message == "megatron-core refuses: hidden_dropout: 0.25 is out of fashion"
+    assert found.message == "rejected by megatron-core: hidden_dropout: 0.25 is out of fashion"
 
 
 def test_aliases_of_losses_bring_their_defaults(tmp_path: Path) -> None:
@@ -335,23 +325,17 @@ def test_the_command_line_wins_over_the_run_file(tmp_path: Path) -> None:
         ("num_rollout: 3", ("--num-rollout",), "--num-epoch 1"),
         ("num_steps_per_rollout: 4", (), "--global-batch-size 8"),
         ("global_batch_size: 8", (), "--num-steps-per-rollout 4"),
-        (
-            "num_layers_per_virtual_pipeline_stage: 1",
-            (),
-            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
-        ),
-        (
-            "num_virtual_stages_per_pipeline_rank: 2",
-            (),
-            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
-        ),
+        ("num_layers_per_virtual_pipeline_stage: 1", (),
+         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
+        ("num_virtual_stages_per_pipeline_rank: 2", (),
+         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
         ("lr_warmup_iters: 1", (), "--lr-warmup-fraction 0.1"),
         ("lr_warmup_fraction: 0.1", (), "--lr-warmup-iters 1"),
         ("custom_rm_path: json.dumps", (), ""),
         ("rm_type: gsm8k", ("--rm-type",), "--custom-rm-path json.dumps"),
         ("custom_loss_function_path: json.dumps", (), "--policy-loss-type sapo"),
     ],
-)
+)  # fmt: skip
 def test_the_command_line_replaces_an_exclusive_partner(
     tmp_path: Path, in_the_file: str, without: tuple[str, ...], on_the_line: str
 ) -> None:

@@ -36,7 +36,8 @@ def test_every_estimator_by_flag(tmp_path: Path, name: str) -> None:
 
 def test_the_table_is_complete() -> None:
     assert set(advantage_estimators.names()) == {
-        "grpo", "gdpo", "otb", "pass_at_k", "rloo", "maxrl", "opo", "gpg", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo",
+        "grpo", "gdpo", "otb", "pass_at_k", "rloo", "maxrl", "opo", "gpg", "remax",
+        "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo",
         "grpo_token", "grpo_turn", "grpo_branch",
     }  # fmt: skip
 
@@ -47,7 +48,10 @@ def test_an_unknown_estimator_lists_the_legal_ones(tmp_path: Path) -> None:
 
 
 def test_kl_in_the_reward(tmp_path: Path) -> None:
-    flags = "--kl-coef 0.01 --kl-ctrl-type adaptive --kl-target 0.2 --kl-horizon 500 --ref-load {folder}/hf"
+    flags = (
+        "--kl-coef 0.01 --kl-ctrl-type adaptive --kl-target 0.2 --kl-horizon 500 --ref-load "
+        "{folder}/hf"
+    )
     algorithm = parse(tmp_path, flags).algorithm
     assert (
         algorithm.kl_coef,
@@ -66,8 +70,10 @@ def test_kl_in_the_reward(tmp_path: Path) -> None:
 
 def test_skyrls_names(tmp_path: Path) -> None:
     flags = (
-        "--trainer.algorithm.use_kl_in_reward=true --trainer.algorithm.kl_loss_coef=0.02 --trainer.algorithm.kl_ctrl.type=adaptive "
-        "--trainer.algorithm.kl_ctrl.kl_target=0.3 --trainer.algorithm.kl_ctrl.horizon=70 --trainer.algorithm.advantage_batch_normalize "
+        "--trainer.algorithm.use_kl_in_reward=true --trainer.algorithm.kl_loss_coef=0.02 "
+        "--trainer.algorithm.kl_ctrl.type=adaptive "
+        "--trainer.algorithm.kl_ctrl.kl_target=0.3 --trainer.algorithm.kl_ctrl.horizon=70 "
+        "--trainer.algorithm.advantage_batch_normalize "
         "--ref-load {folder}/hf"
     )
     algorithm = parse(tmp_path, flags).algorithm
@@ -94,46 +100,22 @@ PARTS = (
 )
 # name of the rule, or "" for what reading finds; flags; the flag that is named; words
 REFUSED = [
-    (
-        "check_whitening",
-        "--advantage-estimator reinforce_plus_plus",
-        "--normalize-advantages",
-        "--advantage-estimator reinforce_plus_plus",
-    ),
-    (
-        "check_whitening",
-        "--advantage-estimator reinforce_plus_plus_baseline",
-        "--normalize-advantages",
-        "reinforce_plus_plus_baseline",
-    ),
-    (
-        "check_gdpo_normalization",
-        "--advantage-estimator gdpo --normalize-advantages",
-        "--normalize-advantages",
-        "normalises over the rollout itself",
-    ),
-    (
-        "check_gdpo_rewards",
-        PARTS + "--gdpo-reward-weights 1",
-        "--gdpo-reward-weights",
-        "must be 2 numbers",
-    ),
+    ("check_whitening", "--advantage-estimator reinforce_plus_plus", "--normalize-advantages",
+     "--advantage-estimator reinforce_plus_plus"),
+    ("check_whitening", "--advantage-estimator reinforce_plus_plus_baseline",
+     "--normalize-advantages", "reinforce_plus_plus_baseline"),
+    ("check_gdpo_normalization", "--advantage-estimator gdpo --normalize-advantages",
+     "--normalize-advantages", "normalises over the rollout itself"),
+    ("check_gdpo_rewards", PARTS + "--gdpo-reward-weights 1", "--gdpo-reward-weights",
+     "must be 2 numbers"),
     ("check_gdpo_rewards", PARTS + "a", "--gdpo-reward-keys", "duplicate keys"),
     ("", PARTS.replace("gdpo ", "grpo ", 1), "--gdpo-reward-keys", "--advantage-estimator gdpo"),
-    (
-        "check_gdpo_rewards",
-        PARTS.replace("--reward-key a", ""),
-        "--gdpo-reward-keys",
-        "--reward-key",
-    ),
+    ("check_gdpo_rewards", PARTS.replace("--reward-key a", ""), "--gdpo-reward-keys",
+     "--reward-key"),
     ("", PARTS + "--kl-coef 0.1 --ref-load {folder}/hf", "--gdpo-reward-keys", "--kl-coef"),
     ("", "--gdpo-reward-weights 1 2", "--gdpo-reward-weights", "--gdpo-reward-keys"),
-    (
-        "check_energies",
-        "--advantage-estimator otb --use-rollout-logprobs",
-        "--use-rollout-logprobs",
-        "--advantage-estimator otb",
-    ),
+    ("check_energies", "--advantage-estimator otb --use-rollout-logprobs", "--use-rollout-logprobs",
+     "--advantage-estimator otb"),
     ("", "--kl-ctrl-type adaptive", "--kl-ctrl-type", "without --kl-coef"),
     ("", "--use-kl-in-reward", "--use-kl-in-reward", "--kl-coef"),
     ("", "--kl-ctrl-type adaptiv", "--kl-ctrl-type", "legal values: fixed, adaptive"),
@@ -141,7 +123,7 @@ REFUSED = [
     ("", "--kl-horizon -1", "--kl-horizon", "must be > 0"),
     ("", "--gamma 1.1", "--gamma", "0 <= x <= 1"),
     ("", "--advantage-estimator ppo --lambd 1.1", "--lambd", "0 <= x <= 1"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -178,7 +160,8 @@ def test_every_rule_is_broken_somewhere() -> None:
         ("--kl-target 0.3", "--kl-target has no effect without --kl-ctrl-type adaptive"),
         ("--n-samples-per-prompt 1", "every advantage is 0"),
         (
-            "--n-samples-per-prompt 1 --advantage-estimator reinforce_plus_plus_baseline --normalize-advantages",
+            "--n-samples-per-prompt 1 --advantage-estimator reinforce_plus_plus_baseline "
+            "--normalize-advantages",
             "every advantage is 0",
         ),
     ],
@@ -195,7 +178,8 @@ def test_estimators_without_groups_take_one_sample_for_each_prompt(
     assert (
         parse(
             tmp_path,
-            f"--advantage-estimator {name} --normalize-advantages --n-samples-per-prompt 1 --gamma 0.9",
+            f"--advantage-estimator {name} --normalize-advantages --n-samples-per-prompt 1 --gamma "
+            "0.9",
         ).warnings
         == ()
     )

@@ -59,8 +59,10 @@ def test_what_follows(tmp_path: Path) -> None:
 def test_the_lambdas_reach_the_estimator(tmp_path: Path) -> None:
     """With the other settings of advantages, each by its own flag."""
     words = (
-        "--lambd 0.9 --value-lambd 0.8 --gamma 0.7 --normalize-advantages --singleton-advantage reward "
-        "--disable-grpo-std-normalization --kl-coef 0.1 --ref-load {folder}/hf --use-opd --opd-type megatron "
+        "--lambd 0.9 --value-lambd 0.8 --gamma 0.7 --normalize-advantages --singleton-advantage "
+        "reward "
+        "--disable-grpo-std-normalization --kl-coef 0.1 --ref-load {folder}/hf --use-opd "
+        "--opd-type megatron "
         "--opd-teacher-load {folder}/hf --opd-kl-coef 0.6 --opd-prefix-gamma 0.4"
     )
     assert advantage_settings(parse(tmp_path, PPO + words)) == AdvantageSettings(
@@ -80,7 +82,10 @@ def test_the_lambdas_reach_the_estimator(tmp_path: Path) -> None:
 
 
 def test_slimes_words(tmp_path: Path) -> None:
-    words = "--advantage-estimator gae --num-critic-only-steps 1 --value_clip 1e9 --lambd 0.95 --critic_lr_warmup_iters 3 --value-loss-scale 1"
+    words = (
+        "--advantage-estimator gae --num-critic-only-steps 1 --value_clip 1e9 --lambd 0.95 "
+        "--critic_lr_warmup_iters 3 --value-loss-scale 1"
+    )
     run = parse(tmp_path, words)
     assert (run.algorithm.advantage_estimator, run.algorithm.lambd, run.value_loss.value_clip) == (
         "ppo",
@@ -137,14 +142,21 @@ def test_a_value_model_is_no_policy(tmp_path: Path) -> None:
 VALUES = {"lambd": 0.9, "critic_min_lr": 1e-6, "critic_sequence_parallel": ""}
 # name of the rule, or "" for what reading finds; flags; the flag that is named; words
 REFUSED = [
-    *(("", f"--{name.replace('_', '-')} {VALUES.get(name, 1)}", f"--{name.replace('_', '-')}", "only valid with --advantage-estimator ppo")
-      for name in ("lambd", "value_lambd", "lambd_length_alpha", *(f.name for c in (CriticConfig, ValueLossConfig) for f in dataclasses.fields(c)))),
-    ("check_critic_lr", PPO + "--critic-lr 1e-4 --critic-min-lr 2e-4", "--critic-min-lr", "must not be above --critic-lr 0.0001"),
-    ("check_critic_lr", PPO + "--critic-min-lr 2e-4", "--critic-min-lr", "must not be above --lr 1e-05"),
-    ("check_critic_warmup", PPO + "--critic-lr-warmup-iters 9 --lr-decay-iters 9", "--critic-lr-warmup-iters", "must be below --lr-decay-iters 9"),
-    ("check_critic_only_steps", PPO + "--num-critic-only-steps 3", "--num-critic-only-steps", "--num-rollout 2"),
+    *(("", f"--{name.replace('_', '-')} {VALUES.get(name, 1)}", f"--{name.replace('_', '-')}",
+    "only valid with --advantage-estimator ppo")
+      for name in ("lambd", "value_lambd", "lambd_length_alpha",
+      *(f.name for c in (CriticConfig, ValueLossConfig) for f in dataclasses.fields(c)))),
+    ("check_critic_lr", PPO + "--critic-lr 1e-4 --critic-min-lr 2e-4", "--critic-min-lr",
+     "must not be above --critic-lr 0.0001"),
+    ("check_critic_lr", PPO + "--critic-min-lr 2e-4", "--critic-min-lr",
+     "must not be above --lr 1e-05"),
+    ("check_critic_warmup", PPO + "--critic-lr-warmup-iters 9 --lr-decay-iters 9",
+     "--critic-lr-warmup-iters", "must be below --lr-decay-iters 9"),
+    ("check_critic_only_steps", PPO + "--num-critic-only-steps 3", "--num-critic-only-steps",
+     "--num-rollout 2"),
     ("check_critic_load", PPO + "--critic-load {folder}/none", "--critic-load", "no such folder"),
-    ("check_critic_load", PPO + "--critic-load {folder}", "--critic-load", "neither checkpoints nor"),
+    ("check_critic_load", PPO + "--critic-load {folder}", "--critic-load",
+     "neither checkpoints nor"),
     ("", PPO + "--critic-save {folder}/critic", "--critic-save", "in every checkpoint in --save"),
     ("", PPO + "--critic-lr 0", "--critic-lr", "must be > 0"),
     ("", PPO + "--value-lambd 1.1", "--value-lambd", "0 <= x <= 1"),
@@ -154,8 +166,10 @@ REFUSED = [
     ("", PPO + "--value-clip nan", "--value-clip", "finite number"),
     ("", PPO + "--value-loss-scale -1", "--value-loss-scale", "must be > 0"),
     ("", PPO + "--critic-num-nodes 1", "--critic-num-nodes", "--critic-tensor-model-parallel-size"),
-    ("", PPO + "--critic-num-gpus-per-node 1", "--critic-num-gpus-per-node", "--critic-tensor-model-parallel-size"),
-    ("", PPO + "--critic-tensor-parallel-size 1", "--critic-tensor-parallel-size", "did you mean --critic-tensor-model-parallel-size"),
+    ("", PPO + "--critic-num-gpus-per-node 1", "--critic-num-gpus-per-node",
+     "--critic-tensor-model-parallel-size"),
+    ("", PPO + "--critic-tensor-parallel-size 1", "--critic-tensor-parallel-size",
+     "did you mean --critic-tensor-model-parallel-size"),
     ("", PPO + "--critic-train-only", "--critic-train-only", "not implemented"),
 ]  # fmt: skip
 

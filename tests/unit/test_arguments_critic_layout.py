@@ -45,7 +45,8 @@ def layout(parallel: ParallelConfig) -> dict[str, Any]:
 TAKEN_OVER: list[tuple[str, dict[str, Any]]] = [
     ("", {}),
     (TP2 + "--sequence-parallel", {"tensor": 2, "sequence_parallel": True}),
-    (TP2 + "--sequence-parallel " + critics(PP2), {"tensor": 2, "pipeline": 2, "sequence_parallel": True}),
+    (TP2 + "--sequence-parallel " + critics(PP2),
+     {"tensor": 2, "pipeline": 2, "sequence_parallel": True}),
     (TP2 + "--sequence-parallel --critic-tensor-model-parallel-size 1", {}),
     (TP2 + "--sequence-parallel --no-critic-sequence-parallel", {"tensor": 2}),
     (critics(TP2 + "--sequence-parallel"), {"tensor": 2, "sequence_parallel": True}),
@@ -102,23 +103,38 @@ def test_who_has_groups_of_its_own(tmp_path: Path) -> None:
 # flags; the flag that is named; words
 REFUSED = [
     (critics(TP2 + "--pipeline-model-parallel-size 4"), "--critic-tensor-model-parallel-size",
-     "--critic-tensor-model-parallel-size 2 x --critic-pipeline-model-parallel-size 4 = 8 does not divide the 4 processes"),
-    ("--critic-sequence-parallel", "--critic-sequence-parallel", "requires --critic-tensor-model-parallel-size above 1"),
-    (TP2 + "--critic-tensor-model-parallel-size 4", "--critic-tensor-model-parallel-size", "--num-query-groups 2"),
+     "--critic-tensor-model-parallel-size 2 x --critic-pipeline-model-parallel-size 4 = 8 does not "
+     "divide the 4 processes"),
+    ("--critic-sequence-parallel", "--critic-sequence-parallel",
+     "requires --critic-tensor-model-parallel-size above 1"),
+    (TP2 + "--critic-tensor-model-parallel-size 4", "--critic-tensor-model-parallel-size",
+     "--num-query-groups 2"),
     ("--critic-context-parallel-size 2 --hidden-dropout 0.1", "--hidden-dropout",
-     "in the critic's layout (--critic-context-parallel-size 2), must be 0 with --critic-context-parallel-size above 1"),
-    ("--critic-context-parallel-size 2 --cp-comm-type p2p", "--cp-comm-type", "in the critic's layout"),
-    ("--critic-num-virtual-stages-per-pipeline-rank 2", "--critic-num-virtual-stages-per-pipeline-rank", "requires --critic-pipeline-model"),
-    (critics(VP2) + "--critic-num-layers-per-virtual-pipeline-stage 1", "--critic-num-layers-per-virtual-pipeline-stage", "cannot be combined with --critic-"),
-    (critics(PP2 + "--num-virtual-stages-per-pipeline-rank 3"), "--critic-num-virtual-stages-per-pipeline-rank", "the 2 layers"),
-    ("--critic-expert-model-parallel-size 2", "--critic-expert-model-parallel-size", "the network has no experts"),
+     "in the critic's layout (--critic-context-parallel-size 2), must be 0 with "
+     "--critic-context-parallel-size above 1"),
+    ("--critic-context-parallel-size 2 --cp-comm-type p2p", "--cp-comm-type",
+     "in the critic's layout"),
+    ("--critic-num-virtual-stages-per-pipeline-rank 2",
+     "--critic-num-virtual-stages-per-pipeline-rank", "requires --critic-pipeline-model"),
+    (critics(VP2) + "--critic-num-layers-per-virtual-pipeline-stage 1",
+     "--critic-num-layers-per-virtual-pipeline-stage", "cannot be combined with --critic-"),
+    (critics(PP2 + "--num-virtual-stages-per-pipeline-rank 3"),
+     "--critic-num-virtual-stages-per-pipeline-rank", "the 2 layers"),
+    ("--critic-expert-model-parallel-size 2", "--critic-expert-model-parallel-size",
+     "the network has no experts"),
     (TP2 + "--micro-batch-size 4 --critic-tensor-model-parallel-size 1", "--rollout-batch-size",
-     "in the critic's layout (--critic-tensor-model-parallel-size 1), an optimizer step's 8 samples are not divisible by 4 data-parallel ranks"),
-    (PP2 + TP2 + "--rollout-batch-size 1 --n-samples-per-prompt 4 --use-dynamic-batch-size --max-tokens-per-gpu 64 "
-     "--critic-pipeline-model-parallel-size 1 --critic-tensor-model-parallel-size 1", "--rollout-batch-size", "2 samples are fewer than the 4"),
+     "in the critic's layout (--critic-tensor-model-parallel-size 1), an optimizer step's 8 "
+     "samples are not divisible by 4 data-parallel ranks"),
+    (PP2 + TP2 + "--rollout-batch-size 1 --n-samples-per-prompt 4 --use-dynamic-batch-size "
+                 "--max-tokens-per-gpu 64 "
+     "--critic-pipeline-model-parallel-size 1 --critic-tensor-model-parallel-size 1",
+     "--rollout-batch-size", "2 samples are fewer than the 4"),
     (critics(VP2) + "--log-probs-micro-batch-size 8", "--log-probs-micro-batch-size",
-     "the interleaved schedule requires the 16 samples of a rollout to be divisible by 2 data-parallel ranks x 8 x --critic-pipeline-model"),
-    (PP2 + TP2 + "--loss-reduction token_mean_legacy --micro-batch-size 8 --critic-tensor-model-parallel-size 1", "--loss-reduction", "in the critic's layout"),
+     "the interleaved schedule requires the 16 samples of a rollout to be divisible by 2 "
+     "data-parallel ranks x 8 x --critic-pipeline-model"),
+    (PP2 + TP2 + "--loss-reduction token_mean_legacy --micro-batch-size 8 "
+                 "--critic-tensor-model-parallel-size 1", "--loss-reduction",
+                 "in the critic's layout"),
 ]  # fmt: skip
 
 

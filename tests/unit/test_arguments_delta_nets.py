@@ -92,7 +92,8 @@ def test_the_language_model_of_a_file_with_images(tmp_path: Path) -> None:
         "mtp_num_hidden_layers": 1,
     }
     whole = {
-        "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": nested,
+        "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5",
+        "text_config": nested,
         "vision_config": {"depth": 1}, "image_token_id": 3, "tie_word_embeddings": False,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(whole))

@@ -16,14 +16,14 @@ from arguments.flag_registry import FlagTable, flag_table, without_clashes
 from arguments.flags import Flag, flags_of, read_source_fields, shape_of
 from arguments.megatron import (
     CHOICES,
-    OF_SOME_RELEASES,
+    DERIVED,
     OPTIMIZER_DTYPES,
-    OURS,
+    RELEASE_DEPENDENT,
     SUPPORTED,
     megatron_fields,
     megatron_flags,
 )
-from arguments.megatron_help import DATA_PARALLEL, EXPERTS, NETWORK, OPTIMIZER, SENTENCES
+from arguments.megatron_help import DATA_PARALLEL, EXPERTS, HELP_TEXTS, NETWORK, OPTIMIZER
 from slime_like.config import POSITIVE, arg, flag_name
 
 
@@ -84,7 +84,8 @@ def test_source_text_is_read_without_running_it(tmp_path: Path) -> None:
         "class Config:\n"
         "    width: int = 2**4\n"
         "    'The width.\\n    In units.'\n"
-        "    eps: float = field(default=1e-5, metadata={'argparse_meta': {'arg_names': ['--norm-eps']}})\n"
+        "    eps: float = field(default=1e-5, metadata={'argparse_meta': {'arg_names': "
+        "['--norm-eps']}})\n"
         "    backend: Backend = Backend.auto\n"
         "    kind: Optional[Literal['a', 'b']] = None\n"
         "    'The kind.'\n"
@@ -131,13 +132,13 @@ def test_source_text_agrees_with_the_imported_classes() -> None:
 def test_a_field_of_megatron_core_may_have_any_name() -> None:
     """Its next release may bring names that others have; what works here keeps its spellings."""
 
-    def flag(dest: str, *also: str, refused: str = "of another release") -> Flag:
-        return Flag(dest, "g", "value", "", (*also, flag_name(dest)), refused=refused)
+    def flag(dest: str, *also: str, rejection: str = "of another release") -> Flag:
+        return Flag(dest, "g", "value", "", (*also, flag_name(dest)), rejection=rejection)
 
-    ours = [flag("buckets", "--count", refused="")]
+    ours = [flag("buckets", "--count", rejection="")]
     megatron = [
         flag("fp4_param", "--fp4-param-gather"),
-        flag("lr", refused=""),
+        flag("lr", rejection=""),
         flag("fp4_param_gather"),
         flag("rate", "--lr"),
         flag("buckets"),
@@ -147,26 +148,28 @@ def test_a_field_of_megatron_core_may_have_any_name() -> None:
     ]
     table = FlagTable([*ours, *without_clashes(ours, megatron)])
     assert {name: spelling.flag.dest for name, spelling in table.spellings.items()} == {
-        "--buckets": "buckets", "--count": "buckets", "--lr": "lr", "--rate": "rate", "--fp4-param": "fp4_param",
-        "--fp4-param-gather": "fp4_param_gather", "--new": "new", "--also": "new", "--newer": "newer",
+        "--buckets": "buckets", "--count": "buckets", "--lr": "lr", "--rate": "rate",
+        "--fp4-param": "fp4_param",
+        "--fp4-param-gather": "fp4_param_gather", "--new": "new", "--also": "new",
+        "--newer": "newer",
     }  # fmt: skip
-    assert not table.by_dest["buckets"].refused and table.by_dest["fp4_param_gather"].refused
+    assert not table.by_dest["buckets"].rejection and table.by_dest["fp4_param_gather"].rejection
 
 
 def test_values_that_a_release_adds_are_not_legal_by_that() -> None:
     """Every word that works here is listed here."""
-    words = {flag.dest for flag in megatron_flags() if not flag.refused and flag.choices}
+    words = {flag.dest for flag in megatron_flags() if not flag.rejection and flag.choices}
     listed = CHOICES.keys() | OPTIMIZER_DTYPES.keys()
-    assert words | OF_SOME_RELEASES & listed == listed
+    assert words | RELEASE_DEPENDENT & listed == listed
 
 
 def test_supported_fields_exist_and_each_field_is_decided_once() -> None:
     names = set(megatron_fields())
-    assert names >= SUPPORTED - OF_SOME_RELEASES and SUPPORTED > OF_SOME_RELEASES
-    assert not SUPPORTED & OURS
+    assert names >= SUPPORTED - RELEASE_DEPENDENT and SUPPORTED > RELEASE_DEPENDENT
+    assert not SUPPORTED & DERIVED
     flags = {flag.dest: flag for flag in megatron_flags()}
-    assert {name for name, flag in flags.items() if not flag.refused} == SUPPORTED & names
-    without_flag = names - set(flags) - OURS
+    assert {name for name, flag in flags.items() if not flag.rejection} == SUPPORTED & names
+    without_flag = names - set(flags) - DERIVED
     types = {name: str(megatron_fields()[name][0][1].annotation) for name in without_flag}
     assert all("Callable" in words or name.endswith("dtype") for name, words in types.items()), (
         types
@@ -176,23 +179,23 @@ def test_supported_fields_exist_and_each_field_is_decided_once() -> None:
 def test_every_exposed_flag_of_megatron_core_has_a_sentence_of_its_own() -> None:
     """And no sentence is about a flag that is refused or gone, nor names a flag that does not
     exist."""
-    exposed = {flag.dest: flag for flag in megatron_flags() if not flag.refused}
-    assert set(SENTENCES) - OF_SOME_RELEASES == set(exposed) - OF_SOME_RELEASES
+    exposed = {flag.dest: flag for flag in megatron_flags() if not flag.rejection}
+    assert set(HELP_TEXTS) - RELEASE_DEPENDENT == set(exposed) - RELEASE_DEPENDENT
     assert (
         len(NETWORK) + len(EXPERTS) + len(OPTIMIZER) + len(DATA_PARALLEL)
-        == len(SENTENCES)
-        == len(set(SENTENCES.values()))
+        == len(HELP_TEXTS)
+        == len(set(HELP_TEXTS.values()))
     )
     assert {
         name: len(words)
-        for name, words in SENTENCES.items()
+        for name, words in HELP_TEXTS.items()
         if len(words) > 160 or not words.endswith(".")
     } == {}
-    assert exposed["clip_grad"].help == f"{SENTENCES['clip_grad']} (clip_grad of OptimizerConfig)"
+    assert exposed["clip_grad"].help == f"{HELP_TEXTS['clip_grad']} (clip_grad of OptimizerConfig)"
     known = flag_table().spellings
     named = {
         word
-        for words in SENTENCES.values()
+        for words in HELP_TEXTS.values()
         for word in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", words)
     }
     assert len(named) > 20 and named <= set(known), named - set(known)
@@ -206,21 +209,15 @@ def test_every_exposed_flag_of_megatron_core_has_a_sentence_of_its_own() -> None
         ("grad_reduce_in_fp32", "--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-fp32"),
         ("apply_rope_fusion", "--apply-rope-fusion", "--no-rope-fusion"),
         ("bias_activation_fusion", "--bias-activation-fusion", "--no-bias-swiglu-fusion"),
-        (
-            "gradient_accumulation_fusion",
-            "--gradient-accumulation-fusion",
-            "--no-gradient-accumulation-fusion",
-        ),
+        ("gradient_accumulation_fusion", "--gradient-accumulation-fusion",
+         "--no-gradient-accumulation-fusion"),
         ("perform_initialization", "--no-initialization", "--perform-initialization"),
-        (
-            "attention_softmax_in_fp32",
-            "--no-attention-softmax-in-fp32",
-            "--attention-softmax-in-fp32",
-        ),
+        ("attention_softmax_in_fp32", "--no-attention-softmax-in-fp32",
+         "--attention-softmax-in-fp32"),
         ("num_moe_experts", "--num-experts", "--num-moe-experts"),
         ("fp8", "--fp8-format", "--fp8"),
     ],
-)
+)  # fmt: skip
 def test_megatron_lm_spellings(dest: str, name: str, also: str) -> None:
     flag = next(flag for flag in megatron_flags() if flag.dest == dest)
     assert flag.name == name and also in (*flag.on, *flag.off)
@@ -229,12 +226,15 @@ def test_megatron_lm_spellings(dest: str, name: str, also: str) -> None:
 @pytest.mark.parametrize(
     ("dest", "reason"),
     [
-        ("moe_latent_size", "mixtures of experts"), ("fp8", "fp8"), ("hybrid_context_parallel", "context parallelism"),
-        ("cuda_graph_impl", "CUDA graphs"), ("multi_latent_attention", "attention"), ("use_megatron_fsdp", "FSDP"), ("store_param_remainders", "optimizer"),
-        ("moe_input_jitter_eps", "mixtures of experts"), ("fp16", "use --bf16"), ("loss_scale", "use --bf16"), ("loss_scale_window", "use --bf16"),
+        ("moe_latent_size", "mixtures of experts"), ("fp8", "fp8"), ("hybrid_context_parallel",
+         "context parallelism"),
+        ("cuda_graph_impl", "CUDA graphs"), ("multi_latent_attention", "attention"),
+         ("use_megatron_fsdp", "FSDP"), ("store_param_remainders", "optimizer"),
+        ("moe_input_jitter_eps", "mixtures of experts"), ("fp16", "use --bf16"), ("loss_scale",
+         "use --bf16"), ("loss_scale_window", "use --bf16"),
         ("hysteresis", "use --bf16"),
     ],
 )  # fmt: skip
 def test_fields_that_cannot_work_here_are_refused_with_a_reason(dest: str, reason: str) -> None:
     flag = next(flag for flag in megatron_flags() if flag.dest == dest)
-    assert reason in flag.refused
+    assert reason in flag.rejection

@@ -29,15 +29,18 @@ def test_defaults_and_groups(tmp_path: Path) -> None:
     run = parse(tmp_path, "--lora-rank 8")
     assert run.lora.lora_alpha == 32 and lora_spec(run.lora, 1).scale == 4
     assert {"q_proj", "o_proj", "gate_proj", "down_proj"} < lora_spec(run.lora, 1).targets
-    assert lora_spec(parse(tmp_path, "--lora-rank 8 --target-modules attn up_proj").lora, 1).targets == {
-        "q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "up_proj"
+    assert lora_spec(parse(tmp_path, "--lora-rank 8 --target-modules attn up_proj").lora,
+    1).targets == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa",
+        "kv_b_proj", "up_proj"
     }  # fmt: skip
 
 
 def test_the_critic_has_the_policys_modules_without_the_output_layer(tmp_path: Path) -> None:
     run = parse(
         tmp_path,
-        f"{PPO} --lora-rank 8 --critic-lora-rank 2 --lora-alpha 6 --lora-target-modules attn unembed",
+        f"{PPO} --lora-rank 8 --critic-lora-rank 2 --lora-alpha 6 --lora-target-modules attn "
+        "unembed",
     )
     critic = critic_lora_spec(run.lora, run.critic.critic_lora_rank, run.model.seed)
     assert critic.value_head and critic.rank == 2 and critic.scale == 3
@@ -58,81 +61,40 @@ PPO = "--advantage-estimator ppo"
 REFUSED = [
     ("", "--lora-rank -1", "--lora-rank (given: '-1'): must be >= 0"),
     ("", "--lora-rank 4 --lora-alpha 0", "--lora-alpha (given: '0'): must be > 0"),
-    (
-        "check_lora_targets",
-        "--lora-rank 4 --lora-target-modules lm_head --rollout-engine sglang",
-        "shares its weight with the embedding",
-    ),
+    ("check_lora_targets", "--lora-rank 4 --lora-target-modules lm_head --rollout-engine sglang",
+     "shares its weight with the embedding"),
     ("", "--lora-alpha 4", "has no effect without --lora-rank"),
-    (
-        "",
-        "--lora-save-path {folder}/x",
-        "has no effect without --lora-rank",
-    ),
+    ("", "--lora-save-path {folder}/x", "has no effect without --lora-rank"),
     ("", "--lora-rank 4 --lora-dropout 0.1", "--lora-dropout"),
     ("", "--lora-rank 4 --exclude-modules q_proj", "use --lora-target-modules"),
     ("check_lora_base", "--lora-rank 4 --load {folder}/hf", "set it as --hf-checkpoint"),
-    (
-        "check_lora_compatibility",
-        "--lora-rank 4 --debug-rollout-only",
-        "--debug-rollout-only: cannot be combined with --lora-rank",
-    ),
-    (
-        "check_lora_compatibility",
-        "--lora-rank 4 --decoupled-lr 1e-3",
-        "--decoupled-lr (given: 0.001): is for the embedding and the output layer",
-    ),
-    (
-        "check_lora_base",
-        "--lora-rank 4 --use-kl-loss --kl-loss-coef 0.1 --ref-load {folder}/hf --ref-offload",
-        "the reference is the model without",
-    ),
-    (
-        "check_lora_adapter_path",
-        "--lora-rank 4 --lora-adapter-path {folder}/none",
-        "adapter_config.json cannot be read",
-    ),
-    (
-        "check_lora_adapter_path",
-        "--lora-rank 4 --lora-adapter-path {folder}/adapter",
-        "--lora-rank (given: 4): is 8 in --lora-adapter-path",
-    ),
-    (
-        "check_lora_adapter_path",
-        "--lora-rank 8 --lora-adapter-path {folder}/adapter",
-        "--lora-alpha (given: 32.0): is 16 in --lora-adapter-path",
-    ),
-    (
-        "check_lora_adapter_path",
-        "--lora-rank 8 --lora-alpha 16 --lora-adapter-path {folder}/dora",
-        "use_dora is True, which is not supported",
-    ),
-    (
-        "check_critic_lora",
-        f"{PPO} --critic-lora-rank 4",
-        "--critic-lora-rank (given: 4): requires --lora-rank",
-    ),
-    (
-        "",
-        "--lora-rank 4 --critic-lora-rank 4",
-        "--critic-lora-rank (given: 4): only valid with --advantage-estimator ppo",
-    ),
-    (
-        "",
-        f"{PPO} --lora-rank 4 --critic-lora-rank 4 --critic-load {{folder}}/hf",
-        "the critic's base is the policy's",
-    ),
-    (
-        "",
-        f"{PPO} --lora-rank 4 --critic-lora-rank 4 --tensor-model-parallel-size 2 --critic-tensor-model-parallel-size 1",
-        "remove --critic-tensor-model-parallel-size",
-    ),
-    (
-        "",
-        f"{PPO} --lora-rank 4 --critic-lora-rank 4 --lora-target-modules unembed",
-        "a critic has no output layer; add attn or mlp",
-    ),
-]  # (rule, flags, words)
+    ("check_lora_compatibility", "--lora-rank 4 --debug-rollout-only",
+     "--debug-rollout-only: cannot be combined with --lora-rank"),
+    ("check_lora_compatibility", "--lora-rank 4 --decoupled-lr 1e-3",
+     "--decoupled-lr (given: 0.001): is for the embedding and the output layer"),
+    ("check_lora_base",
+     "--lora-rank 4 --use-kl-loss --kl-loss-coef 0.1 --ref-load {folder}/hf --ref-offload",
+     "the reference is the model without"),
+    ("check_lora_adapter_path", "--lora-rank 4 --lora-adapter-path {folder}/none",
+     "adapter_config.json cannot be read"),
+    ("check_lora_adapter_path", "--lora-rank 4 --lora-adapter-path {folder}/adapter",
+     "--lora-rank (given: 4): is 8 in --lora-adapter-path"),
+    ("check_lora_adapter_path", "--lora-rank 8 --lora-adapter-path {folder}/adapter",
+     "--lora-alpha (given: 32.0): is 16 in --lora-adapter-path"),
+    ("check_lora_adapter_path", "--lora-rank 8 --lora-alpha 16 --lora-adapter-path {folder}/dora",
+     "use_dora is True, which is not supported"),
+    ("check_critic_lora", f"{PPO} --critic-lora-rank 4",
+     "--critic-lora-rank (given: 4): requires --lora-rank"),
+    ("", "--lora-rank 4 --critic-lora-rank 4",
+     "--critic-lora-rank (given: 4): only valid with --advantage-estimator ppo"),
+    ("", f"{PPO} --lora-rank 4 --critic-lora-rank 4 --critic-load {{folder}}/hf",
+     "the critic's base is the policy's"),
+    ("",
+     f"{PPO} --lora-rank 4 --critic-lora-rank 4 --tensor-model-parallel-size 2 "
+     "--critic-tensor-model-parallel-size 1", "remove --critic-tensor-model-parallel-size"),
+    ("", f"{PPO} --lora-rank 4 --critic-lora-rank 4 --lora-target-modules unembed",
+     "a critic has no output layer; add attn or mlp"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("rule", "flags", "words"), REFUSED)

@@ -151,7 +151,8 @@ def test_slimes_cispo_takes_eps_clip(tmp_path: Path) -> None:
 
 # rule or "", flags, the flag that is named, words of the message
 REFUSED: list[tuple[str, str, str, str]] = [
-    ("", "--policy-loss-type reinforce", "--policy-loss-type", "legal values: bradley_terry, cispo, clip_cov, cross_entropy"),
+    ("", "--policy-loss-type reinforce", "--policy-loss-type",
+     "legal values: bradley_terry, cispo, clip_cov, cross_entropy"),
     ("", "--loss-reduction token_sum", "--loss-reduction", "token_mean_legacy"),
     ("", "--policy-loss-type gspo --eps-clip -0.1", "--eps-clip", "must be >= 0"),
     ("", "--eps-clip-c 1", "--eps-clip-c", "must be > 1"),
@@ -163,25 +164,37 @@ REFUSED: list[tuple[str, str, str, str]] = [
     ("", "--policy-loss-type gmpo --gmpo-eps-low -1", "--gmpo-eps-low", "must be >= 0"),
     ("", "--policy-loss-type cispo --cispo-anchor sampler", "--cispo-anchor", "old, rollout"),
     ("", "--policy-loss-type dppo --dppo-type kl", "--dppo-type", "binary_tv, binary_kl"),
-    ("", "--policy-loss-type dppo_kl --dppo-type binary_tv", "--dppo-type", "conflicts with --policy-loss-type dppo_kl"),
-    ("", "--policy-loss-type gmpo --loss-reduction token_mean", "--loss-reduction", "requires rollout_mean or sequence_mean"),
-    ("", "--policy-loss-type geo_mean --calculate-per-token-loss", "--loss-reduction", "requires rollout_mean or sequence_mean"),
+    ("", "--policy-loss-type dppo_kl --dppo-type binary_tv", "--dppo-type",
+     "conflicts with --policy-loss-type dppo_kl"),
+    ("", "--policy-loss-type gmpo --loss-reduction token_mean", "--loss-reduction",
+     "requires rollout_mean or sequence_mean"),
+    ("", "--policy-loss-type geo_mean --calculate-per-token-loss", "--loss-reduction",
+     "requires rollout_mean or sequence_mean"),
     ("", "--policy-loss-type rollout_is --use-tis", "--tis-ratio-type", "count double"),
-    ("", "--policy-loss-type cispo --cispo-anchor rollout --tis-ratio-type sequence", "--tis-ratio-type", "count double"),
+    ("", "--policy-loss-type cispo --cispo-anchor rollout --tis-ratio-type sequence",
+     "--tis-ratio-type", "count double"),
     ("", "--policy-loss-type dppo_tv --use-tis", "--tis-ratio-type", "count double"),
-    ("", "--loss-type sft_loss --token-mask-is-threshold-low 0.5 --token-mask-is-threshold-high 2", "--token-mask-is-threshold-low", "no old policy"),
+    ("", "--loss-type sft_loss --token-mask-is-threshold-low 0.5 --token-mask-is-threshold-high 2",
+     "--token-mask-is-threshold-low", "no old policy"),
     ("", "--policy-loss-type dro", "--dro-beta", "required"),
     ("check_opsm", "--opsm-delta 0.1", "--opsm-delta", "without --use-opsm"),
     ("check_opsm", "--use-opsm --loss-type sft_loss", "--use-opsm", "no old policy"),
-    ("", "--positive-nll-coef 0.1 --loss-type sft_loss", "--positive-nll-coef", "--loss-type sft_loss"),
+    ("", "--positive-nll-coef 0.1 --loss-type sft_loss", "--positive-nll-coef",
+     "--loss-type sft_loss"),
     ("", "--positive-nll-coef -0.1", "--positive-nll-coef", "must be >= 0"),
-    ("check_entropy_bounds", "--entropy-ctrl-type adaptive --entropy-coef-min 0.01", "--entropy-coef-min", "must not be above"),
-    ("check_entropy_bounds", "--entropy-ctrl-type adaptive --entropy-coef 0.01", "--entropy-coef", "from 0 to 0.005"),
+    ("check_entropy_bounds", "--entropy-ctrl-type adaptive --entropy-coef-min 0.01",
+     "--entropy-coef-min", "must not be above"),
+    ("check_entropy_bounds", "--entropy-ctrl-type adaptive --entropy-coef 0.01", "--entropy-coef",
+     "from 0 to 0.005"),
     ("", "--entropy-target 0", "--entropy-target", "must be > 0"),
-    ("check_legacy_reduction", "--loss-reduction token_mean_legacy --micro-batch-size 3", "--loss-reduction", "use token_mean"),
-    ("", "--custom-loss-function-path {folder}/mine.py:mine --policy-loss-type sapo", "--custom-loss-function-path", "conflicts with --policy-loss-type sapo"),
-    ("", "--custom-loss-function-path {folder}/mine.py:mine --loss-type sft_loss", "--custom-loss-function-path", "remove it"),
-    ("", "--custom-loss-function-path {folder}/mine.py:other", "--custom-loss-function-path", "has no 'other'"),
+    ("check_legacy_reduction", "--loss-reduction token_mean_legacy --micro-batch-size 3",
+     "--loss-reduction", "use token_mean"),
+    ("", "--custom-loss-function-path {folder}/mine.py:mine --policy-loss-type sapo",
+     "--custom-loss-function-path", "conflicts with --policy-loss-type sapo"),
+    ("", "--custom-loss-function-path {folder}/mine.py:mine --loss-type sft_loss",
+     "--custom-loss-function-path", "remove it"),
+    ("", "--custom-loss-function-path {folder}/mine.py:other", "--custom-loss-function-path",
+     "has no 'other'"),
     ("", "--loss-type custom_loss", "--custom-loss-function-path", "required"),
 ]  # fmt: skip
 
@@ -242,7 +255,8 @@ def test_a_custom_loss(tmp_path: Path, also: str) -> None:
     (tmp_path / "mine.py").write_text("def mine(inputs, config): ...\n")
     run = parse(
         tmp_path,
-        f"--custom-loss-function-path {{folder}}/mine.py:mine --eps-clip 0.3 --dppo-delta-high 0.1 {also}",
+        f"--custom-loss-function-path {{folder}}/mine.py:mine --eps-clip 0.3 --dppo-delta-high 0.1 "
+        f"{also}",
     )
     assert not run.warnings
     assert run.algorithm.loss_type == "policy_loss"

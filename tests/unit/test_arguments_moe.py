@@ -147,28 +147,22 @@ def test_mixtral_and_qwen2_moe(tmp_path: Path) -> None:
         ({**QWEN3_MOE, "moe_intermediate_size": None}, "moe_intermediate_size is missing"),
         ({**QWEN3_MOE, "n_shared_experts": 2}, "n_shared_experts 2 is unknown"),
         ({**MIXTRAL, "router_jitter_noise": 0.1}, "noise on the router's input"),
-        (
-            {**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 64},
-            "sliding windows are not supported",
-        ),
+        ({**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 64},
+         "sliding windows are not supported"),
         ({**MIXTRAL, "num_local_experts": None}, "num_local_experts is missing"),
         ({**HF_CONFIG, "num_experts": 8}, "num_experts 8 is unknown"),
-        (
-            {**HF_CONFIG, "architectures": ["DeepseekV2ForCausalLM"]},
-            "DeepseekV2ForCausalLM'] is not supported",
-        ),
+        ({**HF_CONFIG, "architectures": ["DeepseekV2ForCausalLM"]},
+         "DeepseekV2ForCausalLM'] is not supported"),
         ({**DEEPSEEK_V3, "topk_group": 1}, "scores a group by its best"),
         ({**DEEPSEEK_V3, "norm_topk_prob": False}, "norm_topk_prob False is not supported"),
         ({**DEEPSEEK_V3, "scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
         ({**DEEPSEEK_V3, "rope_interleave": False}, "rope_interleave False is not supported"),
         ({**DEEPSEEK_V3, "model_type": "kimi_k3"}, "does not go with"),
         ({**DEEPSEEK_V3, "num_key_value_heads": 2}, "latent attention has no groups"),
-        (
-            {**DEEPSEEK_V3, "rope_scaling": {"type": "yarn", "factor": 4.0}},
-            "needs original_max_position_embeddings",
-        ),
+        ({**DEEPSEEK_V3, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+         "needs original_max_position_embeddings"),
     ],
-)
+)  # fmt: skip
 def test_refused_by_name(tmp_path: Path, config: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_hf_model(write(tmp_path, config))
@@ -192,22 +186,31 @@ def test_layer_patterns() -> None:
 TP2 = "--tensor-model-parallel-size 2"
 # rule, flags, processes, the flag that is named, words of the message
 CASES = [
-    ("check_expert_parallel_sizes", "--expert-model-parallel-size 3", 3, "--expert-model-parallel-size", "divisor of 8"),
-    ("check_expert_parallel_sizes", "--expert-model-parallel-size 4", 2, "--expert-model-parallel-size", "does not divide the 2 processes"),
-    ("check_expert_parallel_sizes", "--expert-tensor-parallel-size 5", 5, "--expert-tensor-parallel-size", "--moe-ffn-hidden-size 24"),
+    ("check_expert_parallel_sizes", "--expert-model-parallel-size 3", 3,
+     "--expert-model-parallel-size", "divisor of 8"),
+    ("check_expert_parallel_sizes", "--expert-model-parallel-size 4", 2,
+     "--expert-model-parallel-size", "does not divide the 2 processes"),
+    ("check_expert_parallel_sizes", "--expert-tensor-parallel-size 5", 5,
+     "--expert-tensor-parallel-size", "--moe-ffn-hidden-size 24"),
     ("check_expert_sequence_parallel", TP2, 2, "--sequence-parallel", "required for experts with"),
     (
-        "check_expert_tensor_parallel", f"{TP2} --sequence-parallel --expert-tensor-parallel-size 1", 2,
+        "check_expert_tensor_parallel",
+        f"{TP2} --sequence-parallel --expert-tensor-parallel-size 1", 2,
         "--expert-tensor-parallel-size", "requires --expert-model-parallel-size above 1",
     ),
-    ("check_expert_tensor_parallel", "--expert-tensor-parallel-size 2", 2, "--expert-tensor-parallel-size", "--expert-model-parallel-size above 1"),
+    ("check_expert_tensor_parallel", "--expert-tensor-parallel-size 2", 2,
+     "--expert-tensor-parallel-size", "--expert-model-parallel-size above 1"),
     (
-        "check_token_dispatcher", "--pipeline-model-parallel-size 2 --moe-token-dispatcher-type allgather", 2,
+        "check_token_dispatcher",
+        "--pipeline-model-parallel-size 2 --moe-token-dispatcher-type allgather", 2,
         "--moe-token-dispatcher-type", "use alltoall",
     ),
-    ("check_expert_kernels", "--moe-grouped-gemm", 1, "--moe-grouped-gemm", "requires Transformer Engine"),
-    ("check_expert_kernels", "--moe-permute-fusion", 1, "--moe-permute-fusion", "requires Transformer Engine"),
-    ("check_load_balancing", "--moe-aux-loss-coeff 0.1 0.2", 1, "--moe-aux-loss-coeff", "--moe-router-load-balancing-type"),
+    ("check_expert_kernels", "--moe-grouped-gemm", 1, "--moe-grouped-gemm",
+     "requires Transformer Engine"),
+    ("check_expert_kernels", "--moe-permute-fusion", 1, "--moe-permute-fusion",
+     "requires Transformer Engine"),
+    ("check_load_balancing", "--moe-aux-loss-coeff 0.1 0.2", 1, "--moe-aux-loss-coeff",
+     "--moe-router-load-balancing-type"),
     ("check_load_balancing", "--moe-aux-loss-coeff -1", 1, "--moe-aux-loss-coeff", "must be >= 0"),
     ("check_load_balancing", "--moe-z-loss-coeff -1", 1, "--moe-z-loss-coeff", "must be >= 0"),
     (
@@ -215,19 +218,25 @@ CASES = [
         "--moe-aux-loss-coeff", "has no effect with",
     ),
     (
-        "check_load_balancing", "--moe-router-load-balancing-type none aux_loss --moe-aux-loss-coeff 0 0.1", 1,
+        "check_load_balancing",
+        "--moe-router-load-balancing-type none aux_loss --moe-aux-loss-coeff 0 0.1", 1,
         "--moe-router-load-balancing-type", "cannot be combined",
     ),
-    ("check_router", "--moe-router-topk 4", 1, "--moe-router-topk", "conflicts with --hf-checkpoint's 2"),
-    ("check_router", "--moe-router-enable-expert-bias", 1, "--moe-router-enable-expert-bias", "which has none"),
-    ("check_routing_replay", "--use-routing-replay --use-rollout-logprobs", 1, "--use-routing-replay", "--use-rollout-logprobs"),
+    ("check_router", "--moe-router-topk 4", 1, "--moe-router-topk",
+     "conflicts with --hf-checkpoint's 2"),
+    ("check_router", "--moe-router-enable-expert-bias", 1, "--moe-router-enable-expert-bias",
+     "which has none"),
+    ("check_routing_replay", "--use-routing-replay --use-rollout-logprobs", 1,
+     "--use-routing-replay", "--use-rollout-logprobs"),
     (
         "", "--use-rollout-routing-replay --loss-type sft_loss", 1, "--use-rollout-routing-replay",
         "--loss-type sft_loss",
     ),
     ("", "--num-experts 4", 1, "--num-experts", "conflicts with --hf-checkpoint's 8"),
-    ("", "--moe-shared-expert-intermediate-size 4", 1, "--moe-shared-expert-intermediate-size", "which has none"),
-    ("", "--moe-router-load-balancing-type sinkhorn", 1, "--moe-router-load-balancing-type", "not implemented"),
+    ("", "--moe-shared-expert-intermediate-size 4", 1, "--moe-shared-expert-intermediate-size",
+     "which has none"),
+    ("", "--moe-router-load-balancing-type sinkhorn", 1, "--moe-router-load-balancing-type",
+     "not implemented"),
     ("", "--moe-layer-freq [1,2]", 1, "--moe-layer-freq", "must be a number, or a list"),
     ("", "--moe-input-jitter-eps 0.1", 1, "--moe-input-jitter-eps", "not implemented"),
 ]  # fmt: skip
@@ -297,20 +306,24 @@ def test_warnings(tmp_path: Path, flags: str, said: str) -> None:
     ("flags", "world_size"),
     [
         (
-            f"{TP2} --sequence-parallel --expert-model-parallel-size 4 --expert-tensor-parallel-size 1",
+            f"{TP2} --sequence-parallel --expert-model-parallel-size 4 "
+            "--expert-tensor-parallel-size 1",
             4,
         ),
         (f"{TP2} --sequence-parallel --expert-model-parallel-size 2", 4),
         (
-            "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-layer-freq [1]*4 --moe-router-dtype fp32",
+            "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-layer-freq [1]*4 "
+            "--moe-router-dtype fp32",
             1,
         ),
         (
-            "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1 0.2 --moe-z-loss-coeff 1e-3",
+            "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1 0.2 "
+            "--moe-z-loss-coeff 1e-3",
             1,
         ),
         (
-            "--recompute-granularity selective --recompute-modules core_attn moe --moe-token-dispatcher-type allgather",
+            "--recompute-granularity selective --recompute-modules core_attn moe "
+            "--moe-token-dispatcher-type allgather",
             1,
         ),
     ],

@@ -32,7 +32,8 @@ TOKEN = {"tis_ratio_type": "token"}
 ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     ("--tis-ratio-type token --token-tis-ratio-clip-high 3 --token-tis-ratio-clip-low 0.1",
      {**TOKEN, "token_tis_ratio_clip_high": 3.0, "token_tis_ratio_clip_low": 0.1}),
-    ("--tis-ratio-type sequence --sequence-tis-ratio-clip-high 4", {"tis_ratio_type": "sequence", "sequence_tis_ratio_clip_high": 4.0}),
+    ("--tis-ratio-type sequence --sequence-tis-ratio-clip-high 4",
+     {"tis_ratio_type": "sequence", "sequence_tis_ratio_clip_high": 4.0}),
     ("--sequence-mask-metric geometric --geo-mask-low 0.9 --geo-mask-high 1.1",
      {"sequence_mask_metric": "geometric", "geo_mask_low": 0.9, "geo_mask_high": 1.1}),
     ("--sequence_mask_metric product --product_mask_low 0.2 --product_mask_high 3",
@@ -45,8 +46,10 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     ("--m2po-threshold 0.04", {"m2po_threshold": 0.04}),
     # slime
     ("--use-tis", TOKEN),
-    ("--use-tis --tis-clip 4 --tis-clip-low 0.5", {**TOKEN, "token_tis_ratio_clip_high": 4.0, "token_tis_ratio_clip_low": 0.5}),
-    ("--use-tis --custom-tis-function-path slime.backends.megatron_utils.loss.icepop_function --tis-clip 2.5 --tis-clip-low 0.4",
+    ("--use-tis --tis-clip 4 --tis-clip-low 0.5",
+     {**TOKEN, "token_tis_ratio_clip_high": 4.0, "token_tis_ratio_clip_low": 0.5}),
+    ("--use-tis --custom-tis-function-path slime.backends.megatron_utils.loss.icepop_function "
+     "--tis-clip 2.5 --tis-clip-low 0.4",
      {**TOKEN, "token_tis_ratio_clip_high": 2.5, "token_tis_ratio_clip_low": 0.4,
       "token_mask_is_threshold_high": 2.5, "token_mask_is_threshold_low": 0.4}),
     ("--use-tis --custom-tis-function-path x.icepop_function",
@@ -74,33 +77,21 @@ def test_accepted(tmp_path: Path, flags: str, expected: dict[str, Any]) -> None:
     ("flags", "said"),
     [
         ("--get-mismatch-metrics", "always computed"),
-        (
-            "--use-tis --tis-imp-ratio-cap 3",
-            "--tis-imp-ratio-cap is deprecated; use --token-tis-ratio-clip-high",
-        ),
+        ("--use-tis --tis-imp-ratio-cap 3",
+         "--tis-imp-ratio-cap is deprecated; use --token-tis-ratio-clip-high"),
         ("--trainer.algorithm.use_tis=true", "is deprecated; use --tis-ratio-type token"),
-        (
-            "--tis-clip 3",
-            "--token-tis-ratio-clip-high has no effect without --tis-ratio-type token",
-        ),
-        (
-            "--tis-ratio-type sequence --tis-clip-low 0.2",
-            "--token-tis-ratio-clip-low has no effect",
-        ),
-        (
-            "--tis-ratio-type token --sequence-tis-ratio-clip-high 3",
-            "without --tis-ratio-type sequence",
-        ),
-        (
-            "--sequence-mask-metric product --geo-mask-high 1.2",
-            "without --sequence-mask-metric geometric",
-        ),
-        (
-            "--sequence-mask-metric geometric --product-mask-high 1.2",
-            "without --sequence-mask-metric product",
-        ),
+        ("--tis-clip 3",
+         "--token-tis-ratio-clip-high has no effect without --tis-ratio-type token"),
+        ("--tis-ratio-type sequence --tis-clip-low 0.2",
+         "--token-tis-ratio-clip-low has no effect"),
+        ("--tis-ratio-type token --sequence-tis-ratio-clip-high 3",
+         "without --tis-ratio-type sequence"),
+        ("--sequence-mask-metric product --geo-mask-high 1.2",
+         "without --sequence-mask-metric geometric"),
+        ("--sequence-mask-metric geometric --product-mask-high 1.2",
+         "without --sequence-mask-metric product"),
     ],
-)
+)  # fmt: skip
 def test_warnings(tmp_path: Path, flags: str, said: str) -> None:
     warnings = parse(tmp_path, flags).warnings
     assert len(warnings) == 1 and said in warnings[0]
@@ -120,8 +111,10 @@ def test_run_file_of_skyrl(tmp_path: Path) -> None:
     write_files(tmp_path)
     file = tmp_path / "run.yaml"
     file.write_text(
-        "trainer:\n  algorithm:\n    use_tis: false\n    off_policy_correction:\n      tis_ratio_type: sequence\n"
-        "      sequence_tis_ratio_clip_high: 3\n      sequence_mask_metric: null\n      outlier_token_is_threshold_low: 1e-4\n"
+        "trainer:\n  algorithm:\n    use_tis: false\n    off_policy_correction:\n      "
+        "tis_ratio_type: sequence\n"
+        "      sequence_tis_ratio_clip_high: 3\n      sequence_mask_metric: null\n      "
+        "outlier_token_is_threshold_low: 1e-4\n"
     )
     config = parse(tmp_path, f"--config {file}")
     assert config.off_policy == OffPolicyConfig(
@@ -134,33 +127,54 @@ def test_run_file_of_skyrl(tmp_path: Path) -> None:
 # name of the rule, or "" for what reading finds; flags; the flag that is named; words
 REFUSED = [
     ("", "--tis-ratio-type tokens", "--tis-ratio-type", "legal values: token, sequence"),
-    ("", "--sequence-mask-metric mean", "--sequence-mask-metric", "legal values: geometric, product"),
+    ("", "--sequence-mask-metric mean", "--sequence-mask-metric",
+     "legal values: geometric, product"),
     ("", "--use-tis --tis-clip 0", "--tis-clip", "must be > 0"),
     ("", "--use-tis --tis-imp-ratio-cap -1", "--tis-imp-ratio-cap", "must be > 0"),
-    ("", "--tis-ratio-type sequence --sequence-tis-ratio-clip-high -1", "--sequence-tis-ratio-clip-high", "must be > 0"),
+    ("", "--tis-ratio-type sequence --sequence-tis-ratio-clip-high -1",
+     "--sequence-tis-ratio-clip-high", "must be > 0"),
     ("", "--token-tis-ratio-clip-low -0.1", "--token-tis-ratio-clip-low", "must be >= 0"),
     ("", "--m2po-threshold 0", "--m2po-threshold", "must be > 0"),
     ("", "--use-tis --tis-clip nan", "--tis-clip", "finite"),
     ("", "--tis-cap 3", "--tis-cap", "unknown flag"),
-    ("check_correction_bounds", "--token-mask-is-threshold-low 0.5", "--token-mask-is-threshold-low", "--token-mask-is-threshold-high too"),
-    ("check_correction_bounds", "--token-mask-is-threshold-high 2", "--token-mask-is-threshold-high", "--token-mask-is-threshold-low too"),
-    ("check_correction_bounds", "--use-tis --tis-clip 1 --tis-clip-low 1.5", "--token-tis-ratio-clip-low", "must not be above"),
-    ("check_correction_bounds", "--sequence-mask-metric geometric --geo-mask-low 1.5", "--geo-mask-low", "--geo-mask-high 1.01"),
-    ("check_correction_bounds", "--sequence-mask-metric product --product-mask-high 0.1", "--product-mask-low", "--product-mask-high 0.1"),
-    ("check_correction_bounds", "--token-mask-is-threshold-low 3 --token-mask-is-threshold-high 2", "--token-mask-is-threshold-low", "not be above"),
-    ("check_correction_bounds", "--outlier-token-is-threshold-low 3 --outlier-token-is-threshold-high 2", "--outlier-token-is-threshold-low", "above"),
-    ("check_correction_policies", "--use-rollout-logprobs --use-tis", "--use-rollout-logprobs", "--tis-ratio-type"),
-    ("check_correction_policies", "--use-rollout-logprobs --m2po-threshold 1", "--use-rollout-logprobs", "--m2po-threshold"),
-    ("check_correction_policies", "--use-rollout-logprobs --sequence-mask-metric product", "--use-rollout-logprobs", "--sequence-mask-metric"),
-    ("check_correction_policies", "--use-rollout-logprobs --outlier-token-is-threshold-high 9", "--use-rollout-logprobs", "--outlier-token"),
-    ("check_correction_loss", "--loss-type sft_loss --use-tis", "--tis-ratio-type", "cross_entropy"),
-    ("check_correction_loss", "--loss-type sft_loss --m2po-threshold 1", "--m2po-threshold", "cross_entropy"),
-    ("check_custom_tis", "--custom-tis-function-path json.dumps", "--custom-tis-function-path", "add it"),
-    ("check_custom_tis", "--tis-ratio-type sequence --custom-tis-function-path json.dumps", "--custom-tis-function-path", "add it"),
-    ("check_custom_tis", "--use-tis --custom-tis-function-path json.nothing", "--custom-tis-function-path", "nothing"),
-    ("check_custom_tis", "--use-tis --custom-tis-function-path json.dumps --m2po-threshold 1", "--custom-tis-function-path", "remove --m2po-threshold"),
+    ("check_correction_bounds", "--token-mask-is-threshold-low 0.5",
+     "--token-mask-is-threshold-low", "--token-mask-is-threshold-high too"),
+    ("check_correction_bounds", "--token-mask-is-threshold-high 2",
+     "--token-mask-is-threshold-high", "--token-mask-is-threshold-low too"),
+    ("check_correction_bounds", "--use-tis --tis-clip 1 --tis-clip-low 1.5",
+     "--token-tis-ratio-clip-low", "must not be above"),
+    ("check_correction_bounds", "--sequence-mask-metric geometric --geo-mask-low 1.5",
+     "--geo-mask-low", "--geo-mask-high 1.01"),
+    ("check_correction_bounds", "--sequence-mask-metric product --product-mask-high 0.1",
+     "--product-mask-low", "--product-mask-high 0.1"),
+    ("check_correction_bounds", "--token-mask-is-threshold-low 3 --token-mask-is-threshold-high 2",
+     "--token-mask-is-threshold-low", "not be above"),
+    ("check_correction_bounds",
+     "--outlier-token-is-threshold-low 3 --outlier-token-is-threshold-high 2",
+     "--outlier-token-is-threshold-low", "above"),
+    ("check_correction_policies", "--use-rollout-logprobs --use-tis", "--use-rollout-logprobs",
+     "--tis-ratio-type"),
+    ("check_correction_policies", "--use-rollout-logprobs --m2po-threshold 1",
+     "--use-rollout-logprobs", "--m2po-threshold"),
+    ("check_correction_policies", "--use-rollout-logprobs --sequence-mask-metric product",
+     "--use-rollout-logprobs", "--sequence-mask-metric"),
+    ("check_correction_policies", "--use-rollout-logprobs --outlier-token-is-threshold-high 9",
+     "--use-rollout-logprobs", "--outlier-token"),
+    ("check_correction_loss", "--loss-type sft_loss --use-tis", "--tis-ratio-type",
+     "cross_entropy"),
+    ("check_correction_loss", "--loss-type sft_loss --m2po-threshold 1", "--m2po-threshold",
+     "cross_entropy"),
+    ("check_custom_tis", "--custom-tis-function-path json.dumps", "--custom-tis-function-path",
+     "add it"),
+    ("check_custom_tis", "--tis-ratio-type sequence --custom-tis-function-path json.dumps",
+     "--custom-tis-function-path", "add it"),
+    ("check_custom_tis", "--use-tis --custom-tis-function-path json.nothing",
+     "--custom-tis-function-path", "nothing"),
+    ("check_custom_tis", "--use-tis --custom-tis-function-path json.dumps --m2po-threshold 1",
+     "--custom-tis-function-path", "remove --m2po-threshold"),
     ("", "--custom-tis-function-path x.icepop_function", "--custom-tis-function-path", "add it"),
-    ("", "--use-tis --custom-tis-function-path x.icepop_function --token-mask-is-threshold-high 3", "--token-mask-is-threshold-high", "conflicts with"),
+    ("", "--use-tis --custom-tis-function-path x.icepop_function --token-mask-is-threshold-high 3",
+     "--token-mask-is-threshold-high", "conflicts with"),
 ]  # fmt: skip
 
 

@@ -20,25 +20,42 @@ OFFLOADED = f"--bf16 {PRECISE} --optimizer-cpu-offload"
 GPU = dict(cuda=True)
 # rule, flags, machine, flag that is named, words
 CASES: list[tuple[str, str, dict[str, Any], str, str]] = [
-    ("check_optimizer_dtypes", "--exp-avg-dtype bf16", {}, "--exp-avg-dtype", "requires --use-precision-aware-optimizer"),
-    ("check_optimizer_dtypes", "--main-grads-dtype bf16", {}, "--main-grads-dtype", "requires --use-precision-aware-optimizer"),
-    ("check_optimizer_dtypes", "--use-precision-aware-optimizer", {}, "--use-precision-aware-optimizer", "requires --use-distributed-optimizer"),
-    ("check_optimizer_dtypes", f"{PRECISE} --optimizer sgd", {}, "--use-precision-aware-optimizer", "requires --optimizer adam"),
-    ("check_optimizer_dtypes", f"{PRECISE} --lora-rank 4", {}, "--use-precision-aware-optimizer", "cannot be combined with --lora-rank"),
-    ("check_optimizer_dtypes", f"{PRECISE} --exp-avg-sq-dtype fp8", {}, "--exp-avg-sq-dtype", "fp32, bf16"),
-    ("check_optimizer_dtypes", f"{PRECISE} --main-params-dtype fp16", {}, "--main-params-dtype", "requires Transformer Engine"),
+    ("check_optimizer_dtypes", "--exp-avg-dtype bf16", {}, "--exp-avg-dtype",
+     "requires --use-precision-aware-optimizer"),
+    ("check_optimizer_dtypes", "--main-grads-dtype bf16", {}, "--main-grads-dtype",
+     "requires --use-precision-aware-optimizer"),
+    ("check_optimizer_dtypes", "--use-precision-aware-optimizer", {},
+     "--use-precision-aware-optimizer", "requires --use-distributed-optimizer"),
+    ("check_optimizer_dtypes", f"{PRECISE} --optimizer sgd", {}, "--use-precision-aware-optimizer",
+     "requires --optimizer adam"),
+    ("check_optimizer_dtypes", f"{PRECISE} --lora-rank 4", {}, "--use-precision-aware-optimizer",
+     "cannot be combined with --lora-rank"),
+    ("check_optimizer_dtypes", f"{PRECISE} --exp-avg-sq-dtype fp8", {}, "--exp-avg-sq-dtype",
+     "fp32, bf16"),
+    ("check_optimizer_dtypes", f"{PRECISE} --main-params-dtype fp16", {}, "--main-params-dtype",
+     "requires Transformer Engine"),
     ("check_optimizer_dtypes", PRECISE, dict(apex=True), "--use-precision-aware-optimizer", "Apex"),
-    ("check_main_grads_dtype", f"{PRECISE} --main-grads-dtype bf16", {}, "--main-grads-dtype", "requires --bf16"),
-    ("check_main_grads_dtype", f"{PRECISE} --bf16 --main-grads-dtype bf16 --grad-reduce-in-fp32", {}, "--main-grads-dtype", "conflicts with --grad"),
-    ("check_main_grads_dtype", f"{PRECISE} --bf16 --main-grads-dtype fp32 --no-grad-reduce-in-fp32", {}, "--main-grads-dtype", "conflicts with --no-"),
-    ("check_optimizer_offload", "--optimizer-offload-fraction 0.5", {}, "--optimizer-offload-fraction", "no effect without"),
+    ("check_main_grads_dtype", f"{PRECISE} --main-grads-dtype bf16", {}, "--main-grads-dtype",
+     "requires --bf16"),
+    ("check_main_grads_dtype", f"{PRECISE} --bf16 --main-grads-dtype bf16 --grad-reduce-in-fp32",
+     {}, "--main-grads-dtype", "conflicts with --grad"),
+    ("check_main_grads_dtype", f"{PRECISE} --bf16 --main-grads-dtype fp32 --no-grad-reduce-in-fp32",
+     {}, "--main-grads-dtype", "conflicts with --no-"),
+    ("check_optimizer_offload", "--optimizer-offload-fraction 0.5", {},
+     "--optimizer-offload-fraction", "no effect without"),
     ("check_optimizer_offload", "--no-pin-cpu-grads", {}, "--pin-cpu-grads", "no effect without"),
-    ("check_optimizer_offload", "--bf16 --optimizer-cpu-offload", {}, "--optimizer-cpu-offload", "requires --use-precision-aware-optimizer"),
-    ("check_optimizer_offload", f"{PRECISE} --optimizer-cpu-offload", {}, "--optimizer-cpu-offload", "requires --bf16"),
-    ("check_optimizer_offload", f"{OFFLOADED} --no-decoupled-weight-decay", {}, "--decoupled-weight-decay", "must be on"),
-    ("check_optimizer_offload", f"{OFFLOADED} --exp-avg-dtype bf16", {}, "--exp-avg-dtype", "must be fp32"),
-    ("check_optimizer_offload", f"{OFFLOADED} --optimizer-offload-fraction 0", {}, "--optimizer-offload-fraction", "must be above 0"),
-    ("check_optimizer_offload", f"{OFFLOADED} --optimizer-offload-fraction 0.5", GPU, "--optimizer-offload-fraction", "must be 1.0"),
+    ("check_optimizer_offload", "--bf16 --optimizer-cpu-offload", {}, "--optimizer-cpu-offload",
+     "requires --use-precision-aware-optimizer"),
+    ("check_optimizer_offload", f"{PRECISE} --optimizer-cpu-offload", {}, "--optimizer-cpu-offload",
+     "requires --bf16"),
+    ("check_optimizer_offload", f"{OFFLOADED} --no-decoupled-weight-decay", {},
+     "--decoupled-weight-decay", "must be on"),
+    ("check_optimizer_offload", f"{OFFLOADED} --exp-avg-dtype bf16", {}, "--exp-avg-dtype",
+     "must be fp32"),
+    ("check_optimizer_offload", f"{OFFLOADED} --optimizer-offload-fraction 0", {},
+     "--optimizer-offload-fraction", "must be above 0"),
+    ("check_optimizer_offload", f"{OFFLOADED} --optimizer-offload-fraction 0.5", GPU,
+     "--optimizer-offload-fraction", "must be 1.0"),
 ]  # fmt: skip
 
 
@@ -88,7 +105,10 @@ def test_what_transformer_engine_can_do_passes_the_rules(
 
 
 def test_types_reach_megatron_core(tmp_path: Path) -> None:
-    flags = f"--bf16 {PRECISE} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --main-grads-dtype bf16 --adam-beta2 0.98"
+    flags = (
+        f"--bf16 {PRECISE} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --main-grads-dtype bf16 "
+        "--adam-beta2 0.98"
+    )
     run = parse_args(complete(tmp_path, *flags.split()), 1)
     optimizer, bf16 = run.megatron.optimizer, torch.bfloat16
     assert (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype, optimizer.main_grads_dtype) == (

@@ -37,7 +37,8 @@ def test_what_follows_from_the_loss(tmp_path: Path) -> None:
     assert run.log_prob_temperature == 1.0 and not run.learns_conversations
     assert run.rollout.rollout_max_response_len == 511, "answers are cut where positions end"
     assert needs_reference(algorithm) and not run.warnings
-    same = parse(tmp_path, f"--loss-type sft_loss --policy-loss-type dpo {REF} --dpo-beta 0.3 --dpo-nll-coef 0.5")  # fmt: skip
+    same = parse(tmp_path, f"--loss-type sft_loss --policy-loss-type dpo {REF} --dpo-beta 0.3 "
+                           "--dpo-nll-coef 0.5")  # fmt: skip
     assert same.algorithm == algorithm and same.policy_loss == run.policy_loss
 
 
@@ -61,30 +62,43 @@ def test_an_adapter_is_compared_with_its_base(tmp_path: Path) -> None:
 DPO = "--loss-type dpo_loss"
 CASES = {
     "no reference": (DPO, "--ref-load", "required with --policy-loss-type dpo"),
-    "another loss": (f"{DPO} {REF} --policy-loss-type ppo", "--policy-loss-type", "conflicts with --loss-type dpo_loss"),
+    "another loss": (f"{DPO} {REF} --policy-loss-type ppo", "--policy-loss-type",
+        "conflicts with --loss-type dpo_loss"),
     "a label": (f"{DPO} {REF} --label-key chosen", "--label-key", "has no effect with pairs"),
     "group": (f"{DPO} {REF} --n-samples-per-prompt 4", "--n-samples-per-prompt", "must be 2"),
     "half pairs": (f"{DPO} {REF} --micro-batch-size 1", "--micro-batch-size", "must be even"),
-    "half pairs forward": (f"{DPO} {REF} --log-probs-micro-batch-size 1", "--log-probs-micro-batch-size", "must be even"),
-    "half steps": (f"{DPO} {REF} --num-steps-per-rollout 8", "--rollout-batch-size", "must be even"),
+    "half pairs forward": (f"{DPO} {REF} --log-probs-micro-batch-size 1",
+        "--log-probs-micro-batch-size", "must be even"),
+    "half steps": (f"{DPO} {REF} --num-steps-per-rollout 8", "--rollout-batch-size",
+        "must be even"),
     "half batches": (f"{DPO} {REF} --global-batch-size 1", "--global-batch-size", "must be even"),
     "reduction": (f"{DPO} {REF} --loss-reduction token_mean", "--loss-reduction", "sequence_mean"),
-    "correction": (f"{DPO} {REF} --use-tis", "--tis-ratio-type", "cannot be combined with the loss"),
+    "correction": (f"{DPO} {REF} --use-tis", "--tis-ratio-type",
+        "cannot be combined with the loss"),
     "keys": (f"{DPO} {REF} --chosen-key best", "--chosen-key", "no such key in"),
-    "idle smoothing": (f"{DPO} {REF} --dpo-loss-type ipo --dpo-label-smoothing 0.1", "--dpo-label-smoothing", "has no effect with --dpo-loss-type ipo"),
-    "range": (f"{DPO} {REF} --dpo-label-smoothing 0.5", "--dpo-label-smoothing", "must be 0 <= x < 0.5"),
+    "idle smoothing": (f"{DPO} {REF} --dpo-loss-type ipo --dpo-label-smoothing 0.1",
+        "--dpo-label-smoothing", "has no effect with --dpo-loss-type ipo"),
+    "range": (f"{DPO} {REF} --dpo-label-smoothing 0.5", "--dpo-label-smoothing",
+        "must be 0 <= x < 0.5"),
     "rewards": (f"{DPO} {REF} --rm-type math", "--rm-type", "has no effect"),
-    "a task": (f"{DPO} {REF} --prompt-data reasoning_gym:spell_backward?size=9&seed=1", "--prompt-data", "has no pairs of answers"),
-    "not supervised": ("--policy-loss-type dpo --rm-type zero", "--policy-loss-type", "use --loss-type sft_loss"),
-    "no pairs": ("--chosen-key best --rm-type zero --n-samples-per-prompt 4", "--chosen-key", "only valid with --loss-type dpo_loss or rm_loss"),
+    "a task": (f"{DPO} {REF} --prompt-data reasoning_gym:spell_backward?size=9&seed=1",
+        "--prompt-data", "has no pairs of answers"),
+    "not supervised": ("--policy-loss-type dpo --rm-type zero", "--policy-loss-type",
+        "use --loss-type sft_loss"),
+    "no pairs": ("--chosen-key best --rm-type zero --n-samples-per-prompt 4", "--chosen-key",
+        "only valid with --loss-type dpo_loss or rm_loss"),
 }  # fmt: skip
 
 
 RM = "--loss-type rm_loss"
 CASES |= {
-    "a reward model's vocabulary": (f"{RM} --eval-interval 1 --eval-prompt-data a {{folder}}/prompts.jsonl --rm-type zero", "--eval-interval", "--policy-loss-type bradley_terry"),
-    "a reward model's adapter": (f"{RM} --lora-rank 4 --transformer-impl local", "--lora-rank", "trains all weights"),
-    "margins of dpo": (f"{DPO} {REF} --margin-key m", "--margin-key", "only valid with --policy-loss-type bradley_terry"),
+    "a reward model's vocabulary": (
+        f"{RM} --eval-interval 1 --eval-prompt-data a {{folder}}/prompts.jsonl --rm-type zero",
+        "--eval-interval", "--policy-loss-type bradley_terry"),
+    "a reward model's adapter": (f"{RM} --lora-rank 4 --transformer-impl local", "--lora-rank",
+        "trains all weights"),
+    "margins of dpo": (f"{DPO} {REF} --margin-key m", "--margin-key",
+        "only valid with --policy-loss-type bradley_terry"),
     "two types": (f"{RM} --policy-loss-type dpo", "--policy-loss-type", "selects bradley_terry"),
 }  # fmt: skip
 

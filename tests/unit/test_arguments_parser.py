@@ -38,7 +38,7 @@ def test_every_flag_is_an_action_in_the_group_of_its_title() -> None:
     actions = {option: action for action in parser._actions for option in action.option_strings}
     titles = {g.title: {id(a) for a in g._group_actions} for g in parser._action_groups}
     for flag in flag_table().flags:
-        if flag.refused:
+        if flag.rejection:
             continue
         for name in (*flag.on, *flag.off):
             action = actions[name]
@@ -72,7 +72,7 @@ SWITCHES = sorted(
     {
         name
         for flag in flag_table().flags
-        if flag.kind == "switch" and not flag.refused
+        if flag.kind == "switch" and not flag.rejection
         for name in (*flag.on, *flag.off)
     }
     | {
@@ -109,7 +109,7 @@ def test_every_switch_reads_its_value_by_one_rule() -> None:
 def test_no_flag_takes_a_number_that_float32_or_64_bits_cannot_hold(tmp_path: Path) -> None:
     """1e39 is infinite there, and a divisor of 1e-50 is 0."""
     parser, file = get_parser(), tmp_path / "run.yaml"
-    numbers = [f for f in flag_table().flags if f.item in (int, float) and not f.refused]
+    numbers = [f for f in flag_table().flags if f.item in (int, float) and not f.rejection]
     assert len(numbers) > 200
     for flag in numbers:
         if flag.kind not in ("value", "list") or flag.choices:
@@ -191,7 +191,7 @@ def test_the_command_line_takes_back_what_a_run_file_switched_on(tmp_path: Path)
     assert not config.off_policy.enabled and config.policy_loss.eps_clip_c is None
 
 
-# --- flags of the user's own -----------------------------------------------------------------------------------------
+# --- flags of the user's own ----------------------------------------------------------------------
 
 
 def with_custom(folder: Path, *more: str, text: str = CUSTOM) -> list[str]:
@@ -277,7 +277,7 @@ def test_a_required_flag_of_the_users(tmp_path: Path) -> None:
     assert parse_args(argv, 1).custom == {"must": "y"}
 
 
-# --- as a shell sees it ----------------------------------------------------------------------------------------------
+# --- as a shell sees it ---------------------------------------------------------------------------
 
 
 def shell_completes(line: str, folder: Path) -> list[str]:

@@ -13,7 +13,10 @@ from arguments.parse import parse_args
 from arguments.rules.sglang import SGLANG_RULES, address_parts
 from tests.unit.command_lines import complete, problems_of
 
-SERVER = "class Serving:\n    mem_fraction_static: float = 0.9\n    log_level: str = 'info'\n    dp_size: int = 1\n    max_running_requests: int = 1\n"
+SERVER = (
+    "class Serving:\n    mem_fraction_static: float = 0.9\n    log_level: str = 'info'\n    "
+    "dp_size: int = 1\n    max_running_requests: int = 1\n"
+)
 ROUTER = "class RouterArgs:\n    policy: str = 'cache_aware'\n    port: int = 30000\n"
 
 
@@ -41,28 +44,51 @@ HERE = SGLANG + "--rollout-external-engine-addrs 127.0.0.1:30000 "
 STARTED = SGLANG + "--rollout-num-gpus 2 "
 # rule; flags; the flag that is named; words
 REFUSED = [
-    ("check_unused_sglang_flags", "--rollout-num-gpus 2 --rollout-engine local", "--rollout-num-gpus", "--rollout-engine local"),
-    ("check_unused_sglang_flags", "--sglang-mem-fraction-static 0.7", "--sglang-mem-fraction-static", "--rollout-engine local"),
-    ("check_server_addresses", SGLANG, "--rollout-engine", "--rollout-external-engine-addrs host:port"),
-    ("check_server_addresses", HERE + "--sglang-router-ip 127.0.0.1", "--sglang-router-port", "must be set together"),
-    ("check_server_addresses", HERE + "--rollout-num-gpus 2", "--rollout-num-gpus", "cannot be combined with"),
-    ("check_server_addresses", SGLANG + "--rollout-external-engine-addrs 30000", "--rollout-external-engine-addrs", "host:port"),
-    ("check_server_addresses", SGLANG + "--rollout-external-engine-addrs a:1 a:1", "--rollout-external-engine-addrs", "twice"),
-    ("check_server_addresses", SGLANG + "--sglang-router-ip h --sglang-router-port 1 --no-sglang-router", "--no-sglang-router", "--sglang-router-ip"),
-    ("check_started_servers", STARTED + "--rollout-num-gpus-per-engine 3", "--rollout-num-gpus", "multiple of --rollout-num-gpus-per-engine 3"),
-    ("check_started_servers", HERE + "--rollout-num-gpus-per-engine 2", "--rollout-num-gpus-per-engine", "add --rollout-num-gpus"),
-    ("check_sglang_installation", STARTED + "--sglang-mem-fraction-statik 0.7", "--sglang-mem-fraction-statik", "did you mean --sglang-mem-fraction-static?"),
-    ("check_sglang_installation", STARTED + "--sglang-port 1", "--sglang-port", "is set by the run"),
-    ("check_sglang_installation", STARTED + "--router-polycy x", "--router-polycy", "did you mean --router-policy?"),
-    ("check_sglang_installation", "--rollout-engine sglang --rollout-num-gpus 1 --sglang-python /no/python", "--sglang-python", "cannot be run"),
-    ("check_weight_transport", HERE + "--update-weight-transport cuda_ipc", "--update-weight-transport", "requires --colocate"),
+    ("check_unused_sglang_flags", "--rollout-num-gpus 2 --rollout-engine local",
+     "--rollout-num-gpus", "--rollout-engine local"),
+    ("check_unused_sglang_flags", "--sglang-mem-fraction-static 0.7",
+     "--sglang-mem-fraction-static", "--rollout-engine local"),
+    ("check_server_addresses", SGLANG, "--rollout-engine",
+     "--rollout-external-engine-addrs host:port"),
+    ("check_server_addresses", HERE + "--sglang-router-ip 127.0.0.1", "--sglang-router-port",
+     "must be set together"),
+    ("check_server_addresses", HERE + "--rollout-num-gpus 2", "--rollout-num-gpus",
+     "cannot be combined with"),
+    ("check_server_addresses", SGLANG + "--rollout-external-engine-addrs 30000",
+     "--rollout-external-engine-addrs", "host:port"),
+    ("check_server_addresses", SGLANG + "--rollout-external-engine-addrs a:1 a:1",
+     "--rollout-external-engine-addrs", "twice"),
+    ("check_server_addresses",
+     SGLANG + "--sglang-router-ip h --sglang-router-port 1 --no-sglang-router",
+     "--no-sglang-router", "--sglang-router-ip"),
+    ("check_started_servers", STARTED + "--rollout-num-gpus-per-engine 3", "--rollout-num-gpus",
+     "multiple of --rollout-num-gpus-per-engine 3"),
+    ("check_started_servers", HERE + "--rollout-num-gpus-per-engine 2",
+     "--rollout-num-gpus-per-engine", "add --rollout-num-gpus"),
+    ("check_sglang_installation", STARTED + "--sglang-mem-fraction-statik 0.7",
+     "--sglang-mem-fraction-statik", "did you mean --sglang-mem-fraction-static?"),
+    ("check_sglang_installation", STARTED + "--sglang-port 1", "--sglang-port",
+     "is set by the run"),
+    ("check_sglang_installation", STARTED + "--router-polycy x", "--router-polycy",
+     "did you mean --router-policy?"),
+    ("check_sglang_installation",
+     "--rollout-engine sglang --rollout-num-gpus 1 --sglang-python /no/python", "--sglang-python",
+     "cannot be run"),
+    ("check_weight_transport", HERE + "--update-weight-transport cuda_ipc",
+     "--update-weight-transport", "requires --colocate"),
     ("check_server_addresses", HERE + "--colocate", "--colocate", "cannot be combined with"),
     ("check_weight_transport", STARTED + "--colocate", "--rollout-num-gpus", "--colocate"),
-    ("check_weight_transport", HERE + "--update-weight-disk-dir {folder}", "--update-weight-disk-dir", "--update-weight-transport disk"),
-    ("check_weight_transport", HERE + "--update-weight-disk-keep-files", "--update-weight-disk-keep-files", "--update-weight-disk-dir"),
-    ("check_weight_transport", SGLANG + "--rollout-external-engine-addrs node7:1 --update-weight-transport disk", "--update-weight-disk-dir", "node7:1"),
-    ("check_weight_transport", STARTED + "--sglang-dp-size 2", "--sglang-dp-size", "--update-weight-transport disk"),
-    ("", HERE + "--renormalize-sampled-log-probs --rollout-top-k 5", "--renormalize-sampled-log-probs", "--rollout-engine sglang"),
+    ("check_weight_transport", HERE + "--update-weight-disk-dir {folder}",
+     "--update-weight-disk-dir", "--update-weight-transport disk"),
+    ("check_weight_transport", HERE + "--update-weight-disk-keep-files",
+     "--update-weight-disk-keep-files", "--update-weight-disk-dir"),
+    ("check_weight_transport",
+     SGLANG + "--rollout-external-engine-addrs node7:1 --update-weight-transport disk",
+     "--update-weight-disk-dir", "node7:1"),
+    ("check_weight_transport", STARTED + "--sglang-dp-size 2", "--sglang-dp-size",
+     "--update-weight-transport disk"),
+    ("", HERE + "--renormalize-sampled-log-probs --rollout-top-k 5",
+     "--renormalize-sampled-log-probs", "--rollout-engine sglang"),
 ]  # fmt: skip
 NEEDS_MORE = {"check_server_checkpoint"}  # --hf-checkpoint is a folder, by another rule
 
@@ -114,7 +140,8 @@ def test_a_switch_that_is_passed_on_is_true() -> None:
 
 @pytest.mark.parametrize(
     ("address", "parts"),
-    [("h:1", ("h", 1)), ("http://10.0.0.1:30000/", ("10.0.0.1", 30000)), ("[::1]:9", ("[::1]", 9)), ("h", None), ("h:0", None), ("h:70000", None),
+    [("h:1", ("h", 1)), ("http://10.0.0.1:30000/", ("10.0.0.1", 30000)), ("[::1]:9", ("[::1]", 9)),
+     ("h", None), ("h:0", None), ("h:70000", None),
      ("ftp://h:1", None), ("h:1/x", None)],
 )  # fmt: skip
 def test_addresses(address: str, parts: tuple[str, int] | None) -> None:

@@ -91,23 +91,15 @@ def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> 
     ("settings", "core", "first"),
     [
         ({"pipeline_model_parallel_size": 2}, {}, 4),
-        (
-            {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2},
-            {},
-            4,
-        ),
+        ({"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}, {}, 4),
         ({"pipeline_model_parallel_size": 2}, {"num_layers_in_first_pipeline_stage": 2}, None),
         ({"pipeline_model_parallel_size": 2}, {"num_layers_in_last_pipeline_stage": 2}, None),
         ({"pipeline_model_parallel_size": 2}, {"num_layers_in_last_pipeline_stage": 1}, 7),
-        (
-            {"pipeline_model_parallel_size": 3},
-            {"account_for_embedding_in_pipeline_split": True},
-            5,
-        ),
+        ({"pipeline_model_parallel_size": 3}, {"account_for_embedding_in_pipeline_split": True}, 5),
         ({"pipeline_model_parallel_size": 2}, {"pipeline_model_parallel_layout": "Et*6|ttL"}, None),
         ({"pipeline_model_parallel_size": 2}, {"pipeline_model_parallel_layout": "Et*5|tttL"}, 5),
     ],
-)
+)  # fmt: skip
 def test_stages_begin_with_an_indexer(
     tmp_path: Path, settings: dict[str, Any], core: dict[str, Any], first: int | None
 ) -> None:

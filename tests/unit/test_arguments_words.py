@@ -46,8 +46,10 @@ def test_dashes_underscores_and_dots(typed: str) -> None:
 
 def test_types() -> None:
     given = read(
-        "--num-rollout", "3", "--lr", "1e-6", "--rollout-stop", "a", "b", "--rollout-stop-token-ids", "1", "2", "--use-kl-loss",
-        "--apply-chat-template-kwargs", '{"enable_thinking": false}', "--rollout-top-k", "-1", "--attention-backend", "auto",
+        "--num-rollout", "3", "--lr", "1e-6", "--rollout-stop", "a", "b",
+        "--rollout-stop-token-ids", "1", "2", "--use-kl-loss",
+        "--apply-chat-template-kwargs", '{"enable_thinking": false}', "--rollout-top-k", "-1",
+        "--attention-backend", "auto",
         "--recompute-modules", "mlp", "core_attn",
     )  # fmt: skip
     assert not given.problems
@@ -188,7 +190,7 @@ def test_what_is_registered_is_implemented() -> None:
         assert not set(values) & set(by_dest[dest].choices or ()), dest
     assert not set(VALUES_NOT_IMPLEMENTED["rm_type"]) & set(rewards.names())
     usable = {
-        name for name, spelling in flag_table().spellings.items() if not spelling.flag.refused
+        name for name, spelling in flag_table().spellings.items() if not spelling.flag.rejection
     }
     assert not usable & NOT_IMPLEMENTED.keys()
     assert not usable & ALIASES.keys() and not usable & NO_EFFECT.keys()
@@ -278,7 +280,7 @@ def test_every_title_of_the_list_of_flags_is_a_section(tmp_path: Path) -> None:
     listed = (Path(__file__).resolve().parents[2] / "docs" / "flags.md").read_text("utf-8")
     first: dict[str, Flag] = {}
     for flag in flag_table().flags:
-        if (not flag.refused and flag.kind == "switch") or (flag.item is str and flag.choices):
+        if (not flag.rejection and flag.kind == "switch") or (flag.item is str and flag.choices):
             first.setdefault(flag.group, flag)
     titles = [line[3:] for line in listed.splitlines() if line.startswith("## ")]
     titles = [t for t in titles if t not in ("Other spellings", "Known and not implemented yet")]
@@ -349,10 +351,12 @@ def test_neighbours_of_names_that_are_not_here(typed: str, said: str) -> None:
 
 
 MEGATRON_LM_SWITCHES = """
---enable-experimental --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-rope-fusion --no-bias-swiglu-fusion
---no-bias-dropout-fusion --no-bias-gelu-fusion --no-persist-layer-norm --no-create-attention-mask-in-dataloader
---no-async-tensor-model-parallel-allreduce --no-query-key-layer-scaling --no-overlap-p2p-communication --no-one-logger
---no-use-tokenizer-model-from-checkpoint-args --no-check-for-nan-in-loss-and-grad --no-initialization
+--enable-experimental --no-gradient-accumulation-fusion --no-masked-softmax-fusion
+--no-rope-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-bias-gelu-fusion
+--no-persist-layer-norm --no-create-attention-mask-in-dataloader
+--no-async-tensor-model-parallel-allreduce --no-query-key-layer-scaling
+--no-overlap-p2p-communication --no-one-logger --no-use-tokenizer-model-from-checkpoint-args
+--no-check-for-nan-in-loss-and-grad --no-initialization
 """.split()  # noqa: SIM905
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from arguments.aliases import ALIASES, IGNORED, NO_EFFECT, PRESETS, not_implemented
 from arguments.flag_registry import flag_table, normalise
-from arguments.help import default_words
+from arguments.help import default_text
 from arguments.parse import parse_args
 from slime_like.advantages import advantage_estimators
 from slime_like.config import ConfigError
@@ -77,7 +77,7 @@ def is_usable(flag: str) -> bool:
     table = flag_table()
     flag = normalise(ALIASES.get(flag, flag))
     found = table.spellings.get(flag)
-    return (found is not None and not found.flag.refused) or flag in {
+    return (found is not None and not found.flag.rejection) or flag in {
         *PRESETS,
         *NO_EFFECT,
         *IGNORED,
@@ -204,7 +204,7 @@ def test_the_defaults_in_the_guides_are_those_of_the_flags() -> None:
     assert len(rows) > 80
     table = flag_table()
     told = {
-        (page.name, flag): (default, default_words(table.spellings[flag].flag) or "–")
+        (page.name, flag): (default, default_text(table.spellings[flag].flag) or "–")
         for page, flag, default in rows
     }
     assert not {place: pair for place, pair in told.items() if pair[0] != pair[1]}

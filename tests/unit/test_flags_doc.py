@@ -18,11 +18,11 @@ def test_every_usable_flag_is_in_the_docs() -> None:
     missing = [
         flag.name
         for flag in flag_table().flags
-        if not (flag.refused and flag.group in CONFIGS_OF_GROUP) and f"`{flag.name}`" not in text
+        if not (flag.rejection and flag.group in CONFIGS_OF_GROUP) and f"`{flag.name}`" not in text
     ]
     assert not missing
 
 
 def test_every_flag_says_what_it_does() -> None:
-    silent = [flag.name for flag in flag_table().flags if not flag.help and not flag.refused]
+    silent = [flag.name for flag in flag_table().flags if not flag.help and not flag.rejection]
     assert not silent

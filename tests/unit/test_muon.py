@@ -52,10 +52,14 @@ def parse(folder: Path, flags: str, world_size: int = 1) -> RunConfig:
 @pytest.mark.parametrize(
     ("version", "megatron", "triton", "said"),
     [
-        (None, "0.16.1", True, ("0.1 for megatron-core 0.16.1), which is not installed", "pip install triton", "@v0.1.0")),
+        (None, "0.16.1", True,
+         ("0.1 for megatron-core 0.16.1), which is not installed", "pip install triton",
+          "@v0.1.0")),
         ("0.3.0", "0.16.1", True, ("0.3.0 is installed", "@v0.1.0")),
         ("0.1.0", "0.16.1", False, ("and triton, which is not installed", "pip install triton")),
-        (None, "0.19.2", True, ("0.2 or later for megatron-core 0.19.2), which is not", "pip install emerging-optimizers")),
+        (None, "0.19.2", True,
+         ("0.2 or later for megatron-core 0.19.2), which is not",
+          "pip install emerging-optimizers")),
         ("0.1.0", "0.19.2", True, ("0.1.0 is installed", "pip install emerging-optimizers")),
     ],
 )  # fmt: skip
@@ -77,9 +81,11 @@ def test_what_is_missing_is_named_with_how_to_get_it(
 
 
 WRONG = [
-    ("check_muon_compatibility", "--use-distributed-optimizer", "--use-distributed-optimizer", "remove it"),
+    ("check_muon_compatibility", "--use-distributed-optimizer", "--use-distributed-optimizer",
+     "remove it"),
     ("check_muon_compatibility", "--lora-rank 4", "--lora-rank", "use adam"),
-    ("check_muon_compatibility", "--no-decoupled-weight-decay", "--decoupled-weight-decay", "must be on"),
+    ("check_muon_compatibility", "--no-decoupled-weight-decay", "--decoupled-weight-decay",
+     "must be on"),
     ("check_muon_numbers", "--muon-momentum 1", "--muon-momentum", "0 <= x < 1"),
     ("check_muon_numbers", "--muon-extra-scale-factor 0", "--muon-extra-scale-factor", "> 0"),
     ("check_muon_numbers", "--muon-num-ns-steps 4", "--muon-num-ns-steps", "multiple of 5"),
@@ -127,7 +133,8 @@ def test_flags_reach_megatron_core(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     installed(monkeypatch, "0.1.0", "0.16.1")
     flags = (
         "--muon-momentum 0.9 --muon-no-split-qkv --muon-use-nesterov --muon-num-ns-steps 10 "
-        "--muon-scale-mode unit_rms_norm --muon-fp32-matmul-prec highest --muon-extra-scale-factor 0.2"
+        "--muon-scale-mode unit_rms_norm --muon-fp32-matmul-prec highest --muon-extra-scale-factor "
+        "0.2"
     )
     optimizer = parse(tmp_path, f"{MUON} {flags}").megatron.optimizer
     nesterov = getattr(optimizer, "muon_use_nesterov", getattr(optimizer, "muon_nesterov", None))

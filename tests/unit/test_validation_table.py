@@ -36,42 +36,54 @@ KL = "--use-kl-loss --ref-load {folder}/hf"
 
 # row: cases of (flags, the flag that is named, its value or None, words that are told)
 ROWS: dict[str, list[tuple[str, str, Any, tuple[str, ...]]]] = {
-    "unknown loss": [("--policy-loss-type reinforce", "--policy-loss-type", "reinforce", tuple(policy_losses.names()))],
-    "unknown reduction": [("--loss-reduction token_sum", "--loss-reduction", "token_sum", LOSS_REDUCTIONS)],
-    "unknown estimator": [("--advantage-estimator grop", "--advantage-estimator", "grop", tuple(advantage_estimators.names()))],
+    "unknown loss": [("--policy-loss-type reinforce", "--policy-loss-type", "reinforce",
+    tuple(policy_losses.names()))],
+    "unknown reduction": [("--loss-reduction token_sum", "--loss-reduction", "token_sum",
+    LOSS_REDUCTIONS)],
+    "unknown estimator": [("--advantage-estimator grop", "--advantage-estimator", "grop",
+    tuple(advantage_estimators.names()))],
     "unknown KL type": [(f"{KL} --kl-loss-type k4", "--kl-loss-type", "k4", KL_ESTIMATORS)],
     "estimator and loss contradict": [
-        ("--advantage-estimator gspo --policy-loss-type cispo", "--advantage-estimator", "gspo", ("--policy-loss-type cispo",)),
-        ("--advantage-estimator cispo --policy-loss-type sapo", "--advantage-estimator", "cispo", ("--policy-loss-type sapo",)),
+        ("--advantage-estimator gspo --policy-loss-type cispo", "--advantage-estimator", "gspo",
+         ("--policy-loss-type cispo",)),
+        ("--advantage-estimator cispo --policy-loss-type sapo", "--advantage-estimator", "cispo",
+         ("--policy-loss-type sapo",)),
     ],
     "tau, beta, lambda <= 0": [
         ("--policy-loss-type sapo --sapo-tau-pos 0", "--sapo-tau-pos", 0.0, ("must be > 0",)),
         ("--policy-loss-type sapo --sapo-tau-neg -1", "--sapo-tau-neg", -1.0, ("must be > 0",)),
         ("--policy-loss-type dro --dro-beta 0", "--dro-beta", 0.0, ("must be > 0",)),
         ("--policy-loss-type kimi --kimi-tau -0.1", "--kimi-tau", -0.1, ("must be > 0",)),
-        ("--policy-loss-type vespo --vespo-lambda-pos 0", "--vespo-lambda-pos", 0.0, ("must be > 0",)),
-        ("--policy-loss-type vespo --vespo-lambda-neg 0", "--vespo-lambda-neg", 0.0, ("must be > 0",)),
+        ("--policy-loss-type vespo --vespo-lambda-pos 0", "--vespo-lambda-pos", 0.0,
+         ("must be > 0",)),
+        ("--policy-loss-type vespo --vespo-lambda-neg 0", "--vespo-lambda-neg", 0.0,
+         ("must be > 0",)),
     ],
     "eps < 0": [
         ("--eps-clip -0.2", "--eps-clip", -0.2, ("must be >= 0",)),
         ("--eps-clip-high -0.2", "--eps-clip-high", -0.2, ("must be >= 0",)),
         ("--policy-loss-type gmpo --gmpo-eps-low -0.4", "--gmpo-eps-low", -0.4, ("must be >= 0",)),
-        ("--policy-loss-type cispo --cispo-eps-clip-high -1", "--cispo-eps-clip-high", -1.0, ("must be >= 0",)),
+        ("--policy-loss-type cispo --cispo-eps-clip-high -1", "--cispo-eps-clip-high", -1.0,
+         ("must be >= 0",)),
     ],
     "eps-clip-c <= 1": [("--eps-clip-c 1", "--eps-clip-c", 1.0, ("must be > 1",))],
     "gmpo with another reduction": [
-        (f"--policy-loss-type gmpo --loss-norm-length 9 --loss-reduction {kind}" if "norm" in kind else f"--policy-loss-type gmpo --loss-reduction {kind}",
+        (f"--policy-loss-type gmpo --loss-reduction {kind}"
+         + (" --loss-norm-length 9" if "norm" in kind else ""),
          "--loss-reduction", kind, ("sequence_mean", "rollout_mean"))
         for kind in LOSS_REDUCTIONS if kind not in ("sequence_mean", "rollout_mean")
     ],
     "seq_mean_token_sum_norm without length": [
-        ("--loss-reduction seq_mean_token_sum_norm", "--loss-norm-length", None, ("required", "seq_mean_token_sum_norm")),
+        ("--loss-reduction seq_mean_token_sum_norm", "--loss-norm-length", None,
+         ("required", "seq_mean_token_sum_norm")),
     ],
     "token_mean_legacy with a remainder": [
-        ("--loss-reduction token_mean_legacy --micro-batch-size 3", "--loss-reduction", "token_mean_legacy", ("use token_mean",)),
+        ("--loss-reduction token_mean_legacy --micro-batch-size 3", "--loss-reduction",
+         "token_mean_legacy", ("use token_mean",)),
     ],
     "token_mean_legacy with dynamic batches": [
-        ("--loss-reduction token_mean_legacy --use-dynamic-batch-size --max-tokens-per-gpu 100", "--loss-reduction", "token_mean_legacy", ("use token_mean",)),
+        ("--loss-reduction token_mean_legacy --use-dynamic-batch-size --max-tokens-per-gpu 100",
+         "--loss-reduction", "token_mean_legacy", ("use token_mean",)),
     ],
     "--use-opd without type or teacher": [
         ("--use-opd", "--opd-type", None, ("required",)),
@@ -82,45 +94,59 @@ ROWS: dict[str, list[tuple[str, str, Any, tuple[str, ...]]]] = {
         ("--lambd 0.9", "--lambd", None, ("--advantage-estimator ppo",)),
     ],
     "a teacher without --use-opd": [
-        ("--opd-teacher-load {folder}/hf", "--opd-teacher-load", None, ("without --use-opd", "add the switch")),
+        ("--opd-teacher-load {folder}/hf", "--opd-teacher-load", None,
+         ("without --use-opd", "add the switch")),
     ],
     "TIS with a rollout-anchored loss": [
         *[(f"--policy-loss-type {loss} {tis}", "--tis-ratio-type", kind, ("double",))
           for loss in ("rollout_is", "dppo", "cispo --cispo-anchor rollout")
           for tis, kind in (("--use-tis", "token"), ("--tis-ratio-type sequence", "sequence"))],
-        ("--policy-loss-type rollout_is --use-tis --custom-tis-function-path json.dumps", "--tis-ratio-type", "token", ("double",)),
+        ("--policy-loss-type rollout_is --use-tis --custom-tis-function-path json.dumps",
+         "--tis-ratio-type", "token", ("double",)),
     ],
     "any correction with cross_entropy": [
         (f"--loss-type sft_loss {flags}", flags.split()[0], None, ("no old policy",))
-        for flags in ("--sequence-mask-metric product", "--outlier-token-is-threshold-high 100", "--m2po-threshold 0.1", "--use-opsm",
-                      "--token-mask-is-threshold-low 0.5 --token-mask-is-threshold-high 2", "--tis-ratio-type token")
+        for flags in ("--sequence-mask-metric product", "--outlier-token-is-threshold-high 100",
+        "--m2po-threshold 0.1", "--use-opsm",
+                      "--token-mask-is-threshold-low 0.5 --token-mask-is-threshold-high 2",
+                      "--tis-ratio-type token")
     ],
     "--use-rollout-logprobs with any correction": [
         (f"--use-rollout-logprobs {flags}", "--use-rollout-logprobs", None, (flags.split()[0],))
-        for flags in ("--sequence-mask-metric product", "--outlier-token-is-threshold-low 1e-4", "--outlier-token-is-threshold-high 100",
-                      "--m2po-threshold 0.1", "--token-mask-is-threshold-low 0.5 --token-mask-is-threshold-high 2", "--tis-ratio-type token")
+        for flags in ("--sequence-mask-metric product", "--outlier-token-is-threshold-low 1e-4",
+        "--outlier-token-is-threshold-high 100",
+                      "--m2po-threshold 0.1",
+                      "--token-mask-is-threshold-low 0.5 --token-mask-is-threshold-high 2",
+                      "--tis-ratio-type token")
     ],
-    "--kl-coef and --kl-loss-coef": [(f"{KL} --kl-coef 0.1 --kl-loss-coef 0.2", "--kl-coef", 0.1, ("--kl-loss-coef 0.2", "choose one"))],
+    "--kl-coef and --kl-loss-coef": [(f"{KL} --kl-coef 0.1 --kl-loss-coef 0.2", "--kl-coef", 0.1,
+    ("--kl-loss-coef 0.2", "choose one"))],
     "a KL without --ref-load": [
         ("--kl-coef 0.1", "--ref-load", None, ("--kl-coef",)),
         ("--use-kl-loss", "--ref-load", None, ("--use-kl-loss",)),
     ],
-    "--kl-loss-coef without --use-kl-loss": [("--kl-loss-coef 0.1", "--kl-loss-coef", 0.1, ("--use-kl-loss", "add the switch"))],
+    "--kl-loss-coef without --use-kl-loss": [("--kl-loss-coef 0.1", "--kl-loss-coef", 0.1,
+    ("--use-kl-loss", "add the switch"))],
     "reinforce_plus_plus* without --normalize-advantages": [
         (f"--advantage-estimator {name}", "--normalize-advantages", None, ("required", name))
         for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
     ],
     "rollout temperature <= 0": [
-        (f"--rollout-temperature {value:g}", "--rollout-temperature", value, ("must be >= 1e-06",)) for value in (0.0, -1.0)
+        (f"--rollout-temperature {value:g}", "--rollout-temperature", value,
+         ("must be >= 1e-06",)) for value in (0.0, -1.0)
     ],
     "correction bounds": [
-        ("--tis-ratio-type token --token-tis-ratio-clip-high 0", "--token-tis-ratio-clip-high", 0.0, ("must be > 0",)),
+        ("--tis-ratio-type token --token-tis-ratio-clip-high 0", "--token-tis-ratio-clip-high", 0.0,
+         ("must be > 0",)),
         ("--use-tis --tis-clip -1", "--tis-clip", -1.0, ("must be > 0",)),
-        ("--tis-ratio-type sequence --sequence-tis-ratio-clip-high -1", "--sequence-tis-ratio-clip-high", -1.0, ("must be > 0",)),
+        ("--tis-ratio-type sequence --sequence-tis-ratio-clip-high -1",
+         "--sequence-tis-ratio-clip-high", -1.0, ("must be > 0",)),
         ("--tis-ratio-type prompt", "--tis-ratio-type", "prompt", ("token", "sequence")),
         ("--sequence-mask-metric mean", "--sequence-mask-metric", "mean", ("geometric", "product")),
-        ("--token-mask-is-threshold-low 0.5", "--token-mask-is-threshold-low", 0.5, ("--token-mask-is-threshold-high",)),
-        ("--sequence-mask-metric product --product-mask-low 3", "--product-mask-low", 3.0, ("--product-mask-high 2",)),
+        ("--token-mask-is-threshold-low 0.5", "--token-mask-is-threshold-low", 0.5,
+         ("--token-mask-is-threshold-high",)),
+        ("--sequence-mask-metric product --product-mask-low 3", "--product-mask-low", 3.0,
+         ("--product-mask-high 2",)),
     ],
 }  # fmt: skip
 CASES = [(row, *case) for row, cases in ROWS.items() for case in cases]
@@ -153,7 +179,7 @@ def test_row(
         assert repr(given) in str(caught.value)
 
 
-# --- what depends on the batch: a library call, a recorded rollout ---------------------------------------------------
+# --- what depends on the batch: a library call, a recorded rollout --------------------------------
 
 
 def loss_without(name: str, missing: str) -> Callable[[], Any]:
@@ -184,17 +210,22 @@ def estimate(estimator: str) -> Any:
 
 
 BATCHES: dict[str, tuple[Callable[[], Any], str]] = {
-    "prompt_mean without ids": (lambda: reduction_weights("prompt_mean", active_tokens=torch.ones(2)), "prompt_ids"),
-    "rollout_is without m": (loss_without("rollout_is", "rollout_log_probs"), "rollout_log_probs.*let the sampler return log-probs"),
-    "cispo rollout without m": (loss_without("cispo", "rollout_log_probs"), "rollout_log_probs.*let the sampler return log-probs"),
+    "prompt_mean without ids": (
+        lambda: reduction_weights("prompt_mean", active_tokens=torch.ones(2)), "prompt_ids"),
+    "rollout_is without m": (loss_without("rollout_is", "rollout_log_probs"),
+        "rollout_log_probs.*let the sampler return log-probs"),
+    "cispo rollout without m": (loss_without("cispo", "rollout_log_probs"),
+        "rollout_log_probs.*let the sampler return log-probs"),
     "topr without rewards": (loss_without("topr", "rewards"), "needs rewards"),
     "remax without greedy rewards": (lambda: estimate("remax"), "greedy"),
     "ppo without a critic's values": (lambda: estimate("ppo"), "values"),
     "no finite reward": (
-        lambda: compute_advantages("grpo", rewards=torch.tensor([float("nan")]), group_ids=torch.zeros(1), lengths=torch.ones(1)), "finite",
+        lambda: compute_advantages("grpo", rewards=torch.tensor([float("nan")]),
+        group_ids=torch.zeros(1), lengths=torch.ones(1)), "finite",
     ),
     "token_mean_legacy with a remainder": (
-        lambda: reduction_weights("token_mean_legacy", active_tokens=torch.ones(5), micro_batch_size=2), "use token_mean",
+        lambda: reduction_weights("token_mean_legacy", active_tokens=torch.ones(5),
+        micro_batch_size=2), "use token_mean",
     ),
 }  # fmt: skip
 
@@ -206,7 +237,7 @@ def test_row_of_a_batch(row: str) -> None:
         call()
 
 
-# --- warnings, once each ---------------------------------------------------------------------------------------------
+# --- warnings, once each --------------------------------------------------------------------------
 
 WARNINGS: dict[str, tuple[str, str]] = {
     "sapo with token_mean": (
