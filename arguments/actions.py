@@ -35,12 +35,12 @@ class LauncherAction(argparse.Action):
     ) -> None:
         launcher = cast("LauncherParser", parser)
         assert option_string is not None
-        words = [str(value) for value in values or ()]
-        self.apply(launcher, launcher.typed.get(option_string, option_string), words)
+        args = [str(value) for value in values or ()]
+        self.apply(launcher, launcher.typed.get(option_string, option_string), args)
         if self.dest in launcher.parsed.values:
             setattr(namespace, self.dest, launcher.parsed.values[self.dest])
 
-    def apply(self, parser: LauncherParser, typed: str, words: list[str]) -> None:
+    def apply(self, parser: LauncherParser, typed: str, args: list[str]) -> None:
         raise NotImplementedError
 
 
@@ -63,29 +63,29 @@ class Setting(LauncherAction):
         )
         self.flag, self.on = flag, on
 
-    def apply(self, parser: LauncherParser, typed: str, words: list[str]) -> None:
+    def apply(self, parser: LauncherParser, typed: str, args: list[str]) -> None:
         flag, parsed = self.flag, parser.parsed
         if flag.kind == "switch":
-            words = words or ["true"]
-        if not words and flag.dest in MAY_BE_EMPTY:
+            args = args or ["true"]
+        if not args and flag.dest in MAY_BE_EMPTY:
             parsed.warnings.append(f"{typed} has no value: {MAY_BE_EMPTY[flag.dest]}")
             return
-        if not words:
+        if not args:
             parsed.add_problem(typed, None, "requires a value" + legal_values(flag), flag.dest)
-        elif words == ["null"]:
+        elif args == ["null"]:
             parsed.reset(flag.dest)
         else:
-            parser.store(flag, typed, words if flag.kind == "list" else words[0], self.on, parsed)
+            parser.store(flag, typed, args if flag.kind == "list" else args[0], self.on, parsed)
 
 
 class OtherFlag(LauncherAction):
     """Flags that are not a setting themselves: presets, flags without effect, flags of other
     programs, unknown flags."""
 
-    def apply(self, parser: LauncherParser, typed: str, words: list[str]) -> None:
-        value: object = words or True
-        if len(words) == 1:
-            value = words[0]
+    def apply(self, parser: LauncherParser, typed: str, args: list[str]) -> None:
+        value: object = args or True
+        if len(args) == 1:
+            value = args[0]
         parser.apply_other(typed, value, parser.parsed)
 
 

@@ -108,8 +108,8 @@ def loss_flags() -> list[Flag]:
                     f"{dest} differs between the losses {losses}"
                 )
         group = f"policy loss: {losses}" if len(by_loss) == 1 else f"policy losses: {losses}"
-        words = default_text({name: flag.default for name, flag in by_loss.items()})
-        flags.append(replace(first, group=group, default_text=words))
+        text = default_text({name: flag.default for name, flag in by_loss.items()})
+        flags.append(replace(first, group=group, default_text=text))
     return flags
 
 
@@ -195,23 +195,25 @@ class FlagTable:
         partial = [flag for name, flag in flags.items() if _has_words(name, typed)]
         return min(partial, key=len, default=None)
 
-    def refused_like(self, name: str) -> dict[str, str]:
+    def rejected_like(self, name: str) -> dict[str, str]:
         """Flags that are not implemented and contain the words of `name`: flag -> reason."""
-        known = {
+        rejected = {
             spelled: s.flag.rejection for spelled, s in self.spellings.items() if s.flag.rejection
         }
-        known |= {n: reason for n, reason in NOT_IMPLEMENTED.items() if n not in self.spellings}
+        rejected |= {n: reason for n, reason in NOT_IMPLEMENTED.items() if n not in self.spellings}
         typed = normalise(name).removeprefix("--")
         return {
-            n: known[n] for n in sorted(known, key=len) if _has_words(n.removeprefix("--"), typed)
+            n: rejected[n]
+            for n in sorted(rejected, key=len)
+            if _has_words(n.removeprefix("--"), typed)
         }
 
     def hint(self, name: str) -> str:
         """Suggestion for an unknown flag, to follow "unknown flag; "."""
         if (near := self.nearest(name)) is not None:
             return f"did you mean {near}?"
-        if (known := self.refused_like(name)) and len(normalise(name)) > 4:
-            flag, reason = next(iter(known.items()))
+        if (rejected := self.rejected_like(name)) and len(normalise(name)) > 4:
+            flag, reason = next(iter(rejected.items()))
             return f"{flag} is not implemented: {reason}"
         return "see --help for all flags"
 
@@ -228,13 +230,13 @@ def without_clashes(ours: Iterable[Flag], megatron: Sequence[Flag]) -> list[Flag
     supported = [flag for flag in megatron if not flag.rejection]
     taken = {normalise(name) for flag in (*ours, *supported) for name in (*flag.on, *flag.off)}
     dests = {flag.dest for flag in ours}
-    own = {flag_name(flag.dest): flag.dest for flag in megatron if flag.rejection}
+    own_names = {flag_name(flag.dest): flag.dest for flag in megatron if flag.rejection}
     kept = []
     for flag in megatron:
         if flag.rejection:
 
             def free(name: str, dest: str = flag.dest) -> bool:
-                return name not in taken and own.get(name, dest) == dest
+                return name not in taken and own_names.get(name, dest) == dest
 
             flag = replace(flag, on=tuple(filter(free, flag.on)), off=tuple(filter(free, flag.off)))
             if flag.dest in dests or flag_name(flag.dest) not in flag.on:

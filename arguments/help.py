@@ -41,8 +41,8 @@ def help_text(
         )
         if picked and not flag.rejection and flag.dest not in hidden:
             groups.setdefault(flag.group, []).append(flag)
-    known = table.refused_like(about) if about else {}
-    lines = [f"  {name}: not implemented: {reason}" for name, reason in known.items()]
+    rejected = table.rejected_like(about) if about else {}
+    lines = [f"  {name}: not implemented: {reason}" for name, reason in rejected.items()]
     if not groups:
         if lines:
             return "\n".join([f"no supported group or flag matches {about!r}:", *lines])
@@ -55,8 +55,7 @@ def help_text(
 
 
 def _entry(flag: Flag) -> str:
-    words = [name for name in (flag.name, *flag.on, *flag.off)]
-    head = ", ".join(dict.fromkeys(words))
+    head = ", ".join(dict.fromkeys((flag.name, *flag.on, *flag.off)))
     if flag.kind != "switch":
         head += " " + (flag.metavar or flag.type_name.upper())
     facts = []

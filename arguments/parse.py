@@ -174,13 +174,13 @@ def _parse_early(argv: Sequence[str], program: Program) -> ParsedArgs:
 
 def _without_help(argv: Sequence[str]) -> list[str]:
     """argv without --help and --version and their arguments."""
-    words, skips = [], False
+    args, skips = [], False
     for word in argv:
         is_help = word in ("--help", "-h", "--version")
         skips = is_help or (skips and not word.startswith("-"))
         if not skips:
-            words.append(word)
-    return words
+            args.append(word)
+    return args
 
 
 def import_modules(modules: Sequence[str]) -> None:

@@ -73,9 +73,9 @@ def load_json(text: str) -> object:
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found: dict[str, object] = {}
+    result: dict[str, object] = {}
     for key, value in pairs:
-        if key in found:
+        if key in result:
             raise ValueError(f"the key {key!r} is given twice; keep one of them")
-        found[key] = value
-    return found
+        result[key] = value
+    return result

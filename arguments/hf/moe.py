@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def layer_pattern(words: str) -> int | list[int]:
+def layer_pattern(pattern: str) -> int | list[int]:
     """Parse --moe-layer-freq as Megatron-LM does: "2", or a list expression with + and *, e.g.
     "[0]*3+[1]*45".
 
@@ -13,7 +13,7 @@ def layer_pattern(words: str) -> int | list[int]:
         'must be a number, or a list of 0 (dense) and 1 (experts) as "[1,0,1]" or "[0]*3+[1]*45"'
     )
     total: list[int] = []
-    text = words.replace(" ", "").removeprefix("(").removesuffix(")")
+    text = pattern.replace(" ", "").removeprefix("(").removesuffix(")")
     if text.isdigit() and int(text) > 0:
         return int(text)
     for term in text.split("+"):

@@ -29,12 +29,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "trainable_token_indices": (None,),
     "alora_invocation_tokens": (None,),
     "arrow_config": (None,),
-    "init_lora_weights": (
-        True,
-        False,
-        "gaussian",
-        "orthogonal",
-    ),  # others change the weights of the base model
+    # others change the weights of the base model
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),
 }
 
 
@@ -54,17 +50,17 @@ def read_adapter_config(folder: str) -> PeftAdapter:
     try:
         config = read_settings(path)
     except FileNotFoundError as error:
-        raise ValueError(f"{path} cannot be read: there is no such file") from error
+        raise ValueError(f"{path} cannot be read: no such file") from error
     if config.get("peft_type") != "LORA":
-        raise ValueError(f"{path} is not of a LoRA adapter (peft_type LORA)")
+        raise ValueError(f"{path} is not a LoRA adapter: peft_type must be LORA")
     for key, neutral in NEUTRAL.items():
         if key in config and config[key] not in neutral:
             raise ValueError(f"{path}: {key} is {_shown(config[key])}, which is not supported")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or not is_number(rank) or rank < 1:
-        raise ValueError(f"{path}: r is {_shown(rank)}, must be a whole number above 0")
+        raise ValueError(f"{path}: r is {_shown(rank)}, must be an integer > 0")
     if alpha is None or not is_number(alpha) or not alpha > 0:
-        raise ValueError(f"{path}: lora_alpha is {_shown(alpha)}, must be a number above 0")
+        raise ValueError(f"{path}: lora_alpha is {_shown(alpha)}, must be > 0")
     base = config.get("base_model_name_or_path")
     if not isinstance(base, str | None):
         raise ValueError(f"{path}: base_model_name_or_path is {_shown(base)}, must be a name")

@@ -19,16 +19,16 @@ def read_settings(path: Path) -> dict[str, Any]:
     object, is damaged, too large or nested too deeply."""
     try:
         if (size := path.stat().st_size) > MOST_BYTES:
-            raise ValueError(f"{size} bytes are too many for such a file")
-        found = read_json(path)
-        repr(found)  # messages need it; fails here if nested too deeply
+            raise ValueError(f"{size} bytes, at most {MOST_BYTES} are allowed")
+        settings = read_json(path)
+        repr(settings)  # messages need it; fails here if nested too deeply
     except FileNotFoundError:
         raise
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {clean(error)}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} does not hold an object")
-    return found
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} must be a JSON object")
+    return settings
 
 
 def generation_end_ids(folder: str) -> tuple[int, ...]:

@@ -12,10 +12,10 @@ def read_windows(reader: ConfigReader, family: ModelFamily) -> dict[str, object]
     `sliding_window` of config.json includes the query. For an architecture without windows here,
     the keys are rejected only if a layer would use a window."""
     config, kinds = reader.config, reader.config.get("layer_types") or []
-    if strange := set(kinds) - family.layer_types:
+    if unknown := set(kinds) - family.layer_types:
         legal = " and ".join(map(repr, sorted(family.layer_types))) or "no such key"
-        found = ", ".join(map(repr, sorted(strange)))
-        reader.refuse(f"layer_types {found}: only {legal} is supported")
+        names = ", ".join(map(repr, sorted(unknown)))
+        reader.refuse(f"layer_types {names}: only {legal} is supported")
         return {}
     size, switch = config.get("sliding_window"), config.get("use_sliding_window")
     if family.windows is None:
