@@ -155,10 +155,9 @@ def estimate_advantages(
         local_indices: Indices of this rank's samples; the lists below have [R] for each of them.
         masks: Bool, active tokens.
         sequences: Index of each sample within its episode; None: one sequence per episode.
-        kl: `kl_reward.token_kl`, or None.
+        kl, energies: `kl_reward.token_kl` and `otb.token_energies`, or None.
         teacher_gap: `distillation.teacher_gaps`, or None; subtracted, scaled, before whitening.
         critic_values: Before the update, or None.
-        energies: `otb.token_energies`, or None.
         precomputed: (advantages, returns) in place of the estimator's.
         group: Data-parallel ranks (collective); None: this process.
 
@@ -168,9 +167,9 @@ def estimate_advantages(
     """
     require_samples(masks, local_indices=local_indices, kl=kl, teacher_gap=teacher_gap)
     require_samples(masks, critic_values=critic_values, energies=energies)
-    places = [0] * len(masks) if sequences is None else sequences
+    sequences = sequences or [0] * len(masks)
     inputs = _Inputs(
-        settings, outcomes, local_indices, masks, places, kl, critic_values, energies, group
+        settings, outcomes, local_indices, masks, sequences, kl, critic_values, energies, group
     )
     if precomputed is None:
         _check_token_rewards(settings.entry, outcomes)
@@ -186,10 +185,8 @@ def estimate_advantages(
     if settings.distillation_only:
         values = [torch.zeros_like(value) for value in values]
     if teacher_gap is not None:
-        values, total_gap = _subtract_teacher_gap(inputs, values, teacher_gap)
-        valid = valid & torch.isfinite(total_gap)
-        metrics["rollout/opd_reverse_kl"] = _mean_per_token(total_gap, outcomes)
-        metrics["rollout/opd_nonfinite"] = float((~torch.isfinite(total_gap)).sum())
+        values, finite_gap = _subtract_teacher_gap(inputs, values, teacher_gap, metrics)
+        valid = valid & finite_gap
     trained = [mask & bool(valid[i]) for i, mask in zip(local_indices, masks)]
     if settings.normalize:
         values = whiten(values, trained, group)
@@ -387,13 +384,16 @@ def _critic_targets(inputs: _Inputs, estimate: _Estimate, valid: Tensor) -> list
 
 
 def _subtract_teacher_gap(
-    inputs: _Inputs, values: list[Tensor], gaps: Sequence[Tensor]
+    inputs: _Inputs, values: list[Tensor], gaps: Sequence[Tensor], metrics: dict[str, float]
 ) -> tuple[list[Tensor], Tensor]:
-    """Advantages minus the scaled gap to the teacher, and the sum of each sample's gap [B].
-    Collective."""
-    settings, count = inputs.settings, inputs.outcomes.rewards.numel()
-    total = sample_kl(gaps, inputs.indices, count, inputs.group)
+    """Advantages minus the scaled gap to the teacher, and whether each sample's gap is finite [B]
+    bool. Collective; adds to metrics."""
+    settings, outcomes = inputs.settings, inputs.outcomes
+    total = sample_kl(gaps, inputs.indices, outcomes.rewards.numel(), inputs.group)
+    finite = torch.isfinite(total)
+    metrics["rollout/opd_reverse_kl"] = _mean_per_token(total, outcomes)
+    metrics["rollout/opd_nonfinite"] = float((~finite).sum())
     if settings.prefix_gamma:
         weights = prefix_weights(gaps, inputs.masks, settings.prefix_gamma)
         gaps = [weight * gap for weight, gap in zip(weights, gaps)]
-    return [v - settings.distillation_coef * gap for v, gap in zip(values, gaps)], total
+    return [v - settings.distillation_coef * gap for v, gap in zip(values, gaps)], finite

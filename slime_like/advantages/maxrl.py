@@ -1,6 +1,6 @@
 """MaxRL, arXiv 2602.02710: GRPO with the group's mean as the unit, so that hard prompts count more.
 
-A_i = (R_i - mean) / mean,    0 in a group whose mean is not positive
+A_i = (R_i - mean) / mean,    0 in a group with mean <= 0
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def compute_advantages(
 
     Args:
         estimator: A registered name, e.g. "grpo".
-        rewards: [B], after any KL penalty; NaN or infinite for samples without a usable reward.
+        rewards: [B], after any KL penalty; not finite for samples without a valid reward.
         group_ids: [B] integers, the prompt; groups may have any size.
         lengths: [B] integers >= 0, active tokens.
         normalize_std: False: Dr. GRPO.

@@ -16,6 +16,11 @@ IMPORTANCE_LEVELS = ("token", "sequence")
 _REMEDIES = {"rollout_log_probs": "; let the sampler return log-probs"}
 
 
+def upcast(x: Tensor) -> Tensor:
+    """x in fp32; fp64 is kept."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 @dataclass(frozen=True, slots=True)
 class LossInputs:
     """Per-token tensors of one micro-batch. All except log_probs and entropy are constants. Values
@@ -70,7 +75,7 @@ class LossInputs:
     def masked(self, x: Tensor) -> Tensor:
         """x in fp32 (fp64 is kept), 0 at inactive rows. Masked before any product, because NaN * 0
         is NaN; inactive rows get a gradient of exactly 0."""
-        x = x if x.dtype == torch.float64 else x.float()
+        x = upcast(x)
         return torch.where(self.loss_mask, x, zero(x.device, x.dtype))
 
     def required(self, name: str) -> Tensor:

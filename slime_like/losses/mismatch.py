@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from slime_like.lazy import Tensor, dist, torch
-from slime_like.losses.inputs import LOG_RATIO_CLAMP
+from slime_like.losses.inputs import LOG_RATIO_CLAMP, upcast
 from slime_like.metrics.typed import (
     Metric,
     MetricAccumulator,
@@ -76,11 +76,6 @@ class StepTokens:
         return zeros.scatter_reduce(
             0, self.seq_ids, torch.where(mask, values.double(), 0.0), "amax"
         )
-
-
-def wide(log_probs: Tensor) -> Tensor:
-    """Upcast to fp32 before a subtraction; fp64 is kept."""
-    return log_probs if log_probs.dtype == torch.float64 else log_probs.float()
 
 
 def clamped_exp(log_ratio: Tensor) -> Tensor:
@@ -139,7 +134,7 @@ def step_mismatch(
         num_seqs: S.
     """
     with torch.no_grad():
-        difference = wide(old_log_probs) - wide(rollout_log_probs)
+        difference = upcast(old_log_probs) - upcast(rollout_log_probs)
         finite = torch.isfinite(difference) | ~loss_mask
         tokens = StepTokens(
             torch.where(loss_mask & finite, difference, 0.0), loss_mask, finite, seq_ids, num_seqs

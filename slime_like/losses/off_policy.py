@@ -10,8 +10,8 @@ active tokens of a sequence:
     3  truncated importance sampling: token c = clamp(x, low, C); sequence c = min(prod x, C)
     4  sequence mask: keep the sequence when low <= (prod x)^(1/n) <= high (geometric) or
        low <= prod x <= high (product)
-    5  rejection: drop tokens, or sequences by the sum, mean or largest of it, whose k2 = d^2 / 2 or
-       k3 = x - 1 - d, with d = o - m, is too large
+    5  rejection: with d = o - m, drop tokens with a large k2 = d^2 / 2 or k3 = x - 1 - d, or
+       sequences by its sum, mean or maximum
     6  M2PO (arXiv 2510.01161): drop the tokens with the largest (o - m)^2 until the mean of the
        rest is at most a threshold
     7  batch normalisation: divide weights by their mean over the remaining tokens of the optimizer

@@ -9,6 +9,11 @@ from slime_like.config import NON_NEGATIVE, POSITIVE, CheckedSettings, Problem, 
 
 _LEVELS = ("token", "seq_mean", "seq_sum", "seq_max")
 REJECTION_METRICS = tuple(f"{level}_{kind}" for level, kind in product(_LEVELS, ("k2", "k3")))
+# settings without effect on their own
+_PAIRS = (
+    ("token_mask_is_threshold_low", "token_mask_is_threshold_high"),
+    ("rejection_metric", "rejection_threshold"),
+)
 _BOUNDS = (
     "token_tis_ratio_clip",
     "geo_mask",
@@ -150,16 +155,10 @@ class OffPolicyConfig(CheckedSettings):
             if low is not None and high is not None and low > high:
                 message = f"must not be above {flag_name(name + '_high')} {high:g}"
                 problems.append(Problem(flag_name(f"{name}_low"), low, message))
-        low, high = self.token_mask_is_threshold_low, self.token_mask_is_threshold_high
-        if (low is None) != (high is None):
-            given, missing = ("low", "high") if high is None else ("high", "low")
-            needed = flag_name(f"token_mask_is_threshold_{missing}")
-            message = f"needs {needed} too; the token mask has two sides"
-            flag = flag_name(f"token_mask_is_threshold_{given}")
-            problems.append(Problem(flag, low if high is None else high, message))
-        pair = ["rejection_metric", "rejection_threshold"]
-        given, missing = sorted(pair, key=lambda name: getattr(self, name) is None)
-        if getattr(self, given) is not None and getattr(self, missing) is None:
-            message = f"needs {flag_name(missing)} too"
-            problems.append(Problem(flag_name(given), getattr(self, given), message))
+        for pair in _PAIRS:
+            for name, other in (pair, pair[::-1]):
+                value = getattr(self, name)
+                if value is not None and getattr(self, other) is None:
+                    message = f"needs {flag_name(other)} too"
+                    problems.append(Problem(flag_name(name), value, message))
         return problems

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from slime_like.config import POSITIVE, CheckedSettings, arg
 from slime_like.lazy import Tensor, torch
-from slime_like.losses.inputs import require_mask, require_shape
+from slime_like.losses.inputs import require_mask, require_shape, upcast
 from slime_like.losses.total import LossOutput
 from slime_like.metrics.typed import Metric, masked_mean
 
@@ -65,8 +65,7 @@ def value_loss(inputs: ValueInputs, config: ValueLossConfig) -> LossOutput:
         `token_value_losses`.
     """
     token_losses, metrics = token_value_losses(inputs, config)
-    weights = inputs.loss_weights.detach()
-    weights = weights if weights.dtype == torch.float64 else weights.float()
+    weights = upcast(inputs.loss_weights.detach())
     weights = torch.where(inputs.loss_mask & ~inputs.returns.isnan(), weights, 0.0)
     loss = (weights * token_losses).sum()
     return LossOutput(loss, {"value_loss": Metric("sum", loss.detach().clone()), **metrics})
@@ -86,7 +85,7 @@ def token_value_losses(
 
     def masked(x: Tensor) -> Tensor:
         """Masked before any product, because NaN * 0 is NaN."""
-        return torch.where(mask, x if x.dtype == torch.float64 else x.float(), 0.0)
+        return torch.where(mask, upcast(x), 0.0)
 
     values = masked(inputs.values)
     old, returns = masked(inputs.old_values.detach()), masked(inputs.returns.detach())

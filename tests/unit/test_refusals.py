@@ -106,7 +106,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "word for a number": (lambda: correct(geo_mask_low="0.9"), "geo_mask_low='0.9' must be a number"),
     "none for a number": (lambda: correct(geo_mask_low=None), "geo_mask_low=None needs a value"),
     "bounds swapped": (lambda: correct(geo_mask_low=2.0), "geo_mask_low=2.0 must not be above"),
-    "one side": (lambda: correct(token_mask_is_threshold_low=0.5), "has two sides"),
+    "one side": (lambda: correct(token_mask_is_threshold_low=0.5), "needs --token-mask-is-threshold-high"),
     "NaN of the trainer": (lambda: correct(old=with_value(NAN)), r"old_log_probs\[1, 2\] is nan"),
     "no old": (lambda: correct(old=None), "old_log_probs is NoneType"),
     "no rollout": (lambda: correct(rollout=None), "rollout_log_probs is NoneType"),
