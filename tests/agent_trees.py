@@ -13,8 +13,8 @@ from slime_like.advantages import EpisodeAnswers, Outcomes
 
 @dataclass(frozen=True)
 class Episode:
-    """parents, rewards: as of `EpisodeAnswers`. penalties, values: of each answer's tokens. outcome:
-    with the rewards of the answers."""
+    """An episode whose answers have tokens with penalties and values. parents, rewards: as of
+    `EpisodeAnswers`. outcome: includes the rewards of the answers."""
 
     parents: list[int]
     rewards: list[float]
@@ -44,8 +44,7 @@ def random_episode(generator: torch.Generator, answers: int, *, empty: bool = Fa
 def expected(
     episode: Episode, gamma: float, lambd: float, *, with_values: bool
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Advantages and returns by answer and token, from the recursion over tokens as it is written in
-    `tree_returns.py`."""
+    """Advantages and returns per answer and token, from the recursion in `tree_returns.py`."""
     children: dict[int, list[int]] = {a: [] for a in range(-1, len(episode.parents))}
     for a, parent in enumerate(episode.parents):
         children[parent].append(a)
@@ -147,10 +146,10 @@ def laid(episodes: Sequence[Episode], cut: Sequence[Cut]) -> Laid:
             values.append(torch.tensor(of_tokens, dtype=torch.float64))
             answers.append(sequence)
         records.append(EpisodeAnswers(episode.parents, episode.rewards, spans))
-    told = Outcomes(
+    batch = Outcomes(
         torch.tensor([e.outcome for e in episodes], dtype=torch.float64),
         torch.zeros(len(episodes), dtype=torch.int64),
         torch.tensor([sum(map(len, e.penalties)) for e in episodes]),
         answers=records,
     )
-    return Laid(told, local, places, masks, penalties, values, answers)
+    return Laid(batch, local, places, masks, penalties, values, answers)

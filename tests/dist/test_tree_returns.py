@@ -1,5 +1,5 @@
-"""Estimators that follow tokens, where the sequences of an episode are on several data-parallel ranks:
-the numbers of one process."""
+"""Token estimators on trees: episodes with sequences on several data-parallel ranks give the
+results of one process."""
 
 from __future__ import annotations
 
@@ -31,12 +31,15 @@ def advantages(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[st
     result: dict[str, Any] = {"local": local}
     for name, settings in SETTINGS.items():
         output = estimate_advantages(
-            settings, found.outcomes, local_indices=[found.local_indices[k] for k in local],
-            sequences=[found.sequences[k] for k in local], masks=[found.masks[k] for k in local],
+            settings,
+            found.outcomes,
+            local_indices=[found.local_indices[k] for k in local],
+            sequences=[found.sequences[k] for k in local],
+            masks=[found.masks[k] for k in local],
             kl=[found.penalties[k] for k in local],
             critic_values=[found.values[k] for k in local] if name == "ppo" else None,
             group=dist.group.WORLD,
-        )  # fmt: skip
+        )
         result[name] = [[v.tolist() for v in own or []] for own in (output.values, output.returns)]
     return result
 

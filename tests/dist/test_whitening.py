@@ -33,7 +33,7 @@ SETTINGS = {
 
 def advantages(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """By estimator, the advantages of this rank's samples; and the tokens that M2PO keeps of them.
-    `shares`: whose each sample is."""
+    `shares`: the rank of each sample."""
     generator = torch.Generator().manual_seed(0)
     masks = [torch.rand(n, generator=generator) > 0.3 for n in LENGTHS]
     kl = [
@@ -45,17 +45,17 @@ def advantages(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[st
     for i, owner in enumerate(arguments["shares"]):
         if owner == arguments["empty_rank"]:
             masks[i][:] = False
-    told = Outcomes(
+    batch = Outcomes(
         torch.arange(8.0) % 3,
         torch.tensor([0, 0, 0, 1, 1, 2, 2, 2]),
         torch.tensor([int(m.sum()) for m in masks]),
     )
     result: dict[str, Any] = {"local": local}
-    by_token = [reward * mask for reward, mask in zip(told.rewards, masks)]
+    by_token = [reward * mask for reward, mask in zip(batch.rewards, masks)]
     for name, settings in SETTINGS.items():
         output = estimate_advantages(
             settings,
-            replace(told, token_rewards=by_token) if name == "grpo_token" else told,
+            replace(batch, token_rewards=by_token) if name == "grpo_token" else batch,
             local_indices=local,
             masks=[masks[i] for i in local],
             kl=[kl[i] for i in local],

@@ -27,9 +27,17 @@ NAN = math.nan
 GROUPS = [3, 1, 3, 1, 3, 1, 1, -4, -4, 8]  # uneven, interleaved, and one alone
 # correct, length, format: of other sizes, one the same in a whole group, one that some do not have
 PARTS = [
-    [1.0, 310.0, 0.0], [0.0, 250.0, 1.0], [0.0, 900.0, 0.0], [0.0, 251.0, NAN], [1.0, 20.0, 0.0],
-    [0.0, 700.0, 1.0], [0.0, 250.0, 0.5], [1.0, 5.0, 1.0], [1.0, 5.0, 1.0], [1.0, 7.0, 0.0],
-]  # fmt: skip
+    [1.0, 310.0, 0.0],
+    [0.0, 250.0, 1.0],
+    [0.0, 900.0, 0.0],
+    [0.0, 251.0, NAN],
+    [1.0, 20.0, 0.0],
+    [0.0, 700.0, 1.0],
+    [0.0, 250.0, 0.5],
+    [1.0, 5.0, 1.0],
+    [1.0, 5.0, 1.0],
+    [1.0, 7.0, 0.0],
+]
 WEIGHTS = (1.0, -0.25, 0.5)
 
 
@@ -78,8 +86,8 @@ def test_gdpo_is_the_formula(broken: tuple[int, ...]) -> None:
 
 
 def test_mixtures_that_grpo_takes_for_one_stay_apart() -> None:
-    """The paper's figure 2, two rewards of 0 and 1: (0, 1) and (0, 2) right answers. GRPO gives both
-    groups 0.7071; GDPO 0.7071 and 1.4142, here over their standard deviation sqrt(5 / 3)."""
+    """The paper's figure 2, two rewards of 0 or 1. GRPO gives both groups 0.7071; GDPO 0.7071 and
+    1.4142, here divided by their standard deviation sqrt(5 / 3)."""
     parts = torch.tensor([[0, 0], [0, 1], [0, 0], [1, 1]], dtype=torch.float64)
     samples: dict[str, Any] = dict(
         rewards=parts.sum(1), group_ids=torch.tensor([0, 0, 1, 1]), lengths=torch.ones(4).long()
@@ -152,8 +160,11 @@ def sample(i: int, reward: float | None, **details: float) -> Sample:
 
 def test_parts_are_read_from_what_the_reward_function_returned() -> None:
     samples = [
-        sample(0, 1.0, length=3.0, format=0.0), sample(1, 0.5, length=4.0), sample(2, None), sample(3, NAN, format=1.0)
-    ]  # fmt: skip
+        sample(0, 1.0, length=3.0, format=0.0),
+        sample(1, 0.5, length=4.0),
+        sample(2, None),
+        sample(3, NAN, format=1.0),
+    ]
     found = reward_parts(["score", "length", "format"], [1.0, 2.0, 3.0], "score", samples)
     expected = torch.tensor(
         [[1.0, 3.0, 0.0], [0.5, 4.0, NAN], [NAN, NAN, NAN], [NAN, NAN, 1.0]], dtype=torch.float64

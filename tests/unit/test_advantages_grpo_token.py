@@ -52,8 +52,8 @@ def test_against_a_loop(by_std: bool, gamma: float, coef: float, seed: int) -> N
     masks, kl = samples(seed)
     rewards = token_rewards(masks, seed)
     settings = AdvantageSettings("grpo_token", gamma=gamma, kl_coef=coef, normalize_std=by_std)
-    told = replace(outcomes(masks), token_rewards=rewards)
-    got = estimate_advantages(settings, told, local_indices=range(7), masks=masks, kl=kl)
+    batch = replace(outcomes(masks), token_rewards=rewards)
+    got = estimate_advantages(settings, batch, local_indices=range(7), masks=masks, kl=kl)
     less_kl = [reward - coef * k for reward, k in zip(rewards, kl)]
     expected = by_loop(masks, less_kl, gamma, by_std=by_std)
     assert flat(got.values) == pytest.approx(flat(expected), rel=1e-5, abs=1e-6)
@@ -63,9 +63,9 @@ def test_against_a_loop(by_std: bool, gamma: float, coef: float, seed: int) -> N
 def test_equal_rewards_give_exactly_nothing() -> None:
     masks, _ = samples(2)
     rewards = [mask * 0.1 for mask in masks]
-    told = replace(outcomes(masks), token_rewards=rewards)
+    batch = replace(outcomes(masks), token_rewards=rewards)
     got = estimate_advantages(
-        AdvantageSettings("grpo_token"), told, local_indices=range(7), masks=masks
+        AdvantageSettings("grpo_token"), batch, local_indices=range(7), masks=masks
     )
     assert not any(flat(got.values))
 

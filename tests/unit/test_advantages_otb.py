@@ -94,23 +94,33 @@ def test_otb_gives_exactly_nothing_where_rewards_are_equal_and_needs_energies() 
 
 
 def test_the_numbers_of_verl() -> None:
-    """Those of its tir_optimal_token_baseline (January 2026) for these probabilities, with masked tokens
-    and responses that end one after the other, without its special case for the longest one's end."""
+    """Results of tir_optimal_token_baseline (January 2026) with masked tokens and responses of
+    different lengths, without its special case for the end of the longest."""
     masks = [torch.tensor([c == "1" for c in row]) for row in ("11011", "01100", "10110", "11100")]
-    probs = [[0.9, 0.5, 0.1, 0.2, 0.7], [0.3, 0.6, 0.99, 0.5, 0.5], [0.05, 0.5, 0.8, 0.4, 0.9], [0.25, 0.75, 0.5, 0.1, 0.1]]  # fmt: skip
-    squares = [[0.82, 0.4, 0.3, 0.25, 0.55], [0.2, 0.45, 0.981, 0.5, 0.4], [0.1, 0.4, 0.66, 0.3, 0.83], [0.3, 0.6, 0.5, 0.2, 0.2]]  # fmt: skip
+    probs = [
+        [0.9, 0.5, 0.1, 0.2, 0.7],
+        [0.3, 0.6, 0.99, 0.5, 0.5],
+        [0.05, 0.5, 0.8, 0.4, 0.9],
+        [0.25, 0.75, 0.5, 0.1, 0.1],
+    ]
+    squares = [
+        [0.82, 0.4, 0.3, 0.25, 0.55],
+        [0.2, 0.45, 0.981, 0.5, 0.4],
+        [0.1, 0.4, 0.66, 0.3, 0.83],
+        [0.3, 0.6, 0.5, 0.2, 0.2],
+    ]
     energies = token_energies(
         [torch.tensor(row, dtype=torch.float64).log() for row in probs],
         [torch.tensor(row, dtype=torch.float64) for row in squares],
         masks,
     )
-    told = Outcomes(
+    batch = Outcomes(
         torch.tensor([1.0, -0.5, 2.0, 0.25]),
         torch.zeros(4, dtype=torch.int64),
         torch.tensor([4, 2, 3, 3]),
     )
     got = estimate_advantages(
-        AdvantageSettings("otb"), told, local_indices=range(4), masks=masks, energies=energies
+        AdvantageSettings("otb"), batch, local_indices=range(4), masks=masks, energies=energies
     )
     expected = [
         [-0.0120772898, -0.00323070694, 0.0, -0.120567373, 0.0],

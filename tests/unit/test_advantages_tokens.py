@@ -77,19 +77,29 @@ def energies_of(masks: Sequence[Tensor]) -> list[Tensor]:
 
 
 def estimate(
-    settings: AdvantageSettings, masks: Sequence[Tensor], kl: Sequence[Tensor] | None = None, *, rewards: Sequence[float] = REWARDS,
+    settings: AdvantageSettings,
+    masks: Sequence[Tensor],
+    kl: Sequence[Tensor] | None = None,
+    *,
+    rewards: Sequence[float] = REWARDS,
     greedy: Sequence[float] | None = None,
-) -> TokenAdvantages:  # fmt: skip
+) -> TokenAdvantages:
     values = critic_values(masks) if settings.estimator == "ppo" else None
-    told = outcomes(masks, rewards, greedy)
+    batch = outcomes(masks, rewards, greedy)
     if settings.estimator == "grpo_token":
         each = [
             math.isfinite(r) * mask * 0.5 * i for i, (r, mask) in enumerate(zip(rewards, masks))
         ]
-        told = replace(told, token_rewards=each)
+        batch = replace(batch, token_rewards=each)
     return estimate_advantages(
-        settings, told, local_indices=range(len(masks)), masks=masks, kl=kl, critic_values=values, energies=energies_of(masks),
-    )  # fmt: skip
+        settings,
+        batch,
+        local_indices=range(len(masks)),
+        masks=masks,
+        kl=kl,
+        critic_values=values,
+        energies=energies_of(masks),
+    )
 
 
 def returns_by_loop(rewards: Sequence[float], mask: Sequence[bool], gamma: float) -> list[float]:
@@ -224,14 +234,18 @@ def test_ppo(name: str, gamma: float, lambd: float) -> None:
     before whitening."""
     masks, kl = samples(7)
     values = critic_values(masks)
-    told = outcomes(masks)
+    batch = outcomes(masks)
     got, whitened = (
         estimate_advantages(
             AdvantageSettings(name, gamma=gamma, lambd=lambd, kl_coef=0.2, normalize=normalize),
-            told, local_indices=range(7), masks=masks, kl=kl, critic_values=values,
+            batch,
+            local_indices=range(7),
+            masks=masks,
+            kl=kl,
+            critic_values=values,
         )
         for normalize in (False, True)
-    )  # fmt: skip
+    )
     assert got.returns is not None and whitened.returns is not None
     for i, (mask, k, value) in enumerate(zip(masks, kl, values)):
         rewards = penalised(REWARDS[i], mask, k, 0.2)
@@ -369,15 +383,15 @@ def test_parts_of_a_rollout_give_what_the_whole_gives(name: str) -> None:
     if name in ("otb", "grpo_token"):
         return
     masks, _ = samples(2)
-    settings, told = AdvantageSettings(name, gamma=0.9), outcomes(masks, greedy=[0.5] * 7)
+    settings, batch = AdvantageSettings(name, gamma=0.9), outcomes(masks, greedy=[0.5] * 7)
     critic = critic_values(masks)
     whole = estimate_advantages(
-        settings, told, local_indices=range(7), masks=masks, critic_values=critic
+        settings, batch, local_indices=range(7), masks=masks, critic_values=critic
     ).values
     for part in ([0, 3, 6], [5], [2, 1, 4]):
         some = [critic[i] for i in part]
         values = estimate_advantages(
-            settings, told, local_indices=part, masks=[masks[i] for i in part], critic_values=some
+            settings, batch, local_indices=part, masks=[masks[i] for i in part], critic_values=some
         ).values
         for i, value in zip(part, values):
             torch.testing.assert_close(value, whole[i])

@@ -1,5 +1,5 @@
-"""Credit by answer: the estimators against loops from their papers, whatever the cut of a tree; what
-answers are given and what an episode pays."""
+"""Credit per answer: estimators against loops from their papers, for any split of a tree; rewards
+of answers and penalties of episodes."""
 
 from __future__ import annotations
 
@@ -140,9 +140,15 @@ async def play(task: Task) -> float:
 
 def episode(*, by_turn: bool) -> Sample:
     generate = AgentGenerate(
-        "test", play, Gateway("127.0.0.1", 0, max_body=10**6), end_ids=frozenset({END}), limits=SessionLimits(), timeout_s=20,
-        episodes=2, by_turn=by_turn,
-    )  # fmt: skip
+        "test",
+        play,
+        Gateway("127.0.0.1", 0, max_body=10**6),
+        end_ids=frozenset({END}),
+        limits=SessionLimits(),
+        timeout_s=20,
+        episodes=2,
+        by_turn=by_turn,
+    )
     empty = Sample.empty(Prompt(3, "question", (), metadata={"x": 1}), 5)
     return asyncio.run(generate.respond(empty, model_of(Engine()), evaluation=False))
 
@@ -178,9 +184,11 @@ def test_an_episode_that_was_lost_before_its_first_answer_has_no_advantage() -> 
     played = [sample, dataclasses.replace(sample, sample_id=7), lost]
     fields = credit_fields(played, by_turn=True, turn_penalty=0, token_penalty=0)
     found = Outcomes(
-        rewards=torch.tensor([1.0, 0.0, math.nan]), group_ids=torch.zeros(3), lengths=torch.tensor([1, 1, 0]),
+        rewards=torch.tensor([1.0, 0.0, math.nan]),
+        group_ids=torch.zeros(3),
+        lengths=torch.tensor([1, 1, 0]),
         answers=fields["answers"],
-    )  # fmt: skip
+    )
     settings = AdvantageSettings(estimator="grpo_turn")
     output = estimate_advantages(
         settings, found, local_indices=[2], sequences=[0], masks=[torch.zeros(0, dtype=torch.bool)]
@@ -190,9 +198,11 @@ def test_an_episode_that_was_lost_before_its_first_answer_has_no_advantage() -> 
 
 def test_penalties_are_of_the_advantage_alone() -> None:
     found = Outcomes(
-        rewards=torch.tensor([1.0, 1.0]), group_ids=torch.tensor([0, 0]), lengths=torch.tensor([1, 1]),
+        rewards=torch.tensor([1.0, 1.0]),
+        group_ids=torch.tensor([0, 0]),
+        lengths=torch.tensor([1, 1]),
         penalties=torch.tensor([0.0, 0.5], dtype=torch.float64),
-    )  # fmt: skip
+    )
     masks = [torch.ones(1, dtype=torch.bool)] * 2
     first, second = estimate_advantages(
         AdvantageSettings("grpo"), found, local_indices=range(2), masks=masks
@@ -202,19 +212,25 @@ def test_penalties_are_of_the_advantage_alone() -> None:
     )
 
 
-@pytest.mark.parametrize(("returned", "words"), [("much", "returned str"), (10**400, "no float")])
-def test_a_wrong_reward_loses_the_sample_alone(returned: Any, words: str) -> None:
+@pytest.mark.parametrize(("returned", "message"), [("much", "returned str"), (10**400, "no float")])
+def test_a_wrong_reward_loses_the_sample_alone(returned: Any, message: str) -> None:
     async def play(task: Task) -> Any:
         await task.chat([{"role": "user", "content": "a"}])
         task.reward(1.0)
         return returned
 
     generate = AgentGenerate(
-        "test", play, Gateway("127.0.0.1", 0, max_body=10**6), end_ids=frozenset({END}), limits=SessionLimits(), timeout_s=20, episodes=2,
-    )  # fmt: skip
+        "test",
+        play,
+        Gateway("127.0.0.1", 0, max_body=10**6),
+        end_ids=frozenset({END}),
+        limits=SessionLimits(),
+        timeout_s=20,
+        episodes=2,
+    )
     sample = asyncio.run(
         generate.respond(
             Sample.empty(Prompt(3, "question", ()), 5), model_of(Engine()), evaluation=False
         )
     )
-    assert sample.status == SampleStatus.ABORTED and words in sample.metadata["failure"]
+    assert sample.status == SampleStatus.ABORTED and message in sample.metadata["failure"]

@@ -38,10 +38,13 @@ def train_samples() -> tuple[list[list[TrainSample]], list[Tensor]]:
         old.append(rollout + 0.6 * torch.randn(n, generator=generator))
         samples.append(
             TrainSample(
-                tokens=torch.arange(n + 3), response_length=n, loss_mask=torch.rand(n, generator=generator) > 0.2,
-                loss_weights=torch.ones(n), rollout_log_probs=rollout,
+                tokens=torch.arange(n + 3),
+                response_length=n,
+                loss_mask=torch.rand(n, generator=generator) > 0.2,
+                loss_weights=torch.ones(n),
+                rollout_log_probs=rollout,
             )
-        )  # fmt: skip
+        )
     return [samples[:3], samples[3:]], old
 
 
@@ -65,13 +68,13 @@ def test_every_step_is_corrected_on_its_own() -> None:
             num_seqs=3,
         )
         accumulator.add(expected.metrics)
-        mine = got[start : start + 3]
+        local = got[start : start + 3]
         assert expected.keep_mask is not None and expected.importance_weights is not None
         assert torch.equal(
-            torch.cat([c.keep_mask for c in mine if c.keep_mask is not None]), expected.keep_mask
+            torch.cat([c.keep_mask for c in local if c.keep_mask is not None]), expected.keep_mask
         )
         assert torch.equal(
-            torch.cat([c.importance_weights for c in mine if c.importance_weights is not None]),
+            torch.cat([c.importance_weights for c in local if c.importance_weights is not None]),
             expected.importance_weights,
         )
     assert metrics == with_ess(accumulator.reduce())
@@ -123,21 +126,21 @@ def sample(sample_id: int, log_probs: Tensor | None, active: bool = True) -> Sam
 
 
 def test_missing_log_probs_of_the_sampler() -> None:
-    told = [sample(0, torch.zeros(2)), sample(1, None, active=False)]
-    assert has_rollout_log_probs(told)
-    check_rollout_log_probs(OffPolicyConfig(tis_ratio_type="token"), told)
-    untold = [*told, sample(7, None)]
-    assert not has_rollout_log_probs(untold)
-    check_rollout_log_probs(OffPolicyConfig(), untold)
+    complete_samples = [sample(0, torch.zeros(2)), sample(1, None, active=False)]
+    assert has_rollout_log_probs(complete_samples)
+    check_rollout_log_probs(OffPolicyConfig(tis_ratio_type="token"), complete_samples)
+    mixed = [*complete_samples, sample(7, None)]
+    assert not has_rollout_log_probs(mixed)
+    check_rollout_log_probs(OffPolicyConfig(), mixed)
     for config in (
         OffPolicyConfig(tis_ratio_type="token"),
         OffPolicyConfig(outlier_token_is_threshold_low=0.1),
     ):
         with pytest.raises(ValueError, match=r"sample 7 has no rollout_log_probs"):
-            check_rollout_log_probs(config, untold)
+            check_rollout_log_probs(config, mixed)
 
 
-# --- functions of the user's own ---------------------------------------------------------------------------------------
+# --- functions of the user's own ---
 
 
 def slimes_truncation(
@@ -182,8 +185,13 @@ def test_a_function_written_for_slime() -> None:
     got = custom(slimes_truncation)
     steps, old = train_samples()
     own, _ = correct_steps(
-        OffPolicyConfig(tis_ratio_type="token", token_tis_ratio_clip_high=1.3, token_tis_ratio_clip_low=0.6), [[*steps[0], *steps[1]]], old, None
-    )  # fmt: skip
+        OffPolicyConfig(
+            tis_ratio_type="token", token_tis_ratio_clip_high=1.3, token_tis_ratio_clip_low=0.6
+        ),
+        [[*steps[0], *steps[1]]],
+        old,
+        None,
+    )
     mask = torch.cat([s.loss_mask for step in steps for s in step])
     torch.testing.assert_close(
         got.importance_weights,
@@ -258,7 +266,7 @@ def test_what_a_function_may_not_return(result: Callable[..., Any], said: str) -
 
 def test_the_function_is_found_by_its_path(tmp_path: Path) -> None:
     (tmp_path / "weights.py").write_text(
-        "def half(args, *, pg_loss, loss_masks, **kwargs):\n    return pg_loss / 2, loss_masks, {}\n"
+        "def half(args, *, pg_loss, loss_masks, **kw):\n    return pg_loss / 2, loss_masks, {}\n"
     )
     steps, old = train_samples()
     config = OffPolicyConfig(

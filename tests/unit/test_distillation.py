@@ -66,11 +66,13 @@ def test_the_gap_weighs_less_the_further_the_response_has_gone() -> None:
     )
     teacher[2] = old[2]
     rewards = outcomes()
-    told = Outcomes(rewards.rewards, rewards.group_ids, torch.tensor([int(m.sum()) for m in masks]))
+    batch = Outcomes(
+        rewards.rewards, rewards.group_ids, torch.tensor([int(m.sum()) for m in masks])
+    )
     plain, weighted = (
         estimate_advantages(
             AdvantageSettings("grpo", distillation_coef=0.7, prefix_gamma=gamma),
-            told,
+            batch,
             local_indices=range(4),
             masks=masks,
             teacher_gap=teacher_gaps(old, teacher, masks),

@@ -271,7 +271,7 @@ def test_padded_tensors_of_another_shape_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make_config", "flag", "words"),
+    ("make_config", "flag", "message"),
     [
         (lambda: PPOConfig(eps_clip=-0.1), "--eps-clip", "must be >= 0"),
         (lambda: PPOConfig(eps_clip_high=-0.1), "--eps-clip-high", "must be >= 0"),
@@ -282,12 +282,14 @@ def test_padded_tensors_of_another_shape_are_refused() -> None:
         (lambda: SAPOConfig(sapo_ratio_level="prompt"), "--sapo-ratio-level", "token, sequence"),
     ],
 )
-def test_illegal_settings_are_named(make_config: Callable[[], Any], flag: str, words: str) -> None:
+def test_illegal_settings_are_named(
+    make_config: Callable[[], Any], flag: str, message: str
+) -> None:
     with pytest.raises(SettingsError) as raised:
         make_config()
     (problem,) = raised.value.problems
     assert problem.flag == flag
-    assert words in problem.message
+    assert message in problem.message
 
 
 def test_defaults_of_every_loss_are_legal() -> None:

@@ -202,9 +202,18 @@ def test_the_choice_is_that_of_a_micro_batch(name: str) -> None:
         assert run([active]) == pytest.approx(whole, rel=1e-12)
     padded = dataclasses.replace(
         inputs,
-        **{f: torch.cat([getattr(inputs, f), getattr(inputs, f).new_zeros(7)])
-           for f in ("log_probs", "loss_mask", "loss_weights", "seq_ids", "advantages", "old_log_probs")},
-    )  # fmt: skip
+        **{
+            f: torch.cat([getattr(inputs, f), getattr(inputs, f).new_zeros(7)])
+            for f in (
+                "log_probs",
+                "loss_mask",
+                "loss_weights",
+                "seq_ids",
+                "advantages",
+                "old_log_probs",
+            )
+        },
+    )
     assert float(total_loss(padded, loss, config, LossTerms()).loss.detach()) == pytest.approx(
         whole, rel=1e-12
     )
@@ -221,15 +230,17 @@ def test_importance_weights_multiply_all_of_it(loss: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make_config", "flag", "words"),
+    ("make_config", "flag", "message"),
     [
         (lambda: ClipCovConfig(clip_cov_ratio=1.5), "--clip-cov-ratio", "0 <= x <= 1"),
         (lambda: KLCovConfig(kl_cov_frac=-0.1), "--kl-cov-frac", "0 <= x <= 1"),
         (lambda: KLCovConfig(kl_cov_coef=-1.0), "--kl-cov-coef", "must be >= 0"),
     ],
 )
-def test_illegal_settings_are_named(make_config: Callable[[], Any], flag: str, words: str) -> None:
+def test_illegal_settings_are_named(
+    make_config: Callable[[], Any], flag: str, message: str
+) -> None:
     with pytest.raises(SettingsError) as raised:
         make_config()
     (problem,) = raised.value.problems
-    assert problem.flag == flag and words in problem.message
+    assert problem.flag == flag and message in problem.message

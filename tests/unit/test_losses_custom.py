@@ -54,15 +54,15 @@ def test_a_custom_loss_is_weighted_and_corrected_as_any_other(file: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("path", "words"),
+    ("path", "message"),
     [
         ("{file}:wrong_type", "returned a Tensor, not a PolicyLossOutput"),
         ("{file}:wrong_shape", r"token_losses must be \[T\] = \(2,\), got \(\)"),
     ],
 )
-def test_a_wrong_result_is_named(file: Path, path: str, words: str) -> None:
+def test_a_wrong_result_is_named(file: Path, path: str, message: str) -> None:
     _, inputs = make(*doubles([0.3, -0.2], [1.0, -1.0]))
-    with pytest.raises(ValueError, match=rf"--custom-loss-function-path .*{words}"):
+    with pytest.raises(ValueError, match=rf"--custom-loss-function-path .*{message}"):
         total_loss(
             inputs, custom_loss(path.format(file=file)), SimpleNamespace(eps_clip=0.2), LossTerms()
         )

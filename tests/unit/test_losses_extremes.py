@@ -68,14 +68,14 @@ def tensors_at(log_probs: Tensor, log_ratio: Tensor, advantages: Tensor) -> dict
     }
 
 
-# --- ratio 1 ---------------------------------------------------------------------------------------------------------
+# --- ratio 1 ---
 
 
 @pytest.mark.parametrize("reduction", LOSS_REDUCTIONS)
 @pytest.mark.parametrize("variant", POLICY_GRADIENTS)
 def test_on_policy_the_gradient_is_the_policy_gradient(variant: str, reduction: str) -> None:
-    """-u A at every active token: of gmpo for an advantage that is constant in a sequence, of clip_cov
-    where it does not choose, of luspo times the length."""
+    """-u A at every active token: for gmpo if the advantage is constant in a sequence, for clip_cov
+    at tokens that are not selected, for luspo times the length."""
     g = torch.Generator().manual_seed(1)
     advantages = torch.randn(7, 1, generator=g, dtype=torch.float64) + (
         0.0 if variant == "gmpo" else torch.randn(7, 9, generator=g, dtype=torch.float64)
@@ -97,7 +97,7 @@ def test_on_policy_the_gradient_is_the_policy_gradient(variant: str, reduction: 
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-16)
 
 
-# --- near it ---------------------------------------------------------------------------------------------------------
+# --- near it ---
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_gradients_are_derivatives_where_the_loss_is_smooth(variant: str) -> Non
     )
 
 
-# --- far from it -----------------------------------------------------------------------------------------------------
+# --- far from it ---
 
 WILD = [50.0, -50.0, 0.0, 0.3, -0.3, 25.0, -25.0, 1.0, -2.0]
 

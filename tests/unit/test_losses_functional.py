@@ -28,20 +28,29 @@ ROOT = Path(__file__).resolve().parents[2]
 IN_A_FRESH_PROCESS = """
     import sys
     import torch
-    from slime_like.advantages import AdvantageSettings, compute_advantages, estimate_advantages, gae, whiten
-    from slime_like.losses import OffPolicyConfig, compute_off_policy_correction, compute_policy_loss, kl_estimate, policy_losses, token_weights
+    from slime_like.advantages import compute_advantages
+    from slime_like.losses import OffPolicyConfig, compute_off_policy_correction
+    from slime_like.losses import compute_policy_loss, kl_estimate, policy_losses, token_weights
 
     mask = torch.ones(4, 5)
     old = -torch.rand(4, 5)
-    advantages = compute_advantages("grpo", rewards=torch.tensor([1.0, 0, 0, 1]), group_ids=torch.tensor([0, 0, 1, 1]), lengths=mask.sum(1))
-    tensors = dict(advantages=advantages.values[:, None].expand(4, 5), old_log_probs=old, rollout_log_probs=old + 0.1, rewards=mask)
-    correction = compute_off_policy_correction(OffPolicyConfig(sequence_mask_metric="product"), old, old + 0.1, mask)
+    rewards, group_ids = torch.tensor([1.0, 0, 0, 1]), torch.tensor([0, 0, 1, 1])
+    lengths, rollout = mask.sum(1), old + 0.1
+    output = compute_advantages("grpo", rewards=rewards, group_ids=group_ids, lengths=lengths)
+    advantages = output.values[:, None].expand(4, 5)
+    tensors = dict(
+        advantages=advantages, old_log_probs=old, rollout_log_probs=rollout, rewards=mask
+    )
+    config = OffPolicyConfig(sequence_mask_metric="product")
+    correction = compute_off_policy_correction(config, old, rollout, mask)
     for name, loss in policy_losses.items():
         tensors["ref_log_probs"] = old if loss.pairs else None
         config = loss.config_type(**({"dro_beta": 0.1} if name == "dro" else {}))
         leaf = (old + 0.05).requires_grad_()
         masks = {} if loss.correction == "forbidden" else correction.tensors
-        compute_policy_loss(name, leaf, mask, token_weights("sequence_mean", mask), config=config, **tensors, **masks).loss.backward()
+        u = token_weights("sequence_mean", mask)
+        output = compute_policy_loss(name, leaf, mask, u, config=config, **tensors, **masks)
+        output.loss.backward()
         assert leaf.grad.abs().sum() > 0 or name == "rollout_is", name
     kl_estimate("k3", old, old - 0.1)
     assert not torch.distributed.is_initialized()
@@ -63,9 +72,16 @@ def test_torch_alone_is_needed() -> None:
     )
     assert done.returncode == 0, done.stderr
     torch_alone = subprocess.run(
-        [sys.executable, "-c", 'import sys, torch; print(" ".join(sorted({m.partition(".")[0] for m in sys.modules})))'],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            'import sys, torch; print(" ".join({m.partition(".")[0] for m in sys.modules}))',
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
     new = set(done.stdout.split()) - set(torch_alone.stdout.split()) - sys.stdlib_module_names
     assert new == {"slime_like"}
 

@@ -72,24 +72,57 @@ Config = OffPolicyConfig
 # name: flags, the same as a configuration, and as the terms of the loss
 CORRECTIONS: dict[str, tuple[str, OffPolicyConfig, dict[str, Any]]] = {
     "none": ("", Config(), {}),
-    "token TIS": ("--tis-ratio-type token --token-tis-ratio-clip-high 1.2", Config(tis_ratio_type="token", token_tis_ratio_clip_high=1.2), {}),
-    "sequence TIS": ("--tis-ratio-type sequence --sequence-tis-ratio-clip-high 1.2",
-                     Config(tis_ratio_type="sequence", sequence_tis_ratio_clip_high=1.2), {}),
-    "geometric mask": ("--sequence-mask-metric geometric --geo-mask-low 0.8 --geo-mask-high 1.2",
-                       Config(sequence_mask_metric="geometric", geo_mask_low=0.8, geo_mask_high=1.2), {}),
+    "token TIS": (
+        "--tis-ratio-type token --token-tis-ratio-clip-high 1.2",
+        Config(tis_ratio_type="token", token_tis_ratio_clip_high=1.2),
+        {},
+    ),
+    "sequence TIS": (
+        "--tis-ratio-type sequence --sequence-tis-ratio-clip-high 1.2",
+        Config(tis_ratio_type="sequence", sequence_tis_ratio_clip_high=1.2),
+        {},
+    ),
+    "geometric mask": (
+        "--sequence-mask-metric geometric --geo-mask-low 0.8 --geo-mask-high 1.2",
+        Config(sequence_mask_metric="geometric", geo_mask_low=0.8, geo_mask_high=1.2),
+        {},
+    ),
     "product mask": ("--sequence-mask-metric product", Config(sequence_mask_metric="product"), {}),
-    "outlier": ("--outlier-token-is-threshold-high 1.5", Config(outlier_token_is_threshold_high=1.5), {}),
-    "token mask": ("--token-mask-is-threshold-low 0.8 --token-mask-is-threshold-high 1.2",
-                   Config(token_mask_is_threshold_low=0.8, token_mask_is_threshold_high=1.2), {}),
-    "IcePop": ("--use-tis --custom-tis-function-path x.icepop_function --tis-clip-low 0.8 --tis-clip 1.2",
-               Config(tis_ratio_type="token", token_tis_ratio_clip_low=0.8, token_tis_ratio_clip_high=1.2,
-                      token_mask_is_threshold_low=0.8, token_mask_is_threshold_high=1.2), {}),
+    "outlier": (
+        "--outlier-token-is-threshold-high 1.5",
+        Config(outlier_token_is_threshold_high=1.5),
+        {},
+    ),
+    "token mask": (
+        "--token-mask-is-threshold-low 0.8 --token-mask-is-threshold-high 1.2",
+        Config(token_mask_is_threshold_low=0.8, token_mask_is_threshold_high=1.2),
+        {},
+    ),
+    "IcePop": (
+        "--use-tis --custom-tis-function-path x.icepop_function --tis-clip-low 0.8 --tis-clip 1.2",
+        Config(
+            tis_ratio_type="token",
+            token_tis_ratio_clip_low=0.8,
+            token_tis_ratio_clip_high=1.2,
+            token_mask_is_threshold_low=0.8,
+            token_mask_is_threshold_high=1.2,
+        ),
+        {},
+    ),
     "OPSM": ("--use-opsm --opsm-delta 0.01", Config(), {"opsm_delta": 0.01}),
     "M2PO": ("--m2po-threshold 0.02", Config(m2po_threshold=0.02), {}),
-    "all at once": ("--tis-ratio-type token --outlier-token-is-threshold-high 1.8 --sequence-mask-metric product --m2po-threshold 0.02 --use-opsm",
-                    Config(tis_ratio_type="token", outlier_token_is_threshold_high=1.8, sequence_mask_metric="product", m2po_threshold=0.02),
-                    {"opsm_delta": 1e-4}),
-}  # fmt: skip
+    "all at once": (
+        "--tis-ratio-type token --outlier-token-is-threshold-high 1.8 "
+        "--sequence-mask-metric product --m2po-threshold 0.02 --use-opsm",
+        Config(
+            tis_ratio_type="token",
+            outlier_token_is_threshold_high=1.8,
+            sequence_mask_metric="product",
+            m2po_threshold=0.02,
+        ),
+        {"opsm_delta": 1e-4},
+    ),
+}
 TERMS = LossTerms(kl_loss_coef=0.3, kl_loss_type="k3", entropy_coef=0.07, positive_nll_coef=0.2)
 
 COUNT, LENGTH, FEATURES, VOCAB = 7, 9, 5, 6
@@ -149,8 +182,12 @@ def correction_of(name: str) -> dict[str, Any]:
 
 
 def u_of(reduction: str, mask: Tensor, micro_batch_size: int = COUNT) -> Tensor:
-    more = {"rollout_mean": {"rollout_ids": ROLLOUTS}, "prompt_mean": {"prompt_ids": PROMPTS}, "seq_mean_token_sum_norm": {"loss_norm_length": 12},
-            IN_THE_CUT: {"micro_batch_size": micro_batch_size}}  # fmt: skip
+    more = {
+        "rollout_mean": {"rollout_ids": ROLLOUTS},
+        "prompt_mean": {"prompt_ids": PROMPTS},
+        "seq_mean_token_sum_norm": {"loss_norm_length": 12},
+        IN_THE_CUT: {"micro_batch_size": micro_batch_size},
+    }
     return token_weights(reduction, mask, **more.get(reduction, {}))
 
 
@@ -181,9 +218,16 @@ def micro_batch_loss(
     log_probs, entropy = log_probs_of(features, parameters, tokens)
     name, settings = VARIANTS[variant]
     return compute_policy_loss(
-        name, log_probs, tensors.pop("loss_mask"), tensors.pop("loss_weights"), entropy=entropy, terms=terms,
-        config=policy_losses.get(name).config_type(**settings), importance_level=correction.get("importance_level", "token"), **tensors,
-    )  # fmt: skip
+        name,
+        log_probs,
+        tensors.pop("loss_mask"),
+        tensors.pop("loss_weights"),
+        entropy=entropy,
+        terms=terms,
+        config=policy_losses.get(name).config_type(**settings),
+        importance_level=correction.get("importance_level", "token"),
+        **tensors,
+    )
 
 
 def cut_loss(
@@ -280,7 +324,7 @@ def test_a_rank_corrects_its_own_sequences(correction: str) -> None:
             assert part[name] is None or torch.equal(part[name], expected[name][rows])
 
 
-# --- the exceptions, as documented -----------------------------------------------------------------------------------
+# --- the exceptions, as documented ---
 
 
 @pytest.mark.parametrize("variant", ["clip_cov_often", "kl_cov"])
@@ -345,24 +389,24 @@ def test_the_legacy_mean_is_a_mean_of_micro_batch_means(variant: str) -> None:
     assert not same(found, cut_loss(variant, singles, u_of("token_mean", mask), terms, {}))
 
 
-# --- what is legal ---------------------------------------------------------------------------------------------------
+# --- what is legal ---
 
 
 def flags_of(variant: str) -> list[str]:
     """The loss with its settings, as typed."""
     name, settings = VARIANTS[variant]
-    words = ["--policy-loss-type", name]
+    flags = ["--policy-loss-type", name]
     for field, value in settings.items():
-        words += ["--" + field.replace("_", "-"), str(value)]
-    return words
+        flags += ["--" + field.replace("_", "-"), str(value)]
+    return flags
 
 
-def refused(folder: Path, words: Sequence[str]) -> str:
+def refused(folder: Path, flags: Sequence[str]) -> str:
     """What the command line says against it; empty where it is accepted."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            parse_args(complete(folder, "--num-steps-per-rollout", "2", *words), 1)
+            parse_args(complete(folder, "--num-steps-per-rollout", "2", *flags), 1)
         except ConfigError as error:
             return str(error)
     return ""
@@ -373,12 +417,12 @@ def test_the_command_line_takes_what_is_legal_and_nothing_else(
     tmp_path: Path, variant: str
 ) -> None:
     for reduction in LOSS_REDUCTIONS:
-        words = [*flags_of(variant), "--loss-reduction", reduction]
+        arguments = [*flags_of(variant), "--loss-reduction", reduction]
         said = refused(
             tmp_path,
-            [*words, "--loss-norm-length", "9"]
+            [*arguments, "--loss-norm-length", "9"]
             if reduction == "seq_mean_token_sum_norm"
-            else words,
+            else arguments,
         )
         if variant in NEEDS_A_SEQUENCE_REDUCTION and reduction not in SEQUENCE_REDUCTIONS:
             assert "--loss-reduction" in said and "sequence_mean" in said, reduction

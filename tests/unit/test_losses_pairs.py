@@ -112,7 +112,7 @@ def test_rewards_are_those_of_either_answer() -> None:
 
 
 def test_an_untrained_policy_has_the_loss_log_2_and_pulls_the_answers_apart() -> None:
-    """Equation 7 at h = 0; the gradient is beta / 2, up for the chosen and down for the rejected."""
+    """Equation 7 at h = 0; the gradient is beta / 2, up for chosen and down for rejected."""
     s = step()
     leaf = s["ref_log_probs"].clone().requires_grad_()
     output = loss_of(list(range(2 * PAIRS)), {"dpo_beta": 0.2}, log_probs=leaf)
@@ -166,7 +166,7 @@ def test_what_it_needs_is_said() -> None:
         DPOConfig(dpo_label_smoothing=0.5)
 
 
-# --- reward models -----------------------------------------------------------------------------------------------------
+# --- reward models ---
 
 REWARD_SETTINGS: dict[str, tuple[float, list[float] | None]] = {
     "plain": (0.0, None),
@@ -178,7 +178,7 @@ REWARD_SETTINGS: dict[str, tuple[float, list[float] | None]] = {
 
 @pytest.mark.parametrize("name", REWARD_SETTINGS)
 def test_bradley_terry_is_the_papers(name: str) -> None:
-    """Scores are of one token of each answer, wherever that is; the step may be cut between pairs."""
+    """Each answer has one token with a score, at any position; steps may be split between pairs."""
     center, margins = REWARD_SETTINGS[name]
     leaf = step()["log_probs"].requires_grad_()
     last = [3, 6, 0, 5, 2, 2, 6, 1]
@@ -194,9 +194,13 @@ def test_bradley_terry_is_the_papers(name: str) -> None:
     def part(rows: list[int]) -> LossOutput:
         # a batch of the trainer has a column of rewards in any case
         return compute_policy_loss(
-            "bradley_terry", leaf[rows], mask[rows], u[rows],
-            config=config, rewards=None if margins is None else rewards[rows],
-        )  # fmt: skip
+            "bradley_terry",
+            leaf[rows],
+            mask[rows],
+            u[rows],
+            config=config,
+            rewards=None if margins is None else rewards[rows],
+        )
 
     scores = [leaf[i, t] for i, t in enumerate(last)]
     expected = torch.zeros((), dtype=torch.float64)

@@ -145,10 +145,15 @@ def test_packed_advantages() -> None:
 
 @pytest.mark.parametrize(
     ("reduction", "shape", "said"),
-    [("token_sum", (2, 3), "unknown loss reduction"), ("prompt_mean", (2, 3), "needs prompt_ids"),
-     ("seq_mean_token_sum_norm", (2, 3), "--loss-norm-length"), ("token_mean_legacy", (2, 3), "micro-batch size"),
-     ("token_mean", (2, 4), "they must be equal"), ("token_mean", (3,), "they must be equal")],
-)  # fmt: skip
+    [
+        ("token_sum", (2, 3), "unknown loss reduction"),
+        ("prompt_mean", (2, 3), "needs prompt_ids"),
+        ("seq_mean_token_sum_norm", (2, 3), "--loss-norm-length"),
+        ("token_mean_legacy", (2, 3), "micro-batch size"),
+        ("token_mean", (2, 4), "they must be equal"),
+        ("token_mean", (3,), "they must be equal"),
+    ],
+)
 def test_what_is_wrong_is_named(reduction: str, shape: tuple[int, ...], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         prescale_advantages(reduction, torch.ones(shape), torch.ones(2, 3, dtype=torch.bool))

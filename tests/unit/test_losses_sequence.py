@@ -164,7 +164,7 @@ def test_gspo_is_capped() -> None:
 def gmpo_loop(
     config: GMPOConfig, keep: Tensor | None, weights: Tensor | None
 ) -> tuple[list[float], list[float]]:
-    """Token losses, and the gradient of their sum: -rho S / n for each token that is not clipped."""
+    """Token losses, and the gradient of their sum: -rho S / n for each unclipped token."""
     losses, grads = [0.0] * 12, [0.0] * 12
     for sequence in range(5):
         tokens = active(sequence, keep)
@@ -332,7 +332,7 @@ def test_a_rejected_sequence_may_hold_anything(name: str, poison: float) -> None
 
 
 def test_opsm_drops_what_the_policy_has_moved_away_from() -> None:
-    """A < 0 and mean(o - l) > delta, over the original mask; in a loop, and what it does to a loss."""
+    """A < 0 and mean(o - l) > delta, over the original mask; against a loop, and within a loss."""
     leaf, inputs = inputs_of()
     for delta in (1e-4, 0.5, 0.69):
         expected, hit = [True] * 12, set()
@@ -390,7 +390,7 @@ def test_sequence_losses_are_told_apart_from_ppo() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make_config", "flag", "words"),
+    ("make_config", "flag", "message"),
     [
         (lambda: GSPOConfig(eps_clip=-1e-4), "--eps-clip", "must be >= 0"),
         (lambda: GMPOConfig(gmpo_eps_low=-0.1), "--gmpo-eps-low", "must be >= 0"),
@@ -399,11 +399,13 @@ def test_sequence_losses_are_told_apart_from_ppo() -> None:
         (lambda: VESPOConfig(vespo_lambda_neg=-1.0), "--vespo-lambda-neg", "must be > 0"),
     ],
 )
-def test_illegal_settings_are_named(make_config: Callable[[], Any], flag: str, words: str) -> None:
+def test_illegal_settings_are_named(
+    make_config: Callable[[], Any], flag: str, message: str
+) -> None:
     with pytest.raises(SettingsError) as raised:
         make_config()
     (problem,) = raised.value.problems
-    assert problem.flag == flag and words in problem.message
+    assert problem.flag == flag and message in problem.message
 
 
 # two answers, one, none and one, of four sequences; sequences 1 and 2 adjoin
@@ -420,8 +422,7 @@ TURNS = [[1, 2], [4, 5, 6], [7, 8], [9, 10], [14, 15]]
     ],
 )
 def test_the_ratio_of_a_turn_is_that_of_its_tokens(name: str, config: object) -> None:
-    """As one number for each answer, whatever sequence it is in; and each answer by itself, cut out,
-    has the same losses and gradients."""
+    """One ratio per answer; an answer as a separate sequence has the same losses and gradients."""
     generator = torch.Generator().manual_seed(3)
     log_ratio, advantages = torch.randn(2, 16, generator=generator, dtype=torch.float64)
     found, grads = [], []

@@ -332,7 +332,7 @@ def test_a_loss_against_the_sampler_takes_masks_and_no_importance_weights(
 
 
 @pytest.mark.parametrize(
-    ("make_config", "flag", "words"),
+    ("make_config", "flag", "message"),
     [
         (lambda: CISPOConfig(cispo_eps_clip_low=-0.1), "--cispo-eps-clip-low", "must be >= 0"),
         (lambda: CISPOConfig(cispo_eps_clip_high=-0.1), "--cispo-eps-clip-high", "must be >= 0"),
@@ -344,8 +344,10 @@ def test_a_loss_against_the_sampler_takes_masks_and_no_importance_weights(
         (lambda: TOPRConfig(topr_positive_weight=-1), "--topr-positive-weight", "must be >= 0"),
     ],
 )
-def test_illegal_settings_are_named(make_config: Callable[[], Any], flag: str, words: str) -> None:
+def test_illegal_settings_are_named(
+    make_config: Callable[[], Any], flag: str, message: str
+) -> None:
     with pytest.raises(SettingsError) as raised:
         make_config()
     (problem,) = raised.value.problems
-    assert problem.flag == flag and words in problem.message
+    assert problem.flag == flag and message in problem.message

@@ -200,7 +200,18 @@ def test_the_identity_term_by_term() -> None:
     keep = torch.rand(count, generator=g) < 0.6
     c, u, w = (torch.rand(count, generator=g, dtype=torch.float64) + 0.1 for _ in range(3))
     leaf, entropy = step.pop("log_probs").requires_grad_(), step.pop("entropy").requires_grad_()
-    inputs = LossInputs(leaf, step.pop("loss_mask"), u, torch.arange(count) // 9, 7, w, entropy=entropy, keep_mask=keep, importance_weights=c, **step)  # fmt: skip
+    inputs = LossInputs(
+        leaf,
+        step.pop("loss_mask"),
+        u,
+        torch.arange(count) // 9,
+        7,
+        w,
+        entropy=entropy,
+        keep_mask=keep,
+        importance_weights=c,
+        **step,
+    )
     loss = policy_losses.get("sapo")
     output = total_loss(inputs, loss, loss.config_type(), TERMS)
     tokens = loss.fn(inputs, loss.config_type()).token_losses
@@ -266,9 +277,13 @@ def test_one_token_and_far_off_policy_tokens_stay_finite(name: str) -> None:
                 "rewards": sign,
             }
             output = compute_policy_loss(
-                name, leaf, torch.ones(1, 1), torch.ones(1, 1), config=config_of(name),
+                name,
+                leaf,
+                torch.ones(1, 1),
+                torch.ones(1, 1),
+                config=config_of(name),
                 **{key: torch.full((1, 1), x) for key, x in tensors.items()},
-            )  # fmt: skip
+            )
             (gradient,) = torch.autograd.grad(output.loss, leaf)
             assert torch.isfinite(output.loss)
             assert torch.isfinite(gradient).all()
@@ -325,9 +340,14 @@ def test_a_loss_that_corrects_itself_is_not_corrected_again() -> None:
     loss = PolicyLoss("own", object, fn, frozenset(), correction="internal")
     count = step["log_probs"].numel()
     inputs = LossInputs(
-        step["log_probs"].flatten(), torch.ones(count, dtype=torch.bool), torch.ones(count), torch.zeros(count, dtype=torch.long), 1,
-        keep_mask=torch.zeros(count, dtype=torch.bool), importance_weights=torch.full((count,), 7.0),
-    )  # fmt: skip
+        step["log_probs"].flatten(),
+        torch.ones(count, dtype=torch.bool),
+        torch.ones(count),
+        torch.zeros(count, dtype=torch.long),
+        1,
+        keep_mask=torch.zeros(count, dtype=torch.bool),
+        importance_weights=torch.full((count,), 7.0),
+    )
     torch.testing.assert_close(
         total_loss(inputs, loss, None, LossTerms()).loss, step["log_probs"].sum()
     )
@@ -386,7 +406,7 @@ def test_zero_coefficients_report_without_acting() -> None:
 
 
 def test_kl_and_entropy_are_not_scaled_by_policy_weights() -> None:
-    """Advantages that are normalised already come with w = 1; u still normalises the other terms."""
+    """Normalised advantages have w = 1; u still normalises the other terms."""
     step = random_step()
     weights = weights_of("token_mean", step["loss_mask"])
     scaled = {

@@ -162,9 +162,11 @@ def test_normalised_weights_average_1_over_what_is_left(level: str, metric: str 
 
 def test_nothing_left_is_normalised_by_nothing() -> None:
     config = OffPolicyConfig(
-        tis_ratio_type="token", tis_batch_normalize=True, rejection_metric="token_k2",
+        tis_ratio_type="token",
+        tis_batch_normalize=True,
+        rejection_metric="token_k2",
         rejection_threshold=1e-12,
-    )  # fmt: skip
+    )
     correction = correct(config, batch(0))
     assert correction.importance_weights is not None and correction.keep_mask is not None
     assert (correction.importance_weights == 1).all()

@@ -113,14 +113,28 @@ CONFIGS: list[dict[str, Any]] = [
     {"sequence_mask_metric": "product", "product_mask_low": 0.99, "product_mask_high": 1.3},
     {"outlier_token_is_threshold_high": 2.0},
     {"outlier_token_is_threshold_low": 0.5},
-    {"outlier_token_is_threshold_low": 0.1, "outlier_token_is_threshold_high": 3.0, "tis_ratio_type": "sequence"},
-    {"token_mask_is_threshold_low": 0.8, "token_mask_is_threshold_high": 1.2},
-    {"token_mask_is_threshold_low": 0.8, "token_mask_is_threshold_high": 1.2, "tis_ratio_type": "sequence", "sequence_mask_metric": "product"},
     {
-        "token_mask_is_threshold_low": 0.7, "token_mask_is_threshold_high": 1.5, "tis_ratio_type": "token",
-        "sequence_mask_metric": "geometric", "geo_mask_low": 0.9, "geo_mask_high": 1.1, "outlier_token_is_threshold_high": 8.0,
+        "outlier_token_is_threshold_low": 0.1,
+        "outlier_token_is_threshold_high": 3.0,
+        "tis_ratio_type": "sequence",
     },
-]  # fmt: skip
+    {"token_mask_is_threshold_low": 0.8, "token_mask_is_threshold_high": 1.2},
+    {
+        "token_mask_is_threshold_low": 0.8,
+        "token_mask_is_threshold_high": 1.2,
+        "tis_ratio_type": "sequence",
+        "sequence_mask_metric": "product",
+    },
+    {
+        "token_mask_is_threshold_low": 0.7,
+        "token_mask_is_threshold_high": 1.5,
+        "tis_ratio_type": "token",
+        "sequence_mask_metric": "geometric",
+        "geo_mask_low": 0.9,
+        "geo_mask_high": 1.1,
+        "outlier_token_is_threshold_high": 8.0,
+    },
+]
 
 
 @pytest.mark.parametrize("settings", CONFIGS, ids=lambda s: "-".join(s))
@@ -219,9 +233,12 @@ def test_icepop_is_a_token_mask_and_a_token_weight() -> None:
     """x where low <= x <= high, else nothing."""
     data = batch(7, spread=1.0)
     config = OffPolicyConfig(
-        tis_ratio_type="token", token_tis_ratio_clip_high=2.0, token_tis_ratio_clip_low=0.5,
-        token_mask_is_threshold_low=0.5, token_mask_is_threshold_high=2.0,
-    )  # fmt: skip
+        tis_ratio_type="token",
+        token_tis_ratio_clip_high=2.0,
+        token_tis_ratio_clip_low=0.5,
+        token_mask_is_threshold_low=0.5,
+        token_mask_is_threshold_high=2.0,
+    )
     result = correct(config, data)
     assert result.keep_mask is not None and result.importance_weights is not None
     active = data["loss_mask"]
@@ -234,23 +251,39 @@ def test_icepop_is_a_token_mask_and_a_token_weight() -> None:
 def test_metrics_by_loop() -> None:
     data = batch(3)
     config = OffPolicyConfig(
-        tis_ratio_type="token", token_tis_ratio_clip_high=1.2, token_tis_ratio_clip_low=0.9, outlier_token_is_threshold_high=2.5,
-        outlier_token_is_threshold_low=0.3, token_mask_is_threshold_low=0.6, token_mask_is_threshold_high=1.6,
-        sequence_mask_metric="geometric", geo_mask_low=0.95, geo_mask_high=1.05,
-    )  # fmt: skip
+        tis_ratio_type="token",
+        token_tis_ratio_clip_high=1.2,
+        token_tis_ratio_clip_low=0.9,
+        outlier_token_is_threshold_high=2.5,
+        outlier_token_is_threshold_low=0.3,
+        token_mask_is_threshold_low=0.6,
+        token_mask_is_threshold_high=1.6,
+        sequence_mask_metric="geometric",
+        geo_mask_low=0.95,
+        geo_mask_high=1.05,
+    )
     reported = values(correct(config, data))
     active = data["loss_mask"]
     d = (data["old_log_probs"] - data["rollout_log_probs"])[active]
     ids = data["seq_ids"][active]
     x = d.exp()
     expected = {
-        "is_ratio_mean": x.mean(), "is_ratio_std": x.std(correction=0), "is_ratio_max": x.max(), "is_ratio_min": x.min(),
-        "rollout_train_logprobs_abs_diff_mean": d.abs().mean(), "rollout_train_logprobs_abs_diff_std": d.abs().std(correction=0),
-        "rollout_train_logprobs_abs_diff_max": d.abs().max(), "rollout_train_logprobs_abs_diff_min": d.abs().min(),
-        "tis": x.mean(), "tis_abs": (x - 1).abs().mean(), "train_rollout_logprob_abs_diff": d.abs().mean(),
-        "tis_clipfrac": ((x > 1.2) | (x < 0.9)).double().mean(), "tis_token_clip_high_ratio": (x > 1.2).double().mean(),
-        "token_mask_ratio": ((x > 1.6) | (x < 0.6)).double().mean(), "rollout_logprobs_nonfinite": torch.tensor(0.0),
-    }  # fmt: skip
+        "is_ratio_mean": x.mean(),
+        "is_ratio_std": x.std(correction=0),
+        "is_ratio_max": x.max(),
+        "is_ratio_min": x.min(),
+        "rollout_train_logprobs_abs_diff_mean": d.abs().mean(),
+        "rollout_train_logprobs_abs_diff_std": d.abs().std(correction=0),
+        "rollout_train_logprobs_abs_diff_max": d.abs().max(),
+        "rollout_train_logprobs_abs_diff_min": d.abs().min(),
+        "tis": x.mean(),
+        "tis_abs": (x - 1).abs().mean(),
+        "train_rollout_logprob_abs_diff": d.abs().mean(),
+        "tis_clipfrac": ((x > 1.2) | (x < 0.9)).double().mean(),
+        "tis_token_clip_high_ratio": (x > 1.2).double().mean(),
+        "token_mask_ratio": ((x > 1.6) | (x < 0.6)).double().mean(),
+        "rollout_logprobs_nonfinite": torch.tensor(0.0),
+    }
     sequences = ids.unique().tolist()
     assert sequences == [0, 1, 2, 3, 5], "the masked sequence counts nowhere"
     over = [bool((x[ids == i] > 2.5).any()) for i in sequences]
@@ -368,9 +401,16 @@ def test_the_loss_is_weighted_and_its_denominator_stays() -> None:
     advantages = torch.linspace(-1, 2, count, dtype=torch.float64)
     weights = torch.full((count,), 1 / int(mask.sum()), dtype=torch.float64)
     inputs = LossInputs(
-        log_probs, mask, weights, data["seq_ids"], len(LENGTHS), advantages=advantages, old_log_probs=log_probs.detach(),
-        keep_mask=result.keep_mask, importance_weights=result.importance_weights,
-    )  # fmt: skip
+        log_probs,
+        mask,
+        weights,
+        data["seq_ids"],
+        len(LENGTHS),
+        advantages=advantages,
+        old_log_probs=log_probs.detach(),
+        keep_mask=result.keep_mask,
+        importance_weights=result.importance_weights,
+    )
     ppo = policy_losses.get("ppo")
     total_loss(inputs, ppo, ppo.config_type(), LossTerms()).loss.backward()
     assert (

@@ -105,7 +105,7 @@ def test_a_step_without_active_tokens_has_finite_weights(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    ("kind", "message"),
     [
         ("rollout_mean", "rollout_ids"),
         ("prompt_mean", "prompt_ids"),
@@ -113,12 +113,13 @@ def test_a_step_without_active_tokens_has_finite_weights(kind: str) -> None:
         ("token_mean_legacy", "use token_mean"),
         (
             "token_sum",
-            "rollout_mean, sequence_mean, token_mean, seq_mean_token_sum_norm, prompt_mean, token_mean_legacy",
+            "rollout_mean, sequence_mean, token_mean, seq_mean_token_sum_norm, prompt_mean, "
+            "token_mean_legacy",
         ),
     ],
 )
-def test_what_is_missing_or_unknown_is_named(kind: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_what_is_missing_or_unknown_is_named(kind: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         reduction_weights(kind, active_tokens=torch.tensor([1, 2]))
 
 

@@ -88,25 +88,73 @@ MASKS = [torch.tensor([True, False, True])]
 THREE = [torch.ones(3)]
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "tis level": (lambda: correct(tis_ratio_type="tokens"), r"tis_ratio_type='tokens'.*token, sequence"),
-    "mask metric": (lambda: correct(sequence_mask_metric="bogus"), "sequence_mask_metric='bogus'.*geometric, product"),
-    "negative cap": (lambda: correct(token_tis_ratio_clip_high=-1.0), r"token_tis_ratio_clip_high=-1.0 must be > 0"),
-    "nan cap": (lambda: correct(token_tis_ratio_clip_high=NAN), "token_tis_ratio_clip_high=nan must be a finite number"),
-    "more than float32 holds": (lambda: correct(token_tis_ratio_clip_high=1e39), r"token_tis_ratio_clip_high=1e\+39 must be a number that float32 holds"),
-    "0 in float32": (lambda: loss("sapo", config=SAPOConfig(sapo_tau_pos=1e-50)), "sapo_tau_pos=1e-50 must be a number that float32 holds"),
-    "a denormal": (lambda: ValueLossConfig(value_clip=1e-40), "value_clip=1e-40 must be a number that float32 holds"),
-    "a coefficient that is infinite": (lambda: LossTerms(entropy_coef=1e39), "entropy_coef=1e.39 must be a number that float32 holds"),
-    "an integer of 400 digits": (lambda: AdvantageSettings("grpo", kl_coef=10**400), "kl_coef=1000.* must be an integer of 64 bits"),
-    "a group of settings": (lambda: ScheduleConfig(lr_warmup_init=1e39), "ScheduleConfig: lr_warmup_init=1e.39"),
-    "another group": (lambda: AlgorithmConfig(gamma=1.5, kl_coef=1e-60), "gamma=1.5 must be 0 <= x <= 1; kl_coef=1e-60 must be a number"),
-    "a temperature of nearly 0": (lambda: SamplingParams(temperature=1e-30), "temperature is 1e-30, must be finite, and 0 .greedy. or >= 1e-06"),
-    "the flag's temperature": (lambda: RolloutConfig(rollout_temperature=1e-30), "rollout_temperature=1e-30 must be >= 1e-06"),
-    "a client's temperature": (lambda: ClientSampling(temperature=1e-30), "temperature is 0 .greedy. or >= 1e-06"),
+    "tis level": (
+        lambda: correct(tis_ratio_type="tokens"),
+        r"tis_ratio_type='tokens'.*token, sequence",
+    ),
+    "mask metric": (
+        lambda: correct(sequence_mask_metric="bogus"),
+        "sequence_mask_metric='bogus'.*geometric, product",
+    ),
+    "negative cap": (
+        lambda: correct(token_tis_ratio_clip_high=-1.0),
+        r"token_tis_ratio_clip_high=-1.0 must be > 0",
+    ),
+    "nan cap": (
+        lambda: correct(token_tis_ratio_clip_high=NAN),
+        "token_tis_ratio_clip_high=nan must be a finite number",
+    ),
+    "more than float32 holds": (
+        lambda: correct(token_tis_ratio_clip_high=1e39),
+        r"token_tis_ratio_clip_high=1e\+39 must be a number that float32 holds",
+    ),
+    "0 in float32": (
+        lambda: loss("sapo", config=SAPOConfig(sapo_tau_pos=1e-50)),
+        "sapo_tau_pos=1e-50 must be a number that float32 holds",
+    ),
+    "a denormal": (
+        lambda: ValueLossConfig(value_clip=1e-40),
+        "value_clip=1e-40 must be a number that float32 holds",
+    ),
+    "a coefficient that is infinite": (
+        lambda: LossTerms(entropy_coef=1e39),
+        "entropy_coef=1e.39 must be a number that float32 holds",
+    ),
+    "an integer of 400 digits": (
+        lambda: AdvantageSettings("grpo", kl_coef=10**400),
+        "kl_coef=1000.* must be an integer of 64 bits",
+    ),
+    "a group of settings": (
+        lambda: ScheduleConfig(lr_warmup_init=1e39),
+        "ScheduleConfig: lr_warmup_init=1e.39",
+    ),
+    "another group": (
+        lambda: AlgorithmConfig(gamma=1.5, kl_coef=1e-60),
+        "gamma=1.5 must be 0 <= x <= 1; kl_coef=1e-60 must be a number",
+    ),
+    "a temperature of nearly 0": (
+        lambda: SamplingParams(temperature=1e-30),
+        "temperature is 1e-30, must be finite, and 0 .greedy. or >= 1e-06",
+    ),
+    "the flag's temperature": (
+        lambda: RolloutConfig(rollout_temperature=1e-30),
+        "rollout_temperature=1e-30 must be >= 1e-06",
+    ),
+    "a client's temperature": (
+        lambda: ClientSampling(temperature=1e-30),
+        "temperature is 0 .greedy. or >= 1e-06",
+    ),
     "bool for a number": (lambda: correct(token_tis_ratio_clip_high=True), "must be a number"),
-    "word for a number": (lambda: correct(geo_mask_low="0.9"), "geo_mask_low='0.9' must be a number"),
+    "word for a number": (
+        lambda: correct(geo_mask_low="0.9"),
+        "geo_mask_low='0.9' must be a number",
+    ),
     "none for a number": (lambda: correct(geo_mask_low=None), "geo_mask_low=None needs a value"),
     "bounds swapped": (lambda: correct(geo_mask_low=2.0), "geo_mask_low=2.0 must not be above"),
-    "one side": (lambda: correct(token_mask_is_threshold_low=0.5), "needs --token-mask-is-threshold-high"),
+    "one side": (
+        lambda: correct(token_mask_is_threshold_low=0.5),
+        "needs --token-mask-is-threshold-high",
+    ),
     "NaN of the trainer": (lambda: correct(old=with_value(NAN)), r"old_log_probs\[1, 2\] is nan"),
     "no old": (lambda: correct(old=None), "old_log_probs is NoneType"),
     "no rollout": (lambda: correct(rollout=None), "rollout_log_probs is NoneType"),
@@ -114,12 +162,27 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "old of another shape": (lambda: correct(old=-ONES[:1]), "old_log_probs has shape"),
     "mask of a half": (lambda: correct(mask=with_value(0.5)), r"loss_mask\[1, 2\] is 0.5"),
     "mask below 0": (lambda: loss(loss_mask=with_value(-1.0)), r"loss_mask\[5\] is -1"),
-    "mask of NaN": (lambda: token_weights("token_mean", with_value(NAN)), r"loss_mask\[1, 2\] is nan"),
+    "mask of NaN": (
+        lambda: token_weights("token_mean", with_value(NAN)),
+        r"loss_mask\[1, 2\] is nan",
+    ),
     "keep mask of a half": (lambda: loss(keep_mask=with_value(0.5)), r"keep_mask\[5\] is 0.5"),
-    "dual clip without": (lambda: loss("dual_clip", config=PPOConfig()), "dual_clip implies eps_clip_c=3.0"),
-    "dppo_kl as tv": (lambda: loss("dppo_kl", config=DPPOConfig()), "dppo_kl implies dppo_type='binary_kl'"),
-    "another loss's": (lambda: loss("gspo", config=PPOConfig()), "gspo takes a GSPOConfig, not a PPOConfig"),
-    "level": (lambda: loss(importance_level="bogus"), "importance_level 'bogus'; legal values: token, sequence"),
+    "dual clip without": (
+        lambda: loss("dual_clip", config=PPOConfig()),
+        "dual_clip implies eps_clip_c=3.0",
+    ),
+    "dppo_kl as tv": (
+        lambda: loss("dppo_kl", config=DPPOConfig()),
+        "dppo_kl implies dppo_type='binary_kl'",
+    ),
+    "another loss's": (
+        lambda: loss("gspo", config=PPOConfig()),
+        "gspo takes a GSPOConfig, not a PPOConfig",
+    ),
+    "level": (
+        lambda: loss(importance_level="bogus"),
+        "importance_level 'bogus'; legal values: token, sequence",
+    ),
     "entropy of NaN": (lambda: LossTerms(entropy_coef=NAN), "entropy_coef=nan must be a finite"),
     "kl below 0": (lambda: LossTerms(kl_loss_coef=-1.0), "kl_loss_coef=-1.0 must be >= 0"),
     "kl estimator": (lambda: LossTerms(kl_loss_type="k9"), "kl_loss_type='k9' unknown value"),
@@ -129,35 +192,97 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "NaN weight": (lambda: loss(loss_weights=with_value(NAN)), r"loss_weights\[5\] is nan"),
     "no log-probs": (lambda: loss(log_probs=None), "log_probs is NoneType"),
     "no weights": (lambda: loss(loss_weights=None), "loss_weights is NoneType"),
-    "negative ids": (lambda: compute_policy_loss("gpg", ONES[0], ONES[0], ONES[0], advantages=ONES[0], seq_ids=torch.tensor([0, -1, 0])), "seq_ids holds -1"),
-    "float ids": (lambda: token_weights("token_mean", ONES[0], seq_ids=ONES[0]), "seq_ids is of torch.float32"),
-    "short ids": (lambda: correct(mask=ONES, old=ONES) and compute_off_policy_correction(OffPolicyConfig(), ONES[0], ONES[0], ONES[0], seq_ids=torch.zeros(2, dtype=torch.long)), r"seq_ids has shape \(2,\)"),
+    "negative ids": (
+        lambda: compute_policy_loss(
+            "gpg", ONES[0], ONES[0], ONES[0], advantages=ONES[0], seq_ids=torch.tensor([0, -1, 0])
+        ),
+        "seq_ids holds -1",
+    ),
+    "float ids": (
+        lambda: token_weights("token_mean", ONES[0], seq_ids=ONES[0]),
+        "seq_ids is of torch.float32",
+    ),
+    "short ids": (
+        lambda: (
+            correct(mask=ONES, old=ONES)
+            and compute_off_policy_correction(
+                OffPolicyConfig(),
+                ONES[0],
+                ONES[0],
+                ONES[0],
+                seq_ids=torch.zeros(2, dtype=torch.long),
+            )
+        ),
+        r"seq_ids has shape \(2,\)",
+    ),
     "value clip": (lambda: ValueLossConfig(value_clip=-1), "value_clip=-1 must be > 0"),
-    "value scale": (lambda: ValueLossConfig(value_loss_scale=-1), "value_loss_scale=-1 must be > 0"),
-    "values short": (lambda: ValueInputs(ONES[0], ONES, ONES, ONES.bool(), ONES), "values has shape"),
-    "reduction": (lambda: reduction_weights("bogus", active_tokens=torch.tensor([1])), "unknown loss reduction 'bogus'"),
-    "prompt ids": (lambda: token_weights("prompt_mean", ONES, prompt_ids=torch.tensor([0])), r"prompt_ids has shape \(1,\); it must be \[2\]"),
-    "rollout ids": (lambda: token_weights("rollout_mean", ONES, rollout_ids=torch.arange(3)), "rollout_ids has shape"),
-    "norm length": (lambda: token_weights("seq_mean_token_sum_norm", ONES, loss_norm_length=0.5), "loss-norm-length"),
-    "negative lengths": (lambda: reduction_weights("token_mean", active_tokens=torch.tensor([-1, 2])), "active_tokens holds -1"),
-    "prescaled NaN": (lambda: prescale_advantages("token_mean", with_value(NAN), ONES), r"advantages\[1, 2\] is nan"),
+    "value scale": (
+        lambda: ValueLossConfig(value_loss_scale=-1),
+        "value_loss_scale=-1 must be > 0",
+    ),
+    "values short": (
+        lambda: ValueInputs(ONES[0], ONES, ONES, ONES.bool(), ONES),
+        "values has shape",
+    ),
+    "reduction": (
+        lambda: reduction_weights("bogus", active_tokens=torch.tensor([1])),
+        "unknown loss reduction 'bogus'",
+    ),
+    "prompt ids": (
+        lambda: token_weights("prompt_mean", ONES, prompt_ids=torch.tensor([0])),
+        r"prompt_ids has shape \(1,\); it must be \[2\]",
+    ),
+    "rollout ids": (
+        lambda: token_weights("rollout_mean", ONES, rollout_ids=torch.arange(3)),
+        "rollout_ids has shape",
+    ),
+    "norm length": (
+        lambda: token_weights("seq_mean_token_sum_norm", ONES, loss_norm_length=0.5),
+        "loss-norm-length",
+    ),
+    "negative lengths": (
+        lambda: reduction_weights("token_mean", active_tokens=torch.tensor([-1, 2])),
+        "active_tokens holds -1",
+    ),
+    "prescaled NaN": (
+        lambda: prescale_advantages("token_mean", with_value(NAN), ONES),
+        r"advantages\[1, 2\] is nan",
+    ),
     "kl shapes": (lambda: kl_estimate("k1", ONES, ONES[0]), "ref_log_probs has shape"),
-    "group ids": (lambda: advantages(group_ids=torch.tensor([0])), r"group_ids has shape \(1,\); it must be \[3\]"),
+    "group ids": (
+        lambda: advantages(group_ids=torch.tensor([0])),
+        r"group_ids has shape \(1,\); it must be \[3\]",
+    ),
     "lengths": (lambda: advantages(lengths=torch.tensor([2])), "lengths has shape"),
     "lengths below 0": (lambda: advantages(lengths=torch.tensor([2, -2, 2])), "lengths holds -2"),
-    "singleton": (lambda: advantages(singleton="bogus"), "singleton 'bogus'; legal values: zero, reward"),
-    "singleton of settings": (lambda: AdvantageSettings("grpo", singleton="bogus"), "singleton='bogus'"),
+    "singleton": (
+        lambda: advantages(singleton="bogus"),
+        "singleton 'bogus'; legal values: zero, reward",
+    ),
+    "singleton of settings": (
+        lambda: AdvantageSettings("grpo", singleton="bogus"),
+        "singleton='bogus'",
+    ),
     "discount": (lambda: AdvantageSettings("ppo", gamma=1.5), "gamma=1.5 must be 0 <= x <= 1"),
     "kl controller": (lambda: KLController(0.1, target=-1.0), "target=-1.0 must be > 0"),
     "gamma of gae": (lambda: gae(THREE, THREE, MASKS, NAN, 1.0), "gamma is nan"),
     "lambda of gae": (lambda: gae(THREE, THREE, MASKS, 1.0, 2.0), "lambd is 2.0"),
     "values of gae": (lambda: gae(THREE, [], MASKS, 1.0, 1.0), "values has 0 samples, masks 1"),
-    "returns' shape": (lambda: discounted_returns([torch.ones(2)], MASKS, 1.0), r"rewards\[0\] has shape"),
+    "returns' shape": (
+        lambda: discounted_returns([torch.ones(2)], MASKS, 1.0),
+        r"rewards\[0\] has shape",
+    ),
     "penalties": (lambda: token_rewards([1.0], MASKS, []), "penalties has 0 samples"),
     "whiten's masks": (lambda: whiten(THREE, [torch.ones(3)]), "it must be .R. bool"),
     "ref samples": (lambda: token_kl("k1", THREE, [], MASKS), "ref_log_probs has 0 samples"),
-    "teacher shape": (lambda: teacher_gaps(THREE, [torch.ones(1)], MASKS), r"teacher_log_probs\[0\] has shape"),
-    "outcomes": (lambda: Outcomes(torch.ones(2), torch.zeros(1).long(), torch.ones(2)), "group_ids has shape"),
+    "teacher shape": (
+        lambda: teacher_gaps(THREE, [torch.ones(1)], MASKS),
+        r"teacher_log_probs\[0\] has shape",
+    ),
+    "outcomes": (
+        lambda: Outcomes(torch.ones(2), torch.zeros(1).long(), torch.ones(2)),
+        "group_ids has shape",
+    ),
     "values of estimate": (
         lambda: estimate_advantages(
             AdvantageSettings("ppo"),
@@ -168,13 +293,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "critic_values has 0 samples",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_illegal_is_a_value_error_that_names_it(case: str) -> None:
-    call, words = REFUSED[case]
-    with pytest.raises(ValueError, match=words):
+    call, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
         call()
 
 
@@ -196,7 +321,11 @@ def test_an_empty_batch_is_a_loss_of_0(name: str, shape: tuple[int, int]) -> Non
     )
     config = policy_losses.get(name).config_type(**settings)
     for reduction in ("token_mean", "sequence_mean", "rollout_mean", "prompt_mean"):
-        u = token_weights(reduction, constant, prompt_ids=torch.arange(shape[0])) if reduction == "prompt_mean" else token_weights(reduction, constant)  # fmt: skip
+        u = (
+            token_weights(reduction, constant, prompt_ids=torch.arange(shape[0]))
+            if reduction == "prompt_mean"
+            else token_weights(reduction, constant)
+        )
         terms = LossTerms(kl_loss_coef=0.1, entropy_coef=0.1, opsm_delta=None)
         output = compute_policy_loss(
             name, leaf, constant, u, config=config, terms=terms, **dict.fromkeys(fields, constant)
@@ -211,9 +340,13 @@ def test_an_empty_batch_of_the_other_functions() -> None:
     inputs = ValueInputs(empty, empty, empty, empty.bool(), empty)
     assert value_loss(inputs, ValueLossConfig()).loss.item() == 0
     correction = compute_off_policy_correction(
-        OffPolicyConfig(tis_ratio_type="sequence", m2po_threshold=0.1, sequence_mask_metric="product"),
-        empty, empty, empty,
-    )  # fmt: skip
+        OffPolicyConfig(
+            tis_ratio_type="sequence", m2po_threshold=0.1, sequence_mask_metric="product"
+        ),
+        empty,
+        empty,
+        empty,
+    )
     assert correction.importance_weights is not None and correction.importance_weights.shape == (
         0,
         3,

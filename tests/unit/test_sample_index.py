@@ -55,7 +55,7 @@ def made(rng: random.Random, sample_id: int) -> Sample:
         "routes": torch.randint(-1, 8, (prompt + length, 3, 2), dtype=torch.int16),
     }
     versions = [rng.choice([NOT_SAMPLED, 3, 4, 9]) for _ in range(length)]
-    told = rng.choice([(), (5,) * length, tuple(versions), (NOT_SAMPLED,) * length])
+    weight_versions = rng.choice([(), (5,) * length, tuple(versions), (NOT_SAMPLED,) * length])
     return Sample(
         group_id=sample_id // 4,
         sample_id=sample_id,
@@ -64,7 +64,7 @@ def made(rng: random.Random, sample_id: int) -> Sample:
         loss_mask=torch.rand(length) > 0.3,
         reward=rng.choice([None, math.nan, 0.1, -math.inf]),
         status=rng.choice(list(SampleStatus)),
-        weight_versions=told,
+        weight_versions=weight_versions,
         text="7 + 1",
         response="\ud800 8",
         label=("8", math.inf),
@@ -130,12 +130,12 @@ def test_text_travels_where_it_is_asked_for(samples: list[Sample]) -> None:
 
 def test_changes_on_all_ranks_alike(samples: list[Sample], known: list[RemoteSample]) -> None:
     """Failed ones, those that a filter removes, and routes that nobody replays."""
-    for ours, theirs in zip(samples, known, strict=True):
-        assert untrained(ours).active_tokens == untrained(theirs).active_tokens == 0
-        masked, told = mask_failed(ours), mask_failed(theirs)
-        assert masked.active_tokens == told.active_tokens
-        assert repr(masked.reward) == repr(told.reward)
-        bare = without_routes([ours, theirs])
+    for local, known_sample in zip(samples, known, strict=True):
+        assert untrained(local).active_tokens == untrained(known_sample).active_tokens == 0
+        masked, remote = mask_failed(local), mask_failed(known_sample)
+        assert masked.active_tokens == remote.active_tokens
+        assert repr(masked.reward) == repr(remote.reward)
+        bare = without_routes([local, known_sample])
         assert payload_size(bare[0]) == payload_size(bare[1]) and not bare[1].has("routes")
 
 

@@ -53,8 +53,10 @@ def test_a_row_of_numbers_is_one_for_each_token():
 def test_a_dict_may_hold_both():
     value = {"score": 2, "token_rewards": [0.5, 0.25], "right": 1.0}
     assert to_answer(value, None) == {
-        "value": 2.0, "tokens": [0.5, 0.25], "details": {"right": 1.0}
-    }  # fmt: skip
+        "value": 2.0,
+        "tokens": [0.5, 0.25],
+        "details": {"right": 1.0},
+    }
     assert to_answer(value, "right")["value"] == 1.0
     assert to_answer({"token_rewards": [0.5, 0.25]}, None)["value"] == 0.75
     assert to_answer({"token_rewards": [0.5], "score": torch.tensor(3.0)}, None)["value"] == 3.0
@@ -113,14 +115,14 @@ def test_their_sum_is_trained_on_where_that_is_asked_for(tmp_path):
 
 
 def test_a_wrong_number_of_them_is_an_error(tmp_path):
-    words = r"sample 4: .*2 numbers for a response of 3 tokens"
-    with grader(tmp_path, "[0.5, 0.5]") as ours, pytest.raises(ValueError, match=words):
+    message = r"sample 4: .*2 numbers for a response of 3 tokens"
+    with grader(tmp_path, "[0.5, 0.5]") as ours, pytest.raises(ValueError, match=message):
         ours.grade([sample(4, "111")])
 
 
 def test_one_that_is_too_large_is_an_error(tmp_path):
-    words = r"2e\+06 is beyond --max-abs-reward"
-    with grader(tmp_path, "[2e6, -2e6]") as ours, pytest.raises(ValueError, match=words):
+    message = r"2e\+06 is beyond --max-abs-reward"
+    with grader(tmp_path, "[2e6, -2e6]") as ours, pytest.raises(ValueError, match=message):
         ours.grade([sample(0, "11")])
 
 

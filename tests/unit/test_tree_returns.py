@@ -45,13 +45,17 @@ def check(found: Laid, values: list[torch.Tensor], wanted: list[list[list[float]
 def test_returns_are_those_of_the_tree(cut: str, empty: bool) -> None:
     for seed in range(5):
         episodes, found = forest(seed, cut, empty=empty)
-        told = dataclasses.replace(found.outcomes, greedy_rewards=torch.full((4,), 0.25))
+        batch = dataclasses.replace(found.outcomes, greedy_rewards=torch.full((4,), 0.25))
         for name, baseline in (("reinforce_plus_plus", 0.0), ("remax", 0.25)):
             settings = AdvantageSettings(name, gamma=GAMMA, kl_coef=1.0)
             output = estimate_advantages(
-                settings, told, local_indices=found.local_indices, sequences=found.sequences, masks=found.masks,
+                settings,
+                batch,
+                local_indices=found.local_indices,
+                sequences=found.sequences,
+                masks=found.masks,
                 kl=found.penalties,
-            )  # fmt: skip
+            )
             loops = [expected(e, GAMMA, 1.0, with_values=False)[0] for e in episodes]
             check(found, output.values, [[[x - baseline for x in a] for a in e] for e in loops])
 
@@ -65,9 +69,13 @@ def test_a_critics_advantages_are_those_of_the_tree(cut: str, empty: bool) -> No
         for value_lambd in (None, 1.0):
             output = estimate_advantages(
                 dataclasses.replace(settings, value_lambd=value_lambd),
-                found.outcomes, local_indices=found.local_indices, sequences=found.sequences, masks=found.masks,
-                kl=found.penalties, critic_values=found.values,
-            )  # fmt: skip
+                found.outcomes,
+                local_indices=found.local_indices,
+                sequences=found.sequences,
+                masks=found.masks,
+                kl=found.penalties,
+                critic_values=found.values,
+            )
             assert output.returns is not None
             policy = [expected(e, GAMMA, LAMBDA, with_values=True) for e in episodes]
             critic = [expected(e, GAMMA, value_lambd or LAMBDA, with_values=True) for e in episodes]
@@ -111,9 +119,13 @@ def test_the_length_of_lambda_is_the_episodes() -> None:
         _, found = forest(3, cut)
         settings = AdvantageSettings("ppo", gamma=GAMMA, lambd_length_alpha=0.2)
         output = estimate_advantages(
-            settings, found.outcomes, local_indices=found.local_indices, sequences=found.sequences, masks=found.masks,
+            settings,
+            found.outcomes,
+            local_indices=found.local_indices,
+            sequences=found.sequences,
+            masks=found.masks,
             critic_values=found.values,
-        )  # fmt: skip
+        )
         own = zip(output.values, found.masks, strict=True)
         values.append(torch.cat([value[mask] for value, mask in own]))
     assert values[0].norm() > 0
@@ -130,13 +142,13 @@ def test_a_chain_is_as_a_sample_without_a_record() -> None:
         output = [
             estimate_advantages(
                 settings,
-                told,
+                batch,
                 local_indices=[0],
                 masks=found.masks,
                 kl=found.penalties,
                 critic_values=values,
             )
-            for told in (found.outcomes, dataclasses.replace(found.outcomes, answers=None))
+            for batch in (found.outcomes, dataclasses.replace(found.outcomes, answers=None))
         ]
         torch.testing.assert_close(output[0].values, output[1].values)
 
@@ -145,12 +157,17 @@ def test_an_episode_without_a_reward_leaves_the_others_alone() -> None:
     episodes, found = forest(2, "paths")
     rewards = found.outcomes.rewards.clone()
     rewards[1] = math.nan
-    told: Outcomes = dataclasses.replace(found.outcomes, rewards=rewards)
+    batch: Outcomes = dataclasses.replace(found.outcomes, rewards=rewards)
     settings = AdvantageSettings("ppo", gamma=GAMMA, lambd=LAMBDA, kl_coef=1.0)
     output = estimate_advantages(
-        settings, told, local_indices=found.local_indices, sequences=found.sequences, masks=found.masks,
-        kl=found.penalties, critic_values=found.values,
-    )  # fmt: skip
+        settings,
+        batch,
+        local_indices=found.local_indices,
+        sequences=found.sequences,
+        masks=found.masks,
+        kl=found.penalties,
+        critic_values=found.values,
+    )
     wanted = [expected(e, GAMMA, LAMBDA, with_values=True)[0] for e in episodes]
     wanted[1] = [[0.0] * len(own) for own in wanted[1]]
     check(found, output.values, wanted)
@@ -175,16 +192,17 @@ def test_records_say_whose_the_rewards_of_answers_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "reason"),
     [
         ("--advantage-estimator reinforce_plus_plus --gamma 0.9 --normalize-advantages", "--gamma"),
         ("--advantage-estimator ppo", "a critic"),
     ],
 )
-def test_lists_of_a_generate_function_have_no_tree(tmp_path: Path, flags: str, words: str) -> None:
+def test_lists_of_a_generate_function_have_no_tree(tmp_path: Path, flags: str, reason: str) -> None:
     algorithm = parse_args(complete_flags(tmp_path, *flags.split()), 1).algorithm
     check_trees(algorithm, None, complete(with_branches(WHOLE)))
-    with pytest.raises(ValueError, match=f"{flags.split()[1]} with {words}: .* sample 4 "):
+    name = flags.split()[1]
+    with pytest.raises(ValueError, match=f"{name} with {reason}: .* sample 4 .* no record"):
         check_trees(algorithm, None, complete(with_branches(CUT)))
     plain = parse_args(complete_flags(tmp_path), 1).algorithm
     check_trees(plain, None, complete(with_branches(CUT)))

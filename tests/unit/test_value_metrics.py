@@ -22,7 +22,7 @@ def test_against_plain_sums() -> None:
     masks[2][0], returns[2] = True, torch.full_like(returns[2], NAN)
     for value, target, mask in zip(values, returns, masks):
         value[~mask], target[~mask] = NAN, math.inf
-    told = value_metrics(values, returns, masks)
+    metrics = value_metrics(values, returns, masks)
     active = [
         (float(v), float(r))
         for vs, rs, ms in zip(values, returns, masks)
@@ -31,31 +31,31 @@ def test_against_plain_sums() -> None:
     ]
     known = [(v, r) for v, r in active if not math.isnan(r)]
     assert len(known) < len(active)
-    assert told["rollout/values_mean"] == pytest.approx(
+    assert metrics["rollout/values_mean"] == pytest.approx(
         statistics.fmean(v for v, _ in active), rel=1e-6
     )
-    assert told["rollout/values_abs"] == pytest.approx(
+    assert metrics["rollout/values_abs"] == pytest.approx(
         statistics.fmean(abs(v) for v, _ in active), rel=1e-6
     )
-    assert told["rollout/values_std"] == pytest.approx(
+    assert metrics["rollout/values_std"] == pytest.approx(
         statistics.pstdev(v for v, _ in active), rel=1e-5
     )
-    assert told["rollout/returns_mean"] == pytest.approx(
+    assert metrics["rollout/returns_mean"] == pytest.approx(
         statistics.fmean(r for _, r in known), rel=1e-6
     )
     explained = 1 - statistics.pvariance([r - v for v, r in known]) / statistics.pvariance(
         [r for _, r in known]
     )
-    assert told["rollout/explained_variance"] == pytest.approx(explained, rel=1e-4)
-    assert told["rollout/values_nonfinite"] == 0
+    assert metrics["rollout/explained_variance"] == pytest.approx(explained, rel=1e-4)
+    assert metrics["rollout/values_nonfinite"] == 0
 
 
 @pytest.mark.parametrize(("factor", "expected"), [(1.0, 1.0), (0.0, 0.0), (-1.0, -3.0)])
 def test_explained_variance(factor: float, expected: float) -> None:
     """Perfect values, a constant (of any size: only differences count), and the wrong sign."""
     returns = torch.tensor([1.0, 2.0, 4.0, -3.0])
-    told = value_metrics([factor * returns + 10], [returns], [torch.ones(4, dtype=torch.bool)])
-    assert told["rollout/explained_variance"] == pytest.approx(expected, abs=1e-5)
+    metrics = value_metrics([factor * returns + 10], [returns], [torch.ones(4, dtype=torch.bool)])
+    assert metrics["rollout/explained_variance"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_nothing_to_explain() -> None:
@@ -66,9 +66,9 @@ def test_nothing_to_explain() -> None:
     assert "rollout/explained_variance" not in value_metrics(
         [torch.randn(3)], [torch.full((3,), NAN)], [mask]
     )
-    told = value_metrics(
+    metrics = value_metrics(
         [torch.tensor([1.0, math.inf, NAN])], [torch.ones(3)], [torch.tensor([True, True, False])]
     )
-    assert told["rollout/values_nonfinite"] == 1 and told["rollout/values_mean"] == 1
+    assert metrics["rollout/values_nonfinite"] == 1 and metrics["rollout/values_mean"] == 1
     empty = value_metrics([torch.zeros(2)], [torch.zeros(2)], [torch.zeros(2, dtype=torch.bool)])
     assert empty == {"rollout/values_nonfinite": 0}
