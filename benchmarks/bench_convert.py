@@ -42,7 +42,7 @@ from benchmarks.bench_common import machine, write_json  # noqa: E402
 from scripts import convert_hf_to_megatron, convert_megatron_to_hf  # noqa: E402
 from slime_like.checkpoints.files import sync_path  # noqa: E402
 from slime_like.trainer.launch import quiet_dependencies  # noqa: E402
-from slime_like.weights.gather import TensorPlan  # noqa: E402
+from slime_like.weights.export_plan import TensorPlan  # noqa: E402
 from slime_like.weights.safetensors_reader import weight_files  # noqa: E402
 from slime_like.weights.safetensors_writer import plan_shards, write_index, write_shard  # noqa: E402
 

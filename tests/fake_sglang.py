@@ -36,7 +36,8 @@ from slime_like.rollout.engines.sglang.router import Router
 from slime_like.rollout.engines.sglang.server_pool import HealthSettings, ServerPool
 from slime_like.rollout.engines.sglang.weight_transfer.base import UpdateSettings
 from slime_like.rollout.engines.sglang.weight_transfer.updater import WeightUpdater
-from slime_like.weights.gather import TensorPlan, views
+from slime_like.weights.export_plan import TensorPlan
+from slime_like.weights.gather import views
 from slime_like.weights.quantized import QuantizedWeight
 from slime_like.weights.safetensors_reader import stored_format
 

@@ -30,7 +30,7 @@ from slime_like.conversion.meta_model import MetaModel
 from slime_like.distributed.collectives import from_rank_zero, together
 from slime_like.megatron.checkpoint.networks import available_name
 from slime_like.megatron.checkpoint.tensors import CheckpointTensors
-from slime_like.weights.gather import TensorPlan
+from slime_like.weights.export_plan import TensorPlan
 from slime_like.weights.hf_export import gather_full_tensors, merge_shards
 from slime_like.weights.hf_save import check_folders, finish_folder
 from slime_like.weights.parameter_map import expert_name, family_map, model_sizes

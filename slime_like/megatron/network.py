@@ -40,7 +40,8 @@ from slime_like.megatron.packing import (
 from slime_like.megatron.parallel_layout import ParallelLayout, with_layout_active
 from slime_like.metrics.typed import Metric, MetricAccumulator
 from slime_like.types import MicroBatch, TokenOutput, TrainSample
-from slime_like.weights.gather import DEFAULT_BUCKET_BYTES, WeightStream
+from slime_like.weights.export_plan import DEFAULT_BUCKET_BYTES
+from slime_like.weights.gather import WeightStream
 from slime_like.weights.hf_export import HfExport
 from slime_like.weights.hf_import import load_hf_weights
 from slime_like.weights.quantized import QuantizedWeight

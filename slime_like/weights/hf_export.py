@@ -15,15 +15,9 @@ from torch import Tensor
 
 from arguments.hf.model import HfModel
 from arguments.schema import GPTModelConfig
+from slime_like.weights.export_plan import DEFAULT_BUCKET_BYTES, Parameter, TensorPlan, plan_buckets
 from slime_like.weights.families import EMBEDDING, LM_HEAD, OUTPUT_LAYER
-from slime_like.weights.gather import (
-    DEFAULT_BUCKET_BYTES,
-    Parameter,
-    TensorPlan,
-    WeightStream,
-    find_senders,
-    plan_buckets,
-)
+from slime_like.weights.gather import WeightStream, find_senders
 from slime_like.weights.mappings import ExpertSlice, Mapping, Sizes, VocabParallel
 from slime_like.weights.parameter_map import (
     any_expert,

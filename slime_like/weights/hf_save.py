@@ -17,8 +17,9 @@ from torch import Tensor
 from slime_like.checkpoints.files import sync_path
 from slime_like.distributed.collectives import from_rank_zero, gather, is_rank_zero, together
 from slime_like.errors import RunError
+from slime_like.weights.export_plan import TensorPlan
 from slime_like.weights.families import LM_HEAD
-from slime_like.weights.gather import TensorPlan, WeightStream
+from slime_like.weights.gather import WeightStream
 from slime_like.weights.parameter_map import SCORE
 from slime_like.weights.safetensors_reader import WeightFiles, file_names
 from slime_like.weights.safetensors_writer import (

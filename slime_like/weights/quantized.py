@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from arguments.hf.quantization import SUPPORTED, Quantization
-from slime_like.weights.gather import TensorPlan
+from slime_like.weights.export_plan import TensorPlan
 
 ReadRows = Callable[[str, int, int], Tensor]  # a stored tensor's rows [first, last)
 FP8, FP8_MAX = torch.float8_e4m3fn, 448.0

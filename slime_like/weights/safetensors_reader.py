@@ -18,7 +18,7 @@ from torch import Tensor
 
 from arguments.hf.quantization import folder_quantization
 from slime_like.checkpoints.files import open_regular, read_json
-from slime_like.weights.gather import TensorPlan
+from slime_like.weights.export_plan import TensorPlan
 from slime_like.weights.quantized import OTHER_SCALES, QuantizedWeight, find_quantized_weights
 
 SINGLE = "model.safetensors"

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from arguments.hf.model import HfModel
 from slime_like.logs import warn_rank_0
+from slime_like.weights.export_plan import TensorPlan
 from slime_like.weights.families.base import PredictionNames, model_families
-from slime_like.weights.gather import TensorPlan
 from slime_like.weights.safetensors_reader import TORCH_DTYPES, WeightFiles
 
 logger = logging.getLogger(__name__)

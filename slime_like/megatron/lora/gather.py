@@ -13,14 +13,8 @@ from torch import Tensor
 from slime_like.megatron.lora.adapter import shard_of, shard_shape
 from slime_like.megatron.lora.network import LoraNetwork
 from slime_like.megatron.lora.targets import Factor
-from slime_like.weights.gather import (
-    DEFAULT_BUCKET_BYTES,
-    Parameter,
-    TensorPlan,
-    WeightStream,
-    find_senders,
-    plan_buckets,
-)
+from slime_like.weights.export_plan import DEFAULT_BUCKET_BYTES, Parameter, TensorPlan, plan_buckets
+from slime_like.weights.gather import WeightStream, find_senders
 from slime_like.weights.parameter_map import any_expert
 
 

@@ -23,7 +23,8 @@ from slime_like.megatron.lora.base import LoraBase
 from slime_like.megatron.lora.config import LoraSpec
 from slime_like.megatron.lora.targets import HEAD, Target, targets_of
 from slime_like.megatron.trained_network import TrainedNetwork
-from slime_like.weights.gather import DEFAULT_BUCKET_BYTES, WeightStream
+from slime_like.weights.export_plan import DEFAULT_BUCKET_BYTES
+from slime_like.weights.gather import WeightStream
 from slime_like.weights.quantized import QuantizedWeight
 
 if TYPE_CHECKING:

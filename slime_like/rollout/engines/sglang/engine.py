@@ -43,7 +43,7 @@ from slime_like.rollout.engines.sglang.weight_transfer.sending_ranks import Send
 from slime_like.rollout.engines.sglang.weight_transfer.servers import UpdateIncomplete
 from slime_like.rollout.engines.sglang.weight_transfer.several_senders import leave_group
 from slime_like.rollout.engines.sglang.weight_transfer.updater import WeightUpdater
-from slime_like.weights.gather import DEFAULT_BUCKET_BYTES
+from slime_like.weights.export_plan import DEFAULT_BUCKET_BYTES
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime_like.rollout.engines.sglang.http import RequestFailed
-from slime_like.weights.gather import TensorPlan
+from slime_like.weights.export_plan import TensorPlan
 
 Call = Callable[[str, dict[str, object]], object]  # (path, body) -> response of one server
 # a server rejects a bucket at once; if it accepts, it responds only after the broadcast

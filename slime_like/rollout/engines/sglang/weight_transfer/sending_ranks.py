@@ -15,7 +15,8 @@ from torch import Tensor
 
 from slime_like.distributed.collectives import share
 from slime_like.errors import RunError
-from slime_like.weights.gather import BucketPlan, WeightBuckets, WeightStream, as_buckets
+from slime_like.weights.export_plan import BucketPlan
+from slime_like.weights.gather import WeightBuckets, WeightStream, as_buckets
 
 
 class Order(Protocol):
