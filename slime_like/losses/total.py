@@ -222,7 +222,8 @@ def weighted_terms(
 ) -> tuple[list[WeightedTerm], dict[str, Metric]]:
     """The terms of the loss that these tokens have tensors for, the policy's first, and the metrics
     that are means over tokens."""
-    policy_loss = policy_loss.with_config(policy_config)
+    if policy_loss.by_config is not None:
+        policy_loss = policy_loss.with_config(policy_config)
     _check(inputs, policy_loss, terms)
     weights = inputs.masked(inputs.loss_weights)
     opsm_metrics: dict[str, Metric] = {}
