@@ -45,7 +45,7 @@ ROW = np.dtype(
     ]
 )
 _STATUS = list(SampleStatus)
-_BITS = {name: 1 << place for place, name in enumerate(OPTIONAL_TENSORS)}
+_BITS = {name: 1 << bit for bit, name in enumerate(OPTIONAL_TENSORS)}
 _HAS_REWARD, _HAS_GREEDY = 1 << 6, 1 << 7
 Rows: TypeAlias = NDArray[np.void]
 Versions: TypeAlias = NDArray[np.int32]  # [n, 2]: (version, tokens)
@@ -54,15 +54,15 @@ Versions: TypeAlias = NDArray[np.int32]  # [n, 2]: (version, tokens)
 class RemoteSample:
     """A sample held by another rank, with the properties of a `Sample` that need no tokens."""
 
-    __slots__ = ("_place", "_rows", "_versions")
+    __slots__ = ("_index", "_rows", "_versions")
 
-    def __init__(self, rows: Rows, place: int, versions: Versions | None = None) -> None:
-        """rows: array of dtype `ROW`. place: index of this sample. versions: its weight versions,
+    def __init__(self, rows: Rows, index: int, versions: Versions | None = None) -> None:
+        """rows: array of dtype `ROW`. index: of this sample. versions: its weight versions,
         if it has several."""
-        self._rows, self._place, self._versions = rows, place, versions
+        self._rows, self._index, self._versions = rows, index, versions
 
     def _int(self, name: str) -> int:
-        return int(self._rows[name][self._place])
+        return int(self._rows[name][self._index])
 
     def _flag(self, bit: int) -> bool:
         return bool(self._int("parts") & bit)
@@ -98,11 +98,11 @@ class RemoteSample:
 
     @property
     def reward(self) -> float | None:
-        return float(self._rows["reward"][self._place]) if self._flag(_HAS_REWARD) else None
+        return float(self._rows["reward"][self._index]) if self._flag(_HAS_REWARD) else None
 
     @property
     def greedy_reward(self) -> float | None:
-        return float(self._rows["greedy_reward"][self._place]) if self._flag(_HAS_GREEDY) else None
+        return float(self._rows["greedy_reward"][self._index]) if self._flag(_HAS_GREEDY) else None
 
     @property
     def status(self) -> SampleStatus:
@@ -156,7 +156,7 @@ class RemoteSample:
         return self._replace(greedy_reward=reward, parts=self._int("parts") | _HAS_GREEDY)
 
     def _replace(self, **values: float) -> RemoteSample:
-        rows = self._rows[self._place : self._place + 1].copy()
+        rows = self._rows[self._index : self._index + 1].copy()
         for name, value in values.items():
             rows[name] = value
         return RemoteSample(rows, 0, self._versions)
@@ -225,10 +225,11 @@ def remote_samples(rows: Rows, versions: Versions) -> list[RemoteSample]:
     """The inverse of `rows_of`."""
     counts = rows["num_versions"]
     ends = np.where(counts > 1, counts, 0).cumsum()
-    return [
-        RemoteSample(rows, place, versions[end - count : end] if count > 1 else None)
-        for place, (count, end) in enumerate(zip(counts.tolist(), ends.tolist()))
-    ]
+    samples = []
+    for index, (count, end) in enumerate(zip(counts.tolist(), ends.tolist())):
+        own_versions = versions[end - count : end] if count > 1 else None
+        samples.append(RemoteSample(rows, index, own_versions))
+    return samples
 
 
 def greedy_metadata(sample: RemoteSample) -> dict[str, object]:

@@ -124,12 +124,9 @@ class _Inputs:
 
 @dataclass(frozen=True, slots=True)
 class _Estimate:
-    """Result of an estimator. values: [R] float64 per sample. returns: targets of the critic, if
-    the estimator defines them."""
-
-    values: list[Tensor]
+    values: list[Tensor]  # [R] float64 per sample
     metrics: Mapping[str, float]
-    returns: Sequence[Tensor] | None = None
+    returns: Sequence[Tensor] | None = None  # targets of the critic; None: values + critic values
 
 
 def estimate_advantages(
@@ -151,6 +148,7 @@ def estimate_advantages(
     non-finite numbers are excluded from all statistics, including whitening, and get advantage 0.
 
     Args:
+        settings: The estimator and its settings.
         outcomes: All samples of the rollout, equal on all ranks.
         local_indices: Indices of this rank's samples; the lists below have [R] for each of them.
         masks: Bool, active tokens.
@@ -160,6 +158,9 @@ def estimate_advantages(
         critic_values: Before the update, or None.
         precomputed: (advantages, returns) in place of the estimator's.
         group: Data-parallel ranks (collective); None: this process.
+
+    Returns:
+        Advantages of this rank's samples, metrics, and with a critic its targets.
 
     Raises:
         ValueError: A missing input, a wrong number of samples or shape, token rewards with an
@@ -171,13 +172,8 @@ def estimate_advantages(
     inputs = _Inputs(
         settings, outcomes, local_indices, masks, sequences, kl, critic_values, energies, group
     )
-    if precomputed is None:
-        _check_token_rewards(settings.entry, outcomes)
     rewards, metrics = _subtract_kl(inputs)
-    if precomputed is None:
-        estimate = _estimate(inputs, rewards)
-    else:
-        estimate = _Estimate([value.double() for value in precomputed[0]], {}, precomputed[1])
+    estimate = _estimate(inputs, rewards, precomputed)
     metrics |= estimate.metrics
     valid = _valid_samples(inputs, rewards)
     returns = None if critic_values is None else _critic_targets(inputs, estimate, valid)
@@ -237,8 +233,15 @@ def _mean_per_token(totals: Tensor, outcomes: Outcomes) -> float:
     return float(totals[finite].sum()) / max(int(outcomes.lengths[finite].sum()), 1)
 
 
-def _estimate(inputs: _Inputs, rewards: Tensor) -> _Estimate:
+def _estimate(
+    inputs: _Inputs,
+    rewards: Tensor,
+    precomputed: tuple[Sequence[Tensor], Sequence[Tensor]] | None,
+) -> _Estimate:
+    if precomputed is not None:
+        return _Estimate([value.double() for value in precomputed[0]], {}, precomputed[1])
     outcomes, entry = inputs.outcomes, inputs.settings.entry
+    _check_token_rewards(entry, outcomes)
     if isinstance(entry, OutcomeEstimator):
         return _outcome_estimate(entry, inputs, rewards)
     if outcomes.parts is not None:
@@ -340,10 +343,8 @@ def _token_tree(inputs: _Inputs, numbers: Tensor) -> TokenTree:
     outcomes, turns = inputs.outcomes, inputs.outcomes.answers or ()
     if outcomes.processed is not None:  # of entire episodes, in place of the rewards of turns
         turns = [t and replace(t, rewards=[0.0] * len(t.rewards)) for t in turns]
-    lengths = outcomes.lengths.tolist()
-    return TokenTree(
-        turns, numbers.tolist(), lengths, inputs.indices, inputs.sequences, inputs.group
-    )
+    outcome, lengths = numbers.tolist(), outcomes.lengths.tolist()
+    return TokenTree(turns, outcome, lengths, inputs.indices, inputs.sequences, inputs.group)
 
 
 def _peers(inputs: _Inputs, rewards: Tensor) -> Peers:

@@ -3,8 +3,9 @@ bounds: ScaleRL, arXiv 2510.13786.
 
     l = -sg(clip(r, 1 - eps_low, 1 + eps_high)) A log_prob,      r = policy / anchor
 
-No token loses its gradient; only its weight is bounded. The anchor is the old policy, or the
-sampler: then the weight corrects for the sampler too, and takes no other importance weight.
+Every token keeps its gradient; only its weight is bounded. The anchor is the old policy or the
+rollout engine; in the latter case the weight also corrects for the mismatch with the engine, and
+the loss takes no other importance weight.
 """
 
 from __future__ import annotations
