@@ -122,7 +122,7 @@ def count_ways(
     found: dict[str, Counted] = {}
     for way in ways:
         live = LiveBytes(groups_of(layout))
-        live.forget(weights)
+        live.ignore(weights)
         with live:
             messages, handed = update(way, export.stream(), bucket_bytes)
         found[way] = counting(live)

@@ -129,7 +129,7 @@ def measure(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, 
         found = {}
         for way, run in ways.items():
             live = LiveBytes(groups_of(layout))
-            live.forget(weights)
+            live.ignore(weights)
             with live:
                 run()
             found[way] = {

@@ -1,4 +1,4 @@
-"""What the conversion scripts share: their errors, their processes, their progress bar."""
+"""Helpers of the conversion commands: errors, processes, verification, progress bar."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ VERIFY: dict[str, Any] = {
     "choices": ("checksums", "logits"),
     "nargs": "+",
     "default": [],
-    "help": "afterwards, of the two formats: checksums: compare every parameter bit by bit; logits: those of transformers' model and of "
-    "megatron-core's on fixed tokens, in float32, where rank 0 needs memory for the whole model",
+    "help": "compare both formats afterwards. checksums: every parameter, bit by bit; logits: of "
+    "transformers' model and of megatron-core's on fixed tokens, in float32, where rank 0 needs "
+    "memory for the full model",
 }
 WORKERS: dict[str, Any] = {
     "type": int,
     "default": min(4, os.cpu_count() or 1),
-    "help": "threads of each process; each writes a file, and holds one parameter",
+    "help": "threads per process; each writes a file and holds one parameter",
 }
 _WAIT_FOR_RANK_0_S = 5.0
 _MALLOC_MMAP_THRESHOLD = -3  # from malloc.h
@@ -109,14 +110,20 @@ def verify(
         with progress("comparing", share, show=show) as bar:
             number = compare_bits(source, folder, bar)
         lines.append(
-            f"verified: all {number} parameters of {source.stored.folder} and {folder} have the same bits"
+            f"verified: all {number} parameters of {source.stored.folder} and {folder} have the "
+            "same bits"
         )
     if "logits" in kinds:
         difference = compare_logits(source, folder)
         lines.append(
-            f"verified: logits of {TOKENS} tokens in both formats differ by at most {difference:.2g} standard deviations"
+            f"verified: logits of {TOKENS} tokens in both formats differ by at most "
+            f"{difference:.2g} standard deviations"
         )
     return lines
+
+
+def progress_title(title: str, world: int) -> str:
+    return title if world == 1 else f"{title}, rank 0 of {world}"
 
 
 @contextmanager

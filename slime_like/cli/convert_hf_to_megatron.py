@@ -1,15 +1,15 @@
-"""A Hugging Face model -> a checkpoint that `train.py --load`, `--ref-load` and `--critic-load`
-read, in any layout.
+"""Convert a Hugging Face model to a checkpoint for `train.py --load`, `--ref-load` and
+`--critic-load`, which read it in any layout.
 
     slime-like convert hf-to-megatron --hf-checkpoint Qwen3-0.6B --save checkpoints/qwen3
-    torchrun --nproc-per-node 4 --no-python slime-like convert hf-to-megatron --hf-checkpoint Qwen3-0.6B --save
-    checkpoints/qwen3 \\
+    torchrun --nproc-per-node 4 --no-python slime-like convert hf-to-megatron \\
+        --hf-checkpoint Qwen3-0.6B --save checkpoints/qwen3 \\
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
 
 The checkpoint has step 0 and weights only: a run with `--load` starts at its first rollout.
-`train.py` reads Hugging Face models itself, so this is for models that are loaded often, or by many
-ranks. Several processes write their own part each; the layout need not be the run's. Each process
-holds a few parameters at a time. To continue an interrupted conversion, repeat the same command.
+`train.py` also reads Hugging Face models directly, so this is for models that are loaded often, or
+by many ranks. Each process writes its own part and holds a few parameters at a time; the layout may
+differ from the run's. To continue an interrupted conversion, repeat the same command.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from slime_like.cli.convert_common import (
     exit_status,
     on_the_cpu,
     progress,
+    progress_title,
     rank_and_world,
     verify,
     warn_of_tokenizer,
@@ -48,10 +49,10 @@ def parser() -> argparse.ArgumentParser:
         "--hf-checkpoint", required=True, help="folder of the Hugging Face model (safetensors)"
     )
     parser.add_argument(
-        "--save", required=True, help="folder for the checkpoint; it must hold none yet"
+        "--save", required=True, help="folder for the checkpoint; must have none yet"
     )
     parser.add_argument(
-        "--dtype", choices=DTYPES, help="of the weights; default: the one in config.json, else fp32"
+        "--dtype", choices=DTYPES, help="of the weights; default: as in config.json, or fp32"
     )
     parser.add_argument(
         "--network",
@@ -69,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def layout_of(chosen: argparse.Namespace, hf: HfModel, world: int) -> ParallelConfig:
+def layout_of(args: argparse.Namespace, hf: HfModel, world: int) -> ParallelConfig:
     """The layout of the conversion. Raises ConfigError if sizes do not divide the network or the
     number of processes."""
     from arguments.rules.network import ShardedNetwork, layout_problems
@@ -79,10 +80,10 @@ def layout_of(chosen: argparse.Namespace, hf: HfModel, world: int) -> ParallelCo
     try:
         parallel = conversion_layout(
             hf,
-            tensor=chosen.tensor_model_parallel_size,
-            pipeline=chosen.pipeline_model_parallel_size,
-            expert=chosen.expert_model_parallel_size,
-            expert_tensor=chosen.expert_tensor_parallel_size,
+            tensor=args.tensor_model_parallel_size,
+            pipeline=args.pipeline_model_parallel_size,
+            expert=args.expert_model_parallel_size,
+            expert_tensor=args.expert_tensor_parallel_size,
         )
     except SettingsError as error:
         raise ConfigError(error.problems) from error  # it names flags
@@ -91,7 +92,7 @@ def layout_of(chosen: argparse.Namespace, hf: HfModel, world: int) -> ParallelCo
     return parallel
 
 
-def convert(chosen: argparse.Namespace) -> int:
+def convert(args: argparse.Namespace) -> int:
     on_the_cpu()
     import torch
 
@@ -104,61 +105,56 @@ def convert(chosen: argparse.Namespace) -> int:
     from slime_like.conversion.meta_model import build_meta_model
 
     rank, world = rank_and_world()
-    value_head = chosen.network == "critic"
-    hf = read_hf_model(chosen.hf_checkpoint, value_head=value_head)
-    parallel = layout_of(chosen, hf, world)
-    check_workers(chosen.workers)
-    warn_of_tokenizer(hf, chosen.hf_checkpoint)
-    dtype = getattr(torch, DTYPES[chosen.dtype] if chosen.dtype else hf.dtype or "float32")
+    value_head = args.network == "critic"
+    hf = read_hf_model(args.hf_checkpoint, value_head=value_head)
+    parallel = layout_of(args, hf, world)
+    check_workers(args.workers)
+    warn_of_tokenizer(hf, args.hf_checkpoint)
+    dtype = getattr(torch, DTYPES[args.dtype] if args.dtype else hf.dtype or "float32")
     from slime_like.conversion.to_megatron import convert_to_megatron
     from slime_like.megatron.init import model_parallel_groups, world_of_processes
 
     started = time.perf_counter()
-    show = rank == 0 and not chosen.no_progress
+    show = rank == 0 and not args.no_progress
     with world_of_processes(parallel):
         with model_parallel_groups(parallel, virtual_stages=None, seed=1) as layout:
             meta_model = build_meta_model(hf, parallel, layout, dtype, value_head=value_head)
             total = sum(p.numel() * p.element_size() for p in meta_model.parameters.values())
-            with progress(
-                "to Megatron" if world == 1 else f"to Megatron, rank 0 of {world}", total, show=show
-            ) as bar:
-                done = convert_to_megatron(
+            with progress(progress_title("to Megatron", world), total, show=show) as bar:
+                converted = convert_to_megatron(
                     meta_model,
-                    chosen.hf_checkpoint,
-                    chosen.save,
-                    network=chosen.network,
-                    workers=chosen.workers,
+                    args.hf_checkpoint,
+                    args.save,
+                    network=args.network,
+                    workers=args.workers,
                     advance=bar,
                 )
         if rank == 0:
-            print(written_words(done, layout.describe(), time.perf_counter() - started))
-        lines = verified(chosen, hf, done.folder, done.bytes, dtype) if chosen.verify else []
+            print(describe(converted, layout.describe(), time.perf_counter() - started))
+        lines = []
+        if args.verify:
+            lines = verify_checkpoint(args, hf, converted.folder, converted.bytes, dtype)
         if rank == 0:
             flag = "--critic-load" if value_head else "--load or --ref-load"
-            print(
-                "\n".join(
-                    [
-                        *lines,
-                        f"to use it: train.py --hf-checkpoint {chosen.hf_checkpoint} {flag} {chosen.save}",
-                    ]
-                )
-            )
+            usage = f"train.py --hf-checkpoint {args.hf_checkpoint} {flag} {args.save}"
+            print("\n".join([*lines, f"to use it: {usage}"]))
     return 0
 
 
-def written_words(done: Converted, layout: str, seconds: float) -> str:
+def describe(converted: Converted, layout: str, seconds: float) -> str:
     """Message about what was written."""
-    kept = ""
-    if done.kept:
-        kept = f", {done.kept} of {done.files} files kept from an interrupted conversion"
-    return (
-        f"{done.folder}: {done.bytes / 1e9:.3f} GB in {seconds:.1f} s "
-        f"({layout}, weights only, step 0){kept}"
+    text = (
+        f"{converted.folder}: {converted.bytes / 1e9:.3f} GB in {seconds:.1f} s "
+        f"({layout}, weights only, step 0)"
     )
+    if converted.kept:
+        kept = f"{converted.kept} of {converted.files} files"
+        text += f", {kept} kept from an interrupted conversion"
+    return text
 
 
-def verified(
-    chosen: argparse.Namespace, hf: HfModel, folder: Path, size: int, dtype: torch.dtype
+def verify_checkpoint(
+    args: argparse.Namespace, hf: HfModel, folder: Path, size: int, dtype: torch.dtype
 ) -> list[str]:
     """Run the checks of --verify; returns messages about those that passed. size: bytes of the
     checkpoint `folder`. Raises ValueError."""
@@ -170,21 +166,21 @@ def verified(
     parallel = conversion_layout(hf)
     with model_parallel_groups(parallel, virtual_stages=None, seed=1) as layout:
         meta_model = build_meta_model(
-            hf, parallel, layout, dtype, value_head=chosen.network == "critic"
+            hf, parallel, layout, dtype, value_head=args.network == "critic"
         )
-        source = NetworkSource(meta_model, folder / chosen.network, chosen.hf_checkpoint, None)
+        source = NetworkSource(meta_model, folder / args.network, args.hf_checkpoint, None)
         return verify(
-            chosen.verify,
+            args.verify,
             source,
-            chosen.hf_checkpoint,
+            args.hf_checkpoint,
             share=-(-size // world),
-            show=rank == 0 and not chosen.no_progress,
+            show=rank == 0 and not args.no_progress,
         )
 
 
 def main() -> int:
-    chosen = parser().parse_args()
-    return exit_status(lambda: convert(chosen))
+    args = parser().parse_args()
+    return exit_status(lambda: convert(args))
 
 
 if __name__ == "__main__":

@@ -69,15 +69,15 @@ def dump(folder: Path, limit_s: float) -> int:
     for rank in silent:
         print(f"rank {rank.rank} (process {rank.process}): no answer in {limit_s:g} s")
     for host in sorted({rank.host for rank in elsewhere}):
-        theirs = ranges([rank.rank for rank in elsewhere if rank.host == host])
-        print(f"ranks {theirs} are on {host}: ask there, as with srun --overlap --jobid JOB")
+        remote = ranges([rank.rank for rank in elsewhere if rank.host == host])
+        print(f"ranks {remote} are on {host}: run it there, e.g. with srun --overlap --jobid JOB")
     print(f"all threads: {folder}/rank*.txt")
     return 1 if silent else 0
 
 
 def main() -> int:
-    chosen = parser().parse_args()
-    return dump(chosen.run / FOLDER, chosen.timeout_s)
+    args = parser().parse_args()
+    return dump(args.run / FOLDER, args.timeout_s)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ types, and no tensor is loaded.
 
     slime-like inspect outputs/ck [--json] [--no-verify-checkpoint]
 
-Exit status: 0 when all is well, 1 when something is damaged or left over, 2 when the folder holds
-no checkpoints.
+Exit status: 0 without problems, 1 if something is damaged or left over, 2 if the folder has no
+checkpoints.
 """
 
 from __future__ import annotations
@@ -47,12 +47,9 @@ FROM_STATE = (
 def look(root: Path, *, verify: bool) -> dict[str, Any]:
     """Everything about the folder, as plain values. Raises UsageError if it has no checkpoints."""
     if not is_checkpoint_root(root):
-        what = (
-            "holds no checkpoints (iter_*); name a folder that --save was given"
-            if root.is_dir()
-            else "is no folder; check the name"
-        )
-        raise UsageError(f"{root}: {what}")
+        if not root.is_dir():
+            raise UsageError(f"{root}: is not a folder")
+        raise UsageError(f"{root}: holds no checkpoints (iter_*); give the --save folder of a run")
     problems = []
     newest = None
     try:
@@ -60,21 +57,14 @@ def look(root: Path, *, verify: bool) -> dict[str, Any]:
         problems += [warning] if warning else []
     except ValueError as error:
         problems.append(str(error))
-    incomplete = sorted(
-        path.name
-        for path in root.glob("iter_*")
-        if path.name.endswith((WRITING, REPLACED, REMOVED))
-    )
+    names = sorted(path.name for path in root.glob("iter_*"))
+    temporary = [name for name in names if name.endswith((WRITING, REPLACED, REMOVED))]
     complete = {checkpoint_folder(root, step).name for step in complete_steps(root)}
-    broken = sorted(
-        path.name
-        for path in root.glob("iter_*")
-        if path.name not in complete and path.name not in incomplete
-    )
-    problems += [f"{name}: no manifest.json, so it is not complete; remove it" for name in broken]
+    incomplete = [name for name in names if name not in complete and name not in temporary]
+    problems += [f"{name}: incomplete, it has no manifest.json; remove it" for name in incomplete]
     problems += [
-        f"{name}: left by a save or a conversion that was cut short, or still being written"
-        for name in incomplete
+        f"{name}: left by an interrupted save or conversion, or still being written"
+        for name in temporary
     ]
     checkpoints = [look_at(root, step, verify=verify) for step in complete_steps(root)]
     return {
@@ -89,29 +79,30 @@ def look(root: Path, *, verify: bool) -> dict[str, Any]:
 def look_at(root: Path, step: int, *, verify: bool) -> dict[str, Any]:
     """Describe one complete checkpoint. health: verified, not verified or damaged."""
     folder = checkpoint_folder(root, step)
-    found: dict[str, Any] = {"step": step, "health": "not verified", "problems": [], "networks": {}}
+    result: dict[str, object] = {"step": step, "health": "not verified"}
+    problems: list[str] = []
+    networks: dict[str, object] = {}
     try:
         records = read_manifest(folder)
-        found |= {"bytes": total_bytes(records), "files": len(records)}
+        result |= {"bytes": total_bytes(records), "files": len(records)}
         if verify:
-            found["problems"] += damaged_files(
-                folder, records, records, threads=min(8, os.cpu_count() or 1)
-            )
-            found["health"] = "damaged" if found["problems"] else "verified"
+            threads = min(8, os.cpu_count() or 1)
+            problems += damaged_files(folder, records, records, threads=threads)
+            result["health"] = "damaged" if problems else "verified"
         state = read_trainer_state(folder)
         entries: Mapping[str, object] = state
-        found |= {name: entries[name] for name in FROM_STATE if name in entries}
+        result |= {name: entries[name] for name in FROM_STATE if name in entries}
         for name, saved in state["networks"].items():
-            found["networks"][name] = {
+            networks[name] = {
                 "layout": saved.get("layout", state["layout"]),
                 "optimizer": saved["optimizer"],
                 "optimizer_step": saved["optimizer_step"],
                 **tensors_of(folder / name),
             }
     except (OSError, ValueError) as error:
-        found["problems"].append(str(error) or repr(error))
-        found["health"] = "damaged"
-    return found
+        problems.append(str(error) or repr(error))
+        result["health"] = "damaged"
+    return result | {"problems": problems, "networks": networks}
 
 
 def tensors_of(folder: Path) -> dict[str, object]:
@@ -120,27 +111,20 @@ def tensors_of(folder: Path) -> dict[str, object]:
 
     from megatron_patches.safe_checkpoints import read_metadata
 
-    entries = {
-        key: e
-        for key, e in read_metadata(folder / ".metadata").state_dict_metadata.items()
-        if isinstance(e, TensorStorageMetadata)
-    }
-    weights = {
-        key: e for key, e in entries.items() if not key.startswith(("optimizer.", "chained_"))
-    }
+    weights, optimizer_bytes = [], 0
+    for key, entry in read_metadata(folder / ".metadata").state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        count, dtype = math.prod(entry.size), entry.properties.dtype
+        if key.startswith(("optimizer.", "chained_")):
+            optimizer_bytes += count * dtype.itemsize
+        else:
+            weights.append((count, dtype))
     return {
-        "parameters": sum(math.prod(e.size) for e in weights.values()),
-        "weight_bytes": sum(
-            math.prod(e.size) * e.properties.dtype.itemsize for e in weights.values()
-        ),
-        "optimizer_bytes": sum(
-            math.prod(e.size) * e.properties.dtype.itemsize
-            for key, e in entries.items()
-            if key not in weights
-        ),
-        "dtypes": sorted(
-            {str(e.properties.dtype).removeprefix("torch.") for e in weights.values()}
-        ),
+        "parameters": sum(count for count, _ in weights),
+        "weight_bytes": sum(count * dtype.itemsize for count, dtype in weights),
+        "optimizer_bytes": optimizer_bytes,
+        "dtypes": sorted({str(dtype).removeprefix("torch.") for _, dtype in weights}),
         "tensors": len(weights),
     }
 
@@ -153,26 +137,30 @@ def _tracker(root: Path) -> str | None:
         return None
 
 
-def text_of(found: dict[str, Any]) -> str:
+def text_of(content: dict[str, Any]) -> str:
+    checkpoints = content["checkpoints"]
     lines = [
-        f"{found['folder']}: {len(found['checkpoints'])} complete checkpoint(s), newest step {found['newest']}"
+        f"{content['folder']}: {len(checkpoints)} complete checkpoint(s), newest step "
+        f"{content['newest']}"
     ]
-    for one in found["checkpoints"]:
-        where = f"{one.get('layout', '?')}, {one.get('world_size', '?')} process(es)"
+    for one in checkpoints:
         lines.append(
-            f"step {one['step']}: {one['health']}, {one.get('bytes', 0) / 1e9:.3f} GB in {one.get('files', 0)} files, saved by {where}"
+            f"step {one['step']}: {one['health']}, {one.get('bytes', 0) / 1e9:.3f} GB in "
+            f"{one.get('files', 0)} files, saved by {one.get('layout', '?')}, "
+            f"{one.get('world_size', '?')} process(es)"
         )
         if one.get("weights_only"):
             lines.append(f"  weights only, converted from {one.get('converted_from')}")
         for name, network in one["networks"].items():
             kind = ", ".join(network["optimizer"]) or "no optimizer"
             lines.append(
-                f"  {name}: {network['layout']}, {network['parameters']:,} parameters with padding ({', '.join(network['dtypes'])}), "
-                f"weights {network['weight_bytes'] / 1e9:.3f} GB; {kind}, {network['optimizer_bytes'] / 1e9:.3f} GB, "
-                f"step {network['optimizer_step']:g}"
+                f"  {name}: {network['layout']}, {network['parameters']:,} parameters with padding "
+                f"({', '.join(network['dtypes'])}), "
+                f"weights {network['weight_bytes'] / 1e9:.3f} GB; {kind}, "
+                f"{network['optimizer_bytes'] / 1e9:.3f} GB, step {network['optimizer_step']:g}"
             )
         lines += [f"  problem: {problem}" for problem in one["problems"]]
-    lines += [f"problem: {problem}" for problem in found["problems"]]
+    lines += [f"problem: {problem}" for problem in content["problems"]]
     return "\n".join(lines)
 
 
@@ -180,24 +168,21 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    result.add_argument("folder", type=Path, help="what --save was given")
+    result.add_argument("folder", type=Path, help="the --save folder of a run")
     result.add_argument("--json", action="store_true", help="print JSON")
     result.add_argument("--no-verify-checkpoint", action="store_true", help="do not hash the files")
     return result
 
 
 def main() -> int:
-    chosen = parser().parse_args()
+    args = parser().parse_args()
 
     def body() -> int:
         on_the_cpu()
-        found = look(chosen.folder, verify=not chosen.no_verify_checkpoint)
-        print(json.dumps(found, indent=1) if chosen.json else text_of(found))
-        return (
-            DAMAGE
-            if found["problems"] or any(one["problems"] for one in found["checkpoints"])
-            else 0
-        )
+        content = look(args.folder, verify=not args.no_verify_checkpoint)
+        print(json.dumps(content, indent=1) if args.json else text_of(content))
+        problems = [content["problems"], *(one["problems"] for one in content["checkpoints"])]
+        return DAMAGE if any(problems) else 0
 
     return exit_status(body)
 

@@ -45,7 +45,7 @@ def write_recipe(folder: Path, hf_checkpoint: str | None) -> None:
         raise ValueError(f"{folder}: has files already; name a new folder")
     if hf_checkpoint is not None and not Path(hf_checkpoint).is_dir():
         raise ValueError(
-            f"--hf-checkpoint {hf_checkpoint}: no such folder; download the model and name its folder"
+            f"--hf-checkpoint {hf_checkpoint}: no such folder; give that of a downloaded model"
         )
     folder.mkdir(parents=True, exist_ok=True)
     if hf_checkpoint is None:
@@ -66,14 +66,14 @@ def write_recipe(folder: Path, hf_checkpoint: str | None) -> None:
 
 
 def main() -> int:
-    chosen = parser().parse_args()
+    args = parser().parse_args()
     try:
-        write_recipe(chosen.folder, chosen.hf_checkpoint)
+        write_recipe(args.folder, args.hf_checkpoint)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(
-        f"{chosen.folder}: a recipe\n\n  cd {chosen.folder}\n  python -m pytest test_reward.py\n"
+        f"{args.folder}: a recipe\n\n  cd {args.folder}\n  python -m pytest test_reward.py\n"
         "  slime-like train --config run.yaml\n  slime-like report outputs"
     )
     return 0

@@ -1,8 +1,8 @@
 """Self-test of the environment: two processes communicate over gloo, and a tiny model takes one
 training step. `slime-like doctor --self-test` runs it; it needs no network and no GPU.
 
-Most of its time would be imports, so torch is imported once and the processes are forked, before
-anything has asked for a GPU: a process that has cannot fork others that do.
+Imports would take most of the time, so torch is imported once and the processes are forked, before
+a GPU is initialised: CUDA cannot be used in forks of a process that has initialised it.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from slime_like.doctor import Check
 
 RANKS = 2
 LIMIT_S = 300.0
-LAST = 400  # characters of a failed process's output to show
+SHOWN = 400  # last characters of a failed process's output
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
 
-def exchange(meeting: Path, rank: int) -> None:
-    """Body of one of `RANKS` communicating processes. meeting: path of a rendezvous file that does
-    not exist yet."""
+def exchange(rendezvous: Path, rank: int) -> None:
+    """Body of one of `RANKS` communicating processes. rendezvous: path of a file that does not
+    exist yet."""
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
-    mine = torch.arange(4.0) + rank
-    total = mine.clone()
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
+    local = torch.arange(4.0) + rank
+    total = local.clone()
     dist.all_reduce(total)
     assert torch.equal(total, RANKS * torch.arange(4.0) + sum(range(RANKS))), total
     parts = [torch.empty(4) for _ in range(RANKS)]
-    dist.all_gather(parts, mine)
+    dist.all_gather(parts, local)
     assert all(torch.equal(part, torch.arange(4.0) + i) for i, part in enumerate(parts)), parts
     dist.barrier()
     dist.destroy_process_group()
@@ -97,7 +97,7 @@ def finish(started: Sequence[Started]) -> str:
         if one.process.exitcode and not problem:
             output = one.log.read_text(errors="replace") if one.log.exists() else ""
             output += f"\nno end after {LIMIT_S:g} s" if late else ""
-            problem = output.strip()[-LAST:] or f"exit status {one.process.exitcode}"
+            problem = output.strip()[-SHOWN:] or f"exit status {one.process.exitcode}"
     return problem
 
 
@@ -108,10 +108,10 @@ def train_flags(folder: Path) -> list[str]:
     data = folder / "prompts.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return (
-        f"--hf-checkpoint {folder}/model --prompt-data {data} --input-key prompt --label-key answer "
-        "--rm-type exact_match --rm-num-workers 1 --lr 1e-4 --num-rollout 1 --rollout-batch-size 2 "
-        "--n-samples-per-prompt 2 --rollout-max-response-len 4 --no-tensorboard --no-plot "
-        f"--no-progress --output-dir {folder}/out"
+        f"--hf-checkpoint {folder}/model --prompt-data {data} --input-key prompt "
+        "--label-key answer --rm-type exact_match --rm-num-workers 1 --lr 1e-4 --num-rollout 1 "
+        "--rollout-batch-size 2 --n-samples-per-prompt 2 --rollout-max-response-len 4 "
+        f"--no-tensorboard --no-plot --no-progress --output-dir {folder}/out"
     ).split()
 
 
@@ -123,7 +123,7 @@ def self_test() -> list[Check]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         ranks = [
-            start(partial(exchange, folder / "meeting", rank), folder, f"rank {rank}")
+            start(partial(exchange, folder / "rendezvous", rank), folder, f"rank {rank}")
             for rank in range(RANKS)
         ]
         training = start(partial(train_once, folder), folder, "training")

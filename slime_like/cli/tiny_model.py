@@ -1,5 +1,5 @@
-"""A tiny Qwen3 model with random weights and a tokenizer of characters: what the demo and a new
-recipe train. Nothing is downloaded."""
+"""A tiny Qwen3 model with random weights and a character tokenizer, for the demo and new recipes.
+Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -12,16 +12,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 
-END, PAD, USER, ASSISTANT, UNKNOWN = (
-    "<|endoftext|>",
-    "<|pad|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|unknown|>",
-)
+END, PAD, UNKNOWN = "<|endoftext|>", "<|pad|>", "<|unknown|>"
+USER, ASSISTANT = "<|user|>", "<|assistant|>"
 CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '<|assistant|>' }}{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '<|assistant|>' }}"
+    "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
@@ -77,8 +72,8 @@ def make_model(
         eos_token_id=tokenizer.eos_token_id,
     )
     model = Qwen3ForCausalLM(config)
-    # set afterwards: given to the constructor, transformers zeroes the padding token's embedding,
-    # where the gradient of RMSNorm explodes if that token is ever sampled
+    # set afterwards, because the constructor would zero the padding token's embedding, where the
+    # gradient of RMSNorm explodes if that token is ever sampled
     model.config.pad_token_id = tokenizer.pad_token_id
     return model
 

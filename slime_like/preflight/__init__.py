@@ -20,9 +20,9 @@ def run_preflight(run: RunConfig) -> int:
     from slime_like.preflight.report import json_of, text_of
 
     try:
-        found = check(run)
-        print(text_of(found), flush=True)
-        result = json_of(found)
+        preflight = check(run)
+        print(text_of(preflight), flush=True)
+        result = json_of(preflight)
         if run.preflight.preflight_search:
             from slime_like.preflight.search import search, text_of_search
 
@@ -33,7 +33,6 @@ def run_preflight(run: RunConfig) -> int:
         print(error, file=sys.stderr, flush=True)
         return WRONG
     if run.preflight.preflight_json is not None:
-        Path(run.preflight.preflight_json).write_text(
-            json.dumps(result, indent=1) + "\n", encoding="utf-8"
-        )
-    return 0 if found.fits else DOES_NOT_FIT
+        text = json.dumps(result, indent=1) + "\n"
+        Path(run.preflight.preflight_json).write_text(text, encoding="utf-8")
+    return 0 if preflight.fits else DOES_NOT_FIT

@@ -1,8 +1,9 @@
-"""Flags that make a term of a rank's memory smaller."""
+"""Flags that reduce a component of a rank's memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 from arguments.parse import parse_args
 from arguments.run_config import RunConfig
@@ -10,56 +11,57 @@ from slime_like.config import ConfigError
 from slime_like.preflight.batches import Batches
 from slime_like.preflight.memory import RankReport, server_fraction
 
-STATE = ("weights", "gradients", "optimizer: fp32 parameters", "optimizer: moments", "reference")
+STATE = ("weights", "gradients", "optimizer: fp32 parameters", "optimizer: moments", "critic")
 
 
 def flags_that_help(run: RunConfig, rank: RankReport, batches: Batches) -> list[str]:
-    """Three suggestions: up to two for the largest term of memory, and one for the next."""
+    """Three suggestions: up to two for the largest component of memory, and one for the next."""
     parallel, transformer = run.parallel, run.megatron.transformer
     tensor = parallel.tensor_model_parallel_size
     tp = f"--tensor-model-parallel-size {2 * tensor}"
     if not transformer.sequence_parallel:
         tp += " --sequence-parallel"
-    distributed = run.megatron.ddp.use_distributed_optimizer
     optimizer = run.megatron.optimizer
     budget = max(batches.tokens // parallel.context_parallel_size // 2, 1)
-    cuts = [tp] if 2 * tensor <= run.preflight.preflight_gpus_per_node else []
+    split = [tp] if 2 * tensor <= run.preflight.preflight_gpus_per_node else []
     if (transformer.num_moe_experts or 0) >= 2 * parallel.expert_model_parallel_size:
-        cuts.insert(0, f"--expert-model-parallel-size {2 * parallel.expert_model_parallel_size}")
-    cuts += [f"--pipeline-model-parallel-size {stages}" for stages in _deeper(run)]
-    state = [] if run.megatron.transformer.params_dtype.itemsize == 2 else ["--bf16"]
-    state += [] if distributed else ["--use-distributed-optimizer"]
-    precise = ["--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"]
-    state += [] if optimizer.use_precision_aware_optimizer else precise
-    state += cuts
+        split.insert(0, f"--expert-model-parallel-size {2 * parallel.expert_model_parallel_size}")
+    split += [f"--pipeline-model-parallel-size {stages}" for stages in _deeper(run)]
+    state = []
+    if run.megatron.transformer.params_dtype.itemsize != 2:
+        state.append("--bf16")
+    if not run.megatron.ddp.use_distributed_optimizer:
+        state.append("--use-distributed-optimizer")
+    if not optimizer.use_precision_aware_optimizer:
+        state.append("--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16")
+    state += split
     if not optimizer.optimizer_cpu_offload:
         state.append("--use-precision-aware-optimizer --optimizer-cpu-offload")
-    rows = []
+    fewer_rows = []
     if transformer.recompute_granularity != "full":
-        rows.append(
+        fewer_rows.append(
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
         )
-    rows.append(f"--use-dynamic-batch-size --max-tokens-per-gpu {budget}")
-    rows.append(f"--context-parallel-size {2 * parallel.context_parallel_size}")
+    fewer_rows.append(f"--use-dynamic-batch-size --max-tokens-per-gpu {budget}")
+    fewer_rows.append(f"--context-parallel-size {2 * parallel.context_parallel_size}")
     by_term = {
-        "activations": rows,
-        "working set": rows[-2:] + cuts,
-        "head": ["--log-probs-chunk-size 512", *rows[-2:]],
+        "activations": fewer_rows,
+        "working set": fewer_rows[-2:] + split,
+        "head": ["--log-probs-chunk-size 512", *fewer_rows[-2:]],
         "reference": ["--ref-offload"],
-        "server": [f"--sglang-mem-fraction-static {server_fraction(run) / 2:g}", *cuts],
+        "server": [f"--sglang-mem-fraction-static {server_fraction(run) / 2:g}", *split],
         "messages with weights": ["--update-weight-buffer-size 268435456"],
         "local engine": ["--rollout-engine sglang --rollout-num-gpus 8 --colocate"],
     }
+    by_term |= dict.fromkeys(STATE, state)
     terms = rank.phases[rank.peak_phase]
-    known = [
-        by_term.get(term, state if term in STATE or term == "critic" else [])
-        for term in sorted(terms, key=lambda name: -terms[name])
-    ]
-    first, *others = [flags for flags in known if flags] or [cuts]
-    found = [*first[:2], *(flags[0] for flags in others), *first[2:]]
-    found += [flag for flags in others for flag in flags[1:]]
-    legal = (flags for flags in dict.fromkeys(found) if with_flags(run, flags.split()) is not None)
-    return [flags for _, flags in zip(range(3), legal)]
+    largest_first = sorted(terms, key=lambda name: -terms[name])
+    first, *others = [by_term[term] for term in largest_first if by_term.get(term)] or [split]
+    suggestions = [*first[:2], *(flags[0] for flags in others), *first[2:]]
+    for flags in others:
+        suggestions += flags[1:]
+    legal = (f for f in dict.fromkeys(suggestions) if with_flags(run, f.split()) is not None)
+    return list(islice(legal, 3))
 
 
 def _deeper(run: RunConfig) -> list[int]:

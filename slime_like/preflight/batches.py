@@ -60,7 +60,7 @@ def batches_of(run: RunConfig) -> Batches:
     if run.algorithm.balance_data:
         parts = partition(unit_sums(costs, size.together), dp, equal_counts=size.tokens is None)
     else:
-        parts = [part for part in np.array_split(np.arange(samples // size.together), dp)]
+        parts = np.array_split(np.arange(samples // size.together), dp)
     parts = [members(part, size.together) for part in parts]
     loads = np.array([costs[part].sum() for part in parts])
     longest = longest_sequence(run)
@@ -99,27 +99,27 @@ def sample_lengths(run: RunConfig, count: int) -> tuple[NDArray[np.int64], str]:
 
 
 def response_lengths(run: RunConfig, count: int, random: np.random.Generator) -> NDArray[np.int64]:
-    most, words = run.rollout.rollout_max_response_len, run.preflight.preflight_lengths.split(":")
-    if words == ["full"]:
-        return np.full(count, most)
-    if words == ["uniform"]:
-        return random.integers(1, most, size=count, endpoint=True)
+    longest, distribution = run.rollout.rollout_max_response_len, run.preflight.preflight_lengths
+    if distribution == "full":
+        return np.full(count, longest)
+    if distribution == "uniform":
+        return random.integers(1, longest, size=count, endpoint=True)
+    name, *parameters = distribution.split(":")
     try:
-        name, median, sigma = words[0], float(words[1]), float(words[2])
-        if name != "lognormal" or len(words) != 3 or not (median > 0 and 0 <= sigma < math.inf):
+        median, sigma = map(float, parameters)
+        if name != "lognormal" or not (median > 0 and 0 <= sigma < math.inf):
             raise ValueError
-    except (IndexError, ValueError):
+    except ValueError:
         message = "unknown distribution; legal values: uniform, full, lognormal:MEDIAN:SIGMA"
-        given = run.preflight.preflight_lengths
-        raise ConfigError([Problem(LENGTHS, given, message)]) from None
+        raise ConfigError([Problem(LENGTHS, distribution, message)]) from None
     drawn = random.lognormal(math.log(median), sigma, size=count)
-    return np.clip(drawn, 1, most).astype(np.int64)
+    return np.clip(drawn, 1, longest).astype(np.int64)
 
 
 def longest_sequence(run: RunConfig) -> int:
     """Maximum tokens of prompt and response, or of a training conversation."""
-    whole = run.learns_conversations
-    return prompt_limit(run) + (0 if whole else run.rollout.rollout_max_response_len)
+    limit = prompt_limit(run)
+    return limit if run.learns_conversations else limit + run.rollout.rollout_max_response_len
 
 
 def prompt_limit(run: RunConfig) -> int:

@@ -1,4 +1,4 @@
-"""One command line, looked at."""
+"""The preflight of a command line."""
 
 from __future__ import annotations
 

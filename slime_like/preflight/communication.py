@@ -37,7 +37,7 @@ def collectives_of_step(run: RunConfig, rank: RankReport, batches: Batches) -> l
     """Collectives of an optimizer step. Tensor-, expert- and context-parallel ones are observed in
     a micro-batch, data-parallel ones follow from the sizes of megatron-core's buffers, pipeline
     ones from the size of the activations between stages."""
-    found = [
+    collectives = [
         Collective(
             NAMES.get(name, name),
             dimension,
@@ -45,7 +45,7 @@ def collectives_of_step(run: RunConfig, rank: RankReport, batches: Batches) -> l
             traffic.calls * batches.number,
             traffic.bytes * batches.number,
         )
-        for (name, dimension), traffic in sorted(rank.traffic.items())
+        for (name, dimension), traffic in sorted(rank.passes.traffic.items())
         if dimension != "data"
     ]
     sizes, config = rank.group_sizes, run.megatron.transformer
@@ -53,9 +53,9 @@ def collectives_of_step(run: RunConfig, rank: RankReport, batches: Batches) -> l
         ranks = sizes[dimension]
         if ranks > 1:
             name = "reduce_scatter" if weights else "all_reduce"
-            found.append(Collective(name, dimension, ranks, 1, gradients))
+            collectives.append(Collective(name, dimension, ranks, 1, gradients))
         if ranks > 1 and weights:
-            found.append(Collective("all_gather", dimension, ranks, 1, weights))
+            collectives.append(Collective("all_gather", dimension, ranks, 1, weights))
     stages = run.parallel.pipeline_model_parallel_size
     if stages > 1:
         share = run.parallel.context_parallel_size
@@ -64,8 +64,9 @@ def collectives_of_step(run: RunConfig, rank: RankReport, batches: Batches) -> l
         chunks = run.virtual_stages or 1
         neighbours = 2 if chunks > 1 or 0 < rank.stage < stages - 1 else 1
         calls = 2 * batches.number * chunks * neighbours  # activations and their gradients
-        found.append(Collective("send, receive", "pipeline", 2, calls, calls * message))
-    return found
+        name = "send, receive"
+        collectives.append(Collective(name, "pipeline", 2, calls, calls * message))
+    return collectives
 
 
 def bubble(run: RunConfig, batches: Batches) -> float:

@@ -29,10 +29,12 @@ TERA = 1e12
 # Dense bf16 (V100: fp16) TFLOP/s with fp32 accumulation, without sparsity, from the vendors'
 # data sheets. Keys match words of the device name; the longest match wins.
 PEAK_TFLOPS = {
-    "B300": 2250.0, "GB200": 2500.0, "B200": 2250.0, "H200": 989.4, "GH200": 989.4, "H100": 989.4, "H100 PCIe": 756.0,
-    "H100 NVL": 835.0, "H800": 989.4, "H20": 148.0, "A100": 312.0, "A800": 312.0, "A10": 125.0, "A30": 165.0, "A40": 149.7,
-    "L40S": 362.0, "L40": 181.0, "L20": 119.5, "L4": 121.0, "V100": 125.0, "T4": 65.0, "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 3090": 71.0,
-    "RTX A6000": 154.8, "RTX 6000 Ada": 364.2, "MI300X": 1307.4, "MI325X": 1307.4, "MI355X": 2500.0,
+    "B300": 2250.0, "GB200": 2500.0, "B200": 2250.0, "H200": 989.4, "GH200": 989.4, "H100": 989.4,
+    "H100 PCIe": 756.0, "H100 NVL": 835.0, "H800": 989.4, "H20": 148.0, "A100": 312.0,
+    "A800": 312.0, "A10": 125.0, "A30": 165.0, "A40": 149.7, "L40S": 362.0, "L40": 181.0,
+    "L20": 119.5, "L4": 121.0, "V100": 125.0, "T4": 65.0, "RTX 5090": 209.5, "RTX 4090": 165.2,
+    "RTX 3090": 71.0, "RTX A6000": 154.8, "RTX 6000 Ada": 364.2, "MI300X": 1307.4,
+    "MI325X": 1307.4, "MI355X": 2500.0,
 }  # fmt: skip
 
 
@@ -128,5 +130,5 @@ def _delta_rule(config: TransformerConfig) -> float:
 
 def peak_tflops(device: str) -> float | None:
     """Peak TFLOP/s of a device, by torch's name of it; None if unknown."""
-    known = [name for name in PEAK_TFLOPS if re.search(rf"(?<!\w){name}(?!\w)", device, re.I)]
-    return PEAK_TFLOPS[max(known, key=len)] if known else None
+    matches = [name for name in PEAK_TFLOPS if re.search(rf"(?<!\w){name}(?!\w)", device, re.I)]
+    return PEAK_TFLOPS[max(matches, key=len)] if matches else None

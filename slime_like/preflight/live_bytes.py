@@ -1,11 +1,11 @@
-"""Bytes of the tensors that are alive, and what collectives carry, while modules run: on the meta
-device in a preflight, on the CPU in the tests that compare both."""
+"""Tracks live tensor memory and collective traffic while modules run: on the meta device in a
+preflight, on the CPU in tests that compare both."""
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,45 +36,45 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
         self.traffic: dict[tuple[str, str], Traffic] = defaultdict(Traffic)
         self._groups = groups or {}
-        self._known: set[int] = set()
+        self._tracked: set[int] = set()
         self._topk = topk
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func.namespace == "c10d":
-            self._carry(func, args)
+            self._count_traffic(func, args)
         elif func is torch.ops.aten.masked_select.default and args[0].is_meta:
             mask = args[1]  # a router's [experts, tokens]
-            return self._take(args[0].new_empty(self._topk * mask.size(1)))
+            return self._track(args[0].new_empty(self._topk * mask.size(1)))
         named = dict(kwargs or {})
         if func is torch.ops.aten.new_empty.default and args[0].is_meta:
             named["device"] = args[0].device  # megatron-core requests the current device
-        return self._take(func(*args, **named))
+        return self._track(func(*args, **named))
 
-    def _take(self, result: object) -> object:
+    def _track(self, result: object) -> object:
         for tensor in tree_iter(result):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
                 key = storage._cdata
-                if key not in self._known:
-                    self._known.add(key)
+                if key not in self._tracked:
+                    self._tracked.add(key)
                     self.now += storage.nbytes()
                     self.peak = max(self.peak, self.now)
-                    weakref.finalize(storage, self._drop, key, storage.nbytes())
+                    weakref.finalize(storage, self._release, key, storage.nbytes())
         return result
 
-    def forget(self, tensors: Any) -> None:
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Exclude tensors that exist outside of this mode, such as parameters, which enter through
         views."""
         for tensor in tensors:
-            self._known.add(tensor.untyped_storage()._cdata)
+            self._tracked.add(tensor.untyped_storage()._cdata)
 
-    def _drop(self, key: int, size: int) -> None:
-        self._known.discard(key)
+    def _release(self, key: int, size: int) -> None:
+        self._tracked.discard(key)
         self.now -= size
 
-    def _carry(self, func: Any, args: Any) -> None:
+    def _count_traffic(self, func: Any, args: Sequence[object]) -> None:
         name = func.__name__.split(".")[0].strip("_")
         sizes = [_bytes(arg) for arg in args]
         group = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from arguments.run_config import RunConfig
 from slime_like.megatron.factory import needs_reference
@@ -18,7 +18,6 @@ from slime_like.megatron.ops.fused_linear_logprob import (
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.preflight.batches import Batches
 from slime_like.preflight.fake_world import world_as_rank
-from slime_like.preflight.live_bytes import Traffic
 from slime_like.preflight.one_rank import (
     OneRank,
     build_rank,
@@ -28,11 +27,6 @@ from slime_like.preflight.one_rank import (
 )
 from slime_like.preflight.passes import Passes, run_stage
 from slime_like.preflight.shape import shape_of
-
-if TYPE_CHECKING:
-    from megatron.core.transformer.module import MegatronModule
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
 
 RUNTIME = 2 * 10**9  # CUDA context, kernels and libraries on a data-centre GPU: an assumption
 # NCCL's buffers per group of more than one rank: an assumption (8 channels with 3 protocols, the
@@ -45,7 +39,7 @@ TRAINING, SYNC, GENERATION = "training", "weight update", "generation"
 @dataclass(frozen=True, slots=True)
 class RankReport:
     """Memory and communication of a rank. phases: device memory in bytes, by phase and component.
-    host: bytes in host memory. traffic: of one micro-batch. reduced: bytes of gradients, and of the
+    host: bytes in host memory. passes: of one micro-batch. reduced: bytes of gradients, and of the
     weights in such buffers, by the dimension over which they are reduced. in_flight: maximum number
     of micro-batches held at once by the schedule. parameters: number on this rank, with
     embeddings."""
@@ -59,7 +53,6 @@ class RankReport:
     host: Mapping[str, int]
     in_flight: float
     passes: Passes
-    traffic: Mapping[tuple[str, str], Traffic] = field(repr=False)
     state: Mapping[str, int] = field(default_factory=dict)
     group_sizes: Mapping[str, int] = field(default_factory=dict)
     reduced: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -108,7 +101,7 @@ def report_rank(run: RunConfig, rank: int, batches: Batches) -> RankReport:
             state |= _adapters(run, built)
         state |= _other_models(run, layout, weights, host, gpu=gpu)
         in_flight = micro_batches_in_flight(layout, batches.number)
-        layers = sum(len(_layers(chunk)) for chunk in built.chunks)
+        layers = sum(len(chunk.decoder.layers) for chunk in built.chunks)
         groups = group_sizes(layout)
         reduced = buffers_by_group(built)
         number = sum(parameter.numel() for parameter in built.parameters)
@@ -133,15 +126,10 @@ def report_rank(run: RunConfig, rank: int, batches: Batches) -> RankReport:
         host=host,
         in_flight=in_flight,
         passes=passes,
-        traffic=passes.traffic,
         state=state,
         group_sizes=groups,
         reduced=reduced,
     )
-
-
-def _layers(chunk: MegatronModule) -> Sequence[TransformerLayer]:
-    return chunk.decoder.layers
 
 
 def micro_batches_in_flight(layout: ParallelLayout, number: int) -> float:
@@ -180,8 +168,8 @@ def head_bytes(run: RunConfig, rows: int, *, gpu: bool) -> int:
 
 def _adapters(run: RunConfig, built: OneRank) -> dict[str, int]:
     """LoRA on every matrix of a layer: r (in + out) parameters, fp32 gradients and Adam moments."""
-    matrices = [p for chunk in built.chunks for p in chunk.decoder.parameters() if p.dim() == 2]
-    number = run.lora.lora_rank * sum(sum(matrix.shape) for matrix in matrices)
+    parameters = chain.from_iterable(chunk.decoder.parameters() for chunk in built.chunks)
+    number = run.lora.lora_rank * sum(sum(p.shape) for p in parameters if p.dim() == 2)
     size = built.config.params_dtype.itemsize
     return {"adapters": number * (size + 4 + (4 if size < 4 else 0) + 8)}
 
@@ -190,27 +178,25 @@ def _other_models(
     run: RunConfig, layout: ParallelLayout, weights: int, host: dict[str, int], *, gpu: bool
 ) -> dict[str, int]:
     """Networks that are not trained: reference, teacher, and the full model of the local engine."""
-    found = {}
+    sizes = {}
     if needs_reference(run.algorithm) and not (run.lora.lora_rank and run.reference_is_base):
         if run.model.ref_offload:
             host["reference"] = weights
         else:
-            found["reference"] = weights
+            sizes["reference"] = weights
     if run.teacher is not None:
-        megatron = type(run.megatron)(
-            run.teacher.transformer, run.megatron.optimizer, run.megatron.ddp
-        )
+        megatron = replace(run.megatron, transformer=run.teacher.transformer)
         teacher = build_rank(megatron, run.teacher.gpt, layout, gpu=gpu, trained=False)
-        found["teacher"] = weight_bytes(teacher)
+        sizes["teacher"] = weight_bytes(teacher)
     if run.distillation.own_teacher and not run.lora.lora_rank:
         size = run.megatron.transformer.params_dtype.itemsize
         averages = size < 4 and run.distillation.opd_self_teacher == "ema"
-        found["teacher"] = weights + (weights // size * 4 if averages else 0)
+        sizes["teacher"] = weights + (weights // size * 4 if averages else 0)
     generates = run.algorithm.loss_type != "sft_loss" and not run.debug.debug_train_only
     if run.rollout.rollout_engine == "local" and generates:
         size = run.megatron.transformer.params_dtype.itemsize
-        found["local engine"] = shape_of(run.megatron.transformer, run.gpt).total * size
-    return found
+        sizes["local engine"] = shape_of(run.megatron.transformer, run.gpt).total * size
+    return sizes
 
 
 def _critic(run: RunConfig, rank: int, *, gpu: bool) -> int:
@@ -248,27 +234,27 @@ def _other_phases(run: RunConfig, resident: dict[str, int]) -> dict[str, dict[st
         phases[SYNC] = {**resident, "messages with weights": buckets}
     if run.sglang.colocate:
         server = round(server_fraction(run) * run.preflight.preflight_memory_gb * 10**9)
-        moved = _offloaded(run) if run.sglang.offload_train else ()
-        stays = {name: size for name, size in resident.items() if name not in moved}
-        phases[GENERATION] = {**stays, "server": server}
+        offloaded = _offloaded(run) if run.sglang.offload_train else ()
+        remaining = {name: size for name, size in resident.items() if name not in offloaded}
+        phases[GENERATION] = {**remaining, "server": server}
     return phases
 
 
 def buffers_by_group(built: OneRank) -> dict[str, tuple[int, int]]:
     """Bytes of megatron-core's buffers, see `RankReport.reduced`."""
-    found = {}
+    sizes, modules = {}, built.modules if built.trained else []
     for name, kind in (("data", "buffers"), ("expert data", "expert_parallel_buffers")):
-        buffers = [b for m in built.modules if built.trained for b in getattr(m, kind)]
+        buffers = list(chain.from_iterable(getattr(module, kind) for module in modules))
         weights = sum(b.param_data.nbytes for b in buffers if b.param_data is not None)
         if buffers:
-            found[name] = (sum(b.grad_data.nbytes for b in buffers), weights)
-    return found
+            sizes[name] = (sum(b.grad_data.nbytes for b in buffers), weights)
+    return sizes
 
 
 def server_fraction(run: RunConfig) -> float:
     """Share of the GPU's memory that a colocated server uses for weights and KV cache."""
-    given = (run.sglang.sglang_server_flags or {}).get("mem_fraction_static")
-    return MEM_FRACTION_STATIC if given is None else float(str(given))
+    fraction = (run.sglang.sglang_server_flags or {}).get("mem_fraction_static")
+    return MEM_FRACTION_STATIC if fraction is None else float(str(fraction))
 
 
 def group_sizes(layout: ParallelLayout) -> dict[str, int]:

@@ -1,11 +1,12 @@
-"""A rank's network on the meta device: megatron-core's own modules, gradient buffers and shards of
-the optimizer, with shapes and without memory."""
+"""A rank's network on the meta device: megatron-core's modules, gradient buffers and optimizer
+shards, with shapes but without memory."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,7 +44,7 @@ class OneRank:
 
     @property
     def parameters(self) -> list[Tensor]:
-        return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+        return list(chain.from_iterable(chunk.parameters() for chunk in self.chunks))
 
     @property
     def buffers(self) -> Iterator[_ParamAndGradBuffer]:
@@ -94,11 +95,11 @@ def build_rank(
 
 def weight_bytes(rank: OneRank) -> int:
     """Bytes of parameters as used in forward passes, and of modules' buffers."""
+    parameters = {id(p): p for p in rank.parameters}.values()  # shared ones once
     if rank.trained and rank.megatron.ddp.use_distributed_optimizer:
-        frozen = {id(p): p for p in rank.parameters if not p.requires_grad}
         trained = sum(buffer.param_data.nbytes for buffer in rank.buffers)  # including padding
-        return trained + sum(p.nbytes for p in frozen.values())
-    return sum(p.nbytes for p in {id(p): p for p in rank.parameters}.values())
+        return trained + sum(p.nbytes for p in parameters if not p.requires_grad)
+    return sum(p.nbytes for p in parameters)
 
 
 def gradient_bytes(rank: OneRank) -> int:
@@ -151,7 +152,7 @@ def optimizer_bytes(rank: OneRank, *, gpu: bool) -> OptimizerBytes:
         main = (2 if remainders else optimizer.main_params_dtype.itemsize) * narrow
     moments = total * _moment_size(optimizer)
     if optimizer.optimizer == "muon":  # one momentum instead of two moments
-        parameters = [p for buffer in rank.buffers for p in buffer.params]
+        parameters = chain.from_iterable(buffer.params for buffer in rank.buffers)
         moments -= 4 * sum(p.numel() for p in parameters if has_muon(p))
     if optimizer.optimizer_cpu_offload:
         share = optimizer.optimizer_offload_fraction
@@ -175,9 +176,7 @@ def _owned(buffer: _ParamAndGradBuffer, distributed: bool) -> int:
     if not distributed:
         return sum(parameter.numel() for parameter in buffer.params)
     ranges = DistributedOptimizer._build_gbuf_range_map(buffer)
-    return sum(
-        found["param"].size
-        for per_bucket in ranges.values()
-        for bucket in per_bucket
-        for found in bucket["param_map"].values()
-    )
+    owned = 0
+    for bucket in chain.from_iterable(ranges.values()):
+        owned += sum(entry["param"].size for entry in bucket["param_map"].values())
+    return owned

@@ -1,12 +1,13 @@
-"""One micro-batch through a rank's modules on the meta device, forward and backward: what autograd
-keeps, what is alive at the worst moment, and what collectives carry. The modules, and so the
-recomputation that the flags ask for, are those of the run."""
+"""Runs one micro-batch through a rank's modules on the meta device, forward and backward, and
+measures what autograd stores, the peak of live memory, and the traffic of collectives. The modules
+are those of the run, including the requested recomputation."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -36,16 +37,16 @@ class Passes:
     peak: int
     traffic: Mapping[tuple[str, str], Traffic]
 
-    def plus(self, more: Passes, less: Passes, times: float) -> Passes:
+    def extrapolate(self, larger: Passes, smaller: Passes, times: float) -> Passes:
         """Add `times` the difference of two others, which must have the same working set."""
         traffic = {}
-        for key in {*self.traffic, *more.traffic}:
-            a, b, c = (passes.traffic.get(key, Traffic()) for passes in (self, more, less))
+        for key in {*self.traffic, *larger.traffic}:
+            a, b, c = (passes.traffic.get(key, Traffic()) for passes in (self, larger, smaller))
             traffic[key] = Traffic(
                 round(a.calls + times * (b.calls - c.calls)),
                 round(a.bytes + times * (b.bytes - c.bytes)),
             )
-        kept = self.kept + round(times * (more.kept - less.kept))
+        kept = self.kept + round(times * (larger.kept - smaller.kept))
         return Passes(self.tokens, kept, self.peak + kept - self.kept, traffic)
 
 
@@ -139,7 +140,8 @@ def run_stage(rank: OneRank, tokens: int, *, gpu: bool) -> Passes:
     tokens: of the micro-batch, over all context-parallel ranks; padded as in the trainer.
     """
     config = rank.config
-    layers = [layer for chunk in rank.chunks for layer in unwrap_model(chunk).decoder.layers]
+    decoders = [unwrap_model(chunk).decoder for chunk in rank.chunks]
+    layers = list(chain.from_iterable(decoder.layers for decoder in decoders))
     if config.recompute_method == "block" and len(rank.chunks) == 1:
         return run_micro_batch(rank, layers, tokens, gpu=gpu)
     unit = config.recompute_num_layers or 1
@@ -149,14 +151,15 @@ def run_stage(rank: OneRank, tokens: int, *, gpu: bool) -> Passes:
     for layer in layers:
         kind = hasattr(layer.mlp, "router"), isinstance(layer.self_attention, GatedDeltaNet)
         kinds.setdefault(kind, []).append(layer)
-    least = [layer for of_kind in kinds.values() for layer in (of_kind * unit)[:unit]]
-    total = once = run_micro_batch(rank, least, tokens, gpu=gpu)
-    for of_kind in kinds.values():
+    units = [(of_kind * unit)[:unit] for of_kind in kinds.values()]
+    minimal = list(chain.from_iterable(units))
+    total = once = run_micro_batch(rank, minimal, tokens, gpu=gpu)
+    for of_kind, one_unit in zip(kinds.values(), units):
         times = len(of_kind) / unit - 1
         if times <= 0:
             continue
-        twice = run_micro_batch(rank, [*least, *(of_kind * unit)[:unit]], tokens, gpu=gpu)
-        total = total.plus(twice, once, times)
+        twice = run_micro_batch(rank, [*minimal, *one_unit], tokens, gpu=gpu)
+        total = total.extrapolate(twice, once, times)
     return total
 
 
@@ -173,15 +176,15 @@ def run_micro_batch(
     packed = packed_rows(torch.tensor([0, tokens], dtype=torch.int32))
     inputs = torch.empty(1, tokens // layout.cp_size, dtype=torch.int64, device="meta")
     live = LiveBytes(group_names(layout), config.moe_router_topk if config.num_moe_experts else 0)
-    live.forget([*rank.parameters, *(b for chunk in rank.chunks for b in chunk.buffers())])
+    live.ignore([*rank.parameters, *chain.from_iterable(chunk.buffers() for chunk in rank.chunks)])
     module, model = rank.modules[0].train(), unwrap_model(rank.chunks[0])
-    kept_layers = model.decoder.layers, model.decoder.num_layers_per_pipeline_rank
+    original = model.decoder.layers, model.decoder.num_layers_per_pipeline_rank
     model.decoder.layers = torch.nn.ModuleList(layers)
     model.decoder.num_layers_per_pipeline_rank = len(layers)
     attend_to_rows(layers, 1 if gpu else layout.cp_size)
     if any(isinstance(layer.self_attention, GatedDeltaNet) for layer in layers):
         mix_rows(layers, None if gpu else meta_rows(packed))
-    forget_positions(model)
+    clear_rotary_caches(model)
     in_this_thread = torch.autograd.set_multithreading_enabled(False)  # as modes are
     with torch.compiler.set_stance("force_eager"), in_this_thread, _Kernels(gpu), live:
         if not model.pre_process:
@@ -198,7 +201,7 @@ def run_micro_batch(
         if output.requires_grad:
             torch.autograd.backward(output, torch.empty_like(output))
         del output
-    model.decoder.layers, model.decoder.num_layers_per_pipeline_rank = kept_layers
+    model.decoder.layers, model.decoder.num_layers_per_pipeline_rank = original
     return Passes(tokens, kept, live.peak, dict(live.traffic))
 
 
@@ -244,9 +247,10 @@ def _balance(dispatcher: MoEAlltoAllTokenDispatcher, rows: int) -> None:
     total = rows * dispatcher.config.moe_router_topk
     counts = torch.full((experts,), total // experts)
     counts[: total % experts] += 1
-    mine = counts[dispatcher.local_expert_indices]
+    local_counts = counts[dispatcher.local_expert_indices]
     sent = counts.view(ep, local).sum(dim=1)
-    from_ranks = mine.repeat(tp * ep)
+    from_ranks = local_counts.repeat(tp * ep)
+    received = int(local_counts.sum())
     dispatcher.sort_input_by_local_experts = torch.arange(experts * tp).view(-1, local).T.ravel()
     dispatcher.restore_output_by_local_experts = (
         torch.arange(experts * tp).view(local, -1).T.ravel()
@@ -255,16 +259,16 @@ def _balance(dispatcher: MoEAlltoAllTokenDispatcher, rows: int) -> None:
     def preprocess(routing_map: Tensor) -> Tensor:
         dispatcher.num_out_tokens = total
         dispatcher.input_splits = sent.tolist()
-        dispatcher.output_splits = [int(mine.sum())] * ep
-        dispatcher.output_splits_tp = torch.full((tp,), int(mine.sum()) * ep)
+        dispatcher.output_splits = [received] * ep
+        dispatcher.output_splits_tp = torch.full((tp,), received * ep)
         dispatcher.num_global_tokens_per_local_expert = from_ranks.view(-1, local)
-        return mine * tp * ep
+        return local_counts * tp * ep
 
     dispatcher.preprocess = preprocess
     dispatcher._maybe_dtoh_and_synchronize = lambda point, tokens_per_expert=None: tokens_per_expert
 
 
-def forget_positions(model: torch.nn.Module) -> None:
+def clear_rotary_caches(model: torch.nn.Module) -> None:
     """Clear the rotary embeddings that megatron-core caches between passes."""
     for module in model.modules():
         if clear := getattr(type(module).forward, "cache_clear", None):

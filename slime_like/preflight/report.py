@@ -1,4 +1,4 @@
-"""What a preflight found, as text and as JSON."""
+"""The result of a preflight, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -64,54 +64,54 @@ def gb(size: float) -> str:
     return f"{size / GB:.2f} GB"
 
 
-def text_of(found: Preflight) -> str:
-    return "\n".join(_lines(found))
+def text_of(result: Preflight) -> str:
+    return "\n".join(_lines(result))
 
 
-def _lines(found: Preflight) -> Iterator[str]:
-    run, batches, shape = found.run, found.batches, found.shape
+def _lines(result: Preflight) -> Iterator[str]:
+    run, batches, shape = result.run, result.batches, result.shape
     yield (
-        f"preflight of {run.world_size} ranks, {found.ranks[0].layout}; "
+        f"preflight of {run.world_size} ranks, {result.ranks[0].layout}; "
         f"{shape.total / 1e9:.2f} billion parameters, {shape.active / 1e9:.2f} active"
     )
-    yield from _ranks(found)
+    yield from _ranks(result)
     used = "" if batches.used is None else f", {batches.used:.0%} of the token budget used"
     yield (
         f"optimizer step: {batches.samples} samples of {batches.mean:.0f} tokens (prompts: "
         f"{batches.prompts}), {batches.number} micro-batches of up to {batches.tokens} tokens a "
         f"rank{used}; busiest data-parallel rank {batches.imbalance:.2f} of the mean; pipeline "
-        f"bubble {found.bubble:.1%}"
+        f"bubble {result.bubble:.1%}"
     )
-    seconds = found.flops / run.world_size / (REACHED * PEAK_TFLOPS["H100"] * TERA)
+    seconds = result.flops / run.world_size / (REACHED * PEAK_TFLOPS["H100"] * TERA)
     yield (
-        f"model: {found.flops / 1e15:.4g} PFLOP an optimizer step, {seconds:.3g} s on H100s that "
+        f"model: {result.flops / 1e15:.4g} PFLOP an optimizer step, {seconds:.3g} s on H100s that "
         f"reach {REACHED:.0%} of their peak"
     )
     yield "collectives of an optimizer step, rank 0:"
-    for each in found.collectives:
+    for each in result.collectives:
         yield (
             f"  {each.name:<22} {each.dimension:<14} {each.ranks:>5} ranks {each.calls:>8} calls "
             f"{gb(each.bytes):>12}"
         )
-    planes = found.planes
+    planes = result.planes
     yield (
-        f"a rollout's samples: {gb(planes.samples)}, {gb(planes.share)} a data-parallel rank, index "
-        f"{gb(planes.index)}; a weight update: {gb(planes.weights)} in {planes.messages} messages; "
-        f"a checkpoint: {gb(planes.checkpoint)}"
+        f"a rollout's samples: {gb(planes.samples)}, {gb(planes.share)} per data-parallel rank, "
+        f"index {gb(planes.index)}; a weight update: {gb(planes.weights)} in {planes.messages} "
+        f"messages; a checkpoint: {gb(planes.checkpoint)}"
     )
     yield (
-        f"took {found.seconds:.1f} s ({found.cpu_s:.1f} s of processor time), "
-        f"{gb(found.host_bytes)} of host memory at most"
+        f"took {result.seconds:.1f} s ({result.cpu_s:.1f} s of processor time), "
+        f"{gb(result.host_bytes)} of host memory at most"
     )
-    yield found.verdict
-    if found.advice:
+    yield result.verdict
+    if result.advice:
         yield "flags that help:"
-        yield from (f"  {flags}" for flags in found.advice)
+        yield from (f"  {flags}" for flags in result.advice)
 
 
-def _ranks(found: Preflight) -> Iterator[str]:
-    for rank in found.ranks:
-        mark = "  <- heaviest" if rank is found.heaviest else ""
+def _ranks(result: Preflight) -> Iterator[str]:
+    for rank in result.ranks:
+        mark = "  <- heaviest" if rank is result.heaviest else ""
         yield (
             f"rank {rank.rank}: stage {rank.stage}, {rank.layers} layers, "
             f"{rank.parameters / 1e9:.3f} billion parameters; peak {gb(rank.peak)} "
@@ -129,36 +129,37 @@ def _ranks(found: Preflight) -> Iterator[str]:
             yield f"  {'in ' + phase + ':':<28} {gb(sum(terms.values())):>12}{note}"
 
 
-def json_of(found: Preflight) -> dict[str, object]:
+def json_of(result: Preflight) -> dict[str, object]:
     """The result as plain values, with sizes in bytes."""
     return {
-        "fits": found.fits,
-        "verdict": found.verdict,
-        "world_size": found.run.world_size,
-        "layout": found.ranks[0].layout,
-        "parameters": found.shape.total,
-        "limit": found.limit,
-        "advice": list(found.advice),
-        "ranks": [
-            {
-                "rank": rank.rank,
-                "stage": rank.stage,
-                "layers": rank.layers,
-                "parameters": rank.parameters,
-                "phases": {name: dict(terms) for name, terms in rank.phases.items()},
-                "host": dict(rank.host),
-                "peak": rank.peak,
-                "peak_phase": rank.peak_phase,
-                "micro_batches_in_flight": rank.in_flight,
-            }
-            for rank in found.ranks
-        ],
-        "batches": asdict(found.batches),
-        "bubble": found.bubble,
-        "flops": found.flops,
-        "collectives": [asdict(each) for each in found.collectives],
-        "planes": asdict(found.planes),
-        "seconds": found.seconds,
-        "cpu_s": found.cpu_s,
-        "host_bytes": found.host_bytes,
+        "fits": result.fits,
+        "verdict": result.verdict,
+        "world_size": result.run.world_size,
+        "layout": result.ranks[0].layout,
+        "parameters": result.shape.total,
+        "limit": result.limit,
+        "advice": list(result.advice),
+        "ranks": [_rank_json(rank) for rank in result.ranks],
+        "batches": asdict(result.batches),
+        "bubble": result.bubble,
+        "flops": result.flops,
+        "collectives": [asdict(each) for each in result.collectives],
+        "planes": asdict(result.planes),
+        "seconds": result.seconds,
+        "cpu_s": result.cpu_s,
+        "host_bytes": result.host_bytes,
+    }
+
+
+def _rank_json(rank: RankReport) -> dict[str, object]:
+    return {
+        "rank": rank.rank,
+        "stage": rank.stage,
+        "layers": rank.layers,
+        "parameters": rank.parameters,
+        "phases": {name: dict(terms) for name, terms in rank.phases.items()},
+        "host": dict(rank.host),
+        "peak": rank.peak,
+        "peak_phase": rank.peak_phase,
+        "micro_batches_in_flight": rank.in_flight,
     }

@@ -1,4 +1,4 @@
-"""Search over layouts of a given number of GPUs, ranked by the estimated time of a step.
+"""Search over the parallel layouts of a number of GPUs, ranked by the estimated time of a step.
 
 The cost model, in seconds for one optimizer step on every GPU:
 
@@ -7,12 +7,12 @@ The cost model, in seconds for one optimizer step on every GPU:
     tensor   = 4 (t - 1) / t h T' L / (P B)  two all-gathers and two reduce-scatters of the rows in
                times 2                       a layer, forward and backward (arXiv 2205.05198)
     expert   = 4 k (e - 1) / e h T' L / P B  dispatch and combine, forward and backward
-    data     = (gradients + weights) / B     of a rank, once a step
+    data     = (gradients + weights) / B     of a rank, once per step
     step     = (compute + tensor + expert) / (1 - bubble) + data
 
 with T tokens of the step, T' those of one rank, G GPUs of F FLOP/s, P stages, and B bytes/s: within
-a node where the group is that small, else between nodes. What counts is the order; F and B are
-round numbers of one kind of machine.
+a node if the group fits into one, otherwise between nodes. Only the order of the layouts matters; F
+and B are round numbers of one kind of machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from slime_like.preflight.shape import Shape, shape_of
 
 FLOPS = 400e12  # bf16 FLOP/s that an H100 reaches in matrix products of this size
 WITHIN_NODE, BETWEEN_NODES = 300e9, 40e9  # bytes per second of one GPU
-BEST, LOOKED_AT = 5, 12
+BEST, MAX_CHECKED = 5, 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +43,17 @@ class Layout:
 
     @property
     def flags(self) -> list[str]:
-        words = [
+        flags = [
             *("--tensor-model-parallel-size", str(self.tensor)),
             *("--pipeline-model-parallel-size", str(self.pipeline)),
             *("--context-parallel-size", str(self.context)),
         ]
         if self.expert is not None:
-            words += ["--expert-model-parallel-size", str(self.expert)]
-            words += ["--expert-tensor-parallel-size", "1" if self.expert > 1 else "null"]
-        return words + (["--sequence-parallel"] if self.tensor > 1 else [])
+            flags += ["--expert-model-parallel-size", str(self.expert)]
+            flags += ["--expert-tensor-parallel-size", "1" if self.expert > 1 else "null"]
+        if self.tensor > 1:
+            flags.append("--sequence-parallel")
+        return flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +63,14 @@ class Candidate:
     layout: Layout
     seconds: float
     bubble: float
-    found: Preflight
+    preflight: Preflight
 
     def as_json(self) -> dict[str, object]:
         return {
             "flags": self.layout.flags,
             "step_s": self.seconds,
             "bubble": self.bubble,
-            "peak": self.found.heaviest.peak,
+            "peak": self.preflight.heaviest.peak,
         }
 
 
@@ -85,10 +87,10 @@ def search(run: RunConfig) -> list[Candidate]:
             ranked.append((step_seconds(planned, shape), layout, planned))
     ranked.sort(key=lambda item: item[0])
     fitting: list[Candidate] = []
-    for seconds, layout, planned in ranked[:LOOKED_AT]:
-        found = check(planned)
-        if found.fits:
-            fitting.append(Candidate(layout, seconds, found.bubble, found))
+    for seconds, layout, planned in ranked[:MAX_CHECKED]:
+        preflight = check(planned)
+        if preflight.fits:
+            fitting.append(Candidate(layout, seconds, preflight.bubble, preflight))
         if len(fitting) == BEST:
             break
     return fitting
@@ -165,11 +167,11 @@ def _around_the_ring(run: RunConfig, moved: float) -> float:
 
 def text_of_search(best: Sequence[Candidate]) -> str:
     if not best:
-        return "search: no layout of these fits; more GPUs, or flags that hold less, are needed"
-    lines = ["layouts that fit, the fastest by the cost model first:"]
+        return "search: no layout fits; use more GPUs, or flags that need less memory"
+    lines = ["layouts that fit, fastest first by the cost model:"]
     for place, each in enumerate(best, start=1):
         lines.append(
-            f"  {place}. {shlex.join(each.layout.flags)}  ({each.seconds:.2f} s a step, bubble "
-            f"{each.bubble:.1%}, peak {gb(each.found.heaviest.peak)})"
+            f"  {place}. {shlex.join(each.layout.flags)}  ({each.seconds:.2f} s per step, bubble "
+            f"{each.bubble:.1%}, peak {gb(each.preflight.heaviest.peak)})"
         )
     return "\n".join(lines)

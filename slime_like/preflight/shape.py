@@ -1,5 +1,5 @@
-"""Parameters of a network by formula: of the whole model, which no rank builds, and for the search,
-which looks at too many layouts to build any."""
+"""Parameter counts of a network by formula: of the full model, which no rank builds, and for the
+search, which compares too many layouts to build them."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain
 
 from slime_like.metrics.progress import STEP_SECONDS
 from slime_like.report.read import Run
@@ -14,7 +15,8 @@ from slime_like.report.read import Run
 # from the start of the run.
 COUNTERS = {
     "train/skipped_steps": "optimizer steps were skipped: the gradient norm was not finite",
-    "train/critic_skipped_steps": "the critic's optimizer steps were skipped: the gradient norm was not finite",
+    "train/critic_skipped_steps": "the critic's optimizer steps were skipped: the gradient norm "
+    "was not finite",
     "rollout/failed_frac": "samples failed and trained nothing",
     "rollout/reward_nonfinite": "rewards were not finite",
     "rollout/log_probs_nonfinite": "log-probs of the engine were not finite",
@@ -40,8 +42,8 @@ class Alert:
 
 def alerts(run: Run) -> list[dict[str, str]]:
     """All alerts, errors first."""
-    found = [alert for rule in RULES for alert in rule(run)]
-    return [asdict(alert) for alert in sorted(found, key=lambda alert: alert.level)]
+    every = chain.from_iterable(rule(run) for rule in RULES)
+    return [asdict(alert) for alert in sorted(every, key=lambda alert: alert.level)]
 
 
 def _when(steps: list[int]) -> str:
@@ -76,12 +78,10 @@ def health(run: Run) -> Iterator[Alert]:
 
 
 def ended_early(run: Run) -> Iterator[Alert]:
-    wanted = run.record.get("config", {}).get("--num-rollout")
+    planned = run.record.get("config", {}).get("--num-rollout")
     last = max((int(row["step"]) for row in run.rows), default=0)
-    if isinstance(wanted, int) and last < wanted:
-        yield Alert(
-            "warning", f"rollout {last} of {wanted} is the last: the run continues, or it ended"
-        )
+    if isinstance(planned, int) and last < planned:
+        yield Alert("warning", f"{last} of {planned} rollouts: still running, or ended early")
     errors = [line for line in run.log if line.startswith("error: ")]
     for line in errors[:3]:
         yield Alert("error", line.removeprefix("error: ")[:300])
@@ -91,12 +91,10 @@ def slow_steps(run: Run) -> Iterator[Alert]:
     points = run.series(STEP_SECONDS)
     if len(points) < 5:
         return
-    usual = statistics.median(seconds for _, seconds in points)
-    steps = [step for step, seconds in points[1:] if seconds > SLOW_STEP * usual]
+    median = statistics.median(seconds for _, seconds in points)
+    steps = [step for step, seconds in points[1:] if seconds > SLOW_STEP * median]
     if steps:
-        text = (
-            f"a rollout took more than {SLOW_STEP:g} times the usual {usual:.3g} s {_when(steps)}"
-        )
+        text = f"more than {SLOW_STEP:g} times the median of {median:.3g} s {_when(steps)}"
         yield Alert("warning", text, STEP_SECONDS)
 
 
@@ -106,11 +104,10 @@ def slow_ranks(run: Run) -> Iterator[Alert]:
         return
     busy = {rank: sum(row[3] for row in rows) for rank, rows in run.timeline.items()}
     for rank, seconds in busy.items():
-        usual = statistics.median(other for each, other in busy.items() if each != rank)
-        if seconds > SLOW_RANK * usual and seconds - usual > 1:
-            yield Alert(
-                "warning", f"rank {rank} worked for {seconds:.3g} s, the others for {usual:.3g} s"
-            )
+        median = statistics.median(other for each, other in busy.items() if each != rank)
+        if seconds > SLOW_RANK * median and seconds - median > 1:
+            text = f"rank {rank} worked for {seconds:.3g} s, the others for {median:.3g} s"
+            yield Alert("warning", text)
 
 
 def reward_hacking(run: Run) -> Iterator[Alert]:
@@ -120,7 +117,10 @@ def reward_hacking(run: Run) -> Iterator[Alert]:
         if name.startswith("eval/") and name.endswith("/mean"):
             fall = _rise(run.series(name))
             if rise is not None and fall is not None and rise > 0.05 and fall < -0.05:
-                text = f"the reward rose by {rise:.3g} and {name} fell by {-fall:.3g}: the reward may be gamed"
+                text = (
+                    f"the reward rose by {rise:.3g} while {name} fell by {-fall:.3g}: possible "
+                    "reward hacking"
+                )
                 yield Alert("warning", text, name)
 
 

@@ -1,5 +1,5 @@
-"""The gates of a run, with their limits and counts: what must hold, whether it was looked at, how
-often it did not hold, and whether it ended the run."""
+"""The gates of a run, which are numeric guards, with their limits and counts: whether each was
+evaluated, how often it was violated, and whether it ended the run."""
 
 from __future__ import annotations
 
@@ -104,36 +104,39 @@ class State:
 def gates(run: Run) -> list[dict[str, object]]:
     """States of all gates; those that were evaluated or ended the run come first, in the order of
     GATES. NaN and infinity become null."""
-    states = sorted(
-        map(lambda gate: _state(gate, run), GATES), key=lambda s: s.state == "not looked at"
-    )
+    states = [_state(gate, run) for gate in GATES]
+    states.sort(key=lambda state: state.state == "not looked at")
     return [asdict(state) for state in states]
 
 
 def _state(gate: Gate, run: Run) -> State:
     ended = bool(gate.ended) and any(re.search(gate.ended, line, re.I) for line in _errors(run))
-    looked_at = [(name, run.series(name)) for name in gate.metrics]
-    looked_at = [(name, points) for name, points in looked_at if points]
-    if not looked_at:
+    series = {name: run.series(name) for name in gate.metrics}
+    series = {name: points for name, points in series.items() if points}
+    if not series:
         return State(gate.name, "ended the run" if ended else "not looked at")
     limit = _limit(gate, run)
-    name, points = max(looked_at, key=lambda each: max(_worst(value) for _, value in each[1]))
-    broken = {step for metric, values in looked_at for step in _broken(gate, metric, values, limit)}
-    state = "ended the run" if ended else "did not hold" if broken else "held"
-    highest = max((_worst(value) for _, value in points))
+    highest = {name: max(_worst(value) for _, value in points) for name, points in series.items()}
+    worst = max(highest, key=lambda name: highest[name])
+    steps: set[int] = set()
+    breaches: set[int] = set()
+    for name, points in series.items():
+        steps.update(step for step, _ in points)
+        breaches.update(_breaches(gate, name, points, limit))
+    state = "did not hold" if breaches else "held"
     return State(
         gate.name,
-        state,
-        name,
+        "ended the run" if ended else state,
+        worst,
         limit,
-        _finite(points[-1][1]),
-        _finite(highest),
-        len({step for _, values in looked_at for step, _ in values}),
-        len(broken),
+        _finite(series[worst][-1][1]),
+        _finite(highest[worst]),
+        len(steps),
+        len(breaches),
     )
 
 
-def _broken(
+def _breaches(
     gate: Gate, metric: str, points: list[tuple[int, float]], limit: float | None
 ) -> Iterator[int]:
     before = 0.0

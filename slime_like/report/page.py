@@ -1,7 +1,7 @@
-"""One self-contained HTML file out of runs: data as JSON, the page's code, and uPlot for curves.
+"""Builds one self-contained HTML file from runs: data as JSON, the page's code, and uPlot.
 
-Everything that a model or a user wrote reaches the page as JSON text and is shown with textContent
-alone; a policy in the page forbids every connection.
+Text of models and users is embedded as JSON and only shown through textContent; a content security
+policy in the page forbids all connections.
 """
 
 from __future__ import annotations
@@ -25,42 +25,35 @@ STYLES = ("uPlot.min.css", "style.css")
 DETAILS_PER_BLOCK = 250  # samples that the page decompresses together
 
 
-RECORD = ("started", "argv", "layout", "world_size", "config", "changed", "environment", "patches", "warnings", "notes")  # fmt: skip
+RECORD = (
+    "started", "argv", "layout", "world_size", "config", "changed", "environment", "patches",
+    "warnings", "notes",
+)  # fmt: skip
 
 
-def live_data(runs: Sequence[Run], *, timeline: bool) -> dict[str, Any]:
+def live_data(runs: Sequence[Run], *, timeline: bool) -> dict[str, object]:
     """Data that changes during a run, by index of the runs."""
-    more = [{"timeline": run.timeline} if timeline else {} for run in runs]
-    return {
-        "runs": [
-            {
-                "alerts": alerts(run),
-                "gates": gates(run),
-                "stacks": run.stacks,
-                "profile": run.profile,
-                **curves(run),
-                **extra,
-            }
-            for run, extra in zip(runs, more)
-        ]
+    return {"runs": [_live_run(run, timeline=timeline) for run in runs]}
+
+
+def _live_run(run: Run, *, timeline: bool) -> dict[str, object]:
+    data = {
+        "alerts": alerts(run),
+        "gates": gates(run),
+        "stacks": run.stacks,
+        "profile": run.profile,
+        **curves(run),
     }
+    return data | {"timeline": run.timeline} if timeline else data
 
 
 def runs_data(runs: Sequence[Run]) -> dict[str, Any]:
     """Data of the runs, without samples."""
-    live = live_data(runs, timeline=True)["runs"]
-    return {
-        "version": slime_like.__version__,
-        "runs": [
-            {
-                "name": run.name,
-                "folder": str(run.folder),
-                **changing,
-                **{key: run.record.get(key) for key in RECORD},
-            }
-            for run, changing in zip(runs, live)
-        ],
-    }
+    records: list[dict[str, object]] = []
+    for run in runs:
+        record = {"name": run.name, "folder": str(run.folder), **_live_run(run, timeline=True)}
+        records.append(record | {key: run.record.get(key) for key in RECORD})
+    return {"version": slime_like.__version__, "runs": records}
 
 
 def json_in_html(data: object) -> str:
@@ -69,7 +62,7 @@ def json_in_html(data: object) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def samples_head(samples: Samples) -> dict[str, Any]:
+def samples_head(samples: Samples) -> dict[str, object]:
     """Columns of the samples, without details."""
     return {
         "columns": samples.columns,
@@ -81,7 +74,7 @@ def samples_head(samples: Samples) -> dict[str, Any]:
     }
 
 
-def details_blocks(samples: Samples) -> dict[str, Any]:
+def details_blocks(samples: Samples) -> dict[str, object]:
     """Details of the samples by block name, with a fixed number of samples per block."""
     size = DETAILS_PER_BLOCK
     count = -(-len(samples.details) // size)
@@ -106,15 +99,11 @@ def page(runs: Sequence[Run], samples: Samples, *, live: bool = False) -> str:
 
     Args:
         runs: In the order of their colours.
-        samples: `read_samples(runs, most)`.
+        samples: `read_samples(runs, limit)`.
         live: The page polls its server for new data.
     """
     title = ", ".join(run.name for run in runs)
-    head: Mapping[str, Any] = {
-        "runs": runs_data(runs),
-        "samples": samples_head(samples),
-        "live": live,
-    }
+    head = {"runs": runs_data(runs), "samples": samples_head(samples), "live": live}
     connect = "'self'" if live else "'none'"
     policy = (
         "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "

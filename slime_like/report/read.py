@@ -15,8 +15,8 @@ from slime_like.metrics.logger import FILE_NAME, read_metrics
 from slime_like.metrics.timeline import FOLDER as TIMELINE
 
 DIGITS = 7  # significant digits of a number on the page
-MOST_PHASES = 4000  # of a rank's timeline, the newest ones
-MOST_STACK = 50_000  # characters of a rank's stacks
+MAX_PHASES = 4000  # of a rank's timeline, the newest ones
+MAX_STACK = 50_000  # characters of a rank's stacks
 ERROR_FILE, LOG_FILE = "error.txt", "run.log"  # written by `slime_like.logs`
 STACKS, PROFILE = "stacks", "profile"  # folders that the ranks write
 
@@ -34,7 +34,7 @@ class Run:
     name: str
     rows: list[dict[str, float]]
     record: Mapping[str, Any] = field(default_factory=dict)
-    timeline: Mapping[int, list[Any]] = field(default_factory=dict)
+    timeline: Mapping[int, list[list[Any]]] = field(default_factory=dict)
     log: tuple[str, ...] = ()
     stacks: Mapping[int, str] = field(default_factory=dict)
     profile: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class Run:
 
     @property
     def metrics(self) -> list[str]:
-        return sorted({name for row in self.rows for name in row} - {"step", "time"})
+        return sorted(set[str]().union(*self.rows) - {"step", "time"})
 
 
 def read_run(folder: Path, name: str | None = None) -> Run:
@@ -69,13 +69,14 @@ def state_of(folder: Path) -> str:
     """Fingerprint that changes when a file that `read_run` reads has changed."""
     names = (FILE_NAME, "run.json", ERROR_FILE, LOG_FILE)
     paths = [folder / name for name in names]
-    paths += [path for part in (TIMELINE, STACKS, PROFILE) for path in (folder / part).glob("*")]
-    found = []
+    for part in (TIMELINE, STACKS, PROFILE):
+        paths += (folder / part).glob("*")
+    states = []
     for path in paths:
         with suppress(OSError):
             status = path.stat()
-            found.append((path.name, status.st_size, status.st_mtime_ns))
-    return hashlib.sha256(repr(sorted(found)).encode()).hexdigest()[:16]
+            states.append((path.name, status.st_size, status.st_mtime_ns))
+    return hashlib.sha256(repr(sorted(states)).encode()).hexdigest()[:16]
 
 
 def run_names(folders: list[Path]) -> list[str]:
@@ -97,10 +98,10 @@ def curves(run: Run) -> dict[str, object]:
         column: list[float | None] = []
         for row in run.rows:
             value = row.get(name)
-            finite = value is not None and math.isfinite(value)
-            column.append(rounded(value) if finite and value is not None else None)
-            if value is not None and not finite:
+            if value is not None and not math.isfinite(value):
                 bad.setdefault(name, []).append(int(row["step"]))
+                value = None
+            column.append(None if value is None else rounded(value))
         columns[name] = column
     return {
         "steps": [int(row["step"]) for row in run.rows],
@@ -117,18 +118,18 @@ def rounded(value: float) -> float | int:
 
 def _json_object(path: Path) -> dict[str, object]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=str)
+        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=str)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
-def _timeline(folder: Path) -> dict[int, list[Any]]:
-    found = {}
+def _timeline(folder: Path) -> dict[int, list[list[Any]]]:
+    timeline = {}
     for path in folder.glob("rank*.jsonl"):
         rank = path.stem.removeprefix("rank")
         rows = []
-        for line in _lines(path)[-MOST_PHASES:]:
+        for line in _lines(path)[-MAX_PHASES:]:
             try:
                 row = json.loads(line)
             except ValueError:  # the truncated last line of a killed rank
@@ -136,18 +137,18 @@ def _timeline(folder: Path) -> dict[int, list[Any]]:
             if isinstance(row, list) and len(row) == 4 and isinstance(row[0], str):
                 rows.append(row)
         if rank.isdecimal() and rows:
-            found[int(rank)] = rows
-    return dict(sorted(found.items()))
+            timeline[int(rank)] = rows
+    return dict(sorted(timeline.items()))
 
 
 def _stacks(folder: Path) -> dict[int, str]:
-    """Stacks of the last request, by rank; ranks that were not asked are missing."""
-    found = {}
+    """Stacks of the last request by rank, of the ranks that were asked."""
+    stacks = {}
     for path in folder.glob("rank*.txt"):
         rank, text = path.stem.removeprefix("rank"), "\n".join(_lines(path)[1:])
         if rank.isdecimal() and text:
-            found[int(rank)] = text[text.rfind("--- ") :][:MOST_STACK]
-    return dict(sorted(found.items()))
+            stacks[int(rank)] = text[text.rfind("--- ") :][:MAX_STACK]
+    return dict(sorted(stacks.items()))
 
 
 def _lines(path: Path) -> tuple[str, ...]:

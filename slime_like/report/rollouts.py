@@ -1,7 +1,7 @@
 """Recorded rollouts (--save-debug-rollout-data) as compact columns for the page.
 
-What the list shows is in columns; the tokens of each sample, and numbers about them, are packed in
-a text that the page unpacks when the sample is opened.
+The list of samples is stored in columns; the tokens of each sample, and values per token, are
+packed as base64, which the page unpacks when the sample is opened.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slime_like.report.read import Run, rounded
 
 FORMAT = b'"format": "slime_like rollout 1"'  # near the start of a recording
 DTYPES = {"F32": "<f4", "F64": "<f8", "I64": "<i8", "I32": "<i4", "I16": "<i2", "BOOL": "?"}
-LONGEST_TEXT = 100_000  # characters of a prompt or response
+MAX_TEXT = 100_000  # characters of a prompt or response
 # name on the page -> (tensor of the recording, tensor to subtract)
 FIELDS = {
     "advantage": ("advantages", None),
@@ -50,7 +50,8 @@ class Samples:
 
 
 COLUMNS = (
-    "run", "rollout", "group", "id", "reward", "status", "length", "prompt", "response", "label", "meta", "advantage",
+    "run", "rollout", "group", "id", "reward", "status", "length", "prompt", "response", "label",
+    "meta", "advantage",
 )  # fmt: skip
 
 
@@ -83,40 +84,42 @@ def _number(path: Path) -> tuple[int, str]:
     return int(digits or 0), str(path)
 
 
-def read_samples(runs: Sequence[Run], most: int) -> Samples:
-    """Samples of all runs, at most `most`, from the newest rollouts."""
-    found = Samples({name: [] for name in COLUMNS}, vocabularies=[{} for _ in runs])
+def read_samples(runs: Sequence[Run], limit: int) -> Samples:
+    """Samples of all runs, at most `limit`, from the newest rollouts."""
+    result = Samples({name: [] for name in COLUMNS}, vocabularies=[{} for _ in runs])
     prompts: dict[str, int] = {}
-    files = [(index, path) for index, run in enumerate(runs) for path in recordings(run)]
+    files: list[tuple[int, Path]] = []
+    for index, run in enumerate(runs):
+        files += [(index, path) for path in recordings(run)]
     files.sort(key=lambda item: _number(item[1])[0], reverse=True)
     for index, path in files:
         try:
             header = json.loads(path.read_bytes())
             groups = header["groups"]
-            if len(found.details) >= most:
-                found.left_out += sum(len(group["samples"]) for group in groups)
+            if len(result.details) >= limit:
+                result.left_out += sum(len(group["samples"]) for group in groups)
                 continue
             tensors = _tensors_of(path)
             rollout = int(header.get("rollout", header["rollout_id"] + 1))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            found.problems.append(f"{path.name}: cannot be read ({type(error).__name__})")
+            result.problems.append(f"{path.name}: cannot be read ({type(error).__name__})")
             continue
-        found.vocabularies[index].update(_vocabulary(path))
+        result.vocabularies[index].update(_vocabulary(path))
         for group in groups:
             for row in group["samples"]:
-                if len(found.details) >= most:
-                    found.left_out += 1
+                if len(result.details) >= limit:
+                    result.left_out += 1
                     continue
-                _add(found, prompts, index, rollout, row, tensors, str(row["sample_id"]))
+                _add(result, prompts, index, rollout, row, tensors, str(row["sample_id"]))
                 for i, branch in enumerate(row.get("branches") or ()):
                     name = f"{row['sample_id']}.{i}"
-                    _add(found, prompts, index, rollout, {**row, **branch}, tensors, name)
-    found.prompts = list(prompts)
-    return found
+                    _add(result, prompts, index, rollout, {**row, **branch}, tensors, name)
+    result.prompts = list(prompts)
+    return result
 
 
 def _add(
-    found: Samples,
+    result: Samples,
     prompts: dict[str, int],
     run: int,
     rollout: int,
@@ -127,31 +130,34 @@ def _add(
     """Add one sample or branch. name: of the sample, or of a branch of its episode."""
     details = _details(name, int(row["response_length"]), tensors)
     reward = row.get("reward")
-    finite = isinstance(reward, int | float) and math.isfinite(reward)
+    if isinstance(reward, int | float) and math.isfinite(reward):
+        reward = rounded(float(reward))
+    elif reward is not None:
+        reward = str(reward)
     advantage = details.get("advantage")
     values = (
         run,
         rollout,
         row["group_id"],
         name,
-        rounded(float(reward or 0)) if finite else None if reward is None else str(reward),
+        reward,
         str(row.get("status", "")),
         row["response_length"],
-        prompts.setdefault(str(row.get("text", ""))[:LONGEST_TEXT], len(prompts)),
-        str(row.get("response", ""))[:LONGEST_TEXT],
+        prompts.setdefault(str(row.get("text", ""))[:MAX_TEXT], len(prompts)),
+        str(row.get("response", ""))[:MAX_TEXT],
         _text(row.get("label")),
         _text(row.get("metadata") or None),
         advantage if isinstance(advantage, int | float) else None,
     )
     for column, value in zip(COLUMNS, values):
-        found.columns[column].append(value)
-    found.details.append(details)
+        result.columns[column].append(value)
+    result.details.append(details)
 
 
 def _text(value: object) -> str | None:
     if value is None or isinstance(value, str):
         return value
-    return json.dumps(value, ensure_ascii=False, default=str)[:LONGEST_TEXT]
+    return json.dumps(value, ensure_ascii=False, default=str)[:MAX_TEXT]
 
 
 def _details(name: str, length: int, tensors: Mapping[str, np.ndarray]) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The page of a running run, on this machine alone."""
+"""HTTP server for the live page of a run, for this machine only."""
 
 from __future__ import annotations
 
@@ -57,30 +57,30 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         name = self.headers.get("Host", "").rsplit(":", 1)[0]
         if name not in OWN_NAMES:
-            return self._answer(403, "text/plain", "this server is for its own machine\n")
-        self._answer(*self._page())
+            return self._respond(403, "text/plain", "only for clients on this machine\n")
+        self._respond(*self._page())
 
     def _page(self) -> tuple[int, str, str, str]:
         """Status, content type, text and ETag. The lock is released before sending."""
         root, tag = self.server.root, ""
         if not secrets.compare_digest(self.path[: len(root)].encode(), root.encode()):
-            return 404, "text/plain", "the address is the one that slime-like report prints\n", tag
-        page, _, asked = self.path[len(root) :].partition("?")
+            return 404, "text/plain", "use the address that slime-like report prints\n", tag
+        page, _, query = self.path[len(root) :].partition("?")
         try:
             with self.server.lock:
                 if page == "":
                     return 200, "text/html", self.server.make_page(), tag
                 if page == "runs.json":
-                    tag = f'"{self.server.state()}{asked}"'
+                    tag = f'"{self.server.state()}{query}"'
                     if self.headers.get("If-None-Match") == tag:
                         return 304, "application/json", "", tag
-                    data = self.server.make_data(asked == "timeline")
+                    data = self.server.make_data(query == "timeline")
                     return 200, "application/json", json_in_html(data), tag
         except (ValueError, OSError) as error:  # a file that is being written
             return 503, "text/plain", f"{error}\n", ""
         return 404, "text/plain", "no such page\n", tag
 
-    def _answer(self, status: int, kind: str, text: str, tag: str = "") -> None:
+    def _respond(self, status: int, kind: str, text: str, tag: str = "") -> None:
         body = text.encode()
         self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")

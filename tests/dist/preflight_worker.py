@@ -90,7 +90,7 @@ def kept_bytes(network: Any, layout: ParallelLayout) -> int:
 
     lengths = torch.tensor([0, TOKENS], dtype=torch.int32)
     live = LiveBytes()
-    live.forget(fixed)
+    live.ignore(fixed)
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with live if config.recompute_granularity else hooks:
         output = module(

@@ -39,7 +39,7 @@ def check_layouts(rank: int, world_size: int, arguments: dict[str, Any]) -> dict
             load_hf_weights(chunks, folder, hf=hf, gpt=gpt, layout=layout)
             for way, choose in WAYS.items():
                 live = LiveBytes(groups_of(layout))
-                live.forget(p for chunk in chunks for p in (*chunk.parameters(), *chunk.buffers()))
+                live.ignore(p for chunk in chunks for p in (*chunk.parameters(), *chunk.buffers()))
                 names = []
                 with live:
                     stream = export_hf_weights(

@@ -90,7 +90,7 @@ def test_other_hosts_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str
             f'{{"rank": {rank}, "host": "node1", "process": 1, "started": 1.0}}\n'
         )
     assert dump(folder, 1.0) == 0
-    assert "ranks 8-15 are on node1: ask there" in capsys.readouterr().out
+    assert "ranks 8-15 are on node1: run it there" in capsys.readouterr().out
 
 
 def test_words() -> None:

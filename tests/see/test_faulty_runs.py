@@ -117,4 +117,4 @@ def test_a_reward_that_is_gamed(
         custom_rm_path=f"{rewards}:letters_and_what_is_wanted", n_samples_per_eval_prompt=4,
     )  # fmt: skip
     server.train(flags, tmp_path / "log").ok()
-    seen_at_once(tab, out, "the reward may be gamed", "hacked")
+    seen_at_once(tab, out, "possible reward hacking", "hacked")

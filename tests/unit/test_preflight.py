@@ -281,7 +281,7 @@ def test_search_ranks_by_its_model(tmp_path: Path) -> None:
     best = search(tiny(tmp_path, "--bf16", "--use-distributed-optimizer", world=4))
     assert len(best) == 5
     assert [each.seconds for each in best] == sorted(each.seconds for each in best)
-    assert all(each.found.fits for each in best)
+    assert all(each.preflight.fits for each in best)
 
 
 def test_preflight_settings_need_it(tmp_path: Path) -> None:

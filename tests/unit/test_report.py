@@ -250,7 +250,7 @@ def test_a_good_run_has_no_alert(tmp_path: Path) -> None:
         ),
         ({"train/skipped_steps": 2.0}, "error", "optimizer steps were skipped"),
         ({"health/truncation": 1.0}, "warning", "health/truncation held"),
-        ({"perf/step_s": 9.0}, "warning", "more than 3 times the usual 1 s"),
+        ({"perf/step_s": 9.0}, "warning", "more than 3 times the median of 1 s"),
     ],
 )
 def test_a_fault_is_an_alert(
@@ -316,9 +316,9 @@ def test_a_fresh_run_replaces_the_timeline(tmp_path: Path) -> None:
 def test_a_run_that_ended_early_and_its_errors(tmp_path: Path) -> None:
     (tmp_path / "run.log").write_text("error: the engine is gone\n")
     found = run_with(tmp_path, [{"a": 1.0}], config={"--num-rollout": 5})
-    assert [alert["text"][:22] for alert in found] == [
-        "the engine is gone",
-        "rollout 1 of 5 is the ",
+    assert [alert["text"][:15] for alert in found] == [
+        "the engine is g",
+        "1 of 5 rollouts",
     ]
 
 
