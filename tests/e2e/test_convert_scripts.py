@@ -268,7 +268,7 @@ def test_wrong_templates_and_flags_are_named(
         "has checkpoints already (steps 0)": ("--hf-checkpoint", model, "--save", converted),
         "= 2 does not divide the 1 processes": ("--hf-checkpoint", model, "--save", new, "--tensor-model-parallel-size", 2),
         "--tensor-model-parallel-size (given: 0): must be >= 1": ("--hf-checkpoint", model, "--save", new, "--tensor-model-parallel-size", 0),
-        "--expert-model-parallel-size (given: 3): does not divide the 4 experts": (
+        "--expert-model-parallel-size (given: 3): must be a divisor of 4": (
             "--hf-checkpoint", model, "--save", new, "--expert-model-parallel-size", 3,
         ),
         "--workers 0": ("--hf-checkpoint", model, "--save", new, "--workers", 0),
