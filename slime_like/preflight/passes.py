@@ -320,7 +320,7 @@ def mix_rows(layers: list[TransformerLayer], rows: DeltaRows | None) -> None:
         mixed, _bias = net.in_proj(hidden_states)
         x = mixed.squeeze(1).unflatten(1, (net.groups, -1))
         shared = net.cp_group.size() > 1
-        out = net._own_rows(mix(net, net._whole_sequences(x))) if shared else mix(net, x)
+        out = net._scatter_rows(mix(net, net._gather_sequences(x))) if shared else mix(net, x)
         output, bias = net.out_proj(out.flatten(1).unsqueeze(1))
         return output, bias
 
