@@ -226,7 +226,7 @@ def _handle_singletons(
 def _stacklevel() -> int:
     """The level of the caller of this package, for a warning of the calling function."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back and frame.f_globals["__name__"].startswith("slime_like.advantages."):
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("slime_like.advantages."):
         frame, level = frame.f_back, level + 1
     return level
 
