@@ -98,7 +98,8 @@ def measure(sessions: int, turns: int, tokens: int, every: int, timeout_s: float
         limits = SessionLimits(positions=512)
         connections = CONNECTIONS + sessions * (limits.concurrent + limits.waiting)
         agent = AgentGenerate(
-            "bench", play, Gateway("127.0.0.1", 0, max_body=MIB, connections=connections), limits=limits,
+            "bench", play, Gateway("127.0.0.1", 0, max_body=MIB, connections=connections),
+            limits=limits,
             end_ids=frozenset({tokenizer.eos_token_id}), timeout_s=timeout_s, episodes=sessions,
         )  # fmt: skip
         prompt = Prompt(0, "spell a word", tuple(tokenizer("spell a word")["input_ids"]))
@@ -114,7 +115,8 @@ def measure(sessions: int, turns: int, tokens: int, every: int, timeout_s: float
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     ordered = sorted(seconds)
     return Result(
-        sessions, turns, max(ends) - begun, ordered[len(ordered) // 2], ordered[-1], (peak - before) / MIB,
+        sessions, turns, max(ends) - begun, ordered[len(ordered) // 2], ordered[-1],
+        (peak - before) / MIB,
         len(lost), len(broken), sum(s.active_tokens for s in done if s.sample_id not in lost),
     )  # fmt: skip
 

@@ -56,8 +56,10 @@ def make_model(folder: Path, layers: int, hidden: int) -> int:
     """Write a Llama with random bfloat16 weights, one tensor at a time. Returns its size in
     bytes."""
     config = transformers.LlamaConfig(
-        vocab_size=4096, hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=layers, num_attention_heads=hidden // 64,
-        num_key_value_heads=max(1, hidden // 256), dtype="bfloat16", tie_word_embeddings=False, architectures=["LlamaForCausalLM"],
+        vocab_size=4096, hidden_size=hidden, intermediate_size=hidden * 11 // 4,
+        num_hidden_layers=layers, num_attention_heads=hidden // 64,
+        num_key_value_heads=max(1, hidden // 256), dtype="bfloat16", tie_word_embeddings=False,
+        architectures=["LlamaForCausalLM"],
     )  # fmt: skip
     config.save_pretrained(folder)
     with torch.device("meta"):
@@ -155,18 +157,8 @@ def measure(folder: Path, layers: int, hidden: int, repeat: int) -> dict[str, di
     to_megatron = script(
         convert_hf_to_megatron, "--hf-checkpoint", model, "--save", root, "--workers", 2
     )
-    words = (
-        "--load",
-        root,
-        "--hf-checkpoint",
-        model,
-        "--output",
-        out,
-        "--max-shard-size",
-        f"{SHARD_BYTES}B",
-        "--workers",
-        2,
-    )
+    words = ("--load", root, "--hf-checkpoint", model, "--output", out, "--workers", 2)
+    words += ("--max-shard-size", f"{SHARD_BYTES}B")
     jobs: list[tuple[str, Callable[[], Any]]] = [
         (COPY, lambda: copy_synced(model, copy)),
         ("transformers, load", lambda: load_with_transformers(model) and None),

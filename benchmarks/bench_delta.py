@@ -39,8 +39,10 @@ def make_model(hidden: int, layers: int) -> torch.nn.Module:
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=8192, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=hidden // 8, initializer_range=0.02, tie_word_embeddings=False,
+        vocab_size=8192, hidden_size=hidden, intermediate_size=3 * hidden,
+        num_hidden_layers=layers, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=hidden // 8, initializer_range=0.02,
+        tie_word_embeddings=False,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 

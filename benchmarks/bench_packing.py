@@ -44,7 +44,8 @@ def packed(lengths: Lengths, repeats: int) -> dict[str, float]:
         and max(tokens) <= BUDGET
     )
     return {
-        "rows": len(rows), "bound": -(-int(lengths.sum()) // BUDGET), "fullest": max(tokens), "emptiest": min(tokens), "pack_ms": 1e3 * seconds,
+        "rows": len(rows), "bound": -(-int(lengths.sum()) // BUDGET), "fullest": max(tokens),
+        "emptiest": min(tokens), "pack_ms": 1e3 * seconds,
         "level_ms": 1e3 * level_seconds,
     }  # fmt: skip
 

@@ -126,7 +126,8 @@ def make_model(folder: Path, sizes: Sizes, kind: str) -> None:
 
     torch.manual_seed(1)
     common: dict[str, Any] = dict(
-        vocab_size=sizes.vocab, hidden_size=sizes.hidden, num_hidden_layers=sizes.layers, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=sizes.vocab, hidden_size=sizes.hidden, num_hidden_layers=sizes.layers,
+        num_attention_heads=4, num_key_value_heads=2,
         head_dim=sizes.hidden // 4, max_position_embeddings=4096, tie_word_embeddings=True,
     )  # fmt: skip
     if kind == "dense":
@@ -144,7 +145,7 @@ def make_model(folder: Path, sizes: Sizes, kind: str) -> None:
         transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
 
 
-# --- one process that measures one method ----------------------------------------------------------------------------
+# --- one process that measures one method ---------------------------------------------------------
 
 
 def hugging_face_step(
@@ -274,7 +275,7 @@ def worker(name: str, folder: Path, sizes: Sizes) -> None:
     (folder / f"found-{rank}.json").write_text(json.dumps(found))
 
 
-# --- the process that starts the others ------------------------------------------------------------------------------
+# --- the process that starts the others -----------------------------------------------------------
 
 
 def run_method(name: str, folder: Path, sizes: Sizes) -> dict[str, float]:

@@ -185,11 +185,15 @@ def groups_of(layout: ParallelLayout) -> dict[int, str]:
 def counting_of(rank: SimulatedRank) -> Counting:
     def counting(_: LiveBytes | None) -> Counted:
         groups = rank.groups.values()
+        calls = {}
+        for group in groups:
+            for kind, traffic in group.traffic.items():
+                calls[f"{kind} {group.label}"] = [traffic.calls, traffic.bytes]
         found = Counted(
-            {f"{kind} {group.label}": [t.calls, t.bytes] for group in groups for kind, t in group.traffic.items()},
+            calls,
             sent=sum(group.sent for group in groups),
             received=sum(group.received for group in groups),
-        )  # fmt: skip
+        )
         for group in groups:
             group.traffic, group.sent, group.received = {}, 0, 0
         return found

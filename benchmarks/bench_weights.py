@@ -62,8 +62,10 @@ def make_config(folder: Path, *, experts: int, layers: int, hidden: int) -> None
     import transformers
 
     config = transformers.Qwen3MoeConfig(
-        vocab_size=4096, hidden_size=hidden, intermediate_size=2 * hidden, moe_intermediate_size=hidden // 2, num_hidden_layers=layers,
-        num_attention_heads=8, num_key_value_heads=4, head_dim=hidden // 8, num_experts=experts, num_experts_per_tok=8,
+        vocab_size=4096, hidden_size=hidden, intermediate_size=2 * hidden,
+        moe_intermediate_size=hidden // 2, num_hidden_layers=layers,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=hidden // 8, num_experts=experts,
+        num_experts_per_tok=8,
         norm_topk_prob=True, tie_word_embeddings=False, architectures=["Qwen3MoeForCausalLM"],
     )  # fmt: skip
     config.save_pretrained(folder)
@@ -190,12 +192,13 @@ def table(ranks: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--layout", type=int, nargs=5, default=[2, 2, 1, 4, 1], help="tensor-, "
-                                                                                     "pipeline-, "
-                                                                                     "virtual "
-                                                                                     "pipeline-, "
-                                                                                     "expert-, "
-                                                                                     "expert-tensor-parallel size")  # fmt: skip
+    parser.add_argument(
+        "--layout",
+        type=int,
+        nargs=5,
+        default=[2, 2, 1, 4, 1],
+        help="tensor-, pipeline-, virtual pipeline-, expert- and expert-tensor-parallel size",
+    )
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--layers", type=int, default=4)
@@ -208,13 +211,17 @@ def main() -> int:
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="bench_weights_"))
     try:
-        make_config(folder / "model", experts=given.experts, layers=given.layers, hidden=given.hidden)  # fmt: skip
+        make_config(
+            folder / "model", experts=given.experts, layers=given.layers, hidden=given.hidden
+        )
         arguments = {
-            "folder": str(folder / "model"), "output": str(folder / "out"), "layout": given.layout, "repeats": given.repeats,
+            "folder": str(folder / "model"), "output": str(folder / "out"), "layout": given.layout,
+            "repeats": given.repeats,
             "bucket_bytes": int(given.bucket_mib * 2**20),
         }  # fmt: skip
         ranks = run_ranks(
-            "benchmarks.bench_weights:measure", given.ranks, folder / "run", arguments, given.timeout_s
+            "benchmarks.bench_weights:measure", given.ranks, folder / "run", arguments,
+            given.timeout_s
         )  # fmt: skip
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -49,7 +49,8 @@ def table_row(name: str, rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     waiting = total("perf/generate_s")
     sampling = total(SAMPLING_SECONDS) or waiting
     numbers = (
-        total(STEP_SECONDS), sampling, waiting, total("perf/log_probs_s", "perf/train_s"), total("perf/sync_s"), total("perf/eval_s"),
+        total(STEP_SECONDS), sampling, waiting, total("perf/log_probs_s", "perf/train_s"),
+        total("perf/sync_s"), total("perf/eval_s"),
     )  # fmt: skip
     score = f"{scores[0]:.3f} -> {scores[-1]:.3f}" if scores else "none"
     overlap = f"{max(0.0, 1 - waiting / sampling):.0%}" if sampling else "none"

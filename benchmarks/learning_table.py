@@ -29,7 +29,8 @@ BEGIN, END = (
     "<!-- end of the learning table -->",
 )
 HEADINGS = {
-    "en": ("task and estimator", "band at the end", "first -> last, by seed", "rollouts", "CPU seconds"),
+    "en": ("task and estimator", "band at the end", "first -> last, by seed", "rollouts",
+        "CPU seconds"),
     "zh": ("任务与估计", "结束时的下限", "各种子：最初 -> 最后", "rollout 数", "CPU 秒数"),
 }  # fmt: skip
 

@@ -247,9 +247,10 @@ def write_docs(results: Sequence[Result]) -> None:
             )
             head, rest = text.split(begin)
             _, tail = rest.split(end)
-            mine = [r for r in results if r.kind == kind]
-            days = " – ".join(sorted({min(r.date for r in mine), max(r.date for r in mine)}))
-            text = f"{head}{begin}{DAYS[language].format(days=days)}\n\n{one_table(mine, language)}\n{end}{tail}"
+            rows = [r for r in results if r.kind == kind]
+            days = " – ".join(sorted({min(r.date for r in rows), max(r.date for r in rows)}))
+            table = f"{DAYS[language].format(days=days)}\n\n{one_table(rows, language)}\n"
+            text = f"{head}{begin}{table}{end}{tail}"
         page.write_text(text, encoding="utf-8")
 
 

@@ -155,27 +155,12 @@ def run_layout(
     common = COMMON.format(groups=GROUPS, size=GROUP_SIZE, steps=STEPS).split()
     command = [python]
     if layout.ranks > 1:
-        command += [
-            "-m",
-            "torch.distributed.run",
-            f"--nproc-per-node={layout.ranks}",
-            f"--master-port={free_ports(1)[0]}",
-        ]
+        command += ["-m", "torch.distributed.run", f"--nproc-per-node={layout.ranks}"]
+        command.append(f"--master-port={free_ports(1)[0]}")
     command += [str(ROOT / "train.py"), *common, *flags, *layout.flags.split()]
-    command += [
-        "--hf-checkpoint",
-        str(work / "model"),
-        "--ref-load",
-        str(work / "ref"),
-        "--output-dir",
-        str(out),
-    ]
-    command += [
-        "--load-debug-rollout-data",
-        str(work / "rollout_{rollout_id}"),
-        "--save-hf",
-        str(out / "hf"),
-    ]
+    command += ["--hf-checkpoint", str(work / "model"), "--ref-load", str(work / "ref")]
+    command += ["--load-debug-rollout-data", str(work / "rollout_{rollout_id}")]
+    command += ["--output-dir", str(out), "--save-hf", str(out / "hf")]
     done = subprocess.run(
         command,
         capture_output=True,

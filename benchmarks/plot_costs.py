@@ -31,7 +31,8 @@ BEGIN, END = "<!-- costs: begin -->\n", "<!-- costs: end -->\n"
 HEADERS = {
     "en": "| tokens | head, ms | µs each | sequences | packing, ms | µs each | sequences | "
     "balancing, ms | µs each |",
-    "zh": "| token 数 | 输出头，ms | 每个 µs | 序列数 | 打包，ms | 每条 µs | 序列数 | 均衡，ms | 每条 µs |",
+    "zh": "| token 数 | 输出头，ms | 每个 µs | 序列数 | 打包，ms | 每条 µs | 序列数 | "
+    "均衡，ms | 每条 µs |",
 }
 
 

@@ -55,20 +55,9 @@ def measure(reduction: str, work: Path) -> list[float]:
     flags = f"{FLAGS} --loss-reduction {reduction}"
     if reduction == "seq_mean_token_sum_norm":
         flags += f" --loss-norm-length {NORM_LENGTH}"
-    files = [
-        "--hf-checkpoint",
-        str(work / "model"),
-        "--ref-load",
-        str(work / "ref"),
-        "--output-dir",
-        str(out),
-    ]
-    files += [
-        "--load-debug-rollout-data",
-        str(work / "rollout_{rollout_id}"),
-        "--save-hf",
-        str(out / "hf"),
-    ]
+    files = ["--hf-checkpoint", str(work / "model"), "--ref-load", str(work / "ref")]
+    files += ["--load-debug-rollout-data", str(work / "rollout_{rollout_id}")]
+    files += ["--output-dir", str(out), "--save-hf", str(out / "hf")]
     run([sys.executable, "train.py", *flags.split(), *files], out / "log.txt")
     (row,) = read_metrics(out / "metrics.jsonl")
     return [*(row[name] for name in COLUMNS), change(work / "model", out / "hf")]

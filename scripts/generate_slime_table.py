@@ -50,7 +50,8 @@ CROWDED = Feature(
     "does not divide the 8 processes",
     "8 expert-parallel ranks for each of 2 pipeline stages on 8 processes; Megatron-LM rejects it "
     "too; accepted with `--expert-model-parallel-size 4`",
-    "2 个流水线阶段各需 8 个专家并行进程而总共只有 8 个，Megatron-LM 也拒绝；`--expert-model-parallel-size 4` 时接受",
+    "2 个流水线阶段各需 8 个专家并行进程而总共只有 8 个，Megatron-LM 也拒绝；"
+    "`--expert-model-parallel-size 4` 时接受",
 )
 REFUSED: Mapping[str, Feature] = {
     "examples/geo3k_vlm/run_geo3k_qwen35.sh": IMAGES,

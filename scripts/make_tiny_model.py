@@ -38,16 +38,15 @@ def family_of(name: str) -> ModelFamily:
         if name in (family.architecture, family.model_type, *family.other_model_types):
             return family
     model = name.rpartition("/")[2].lower()
-    found = [
-        (len(start), family)
-        for family in families
-        for start in family.published
-        if model.startswith(start.lower())
-    ]
-    if not found:
+    matches: dict[int, ModelFamily] = {}
+    for family in families:
+        for prefix in family.published:
+            if model.startswith(prefix.lower()):
+                matches.setdefault(len(prefix), family)
+    if not matches:
         legal = [word for f in families for word in (f.architecture, *f.published)]
         raise ValueError(f"--like {name!r} is no known model; legal values: {', '.join(legal)}")
-    return max(found, key=lambda each: each[0])[1]
+    return matches[max(matches)]
 
 
 def make_tiny_model(like: str, folder: Path, *, seed: int = 1, **changes: Any) -> Any:

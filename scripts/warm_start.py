@@ -49,38 +49,18 @@ def run(command: Sequence[str], log: Path) -> None:
 
 def train_command(flags: str, model: Path, output: Path, work: Path) -> list[str]:
     """The command line of train.py on the demo's words in `work`."""
-    data = [
-        "--prompt-data",
-        str(work / "data/train.jsonl"),
-        "--eval-prompt-data",
-        "heldout",
-        str(work / "data/heldout.jsonl"),
-    ]
-    return [
-        sys.executable,
-        "train.py",
-        *flags.split(),
-        *DATA.split(),
-        *data,
-        "--hf-checkpoint",
-        str(model),
-        "--output-dir",
-        str(output),
-    ]
+    command = [sys.executable, "train.py", *flags.split(), *DATA.split()]
+    command += ["--prompt-data", str(work / "data/train.jsonl")]
+    command += ["--eval-prompt-data", "heldout", str(work / "data/heldout.jsonl")]
+    return [*command, "--hf-checkpoint", str(model), "--output-dir", str(output)]
 
 
 def warm_start(work: Path) -> Path:
     """Make data and warm start if missing; returns the folder of the model. work: absolute path."""
     model = work / "sft/hf"
     if not (work / "sft/done").exists():
-        make = [
-            sys.executable,
-            "scripts/make_demo.py",
-            "--output-dir",
-            str(work / "data"),
-            "--max-word-len",
-            "4",
-        ]
+        make = [sys.executable, "scripts/make_demo.py", "--output-dir", str(work / "data")]
+        make += ["--max-word-len", "4"]
         run(make, work / "logs/make_demo.txt")
         run(
             [*train_command(SFT, work / "data/model", work / "sft", work), "--save-hf", str(model)],

@@ -66,7 +66,7 @@ class Check:
         return f"{'good ' if self.good else 'FAILS'}  {self.name:<20} {self.words}"
 
 
-THINGS = (
+DEPENDENCIES = (
     Dependency("torch", "torch", "everything", required=True),
     Dependency("megatron.core", "megatron-core", "the trainer", required=True),
     Dependency(
@@ -109,35 +109,39 @@ THINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """have: a version or a place; None where it is missing."""
+    """have: the version or path; None if it is missing."""
 
-    thing: Dependency
+    dependency: Dependency
     have: str | None
 
     def __str__(self) -> str:
-        mark = "has  " if self.have is not None else "LACKS" if self.thing.required else "lacks"
-        line = f"{mark}  {self.thing.package:<20} {self.have or '-':<24} {self.thing.use}"
-        return line if self.have is not None else f"{line}; {self.thing.remedy}"
+        use = self.dependency.use
+        if self.have is not None:
+            mark = "has  "
+        else:
+            mark = "LACKS" if self.dependency.required else "lacks"
+            use += f"; {self.dependency.remedy}"
+        return f"{mark}  {self.dependency.package:<20} {self.have or '-':<24} {use}"
 
 
-def look(thing: Dependency) -> Status:
-    if not thing.module:
-        return Status(thing, shutil.which(thing.package))
+def find(dependency: Dependency) -> Status:
+    if not dependency.module:
+        return Status(dependency, shutil.which(dependency.package))
     try:
-        there = importlib.util.find_spec(thing.module) is not None
+        is_installed = importlib.util.find_spec(dependency.module) is not None
     except ImportError:  # raised when a parent package is missing
-        there = False
-    if not there:
-        return Status(thing, None)
+        is_installed = False
+    if not is_installed:
+        return Status(dependency, None)
     try:
-        return Status(thing, metadata.version(thing.package))
+        return Status(dependency, metadata.version(dependency.package))
     except metadata.PackageNotFoundError:
-        return Status(thing, "version unknown")
+        return Status(dependency, "version unknown")
 
 
 def lacking(findings: Iterable[Status]) -> list[str]:
     """Names of required packages that are missing."""
-    return [f.thing.package for f in findings if f.have is None and f.thing.required]
+    return [f.dependency.package for f in findings if f.have is None and f.dependency.required]
 
 
 def devices() -> str:
@@ -145,12 +149,10 @@ def devices() -> str:
     import torch
 
     if not torch.cuda.is_available():
-        built = (
-            f"torch is built for CUDA {torch.version.cuda}, and finds no GPU"
-            if torch.version.cuda
-            else "this torch is a CPU build"
-        )
-        return f"lacks  CUDA: {built}; runs use the CPU and gloo"
+        reason = "this torch is a CPU build"
+        if torch.version.cuda:
+            reason = f"torch is built for CUDA {torch.version.cuda}, and finds no GPU"
+        return f"lacks  CUDA: {reason}; runs use the CPU and gloo"
     names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     return f"has    CUDA {torch.version.cuda}: {names}"
 
@@ -160,11 +162,12 @@ def sandbox() -> list[str]:
     from slime_like.rewards import confinement
 
     missing = confinement.missing()
-    there = [name for name in confinement.LAYERS if name not in missing]
-    lines = [f"has    sandbox: {', '.join(there)}"] if there else []
-    lines += [f"lacks  sandbox: {words}" for words in confinement.unenforced()]
-    refused = confinement.refusal()
-    return [*lines, f"LACKS  --rm-type code and task: {refused}"] if refused else lines
+    layers = [name for name in confinement.LAYERS if name not in missing]
+    lines = [f"has    sandbox: {', '.join(layers)}"] if layers else []
+    lines += [f"lacks  sandbox: {layer}" for layer in confinement.unenforced()]
+    if reason := confinement.refusal():
+        lines.append(f"LACKS  --rm-type code and task: {reason}")
+    return lines
 
 
 def links() -> list[str]:
@@ -203,10 +206,10 @@ def ports() -> list[str]:
 
 
 def report(
-    things: Iterable[Dependency] = THINGS, device: Callable[[], str] = devices
+    dependencies: Iterable[Dependency] = DEPENDENCIES, device: Callable[[], str] = devices
 ) -> tuple[list[str], int]:
     """Check all dependencies. Returns (lines to print, exit status)."""
-    findings = [look(thing) for thing in things]
+    findings = [find(dependency) for dependency in dependencies]
     missing = lacking(findings)
     lines = [f"Python {sys.version.split()[0]}", *(str(finding) for finding in findings)]
     lines += sandbox()
@@ -231,9 +234,8 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     chosen = parser().parse_args()
     checks: list[Check] = []
-    if chosen.self_test and not lacking(
-        map(look, THINGS)
-    ):  # first: it forks, report() asks for GPUs
+    # before report(), which initialises CUDA, because it forks
+    if chosen.self_test and not lacking(map(find, DEPENDENCIES)):
         checks = importlib.import_module("slime_like.cli.self_test").self_test()
     lines, status = report()
     lines += [*links(), *ports()]
@@ -241,16 +243,16 @@ def main() -> int:
     if chosen.json:
         import slime_like
 
-        found = {
+        result = {
             "slime_like": slime_like.__version__,
             "platform": platform.platform(),
             "python": sys.version,
-            "packages": {s.thing.package: s.have for s in map(look, THINGS)},
+            "packages": {s.dependency.package: s.have for s in map(find, DEPENDENCIES)},
             "lines": lines,
             "self_test": [asdict(check) for check in checks],
             "status": status,
         }
-        print(json.dumps(found, indent=1))
+        print(json.dumps(result, indent=1))
     else:
         print("\n".join([*lines, *map(str, checks)]))
     return status

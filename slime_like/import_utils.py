@@ -30,7 +30,7 @@ class ExitCalled(RunError):
     """User code called sys.exit, which would end the run, perhaps with status 0."""
 
 
-def takes_args(function: Callable[..., Any]) -> bool:
+def takes_args(function: Callable[..., object]) -> bool:
     """Whether a function that makes responses is in slime's convention: its first parameter is
     called ``args``."""
     return next(iter(inspect.signature(function).parameters), None) == "args"
@@ -59,29 +59,31 @@ def load_function(
     module = _load(file, flag, path, limit_s)
     function = getattr(module, name, None)
     if function is None:
-        there = sorted(
+        functions = sorted(
             key
             for key, value in vars(module).items()
             if callable(value) and not key.startswith("_")
         )
         raise ValueError(
             f"{flag} {path!r}: {file!r} has no {name!r}; its functions: "
-            f"{', '.join(there) or 'none'}"
+            f"{', '.join(functions) or 'none'}"
         )
     if not callable(function):
         raise ValueError(
             f"{flag} {path!r}: {name!r} is a {type(function).__name__}, not a function"
         )
-    return function if may_exit else _staying(function)
+    return function if may_exit else _without_exit(function)
 
 
 def exit_called(error: SystemExit) -> ExitCalled:
     """The error to raise for a SystemExit, naming the line that called sys.exit."""
-    words = f"sys.exit({'' if error.code is None else clean(repr(error.code), 100)}) was called"
-    return ExitCalled(f"{words}{_place(error)}; raise an exception instead to end the run")
+    code = "" if error.code is None else clean(repr(error.code), 100)
+    return ExitCalled(
+        f"sys.exit({code}) was called{_place(error)}; raise an exception instead to end the run"
+    )
 
 
-def _staying(function: Callable[..., object]) -> Callable[..., object]:
+def _without_exit(function: Callable[..., object]) -> Callable[..., object]:
     """Wrap a function so that sys.exit raises `ExitCalled`. Classes and other callables are
     returned unchanged."""
     if inspect.iscoroutinefunction(function):
@@ -131,9 +133,9 @@ def _load(file: str, flag: str, path: str, limit_s: float) -> ModuleType:
         with _deadline(limit_s):
             return _load_file(Path(file)) if file.endswith(".py") else importlib.import_module(file)
     except (Exception, SystemExit) as error:
-        words = clean(f"{type(error).__name__}: {error}")
+        reason = clean(f"{type(error).__name__}: {error}")
         raise ValueError(
-            f"{flag} {path!r}: cannot import {file!r}: {words}{_place(error)}"
+            f"{flag} {path!r}: cannot import {file!r}: {reason}{_place(error)}"
         ) from error
 
 

@@ -11,7 +11,7 @@ LONGEST = 500  # characters of a failure's reason
 _UNFIT = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-# A password may have a "/" in it; a port is no password
+# A password may contain a "/"; a port is not a password
 _USERINFO = re.compile(r"(?<=://)(?:[^/?#\s'\"]*|[^/?#\s'\":\[]*:(?!\d+[/?#])[^\s'\"]*)@")
 _QUERY = re.compile(r"(?<=://)([^\s'\"?#]*\?)([^\s'\"#]+)")
 
@@ -23,9 +23,8 @@ def clean(text: object, longest: int = LONGEST) -> str:
         text: Any object; converted by ``str``.
         longest: Maximum number of characters.
     """
-    words = printable(" ".join(str(text)[: 4 * longest].split()))
-    words = mask_credentials(words)
-    return words if len(words) <= longest else words[: longest - 3] + "..."
+    line = mask_credentials(printable(" ".join(str(text)[: 4 * longest].split())))
+    return line if len(line) <= longest else line[: longest - 3] + "..."
 
 
 def list_names(names: Sequence[str], limit: int = 8) -> str:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import gc
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -222,7 +222,8 @@ def train(
         assert not result.skipped
         norms.append(result.grad_norm)
     return dict(
-        losses=losses, gradients=found, weights=weights(built), metrics=metrics, log_probs=log_probs, grad_norms=norms, dp=(layout.dp_rank, layout.dp_size)
+        losses=losses, gradients=found, weights=weights(built), metrics=metrics,
+        log_probs=log_probs, grad_norms=norms, dp=(layout.dp_rank, layout.dp_size)
     )  # fmt: skip
 
 
@@ -248,22 +249,29 @@ def differences(found: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
     largest value, since in some steps their terms nearly cancel."""
     rank, ranks = found["dp"]
     share = len(base["log_probs"]) // ranks
-    mine = base["log_probs"][rank * share : (rank + 1) * share]
+    local = base["log_probs"][rank * share : (rank + 1) * share]
     gradient = {n: relative(found["gradients"][n], g) for n, g in base["gradients"].items()}
-    assert (
-        found["gradients"].keys() == base["gradients"].keys()
-        and found["weights"].keys() == base["weights"].keys()
-    )
+    for kind in ("gradients", "weights"):
+        assert found[kind].keys() == base[kind].keys()
+
+    def pairs(name: str, distance: Callable[[float, float], float]) -> list[float]:
+        return [distance(a, b) for a, b in zip(found[name], base[name], strict=True)]
+
+    metrics = {}
+    for step, expected in zip(found["metrics"], base["metrics"], strict=True):
+        for name, value in expected.items():
+            if not name.startswith("perf/"):
+                metrics[name] = abs(step[name] - value)
     return dict(
-        loss=largest(abs(a - b) for a, b in zip(found["losses"], base["losses"], strict=True)) / max(map(abs, base["losses"])),
+        loss=largest(pairs("losses", lambda a, b: abs(a - b))) / max(map(abs, base["losses"])),
         gradients=largest(gradient.values()),
         worst_gradient=max(gradient, key=lambda n: gradient[n]),
         all_gradients=overall(found["gradients"], base["gradients"]),
         weights=largest(relative(found["weights"][n], w) for n, w in base["weights"].items()),
         all_weights=overall(found["weights"], base["weights"]),
-        grad_norm=largest(abs(a / b - 1) for a, b in zip(found["grad_norms"], base["grad_norms"], strict=True)),
-        log_probs=largest(float((a - b).abs().max()) for a, b in zip(found["log_probs"], mine, strict=True)),
-        metrics={
-            name: abs(a[name] - value) for a, b in zip(found["metrics"], base["metrics"], strict=True) for name, value in b.items() if not name.startswith("perf/")
-        },
-    )  # fmt: skip
+        grad_norm=largest(pairs("grad_norms", lambda a, b: abs(a / b - 1))),
+        log_probs=largest(
+            float((a - b).abs().max()) for a, b in zip(found["log_probs"], local, strict=True)
+        ),
+        metrics=metrics,
+    )

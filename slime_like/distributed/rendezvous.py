@@ -24,7 +24,7 @@ from slime_like.errors import RunError
 
 RETRY_S = 0.2
 NAME_S = 10.0  # how long to retry resolving a host name
-MOST_NAMES = 16  # maximum number of missing ranks to list in a message
+MAX_NAMES = 16  # maximum number of missing ranks to list in a message
 BACKLOG = 4096  # all ranks connect at the same time, with several connections each
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ def _wait_for_listener(rendezvous: Rendezvous, deadline: float, timeout: timedel
         except OSError as error:
             if time.monotonic() > deadline:
                 raise rendezvous.failed(
-                    f"nobody listened there for {_words(timeout)} ({error.strerror or error}): a "
+                    f"nobody listened there for {_seconds(timeout)} ({error.strerror or error}): a "
                     "wrong address, a firewall, or rank 0 did not start; "
                     "--distributed-timeout-minutes waits longer"
                 ) from error
@@ -180,8 +180,8 @@ def _is_loopback(address: str) -> bool:
 
 def _in_use(rendezvous: Rendezvous) -> str:
     return (
-        f"port {rendezvous.port} of this host is in use by another program; give another MASTER_PORT, "
-        "or end that program"
+        f"port {rendezvous.port} of this host is in use by another program; give another "
+        "MASTER_PORT, or end that program"
     )
 
 
@@ -219,8 +219,8 @@ def _connect(rendezvous: Rendezvous, deadline: float, timeout: timedelta) -> dis
         raise rendezvous.failed(errors[0])
     if rendezvous.hosts:
         raise rendezvous.failed(
-            f"rank 0 listens on this host, and {rendezvous.host} leads elsewhere: MASTER_ADDR must be "
-            "the host of rank 0"
+            f"rank 0 listens on this host, and {rendezvous.host} leads elsewhere: MASTER_ADDR must "
+            "be the host of rank 0"
         )
     raise rendezvous.failed(
         "what listens there does not answer as rank 0 of a run would: the port is another "
@@ -240,9 +240,8 @@ def _wait_for_all(
             raise rendezvous.failed(f"another process says that it is rank {rendezvous.rank} too")
         while not store.check(everybody):
             if time.monotonic() > deadline:
-                raise rendezvous.failed(
-                    f"{_missing(store, rendezvous.world_size)} did not come within {_words(timeout)}"
-                )
+                ranks = _missing(store, rendezvous.world_size)
+                raise rendezvous.failed(f"{ranks} did not come within {_seconds(timeout)}")
             time.sleep(RETRY_S)
     except dist.DistError as error:  # rank 0 has given up and closed the store
         raise rendezvous.failed(
@@ -254,13 +253,13 @@ def _missing(store: dist.Store, world_size: int) -> str:
     ranks = [
         str(rank) for rank in range(world_size) if not store.check([f"slime_like/present/{rank}"])
     ]
-    more = f" and {len(ranks) - MOST_NAMES} more" if len(ranks) > MOST_NAMES else ""
-    return (
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks[:MOST_NAMES])}{more} of {world_size}"
-    )
+    named = ", ".join(ranks[:MAX_NAMES])
+    if len(ranks) > MAX_NAMES:
+        named += f" and {len(ranks) - MAX_NAMES} more"
+    return f"rank{'s' if len(ranks) > 1 else ''} {named} of {world_size}"
 
 
-def _words(timeout: timedelta) -> str:
+def _seconds(timeout: timedelta) -> str:
     return f"{timeout.total_seconds():g} s"
 
 

@@ -29,7 +29,10 @@ LAYOUTS: dict[str, tuple[dict[str, int], str]] = {
 # Plain gradient descent, so that rounding in the first step's gradient is not blown up. Far enough
 # that ratios leave the usual ranges.
 SUPERVISED = "supervised"
-COMMON = "--optimizer sgd --sgd-momentum 0 --lr 1.0 --clip-grad 0 --weight-decay 0 --num-steps-per-rollout 2 --micro-batch-size 2"
+COMMON = (
+    "--optimizer sgd --sgd-momentum 0 --lr 1.0 --clip-grad 0 --weight-decay 0 "
+    "--num-steps-per-rollout 2 --micro-batch-size 2"
+)
 
 
 def gradients(backend: MegatronBackend) -> dict[str, Tensor]:
@@ -84,8 +87,8 @@ def one_rank(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str,
 
 
 def two_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The chosen cases in each layout: metrics, and how far the gradient is from that of one process, by
-    its worst tensor."""
+    """The chosen cases in each layout: metrics, and how far the gradient is from that of one
+    process, by its worst tensor."""
     expected = torch.load(Path(arguments["out"]) / "gradients.pt", weights_only=True)
     result: dict[str, Any] = {}
     for layout_name, (sizes, more) in LAYOUTS.items():

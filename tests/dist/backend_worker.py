@@ -125,7 +125,8 @@ def make_trainer(folder: str, layout: ParallelLayout, out: str, flags: str) -> I
 
 
 def check_gate(folder: str, layout: ParallelLayout, out: str) -> dict[str, Any]:
-    """A log-prob pass that computes another model than the update: the run stops before any step."""
+    """A log-prob pass that computes another model than the update: the run stops before any
+    step."""
     flags = "--micro-batch-size 1 --num-steps-per-rollout 2"
     with make_trainer(folder, layout, out, flags) as trainer:
         before = optimizer_state(trainer.backend)
@@ -206,7 +207,10 @@ def check_non_finite(folder: str, ref: str, layout: ParallelLayout, out: str) ->
 def check_adaptive_entropy(folder: str, layout: ParallelLayout, out: str) -> dict[str, Any]:
     """Two optimizer steps with a bonus that has to rise, and a second trainer that goes on from the
     first one's state."""
-    flags = "--entropy-ctrl-type adaptive --entropy-target 100 --entropy-coef 0.001 --entropy-coef-delta 0.0005"
+    flags = (
+        "--entropy-ctrl-type adaptive --entropy-target 100 --entropy-coef 0.001 "
+        "--entropy-coef-delta 0.0005"
+    )
     with make_trainer(folder, layout, out, flags) as trainer:
         groups, _ = trainer.sampling.rollout_manager.generate(0)
         samples = [sample for group in groups for sample in group.samples]

@@ -33,25 +33,35 @@ def critics(flags: str) -> str:
 # name -> flags, of two processes
 PAIRS = {
     "TP2, critic PP2": f"{TP2} {critics('--tensor-model-parallel-size 1 ' + PP2)}",
-    "TP2 SP, critic DP2": f"{TP2} --sequence-parallel {critics('--tensor-model-parallel-size 1')} {DISTRIBUTED}",
-    "PP2, critic TP2 SP": f"{PP2} {critics('--pipeline-model-parallel-size 1 ' + TP2 + ' --sequence-parallel')}",
-    "PP2 VP2, critic CP2": f"{PP2} --num-virtual-stages-per-pipeline-rank 2 {critics('--pipeline-model-parallel-size 1 ' + CP2)}",
+    "TP2 SP, critic DP2": f"{TP2} --sequence-parallel {critics('--tensor-model-parallel-size 1')} "
+    f"{DISTRIBUTED}",
+    "PP2, critic TP2 SP": f"{PP2} "
+    f"{critics('--pipeline-model-parallel-size 1 ' + TP2 + ' --sequence-parallel')}",
+    "PP2 VP2, critic CP2": f"{PP2} --num-virtual-stages-per-pipeline-rank 2 "
+    f"{critics('--pipeline-model-parallel-size 1 ' + CP2)}",
     "DP2, critic TP2": f"{critics(TP2)} {DISTRIBUTED}",
     "DP2, critic PP2 VP2": critics(f"{PP2} --num-virtual-stages-per-pipeline-rank 2"),
     "CP2, critic TP2": f"{CP2} {critics('--context-parallel-size 1 ' + TP2)}",
 }
 SP = "--sequence-parallel"
 EXPERTS = {
-    "EP2, critic ETP2": f"--expert-model-parallel-size 2 {critics('--expert-model-parallel-size 1 ' + TP2 + ' ' + SP)}",
-    "TP2 EP2, critic EP2": f"{TP2} {SP} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 {critics('--tensor-model-parallel-size 1')}",
+    "EP2, critic ETP2": "--expert-model-parallel-size 2 "
+    f"{critics('--expert-model-parallel-size 1 ' + TP2 + ' ' + SP)}",
+    "TP2 EP2, critic EP2": f"{TP2} {SP} --expert-model-parallel-size 2 "
+    "--expert-tensor-parallel-size 1 "
+    f"{critics('--tensor-model-parallel-size 1')}",
 }
 # of four
 QUADS = {
-    "TP2 PP2, critic DP4": f"{TP2} {PP2} {critics('--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1')} {DISTRIBUTED}",
+    "TP2 PP2, critic DP4": f"{TP2} {PP2} "
+    f"{critics('--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1')} {DISTRIBUTED}",
     "DP4, critic TP2 PP2": f"{critics(TP2 + ' --sequence-parallel ' + PP2)}",
-    "TP2 DP2, critic PP2 DP2": f"{TP2} {critics('--tensor-model-parallel-size 1 ' + PP2)} --use-distributed-optimizer",
-    "PP4, critic TP2 CP2": f"--pipeline-model-parallel-size 4 {critics('--pipeline-model-parallel-size 1 ' + TP2 + ' ' + CP2)}",
-    "CP2 DP2, critic PP4": f"{CP2} {critics('--context-parallel-size 1 --pipeline-model-parallel-size 4')}",
+    "TP2 DP2, critic PP2 DP2": f"{TP2} {critics('--tensor-model-parallel-size 1 ' + PP2)} "
+    "--use-distributed-optimizer",
+    "PP4, critic TP2 CP2": "--pipeline-model-parallel-size 4 "
+    f"{critics('--pipeline-model-parallel-size 1 ' + TP2 + ' ' + CP2)}",
+    "CP2 DP2, critic PP4": f"{CP2} "
+    f"{critics('--context-parallel-size 1 --pipeline-model-parallel-size 4')}",
 }
 
 
@@ -90,10 +100,12 @@ def train(folder: str, layout: ParallelLayout, flags: str, out: str) -> dict[str
     if layout.rank == 0:
         torch.save(found, out)
     return dict(
-        values=[v.tolist() for v in values], dp_rank=own.dp_rank, dp_size=own.dp_size, layouts=[layout.describe(), own.describe()],
+        values=[v.tolist() for v in values], dp_rank=own.dp_rank, dp_size=own.dp_size,
+        layouts=[layout.describe(), own.describe()],
         alike=alike, shared=own is layout,
         critic_norms=[r.grad_norm for r in critic], policy_norms=[r.grad_norm for r in policy],
-        losses=[r.metrics["value_loss"] for r in critic], policy_losses=[r.metrics["loss"] for r in policy],
+        losses=[r.metrics["value_loss"] for r in critic],
+        policy_losses=[r.metrics["loss"] for r in policy],
     )  # fmt: skip
 
 

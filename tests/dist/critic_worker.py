@@ -22,7 +22,8 @@ STEPS = 3
 # a clip range that some values leave within three steps; see benchmarks/parity_table.py for Adam's
 # epsilon
 FLAGS = (
-    "--advantage-estimator ppo --lr 1e-3 --critic-lr 3e-3 --adam-eps 1e-4 --clip-grad 0.5 --weight-decay 0.1 --value-clip 0.1 "
+    "--advantage-estimator ppo --lr 1e-3 --critic-lr 3e-3 --adam-eps 1e-4 --clip-grad 0.5 "
+    "--weight-decay 0.1 --value-clip 0.1 "
     "--critic-lr-warmup-iters 1 "
 )
 # name -> (tensor, pipeline, virtual, context, flags)
@@ -113,7 +114,8 @@ def train(folder: str, layout: ParallelLayout, flags: str, out: str) -> dict[str
     )
     return dict(
         values=[v.tolist() for v in values], dp_rank=layout.dp_rank, policy_is_untouched=same,
-        losses=[r.metrics["value_loss"] for r in results], clipped=[r.metrics["value_clip_active"] for r in results],
+        losses=[r.metrics["value_loss"] for r in results],
+        clipped=[r.metrics["value_clip_active"] for r in results],
         grad_norms=[r.grad_norm for r in results], lrs=[r.learning_rate for r in results],
     )  # fmt: skip
 
@@ -131,7 +133,9 @@ def skipped(folder: str, layout: ParallelLayout, flags: str) -> dict[str, Any]:
         handle.remove()
     policy = backend.update(share(random_samples(1), layout))
     return dict(
-        skipped=result.skipped, same=all(torch.equal(before[name], after[name]) for name in before), policy_skipped=policy.skipped,
+        skipped=result.skipped,
+        same=all(torch.equal(before[name], after[name]) for name in before),
+        policy_skipped=policy.skipped,
         warning=gate.check(result.skipped, result.grad_norm),
     )  # fmt: skip
 

@@ -86,7 +86,8 @@ def one_rank(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str,
 
 
 def two_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Metrics of each of arguments["cases"], and how far its gradients are from those of one process."""
+    """Metrics of each of arguments["cases"], and how far its gradients are from those of one
+    process."""
     expected = torch.load(Path(arguments["out"]) / "gradients.pt", weights_only=True)
     result = {}
     for case in arguments["cases"]:

@@ -68,14 +68,18 @@ def two_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str
         late="it took too long",
     )
     return {
-        "values": [zero(lambda: ["of", rank]), zero(lambda: rank, group), collectives.share(rank), slow(), collectives.gather(rank)],
+        "values": [zero(lambda: ["of", rank]), zero(lambda: rank, group), collectives.share(rank),
+            slow(), collectives.gather(rank)],
         "own": [one, collectives.on_rank_zero(lambda: (x for x in "stays")) is not None],
         "zero": [told(partial(zero, partial(fail, error))) for error in errors],
         "stays": told(lambda: collectives.on_rank_zero(lambda: fail(ValueError("not there")))),
-        "second": told(lambda: collectives.together(lambda: fail(OSError("on rank 1")) if rank else None)),
+        "second": told(
+            lambda: collectives.together(lambda: fail(OSError("on rank 1")) if rank else None)
+        ),
         "travels": told(lambda: zero(lambda: (x for x in "no pickle")))[:1],
         "late": told(late),
-        "thread": told(partial(collectives.from_rank_zero_within, lambda: fail(ValueError("in a thread")), None, timeout_s=30, late="late")),
+        "thread": told(partial(collectives.from_rank_zero_within,
+            lambda: fail(ValueError("in a thread")), None, timeout_s=30, late="late")),
     }  # fmt: skip
 
 

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="name-defined"
 """What a hostile program tries, as a script: prints a line of JSON, ``{attempt: outcome}``.
 
-Runs in a sandbox, where every outcome has to be "refused", and outside, where it shows that the attempt is a real one. Everything
-is harmless: signals 0, broken arguments that reach the kernel's own checks, and files below FOLDER.
-The names OUTSIDE (whether), VICTIM (a process), FOLDER, PORT and SHM (System V segment) are set in front of this text.
-"""
+Runs in a sandbox, where every outcome has to be "refused", and outside, where it shows that the
+attempt is a real one. Everything is harmless: signals 0, broken arguments that reach the kernel's
+own checks, and files below FOLDER. The names OUTSIDE (whether), VICTIM (a process), FOLDER, PORT
+and SHM (System V segment) are set in front of this text."""
 
 # ruff: noqa: F821, SIM115, RUF059
 import ctypes
@@ -197,7 +197,9 @@ def system_call():
 SECRET = FOLDER + "/secret"
 STEPS = {
     "read a secret": lambda: open(SECRET).read(),
-    "open a secret by O_PATH, then read": lambda: open(f"/proc/self/fd/{os.open(SECRET, os.O_PATH)}").read(),
+    "open a secret by O_PATH, then read": lambda: open(
+        f"/proc/self/fd/{os.open(SECRET, os.O_PATH)}"
+    ).read(),
     "list a folder": lambda: os.listdir(FOLDER),
     "scan a folder": lambda: list(os.scandir(FOLDER)),
     "passwords": lambda: open("/etc/passwd").read(),
@@ -213,7 +215,8 @@ STEPS = {
     "truncate a file": lambda: os.truncate(SECRET, 10),
     "write to the installation": copied_library,
     "anonymous file": anonymous_file,
-    "shared memory": lambda: open("/dev/shm/slime_like_attempt", "w").close() or os.unlink("/dev/shm/slime_like_attempt"),
+    "shared memory": lambda: open("/dev/shm/slime_like_attempt",
+        "w").close() or os.unlink("/dev/shm/slime_like_attempt"),
     "chmod": lambda: os.chmod(SECRET, 0o644),
     "chown": lambda: os.chown(SECRET, os.getuid(), -1),
     "utime": lambda: os.utime(SECRET),
@@ -250,7 +253,8 @@ STEPS = {
     "double fork with a session": lambda: os.fork() or (os.setsid(), os._exit(0)),
     "nice of another": lambda: os.setpriority(os.PRIO_PROCESS, VICTIM, 1),
     "affinity of another": lambda: os.sched_setaffinity(VICTIM, os.sched_getaffinity(0)),
-    "SCHED_IDLE for another": lambda: os.sched_setscheduler(VICTIM, os.SCHED_IDLE, os.sched_param(0)),
+    "SCHED_IDLE for another": lambda: os.sched_setscheduler(VICTIM, os.SCHED_IDLE,
+        os.sched_param(0)),
 }  # fmt: skip
 
 

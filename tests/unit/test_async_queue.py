@@ -1,4 +1,5 @@
-"""Rollouts sampled ahead, in a checkpoint: the resumed queue hands out the same groups, bit by bit."""
+"""Rollouts sampled ahead, in a checkpoint: the resumed queue hands out the same groups, bit by
+bit."""
 
 from __future__ import annotations
 

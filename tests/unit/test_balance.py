@@ -1,4 +1,5 @@
-"""Sequences over ranks and into rows: nothing lost, nobody empty, loads near equal, budgets kept."""
+"""Sequences over ranks and into rows: nothing lost, nobody empty, loads near equal, budgets
+kept."""
 
 from __future__ import annotations
 

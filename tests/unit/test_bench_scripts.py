@@ -219,7 +219,8 @@ def test_methods_of_the_training_step_compute_the_same() -> None:
 def test_a_server_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every way answers, every client is served, and one that floods takes nothing from the others."""
+    """Every way answers, every client is served, and one that floods takes nothing from the
+    others."""
     monkeypatch.setattr(
         "sys.argv",
         [

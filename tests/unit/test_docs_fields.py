@@ -16,7 +16,10 @@ def test_a_comment_behind_comes_before_those_above() -> None:
 
 
 def test_a_docstring_is_split_at_fields_at_the_start_of_sentences() -> None:
-    text = "One row. a, b: [T] int64,\nor none: see b. c: a number (d: not here). x: no field.\n\nd: last. The end."
+    text = (
+        "One row. a, b: [T] int64,\nor none: see b. c: a number (d: not here). x: no field.\n\n"
+        "d: last. The end."
+    )
     assert split_fields(text, {"a", "b", "c", "d"}) == (
         "One row.",
         {

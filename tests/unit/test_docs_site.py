@@ -47,9 +47,13 @@ def test_links_of_a_page_lead_to_places_of_the_site(target: str, there: str | No
 
 
 def test_what_is_changed_for_the_site() -> None:
-    text = "Read [this](docs/en/moe.md#experts), [all](slime_like), [x](https://x.y) and:\n- ![a](docs/images/demo.png)\n- b\n```text\n[this](docs/en/moe.md)\n```\n"
+    text = (
+        "Read [this](docs/en/moe.md#experts), [all](slime_like), [x](https://x.y) and:\n"
+        "- ![a](docs/images/demo.png)\n- b\n```text\n[this](docs/en/moe.md)\n```\n"
+    )
     assert for_the_site(text, "README.md", "index.md") == (
-        "Read [this](en/moe.md#experts), all, [x](https://x.y) and:\n\n- ![a](images/demo.png)\n- b\n```text\n[this](docs/en/moe.md)\n```\n"
+        "Read [this](en/moe.md#experts), all, [x](https://x.y) and:\n\n- ![a](images/demo.png)\n"
+        "- b\n```text\n[this](docs/en/moe.md)\n```\n"
     )
     assert (
         for_the_site("[a](../../train.py)", "docs/en/x.md", "en/x.md")

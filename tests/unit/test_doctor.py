@@ -18,7 +18,7 @@ import pytest
 from slime_like import doctor
 from slime_like.cli import self_test
 from slime_like.cli.self_test import finish, start
-from slime_like.doctor import EXTRAS, THINGS, Dependency, ports, report
+from slime_like.doctor import DEPENDENCIES, EXTRAS, Dependency, ports, report
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -127,4 +127,4 @@ def test_a_missing_program_is_no_obstacle() -> None:
 def test_every_dependency_is_looked_for() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = {re.match(r"[\w-]+", line)[0].lower() for line in project["dependencies"]}  # type: ignore[index]
-    assert needed == {thing.package for thing in THINGS if thing.required}
+    assert needed == {thing.package for thing in DEPENDENCIES if thing.required}

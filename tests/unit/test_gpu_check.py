@@ -1,5 +1,5 @@
-"""`make gpu-check` without a GPU: goals, rows of checks that fail or do not end, the command lines of
-its models, and (extended) every check at tiny sizes."""
+"""`make gpu-check` without a GPU: goals, rows of checks that fail or do not end, the command lines
+of its models, and (extended) every check at tiny sizes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def test_a_check_is_a_process_with_a_limit() -> None:
 def test_the_models_are_qwens(tmp_path: Path) -> None:
     """Their command lines are taken, and describe Qwen3-0.6B and Qwen3-1.7B."""
     flags = (
-        f"--debug-train-only --load-debug-rollout-data {tmp_path}/{{rollout_id}} --num-rollout 1 --lr 1e-4 --bf16 "
+        f"--debug-train-only --load-debug-rollout-data {tmp_path}/{{rollout_id}} --num-rollout 1 "
+        "--lr 1e-4 --bf16 "
         f"--rollout-batch-size 4 --n-samples-per-prompt 8 {RECOMPUTE}"
     )
     for model, hidden, inner in (("0.6B", 1024, 3072), ("1.7B", 2048, 6144)):

@@ -27,7 +27,8 @@ def stop(*_):
     pathlib.Path(os.environ["SLIME_LIKE_STATUS_FILE"]).write_text(os.environ["RECORD_STATUS"])
     sys.exit(1)
 signal.signal(signal.SIGTERM, stop)
-out.with_suffix(".tmp").write_text(json.dumps({{"argv": sys.argv[1:], "folder": os.getcwd(), "pid": os.getpid()}}))
+record = {{"argv": sys.argv[1:], "folder": os.getcwd(), "pid": os.getpid()}}
+out.with_suffix(".tmp").write_text(json.dumps(record))
 out.with_suffix(".tmp").rename(out)
 time.sleep(float(os.environ.get("RECORD_WAIT_S", "0")))
 """
@@ -84,10 +85,13 @@ def test_a_missing_setting_for_one_gpu_is_named() -> None:
 # What SLURM's commands do, here: srun runs this node's task, scontrol and scancel write down that
 # they were called.
 COMMANDS = {
-    "srun": 'echo "$@" > "$RECORD.srun"; while [[ $1 != bash ]]; do shift; done; SLURM_STEP_ID=7 SLURM_STEP_NUM_NODES=2 exec "$@"',
+    "srun": 'echo "$@" > "$RECORD.srun"; while [[ $1 != bash ]]; do shift; done; '
+    'SLURM_STEP_ID=7 SLURM_STEP_NUM_NODES=2 exec "$@"',
     # a reader that leaves after the first line would end this by SIGPIPE
-    "scontrol": 'if [[ $1 == requeue ]]; then echo "$2" > "$RECORD.requeued"; exit "$REQUEUE"; fi; echo alpha; sleep 0.1; echo beta',
-    "scancel": 'echo "$@" > "$RECORD.scancel"; kill -TERM "$(grep -o "pid\\": [0-9]*" "$RECORD" | grep -o "[0-9]*$")"',
+    "scontrol": 'if [[ $1 == requeue ]]; then echo "$2" > "$RECORD.requeued"; exit "$REQUEUE"; fi; '
+    "echo alpha; sleep 0.1; echo beta",
+    "scancel": 'echo "$@" > "$RECORD.scancel"; '
+    'kill -TERM "$(grep -o "pid\\": [0-9]*" "$RECORD" | grep -o "[0-9]*$")"',
     # somebody listens on the first node when the second asks
     "timeout": "exit $((SLURM_NODEID == 0))",
     "sleep": "",  # the script that waits for SLURM to end it

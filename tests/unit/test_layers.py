@@ -283,7 +283,8 @@ def test_relative_imports_are_not_used() -> None:
     """They would escape the rules above."""
     relative = [
         module for module, path in MODULES.items()
-        if any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(syntax_of(path)))
+        if any(isinstance(node,
+            ast.ImportFrom) and node.level for node in ast.walk(syntax_of(path)))
     ]  # fmt: skip
     assert not relative
 
@@ -291,7 +292,8 @@ def test_relative_imports_are_not_used() -> None:
 def test_megatron_is_imported_only_where_it_belongs() -> None:
     elsewhere = [
         module for module, path in MODULES.items()
-        if not is_in(module, MAY_IMPORT_MEGATRON) and any(is_in(name, ("megatron",)) for name in imports_of(path))
+        if not is_in(module,
+            MAY_IMPORT_MEGATRON) and any(is_in(name, ("megatron",)) for name in imports_of(path))
     ]  # fmt: skip
     assert not elsewhere
 

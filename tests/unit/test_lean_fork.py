@@ -54,7 +54,8 @@ with Grader(rm_type="task", rm_num_workers=1, rm_timeout_s=60) as grader:
         lines = ["AnonHugePages: -1024 kB"]
 lean_fork.settle(lean_fork.map_of_memory())
 own = open("/proc/self/smaps_rollup").read().splitlines()
-found = [int(l.split()[1]) // 1024 for part in (lines, own) for l in part if l.startswith("AnonHuge")]
+huge = [line for line in (*lines, *own) if line.startswith("AnonHuge")]
+found = [int(line.split()[1]) // 1024 for line in huge]
 print(*found)
 """
 

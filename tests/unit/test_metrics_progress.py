@@ -93,7 +93,8 @@ def test_plain_lines_are_aligned_and_complete(clock: Clock) -> None:
     assert len(lines) == 12
     assert len(set(map(len, lines))) == 1
     assert re.match(
-        r"rollout  2/12  reward +0\.2500  kl +nan  step_s +2\.00  eval/sums +0\.1250  eta +0:00:20  \[generate 2\.00\]$",
+        r"rollout  2/12  reward +0\.2500  kl +nan  step_s +2\.00  eval/sums +0\.1250  "
+        r"eta +0:00:20  \[generate 2\.00\]$",
         lines[1],
     )
 
@@ -167,7 +168,8 @@ def test_engines_side_by_side() -> None:
     ]
     told = dict(zip(HEAD, table_row("plain", rows), strict=True))
     assert told == {
-        "run": "plain", "rollouts": "2", "score": "0.400 -> 0.900", "whole": "12.5", "sampling": "6.0", "waiting": "6.0", "training": "2.5",
+        "run": "plain", "rollouts": "2", "score": "0.400 -> 0.900", "whole": "12.5",
+        "sampling": "6.0", "waiting": "6.0", "training": "2.5",
         "weights": "1.0", "evaluation": "2.0", "overlap": "0%",
     }  # fmt: skip
     ahead = [row | {"perf/sampling_s": 5.0} for row in rows if "rollout/reward_mean" in row]

@@ -28,8 +28,10 @@ from tests.unit.test_losses_invariance import VARIANTS, legal
 # Operations whose result the host must see, or whose size depends on values. A mask as an index is
 # one of them too.
 WAITING = {
-    "aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::unique_consecutive",
-    "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::bincount", "aten::repeat_interleave", "aten::histc", "aten::argwhere",
+    "aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal", "aten::nonzero",
+    "aten::masked_select", "aten::unique_consecutive",
+    "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::bincount",
+    "aten::repeat_interleave", "aten::histc", "aten::argwhere",
 }  # fmt: skip
 
 
@@ -84,9 +86,12 @@ def micro_batch(seed: int) -> LossInputs:
         return -1.0 + scale * torch.randn(count, generator=g)
 
     return LossInputs(
-        log_probs=near().requires_grad_(), loss_mask=torch.rand(count, generator=g) < 0.7, loss_weights=torch.full((count,), 0.01),
-        seq_ids=torch.arange(count) // 8, num_seqs=5, advantages=near(1.0), old_log_probs=near(), rollout_log_probs=near(), ref_log_probs=near(),
-        entropy=-near(), rewards=near(1.0), nll_weights=torch.full((count,), 0.01), keep_mask=torch.rand(count, generator=g) < 0.9,
+        log_probs=near().requires_grad_(), loss_mask=torch.rand(count, generator=g) < 0.7,
+        loss_weights=torch.full((count,), 0.01),
+        seq_ids=torch.arange(count) // 8, num_seqs=5, advantages=near(1.0), old_log_probs=near(),
+        rollout_log_probs=near(), ref_log_probs=near(),
+        entropy=-near(), rewards=near(1.0), nll_weights=torch.full((count,), 0.01),
+        keep_mask=torch.rand(count, generator=g) < 0.9,
     )  # fmt: skip
 
 

@@ -13,10 +13,11 @@ import pytest
 import slime_like
 
 PUBLIC = """
-ConfigError GenerateOutput GenerateRequest LocalEngine MegatronBackend ParallelLayout Prompt RolloutEngine RunConfig RunError
-Sample SampleGroup SampleStatus SamplingParams StepResult TrainBatch TrainSample Trainer __version__ advantage_estimators
-compute_advantages compute_off_policy_correction compute_policy_loss kl_estimate parse_args policy_losses process_groups
-reduction_weights token_weights value_loss
+ConfigError GenerateOutput GenerateRequest LocalEngine MegatronBackend ParallelLayout Prompt
+RolloutEngine RunConfig RunError Sample SampleGroup SampleStatus SamplingParams StepResult
+TrainBatch TrainSample Trainer __version__ advantage_estimators compute_advantages
+compute_off_policy_correction compute_policy_loss kl_estimate parse_args policy_losses
+process_groups reduction_weights token_weights value_loss
 """
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -67,6 +68,9 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
-    code = "import sys, slime_like; print([m for m in ('torch', 'megatron', 'transformers') if m in sys.modules])"
+    code = (
+        "import sys, slime_like; print([m for m in ('torch', 'megatron', 'transformers') if m in "
+        "sys.modules])"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"

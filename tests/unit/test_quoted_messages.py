@@ -25,7 +25,8 @@ MESSAGE = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
 METRIC = re.compile(r"\w+/\w+")
 # what stands in for a value: of a message of the code, any expression in braces
 VALUES = re.compile(
-    r"rank 1 \(host \.\.\., process \.\.\.\)|rank \.\.\.|;|\.\.\.|\[[\d, ]+\]|\d+|policy/__\S+\.distcp|os\.system|hidden_size|decoder\.layers"
+    r"rank 1 \(host \.\.\., process \.\.\.\)|rank \.\.\.|;|\.\.\.|\[[\d, ]+\]|\d+"
+    r"|policy/__\S+\.distcp|os\.system|hidden_size|decoder\.layers"
     r"|checksums|'default'|problems"
 )
 

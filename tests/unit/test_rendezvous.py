@@ -31,7 +31,10 @@ def cannot_meet(meeting: Rendezvous, timeout: timedelta = SHORT, most_s: float =
     with pytest.raises(RunError) as raised:
         join_rendezvous(meeting, timeout)
     assert time.monotonic() - start < most_s
-    where = f"rank {meeting.rank} of {meeting.world_size} on host {HERE} could not meet the others at {meeting.host}:{meeting.port} "
+    where = (
+        f"rank {meeting.rank} of {meeting.world_size} on host {HERE} could not meet the others at "
+        f"{meeting.host}:{meeting.port} "
+    )
     assert str(raised.value).startswith(where)
     return str(raised.value).removeprefix(where)
 

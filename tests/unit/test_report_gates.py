@@ -80,8 +80,10 @@ ENDINGS = {
     "trainer and engine give the same log-probs": difference,
     "stale tokens: trainer and engine are near": lambda: difference("stale tokens: "),
     "staleness, in weight versions": lambda: check_staleness([sample(0, 1, "abc", 1.0)], 9, 1, "x"),
-    "gradients are finite, else the step is skipped": lambda: SkippedStepGuard(1).check(True, math.inf),
-    "the critic's gradients are finite": lambda: SkippedStepGuard(1, owner="critic's ").check(True, math.nan),
+    "gradients are finite, else the step is skipped": lambda: SkippedStepGuard(1).check(True,
+        math.inf),
+    "the critic's gradients are finite": lambda: SkippedStepGuard(1, owner="critic's ").check(True,
+        math.nan),
     "the loss and what it is made of are finite": not_finite,
     "the update computes the log-probs of the log-prob pass": lambda: check_old_log_probs(
         0.1, same_packing=True, half_precision=False

@@ -19,8 +19,10 @@ from slime_like.rewards.evaluation import is_harmless, watched
 from slime_like.rewards.registry import rewards
 
 ARITHMETIC = (
-    *("42", "-1.5e3", "[1, 2, 3]", "[[0, 1], [1, 0]]", "{1: (2, 3)}", "((1 + 2) * 3)", "1 < 2", "3 in [3]", "not 0"),
-    *("['a', \"b_c\"]", "['-69', '-13']", "max(2, 3)", "{1, 2}", "round(2.5)", "float('nan') < 1", "'%s' % 2"),
+    *("42", "-1.5e3", "[1, 2, 3]", "[[0, 1], [1, 0]]", "{1: (2, 3)}", "((1 + 2) * 3)", "1 < 2",
+        "3 in [3]", "not 0"),
+    *("['a', \"b_c\"]", "['-69', '-13']", "max(2, 3)", "{1, 2}", "round(2.5)", "float('nan') < 1",
+        "'%s' % 2"),
 )  # fmt: skip
 OF_SYMPY = (
     *(
@@ -45,14 +47,20 @@ OF_SYMPY = (
 )
 # evaluated as Python they could change how later answers are scored, or reach what does
 REFUSED = (
-    *("'a'.upper()", "[1][0]", "(lambda: 1)()", "[x for x in [1]]", "(y := 1)", "[*[1], *'ab'][0]", "print()"),
-    *("__import__('os')", "setattr(int, 'a', 1)", "eval('1')", "exec('a = 1')", "globals()", "vars(int)", "().__class__"),
-    *("int('1', base=8)", "open('/etc/passwd')", "type('T', (int,), {})", "f'{1}'", "getattr(1, 'real')", "__builtins__"),
-    *("next(iter([1]))", "iter", "str | help", "dict(a=1)", "max([1], key=print)", "int and print", "int if int else 2"),
+    *("'a'.upper()", "[1][0]", "(lambda: 1)()", "[x for x in [1]]", "(y := 1)", "[*[1], *'ab'][0]",
+        "print()"),
+    *("__import__('os')", "setattr(int, 'a', 1)", "eval('1')", "exec('a = 1')", "globals()",
+        "vars(int)", "().__class__"),
+    *("int('1', base=8)", "open('/etc/passwd')", "type('T', (int,), {})", "f'{1}'",
+        "getattr(1, 'real')", "__builtins__"),
+    *("next(iter([1]))", "iter", "str | help", "dict(a=1)", "max([1], key=print)", "int and print",
+        "int if int else 2"),
 )  # fmt: skip
 REFUSED_BY_SYMPY = (
-    *("__import__('os')", "S('__import__(\"os\")')", "sin('setattr(int, \"a\", 1)')", "x.subs(x, 1)", "var('q')"),
-    *("Function('f', 1)", "Function('f', (Symbol,), {'__eq__': Max})(1)", "Function(Symbol('f'))", "Dummy()"),
+    *("__import__('os')", "S('__import__(\"os\")')", "sin('setattr(int, \"a\", 1)')",
+        "x.subs(x, 1)", "var('q')"),
+    *("Function('f', 1)", "Function('f', (Symbol,), {'__eq__': Max})(1)", "Function(Symbol('f'))",
+        "Dummy()"),
     *("lambdify(x, x)", "Symbol('x', real=True)", "Function('f', real=True)(2)", "Lambda(x, x)"),
 )  # fmt: skip
 
@@ -153,8 +161,10 @@ def rows(name: str, count: int) -> tuple[Any, list[tuple[str, dict[str, Any]]]]:
 
 
 EVALUATE = (
-    *("binary_matrix", "bitwise_arithmetic", "countdown", "intermediate_integration", "n_queens", "number_sorting"),
-    *("polynomial_multiplication", "puzzle24", "simple_integration", "spiral_matrix", "string_insertion"),
+    *("binary_matrix", "bitwise_arithmetic", "countdown", "intermediate_integration", "n_queens",
+        "number_sorting"),
+    *("polynomial_multiplication", "puzzle24", "simple_integration", "spiral_matrix",
+        "string_insertion"),
 )  # fmt: skip
 
 

@@ -27,7 +27,8 @@ def test_what_a_reward_prints_is_bounded(
 ) -> None:
     path = write(
         tmp_path,
-        "def score(args, sample):\n    print('\\x1b[31mred')\n    print('x' * 10_000_000)\n    return 1\n",
+        "def score(args, sample):\n    print('\\x1b[31mred')\n    print('x' * 10_000_000)\n"
+        "    return 1\n",
     )
     with Grader(custom_rm_path=path, rm_num_workers=1, rm_timeout_s=100) as grader:
         assert [s.reward for s in grader.grade([make(i) for i in range(3)])] == [1.0] * 3
@@ -40,7 +41,8 @@ def test_what_a_reward_prints_is_bounded(
 def test_reasons_are_clean(tmp_path: Path) -> None:
     path = write(
         tmp_path,
-        "import json\ndef score(args, sample):\n    if sample.index == 0:\n        raise ValueError('a\\nb \\x1b[2J \\ud800 http://u:p@h/')\n"
+        "import json\ndef score(args, sample):\n    if sample.index == 0:\n"
+        "        raise ValueError('a\\nb \\x1b[2J \\ud800 http://u:p@h/')\n"
         "    if sample.index == 1:\n        return json.loads('{')\n    return float('inf')\n",
     )
     with Grader(custom_rm_path=path, rm_num_workers=1, rm_timeout_s=100) as grader:

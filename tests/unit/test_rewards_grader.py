@@ -50,7 +50,8 @@ def test_a_graded_sample_is_the_sample_with_its_reward(custom):
 
 @pytest.fixture
 def custom(tmp_path):
-    """custom(source, ...) -> a Grader of the function `score` in that source; closed with the test."""
+    """custom(source, ...) -> a Grader of the function `score` in that source; closed with the
+    test."""
     graders = []
 
     def build(source, **options):
@@ -147,7 +148,7 @@ def test_a_row_names_its_own_reward():
         assert [s.reward for s in grader.grade(samples)] == [1.0, 1.0, 0.0]
         with pytest.raises(
             ValueError,
-            match=r"sample 3: metadata rm_type 'maths': unknown reward; legal values: code, .*exact_match, .*gsm8k",
+            match=r"sample 3: metadata rm_type 'maths': .* code, .*exact_match, .*gsm8k",
         ):
             grader.grade([make(3, metadata={"rm_type": "maths"})])
 
@@ -195,18 +196,19 @@ def test_a_reward_that_is_not_there(monkeypatch):
     """A command line with one is refused by `arguments`; a row may still name one."""
     with pytest.raises(
         ValueError,
-        match=r"sample 5: --rm-type 'maths': unknown reward; legal values: .*exact_match, .*gsm8k, .*math",
+        match=r"sample 5: --rm-type 'maths': .*exact_match, .*gsm8k, .*math",
     ):
         Grader(rm_type="maths").grade([make(5)])
     with pytest.raises(
         ValueError,
-        match="sample 5: no reward: give --rm-type, --custom-rm-path, or --rm-type-from-metadata and",
+        match="sample 5: no reward: give --rm-type, --custom-rm-path, or --rm-type-from-metadata "
+        "and",
     ):
         Grader().grade([make(5)])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
         ValueError,
-        match=r"the reward math needs math-verify; install it with: pip install 'slime_like\[tasks\]'",
+        match=r"reward math needs math-verify; .* pip install 'slime_like\[tasks\]'",
     ):
         Grader(rm_type="math").grade([make(5)])
 
@@ -216,8 +218,10 @@ def test_custom_function_sees_the_sample_and_the_settings(custom):
         """
         def score(args, sample, **kwargs):
             assert not kwargs
-            assert (sample.prompt, sample.response, sample.label, sample.metadata) == ("prompt 6", "réponse", {"a": (1,)}, {"k": [1]})
-            assert (sample.tokens, sample.response_length, sample.status) == ([1, 2, 3, 4], 2, "truncated")
+            assert (sample.prompt, sample.response) == ("prompt 6", "réponse")
+            assert (sample.label, sample.metadata) == ({"a": (1,)}, {"k": [1]})
+            assert (sample.tokens, sample.response_length) == ([1, 2, 3, 4], 2)
+            assert sample.status == "truncated"
             assert (sample.index, sample.group_index) == (6, 1)
             assert (args.reward_key, args.max_abs_reward) == (None, 9.0)
             print("this goes to standard error")
@@ -233,7 +237,8 @@ def test_custom_function_sees_the_sample_and_the_settings(custom):
 
 def test_workers_do_not_load_torch_and_stay(custom):
     grader = custom(
-        "import sys, os\ndef score(args, sample):\n    return {'torch': float('torch' in sys.modules), 'pid': os.getpid()}\n",
+        "import sys, os\ndef score(args, sample):\n"
+        "    return {'torch': float('torch' in sys.modules), 'pid': os.getpid()}\n",
         reward_key="torch",
         rm_num_workers=1,
     )
@@ -244,7 +249,8 @@ def test_workers_do_not_load_torch_and_stay(custom):
 
 def test_order_is_kept_over_workers(custom):
     grader = custom(
-        "import time\ndef score(args, sample):\n    time.sleep(0.05 if sample.index % 3 == 0 else 0)\n    return sample.index\n",
+        "import time\ndef score(args, sample):\n"
+        "    time.sleep(0.05 if sample.index % 3 == 0 else 0)\n    return sample.index\n",
         rm_num_workers=3,
     )
     assert [s.reward for s in grader.grade([make(i) for i in range(30)])] == list(range(30))
@@ -350,7 +356,8 @@ def test_values_that_leave_the_baseline_and_samples_that_fail(custom, caplog, ca
         (
             "{'score': 1, 'x': 2}",
             {},
-            "returned a dict with the keys 'score', 'x'; name the one to train on with --reward-key",
+            "returned a dict with the keys 'score', 'x'; name the one to train on with "
+            "--reward-key",
         ),
         (
             "{'score': 1}",
@@ -459,7 +466,8 @@ def test_workers_die_with_the_program(tmp_path, body):
 def test_a_program_that_ends_normally_leaves_no_process(tmp_path):
     file = tmp_path / "reward.py"
     file.write_text(
-        f"import os\ndef score(args, sample):\n    open({str(tmp_path / 'pids')!r}, 'a').write(f'{{os.getpid()}} ')\n    return 1\n"
+        "import os\ndef score(args, sample):\n"
+        f"    open({str(tmp_path / 'pids')!r}, 'a').write(f'{{os.getpid()}} ')\n    return 1\n"
     )
     subprocess.run(
         [sys.executable, "-c", PROGRAM, f"{file}:score"], cwd=ROOT, check=True, timeout=100
@@ -484,12 +492,14 @@ def test_an_idle_worker_that_was_killed_is_replaced(custom):
 
 def test_a_worker_that_cannot_start(custom, tmp_path):
     grader = custom(
-        f"import os\nif {os.getpid()} != os.getpid():\n    raise OSError('no licence')\ndef score(args, sample):\n    return 1\n"
+        f"import os\nif {os.getpid()} != os.getpid():\n    raise OSError('no licence')\n"
+        "def score(args, sample):\n    return 1\n"
     )
     with pytest.raises(RuntimeError, match=r"a reward worker cannot start: .*no licence"):
         grader.grade([make(0)])
     grader = custom(
-        f"import os\nif {os.getpid()} != os.getpid():\n    os._exit(4)\ndef score(args, sample):\n    return 1\n"
+        f"import os\nif {os.getpid()} != os.getpid():\n    os._exit(4)\ndef score(args, sample):\n"
+        "    return 1\n"
     )
     with pytest.raises(RuntimeError, match=r"ended before it was ready \(exit code 4\)"):
         grader.grade([make(0)])
@@ -535,7 +545,8 @@ def test_one_sample_that_blocks_the_event_loop_does_not_take_the_others(custom):
 
 def test_async_callable_object(custom):
     grader = custom(
-        "class Judge:\n    async def __call__(self, args, sample):\n        return 0.5\nscore = Judge()\n"
+        "class Judge:\n    async def __call__(self, args, sample):\n        return 0.5\n"
+        "score = Judge()\n"
     )
     assert grader.grade([make(0)])[0].reward == 0.5
 

@@ -1,6 +1,6 @@
-"""The reward of verifiable instructions: what is handed to the verifiers of the package ``ifbench``,
-and how their verdicts are read. A package with the same protocol is in its place, unless that is
-installed."""
+"""The reward of verifiable instructions: what is handed to the verifiers of the package
+``ifbench``, and how their verdicts are read. A package with the same protocol is in its place,
+unless that is installed."""
 
 from __future__ import annotations
 

@@ -171,7 +171,8 @@ def test_a_function_of_groups(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("body", "words"),
-    [("return 1.0", "sample 0: .* returned float for a group of 2 samples"), ("return [1.0]", "returned 1 rewards for a group of 2"),
+    [("return 1.0", "sample 0: .* returned float for a group of 2 samples"),
+        ("return [1.0]", "returned 1 rewards for a group of 2"),
      ("return [1.0, 'x']", "sample 1: .* returned str")],
 )  # fmt: skip
 def test_a_function_of_groups_that_returns_something_else(

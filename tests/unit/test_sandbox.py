@@ -48,7 +48,8 @@ def test_a_program_runs_with_its_input() -> None:
     assert run("print(len(input()))", stdin="x" * 2**20).stdout == f"{2**20}\n"
     assert (
         run(
-            "import threading\nt = threading.Thread(target=print, args=('in a thread',))\nt.start()\nt.join()"
+            "import threading\nt = threading.Thread(target=print, args=('in a thread',))\n"
+            "t.start()\nt.join()"
         ).stdout
         == "in a thread\n"
     )
@@ -88,7 +89,8 @@ def test_processor_time_ends_a_program_before_its_deadline() -> None:
 
 ESCAPES = (
     "os.system('echo escaped')",
-    "print(subprocess.run(['/bin/sh', '-c', 'echo escaped'], capture_output=True, text=True).stdout)",
+    "print(subprocess.run(['/bin/sh', '-c', 'echo escaped'], capture_output=True, "
+    "text=True).stdout)",
     "print('escaped' if os.fork() == 0 else '')",
     "pid = os.posix_spawn('/bin/echo', ['echo', 'escaped'], {}); os.waitpid(pid, 0)",
     "os.execv('/bin/echo', ['echo', 'escaped'])",
@@ -107,7 +109,10 @@ def test_no_shell_and_no_other_process(attack: str) -> None:
 
 
 def test_a_fork_bomb_makes_no_process() -> None:
-    bomb = "import os\nmade = 0\nfor i in range(200):\n    try:\n        made += os.fork() > 0\n    except OSError:\n        pass\nprint('made', made)"
+    bomb = (
+        "import os\nmade = 0\nfor i in range(200):\n    try:\n        made += os.fork() > 0\n"
+        "    except OSError:\n        pass\nprint('made', made)"
+    )
     assert run(bomb).stdout == "made 0\n"
     before = len(os.listdir("/proc"))
     assert (
@@ -194,14 +199,19 @@ def test_nobody_is_reached(
     lacking = {**confinement.missing(), **dict.fromkeys(without, "left out by a test")}
     monkeypatch.setattr(confinement, "_missing", lacking)
     monkeypatch.setattr(sandbox, "_idle", [])
-    connect = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=2)\nprint('connected')"
+    connect = (
+        f"import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=2)\n"
+        "print('connected')"
+    )
     assert outside(connect) == "connected\n"
     deadline = time.monotonic() + 60
     while not came and time.monotonic() < deadline:
         time.sleep(0.01)
     assert came.pop() == "somebody"
-    for attack in (connect, "import socket\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM)\nprint('connected')",
-                   "import socket\nsocket.socket(socket.AF_UNIX)\nprint('connected')", "import socket\nsocket.socketpair()\nprint('connected')"):  # fmt: skip
+    for attack in (connect, "import socket\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n"
+                            "print('connected')",
+                   "import socket\nsocket.socket(socket.AF_UNIX)\nprint('connected')",
+                   "import socket\nsocket.socketpair()\nprint('connected')"):  # fmt: skip
         outcome = run(attack)
         assert outcome.status == "error" and "connected" not in outcome.stdout, outcome
     assert came == []
@@ -213,7 +223,8 @@ def test_it_dies_with_its_parent(tmp_path: Path) -> None:
         [
             sys.executable,
             "-c",
-            "from slime_like.rewards.sandbox import *; run('while True: pass', limits=Limits(wall_s=60, cpu_s=60))",
+            "from slime_like.rewards.sandbox import *; run('while True: pass', "
+            "limits=Limits(wall_s=60, cpu_s=60))",
         ]
     )
     children: list[str] = []

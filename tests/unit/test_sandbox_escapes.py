@@ -28,7 +28,8 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parents[2]
 # what the kernel itself, the file system or the user may refuse outside the sandbox as well
 UNSURE = {
-    "setxattr", "anonymous file", "shared memory", "raw socket", "packet socket", "TCP 6", "write to the installation",
+    "setxattr", "anonymous file", "shared memory", "raw socket", "packet socket", "TCP 6",
+    "write to the installation",
     "oom score of another", "memory of another", "chown", "name_to_handle_at", "clone3", "os.fork",
     "double fork with a session", "setsid", "vfork", "core pattern",
 }  # fmt: skip
@@ -174,8 +175,10 @@ def test_threads_are_counted() -> None:
     if "namespaces" in confinement.missing():
         pytest.skip("needs namespaces")
     bomb = (
-        "import threading, time, os\nthreading.stack_size(65536)\nmade = 0\ntry:\n    while made < 5000:\n"
-        "        threading.Thread(target=time.sleep, args=(9,), daemon=True).start()\n        made += 1\n"
+        "import threading, time, os\nthreading.stack_size(65536)\nmade = 0\ntry:\n"
+        "    while made < 5000:\n"
+        "        threading.Thread(target=time.sleep, args=(9,), daemon=True).start()\n"
+        "        made += 1\n"
         "except RuntimeError:\n    pass\nprint(made, flush=True)\nos._exit(0)"
     )
     assert int(sandbox.run(bomb, limits=sandbox.Limits(wall_s=120)).stdout) < 64
@@ -213,7 +216,10 @@ def test_an_answer_runs_nothing(tmp_path: Path) -> None:
         metadata = {"task": {"name": name, "options": options}, "entry": entry}
         target = tmp_path / name
         attack = f"__import__('os').mkdir({str(target)!r})"
-        patch = "setattr(__import__('slime_like.rewards.task', fromlist=['x']), 'score', lambda *a: 1.0)"
+        patch = (
+            "setattr(__import__('slime_like.rewards.task', fromlist=['x']), 'score', lambda *a: "
+            "1.0)"
+        )
         samples.append(make(3 * i, attack, metadata=metadata))
         samples.append(make(3 * i + 1, patch, metadata=metadata))
         samples.append(make(3 * i + 2, "nothing", metadata=metadata))
@@ -224,7 +230,8 @@ def test_an_answer_runs_nothing(tmp_path: Path) -> None:
     )
     asked = [(s.response, s.metadata) for s in samples[::3]]
     subprocess.run(
-        [sys.executable, "-c", program], input=json.dumps(asked, default=str), text=True, check=True, timeout=120
+        [sys.executable, "-c", program], input=json.dumps(asked, default=str), text=True,
+        check=True, timeout=120
     )  # fmt: skip
     written = {path.name for path in tmp_path.iterdir()}
     assert written, "outside the grader an answer does run"

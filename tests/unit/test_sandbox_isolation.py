@@ -29,19 +29,24 @@ TRACES = {
     "os.dup2(os.open('/dev/null', os.O_RDONLY), 9)": "files() == 3",
     "os.set_blocking(1, False)": "os.get_blocking(1)",
     "os.close(2)": "os.fstat(2) is not None",
-    "threading.Thread(target=time.sleep, args=(999,), daemon=True).start()": "threading.active_count() == 1",
-    "signal.signal(signal.SIGINT, signal.SIG_IGN)": "signal.getsignal(signal.SIGINT) is not signal.SIG_IGN",
-    "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})": "not signal.pthread_sigmask(signal.SIG_BLOCK, [])",
+    "threading.Thread(target=time.sleep, args=(999,), daemon=True).start()":
+        "threading.active_count() == 1",
+    "signal.signal(signal.SIGINT, signal.SIG_IGN)": "signal.getsignal(signal.SIGINT) is not "
+    "signal.SIG_IGN",
+    "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})":
+        "not signal.pthread_sigmask(signal.SIG_BLOCK, [])",
     "signal.alarm(1)": "signal.alarm(0) == 0",
     "atexit.register(print, 'left')": "True",
     "random.seed(1)": "random.random() != random.Random(1).random()",
     "gc.disable()": "gc.isenabled()",
     "attempt(os.chdir, '/usr')": "os.getcwd() == '/'",
-    "attempt(resource.setrlimit, resource.RLIMIT_NOFILE, (9, 9))": "resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 64",
-    "attempt(resource.setrlimit, resource.RLIMIT_AS, (2**27, 2**27))": "resource.getrlimit(resource.RLIMIT_AS)[0] == 2**29",
+    "attempt(resource.setrlimit, resource.RLIMIT_NOFILE, (9, 9))":
+        "resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 64",
+    "attempt(resource.setrlimit, resource.RLIMIT_AS, (2**27, 2**27))":
+        "resource.getrlimit(resource.RLIMIT_AS)[0] == 2**29",
     "attempt(lambda: open('/tmp/left', 'w').write('left'))": "not os.path.exists('/tmp/left')",
     "attempt(os.mkdir, '/tmp/folder')": "not os.path.exists('/tmp/folder')",
-}
+}  # fmt: skip
 IMPORTS = "import atexit, builtins, gc, json, os, random, resource, signal, sys, threading, time\n"
 HELP = """
 def attempt(function, *arguments):
@@ -78,16 +83,22 @@ def test_input_and_output_are_of_their_own_program() -> None:
     assert (len(first.stdout), second.stdout, second.stderr) == (60000, "'mine'\n", "")
 
 
-KILL = "import os, signal\nfor who in (os.getppid(), -1, 0):\n    try: os.kill(who, signal.SIGKILL)\n    except OSError: pass\n"
+KILL = (
+    "import os, signal\nfor who in (os.getppid(), -1, 0):\n    try: os.kill(who, signal.SIGKILL)\n"
+    "    except OSError: pass\n"
+)
 ATTACKS = {
     "kill": KILL + "os.kill(os.getpid(), signal.SIGKILL)",
     "stop": KILL.replace("SIGKILL", "SIGSTOP") + "os.kill(os.getpid(), signal.SIGSTOP)",
     "memory": "rows = []\nwhile True: rows.append(bytearray(2**24))",
     "files": "import os\nwhile True: os.dup(0)",
     "output": "while True: print('x' * 9999)",
-    "threads": "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(99,)).start()",
+    "threads": "import threading, time\n"
+    "while True: threading.Thread(target=time.sleep, args=(99,)).start()",
     "recursion": "import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
-    "forged report": "import os\nfor file in range(3, 64):\n    try: os.write(file, b'E\\x04\\0\\0\\0\\0\\0')\n    except OSError: pass\nos._exit(1)",
+    "forged report": "import os\nfor file in range(3, 64):\n"
+    "    try: os.write(file, b'E\\x04\\0\\0\\0\\0\\0')\n"
+    "    except OSError: pass\nos._exit(1)",
     "sleep": "import time\ntime.sleep(999)",
 }
 

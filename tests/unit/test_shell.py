@@ -32,7 +32,8 @@ def run(command: str, limits: ShellLimits = LIMITS, **files: str) -> tuple[int, 
 def test_files_stay_and_commands_have_the_systems_programs() -> None:
     work = Workspace(LIMITS)
     work.write("src/half.py", "def half(x):\n    return x / 3\n")
-    assert work.run("ls -l src | wc -l; grep -rn 'x / 3' .").output == "2\n./src/half.py:2:    return x / 3\n"  # fmt: skip
+    listing = work.run("ls -l src | wc -l; grep -rn 'x / 3' .").output
+    assert listing == "2\n./src/half.py:2:    return x / 3\n"
     assert work.run("sed -i 's|/ 3|/ 2|' src/half.py && ln -s src/half.py link").output == ""
     check = work.run("cd src; python -c 'from half import half; print(half(4))'; exit 3")
     assert (check.status, check.exit_status, check.output) == ("ok", 3, "2.0\n")
@@ -52,7 +53,10 @@ def test_a_pipeline_subprocesses_and_background() -> None:
 
 def test_what_a_command_started_ends_with_it() -> None:
     work = Workspace(LIMITS)
-    command = "(setsid sh -c 'while :; do date >> beats; done') > /dev/null 2>&1 & while [ ! -s beats ]; do sleep 0.05; done"
+    command = (
+        "(setsid sh -c 'while :; do date >> beats; done') > /dev/null 2>&1 & while [ ! -s beats ]; "
+        "do sleep 0.05; done"
+    )
     assert work.run(command).exit_status == 0
     size = work.run("wc -c < beats").output
     assert int(size) > 0
@@ -85,7 +89,8 @@ def test_too_many_files_leave_all_as_before() -> None:
 def test_odd_files_spoil_nothing() -> None:
     work = Workspace(LIMITS)
     work.run(
-        "echo x > a; ln a b; chmod 0 a; mkfifo p; ln -s /etc/passwd out; ln -s loop loop; mkdir -m 0 shut; "
+        "echo x > a; ln a b; chmod 0 a; mkfifo p; ln -s /etc/passwd out; ln -s loop loop; mkdir "
+        "-m 0 shut; "
         "python -c \"open(b'\\\\xff\\\\n', 'w').write('odd')\"; echo y > -n"
     )
     assert work.run("cat -- -n; cat out 2>&1 | grep -c No").output == "y\n1\n"
@@ -127,8 +132,10 @@ def test_nothing_of_this_machine_is_seen_or_changed(
         assert outside.stdout == b"CONNECTED\n"
         try:
             _, output = run(
-                f"cat {tmp_path}/secret; ls {tmp_path}; ln -s {tmp_path}/secret s; cat s; env; cat /proc/1/environ; ls /proc;"
-                f'kill -9 {victim.pid}; kill -9 {os.getpid()}; python -c "{connect}"; id -u; cat /etc/passwd'
+                f"cat {tmp_path}/secret; ls {tmp_path}; ln -s {tmp_path}/secret s; cat s; env; "
+                "cat /proc/1/environ; ls /proc;"
+                f'kill -9 {victim.pid}; kill -9 {os.getpid()}; python -c "{connect}"; '
+                "id -u; cat /etc/passwd"
             )
         finally:
             alive = victim.poll() is None
@@ -200,7 +207,8 @@ def test_bombs_cost_themselves_alone() -> None:
     assert "BlockingIOError" in forks.output or forks.status == "timeout", forks
     status, output = run("python -c 'x = bytearray(2**30)' 2>&1 | tail -1", limits)
     assert output == "MemoryError\n" and status == 0
-    status, output = run("i=0; while head -c 9000000 /dev/zero > $i; do i=$((i+1)); done; rm *; echo left $i", limits)  # fmt: skip
+    status, output = run("i=0; while head -c 9000000 /dev/zero > $i; do i=$((i+1)); done; rm *; "
+                         "echo left $i", limits)  # fmt: skip
     assert 2 < int(output.split()[-1]) < 9, "of the 64 MB in memory"
 
 

@@ -115,8 +115,8 @@ def two_ranks(what: str) -> subprocess.Popen[str]:
 
 
 def test_watchdogs_ignore_what_others_write() -> None:
-    """Garbage in every value, longer than the limit for silence and until both have seen it: it ended
-    both threads, or the run."""
+    """Garbage in every value, longer than the limit for silence and until both have seen it: it
+    ended both threads, or the run."""
     with two_ranks("garbage") as process:
         output, _ = process.communicate(timeout=280)
     assert process.returncode == 0 and output.endswith("nobody was blamed\n"), output

@@ -1,5 +1,5 @@
-"""benchmarks/simulated_ranks.py: bytes arrive, ranks are laid out as megatron-core does it, and what
-would hang real processes is an error."""
+"""benchmarks/simulated_ranks.py: bytes arrive, ranks are laid out as megatron-core does it, and
+what would hang real processes is an error."""
 
 from __future__ import annotations
 

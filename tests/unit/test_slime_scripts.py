@@ -1,5 +1,5 @@
-"""All 44 launch scripts of slime, as `slime_scripts.json` has their flags: each is taken, or refused
-for what this table says."""
+"""All 44 launch scripts of slime, as `slime_scripts.json` has their flags: each is taken, or
+refused for what this table says."""
 
 from __future__ import annotations
 

@@ -27,10 +27,14 @@ from tests.unit.test_preflight import DELTA_NETS, GLM4, MINIMAX, MOE, tiny  # no
 
 TOKENS = 64
 LATENT = {
-    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16,
-    "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "n_group": 2,
-    "topk_group": 1, "norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "attention_bias": False,
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5, "n_group": 2,
+    "topk_group": 1, "norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+    "attention_bias": False,
     "tie_word_embeddings": False,
 }  # fmt: skip
 
@@ -110,7 +114,8 @@ def test_sparse_attention(tmp_path: Path) -> None:
 
 
 def test_a_rollout(tmp_path: Path) -> None:
-    """Twice the devices: half of the speed of each. An adapter's base needs two products of three."""
+    """Twice the devices: half of the speed of each. An adapter's base needs two products of
+    three."""
     found = {}
     for name, more in (
         ("all", ()),
@@ -126,7 +131,8 @@ def test_a_rollout(tmp_path: Path) -> None:
     trained = (3 * weights + 3 * rest) / 2 / 2 / TERA
     scored = 2 * (weights + rest) / 2 / TERA
     assert found["all"] == pytest.approx({
-        "perf/actor_train_tflops": trained, "perf/actor_train_tok_per_s": 20.0, "perf/log_probs_tflops": scored,
+        "perf/actor_train_tflops": trained, "perf/actor_train_tok_per_s": 20.0,
+        "perf/log_probs_tflops": scored,
         "perf/tokens_per_s_per_device": 4.0, "perf/step_tflops": (2 * trained + scored) / 5,
         "perf/mfu": trained / 0.5, "perf/step_mfu": (2 * trained + scored) / 5 / 0.5,
     }, rel=1e-12)  # fmt: skip

@@ -1,5 +1,5 @@
-"""Trackers: TensorBoard's files hold the numbers of metrics.jsonl, and a tracker that fails or hangs
-is reported once and stops nothing. Those of other packages are in tests/see."""
+"""Trackers: TensorBoard's files hold the numbers of metrics.jsonl, and a tracker that fails or
+hangs is reported once and stops nothing. Those of other packages are in tests/see."""
 
 from __future__ import annotations
 
@@ -245,7 +245,10 @@ def test_a_resumed_run_finds_its_ids(tmp_path: Path) -> None:
 
 
 def test_slimes_spellings(tmp_path: Path) -> None:
-    words = "--use-wandb --wandb-project p --wandb-group g --wandb-team t --wandb-mode offline --tracker mlflow wandb"
+    words = (
+        "--use-wandb --wandb-project p --wandb-group g --wandb-team t --wandb-mode offline "
+        "--tracker mlflow wandb"
+    )
     config = parse_args([*complete(tmp_path), *words.split(), "--wandb-key", "secret-key"], 1)
     flags = config.logging
     assert flags.trackers == ("mlflow", "wandb")

@@ -33,7 +33,8 @@ def test_an_error_names_place_and_flag(tmp_path: Path) -> None:
     with pytest.raises(OSError) as caught, writes_to("--save-hf", tmp_path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert str(caught.value) == (
-        f"--save-hf {tmp_path}: cannot be written: No space left on device; make room there, or name another place"
+        f"--save-hf {tmp_path}: cannot be written: No space left on device; make room there, or "
+        "name another place"
     )
 
 
@@ -51,8 +52,8 @@ class SmallDisk(FileIO):
 
 
 def test_a_disk_that_is_full_of_metrics(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Training goes on, with one warning; what waited is written when there is room, also where half
-    a line had been."""
+    """Training goes on, with one warning; what waited is written when there is room, also where
+    half a line had been."""
     metrics = MetricsLogger(tmp_path)
     disk = metrics._file = SmallDisk(tmp_path / "metrics.jsonl", "ab")
     metrics.log(1, {"a": 1.0})
@@ -118,7 +119,8 @@ def test_what_fails_in_tensorboards_thread_is_told_once(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its writer's thread had a traceback printed beside the sentence. Training goes on without it."""
+    """Its writer's thread had a traceback printed beside the sentence. Training goes on without
+    it."""
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
     logger = MetricsLogger(tmp_path, tmp_path / "board")
     assert logger._board is not None
@@ -151,7 +153,10 @@ def test_a_report_that_fails_is_a_warning(tmp_path: Path, caplog: pytest.LogCapt
 
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.getcwd()}
-    make = "from slime_like.checkpoints.scratch import scratch_folder\nprint(scratch_folder('weights_'), flush=True)\n"
+    make = (
+        "from slime_like.checkpoints.scratch import scratch_folder\n"
+        "print(scratch_folder('weights_'), flush=True)\n"
+    )
     wait = "import sys\nsys.stdin.read()\n"
     with subprocess.Popen(
         [sys.executable, "-c", make + wait],
