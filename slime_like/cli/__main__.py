@@ -65,16 +65,16 @@ def parser(prog: str, commands: Mapping[str, Command]) -> argparse.ArgumentParse
     return result
 
 
-def dispatch(prog: str, commands: Mapping[str, Command], words: list[str]) -> int:
+def dispatch(prog: str, commands: Mapping[str, Command], argv: list[str]) -> int:
     """Run the subcommand that the first word names, with the others as its arguments. Returns its
     exit status; raises SystemExit for --help and for an unknown command."""
     if "_ARGCOMPLETE" in os.environ:
         return complete(prog, commands)
-    chosen = parser(prog, commands).parse_args(words[:1]).command
-    command = commands[chosen]
+    name = parser(prog, commands).parse_args(argv[:1]).command
+    command = commands[name]
     if os.getcwd() not in sys.path:  # like python -m: --import-modules finds modules there
         sys.path.append(os.getcwd())
-    sys.argv = [f"{prog} {chosen}", *words[1:], *command.added]
+    sys.argv = [f"{prog} {name}", *argv[1:], *command.added]
     return importlib.import_module(command.module).main() or 0
 
 
@@ -102,11 +102,11 @@ def complete(prog: str, commands: Mapping[str, Command]) -> int:
 
 
 def main() -> int:
-    words = sys.argv[1:]
-    if words == ["--version"]:
+    argv = sys.argv[1:]
+    if argv == ["--version"]:
         print(f"slime_like {slime_like.__version__}")
         return 0
-    return dispatch("slime-like", COMMANDS, words)
+    return dispatch("slime-like", COMMANDS, argv)
 
 
 if __name__ == "__main__":

@@ -27,9 +27,9 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    result.add_argument("folder", type=Path, help="to be made; it must hold no files yet")
+    result.add_argument("folder", type=Path, help="folder to create; must not contain files")
     result.add_argument(
-        "--hf-checkpoint", help="folder of a Hugging Face model; default: a tiny one is made"
+        "--hf-checkpoint", help="folder of a Hugging Face model; default: a tiny one is created"
     )
     return result
 

@@ -51,8 +51,8 @@ class Shape:
 
     @property
     def active(self) -> int:
-        chosen = sum(self.experts) * self.topk * self.expert
-        return self.other_parameters + chosen - (0 if self.tied else self.vocabulary)
+        routed = sum(self.experts) * self.topk * self.expert
+        return self.other_parameters + routed - (0 if self.tied else self.vocabulary)
 
 
 def shape_of(config: TransformerConfig, gpt: GPTModelConfig) -> Shape:

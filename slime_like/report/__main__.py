@@ -1,8 +1,8 @@
-"""slime-like report RUN_DIR [OTHER_RUN ...]: one HTML file with the curves, the time, the settings
-and the recorded rollouts of runs. It needs no network, and may be sent to others: responses of the
-model and settings are in it, keys are not.
+"""slime-like report RUN_DIR [OTHER_RUN ...]: write one HTML file with the curves, times, settings
+and recorded rollouts of runs. The file needs no network and can be shared: it has settings and
+responses of the model, but no keys.
 
-Exit status: 0 written, 2 a folder is no run.
+Exit status: 0 written, 2 a folder is not a run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from slime_like.report.page import MOST_SAMPLES, live_data, page, write_page
+from slime_like.report.page import MAX_SAMPLES, live_data, page, write_page
 from slime_like.report.read import Run, read_run, run_names, state_of
 from slime_like.report.rollouts import read_samples
 
@@ -26,20 +26,20 @@ def parser() -> argparse.ArgumentParser:
         "runs", type=Path, nargs="+", metavar="RUN_DIR", help="--output-dir of a run"
     )
     result.add_argument(
-        "--output", type=Path, help="the file; default report.html in the first folder"
+        "--output", type=Path, help="file to write; default: report.html in the first folder"
     )
     result.add_argument(
         "--samples",
         type=int,
-        default=MOST_SAMPLES,
-        help=f"at most so many recorded samples, of the newest rollouts (default {MOST_SAMPLES})",
+        default=MAX_SAMPLES,
+        help=f"maximum number of recorded samples, newest rollouts first (default {MAX_SAMPLES})",
     )
     result.add_argument(
-        "--serve", action="store_true", help="follow runs that go on, on a loopback port"
+        "--serve", action="store_true", help="serve a live page of active runs on a loopback port"
     )
-    result.add_argument("--port", type=int, default=0, help="of --serve; default a free one")
+    result.add_argument("--port", type=int, default=0, help="port of --serve; default: a free one")
     result.add_argument(
-        "--text", action="store_true", help="print the table, and draw report.png, instead"
+        "--text", action="store_true", help="print a table and draw report.png instead"
     )
     return result
 
@@ -67,21 +67,19 @@ def serve(folders: list[Path], port: int, samples: int) -> None:
 
 
 def main() -> int:
-    chosen = parser().parse_args()
-    folders = [path.parent if path.is_file() else path for path in chosen.runs]
+    args = parser().parse_args()
+    folders = [path.parent if path.is_file() else path for path in args.runs]
     try:
-        if chosen.text:
+        if args.text:
             from slime_like.metrics.report import write_report
 
-            written = [write_report(folder / "metrics.jsonl", chosen.output) for folder in folders]
+            written = [write_report(folder / "metrics.jsonl", args.output) for folder in folders]
             return 0 if written else 1
         runs = read_runs(folders)
-        if chosen.serve:
-            serve(folders, chosen.port, chosen.samples)
+        if args.serve:
+            serve(folders, args.port, args.samples)
             return 0
-        path = write_page(
-            runs, chosen.output or folders[0] / "report.html", most_samples=chosen.samples
-        )
+        path = write_page(runs, args.output or folders[0] / "report.html", max_samples=args.samples)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

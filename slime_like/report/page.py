@@ -19,7 +19,7 @@ from slime_like.report.gates import gates
 from slime_like.report.read import Run, curves
 from slime_like.report.rollouts import Samples, read_samples
 
-MOST_SAMPLES = 10_000
+MAX_SAMPLES = 10_000
 SCRIPTS = ("uPlot.iife.min.js", "core.js", "charts.js", "pages.js", "rollouts.js", "main.js")
 STYLES = ("uPlot.min.css", "style.css")
 DETAILS_PER_BLOCK = 250  # samples that the page decompresses together
@@ -127,6 +127,6 @@ def page(runs: Sequence[Run], samples: Samples, *, live: bool = False) -> str:
     )
 
 
-def write_page(runs: Sequence[Run], path: Path, *, most_samples: int = MOST_SAMPLES) -> Path:
-    path.write_text(page(runs, read_samples(runs, most_samples)), encoding="utf-8")
+def write_page(runs: Sequence[Run], path: Path, *, max_samples: int = MAX_SAMPLES) -> Path:
+    path.write_text(page(runs, read_samples(runs, max_samples)), encoding="utf-8")
     return path

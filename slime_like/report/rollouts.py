@@ -166,8 +166,8 @@ def _details(name: str, length: int, tensors: Mapping[str, np.ndarray]) -> dict[
     number if all tokens have the same value. Packed as base64."""
 
     def get(tensor: str | None) -> np.ndarray | None:
-        found = tensors.get(f"{name}.{tensor}")
-        return found if found is not None and found.shape[:1] == (length,) else None
+        values = tensors.get(f"{name}.{tensor}")
+        return values if values is not None and values.shape[:1] == (length,) else None
 
     packed: dict[str, object] = {}
     tokens = tensors.get(f"{name}.tokens")
@@ -234,7 +234,7 @@ def _read_safetensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 def _vocabulary(path: Path) -> dict[str, str]:
     try:
-        found = json.loads(path.with_suffix(".tokens.json").read_text(encoding="utf-8"))
+        tokens = json.loads(path.with_suffix(".tokens.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return {str(k): str(v) for k, v in found.items()} if isinstance(found, dict) else {}
+    return {str(k): str(v) for k, v in tokens.items()} if isinstance(tokens, dict) else {}

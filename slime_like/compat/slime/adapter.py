@@ -74,8 +74,8 @@ class SlimeAdapter:
         ) -> tuple[list[int], list[int]]:
             buffer = to_slime_groups(complete(group.samples) for group in waiting)
             before = [group.group_id for group in waiting]
-            chosen = function(self._args, rollout_id, buffer, count)
-            ids = [group[0].group_index for group in chosen]
+            taken = function(self._args, rollout_id, buffer, count)
+            ids = [group[0].group_index for group in taken]
             if len(ids) > count or len(set(ids)) < len(ids) or not set(ids) <= set(before):
                 raise ValueError(
                     f"{name}: returned groups {ids}, must be at most {count} of {before}"
