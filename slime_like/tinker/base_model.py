@@ -49,7 +49,7 @@ def adapter_of(
 
 
 def check_unembed(lora: dict[str, object] | None, base: BaseModel) -> None:
-    """Raise Refused for an adapter whose merged weights the sampler cannot load."""
+    """Raise Refused for an adapter if the sampler cannot load its merged weights."""
     if lora is not None and lora["train_unembed"] and not base.supports_unembed:
         raise Refused(
             "train_unembed is not supported with --rollout-engine sglang for a model with tied "

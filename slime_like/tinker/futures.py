@@ -19,8 +19,8 @@ _JOURNALED = "id op queue seq owner digest created state content_type category f
 class Request:
     """A request and its result. queue: of the model or sampler. seq: number within the queue.
     digest: of the original body, to distinguish a retry from a different request. body: plain
-    values for the operation, dropped when done. content_type: of the result; "" for an error, whose
-    category is user or server. extra: sent together with the request's id."""
+    values for the operation, dropped when done. content_type: of the result; "" for an error.
+    category: of an error, user or server. extra: sent together with the request's id."""
 
     id: str
     op: str
