@@ -63,9 +63,7 @@ def parse_messages_request(
 
 def _function(tool: Mapping[str, object]) -> dict[str, object]:
     if tool.get("type", "custom") != "custom":
-        raise BadRequest(
-            f"tools of type {str(tool['type'])[:60]!r} are not offered; custom ones are"
-        )
+        raise BadRequest(f"tools of type {str(tool['type'])[:60]!r} are not supported")
     names = {"name": "name", "description": "description", "input_schema": "parameters"}
     return {"type": "function", "function": {n: tool[k] for k, n in names.items() if k in tool}}
 

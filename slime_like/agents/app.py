@@ -160,9 +160,7 @@ class _Router:
                 session = self._sessions.get(api_key_of(request))
                 if session is not None:
                     session.counts["internal_errors"] += 1
-                return error_response(
-                    request, 500, "api_error", "the gateway failed at this request"
-                )
+                return error_response(request, 500, "api_error", "the gateway failed")
 
         return respond
 

@@ -80,9 +80,7 @@ def _validate_step(environment: TextEnvironment, step: object) -> tuple[str, flo
         observation, reward, done = step
         return observation, None if reward is None else float(reward), bool(done)
     name = type(environment).__name__
-    raise TypeError(
-        f"{name}.step returned {step!r:.100}; return (text, reward, whether it is over)"
-    )
+    raise TypeError(f"{name}.step returned {step!r:.100}; return (text, reward, done)")
 
 
 class _EpisodeThread:

@@ -92,9 +92,7 @@ def parse_stop_strings(value: object, name: str) -> tuple[str, ...]:
         or len(strings) > MOST_STOPS
         or not all(isinstance(text, str) and text for text in strings)
     ):
-        raise BadRequest(
-            f"{name} must be text, or a list of at most {MOST_STOPS} texts, none empty"
-        )
+        raise BadRequest(f"{name} must be text, or a list of at most {MOST_STOPS} non-empty texts")
     return tuple(strings)
 
 

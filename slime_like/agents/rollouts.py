@@ -165,7 +165,7 @@ class AgentGenerate(CustomGenerate):
     ) -> LiveEpisode:
         engine = PausableEngine(model.engine, model.tokenizer, self._slot(), changed)
         engine.allow(limit)
-        own = Model(engine, model.tokenizer, model.sampling, model.seed_of)
+        pausable = Model(engine, model.tokenizer, model.sampling, model.seed_of)
         sessions: list[Session] = []
 
         async def play() -> Sample:
@@ -173,7 +173,7 @@ class AgentGenerate(CustomGenerate):
             try:
                 async with self._watch_loop(), self._gateway.listening():
                     counts = {"restarted": int(sample.sample_id in lost_ids)}
-                    return await self._respond_to(sample, own, False, sessions, counts, engine)
+                    return await self._respond_to(sample, pausable, False, sessions, counts, engine)
             finally:
                 engine.end()
 

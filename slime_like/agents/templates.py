@@ -129,10 +129,10 @@ class ChatTemplate:
         template_source = self.tokenizer.chat_template
         template = template_source if isinstance(template_source, str) else ""
         roles = {} if "developer" in str(template_source) else {"developer": "system"}
-        own = [{**m, "role": roles.get(m["role"], m["role"])} for m in messages]
+        mapped = [{**m, "role": roles.get(m["role"], m["role"])} for m in messages]
         if _IS_NONE.search(template):
             marked = []
-            for m in own:
+            for m in mapped:
                 is_empty = bool(m.get("tool_calls")) and not m["content"]
                 marked.append(m | {"content": _NO_CONTENT} if is_empty else m)
             text = self._apply_template(
@@ -143,14 +143,14 @@ class ChatTemplate:
             )
             if _NO_CONTENT not in text:  # otherwise it tests other messages
                 return text
-        return self._apply_template(own, tools, open_turn=open_turn)
+        return self._apply_template(mapped, tools, open_turn=open_turn)
 
     def _apply_template(
         self, messages: Sequence[Message], tools: object, *, open_turn: bool, **extra: object
     ) -> str:
-        def apply(given: Sequence[Message]) -> str:
+        def apply(conversation: Sequence[Message]) -> str:
             text = self.tokenizer.apply_chat_template(
-                list(given),
+                list(conversation),
                 tokenize=False,
                 add_generation_prompt=open_turn,
                 **({"tools": tools} if tools else {}),

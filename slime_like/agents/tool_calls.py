@@ -69,8 +69,6 @@ def _objects(text: str) -> list[Call]:
         if not isinstance(name, str) or not isinstance(arguments, dict):
             raise ValueError("a call has a name and an object of arguments")
         result.append((name, arguments))
-    if not result:
-        raise ValueError("no call")
     return result
 
 
@@ -141,8 +139,6 @@ def _deepseek(match: re.Match[str]) -> list[Call]:
         if parts := re.match(r"(.*?)(?:<｜tool▁sep｜>|\n```json\n)(.*)", span, re.DOTALL):
             name, arguments = parts.groups()
             result.append((name.split("\n", 1)[0].strip(), _object(_fenced(arguments))))
-    if not result:
-        raise ValueError("no call")
     return result
 
 
@@ -158,8 +154,6 @@ def _kimi(match: re.Match[str]) -> list[Call]:
         if mark:
             name = re.sub(r":\d+$", "", name.strip()).removeprefix("functions.")
             result.append((name, _object(arguments)))
-    if not result:
-        raise ValueError("no call")
     return result
 
 
@@ -172,8 +166,6 @@ def _python_calls(match: re.Match[str]) -> list[Call]:
             raise ValueError("no call with named arguments")
         arguments = {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg}
         result.append((ast.unparse(call.func), arguments))
-    if not result:
-        raise ValueError("no call")
     return result
 
 
@@ -273,8 +265,8 @@ _UNREADABLE = (
 
 def format_of(template: str) -> str:
     """The first format all of whose marks are in a chat template; NO_TOOLS if there is none."""
-    for name, each in FORMATS.items():
-        if all(mark in template for mark in each.marks):
+    for name, call_format in FORMATS.items():
+        if all(mark in template for mark in call_format.marks):
             return name
     return NO_TOOLS
 
@@ -296,28 +288,30 @@ def parse(
         reasoning, content = _channels(text)
     if not tools or format_name == NO_TOOLS:
         return Parsed(content, reasoning)
-    each = FORMATS[format_name]
+    call_format = FORMATS[format_name]
     calls: list[Call] = []
     errors = 0
 
     def take(match: re.Match[str]) -> str:
         nonlocal errors
         try:
-            result = each.read(match)
-            if each.texts:
+            result = call_format.read(match)
+            if not result:
+                raise ValueError("no call")
+            if call_format.texts:
                 result = [(name, _typed(name, arguments, tools)) for name, arguments in result]
             # reject values that JSON cannot represent, since clients receive JSON
             result = [(name, json.loads(json.dumps(a, allow_nan=False))) for name, a in result]
             calls.extend(result)
         except _UNREADABLE:
-            errors += not each.start_only
+            errors += not call_format.start_only
             return match[0]
         return ""
 
     end = len(content)
-    if each.closing is not None:
-        end = max((match.end() for match in each.closing.finditer(content)), default=0)
-    rest = each.pattern.sub(take, content[:end]) + content[end:]
+    if call_format.closing is not None:
+        end = max((match.end() for match in call_format.closing.finditer(content)), default=0)
+    rest = call_format.pattern.sub(take, content[:end]) + content[end:]
     return Parsed(rest, reasoning, tuple(calls), errors)
 
 

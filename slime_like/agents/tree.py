@@ -1,5 +1,5 @@
-"""A session as a tree of turns: a turn keeps the tokens that were generated, and so does every
-request that continues it.
+"""A session as a tree of turns: a turn, and every request that continues it, keeps the tokens that
+were generated.
 
 A request's history is matched against earlier turns. If it starts with the complete conversation of
 a turn, the next prompt is that turn's prompt and generated tokens, followed only by what is new.

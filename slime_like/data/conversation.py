@@ -47,9 +47,7 @@ class ConversationFormat(PromptFormat):
         return None
 
     def texts(self, rows: Sequence[Row], where: Callable[[int], str]) -> list[list[Segment]]:
-        return render_rows(
-            self.segments, rows, where, remedy="correct the row or the template (chat_template)"
-        )
+        return render_rows(self.segments, rows, where, remedy="correct the row or the template")
 
     def segments(self, row: Row) -> list[Segment]:
         """The conversation of a row, split at the start and end of its trained turns."""

@@ -215,9 +215,7 @@ class PromptFormat:
             flag, remedy = "--apply-chat-template", "remove the flag"
             if chat:
                 flag, remedy = "--input-key", "set --label-key"
-            raise ValueError(
-                f"{flag}: the tokenizer has no chat template; {remedy} or use another tokenizer"
-            )
+            raise ValueError(f"{flag}: the tokenizer has no chat template; {remedy} or use another")
 
     @property
     def columns(self) -> list[str]:

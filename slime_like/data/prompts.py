@@ -111,9 +111,7 @@ class PromptSource:
         teaches_itself: bool = False,
     ) -> None:
         if config.prompt_data is None:
-            raise ValueError(
-                "--prompt-data is missing: name a .jsonl or .parquet file, or reasoning_gym:<task>"
-            )
+            raise ValueError("--prompt-data is missing: .jsonl, .parquet or reasoning_gym:<task>")
         keys = RowKeys.of(config.prompt_data, config)
         self._form: PromptFormat
         if pairs:
@@ -316,7 +314,7 @@ def load_eval_sets(
     *,
     flag: str = "--eval-prompt-data",
     answer_check: AnswerCheck | None = None,
-    room_of: Callable[[EvalSet], Room] = lambda each: ANY_LENGTH,
+    room_of: Callable[[EvalSet], Room] = lambda eval_set: ANY_LENGTH,
 ) -> tuple[dict[str, list[Prompt]], list[str]]:
     """Evaluation prompts by set name, complete and in file order; and notes for the user, like
     those of `PromptSource`.
@@ -328,25 +326,27 @@ def load_eval_sets(
     sets: dict[str, list[Prompt]] = {}
     notes: list[str] = []
     first = 0
-    for each in eval_sets:
+    for eval_set in eval_sets:
         keys = RowKeys.of(
-            each.path,
+            eval_set.path,
             data,
-            input_key=each.input_key,
-            label_key=each.label_key,
-            metadata_key=each.metadata_key,
+            input_key=eval_set.input_key,
+            label_key=eval_set.label_key,
+            metadata_key=eval_set.metadata_key,
         )
-        check = None if each.custom_rm_path is not None else answer_check
-        form = PromptFormat(data, tokenizer, keys=keys, answer_check=check, metadata=each.metadata)
+        check = None if eval_set.custom_rm_path is not None else answer_check
+        form = PromptFormat(
+            data, tokenizer, keys=keys, answer_check=check, metadata=eval_set.metadata
+        )
         source = open_source(
-            each.path,
+            eval_set.path,
             check=form.check,
             columns=form.columns,
             skip_bad_rows=data.skip_bad_rows,
             flag=flag,
         )
-        kept = select_short_rows(source, form, data.rollout_max_prompt_len, flag, room_of(each))
-        sets[each.name] = _make_prompts(source, form, [int(i) for i in kept], first)
+        kept = select_short_rows(source, form, data.rollout_max_prompt_len, flag, room_of(eval_set))
+        sets[eval_set.name] = _make_prompts(source, form, [int(i) for i in kept], first)
         first += len(kept)
         notes += source.notes
     return sets, notes

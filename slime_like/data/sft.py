@@ -21,9 +21,7 @@ def answer_problem(label: object, metadata: Mapping[str, object]) -> str | None:
     actual = "null or missing" if label is None else type(label).__name__
     if label == "":
         actual = "an empty string"
-    return (
-        f"--loss-type sft_loss: the answer (--label-key) must be a non-empty string, not {actual}"
-    )
+    return f"--loss-type sft_loss: the answer (--label-key) must be non-empty text, not {actual}"
 
 
 def _conversation(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> Sample:
@@ -71,9 +69,7 @@ def sft_samples(
     conversation cannot be tokenized separately, or the tokenizer has no end-of-sequence token.
     """
     if tokenizer.eos_token_id is None:
-        raise ValueError(
-            "--loss-type sft_loss: the tokenizer has no end-of-sequence token, which ends an answer"
-        )
+        raise ValueError("--loss-type sft_loss: the tokenizer has no end-of-sequence token")
     if prompts and prompts[0].turns:
         return [_conversation(prompt, tokenizer, max_response_len) for prompt in prompts]
     for prompt in prompts:

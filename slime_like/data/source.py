@@ -29,8 +29,8 @@ _RANGE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<end>-?\d*)\]$", re.DO
 
 
 class RowSource(Protocol):
-    """Random access to rows. `content` identifies what is in the source, so that a changed file is
-    seen on resume. `notes`: what the user should be told about the source, a line each."""
+    """Random access to rows. content: identifies the data, so that a changed file is detected on
+    resume. notes: messages for the user, one line each."""
 
     name: str
     content: str
@@ -53,13 +53,19 @@ def open_source(
     skip_bad_rows: int = 0,
     flag: str = "--prompt-data",
 ) -> RowSource:
-    """Open what a user named: ``file.jsonl``, ``file.parquet``, either with ``@[start:end]``, or
+    """Open a data source: ``file.jsonl``, ``file.parquet``, either with ``@[start:end]``, or
     ``reasoning_gym:<task>?...``.
 
-    check: called once on every row. columns: the keys that may be read (Parquet reads no others).
-    skip_bad_rows: how many bad rows are left out with a count before the file is refused. flag: the
-    option that errors name. Raises ValueError for a missing file, a directory, an unknown kind, an
-    empty file or range, and too many bad rows.
+    Args:
+        spec: The source.
+        check: Called once on every row.
+        columns: The keys that may be read; Parquet reads no others.
+        skip_bad_rows: Maximum number of bad rows to skip.
+        flag: Named in errors.
+
+    Raises:
+        ValueError: A missing file, a directory, an unknown format, an empty file or range, or too
+            many bad rows.
     """
     path_text, bounds = _split_range(spec)
     check = functools.partial(_clean_problem, check)
@@ -85,7 +91,7 @@ def open_source(
 
 
 def _clean_problem(check: RowCheck, row: Row) -> str | None:
-    """Problem with a row; its keys, roles and values are quoted with `text.clean`."""
+    """Problem with a row, sanitised with `text.clean` because it quotes the row."""
     return clean(problem) if (problem := check(row)) else None
 
 
@@ -100,9 +106,7 @@ def _split_range(spec: str) -> tuple[str, slice | None]:
 def _existing_file(text: str, flag: str) -> Path:
     path = Path(text)
     if path.is_dir():
-        raise ValueError(
-            f"{flag} {text}: is a directory; name a {' or '.join(SUFFIXES)} file in it"
-        )
+        raise ValueError(f"{flag} {text}: a directory; name a {' or '.join(SUFFIXES)} file in it")
     if path.suffix not in SUFFIXES:
         raise ValueError(
             f"{flag} {text}: unknown format; legal: {', '.join(SUFFIXES)} files, "
@@ -307,9 +311,7 @@ class ParquetSource:
             for batch in self._file.iter_batches(batch_size=1024, columns=self._columns):
                 yield from batch.to_pylist()
         except self._damage as error:
-            raise ValueError(
-                f"{flag} {self.name}: a damaged page of the Parquet file: {error}"
-            ) from error
+            raise ValueError(f"{flag} {self.name}: a damaged page: {error}") from error
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -349,9 +351,7 @@ class SlicedSource:
         self.name, self.notes = spec, source.notes
         self.content = f"{source.content} rows {self._range.start}:{self._range.stop}"
         if not self._range:
-            raise ValueError(
-                f"{flag} {spec}: the range is empty; {source.name} holds {len(source)} rows"
-            )
+            raise ValueError(f"{flag} {spec}: empty range; {source.name} has {len(source)} rows")
 
     def __len__(self) -> int:
         return len(self._range)

@@ -1,9 +1,9 @@
 """reasoning-gym tasks as a data source: ``reasoning_gym:<task>?size=1000&seed=1&<option>=<value>``.
 
-reasoning-gym (Stojanovski et al. 2025, arXiv 2505.24760) makes problems from a seed and grades
-answers with a verifier of each task. A row is ``{"question", "answer", "metadata"}``, whatever
---input-key and the like say, as they speak of files; its metadata holds ``task`` (name and options)
-and ``entry`` (the problem as made), which is what the reward `task` scores with.
+reasoning-gym (Stojanovski et al. 2025, arXiv 2505.24760) generates problems from a seed and grades
+answers with a verifier per task. A row is ``{"question", "answer", "metadata"}``; --input-key and
+similar flags apply to files only. Its metadata has ``task`` (name and options) and ``entry`` (the
+generated problem), from which the reward `task` computes the score.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from urllib.parse import parse_qsl
 
 from slime_like.data.source import TASK_PREFIX, Row
 
-# reasoning-gym itself draws a new seed in every process, so a run could not be resumed
-DEFAULT_SEED = 0
+DEFAULT_SEED = 0  # reasoning-gym's default differs per process, so a run could not be resumed
 
 
 class TaskSource:
@@ -46,7 +45,7 @@ class TaskSource:
         try:
             self._dataset = create_dataset(task, **self.options)
         except (AssertionError, ValueError, TypeError) as error:
-            raise ValueError(f"{where}: the task refuses these options: {error}") from error
+            raise ValueError(f"{where}: the task rejects these options: {error}") from error
         self.name = spec
         self.notes: list[str] = []
         self.content = (
@@ -75,9 +74,7 @@ def parse_options(task: str, query: str, config_type: type, where: str) -> dict[
     options: dict[str, Any] = {}
     for name, text in parse_qsl(query, keep_blank_values=True):
         if name not in names:
-            raise ValueError(
-                f"{where}: task {task!r} has no option {name!r}{_suggestion(name, names)}"
-            )
+            raise ValueError(f"{where}: no option {name!r}{_suggestion(name, names)}")
         if name in options:
             raise ValueError(f"{where}: option {name!r} is given twice")
         try:

@@ -163,7 +163,7 @@ def _last_answer(render: Render, messages: Sequence[Message], end: str) -> list[
     prompt, answer = render(messages[:-1], open_turn=True), messages[-1].get("content")
     if not is_trained(messages[-1]) or not isinstance(answer, str) or not answer:
         raise RowProblem(
-            "--loss-mask-type distill_qwen trains on the last message, which must be an assistant's"
+            "--loss-mask-type distill_qwen: the last message must be an assistant's text"
         )
     thinks = "<think>\n"
     if prompt.endswith(thinks):

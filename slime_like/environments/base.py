@@ -22,7 +22,7 @@ from slime_like.import_utils import load_function
 FLAG = "--agent-environment"
 GYMNASIUM, SINGLE_TURN = "gymnasium:", "single_turn"
 
-# what is observed, the reward of the action (None: the run's reward function), whether it is over
+# observation, reward of the action (None: use the run's reward function), whether it is done
 Step: TypeAlias = tuple[str, float | None, bool]
 
 

@@ -1,4 +1,4 @@
-"""Gymnasium's environments in text: observations as JSON or as they are drawn, actions by name or
+"""Gymnasium environments as text: observations as JSON or rendered text, actions by name or
 number."""
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _NUMBER = re.compile(r"-?\d+")
 
 
 def gymnasium_maker(name: str, options: Mapping[str, Any]) -> Callable[[], TextEnvironment]:
-    """As `environment_maker`; one is made at once, to know that it can be.
+    """As `environment_maker`. Creates and closes one environment, so that errors are raised early.
 
     Args:
-        name: Gymnasium's id, as in ``FrozenLake-v1`` or ``module:Id-v0``.
-        options: Of `gymnasium.make`, and ``actions``: names of a Discrete space's actions in their
-            order, with commas; ``render_mode=ansi`` shows what is drawn in place of numbers.
+        name: Gymnasium's id, such as ``FrozenLake-v1`` or ``module:Id-v0``.
+        options: Options of `gymnasium.make`, and ``actions``: comma-separated names of a Discrete
+            space's actions, in order. ``render_mode=ansi`` gives rendered observations.
     """
     options = dict(options)
     actions = options.pop("actions", None)
     names = None if actions is None else [part.strip() for part in str(actions).split(",")]
 
     def make() -> GymnasiumText:
-        made = gymnasium.make(name, disable_env_checker=True, **options)
-        return GymnasiumText(made, names)
+        environment = gymnasium.make(name, disable_env_checker=True, **options)
+        return GymnasiumText(environment, names)
 
     try:
         make().close()
@@ -57,8 +57,8 @@ class GymnasiumText:
     def __init__(
         self, environment: gymnasium.Env[object, object], actions: Sequence[str] | None = None
     ) -> None:
-        """Raises ValueError for a space of actions that no text can name, and another number of
-        names than of actions."""
+        """Raises ValueError for an action space that has no text form, or if the number of names
+        differs from the number of actions."""
         self._environment = environment
         self._space = space = environment.action_space
         self._names = None if actions is None else [name.lower() for name in actions]
@@ -83,8 +83,8 @@ class GymnasiumText:
             raise ValueError(f"actions of {space} cannot be given as text")
 
     def reset(self, *, seed: int, row: Mapping[str, Any]) -> str:
-        """The prompt, what may be answered, and what is there. ``options`` of the row's metadata
-        are those of the environment's reset."""
+        """The prompt, the legal actions and the first observation. ``options`` in the row's
+        metadata are passed to the environment's reset."""
         options = row["metadata"].get("options")
         observation, _ = self._environment.reset(seed=seed, options=options)
         parts = (str(row["prompt"]), f"Answer with {self.legal}.", self._text(observation))
@@ -130,7 +130,7 @@ def _array(text: str, *, dtype: np.dtype | None) -> np.ndarray:
 
 
 def _plain(value: object) -> object:
-    """An observation of any space as JSON has it."""
+    """Convert an observation of any space to plain JSON types."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, Mapping):

@@ -359,7 +359,5 @@ def _checked_reward(reward: object, where: str) -> float | None:
     if reward is None:
         return None
     if isinstance(reward, bool | str) or not isinstance(reward, int | float):
-        raise ValueError(
-            f"{where}: the episode's reward must be a number, not {type(reward).__name__}"
-        )
+        raise ValueError(f"{where}: the reward must be a number, not {type(reward).__name__}")
     return float(reward) if math.isfinite(reward) else math.nan

@@ -22,11 +22,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def own_reward(each: EvalSet, reward: RewardConfig) -> RewardConfig:
+def reward_of(eval_set: EvalSet, reward: RewardConfig) -> RewardConfig:
     """The reward of an evaluation set, which takes precedence over the run's reward function."""
-    url = reward.rm_url if each.rm_type == "remote_rm" else None
+    url = reward.rm_url if eval_set.rm_type == "remote_rm" else None
     return replace(
-        reward, rm_type=each.rm_type, custom_rm_path=each.custom_rm_path, rm_url=url, group_rm=False
+        reward,
+        rm_type=eval_set.rm_type,
+        custom_rm_path=eval_set.custom_rm_path,
+        rm_url=url,
+        group_rm=False,
     )
 
 
@@ -50,13 +54,13 @@ class Evaluator:
         self._rollout = rollout
         self.last: dict[str, list[SampleGroup]] = {}  # of the last evaluation, by set
         self._graders = {
-            each.name: Grader(**asdict(own_reward(each, reward)))
-            for each in sets
-            if each.rm_type or each.custom_rm_path
+            eval_set.name: Grader(**asdict(reward_of(eval_set, reward)))
+            for eval_set in sets
+            if eval_set.rm_type or eval_set.custom_rm_path
         }
 
-    def sampling(self, each: EvalSet) -> SamplingParams:
-        return eval_sampling(each, self._rollout)
+    def sampling(self, eval_set: EvalSet) -> SamplingParams:
+        return eval_sampling(eval_set, self._rollout)
 
     def grader(self, name: str) -> Grader | None:
         """The grader of a set; None: the run's."""
@@ -66,16 +70,16 @@ class Evaluator:
         """Scores of every set under the engine's current weights, by metric name."""
         metrics: dict[str, float] = {}
         self._rollouter.rollout_id = rollout_id
-        for each in self.sets:
+        for eval_set in self.sets:
             groups = self._rollouter.generate(
-                self.prompts[each.name],
-                each.n_samples_per_eval_prompt,
-                self.sampling(each),
-                purpose=f"eval/{each.name}",
-                grader=self.grader(each.name),
+                self.prompts[eval_set.name],
+                eval_set.n_samples_per_eval_prompt,
+                self.sampling(eval_set),
+                purpose=f"eval/{eval_set.name}",
+                grader=self.grader(eval_set.name),
             )
-            metrics |= score(each.name, groups)
-            self.last[each.name] = groups
+            metrics |= score(eval_set.name, groups)
+            self.last[eval_set.name] = groups
         return metrics
 
     def close(self) -> None:
@@ -97,9 +101,9 @@ def load_prompts(
         from_metadata=run.reward.rm_type_from_metadata,
     )
 
-    def room(each: EvalSet) -> Room:
+    def room(eval_set: EvalSet) -> Room:
         return Room(
-            run.gpt.max_position_embeddings, eval_sampling(each, run.rollout).max_new_tokens
+            run.gpt.max_position_embeddings, eval_sampling(eval_set, run.rollout).max_new_tokens
         )
 
     return load_eval_sets(

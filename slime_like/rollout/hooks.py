@@ -208,7 +208,9 @@ def processed_rewards(config: RunConfig, path: str, samples: Sequence[AnySample]
     """
     function = load_function(path, POST_PROCESS)
     process = function_adapter(config).reward_post_process(function, f"{POST_PROCESS} {path}")
-    whole = gather_on_rank_zero(samples, buffer_size=config.rollout.sample_buffer_size)
-    rewards = torch.tensor(from_rank_zero(lambda: process(complete(whole))), dtype=torch.float64)
-    known = torch.tensor([s.reward is not None and math.isfinite(s.reward) for s in samples])
-    return torch.where(known & torch.isfinite(rewards), rewards, math.nan)
+    complete_samples = gather_on_rank_zero(samples, buffer_size=config.rollout.sample_buffer_size)
+    rewards = torch.tensor(
+        from_rank_zero(lambda: process(complete(complete_samples))), dtype=torch.float64
+    )
+    is_finite = torch.tensor([s.reward is not None and math.isfinite(s.reward) for s in samples])
+    return torch.where(is_finite & torch.isfinite(rewards), rewards, math.nan)

@@ -156,7 +156,7 @@ def share_index(
     """Exchange metadata: returns all samples, local ones unchanged, others as `RemoteSample`.
 
     Args:
-        own: This rank's samples, in order.
+        local: This rank's samples, in order.
         holders: The rank that holds each sample, equal on all ranks.
     """
     rank, world = _rank_and_world()

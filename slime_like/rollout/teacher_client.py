@@ -167,9 +167,7 @@ class ServedTeacher:
                         tokens = tuple(tokenizer(text)["input_ids"])
                         await self._compare_text(client, url, text, tokens)
                 except (RequestFailed, InvalidResponse) as failure:
-                    raise RunError(
-                        f"--opd-teacher-url: the teacher does not answer: {failure}"
-                    ) from None
+                    raise RunError(f"--opd-teacher-url: no answer: {failure}") from None
 
     async def _compare_vocabulary(self, client: httpx.AsyncClient, url: str) -> None:
         rid = self._new_id("probe")

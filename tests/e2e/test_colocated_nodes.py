@@ -109,8 +109,8 @@ def test_a_server_and_then_a_node_are_lost(work: Workspace, tmp_path: Path, pyth
             if process.cmdline()[1:3] == ["-m", "sglang.launch_server"]
         ]
         lost.send_signal(signal.SIGKILL)
-        wait_until(lambda: "is started again (1 of 3)" in logs(tmp_path), tmp_path)
-        wait_until(lambda: "gets requests after the next weight update" in logs(tmp_path), tmp_path)
+        wait_until(lambda: "is restarted (1 of 3)" in logs(tmp_path), tmp_path)
+        wait_until(lambda: "gets requests after the next update" in logs(tmp_path), tmp_path)
         goes_on(out, tmp_path)
         for process in (psutil.Process(agents[1].pid), trainer, *trainer.children(recursive=True)):
             process.kill()

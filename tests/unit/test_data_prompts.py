@@ -563,7 +563,7 @@ def test_a_missing_library_of_a_rows_own_reward(tmp_path, tokenizer, monkeypatch
 def test_rows_to_learn_from_need_a_text(tmp_path, tokenizer, label, found):
     rows = [{"input": "p", "label": "a"}, {"input": "p", "label": label}]
     data = DataConfig(prompt_data=write_rows(tmp_path / "a.jsonl", rows), label_key="label")
-    words = rf"a\.jsonl:2: --loss-type sft_loss: the answer \(--label-key\) must be a non-empty string, not {found}"
+    words = rf"a\.jsonl:2: --loss-type sft_loss: the answer \(--label-key\) must be non-empty text, not {found}"
     with pytest.raises(ValueError, match=words):
         PromptSource(data, tokenizer, answer_check=answer_problem)
 
@@ -635,7 +635,7 @@ def test_sft_errors(tmp_path, tokenizer):
         DataConfig(prompt_data=write_rows(tmp_path / "a.jsonl", rows), label_key="label"), tokenizer
     ).next_prompts(1)
     with pytest.raises(
-        ValueError, match=r"prompt 0: .*\(--label-key\) must be a non-empty string, not int: 'p'"
+        ValueError, match=r"prompt 0: .*\(--label-key\) must be non-empty text, not int: 'p'"
     ):
         sft_samples(prompts, tokenizer)
     endless = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)

@@ -127,7 +127,7 @@ def test_empty_file(tmp_path, content):
 def test_names_that_are_no_data_file(tmp_path):
     (tmp_path / "folder.jsonl").mkdir()
     write(tmp_path / "a.csv", b"x")
-    with pytest.raises(ValueError, match=r"folder\.jsonl: is a directory"):
+    with pytest.raises(ValueError, match=r"folder\.jsonl: a directory"):
         open_jsonl(tmp_path / "folder.jsonl")
     with pytest.raises(ValueError, match=r"a\.csv: unknown format; legal: \.jsonl, \.parquet"):
         open_jsonl(tmp_path / "a.csv")
@@ -154,7 +154,7 @@ def test_row_range(tmp_path, bounds, expected):
 
 def test_empty_row_range(tmp_path):
     path = write(tmp_path / "a.jsonl", *map(line, range(10)))
-    with pytest.raises(ValueError, match=r"the range is empty; .* holds 10 rows"):
+    with pytest.raises(ValueError, match=r"empty range; .* has 10 rows"):
         open_jsonl(f"{path}@[10:20]")
 
 
@@ -218,7 +218,7 @@ def test_a_damaged_page_names_the_file(tmp_path):
     data[data.index(b"question 17")] ^= 1
     path.write_bytes(data)
     with pytest.raises(
-        ValueError, match=r"--prompt-data .*a\.parquet: a damaged page of the Parquet"
+        ValueError, match=r"--prompt-data .*a\.parquet: a damaged page"
     ):
         open_jsonl(path)
 

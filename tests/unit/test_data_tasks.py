@@ -58,7 +58,7 @@ def test_row_range_of_a_task():
         ("reasoning_gym:chain_sum?size=many", r"size='many': expected int"),
         ("reasoning_gym:chain_sum?size=0", "size=0: must be >= 1"),
         ("reasoning_gym:chain_sum?size=1&size=2", "'size' is given twice"),
-        ("reasoning_gym:chain_sum?min_terms=5&max_terms=2", "the task refuses these options"),
+        ("reasoning_gym:chain_sum?min_terms=5&max_terms=2", "the task rejects these options"),
         ("reasoning_gym:arc_agi?board_format_opts=x", "cannot be given as text"),
     ],
 )

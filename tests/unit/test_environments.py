@@ -144,7 +144,7 @@ def test_an_async_environment_leaves_the_reward_to_the_reward_function() -> None
 def test_what_an_environment_does_wrong_costs_its_own_sample() -> None:
     sample = played(Broken, Engine())
     assert sample.status == SampleStatus.ABORTED
-    assert "return (text, reward, whether it is over)" in sample.metadata["failure"]
+    assert "return (text, reward, done)" in sample.metadata["failure"]
     hang = threading.Event()
     made = Counter(hang=hang)
     sample = played(lambda: made, Engine(), timeout_s=0.5)

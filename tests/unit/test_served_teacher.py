@@ -201,7 +201,7 @@ def test_a_teacher_that_does_not_answer_stops_the_start(model: str, server: Fake
         asking = teacher(gone)
     with pytest.raises(
         RunError,
-        match=f"--opd-teacher-url: the teacher does not answer: {re.escape(gone.url)}/generate: no connection",
+        match=f"--opd-teacher-url: no answer: {re.escape(gone.url)}/generate: no connection",
     ):
         asking.probe()
 

@@ -185,7 +185,7 @@ WRONG: dict[str, tuple[Fault, str]] = {
     "a token of 2**70": (changed(lambda a: a.update(output_ids=[2**70])), "integer of 22 digits"),
     "a token beyond the vocabulary": (changed(lambda a: a.update(output_ids=[64])), "64 at 0 is not a token id"),
     "a lone surrogate": (changed(meta(finish_reason="\ud800\n\x1b[31m")), "unknown finish_reason '\\ud800\\n\\x1b[31m'"),
-    "compressed": (compressed, "the answer is encoded as 'gzip'"),
+    "compressed": (compressed, "encoded as 'gzip'"),
     "too large": (text("[" + "1, " * 2**20 + "1]", "application/json"), "more than "),
 }  # fmt: skip
 

@@ -104,12 +104,9 @@ class GenerateOutput:
     failure: str | None = None
 
 
-class RolloutEngine(Protocol):
-    """Generates responses with weights that the trainer syncs.
-
-    The default implementations suffice for a synchronous in-process engine. They return explicitly,
-    because mypy treats an empty body as abstract.
-    """
+class RolloutEngine:
+    """Generates responses with weights that the trainer syncs. Engines implement `generate_one` and
+    `update_weights`; the other defaults suffice for a synchronous in-process engine."""
 
     weight_version: int = -1  # of the last complete update; -1 before the first
     # True: shared servers, rank 0 sends all requests; False: each rank has its own engine
@@ -125,13 +122,13 @@ class RolloutEngine(Protocol):
         RuntimeError while weights are missing or partially updated, ValueError for requests that
         the engine can never serve."""
 
-        async def all_of_them() -> list[GenerateOutput]:
+        async def generate_all() -> list[GenerateOutput]:
             try:
                 return await asyncio.gather(*(self.generate_one(r, sampling) for r in requests))
             finally:
                 await self.leave_loop()
 
-        return asyncio.run(all_of_them())
+        return asyncio.run(generate_all())
 
     async def generate_one(
         self, request: GenerateRequest, sampling: SamplingParams
@@ -139,24 +136,20 @@ class RolloutEngine(Protocol):
         """Generate one response. Any number of calls may be pending; the engine limits concurrency.
         Raises as `generate`. A failed request, or one with an invalid response, has finish_reason
         "abort" and a reason in `failure`."""
-        ...
+        raise NotImplementedError
 
     async def abort(self, sample_ids: Collection[int] | None = None) -> None:
         """Abort pending requests (None: all). Each returns its partial output with finish_reason
         "abort" and failure None. Ids that are not pending are ignored."""
-        return
 
     async def leave_loop(self) -> None:
         """The caller's event loop is about to end: close its connections."""
-        return
 
     def pause(self) -> None:
         """Stop generating; pending requests keep their tokens."""
-        return
 
     def resume(self) -> None:
         """Continue after `pause`, with the current weights."""
-        return
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights. Collective: all ranks consume the stream to its end.
@@ -171,16 +164,14 @@ class RolloutEngine(Protocol):
             ValueError: Names unknown, repeated or missing weights and wrong shapes. The engine then
                 refuses to generate until an update succeeds.
         """
-        ...
+        raise NotImplementedError
 
     def check_health(self) -> None:
         """Check the engine before a rollout. Collective. Sets `weight_version` to -1 if the engine
         needs the weights again. Raises RunError if it can no longer serve."""
-        return
 
     def release_memory(self) -> None:
         """Release memory on the trainer's GPUs before training; `update_weights` reallocates it."""
-        return
 
     def take_metrics(self) -> dict[str, float]:
         """Metrics of requests and weight updates since the last call; rank 0's are logged."""
@@ -188,7 +179,6 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Shut the engine down at the end of the run."""
-        return
 
 
 class GenerationClient(Protocol):

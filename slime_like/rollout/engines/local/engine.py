@@ -162,9 +162,7 @@ class LocalEngine(RolloutEngine):
 
     def _check(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> None:
         if not self._weights_complete:
-            raise RuntimeError(
-                "the local engine has no complete weights: the latest update_weights failed"
-            )
+            raise RuntimeError("the local engine has no complete weights: update_weights failed")
         if sampling.report_routes and not self._decoder.routes.layers:
             raise ValueError("--use-rollout-routing-replay: the model has no MoE layers")
         if sampling.stop and self._tokenizer is None:

@@ -75,7 +75,7 @@ class ColocatedMemory:
     trains. fleet: on rank 0, None elsewhere."""
 
     def __init__(self, pool: ServerPool | None) -> None:
-        self._fleet = pool
+        self._pool = pool
         # servers that released their memory, with their eviction counts at that time
         self._released: list[tuple[Worker, int]] | None = None
 
@@ -83,15 +83,15 @@ class ColocatedMemory:
         """Make the servers release weights and KV cache."""
         if self._released is None:
             self._released = []
-            if self._fleet is not None:
-                call_servers(self._fleet, self._fleet.alive(), "/release_memory_occupation", {})
-                self._released = [(worker, worker.evictions) for worker in self._fleet.alive()]
+            if self._pool is not None:
+                call_servers(self._pool, self._pool.alive(), "/release_memory_occupation", {})
+                self._released = [(worker, worker.evictions) for worker in self._pool.alive()]
 
     def resume(self) -> None:
         """Make the servers reallocate their memory; weights are synced afterwards. Servers
         restarted since `release` are skipped: they never released memory, and resuming would crash
         them."""
         released, self._released = self._released, None
-        if released and self._fleet is not None:
+        if released and self._pool is not None:
             workers = [w for w, evictions in released if w.alive and w.evictions == evictions]
-            call_servers(self._fleet, workers, "/resume_memory_occupation", {})
+            call_servers(self._pool, workers, "/resume_memory_occupation", {})

@@ -35,7 +35,7 @@ from slime_like.rollout.engines.sglang.protocol import (
     max_response_bytes,
     read_generation,
 )
-from slime_like.rollout.engines.sglang.requests import LOOK_S, RequestSettings, ServerRequests
+from slime_like.rollout.engines.sglang.requests import POLL_S, RequestSettings, ServerRequests
 from slime_like.rollout.engines.sglang.routed_experts import RoutesFormat
 from slime_like.rollout.engines.sglang.server_pool import ServerPool, Worker
 from slime_like.rollout.engines.sglang.weight_spec import compare_with_checkpoint, vocabulary_size
@@ -262,7 +262,7 @@ class SglangEngine(RolloutEngine):
             and any(w.process is not None or w.returning for w in self.pool.workers)
             and time.monotonic() < deadline
         ):
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         alive = self.pool.alive()
         if not alive:
             raise RunError(

@@ -165,9 +165,7 @@ def routes_format(run: RunConfig) -> RoutesFormat | None:
 def require_routes(pool: ServerPool) -> None:
     """Raise RunError naming a server that does not report routed experts."""
     if pool.router is not None:
-        logger.info(
-            "rollout requests bypass sglang_router, which does not forward return_routed_experts"
-        )
+        logger.info("rollout requests bypass sglang_router, which drops return_routed_experts")
     for worker in pool.alive():
         try:
             info = pool.call(worker, "/server_info", timeout_s=CONTROL_S, method="GET")
@@ -186,9 +184,7 @@ def workers_of(router: Router) -> list[str]:
     except RequestFailed as failure:
         raise RunError(str(failure)) from None
     if not workers:
-        raise RunError(
-            f"the router {router.url} has no workers; set --rollout-external-engine-addrs"
-        )
+        raise RunError(f"router {router.url} has no workers; set --rollout-external-engine-addrs")
     return workers
 
 

@@ -149,9 +149,7 @@ async def _body(
     `max_bytes`."""
     legal, encoding = response.status_code in statuses, response.headers.get("Content-Encoding")
     if legal and encoding not in (None, "identity"):
-        raise RequestFailed(
-            "encoded", f"{url}: the answer is encoded as {shown(encoding, 40)}", retryable=False
-        )
+        raise RequestFailed("encoded", f"{url}: encoded as {shown(encoding, 40)}", retryable=False)
     parts: list[bytes] = []
     size = 0
     async for part in response.aiter_raw():

@@ -18,7 +18,7 @@ from slime_like.rollout.engines.sglang.processes import END_S, EngineProcess, La
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.25
+POLL_S = 0.25
 SLACK_S = 4.0  # for rank 0 to learn that a server has ended
 
 
@@ -51,7 +51,7 @@ class NodeAgent:
 
     def _run(self) -> None:
         try:
-            while not self._stop.wait(LOOK_S):
+            while not self._stop.wait(POLL_S):
                 self._reconcile(json.loads(self._store.read(_wanted_key(self._rank)) or "{}"))
                 self._report()
         except RuntimeError as error:  # the store is gone, and rank 0 with it
@@ -119,8 +119,8 @@ class RemoteNode:
     def state(self, number: int) -> dict[str, Any] | None:
         """Attempt, exit status (None: running) and last output of a server; None: not started."""
         with self._lock:
-            found = json.loads(self._store.read(_state_key(self.rank)) or "{}")
-        return found.get(str(number))
+            states = json.loads(self._store.read(_state_key(self.rank)) or "{}")
+        return states.get(str(number))
 
     def _request(self, number: int, launch: dict[str, object] | None) -> None:
         self._wanted_key.pop(str(number), None)
@@ -154,7 +154,7 @@ class RemoteProcess(EngineProcess):
         with contextlib.suppress(RuntimeError):  # its node is gone, and the store with it
             self._node.end(self._number)
             while self._node.state(self._number) is not None and time.monotonic() < deadline:
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
 
     def restart(self) -> RemoteProcess:
         return RemoteProcess(self._node, self._number, self._launch)

@@ -93,11 +93,13 @@ def place_servers(
             starts = range(first, first + room - per_server + 1, per_server)
             placements += [(Share(node, start, per_server),) for start in starts]
     elif per_server % parts == 0:
-        each = per_server // parts
-        free_nodes = [n for n, room in zip(nodes, rooms, strict=True) if room == each]
+        gpus_per_node = per_server // parts
+        free_nodes = [n for n, room in zip(nodes, rooms, strict=True) if room == gpus_per_node]
         for start in range(0, len(free_nodes) - parts + 1, parts):
             chosen = free_nodes[start : start + parts]
-            placements.append(tuple(Share(n, n.first_gpu(colocate=colocate), each) for n in chosen))
+            placements.append(
+                tuple(Share(n, n.first_gpu(colocate=colocate), gpus_per_node) for n in chosen)
+            )
     servers = gpus // per_server
     if len(placements) < servers:
         raise RunError(

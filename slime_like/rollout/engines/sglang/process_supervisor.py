@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 
-LOOK_S = 0.25
+POLL_S = 0.25
 GRACE_S = 3.0  # between SIGTERM and SIGKILL
 
 
@@ -67,7 +67,7 @@ def main() -> int:
     )  # Ctrl-C goes to the trainer, which ends its servers
     child = subprocess.Popen(sys.argv[2:], start_new_session=True, preexec_fn=die_with_parent)
     while child.poll() is None and not stopped and os.getppid() == parent:
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     end(child)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 

@@ -166,8 +166,8 @@ class SpanningProcess(EngineProcess):
         return next((s for part in self._parts if (s := part.exit_status) is not None), None)
 
     def log_tail(self, characters: int = 600) -> str:
-        each = characters // len(self._parts)
-        return "\n".join(filter(None, (part.log_tail(each) for part in self._parts)))
+        part_characters = characters // len(self._parts)
+        return "\n".join(filter(None, (part.log_tail(part_characters) for part in self._parts)))
 
     def end(self) -> None:
         for part in self._parts:
@@ -221,7 +221,7 @@ def server_settings(
     overrides: Mapping[str, object],
 ) -> dict[str, object]:
     """Arguments of one server. given: the user's --sglang flags, which override ours."""
-    ours: dict[str, object] = {
+    settings: dict[str, object] = {
         "model_path": model,
         "host": host,
         "port": port,
@@ -229,9 +229,9 @@ def server_settings(
         "dtype": dtype,
         "trust_remote_code": False,
     }
-    ours |= (
+    settings |= (
         {"base_gpu_id": base_gpu, "enable_memory_saver": memory_saver}
         if cuda
         else dict(CPU_SETTINGS)
     )
-    return ours | dict(overrides)
+    return settings | dict(overrides)

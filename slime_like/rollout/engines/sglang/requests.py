@@ -36,7 +36,7 @@ from slime_like.rollout.engines.sglang.server_pool import ServerPool, Worker
 from slime_like.rollout.engines.sglang.weight_transfer.servers import CONTROL_S
 
 ABORT_DEADLINES = Deadlines(CONTROL_S, CONTROL_S, CONTROL_S)
-LOOK_S = 0.1  # polling interval while no server is ready
+POLL_S = 0.1  # polling interval while no server is ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class ServerRequests:
         self.updating = False
         self.bypasses_router = False
         self.counts: Counter[str] = Counter()
-        self._fleet = pool
+        self._pool = pool
         self._settings = settings
         self._vocab_size = vocab_size
         self._routes = routes
@@ -135,7 +135,7 @@ class ServerRequests:
                     self.counts[f"abort_{failure.kind}"] += 1
 
         await asyncio.gather(
-            *(send_abort(worker, rid) for worker in self._fleet.alive() for rid in rids)
+            *(send_abort(worker, rid) for worker in self._pool.alive() for rid in rids)
         )
 
     async def _generate(
@@ -146,9 +146,9 @@ class ServerRequests:
         rid: str,
     ) -> GenerateOutput:
         avoid: set[str] = set()
-        if sampling.report_routes and self._fleet.router is not None:
+        if sampling.report_routes and self._pool.router is not None:
             # the router drops fields that it does not know, such as the request for routed experts
-            avoid.add(self._fleet.router.url)
+            avoid.add(self._pool.router.url)
 
         async def attempt(number: int) -> GenerateOutput:
             if rid in self._abort_requested:
@@ -180,7 +180,7 @@ class ServerRequests:
         """One attempt. A server that responds with an impossible weight version is evicted until it
         has the current weights. Raises RequestFailed, InvalidResponse, Refused."""
         url, worker = await self._target(avoid)
-        oldest, evictions = self._fleet.version, 0 if worker is None else worker.evictions
+        oldest, evictions = self._pool.version, 0 if worker is None else worker.evictions
         body = generation_body(request, sampling, rid)
         limit = max_response_bytes(request, sampling, self._token_bytes(sampling))
         answer = await self._post(client, url, worker, body, limit, avoid)
@@ -199,7 +199,7 @@ class ServerRequests:
             else:
                 # in a thread: it may call the router
                 await asyncio.to_thread(
-                    self._fleet.report_wrong_version, worker, evictions, str(error)
+                    self._pool.report_wrong_version, worker, evictions, str(error)
                 )
             raise WrongWeightVersion(f"{url}: {error}") from None
         except InvalidResponse as error:
@@ -225,7 +225,7 @@ class ServerRequests:
         task = asyncio.current_task()
         assert task is not None
         if worker is not None:
-            with self._fleet.lock:
+            with self._pool.lock:
                 worker.in_flight.add(task)
         try:
             deadlines = self._settings.deadlines
@@ -246,7 +246,7 @@ class ServerRequests:
             ) from None
         finally:
             if worker is not None:
-                with self._fleet.lock:
+                with self._pool.lock:
                     worker.in_flight.discard(task)
 
     async def _target(self, avoid: set[str]) -> tuple[str, Worker | None]:
@@ -254,13 +254,13 @@ class ServerRequests:
         Waits while a server may still recover. A request that failed at the router is sent to a
         server directly: the router may be down, or wrongly consider servers dead."""
         deadline = time.monotonic() + self._settings.deadlines.total_s
-        while self.updating or not (ready := self._fleet.ready()):
-            if not (self.updating or self._fleet.may_recover()) or time.monotonic() > deadline:
+        while self.updating or not (ready := self._pool.ready()):
+            if not (self.updating or self._pool.may_recover()) or time.monotonic() > deadline:
                 raise RequestFailed(
                     "no_engine", "no engine with the current weights is left", retryable=False
                 )
-            await asyncio.sleep(LOOK_S)
-        router = self._fleet.router
+            await asyncio.sleep(POLL_S)
+        router = self._pool.router
         if router is not None and router.url not in avoid and not self.bypasses_router:
             return router.url, None
         worker = min(ready, key=lambda w: (w.url in avoid, len(w.in_flight)))
@@ -270,7 +270,7 @@ class ServerRequests:
         """The HTTP client of the current event loop; a client is bound to its loop."""
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
-            limit = self._settings.concurrency * max(1, len(self._fleet.workers))
+            limit = self._settings.concurrency * max(1, len(self._pool.workers))
             self._client = async_client(limit)
             self._loop, self._slots = loop, asyncio.Semaphore(limit)
         return self._client

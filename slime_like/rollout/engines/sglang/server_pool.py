@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_RESTARTS = 3  # restarts of one server per run
 MAX_WRONG_VERSIONS = 3  # evictions for wrong weight versions before a server stays out
-PROCESS_LOOK_S = 0.5
+PROCESS_POLL_S = 0.5
 
 
 @dataclass(slots=True, eq=False)
@@ -259,7 +259,7 @@ class ServerPool:
         processes still run."""
         next_probe = 0.0
         while not self._stop.is_set():
-            woken = self._wake.wait(min(PROCESS_LOOK_S, self.health.interval_s))
+            woken = self._wake.wait(min(PROCESS_POLL_S, self.health.interval_s))
             self._wake.clear()
             probes = woken or time.monotonic() >= next_probe
             if probes:
@@ -332,9 +332,7 @@ class ServerPool:
         if worker.restarts >= MAX_RESTARTS or self._stop.is_set():
             return
         worker.restarts += 1
-        logger.warning(
-            f"the engine {worker.url} is started again ({worker.restarts} of {MAX_RESTARTS})"
-        )
+        logger.warning(f"engine {worker.url} is restarted ({worker.restarts} of {MAX_RESTARTS})")
         worker.process = worker.process.restart()
 
     def _readmit(self, worker: Worker) -> None:
@@ -347,9 +345,7 @@ class ServerPool:
             logger.info(f"the engine {worker.url} is back, with weights of version {version}")
             self.has_weights(worker, version)
         else:
-            logger.info(
-                f"the engine {worker.url} answers, and gets requests after the next weight update"
-            )
+            logger.info(f"the engine {worker.url} answers, and gets requests after the next update")
 
 
 def log_tail(worker: Worker) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 
 from slime_like.errors import RunError
 from slime_like.text import list_names
+from slime_like.weights.safetensors_reader import stored_tensors
 
 # Checkpoint entries that are not synced: buffers of old writers, multi-token prediction heads.
 OPTIONAL_PARTS = ("rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
@@ -21,11 +21,8 @@ def checkpoint_shapes(folder: str) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         with open(path, "rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(size))
-        shapes |= {
-            name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
-        }
+            stored = stored_tensors(file.fileno())
+        shapes |= {name: tensor.shape for name, tensor in stored.items()}
     return shapes
 
 
@@ -63,9 +60,7 @@ def compare_with_checkpoint(sent: Mapping[str, tuple[int, ...]], folder: str) ->
     }
     messages = [f"{kind}: {list_names(names)}" for kind, names in problems.items() if names]
     if messages:
-        raise RunError(
-            f"the weights sent to the engines are not those of {folder}: " + "; ".join(messages)
-        )
+        raise RunError(f"the synced weights differ from {folder}: " + "; ".join(messages))
 
 
 def _is_extra_layer(name: str, sent: Mapping[str, tuple[int, ...]]) -> bool:

@@ -60,9 +60,9 @@ class BroadcastTransport(WeightTransport):
 
     def _is_unreachable(self, workers: Sequence[Worker]) -> bool:
         """Whether the servers listen only on rank 0's host, unreachable from other hosts."""
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         address = address_towards([worker.url for worker in workers])
-        return here < dist.get_world_size() and address == LOOPBACK
+        return local_world_size < dist.get_world_size() and address == LOOPBACK
 
     def _broadcast_from_rank_zero(
         self, weights: WeightBuckets, copy: list[Bucket], version: int, workers: Sequence[Worker]

@@ -25,7 +25,7 @@ from slime_like.weights.delta_follow import copy_for
 from slime_like.weights.delta_local import LocalCheckpoint
 from slime_like.weights.delta_updates import Publication, Update, forget, remove_update, updates_in
 
-LOOK_S = 0.1
+POLL_S = 0.1
 NO_COPY = "no_copy"  # failure kind
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -98,8 +98,8 @@ class DeltaTransport(WeightTransport):
 
     def _load(self, worker: Worker, wait_s: float) -> None:
         assert self._latest is not None, "asked where there is a latest version"
-        here = is_here(worker)
-        folder = self._local.folder if here else self._remote_copy(worker, self._latest, wait_s)
+        is_local = is_here(worker)
+        folder = self._local.folder if is_local else self._remote_copy(worker, self._latest, wait_s)
         load_folder(self.servers, worker, folder, self._latest.version)
 
     def _remote_copy(self, worker: Worker, update: Update, wait_s: float) -> Path:
@@ -118,7 +118,7 @@ class DeltaTransport(WeightTransport):
                     f"pull-weights {self._root}` on its node: {reason}",
                     retryable=False,
                 )
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
     def close(self) -> None:
         forget(str(self._root))

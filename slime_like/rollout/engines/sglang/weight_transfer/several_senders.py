@@ -24,7 +24,7 @@ from slime_like.rollout.engines.sglang.weight_transfer.process_group import (
 )
 from slime_like.weights.gather import WeightStream
 
-LOOK_S = 0.05  # polling interval of the failure signal
+FAILURE_POLL_S = 0.05  # polling interval of the failure signal
 GO, STOP = "go", "stop"
 LONGEST = timedelta(days=1)  # rank 0 enforces the time limit; if rank 0 dies, its store dies too
 
@@ -58,7 +58,7 @@ class Turns:
 
     def raise_if_failed(self) -> None:
         """Raise BroadcastFailed if a rank has failed; polls the store at intervals."""
-        if time.monotonic() - self._last_check >= LOOK_S:
+        if time.monotonic() - self._last_check >= FAILURE_POLL_S:
             self._last_check = time.monotonic()
             key = f"{self._update}/failed"
             if self._store.check([key]):

@@ -97,9 +97,7 @@ class WeightUpdater:
                 # it may have been evicted while paused
                 pool.call(worker, "/continue_generation", {}, timeout_s=CONTROL_S)
             except (RequestFailed, UpdateIncomplete, RunError) as failure:
-                logger.warning(
-                    f"the engine {worker.url} did not get the current weights: {failure}"
-                )
+                logger.warning(f"the engine {worker.url} did not get the weights: {failure}")
                 return None
             if reported != str(version):
                 logger.warning(
