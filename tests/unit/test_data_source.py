@@ -217,9 +217,7 @@ def test_a_damaged_page_names_the_file(tmp_path):
     data = bytearray(path.read_bytes())
     data[data.index(b"question 17")] ^= 1
     path.write_bytes(data)
-    with pytest.raises(
-        ValueError, match=r"--prompt-data .*a\.parquet: a damaged page"
-    ):
+    with pytest.raises(ValueError, match=r"--prompt-data .*a\.parquet: a damaged page"):
         open_jsonl(path)
 
 
