@@ -157,8 +157,8 @@ def measure(folder: Path, layers: int, hidden: int, repeat: int) -> dict[str, di
     to_megatron = script(
         convert_hf_to_megatron, "--hf-checkpoint", model, "--save", root, "--workers", 2
     )
-    words = ("--load", root, "--hf-checkpoint", model, "--output", out, "--workers", 2)
-    words += ("--max-shard-size", f"{SHARD_BYTES}B")
+    files = ("--load", root, "--hf-checkpoint", model, "--output", out)
+    words = (*files, "--max-shard-size", f"{SHARD_BYTES}B", "--workers", 2)
     jobs: list[tuple[str, Callable[[], Any]]] = [
         (COPY, lambda: copy_synced(model, copy)),
         ("transformers, load", lambda: load_with_transformers(model) and None),
