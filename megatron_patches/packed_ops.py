@@ -14,13 +14,17 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from slime_like.types import AutogradContext
+
 
 class FusedRMSNorm(torch.autograd.Function):
     """y = x r w with r = 1 / sqrt(mean(x^2) + eps) (Zhang and Sennrich 2019, equation 4). Products
     and sums are those of torch's chain of operations, in its order, with fewer temporaries."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, again: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(
+        ctx: AutogradContext, x: Tensor, again: Tensor, weight: Tensor, eps: float
+    ) -> Tensor:
         """x: [..., d]. again: x once more; it receives the gradient through r, since torch adds the
         two terms to the gradients of other uses one by one. weight: [d], of the same dtype."""
         r = torch.rsqrt(x.pow(2).mean(-1, keepdim=True).add_(eps))
@@ -29,7 +33,7 @@ class FusedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any, *gradients: Tensor
+        ctx: AutogradContext, *gradients: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         """dx = r w dy - x (x . w dy) r^3 / d; dw = sum over rows of x r dy."""
         x, weight, r = ctx.saved_tensors
@@ -87,13 +91,13 @@ class Rotation(torch.autograd.Function):
     y2 = x2 cos + x1 sin (Su et al. 2021, "RoFormer", equation 34). The rest passes through."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """rows: [T, ..., d]; cos, sin: [T, ..., 2h], broadcast over heads."""
         ctx.save_for_backward(cos, sin)
         return _rotated(rows, cos, sin, backward=False)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: AutogradContext, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return _rotated(gradients[0], *ctx.saved_tensors, backward=True), None, None
 
 

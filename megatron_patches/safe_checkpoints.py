@@ -27,7 +27,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, ClassVar
 
 import torch
 
@@ -245,7 +245,7 @@ def load_metadata(file: BinaryIO, name: str) -> object:
         ) from error
 
 
-def load_tensors(file: Any, name: str) -> Any:
+def load_tensors(file: Path | IO[bytes], name: str) -> Any:
     """torch.load with weights_only=True: tensors and plain values. Raises ValueError naming the
     file."""
     try:

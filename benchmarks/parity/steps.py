@@ -29,7 +29,7 @@ from arguments.run_config import CriticModel, RunConfig  # noqa: E402
 from slime_like.megatron.backend import MegatronBackend  # noqa: E402
 from slime_like.megatron.parallel_layout import ParallelLayout, read_layout  # noqa: E402
 from slime_like.types import TrainBatch, TrainSample  # noqa: E402
-from slime_like.weights.hf_export import export_hf_weights  # noqa: E402
+from slime_like.weights.hf_export import HfExport  # noqa: E402
 
 VOCAB = 61
 SAMPLES = 8  # samples per optimizer step, over all ranks
@@ -144,9 +144,9 @@ def gradients(built: MegatronBackend) -> dict[str, Tensor]:
     # (--overlap-param-gather)
     assert built.hf is not None
     with gradients_as_parameters(built.policy.chunks):
-        exported = export_hf_weights(
+        exported = HfExport(
             built.policy.chunks, hf=built.hf, gpt=built.gpt, layout=built.layout
-        )
+        ).stream()
         return {name: _wide(tensor) for name, tensor in exported}
 
 

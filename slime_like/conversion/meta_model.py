@@ -8,9 +8,9 @@ regardless of the model's size.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -50,7 +50,7 @@ class MetaModel:
     chunks: list[MegatronModule]
     state: ShardedStateDict
     parameters: dict[str, Tensor]
-    _entries: dict[str, Any]
+    _entries: dict[str, ShardedTensor | ShardedTensorFactory]
 
     def pieces(self, name: str, data: Tensor | None = None) -> list[ShardedTensor]:
         """The shards of a parameter in a checkpoint: one tensor, or several (gate and up
@@ -142,8 +142,12 @@ class OnMeta(TorchFunctionMode):
     """Creates all new tensors on the meta device, whatever device was requested."""
 
     def __torch_function__(
-        self, func: Any, types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Iterable[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = dict(kwargs or {})
         if func in (torch.empty, torch.zeros, torch.ones, torch.arange, torch.tensor, torch.full):
             kwargs["device"] = "meta"

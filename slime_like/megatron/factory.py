@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TypedDict
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -44,6 +44,13 @@ HEAD = "output_layer."
 FrozenModel = Network | OffloadedWeights  # can compute log-probs
 
 
+class TrainingSettings(TypedDict):
+    ddp: DistributedDataParallelConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    total_steps: int
+
+
 @dataclass(frozen=True, slots=True)
 class NetworkSettings:
     """megatron-core's and our own settings of how a network is built and trained."""
@@ -62,10 +69,10 @@ class NetworkSettings:
 
     def training(
         self, *, total_steps: int, optimizer: OptimizerConfig | None = None
-    ) -> dict[str, Any]:
+    ) -> TrainingSettings:
         """The keyword arguments of a `TrainedNetwork`. total_steps: length of the schedule.
         optimizer: overrides that of these settings."""
-        return dict(
+        return TrainingSettings(
             ddp=self.ddp,
             optimizer=self.optimizer if optimizer is None else optimizer,
             schedule=self.schedule,

@@ -14,7 +14,7 @@ from typing import Any
 
 from arguments.hf.model import HfModel
 from arguments.schema.lora import TARGETS
-from slime_like.megatron.factory import NetworkSettings, start_from_policy
+from slime_like.megatron.factory import NetworkSettings, TrainingSettings, start_from_policy
 from slime_like.megatron.lora import LoraBase, LoraNetwork, LoraSpec
 from slime_like.megatron.offload import OffloadedNetwork, StoredState
 from slime_like.megatron.parallel_layout import ParallelLayout
@@ -180,7 +180,7 @@ class ModelPool:
         network.allocate_moments()
         return network
 
-    def _training(self) -> dict[str, Any]:
+    def _training(self) -> TrainingSettings:
         """Training settings of a network. The schedule is unused: each optim_step brings its own
         settings, which are written into the optimizer."""
         own = dataclasses.replace(self.settings.optimizer)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from collections.abc import Mapping as MappingOf
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -136,16 +136,6 @@ class HfExport:
             # a single stage; with several, the last one has its own copy of the embedding
             local[OUTPUT_LAYER] = local[EMBEDDING]
         return local
-
-
-def export_hf_weights(
-    model_chunks: Sequence[MegatronModule],
-    *,
-    deltas: MappingOf[str, Callable[[], Tensor]] | None = None,
-    **settings: Any,
-) -> WeightStream:
-    """Export once, with the settings of `HfExport`."""
-    return HfExport(model_chunks, **settings).stream(deltas)
 
 
 Owner = tuple[int, tuple[int, ...], torch.dtype]

@@ -18,7 +18,7 @@ from slime_like.conversion.to_hf import NetworkSource, convert_to_hf  # noqa: E4
 from slime_like.conversion.to_megatron import convert_to_megatron  # noqa: E402
 from slime_like.conversion.verify import compare_bits  # noqa: E402
 from slime_like.megatron.checkpoint import SavedNetwork, load_weights  # noqa: E402
-from slime_like.weights.hf_export import export_hf_weights  # noqa: E402
+from slime_like.weights.hf_export import HfExport  # noqa: E402
 from slime_like.weights.untrained import untrained_prefixes  # noqa: E402
 from tests.dist.convert_worker import build, parallel, stored_weights  # noqa: E402
 
@@ -57,7 +57,7 @@ def round_trips(rank: int, world_size: int, arguments: dict[str, Any]) -> list[s
                 verify=True,
             )
             exported = dict(
-                export_hf_weights(chunks, hf=hf, gpt=gpt, layout=layout, value_head=critic)
+                HfExport(chunks, hf=hf, gpt=gpt, layout=layout, value_head=critic).stream()
             )
             assert exported.keys() == read.keys(), case
             assert all(torch.equal(exported[name], read[name]) for name in read), case

@@ -27,7 +27,7 @@ from slime_like.megatron.model.policy import head_weight  # noqa: E402
 from slime_like.megatron.ops.attention import packed_rows  # noqa: E402
 from slime_like.megatron.parallel_layout import ParallelLayout  # noqa: E402
 from slime_like.weights import parameter_map  # noqa: E402
-from slime_like.weights.hf_export import export_hf_weights  # noqa: E402
+from slime_like.weights.hf_export import HfExport  # noqa: E402
 from slime_like.weights.hf_import import load_hf_weights  # noqa: E402
 from slime_like.weights.hf_save import save_hf  # noqa: E402
 
@@ -166,7 +166,7 @@ def check_layouts(rank: int, world_size: int, arguments: dict[str, Any]) -> dict
                 if logits is not None:
                     apart = (logits - expected["logits"]).abs().max().item()
                     found["transformers"][case] = apart / single.rounding
-                exported = list(export_hf_weights(chunks, hf=hf, gpt=gpt, layout=layout))
+                exported = list(HfExport(chunks, hf=hf, gpt=gpt, layout=layout).stream())
                 stored = stored_weights(folder)
                 assert len(exported) == len(stored), case
                 assert {name for name, _ in exported} == set(stored), case
@@ -222,7 +222,7 @@ def check_names_of_transformer_engine(
             for parameter in chunk.parameters():
                 parameter.data.zero_()
         load_hf_weights(chunks, folder, **model)
-        found = list(export_hf_weights(chunks, **model))
+        found = list(HfExport(chunks, **model).stream())
     assert renamed > 0
     assert [name for name, _ in found] == [name for name, _ in expected]
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(found, expected))
@@ -235,12 +235,12 @@ def check_half_precision(rank: int, world_size: int, arguments: dict[str, Any]) 
         chunks, hf, gpt = build(folder, layout, torch.bfloat16)
         load_hf_weights(chunks, folder, hf=hf, gpt=gpt, layout=layout)
         stored = {name: tensor.bfloat16() for name, tensor in stored_weights(folder).items()}
-        for name, tensor in export_hf_weights(chunks, hf=hf, gpt=gpt, layout=layout):
+        for name, tensor in HfExport(chunks, hf=hf, gpt=gpt, layout=layout).stream():
             assert torch.equal(tensor, stored[name]), name
             assert tensor.dtype == torch.bfloat16
-        for name, tensor in export_hf_weights(
+        for name, tensor in HfExport(
             chunks, hf=hf, gpt=gpt, layout=layout, dtype=torch.float32
-        ):
+        ).stream():
             assert torch.equal(tensor, stored[name].float()), name
             assert tensor.dtype == torch.float32
     return sorted(stored)
@@ -258,7 +258,7 @@ def check_saving(rank: int, world_size: int, arguments: dict[str, Any]) -> list[
             try:
                 save_hf(
                     target,
-                    export_hf_weights(chunks, hf=hf, gpt=gpt, layout=layout),
+                    HfExport(chunks, hf=hf, gpt=gpt, layout=layout).stream(),
                     folder,
                     max_shard_bytes=20_000,
                 )

@@ -14,7 +14,7 @@ from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.trainer.guards import SkippedStepGuard
 from slime_like.types import TrainSample
-from slime_like.weights.hf_export import export_hf_weights
+from slime_like.weights.hf_export import HfExport
 from tests.dist.backend_worker import poison_one_rank, random_samples, share
 from tests.dist.float64 import WithoutFloat32, settings
 
@@ -83,13 +83,13 @@ def make_backend(folder: str, layout: ParallelLayout, flags: str) -> MegatronBac
 def critic_weights(backend: MegatronBackend) -> dict[str, Tensor]:
     assert backend.critic is not None and backend.hf is not None
     backend.critic.finish_updates()
-    stream = export_hf_weights(
+    stream = HfExport(
         backend.critic.chunks,
         hf=backend.hf,
         gpt=backend.gpt,
         layout=backend.critic.layout,
         value_head=True,
-    )
+    ).stream()
     return {name: tensor.float().clone() for name, tensor in stream}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.parity.steps import parallel
-from slime_like.weights.hf_export import export_hf_weights
+from slime_like.weights.hf_export import HfExport
 from slime_like.weights.hf_import import load_hf_weights
 from slime_like.weights.hf_save import save_hf
 from slime_like.weights.safetensors_reader import stored_format
@@ -39,13 +39,13 @@ def load_and_export(rank: int, world_size: int, arguments: dict[str, Any]) -> li
                 export: dict[str, Any] = dict(
                     hf=hf, gpt=gpt, layout=layout, quantized=stored_format(quantized), bucket_bytes=BUCKET
                 )  # fmt: skip
-                stream = export_hf_weights(loaded[0], **export)
+                stream = HfExport(loaded[0], **export).stream()
                 save_hf(f"{arguments['out']}/{name}-{number}", stream, quantized)
                 if name != arguments["served"]:
                     continue
                 del export["quantized"]
                 stream, extra = (
-                    export_hf_weights(loaded[0], **export),
+                    HfExport(loaded[0], **export).stream(),
                     untrained_weights(hf, quantized),
                 )
                 save_hf(f"{arguments['out']}/plain-{number}", stream, quantized, extra=extra)
@@ -54,6 +54,6 @@ def load_and_export(rank: int, world_size: int, arguments: dict[str, Any]) -> li
                 for version, transport in enumerate(arguments["transports"] if serves else (), 1):
                     served = {"folder": quantized, "urls": arguments["urls"]}
                     with engine_on(rank, transport, served) as engine:
-                        engine.update_weights(export_hf_weights(loaded[0], **export), version)
+                        engine.update_weights(HfExport(loaded[0], **export).stream(), version)
                         assert engine.weight_version == version, transport
     return different

@@ -304,7 +304,7 @@ def test_names_of_the_transformer_engine_spec(alone: Any, folders: dict[str, str
         layer.mlp.linear_fc1.layer_norm_weight,
         stored["model.layers.2.post_attention_layernorm.weight"],
     )
-    exported = dict(convert_worker.export_hf_weights(chunks, hf=hf, gpt=gpt, layout=alone))
+    exported = dict(convert_worker.HfExport(chunks, hf=hf, gpt=gpt, layout=alone).stream())
     assert exported.keys() == stored.keys()
     assert all(torch.equal(tensor, stored[name]) for name, tensor in exported.items())
 

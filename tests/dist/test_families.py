@@ -211,7 +211,7 @@ class Ours:
         return {"hf": self.hf, "gpt": self.gpt, "layout": self.layout}
 
     def exported(self) -> dict[str, Tensor]:
-        return dict(convert_worker.export_hf_weights(self.chunks, **self.model))
+        return dict(convert_worker.HfExport(self.chunks, **self.model).stream())
 
     def logits(self, tokens: Sequence[Tensor]) -> list[Tensor]:
         """Of sequences packed into one row."""

@@ -132,7 +132,7 @@ def test_logits_are_those_of_the_paper(family: str, alone: Any, tmp_path: Path) 
         convert_worker.in_float64(chunks)
         stored = load_file(folder / "model.safetensors")
         repeated = {n for n in stored if "embed_tokens" in n or "shared_head.head" in n}
-        exported = dict(convert_worker.export_hf_weights(chunks, **settings))
+        exported = dict(convert_worker.HfExport(chunks, **settings).stream())
         trained = {n for n in stored if not n.startswith("model.visual.") and n not in repeated} | {
             n for n in repeated if "layers" not in n
         }

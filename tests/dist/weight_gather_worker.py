@@ -11,7 +11,7 @@ from benchmarks.bench_weights import collectives, groups_of
 from benchmarks.parity.steps import parallel
 from slime_like.preflight.live_bytes import LiveBytes
 from slime_like.weights.gather import WeightStream
-from slime_like.weights.hf_export import export_hf_weights
+from slime_like.weights.hf_export import HfExport
 from slime_like.weights.hf_import import load_hf_weights
 from tests.dist.convert_worker import build, stored_weights
 
@@ -42,13 +42,13 @@ def check_layouts(rank: int, world_size: int, arguments: dict[str, Any]) -> dict
                 live.ignore(p for chunk in chunks for p in (*chunk.parameters(), *chunk.buffers()))
                 names = []
                 with live:
-                    stream = export_hf_weights(
+                    stream = HfExport(
                         chunks,
                         hf=hf,
                         gpt=gpt,
                         layout=layout,
                         bucket_bytes=arguments["bucket_bytes"],
-                    )
+                    ).stream()
                     before = live.peak = live.now
                     for bucket in choose(stream).buckets():
                         names += same_bits(bucket.weights, stored)

@@ -12,7 +12,7 @@ from slime_like.rollout.engines.sglang.engine import SglangEngine
 from slime_like.rollout.engines.sglang.http import Deadlines, Retries
 from slime_like.rollout.engines.sglang.processes import EngineProcess
 from slime_like.rollout.engines.sglang.requests import RequestSettings
-from slime_like.weights.hf_export import export_hf_weights
+from slime_like.weights.hf_export import HfExport
 from slime_like.weights.hf_import import load_hf_weights
 from tests.dist.convert_worker import build
 from tests.fake_sglang import engine_of
@@ -53,9 +53,9 @@ def update(rank: int, world_size: int, arguments: dict[str, Any]) -> list[int]:
                         while engine.weight_version != version:
                             tried += 1
                             assert tried <= ATTEMPTS
-                            weights = export_hf_weights(
+                            weights = HfExport(
                                 chunks, hf=hf, gpt=gpt, layout=layout, bucket_bytes=arguments["bucket_bytes"]
-                            )  # fmt: skip
+                            ).stream()  # fmt: skip
                             engine.update_weights(weights, version)
                         attempts.append(tried)
     return attempts

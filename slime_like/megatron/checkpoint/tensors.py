@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -90,10 +90,8 @@ class CheckpointTensors:
         try:
             with open(path, "rb") as file:
                 view = _create_file_view(file, info.offset, info.length)
-                tensor = load_tensors(
-                    io.BufferedReader(view) if isinstance(view, io.RawIOBase) else view,
-                    f"{path}, {key}",
-                )
+                buffered = io.BufferedReader(view) if isinstance(view, io.RawIOBase) else view
+                tensor = load_tensors(cast(IO[bytes], buffered), f"{path}, {key}")
         except OSError as error:
             raise ValueError(f"{path} cannot be read ({error.strerror})") from error
         if not isinstance(tensor, Tensor) or tuple(tensor.shape) != sizes:

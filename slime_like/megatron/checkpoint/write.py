@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
@@ -40,6 +40,7 @@ from megatron_patches.safe_checkpoints import load_metadata, load_tensors
 from slime_like.checkpoints.files import FileRecord, hashed_file, write_file
 
 if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
     from torch.distributed.checkpoint.planner import WriteItem
 
 
@@ -92,13 +93,18 @@ class _Planner(TorchDistSaveShardedStrategy):
     def __init__(self) -> None:
         super().__init__(*FORMAT, thread_count=FILES)
 
-    def plan(self, state: dict[str, object], folder: Path) -> tuple[Any, Metadata | None]:
+    def plan(
+        self, state: dict[str, object], folder: Path
+    ) -> tuple[FileSystemWriterAsync, Metadata | None]:
         # since 0.17 the default strategy is from another package
         self.async_save(state, folder, **({"async_strategy": "mcore"} if MANY_STRATEGIES else {}))
         return self._planned
 
     def _get_save_and_finalize_callbacks(
-        self, writer: Any, save_state_dict_ret: Any, async_strategy: str = "mcore"
+        self,
+        writer: FileSystemWriterAsync,
+        save_state_dict_ret: tuple[object, Metadata | None],
+        async_strategy: str = "mcore",
     ) -> AsyncRequest:
         self._planned = (writer, save_state_dict_ret[1])
         return AsyncRequest(None, (), [])

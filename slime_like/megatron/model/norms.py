@@ -5,7 +5,6 @@ over all heads of queries or keys at once (MiniMax-M2), and zero-centered norms.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +20,8 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 WithBias = tuple[Tensor, Tensor | None]
+# megatron-core's bias-dropout-add: (training, fused) -> function of output, residual and dropout
+BiasDropoutAdd = Callable[[bool, bool], Callable[[WithBias, Tensor, float], Tensor]]
 
 
 class RMSNorm(torch.nn.Module):
@@ -61,8 +62,8 @@ class PostNormLayer(TransformerLayer):
     """A layer that normalises the outputs of attention and MLP before adding them to the residual
     stream."""
 
-    self_attn_bda: Any
-    mlp_bda: Any
+    self_attn_bda: BiasDropoutAdd
+    mlp_bda: BiasDropoutAdd
 
     def __init__(self, config: TransformerConfig, *args: object, **settings: object) -> None:
         super().__init__(config, *args, **settings)
@@ -79,9 +80,10 @@ class PostNormLayer(TransformerLayer):
         if is_layer_window_attention(size, layers, self.layer_number):
             self.rotary_base = config.window_rotary_base
 
-    def forward(self, *args: Any, **settings: Any) -> Any:
-        if self.rotary_base is not None and settings.get("rotary_pos_emb") is not None:
-            settings["rotary_pos_emb"] = _angles(settings["rotary_pos_emb"], self.rotary_base)
+    def forward(self, *args: object, **settings: object) -> object:
+        angles = settings.get("rotary_pos_emb")
+        if self.rotary_base is not None and isinstance(angles, Tensor):
+            settings["rotary_pos_emb"] = _angles(angles, self.rotary_base)
         return super().forward(*args, **settings)
 
 
@@ -101,17 +103,16 @@ def _angles(like: Tensor, base: float) -> Tensor:
     return torch.cat([half, half], dim=-1)[:, None, None]
 
 
-def _normalise_before(norm: torch.nn.Module, add: Callable[..., Any]) -> Callable[..., Any]:
+def _normalise_before(norm: torch.nn.Module, add: BiasDropoutAdd) -> BiasDropoutAdd:
     """Wrap megatron-core's bias-dropout-add so that its input is normalised first."""
 
-    def with_norm(training: bool, fused: bool) -> Callable[..., Tensor]:
+    def with_norm(training: bool, fused: bool) -> Callable[[WithBias, Tensor, float], Tensor]:
         plain = add(training, fused)
 
         def normed_and_added(output: WithBias, residual: Tensor, dropout: float) -> Tensor:
             term, bias = output
             normed = norm(term if bias is None else term + bias)
-            added: Tensor = plain((normed, None), residual, dropout)
-            return added
+            return plain((normed, None), residual, dropout)
 
         return normed_and_added
 

@@ -12,7 +12,6 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -38,7 +37,7 @@ SHARED_KEYS: dict[str, object] = (
 class VarlenAttention(PackedAttention):
     """`PackedAttention` with torch's flash attention, used if `why_not_varlen` returns None."""
 
-    attend: Callable[..., Any] = staticmethod(varlen_attn)
+    attend: Callable[..., Tensor | tuple[Tensor, Tensor]] = staticmethod(varlen_attn)
 
     def forward(
         self,
@@ -54,7 +53,7 @@ class VarlenAttention(PackedAttention):
         assert isinstance(rows, PackedRows) and rows.context is None
         assert attention_bias is None and attention_mask is None, "packed rows carry no mask tensor"
         longest = max(rows.lengths)
-        out: Tensor = self.attend(
+        out = self.attend(
             query,
             key,
             value,
@@ -66,6 +65,7 @@ class VarlenAttention(PackedAttention):
             window_size=CAUSAL,
             **(SHARED_KEYS if query.size(1) != key.size(1) else {}),
         )
+        assert isinstance(out, Tensor)
         return out.reshape(out.size(0), -1)
 
 

@@ -134,7 +134,7 @@ class ModelFamily:
     qk_norm: bool = False
     rotary_percent: Callable[[ConfigReader], float] | None = None
     windows: Callable[[ConfigReader], list[bool]] | None = None
-    settings: Callable[[ConfigReader], dict[str, Any]] = _no_settings
+    settings: Callable[[ConfigReader], dict[str, object]] = _no_settings
     other_model_types: tuple[str, ...] = ()
     untrained_layers: Callable[[ConfigReader], int] = _none
     text_config: bool = False

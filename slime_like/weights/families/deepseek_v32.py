@@ -8,7 +8,6 @@ layers have no indexer and reuse the selection of the last layer that has one.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from slime_like.weights.families.base import (
     ATTENTION,
@@ -33,7 +32,7 @@ INDEXER_PARAMETERS: dict[str, Mapping] = {
 }
 
 
-def _sparse_settings(reader: ConfigReader, *, interleaved: bool) -> dict[str, Any]:
+def _sparse_settings(reader: ConfigReader, *, interleaved: bool) -> dict[str, object]:
     require_values(reader, {"indexer_rope_interleave": interleaved})
     sizes = {key: reader.number(key) for key in SIZES}
     rotated = reader.number("qk_rope_head_dim")
@@ -44,11 +43,11 @@ def _sparse_settings(reader: ConfigReader, *, interleaved: bool) -> dict[str, An
     return {**deepseek_settings(reader), **sizes, "index_rotary_interleaved": interleaved}
 
 
-def _deepseek(reader: ConfigReader) -> dict[str, Any]:
+def _deepseek(reader: ConfigReader) -> dict[str, object]:
     return _sparse_settings(reader, interleaved=False)
 
 
-def _glm(reader: ConfigReader) -> dict[str, Any]:
+def _glm(reader: ConfigReader) -> dict[str, object]:
     shared = [int(kind == "shared") for kind in indexer_types(reader)]
     return {
         **_sparse_settings(reader, interleaved=True),

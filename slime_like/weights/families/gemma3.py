@@ -3,8 +3,6 @@ sliding window and their own rotary base for each one without, embeddings scaled
 
 from __future__ import annotations
 
-from typing import Any
-
 from slime_like.weights.families import qwen3
 from slime_like.weights.families.base import (
     WINDOWS,
@@ -39,7 +37,7 @@ KEYS = {
 PATTERN = {"sliding_window_pattern", "_sliding_window_pattern"}
 
 
-def _settings(reader: ConfigReader) -> dict[str, Any]:
+def _settings(reader: ConfigReader) -> dict[str, object]:
     config = reader.config
     if (activation := config.get("hidden_activation", ACTIVATION)) != ACTIVATION:
         reader.refuse(f"hidden_activation {activation!r} is not supported; give {ACTIVATION!r}")
