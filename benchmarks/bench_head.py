@@ -6,7 +6,7 @@ of the lean head against versions that hold the logits.
     --vocab 151936 --hidden 4096 --dtype bfloat16 --device cuda
 
 Versions, all with gradients for hidden states and weight:
-    naive          log_softmax and autograd materialising  logits, then ops/vocab_parallel.py in
+    naive          log_softmax and autograd materialising  logits, then vocab_parallel.py in
     place       logits, then a function written for this comparison: as few passes and buffers of
     [tokens, vocabulary] as torch allows lean           ops/fused_linear_logprob.py; also with every
     second row masked, and for several block sizes
@@ -44,9 +44,9 @@ import megatron_patches  # noqa: E402
 megatron_patches.apply()
 
 from benchmarks.bench_common import growth_exponent, write_json  # noqa: E402
+from benchmarks.vocab_parallel import vocab_parallel_log_probs  # noqa: E402
 from slime_like.megatron.ops import fused_linear_logprob  # noqa: E402
 from slime_like.megatron.ops.fused_linear_logprob import fused_linear_log_probs  # noqa: E402
-from slime_like.megatron.ops.vocab_parallel import vocab_parallel_log_probs  # noqa: E402
 
 MIB = 2**20
 # "processor" is CPU time of this process: for shared machines, with one thread

@@ -94,13 +94,7 @@ class MegatronBackend:
     """The networks of this rank: the policy and, as needed, reference model, distillation teacher
     and critic."""
 
-    def __init__(
-        self,
-        run: RunConfig,
-        layout: ParallelLayout,
-        *,
-        total_steps: int,
-    ) -> None:
+    def __init__(self, run: RunConfig, layout: ParallelLayout, *, total_steps: int) -> None:
         """
         Args:
             total_steps: Optimizer steps of the run, for the learning-rate schedules. The first ones
@@ -111,9 +105,9 @@ class MegatronBackend:
         self.gpt = run.gpt
         self.transformer = run.megatron.transformer
         self.device = device_of_this_process()
-        self.hf: HfModel | None = (
-            read_hf_model(run.model.hf_checkpoint) if run.model.hf_checkpoint else None
-        )
+        self.hf: HfModel | None = None
+        if run.model.hf_checkpoint:
+            self.hf = read_hf_model(run.model.hf_checkpoint)
         self.head = make_head(run, layout, temperature=run.log_prob_temperature)
         self.objective = make_objective(run)
         self._prediction = make_prediction_loss(run, self.head)
@@ -141,9 +135,7 @@ class MegatronBackend:
     @property
     def trained(self) -> TrainedNetwork:
         """The policy, in a run that trains it."""
-        assert isinstance(self.policy, TrainedNetwork), (
-            "nothing is trained with --debug-rollout-only"
-        )
+        assert isinstance(self.policy, TrainedNetwork), "untrained with --debug-rollout-only"
         return self.policy
 
     def update_reference(self) -> None:
@@ -166,13 +158,17 @@ class MegatronBackend:
         squared_probs: bool = False,
         top_k: int = 0,
     ) -> list[LogProbOutput]:
-        """Log-probs and entropies of the response tokens, at the sampling temperature, for this
-        data-parallel rank's samples. A reward model returns scores instead. All pipeline stages get
-        the result.
+        """Log-probs and entropies of the response tokens at the sampling temperature; scores in
+        place of log-probs for a reward model.
 
         Args:
+            samples: Of this data-parallel rank.
             network: None: the policy, which replays the samples' routed experts if they have any.
-            squared_probs, top_k: Additional outputs of the policy.
+            squared_probs: Also return sums of squared probabilities of the policy.
+            top_k: Also return the policy's most likely tokens.
+
+        Returns:
+            One output per sample, on all pipeline stages.
         """
         size = self._micro_batch_size(self.layout, forward_only=True)
         head = dataclasses.replace(self.head, squared_probs=squared_probs, top_k=top_k)
@@ -196,9 +192,7 @@ class MegatronBackend:
         return [LogProbOutput(*row) for row in rows]
 
     def with_routes_of_stage(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
-        """Reduce the engine's routed experts, over all MoE layers, to those of this pipeline
-        stage."""
-
+        """Select this pipeline stage's layers from the engine's routed experts."""
         selected = []
         for sample in samples:
             assert sample.routes is not None, "checked with --use-rollout-routing-replay"
@@ -213,7 +207,9 @@ class MegatronBackend:
     def forward_backward(self, batch: TrainBatch) -> PendingStep:
         """Forward and backward over the samples of one optimizer step; weights do not change.
 
-        Metrics are reduced over the data-parallel ranks and equal on all ranks.
+        Returns:
+            The argument of `optim_step`. Its metrics are reduced over the data-parallel ranks and
+            equal on all ranks.
         """
         objective: TokenComputation = PolicyObjective(
             self.head, self.objective, batch.old_is_current, self._prediction
@@ -233,8 +229,8 @@ class MegatronBackend:
         return PendingStep(metrics, self.trained, log_probs)
 
     def optim_step(self, pending: PendingStep) -> StepResult:
-        """The optimizer step of `forward_backward` or `forward_backward_critic`; skipped on all
-        ranks when the gradient norm is not finite."""
+        """Take the optimizer step of `forward_backward` or `forward_backward_critic`; skipped on all
+        ranks if the gradient norm is not finite."""
         stepped, grad_norm, learning_rate = pending.network.optim_step()
         if stepped and self.averaged is not None and pending.network is self.policy:
             self.policy.finish_updates()
@@ -357,8 +353,12 @@ class MegatronBackend:
     @property
     def trained_networks(self) -> dict[str, TrainedNetwork]:
         """Networks stored in a checkpoint, by folder name."""
-        policy = {"policy": self.policy} if isinstance(self.policy, TrainedNetwork) else {}
-        return policy if self.critic is None else {**policy, "critic": self.critic}
+        networks = {}
+        if isinstance(self.policy, TrainedNetwork):
+            networks["policy"] = self.policy
+        if self.critic is not None:
+            networks["critic"] = self.critic
+        return networks
 
 
 def reduce_metrics(output: PassOutput, layout: ParallelLayout) -> dict[str, float]:

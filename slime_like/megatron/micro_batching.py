@@ -45,15 +45,16 @@ class MicroBatchSize:
 def micro_batch_size(
     algorithm: AlgorithmConfig, cp_size: int, *, forward_only: bool
 ) -> MicroBatchSize:
+    """The size in a forward-only or a training pass. cp_size: of the network's layout."""
     samples, tokens = algorithm.micro_batch_size, algorithm.max_tokens_per_gpu
     if forward_only:
-        samples, tokens = (
-            algorithm.log_probs_micro_batch_size or samples,
-            algorithm.log_probs_max_tokens_per_gpu or tokens,
-        )
+        samples = algorithm.log_probs_micro_batch_size or samples
+        tokens = algorithm.log_probs_max_tokens_per_gpu or tokens
+    if tokens is not None:
+        tokens *= cp_size
     return MicroBatchSize(
         samples,
-        tokens * cp_size if algorithm.use_dynamic_batch_size and tokens is not None else None,
+        tokens if algorithm.use_dynamic_batch_size else None,
         equal_sequences=algorithm.qkv_format == "bshd",
         together=algorithm.samples_together,
     )

@@ -236,7 +236,9 @@ def _enabled_aux_losses(config: TransformerConfig) -> set[str]:
         for kind, coefficient in zip(kinds, coefficients)
         if coefficient and kind in names
     }
-    return enabled | ({"z_loss"} if config.moe_z_loss_coeff else set())
+    if config.moe_z_loss_coeff:
+        enabled.add("z_loss")
+    return enabled
 
 
 def expert_biases(chunks: Sequence[MegatronModule]) -> list[Tensor]:

@@ -148,5 +148,7 @@ def _in_full_precision(backend: MegatronBackend) -> AbstractContextManager[None]
 
 def _model_shape(backend: MegatronBackend, networks: Collection[str]) -> dict[str, object]:
     """Settings that identify the model in a checkpoint. networks: names of the networks in it."""
-    critic = {"critic_lora_rank": backend.critic_rank} if "critic" in networks else {}
-    return {**model_shape(backend.transformer, backend.gpt), **backend.adapter_shape, **critic}
+    shape = {**model_shape(backend.transformer, backend.gpt), **backend.adapter_shape}
+    if "critic" in networks:
+        shape["critic_lora_rank"] = backend.critic_rank
+    return shape

@@ -306,8 +306,11 @@ class _Finder:
             raise self._wrong(scales, "has no scales")
         tile = [size or whole for size, whole in zip(self._format.block, shape, strict=True)]
         grid = tuple(-(-n // max(1, size)) for n, size in zip(shape, tile, strict=True))
-        legal = {grid} | ({grid[:1]} if grid[1] == 1 else set())
-        legal |= {()} if grid == (1, 1) else set()
+        legal = {grid}
+        if grid[1] == 1:
+            legal.add(grid[:1])
+        if grid == (1, 1):
+            legal.add(())
         if scales.shape not in legal:
             raise self._wrong(
                 scales, f"must be {list(grid)} for {plan.name}, a weight {list(shape)}"

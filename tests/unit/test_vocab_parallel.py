@@ -4,7 +4,7 @@ Several ranks: tests/dist."""
 import pytest
 import torch
 
-from slime_like.megatron.ops.vocab_parallel import vocab_parallel_log_probs
+from benchmarks.vocab_parallel import vocab_parallel_log_probs
 
 
 def reference(

@@ -23,8 +23,10 @@ def random_state_file(rank: int, owner: str = "policy") -> str:
 def random_states(layout: ParallelLayout) -> bytes:
     with layout.activate():
         states = RandomStates.now()
-    plain = {"torch": states.host} | ({} if states.cuda is None else {"cuda": states.cuda})
-    return save(plain | {TRACKED + name: state for name, state in states.tracked.items()})
+    tensors = {"torch": states.host}
+    if states.cuda is not None:
+        tensors["cuda"] = states.cuda
+    return save(tensors | {TRACKED + name: state for name, state in states.tracked.items()})
 
 
 def restore_random_states(path: Path, layout: ParallelLayout) -> None:

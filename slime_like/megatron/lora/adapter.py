@@ -158,7 +158,9 @@ def shard_shape(factor: Factor, layout: ParallelLayout, gpt: GPTModelConfig) -> 
     if _is_head_factor(factor) and factor.dim == 0:
         rows = padded_vocab_size(gpt, layout.tp_size)
     _, size = _shard_rank(layout, factor)
-    return rows // (size if factor.dim == 0 else 1), columns // (size if factor.dim == 1 else 1)
+    if factor.dim == 0:
+        return rows // size, columns
+    return rows, columns // size if factor.dim == 1 else columns
 
 
 def _is_head_factor(factor: Factor) -> bool:

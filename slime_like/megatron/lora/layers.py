@@ -82,13 +82,7 @@ class ColumnLora:
         ]
         if len(self.order) == 1:
             return outputs[0]
-        pieces = [
-            outputs[0].new_zeros(*low.shape[:-1], piece.stop - piece.start)
-            if piece.module is None
-            else outputs[piece.module][..., piece.start : piece.stop]
-            for piece in self.order
-        ]
-        return torch.cat(pieces, -1)
+        return _join_pieces(outputs, self.order, -1)
 
     def delta(self) -> Tensor:
         """The update of the layer's weight, [out / tp, in] float32."""
@@ -96,13 +90,7 @@ class ColumnLora:
             self.scale * (b.float() @ a.float())
             for a, b in zip(self.first, self.second, strict=True)
         ]
-        pieces = [
-            products[0].new_zeros(piece.stop - piece.start, products[0].size(1))
-            if piece.module is None
-            else products[piece.module][piece.start : piece.stop]
-            for piece in self.order
-        ]
-        return torch.cat(pieces)
+        return _join_pieces(products, self.order, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +134,20 @@ class HeadLora:
 
 
 Lora = ColumnLora | RowLora | HeadLora
+
+
+def _join_pieces(outputs: Sequence[Tensor], order: Sequence[OutputPiece], dim: int) -> Tensor:
+    """Concatenate pieces of the modules' outputs along `dim`; zeros for modules without LoRA."""
+    pieces = []
+    for piece in order:
+        length = piece.stop - piece.start
+        if piece.module is None:
+            shape = list(outputs[0].shape)
+            shape[dim] = length
+            pieces.append(outputs[0].new_zeros(shape))
+        else:
+            pieces.append(outputs[piece.module].narrow(dim, piece.start, length))
+    return torch.cat(pieces, dim)
 
 
 def _matmul(x: Tensor, weight: Tensor) -> Tensor:

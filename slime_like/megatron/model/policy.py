@@ -187,7 +187,9 @@ class LogProbHead:
         )
         # both depend on hidden states and weight even without active tokens, so that every rank
         # runs backward and takes part in its collectives
-        columns = [log_probs, entropy] if squares is None else [log_probs, entropy, squares]
+        columns = [log_probs, entropy]
+        if squares is not None:
+            columns.append(squares)
         return tuple(self._on_all_rows(column, rows, batch) for column in columns)
 
     def soft_cross_entropy(

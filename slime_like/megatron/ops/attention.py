@@ -142,11 +142,11 @@ class PackedAttention(MegatronModule):
         super().__init__(config=config)
         assert attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal), attn_mask_type
         self.cp_group = None if pg_collection is None else pg_collection.cp
-        self.softmax_scale = (
-            softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
-        )
+        if softmax_scale is None:
+            softmax_scale = 1.0 / math.sqrt(config.kv_channels)
         if config.apply_query_key_layer_scaling:
-            self.softmax_scale /= max(1, layer_number)
+            softmax_scale /= max(1, layer_number)
+        self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
     def forward(

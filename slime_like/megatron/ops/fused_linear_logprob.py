@@ -12,7 +12,7 @@ and multiplies it into the gradients of hidden states and weight. This costs a f
 but saves several passes over [T, V] in main memory: the elementwise work happens in cache.
 
 Columns are the outer loop, so that each slice of the weight and of its gradient passes through the
-cache once. `vocab_parallel.py` computes the same from logits.
+cache once.
 """
 
 from __future__ import annotations

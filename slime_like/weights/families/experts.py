@@ -38,8 +38,12 @@ class ExpertKeys:
     def keys(self) -> frozenset[str]:
         """Every config.json key that is read or has no effect here."""
         keys = {*self.experts, self.ffn, "num_experts_per_tok", *WITHOUT_EFFECT}
-        keys |= {"mlp_only_layers", "decoder_sparse_step"} if self.dense_layers else set()
-        keys |= {key for key in (self.norm_topk and self.norm_topk[0], self.shared) if key}
+        if self.dense_layers:
+            keys |= {"mlp_only_layers", "decoder_sparse_step"}
+        if self.norm_topk is not None:
+            keys.add(self.norm_topk[0])
+        if self.shared is not None:
+            keys.add(self.shared)
         return frozenset(keys)
 
 
