@@ -229,8 +229,8 @@ class MegatronBackend:
         return PendingStep(metrics, self.trained, log_probs)
 
     def optim_step(self, pending: PendingStep) -> StepResult:
-        """Take the optimizer step of `forward_backward` or `forward_backward_critic`; skipped on all
-        ranks if the gradient norm is not finite."""
+        """Take the optimizer step of `forward_backward` or `forward_backward_critic`; skipped on
+        all ranks if the gradient norm is not finite."""
         stepped, grad_norm, learning_rate = pending.network.optim_step()
         if stepped and self.averaged is not None and pending.network is self.policy:
             self.policy.finish_updates()

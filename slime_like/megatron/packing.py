@@ -69,8 +69,9 @@ def make_micro_batches(
             needed += -needed % layout.pp_size
         units = even_rows(lengths, needed, size.tokens)
         rows = [members(row, size.together).tolist() for row in units]
+    groups = [[samples[i] for i in row] for row in rows]
     padding = empty_sample(samples[0])
-    return MicroBatches(rows, [[samples[i] for i in row] or [padding] for row in rows])
+    return MicroBatches(rows, [group or [padding] for group in groups])
 
 
 def _consecutive(count: int, size: int) -> list[list[int]]:

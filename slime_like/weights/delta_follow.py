@@ -42,9 +42,9 @@ def copy_for(source: Path, engine: str) -> CopyStatus | None:
     """Status of the copy that serves `engine`; None if no node lists this server."""
     for path in (source / COPIES).glob("*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError):
-            found = CopyStatus(**read_json(path))
-            if engine in found.engines:
-                return found
+            status = CopyStatus(**read_json(path))
+            if engine in status.engines:
+                return status
     return None
 
 

@@ -69,7 +69,7 @@ def full_path(root: Path, number: int) -> Path:
 def updates_in(root: Path) -> list[int]:
     """Numbers of the complete updates, ascending."""
     names = [path.name for path in root.iterdir()] if root.is_dir() else []
-    return sorted(int(found[1]) for found in map(_NUMBER.fullmatch, names) if found)
+    return sorted(int(match[1]) for match in map(_NUMBER.fullmatch, names) if match)
 
 
 def read_update(root: Path, number: int) -> Update:

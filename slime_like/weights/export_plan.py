@@ -1,5 +1,5 @@
-"""Plan of an export: which tensors go into which bucket, and which rank assembles it. Made once, and
-equal on all ranks."""
+"""Plan of an export, equal on all ranks: which tensors go into which bucket, and which rank
+assembles it."""
 
 from __future__ import annotations
 

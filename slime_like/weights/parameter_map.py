@@ -203,8 +203,8 @@ def expert_number(name: str) -> int | None:
 
     Expert parameters are sharded and replicated over expert-tensor- and expert-parallel ranks.
     """
-    _, found, rest = name.partition(".mlp.experts.local_experts.")
-    return int(rest.partition(".")[0]) if found else None
+    _, separator, rest = name.partition(".mlp.experts.local_experts.")
+    return int(rest.partition(".")[0]) if separator else None
 
 
 def expert_name(name: str, expert: int) -> str:
