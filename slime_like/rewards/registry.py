@@ -94,19 +94,15 @@ register_reward("exact_match", missing_label, bounded=True, help="the response i
 register_reward(
     "gsm8k", gsm8k.problem, bounded=True, help="the last number of the response is the label's."
 )(gsm8k.score)
-register_reward(
-    "math",
-    math.problem,
-    prepare=math.prepare,
-    library=("math_verify", "math-verify"),
-    help="math-verify finds the label in the response.",
-)(math.score)
+_MATH: dict[str, Any] = {"prepare": math.prepare, "library": ("math_verify", "math-verify")}
+register_reward("math", math.problem, help="math-verify finds the label in the response.", **_MATH)(
+    math.score
+)
 register_reward(
     "deepscaler",
     missing_label,
-    prepare=math.prepare,
-    library=("math_verify", "math-verify"),
     help="math-verify finds the label in the box after </think>.",
+    **_MATH,
 )(deepscaler.score)
 register_reward(
     "dapo", dapo.problem, bounded=True, help="1 or -1: the last 'Answer:' is the label, an integer."

@@ -254,13 +254,9 @@ class RolloutGuards:
     sampled by the current weights and by older ones. Collective over the data-parallel ranks."""
 
     def __init__(self, limit: float, patience: int, *, recorded: bool) -> None:
-        """
-        Args:
-            limit: See `train_rollout_limit`.
-            patience: Consecutive breaches that stop the run.
-            recorded: The rollouts are another run's, possibly from other weights, so the difference
-                is reported but not checked.
-        """
+        """limit: see `train_rollout_limit`. patience: consecutive breaches that stop the run.
+        recorded: the rollouts are another run's, possibly from other weights, so the difference is
+        reported but not checked."""
         self.recorded = recorded
         self.fresh = LogProbGuard(limit, patience)
         self.stale = LogProbGuard(max(STALE_LIMIT, limit), patience, prefix="stale tokens: ")
@@ -330,12 +326,7 @@ class RolloutGuards:
 
     def check_update(self, gap: float, weight_version: int, *, on_policy: bool) -> None:
         """Check the first forward pass of an update that uses the engine's log-probs as the old
-        ones.
-
-        Args:
-            gap: Mean absolute difference.
-            on_policy: The current weights sampled all tokens.
-        """
+        ones. gap: mean absolute difference. on_policy: the current weights sampled all tokens."""
         if not self.recorded:
             guard = self.fresh if on_policy else self.stale
             warn_rank_0(logger, guard.check(gap, gap, 1.0, weight_version))

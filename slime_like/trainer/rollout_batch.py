@@ -306,11 +306,7 @@ class LogProbs:
 
     def old(self, rollout: Rollout, *, squared_probs: bool, top_k: int = 0) -> list[LogProbOutput]:
         """Log-probs of the policy before its update: from a forward pass, or as reported by the
-        engine.
-
-        Args:
-            squared_probs, top_k: See `MegatronBackend.forward`.
-        """
+        engine. squared_probs, top_k: see `MegatronBackend.forward`."""
         local = rollout.local
         if not self.settings.algorithm.use_rollout_logprobs:
             if self.settings.hooks is not None:
@@ -343,17 +339,8 @@ class LogProbs:
     def check(
         self, rollout: Rollout, old: Sequence[LogProbOutput], weight_version: int
     ) -> dict[str, float]:
-        """Compare the trainer's log-probs with those that the rollout engine reported.
-
-        Args:
-            weight_version: Version of the policy before the update.
-
-        Returns:
-            Metrics of the difference.
-
-        Raises:
-            GuardError: See `RolloutGuards.check_rollout`.
-        """
+        """Compare the trainer's log-probs with those that the rollout engine reported; returns
+        metrics. weight_version: version of the policy before the update. Raises GuardError."""
         if self.settings.algorithm.use_rollout_logprobs:
             return {}
         log_probs = [o.log_probs for o in old]

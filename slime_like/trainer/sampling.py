@@ -96,11 +96,7 @@ class WeightSync:
 
 class RolloutManager:
     """Provides the sample groups of each rollout. Collective: every rank gets the metadata of all
-    samples.
-
-    Args:
-        source, rollouter, evaluator, teacher: None if the run needs none.
-    """
+    samples. source, rollouter, evaluator, teacher: None if the run needs none."""
 
     def __init__(
         self,
@@ -267,12 +263,8 @@ class RolloutManager:
 
 
 class Sampling:
-    """The engine side of a run. Collective over all ranks.
-
-    Args:
-        source: See `make_source`.
-        eval_prompts: See `load_prompts`.
-    """
+    """The engine side of a run. Collective over all ranks. source, eval_prompts: see `make_source`
+    and `load_prompts`."""
 
     def __init__(
         self,
@@ -316,10 +308,7 @@ class Sampling:
         self, deliver: Callable[[Sequence[AnySample], dist.ProcessGroup | None], None]
     ) -> None:
         """Deliver prefetched rollouts to the ranks that train on them from the sampling thread.
-
-        Args:
-            deliver: Called with all samples of a rollout and a process group of all ranks.
-        """
+        deliver: called with all samples of a rollout and a process group of all ranks."""
         queue, rollouter = self.rollout_manager.queue, self._rollouter
         if queue is not None and rollouter is not None:
             queue.deliver = lambda groups: deliver(flatten(groups), rollouter.group)

@@ -41,14 +41,9 @@ class ReinforcementLearning:
         max_failed: float,
         reward_trains: bool,
     ) -> None:
-        """
-        Args:
-            recorded: The rollouts come from another run and have its weight versions.
-            staleness: Maximum staleness in weight versions; None: unbounded.
-            source: Named in the error about staler tokens.
-            max_failed: Largest fraction of failed samples.
-            reward_trains: See `HealthMonitor`.
-        """
+        """recorded: the rollouts come from another run and have its weight versions. staleness:
+        maximum staleness in weight versions, None for unbounded. source: named in the error about
+        staler tokens. max_failed: largest fraction of failed samples."""
         self.health: HealthMonitor | None = HealthMonitor(reward_trains=reward_trains)
         self._recorded = recorded
         self._staleness = staleness

@@ -115,11 +115,8 @@ class UserHooks:
 
     def convert(self, samples: Sequence[AnySample]) -> list[AnySample]:
         """Convert samples to the sequences to train on, with `TRAIN_REWARD` in their metadata.
-        Collective; the function runs on rank 0.
-
-        Args:
-            samples: Of a rollout, each followed by its branches.
-        """
+        Collective; the function runs on rank 0. samples: of a rollout, each followed by its
+        branches."""
         adapter = self._named("custom_convert_samples_to_train_data_path")
         if adapter is None:
             return list(samples)
@@ -143,11 +140,8 @@ class UserHooks:
     def finish(
         self, batches: Sequence[TrainBatch], data: Callable[[], RankData]
     ) -> list[TrainBatch]:
-        """Apply user functions that change loss weights, advantages or masks of the batches.
-
-        Args:
-            data: Returns the same samples in the same order.
-        """
+        """Apply user functions that change loss weights, advantages or masks of the batches. data:
+        returns the same samples in the same order."""
         if (adapter := self._named("custom_pg_loss_reducer_function_path")) is not None:
             batches = [self._with_weights(adapter, batch) for batch in batches]
         adapter = self._named("rollout_data_postprocess_path")
