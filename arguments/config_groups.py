@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from arguments import schema
@@ -46,3 +47,11 @@ class ConfigGroups:
     slime: schema.SlimeConfig
     restated: schema.RestatedConfig
     world_size: int
+
+    @property
+    def reference_is_base(self) -> bool:
+        """Whether the reference model is the base model without LoRA adapters."""
+        ref, base = self.model.ref_load, self.model.hf_checkpoint
+        return self.lora.lora_rank > 0 and (
+            ref is None or (base is not None and Path(ref).resolve() == Path(base).resolve())
+        )

@@ -23,19 +23,18 @@ from typing import Any
 import yaml
 
 from arguments.schema.data import EvalConfig
+from arguments.schema.rollout import ALL_OR_SOME
 from arguments.unique_keys import load_yaml
 from slime_like.config import (
     AT_LEAST_ONE,
     GREEDY_OR_TEMPERATURE,
     UNIT_OPEN_LOW,
     Problem,
-    Range,
     arg,
     value_problem,
 )
 
 FLAG = "--eval-config"
-ANY_K = Range("-1 (all) or >= 1", lambda k: k == -1 or k >= 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class EvalSet:
     n_samples_per_eval_prompt: int = arg(1, "", legal=AT_LEAST_ONE)
     temperature: float | None = arg(None, "", legal=GREEDY_OR_TEMPERATURE)
     top_p: float | None = arg(None, "", legal=UNIT_OPEN_LOW)
-    top_k: int | None = arg(None, "", legal=ANY_K)
+    top_k: int | None = arg(None, "", legal=ALL_OR_SOME)
     max_response_len: int | None = arg(None, "", legal=AT_LEAST_ONE)
     stop: tuple[str, ...] | None = None
     stop_token_ids: tuple[int, ...] | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arguments.config_groups import ConfigGroups
@@ -111,15 +110,6 @@ class RunConfig(ConfigGroups):
             and algorithm.loss_type == "policy_loss"
             and not (algorithm.use_rollout_logprobs or needed_before or dropout)
         )
-
-    @property
-    def reference_is_base(self) -> bool:
-        """Whether the reference model is the base model without LoRA adapters."""
-        same = (
-            self.model.ref_load is None
-            or Path(self.model.ref_load).resolve() == Path(str(self.model.hf_checkpoint)).resolve()
-        )
-        return self.lora.lora_rank > 0 and same
 
     @property
     def unties_output_layer(self) -> bool:

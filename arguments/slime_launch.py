@@ -42,17 +42,17 @@ def apply_slime_defaults(parsed: ParsedArgs) -> None:
     asks_for_servers = SERVERS if is_slime else ("rollout_num_gpus",)
     if _samples(values) and any(values.get(name) for name in asks_for_servers):
         values.setdefault("rollout_engine", "sglang")
-    _dispatcher(parsed)
-    _distillation(parsed)
-    _async_rollout(parsed)
+    _resolve_dispatcher(parsed)
+    _resolve_distillation(parsed)
+    _resolve_async_rollout(parsed)
     if values.get("rollout_max_context_len", 0) > 1:
         values.setdefault("rollout_max_prompt_len", values["rollout_max_context_len"] - 1)
     if "custom_config_path" in values:
-        _custom_config(parsed, values["custom_config_path"])
+        _read_custom_config(parsed, values["custom_config_path"])
     if is_slime:
-        _defaults(parsed)
+        _set_defaults(parsed)
         _drop_unused(parsed)
-        _supervised(parsed)
+        _resolve_supervised(parsed)
 
 
 def slime_world_size(values: Mapping[str, Any]) -> int | None:
@@ -72,7 +72,7 @@ def _samples(values: Mapping[str, object]) -> bool:
     )
 
 
-def _defaults(parsed: ParsedArgs) -> None:
+def _set_defaults(parsed: ParsedArgs) -> None:
     values = parsed.values
     is_adam = values.get("optimizer", "adam") == "adam"  # only its state can be sharded
     for name, value in DEFAULTS.items():
@@ -117,7 +117,7 @@ def _drop_unused(parsed: ParsedArgs) -> None:
         values["rm_type"] = "zero"
 
 
-def _supervised(parsed: ParsedArgs) -> None:
+def _resolve_supervised(parsed: ParsedArgs) -> None:
     values = parsed.values
     if values.get("loss_type") != "sft_loss":
         return
@@ -133,7 +133,7 @@ def _supervised(parsed: ParsedArgs) -> None:
         _drop(parsed, "debug_train_only", "--loss-type sft_loss starts no servers anyway")
 
 
-def _async_rollout(parsed: ParsedArgs) -> None:
+def _resolve_async_rollout(parsed: ParsedArgs) -> None:
     if parsed.values.get("data_source_path") == OWN_SOURCE:
         del parsed.values["data_source_path"]  # the default
     if parsed.values.get("rollout_function_path") == ASYNC_ROLLOUT:
@@ -141,7 +141,7 @@ def _async_rollout(parsed: ParsedArgs) -> None:
         parsed.values["async_rollout"] = True
 
 
-def _distillation(parsed: ParsedArgs) -> None:
+def _resolve_distillation(parsed: ParsedArgs) -> None:
     """slime queries the teacher in a reward function and parses its response in another; replace
     both by our settings."""
     values = parsed.values
@@ -153,7 +153,7 @@ def _distillation(parsed: ParsedArgs) -> None:
         del values["custom_reward_post_process_path"]
 
 
-def _dispatcher(parsed: ParsedArgs) -> None:
+def _resolve_dispatcher(parsed: ParsedArgs) -> None:
     """Use DeepEP if it is installed, otherwise all-to-all, with the same results."""
     values = parsed.values
     wanted = values.pop("moe_enable_deepep", False)
@@ -170,7 +170,7 @@ def _dispatcher(parsed: ParsedArgs) -> None:
     )
 
 
-def _custom_config(parsed: ParsedArgs, path: str) -> None:
+def _read_custom_config(parsed: ParsedArgs, path: str) -> None:
     try:
         content = load_yaml(Path(path).read_text(encoding="utf-8")) or {}
         if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):

@@ -8,7 +8,6 @@ from arguments.rules.pipeline import virtual_stages_of
 from slime_like.config import Problem
 
 NEEDS_TRANSFORMER_ENGINE = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
-BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
 def experts_of(s: LayoutSettings) -> int:

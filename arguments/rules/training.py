@@ -201,20 +201,12 @@ def check_lora_base(s: Settings) -> list[Problem]:
             "set it as --hf-checkpoint"
         )
         problems += problem("load", load, message)
-    if s.model.ref_offload and reference_is_base(s):
+    if s.model.ref_offload and s.reference_is_base:
         message = (
             "has no effect with --lora-rank: the reference is the model without adapters; remove it"
         )
         problems += problem("ref_offload", None, message)
     return problems
-
-
-def reference_is_base(s: Settings) -> bool:
-    """See `RunConfig.reference_is_base`."""
-    ref, model = s.model.ref_load, s.model.hf_checkpoint
-    return s.lora.lora_rank > 0 and (
-        ref is None or (model is not None and Path(ref).resolve() == Path(model).resolve())
-    )
 
 
 def check_lora_compatibility(s: Settings) -> list[Problem]:

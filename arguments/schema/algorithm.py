@@ -5,18 +5,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from arguments.schema.rollout import ALL_OR_SOME
 from slime_like.config import (
     AT_LEAST_ONE,
     NON_NEGATIVE,
     POSITIVE,
     UNIT,
     CheckedSettings,
-    Range,
     arg,
 )
 from slime_like.losses.registry import PolicyLoss, policy_losses
-
-ALL_OR_SOME = Range("-1 (all) or >= 1", lambda x: x == -1 or x >= 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from arguments.schema.rollout import TOP_K
+from arguments.schema.rollout import ALL_OR_SOME
 from slime_like.config import (
     AT_LEAST_ONE,
     GREEDY_OR_TEMPERATURE,
@@ -123,5 +123,5 @@ class EvalConfig(CheckedSettings):
         legal=GREEDY_OR_TEMPERATURE,
     )
     eval_top_p: float | None = arg(None, "As --rollout-top-p.", legal=UNIT_OPEN_LOW)
-    eval_top_k: int | None = arg(None, "As --rollout-top-k.", legal=TOP_K)
+    eval_top_k: int | None = arg(None, "As --rollout-top-k.", legal=ALL_OR_SOME)
     eval_max_response_len: int | None = arg(None, "As --rollout-max-response-len.", legal=POSITIVE)

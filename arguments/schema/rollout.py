@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from slime_like.config import (
     AT_LEAST_ONE,
+    NON_NEGATIVE,
     POSITIVE,
     TEMPERATURE,
     UNIT_OPEN_LOW,
@@ -14,7 +15,7 @@ from slime_like.config import (
     arg,
 )
 
-TOP_K = Range("-1 (all) or >= 1", lambda k: k == -1 or k >= 1)
+ALL_OR_SOME = Range("-1 (all) or >= 1", lambda k: k == -1 or k >= 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,9 @@ class RolloutConfig(CheckedSettings):
     rollout_top_p: float = arg(
         1.0, "Nucleus sampling: smallest set of tokens with this probability.", legal=UNIT_OPEN_LOW
     )
-    rollout_top_k: int = arg(-1, "Sample from the k most likely tokens; -1: all.", legal=TOP_K)
+    rollout_top_k: int = arg(
+        -1, "Sample from the k most likely tokens; -1: all.", legal=ALL_OR_SOME
+    )
     renormalize_sampled_log_probs: bool = arg(
         False,
         "With --rollout-top-k or --rollout-top-p: normalise log-probs and entropy of rollout "
@@ -102,7 +105,7 @@ class RewardConfig(CheckedSettings):
         0,
         "Number of reward processes, which are killed if they hang; 0: a share of the cores, at "
         "most 4.",
-        legal=Range(">= 0", lambda x: x >= 0),
+        legal=NON_NEGATIVE,
     )
     max_abs_reward: float = arg(1e6, "Largest legal magnitude of a reward.", legal=POSITIVE)
     rm_type_from_metadata: bool = arg(
