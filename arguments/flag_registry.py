@@ -171,6 +171,7 @@ class FlagTable:
             is_switch = flag.kind == "switch"
             names = dict.fromkeys(map(normalise, flag.on), True if is_switch else None)
             names |= dict.fromkeys(map(normalise, flag.off), False if is_switch else None)
+            assert len(names) == len(flag.on) + len(flag.off), f"{flag.dest} has a name twice"
             for name, value in names.items():
                 assert name not in self.spellings, (
                     f"{name} is both {flag.dest} and {self.spellings[name].flag.dest}"

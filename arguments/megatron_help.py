@@ -36,7 +36,8 @@ NETWORK: Mapping[str, str] = {
     "layernorm_epsilon": "Epsilon of the normalization layers, added to the variance.",
     "layernorm_zero_centered_gamma": "Store normalization scales as offsets from 1; "
     "needs Transformer Engine layers.",
-    "add_bias_linear": "Add biases to the projections of attention and MLP. "
+    "add_bias_linear": "Add biases to the projections of attention and MLP "
+    "(--disable-bias-linear: none). "
     "Experts with biases need --expert-tensor-parallel-size 1.",
     "add_qkv_bias": "Add biases to the QKV projection, also with --disable-bias-linear.",
     "rotary_interleaved": "Rotate adjacent dimensions (0 with 1, 2 with 3) instead of the first "

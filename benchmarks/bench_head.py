@@ -1,15 +1,18 @@
 """The vocabulary projection with log-prob and entropy, forward and backward: time and peak memory
 of the lean head against versions that hold the logits.
 
-    python benchmarks/bench_head.py                                  # 1024 tokens, 65536 words,
-    hidden size 256, float32: the targets' size python benchmarks/bench_head.py --tokens 32768
-    --vocab 151936 --hidden 4096 --dtype bfloat16 --device cuda
+    # 1024 tokens, 65536 words, hidden size 256, float32: the size that the targets are for
+    python benchmarks/bench_head.py
+    python benchmarks/bench_head.py --tokens 32768 --vocab 151936 --hidden 4096 --dtype bfloat16 \\
+        --device cuda
 
 Versions, all with gradients for hidden states and weight:
-    naive          log_softmax and autograd materialising  logits, then vocab_parallel.py in
-    place       logits, then a function written for this comparison: as few passes and buffers of
-    [tokens, vocabulary] as torch allows lean           ops/fused_linear_logprob.py; also with every
-    second row masked, and for several block sizes
+    naive          log_softmax and autograd
+    materialising  logits, then vocab_parallel.py
+    in place       logits, then a function written for this comparison: as few passes and buffers
+                   of [tokens, vocabulary] as torch allows
+    lean           ops/fused_linear_logprob.py; also with every second row masked, and for several
+                   block sizes
 
 Time is the minimum over repetitions, in which all versions take turns; ratios are against the
 fastest version that holds the logits. Peak is what forward and backward allocate beyond inputs and

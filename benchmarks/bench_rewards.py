@@ -1,7 +1,7 @@
 """Rewards per second of processor time and of wall time, by kind of reward.
 
-    python benchmarks/bench_rewards.py [--against CHECKOUT] [--workers N] [--kind KIND] [--json
-    out.json]
+    python benchmarks/bench_rewards.py [--against CHECKOUT] [--workers N] [--kind KIND]
+        [--json out.json]
 
 With --against another checkout is measured in turns with this one: the same samples, which must get
 the same rewards there, and the ratio of the costs. 0.5 is half as expensive here, 1.2 is 20 % more.

@@ -1,9 +1,10 @@
 """The recipes of tests/learning over several seeds, as one table.
 
-    python benchmarks/learning_table.py --output-dir outputs/learning_table                       #
-    seeds 1 to 5, one run after the other python benchmarks/learning_table.py --output-dir
-    outputs/learning_table --only copy --seeds 1 2 python benchmarks/learning_table.py --output-dir
-    outputs/learning_table --write-docs          # what is there, into the docs
+    # seeds 1 to 5, one run after the other
+    python benchmarks/learning_table.py --output-dir outputs/learning_table
+    python benchmarks/learning_table.py --output-dir outputs/learning_table --only copy --seeds 1 2
+    # the results so far, into the docs
+    python benchmarks/learning_table.py --output-dir outputs/learning_table --write-docs
 
 A run that is there with the same flags is not repeated. --write-docs makes no run: it puts those
 that are there into docs/*/algorithms/results.md.

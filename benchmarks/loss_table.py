@@ -1,9 +1,10 @@
 """Every policy loss and every advantage estimator on the demo's task, as one table of the
 evaluation reward before and after.
 
-    python benchmarks/loss_table.py --output-dir outputs/loss_table             # all rows, one run
-    of a minute after the other python benchmarks/loss_table.py --output-dir outputs/loss_table
-    --only sapo rloo python benchmarks/loss_table.py --output-dir outputs/loss_table --write-docs
+    # all rows, one run of a minute after the other
+    python benchmarks/loss_table.py --output-dir outputs/loss_table
+    python benchmarks/loss_table.py --output-dir outputs/loss_table --only sapo rloo
+    python benchmarks/loss_table.py --output-dir outputs/loss_table --write-docs
 
 All runs start from one supervised warm start and share every setting but those that the table
 shows. The rows are the names of the two registries, so a new loss or estimator is in the table

@@ -285,15 +285,15 @@ def _gpt(reader: _Reader, head_dim: int, rope: Rope) -> dict[str, Any]:
             f"{rope['percent']:g} of head_dim {head_dim} is odd; rotary embeddings turn pairs of "
             "dimensions"
         )
-    factors = {rope["rope_type"]: float(rope["factor"])}
+    factor, kind = rope["factor"], rope["rope_type"]
     return {
         "vocab_size": reader.number("vocab_size"),
         "max_position_embeddings": reader.number("max_position_embeddings", default=2048),
         "position_embedding_type": "yarn" if rope["yarn"] else "rope",
         "rotary_base": float(rope["rope_theta"]),
         "rotary_percent": float(rope["percent"]),
-        "use_rope_scaling": rope["rope_type"] == "llama3",
-        "rope_scaling_factor": factors.get("llama3"),
-        "rotary_seq_len_interpolation_factor": factors.get("linear"),
+        "use_rope_scaling": kind == "llama3",
+        "rope_scaling_factor": float(factor) if kind == "llama3" else None,
+        "rotary_seq_len_interpolation_factor": float(factor) if kind == "linear" else None,
         "untie_embeddings_and_output_weights": not reader.config.get("tie_word_embeddings", False),
     }

@@ -11,8 +11,6 @@ from arguments.config_groups import ConfigGroups
 from arguments.rules.base import (
     Rule,
     Settings,
-    import_or_none,
-    import_problem,
     problem,
 )
 from slime_like.advantages.registry import (
@@ -22,6 +20,7 @@ from slime_like.advantages.registry import (
 )
 from slime_like.config import Problem, flag_name
 from slime_like.environments.base import environment_maker
+from slime_like.import_utils import load_function
 from slime_like.losses.registry import PolicyLoss, policy_losses
 
 FUNCTION, COMMAND, WORKERS = "agent_function_path", "agent_command", "agent_worker_keys"
@@ -72,9 +71,10 @@ def check_agent_settings(s: Settings) -> list[Problem]:
 def _check_agent_function(path: str | None) -> list[Problem]:
     if path is None:
         return []
-    function = import_or_none(FUNCTION, path)
-    if function is None:
-        return import_problem(FUNCTION, path)
+    try:
+        function = load_function(path, flag_name(FUNCTION))
+    except ValueError as error:
+        return problem(FUNCTION, path, str(error))
     if inspect.iscoroutinefunction(function):
         return []
     return problem(FUNCTION, path, "must be an async function")

@@ -126,7 +126,7 @@ def check_evaluation(s: Settings) -> list[Problem]:
         message = "requires --eval-prompt-data name path, or --eval-config"
         return problem("eval_interval", interval, message)
     if interval is None:
-        message = "required with --eval-prompt-data and --eval-config: evaluate every N rollouts"
+        message = "required with --eval-prompt-data or --eval-config: evaluate every N rollouts"
         return problem("eval_interval", None, message)
     if pairs is not None and len(pairs) % 2:
         message = "must be pairs: name path [name path ...]"

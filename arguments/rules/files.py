@@ -103,7 +103,7 @@ def check_output_folders(s: Settings) -> list[Problem]:
         elif not existing.is_dir():
             problems += problem(name, path, f"cannot be created: {existing} is a file")
         elif not os.access(existing, os.W_OK | os.X_OK):
-            problems += problem(name, path, f"cannot be written: {existing} is not writable")
+            problems += problem(name, path, f"{existing} is not writable; name another folder")
     return problems
 
 

@@ -1,11 +1,12 @@
 """Promise 2, in full: every loss in every layout gives the numbers of one process. One command, one
 table.
 
-    python benchmarks/parity/matrix.py                                        # everything: `make
-    parity-full` python benchmarks/parity/matrix.py --layouts CP2 "TP2 PP2" --losses gspo  # some
-    python benchmarks/parity/matrix.py --minutes 5                            # begin nothing after
-    five minutes; call again for the rest python benchmarks/parity/matrix.py --show --docs
-    # run nothing; what there is, into the pages on parity
+    python benchmarks/parity/matrix.py  # everything: `make parity-full`
+    python benchmarks/parity/matrix.py --layouts CP2 "TP2 PP2" --losses gspo  # some
+    # begin nothing after five minutes; call again for the rest
+    python benchmarks/parity/matrix.py --minutes 5
+    # run nothing; the results so far, into the pages on parity
+    python benchmarks/parity/matrix.py --show --docs
 
 A cell is one loss in one layout, with rows that are packed, padded (--qkv-format bshd) or cut by
 token budgets, with or without full recompute: three optimizer steps (Adam, weight decay, clipping,

@@ -1,10 +1,10 @@
 """tinker-cookbook's supervised loop (tinker_cookbook.supervised.train) as it comes from PyPI, on
 conversations of a local file.
 
-    make cookbook-env                                               # tinker-cookbook in an
-    environment of its own python scripts/make_demo.py --output-dir outputs/demo --max-word-len 4
-    python -m slime_like.tinker --hf-checkpoint outputs/demo/model .venv-cookbook/bin/python
-    examples/tinker/cookbook_sl.py --log-path outputs/cookbook/sl
+    make cookbook-env  # installs tinker-cookbook into its own environment
+    python scripts/make_demo.py --output-dir outputs/demo --max-word-len 4
+    python -m slime_like.tinker --hf-checkpoint outputs/demo/model
+    .venv-cookbook/bin/python examples/tinker/cookbook_sl.py --log-path outputs/cookbook/sl
 
 Every line of --data has messages and the answer to them. --model is a folder, so that the tokenizer
 is not looked for on a model hub.

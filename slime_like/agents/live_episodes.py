@@ -65,8 +65,8 @@ class StoppableLoop(asyncio.SelectorEventLoop):
 
 @dataclass(eq=False, slots=True)
 class LiveEpisode:
-    """A running episode. engine: used by this episode only. so_far: returns the current sample
-    while the episode is paused. task: returns the final sample."""
+    """A running episode. engine: used by this episode only. partial_sample: returns the
+    current sample while the episode is paused. task: returns the final sample."""
 
     engine: PausableEngine
     task: asyncio.Task[Sample]

@@ -179,7 +179,7 @@ def check_network(name: str, folder: Path, state: TrainerState) -> None:
     """Raise UsageError if the checkpoint has no network of this name."""
     if name not in state["networks"]:
         networks = ", ".join(state["networks"]) or "no network"
-        raise UsageError(f"--network {name}: checkpoint {folder} has {networks}")
+        raise UsageError(f"--network {name}: checkpoint {folder} has {networks}; name one of these")
 
 
 def check_template(template: str, folder: Path, state: TrainerState, meta_model: object) -> None:

@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("folder", help="folder of the local copy, on a disk of this node")
     result.add_argument(
         "--engines", nargs="+", required=True, metavar="URL",
-        help="URLs of the servers on this node, as the trainer names them",
+        help="URLs of the servers on this node, with http://, as the trainer names them",
     )  # fmt: skip
     return result
 

@@ -40,12 +40,13 @@ def copy_weights(source: Network, target: Network, include: Callable[[str], bool
             targets.setdefault(tensor.key, []).append(tensor)
             tensor.data.zero_()  # a view of the network's own
     needed = set(itertools.chain(*gather(list(targets))))
-    missing = set(needed)
-    for rank, keys in enumerate(gather(list(shards))):
+    held = gather(list(shards))
+    missing = needed.difference(key for keys in held for key, _, _ in keys)
+    assert not missing, f"the other network has no {sorted(missing)}"
+    for rank, keys in enumerate(held):
         for key, region, dtype in keys:
             if key not in needed:
                 continue
-            missing.discard(key)
             if rank == dist.get_rank():
                 shard = shards[key, region, dtype].detach().contiguous().view(region[1])
             else:
@@ -53,7 +54,6 @@ def copy_weights(source: Network, target: Network, include: Callable[[str], bool
             dist.broadcast(shard, rank)
             for tensor in targets.get(key, ()):
                 _copy_overlap(shard, region, tensor)
-    assert not missing, f"the other network has no {sorted(missing)}"
 
 
 @torch.no_grad()

@@ -89,9 +89,10 @@ def constant_reward(history: History) -> str | None:
     if not spread or max(spread) > FLAT or not any(rewards):
         return None
     return (
-        f"all rewards of the last {PATIENCE} rollouts are {rewards[-1]:.4g}, so nothing is "
-        "learned. Either the prompts are solved (--num-rollout can be smaller, or --prompt-data "
-        "harder), or the reward does not depend on the response (--custom-rm-path, --rm-type)"
+        f"all rewards within each of the last {PATIENCE} rollouts are the same ({rewards[-1]:.4g} "
+        "at last), so nothing is learned. Either the prompts are solved (--num-rollout can be "
+        "smaller, or --prompt-data harder), or the reward does not depend on the response "
+        "(--custom-rm-path, --rm-type)"
     )
 
 

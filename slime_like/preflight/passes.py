@@ -17,6 +17,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from megatron_patches.packed_ops import FusedRMSNorm
 from slime_like.megatron.model.delta_net import GatedDeltaNet
 from slime_like.megatron.ops.attention import PackedAttention, PackedRows, packed_rows
 from slime_like.megatron.ops.delta_rule import DeltaRows, delta_rows
@@ -115,7 +116,7 @@ class _Kernels(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: object, args: Any = (), kwargs: Mapping[str, object] | None = None
     ) -> Any:
-        named = dict(kwargs or {})
+        named: dict[str, Any] = dict(kwargs or {})
         if "device" in named and func in _ALLOCATE:
             named["device"] = "meta"  # megatron-core requests the current device
         if func is torch.autograd.backward:  # also called by recomputation
@@ -123,11 +124,18 @@ class _Kernels(TorchFunctionMode):
                 return _backward(*args, **named)
         if func is torch.nn.functional.scaled_dot_product_attention:
             return _Attention.apply(*args[:3])
-        if self.gpu and func is torch.nn.functional.rms_norm:
-            weight = args[2] if len(args) > 2 else named.get("weight")
-            if weight is not None:
-                return _Norm.apply(args[0], weight)
+        if func is torch.nn.functional.rms_norm:
+            return self._rms_norm(*args, **named)
         return func(*args, **named)
+
+    def _rms_norm(
+        self, x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
+    ) -> Tensor:
+        if self.gpu and weight is not None:
+            return _Norm.apply(x, weight)
+        if weight is not None and eps is not None and x.dtype is weight.dtype is torch.float32:
+            return FusedRMSNorm.apply(x, x, weight, eps)
+        return torch.nn.functional.rms_norm(x, shape, weight, eps)
 
 
 def run_stage(rank: OneRank, tokens: int, *, gpu: bool) -> Passes:

@@ -94,7 +94,9 @@ def slow_steps(run: Run) -> Iterator[Alert]:
     median = statistics.median(seconds for _, seconds in points)
     steps = [step for step, seconds in points[1:] if seconds > SLOW_STEP * median]
     if steps:
-        text = f"more than {SLOW_STEP:g} times the median of {median:.3g} s {_when(steps)}"
+        text = (
+            f"rollouts of more than {SLOW_STEP:g} times the median of {median:.3g} s {_when(steps)}"
+        )
         yield Alert("warning", text, STEP_SECONDS)
 
 

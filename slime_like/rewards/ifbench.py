@@ -29,8 +29,7 @@ def prepare() -> None:
         except LookupError as error:
             raise RuntimeError(
                 f"--rm-type ifbench: NLTK's {name} is not in the folder of the package ifbench; "
-                "fetch "
-                'it once, with a network: python -c "import ifbench"'
+                'fetch it once, with a network: python -c "import ifbench"'
             ) from error
 
 

@@ -128,11 +128,13 @@ class AsyncRolloutQueue:
         """Serialise a rollout that is sampled but not taken."""
         groups, metrics = self._done[step]
         before = self._saved.get(step)
+        if before is None:
+            before = self._json.position_to_row(self._positions[step])
         return {
             "step": step,
             "groups": self._json.groups_to_rows(groups),
             "metrics": {name: float(value).hex() for name, value in metrics.items()},
-            "before": before or self._json.position_to_row(self._positions[step]),
+            "before": before,
         }
 
     def load_ahead(self, saved: SampledAhead) -> None:

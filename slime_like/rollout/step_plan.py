@@ -237,7 +237,7 @@ def train_samples(
     Args:
         micro_batch_size: For reductions that depend on it.
         positive_nll: Include the weights of the positive NLL term.
-        shares: The plan's assignment, if known already.
+        assignment: The plan's, if known already.
     """
     with_log_probs = has_rollout_log_probs(samples)
     assignment = assignment or plan.assign(samples)

@@ -55,8 +55,11 @@ class WeightCheck:
             ]
             batch = samples * self._repeats  # repeated to fill micro-batches
             computed = self._backend.forward(batch)[: len(samples)]
-            reported = torch.cat([torch.tensor(log_probs) for _, log_probs in outputs])
-            gaps = (torch.cat([output.log_probs.cpu() for output in computed]) - reported).abs()
+            differences = [
+                output.log_probs.cpu() - torch.tensor(log_probs)
+                for output, (_, log_probs) in zip(computed, outputs, strict=True)
+            ]
+            gaps = torch.cat(differences).abs()
             mean, largest = float(gaps.mean()), float(gaps.max())
             if not mean <= self._limit:
                 raise RunError(

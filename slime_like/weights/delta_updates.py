@@ -105,9 +105,8 @@ class SentTensor:
     sum: str
 
 
-_sent: dict[
-    str, dict[str, SentTensor]
-] = {}  # tensors last sent by this rank: folder -> name -> tensor
+# tensors last sent by this rank: folder -> name -> tensor
+_sent: dict[str, dict[str, SentTensor]] = {}
 
 
 def forget(root: str) -> None:

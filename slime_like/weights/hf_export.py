@@ -44,8 +44,7 @@ class HfExport:
     The constructor and the iteration of `stream` are collectives over all ranks. value_head: the
     network is a critic. untied_head: export the output layer of a tied model as a separate weight,
     because only it has a delta. quantized: weights to export quantised, by Hugging Face name.
-    Raises RuntimeError if no stage has a parameter that the
-    family needs.
+    Raises RuntimeError if no stage has a parameter that the family needs.
     """
 
     def __init__(

@@ -170,7 +170,7 @@ def _columns(
     rollout: Mapping[str, object], key: str, train: Sequence[TrainSample], name: str
 ) -> list[Tensor]:
     """Tensors [R] that a function stored in the dict."""
-    column = rollout.get(key, ())
+    column = rollout.get(key)
     if not isinstance(column, Collection) or len(column) != len(train):
         raise ValueError(
             f"{name}: rollout_data[{key!r}] must be a list of {len(train)} tensors, one per sample"

@@ -72,8 +72,9 @@ class LoraBase(Network):
     def active(self, layers: Sequence[Mapping[str, Callable[[Tensor], Tensor]]]) -> Iterator[None]:
         """Make an adapter active within the block. layers: per chunk, by the canonical name of the
         weight; a value head by `VALUE_HEAD`."""
-        for slots, chunk_layers in zip(self.slots, layers, strict=True):
+        for slots in self.slots:
             assert not any(slot.active for slot in slots.values()), "another adapter is active"
+        for slots, chunk_layers in zip(self.slots, layers, strict=True):
             for name, layer in chunk_layers.items():
                 slots[name].active = layer
         # recomputation and pipeline schedules only run backward through inputs that require a

@@ -82,7 +82,8 @@ class PostNormLayer(TransformerLayer):
 
     def forward(self, *args: object, **settings: object) -> object:
         angles = settings.get("rotary_pos_emb")
-        if self.rotary_base is not None and isinstance(angles, Tensor):
+        if self.rotary_base is not None and angles is not None:
+            assert isinstance(angles, Tensor)
             settings["rotary_pos_emb"] = _angles(angles, self.rotary_base)
         return super().forward(*args, **settings)
 

@@ -348,7 +348,7 @@ def fused_linear_log_probs(
         vocab_size: Number of tokens without padding; padded columns get no probability and no
             gradient.
         rows: [N] int64, rows to compute, in this order; None: all.
-        bias: [V_padded / tp]; -inf has_banned a token.
+        bias: [V_padded / tp]; -inf bans a token.
         chunk_size: Rows per block; -1: all.
         token_sets: [T, K] over the full vocabulary, padded with -1: the tokens that top-k and top-p
             left to the sampler. Only these and the label get probability. Not with labels [T, K].

@@ -72,7 +72,7 @@ def check_equal_weights(pool: ServerPool, workers: Sequence[Worker]) -> None:
 
 class ColocatedMemory:
     """GPU memory shared by servers and trainer under --colocate; the trainer has it while it
-    trains. fleet: on rank 0, None elsewhere."""
+    trains. pool: on rank 0, None elsewhere."""
 
     def __init__(self, pool: ServerPool | None) -> None:
         self._pool = pool

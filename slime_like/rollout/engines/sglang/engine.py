@@ -51,7 +51,7 @@ PAUSE = {"mode": "retract"}
 
 
 class SglangEngine(RolloutEngine):
-    """`RolloutEngine` over HTTP. fleet, updater: on rank 0, None elsewhere. routes: format of
+    """`RolloutEngine` over HTTP. pool, updater: on rank 0, None elsewhere. routes: format of
     routed experts, None for a dense model. agent: on the first rank of every other node, the agent
     of its servers."""
 

@@ -79,8 +79,8 @@ def start_servers(
     """Start servers and router on all nodes and wait until they respond. Collective.
 
     Returns:
-        The fleet and the weight updater on rank 0; the node agent on the first rank of every other
-        node. No server has weights yet.
+        The server pool and the weight updater on rank 0; the node agent on the first rank of every
+        other node. No server has weights yet.
 
     Raises:
         RunError: On every rank, if a server does not respond.

@@ -98,7 +98,7 @@ class RemoteNode:
     def __init__(self, store: SignedStore, rank: int, address: str) -> None:
         self.rank, self.address = rank, address
         self._store = store.clone()
-        self._wanted_key: dict[str, object] = {}
+        self._launches: dict[str, object] = {}
         self._attempts = 0
         self._lock = threading.Lock()
 
@@ -123,10 +123,10 @@ class RemoteNode:
         return states.get(str(number))
 
     def _request(self, number: int, launch: dict[str, object] | None) -> None:
-        self._wanted_key.pop(str(number), None)
+        self._launches.pop(str(number), None)
         if launch is not None:
-            self._wanted_key[str(number)] = launch
-        self._store.put(_wanted_key(self.rank), json.dumps(self._wanted_key))
+            self._launches[str(number)] = launch
+        self._store.put(_wanted_key(self.rank), json.dumps(self._launches))
 
 
 class RemoteProcess(EngineProcess):

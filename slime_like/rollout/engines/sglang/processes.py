@@ -220,7 +220,7 @@ def server_settings(
     memory_saver: bool,
     overrides: Mapping[str, object],
 ) -> dict[str, object]:
-    """Arguments of one server. given: the user's --sglang flags, which override ours."""
+    """Arguments of one server. overrides: the user's --sglang flags, which override ours."""
     settings: dict[str, object] = {
         "model_path": model,
         "host": host,

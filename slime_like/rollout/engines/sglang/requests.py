@@ -65,7 +65,7 @@ class ServerRequests:
     ) -> None:
         """
         Args:
-            fleet: The servers.
+            pool: The servers.
             settings: Deadlines, retries and concurrency.
             vocab_size: Bound of token ids in responses.
             routes: Format of routed experts; None for a dense model.

@@ -32,7 +32,7 @@ class Worker:
     """One server.
 
     version: weight version that it is known to have; None: unknown, it gets no requests. in_flight:
-    tasks of requests sent to it directly. strikes: consecutive failed probes. evictions: number of
+    tasks of requests sent to it directly. failed_probes: consecutive ones. evictions: number of
     evictions. wrong_versions: evictions for an impossible weight version. returning: evicted for
     that reason; it gets the weights at the next probe.
     """
@@ -52,7 +52,7 @@ class Worker:
 @dataclass(frozen=True, slots=True)
 class HealthSettings:
     """Health checks. interval_s: between probes of a server. timeout_s: of one probe. start_s: for
-    a server to start. strikes: consecutive failed probes before eviction."""
+    a server to start. failed_probes: consecutive ones before eviction."""
 
     interval_s: float = 10.0
     timeout_s: float = 10.0
