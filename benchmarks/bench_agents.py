@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import httpx
-import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -57,6 +56,11 @@ class Result:
 def broken_way(number: int, every: int) -> int:
     """How a session is broken: 0 not at all, 1 it raises, 2 it hangs, 3 it sends no request."""
     return 0 if number % every else 1 + number // every % 3
+
+
+def peak_memory() -> int:
+    """Peak resident memory of this process so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def measure(sessions: int, turns: int, tokens: int, every: int, timeout_s: float) -> Result:
@@ -104,7 +108,7 @@ def measure(sessions: int, turns: int, tokens: int, every: int, timeout_s: float
         )  # fmt: skip
         prompt = Prompt(0, "spell a word", tuple(tokenizer("spell a word")["input_ids"]))
         samples = [Sample.empty(prompt, i) for i in range(sessions)]
-        before = psutil.Process().memory_info().rss
+        peak_before = peak_memory()
         begun = time.monotonic()
         sampling = SamplingParams(max_new_tokens=200)
         policy = Model(engine, tokenizer, sampling, lambda sample, place: sample * 1000 + place)
@@ -112,11 +116,10 @@ def measure(sessions: int, turns: int, tokens: int, every: int, timeout_s: float
     broken = {i for i in range(sessions) if broken_way(i, every)}
     lost = {s.sample_id for s in done if s.status == SampleStatus.ABORTED}
     assert lost == broken, sorted(lost ^ broken)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     ordered = sorted(seconds)
     return Result(
         sessions, turns, max(ends) - begun, ordered[len(ordered) // 2], ordered[-1],
-        (peak - before) / MIB,
+        (peak_memory() - peak_before) / MIB,
         len(lost), len(broken), sum(s.active_tokens for s in done if s.sample_id not in lost),
     )  # fmt: skip
 
