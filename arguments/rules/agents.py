@@ -11,6 +11,7 @@ from arguments.config_groups import ConfigGroups
 from arguments.rules.base import (
     Rule,
     Settings,
+    import_function,
     problem,
 )
 from slime_like.advantages.registry import (
@@ -20,7 +21,6 @@ from slime_like.advantages.registry import (
 )
 from slime_like.config import Problem, flag_name
 from slime_like.environments.base import environment_maker
-from slime_like.import_utils import load_function
 from slime_like.losses.registry import PolicyLoss, policy_losses
 
 FUNCTION, COMMAND, WORKERS = "agent_function_path", "agent_command", "agent_worker_keys"
@@ -71,12 +71,9 @@ def check_agent_settings(s: Settings) -> list[Problem]:
 def _check_agent_function(path: str | None) -> list[Problem]:
     if path is None:
         return []
-    try:
-        function = load_function(path, flag_name(FUNCTION))
-    except ValueError as error:
-        return problem(FUNCTION, path, str(error))
-    if inspect.iscoroutinefunction(function):
-        return []
+    function, problems = import_function(FUNCTION, path)
+    if problems or inspect.iscoroutinefunction(function):
+        return problems
     return problem(FUNCTION, path, "must be an async function")
 
 

@@ -96,19 +96,20 @@ def reject(settings: Mapping[str, object], message: str) -> list[Problem]:
     return problems
 
 
-def import_problem(field: str, path: str) -> list[Problem]:
-    """A problem if the function that a flag names cannot be imported."""
+def import_function(field: str, path: str) -> tuple[Callable[..., object] | None, list[Problem]]:
+    """The function that a flag names, or None and the problem if it cannot be imported."""
     flag = flag_name(field)
     try:
-        load_function(path, flag)
+        return load_function(path, flag), []
     except ValueError as error:
-        return problem(field, path, str(error).removeprefix(f"{flag} {path!r}: "))
-    return []
+        return None, problem(field, path, str(error).removeprefix(f"{flag} {path!r}: "))
+
+
+def import_problem(field: str, path: str) -> list[Problem]:
+    """A problem if the function that a flag names cannot be imported."""
+    return import_function(field, path)[1]
 
 
 def import_or_none(field: str, path: str) -> Callable[..., object] | None:
     """The function that a flag names; None if it cannot be imported, which another rule reports."""
-    try:
-        return load_function(path, flag_name(field))
-    except ValueError:
-        return None
+    return import_function(field, path)[0]
