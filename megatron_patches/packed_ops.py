@@ -49,13 +49,17 @@ class FusedRMSNorm(torch.autograd.Function):
         return dx.mul_(r), torch.mul(x, dmean * 2, out=product), dw, None
 
 
+def can_fuse_norm(x: Tensor, weight: Tensor, eps: float | None) -> bool:
+    """Whether `FusedRMSNorm` computes this norm on a CPU."""
+    return eps is not None and x.dtype in (torch.float32, torch.float64) and weight.dtype is x.dtype
+
+
 class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm, with `FusedRMSNorm` on a CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., d]."""
-        wide = x.dtype in (torch.float32, torch.float64) and self.weight.dtype is x.dtype
-        if x.device.type != "cpu" or not wide or self.eps is None:
+        if x.device.type != "cpu" or not can_fuse_norm(x, self.weight, self.eps):
             return super().forward(x)
         return FusedRMSNorm.apply(x, x, self.weight, self.eps)
 

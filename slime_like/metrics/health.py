@@ -72,9 +72,17 @@ class Series:
 History = Mapping[str, Series]
 
 
+def _rewards_without_spread(history: History) -> Sequence[float] | None:
+    """Mean rewards of the newest rollouts, if all rewards within each are the same."""
+    spread = history[REWARD_STD].newest(PATIENCE)
+    if not spread or max(spread) > FLAT:
+        return None
+    return history[REWARD].newest(PATIENCE)
+
+
 def no_reward(history: History) -> str | None:
-    rewards, spread = history[REWARD].newest(PATIENCE), history[REWARD_STD].newest(PATIENCE)
-    if not spread or max(spread) > FLAT or any(rewards):
+    rewards = _rewards_without_spread(history)
+    if rewards is None or any(rewards):
         return None
     return (
         f"every reward of the last {PATIENCE} rollouts is 0, so nothing is learned. Read some "
@@ -85,8 +93,8 @@ def no_reward(history: History) -> str | None:
 
 
 def constant_reward(history: History) -> str | None:
-    rewards, spread = history[REWARD].newest(PATIENCE), history[REWARD_STD].newest(PATIENCE)
-    if not spread or max(spread) > FLAT or not any(rewards):
+    rewards = _rewards_without_spread(history)
+    if rewards is None or not any(rewards):
         return None
     return (
         f"all rewards within each of the last {PATIENCE} rollouts are the same ({rewards[-1]:.4g} "

@@ -17,7 +17,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from megatron_patches.packed_ops import FusedRMSNorm
+from megatron_patches.packed_ops import FusedRMSNorm, can_fuse_norm
 from slime_like.megatron.model.delta_net import GatedDeltaNet
 from slime_like.megatron.ops.attention import PackedAttention, PackedRows, packed_rows
 from slime_like.megatron.ops.delta_rule import DeltaRows, delta_rows
@@ -133,7 +133,7 @@ class _Kernels(TorchFunctionMode):
     ) -> Tensor:
         if self.gpu and weight is not None:
             return _Norm.apply(x, weight)
-        if weight is not None and eps is not None and x.dtype is weight.dtype is torch.float32:
+        if weight is not None and can_fuse_norm(x, weight, eps):
             return FusedRMSNorm.apply(x, x, weight, eps)
         return torch.nn.functional.rms_norm(x, shape, weight, eps)
 
