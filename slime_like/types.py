@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from slime_like.lazy import Tensor, torch
 
@@ -212,15 +212,26 @@ class SampleGroup:
     samples: tuple[AnySample, ...]
 
 
+T = TypeVar("T")
+
+
 def flatten(groups: Iterable[SampleGroup]) -> list[AnySample]:
     """The samples of all groups, in order."""
     return [sample for group in groups for sample in group.samples]
 
 
+def split(items: Sequence[T], sizes: Sequence[int]) -> list[tuple[T, ...]]:
+    """Consecutive parts of these sizes, which cover all items."""
+    assert len(items) == sum(sizes), (len(items), sizes)
+    remaining = iter(items)
+    return [tuple(islice(remaining, size)) for size in sizes]
+
+
 def regroup(groups: Iterable[SampleGroup], samples: Iterable[AnySample]) -> list[SampleGroup]:
     """The inverse of `flatten`: groups of the same sizes with these samples."""
-    remaining = iter(samples)
-    return [replace(g, samples=tuple(islice(remaining, len(g.samples)))) for g in groups]
+    groups = list(groups)
+    parts = split(list(samples), [len(group.samples) for group in groups])
+    return [replace(g, samples=part) for g, part in zip(groups, parts)]
 
 
 @dataclass(frozen=True, slots=True)

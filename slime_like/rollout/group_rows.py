@@ -15,7 +15,7 @@ from torch import Tensor
 from slime_like.data.prompts import PendingGroup
 from slime_like.rollout.recording import decode, encode
 from slime_like.sample_index import AnySample, remote_samples, rows_of
-from slime_like.types import Prompt, Sample, SampleGroup, SampleStatus, complete
+from slime_like.types import Prompt, Sample, SampleGroup, SampleStatus, complete, split
 
 _ARRAYS = (
     "tokens",
@@ -37,10 +37,11 @@ def waiting_to_rows(
 ) -> list[dict[str, object]]:
     """Serialise waiting groups to plain JSON, exactly. groups: complete. holders: the rank that
     holds each sample, over all groups."""
-    remaining = iter(holders)
     rows: list[dict[str, object]] = []
-    for group in groups:
-        samples = [_sample_row(s) | {"holder": next(remaining)} for s in complete(group.samples)]
+    for group, ranks in zip(groups, split(holders, [len(group.samples) for group in groups])):
+        samples = [
+            _sample_row(s) | {"holder": rank} for s, rank in zip(complete(group.samples), ranks)
+        ]
         rows.append({"prompt": _prompt_row(group.prompt), "samples": samples})
     return rows
 

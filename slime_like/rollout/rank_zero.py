@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from slime_like.rollout.async_rollout import RolloutJson
 from slime_like.rollout.group_rows import groups_from_rows, groups_to_rows, waiting_to_rows
 from slime_like.rollout.rollouter import Rollouter
 from slime_like.sample_index import AnySample, Rows, Versions, holder_of, remote_samples, rows_of
-from slime_like.types import SampleGroup, complete, flatten, regroup
+from slime_like.types import SampleGroup, complete, flatten, regroup, split
 
 if TYPE_CHECKING:
     from slime_like.checkpoints.state import SamplingState
@@ -35,8 +34,7 @@ def index_of_groups(groups: Sequence[SampleGroup]) -> GroupIndex:
 def groups_of_index(index: GroupIndex) -> list[SampleGroup]:
     """Rebuild the groups from `index_of_groups`, on the other ranks."""
     sizes, rows, versions = index
-    remaining = iter(remote_samples(rows, versions))
-    groups = [tuple(islice(remaining, size)) for size in sizes]
+    groups = split(remote_samples(rows, versions), sizes)
     return [SampleGroup(samples[0].group_id, samples) for samples in groups]
 
 

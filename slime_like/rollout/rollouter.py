@@ -13,7 +13,6 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial as bind
-from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,7 +37,7 @@ from slime_like.rollout.sample_plane import (
 )
 from slime_like.rollout.sampler_choices import join_routes, pad_token_sets, split_token_sets
 from slime_like.sample_index import AnySample, holder_of
-from slime_like.types import Prompt, Sample, SampleGroup, SampleStatus, complete
+from slime_like.types import Prompt, Sample, SampleGroup, SampleStatus, complete, split
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -206,8 +205,8 @@ class Rollouter:
         samples: list[AnySample] = []
         for group in groups:
             samples += next(graded) if isinstance(group[0], Sample) else group
-        remaining = iter(refresh_index(samples, self.group))
-        return [list(islice(remaining, len(group))) for group in groups]
+        graded_groups = split(refresh_index(samples, self.group), [len(group) for group in groups])
+        return [list(group) for group in graded_groups]
 
     async def _with_hooks(self, samples: Sequence[Sample], *, evaluation: bool) -> list[Sample]:
         return [await self.with_hook(sample, evaluation=evaluation) for sample in samples]

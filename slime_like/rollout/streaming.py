@@ -22,7 +22,7 @@ from slime_like.rollout.engines.base import (
 )
 from slime_like.rollout.episode import LoopRunner, Model
 from slime_like.rollout.rollouter import FINISHED, Rollouter
-from slime_like.types import Sample, SampleStatus, complete
+from slime_like.types import Sample, SampleStatus, complete, split
 
 ABORT_S = 15.0  # for aborted requests to end
 
@@ -63,8 +63,8 @@ class RewardExecutor:
                 graded = grader.grade_groups([item.samples for item in items])
             else:
                 samples = list(itertools.chain.from_iterable(item.samples for item in items))
-                remaining = iter(grader.grade(samples))
-                graded = [list(itertools.islice(remaining, len(item.samples))) for item in items]
+                parts = split(grader.grade(samples), [len(item.samples) for item in items])
+                graded = [list(part) for part in parts]
         except BaseException as error:
             for item in items:
                 item.answer.set_exception(error)

@@ -15,7 +15,7 @@ from slime_like.distributed.collectives import together
 from slime_like.rollout.recording import check_values, load_rollout
 from slime_like.rollout.sample_plane import share_index
 from slime_like.sample_index import TRUNCATED_FRACTION
-from slime_like.types import Prompt, SampleGroup, truncated_fraction
+from slime_like.types import Prompt, SampleGroup, split, truncated_fraction
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,10 +34,8 @@ def supervised_groups(
     own = together(lambda: make(prompts[rank::world], tokenizer, max_response_len=limit))
     holders = [i // size % world for i in range(size * len(prompts))]
     samples = share_index(own, holders)
-    groups = []
-    for start in range(0, len(samples), size):
-        group = tuple(samples[start : start + size])
-        groups.append(SampleGroup(group[0].group_id, group))
+    parts = split(samples, [size] * len(prompts))
+    groups = [SampleGroup(part[0].group_id, part) for part in parts]
     return groups, {TRUNCATED_FRACTION: truncated_fraction(samples)}
 
 
