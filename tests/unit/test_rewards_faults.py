@@ -67,7 +67,7 @@ def score(args, sample):
             time.sleep(1000)
         os._exit(0)
     os.wait()
-    while not os.path.exists({pids!r}):
+    while not os.path.exists({pids!r}) or not os.path.getsize({pids!r}):
         time.sleep(0.01)
     {then}
     return 1
