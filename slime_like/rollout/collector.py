@@ -19,12 +19,20 @@ from slime_like.data.prompts import Choose, GroupBuffer, PendingGroup, oldest_fi
 from slime_like.distributed.collectives import from_rank_zero, from_rank_zero_within
 from slime_like.errors import RunError
 from slime_like.rollout.engines.base import SamplingParams
+from slime_like.rollout.failures import (
+    LEFT_OUT,
+    LEFT_OUT_FAILED,
+    check_failed,
+    describe_failure,
+    is_failed,
+    num_failed,
+)
 from slime_like.rollout.filters import BUILT_IN_FILTERS, DYNAMIC_FILTER, GroupFilters, is_kept
 from slime_like.rollout.rank_zero import gather_pending, groups_of_index, index_of_groups
 from slime_like.rollout.rollouter import Rollouter
 from slime_like.rollout.streaming import Responder, StreamGeneration
 from slime_like.sample_index import AnySample, RemoteSample, untrained
-from slime_like.types import Prompt, SampleGroup, flatten
+from slime_like.types import Prompt, SampleGroup, complete, flatten
 
 if TYPE_CHECKING:
     from arguments.schema.scheduling import SchedulingConfig
@@ -66,7 +74,8 @@ class CollectionStats:
     groups beyond the target. lost: unfinished when the target was reached. discarded: by the buffer
     filter. late: truncated by --rollout-time-limit-s. dropped: by the dynamic filter, by reason.
     wasted_tokens: sampled and thrown away. masked_tokens: sampled in earlier rollouts and not
-    trained on.
+    trained on. drawn_samples: samples of the drawn groups. left_out: graded samples of groups that
+    are dropped or surplus, of which left_out_failed failed. first_failed: the first such group.
     """
 
     draws: int = 0
@@ -78,6 +87,10 @@ class CollectionStats:
     late: int = 0
     wasted_tokens: int = 0
     masked_tokens: int = 0
+    drawn_samples: int = 0
+    left_out: int = 0
+    left_out_failed: int = 0
+    first_failed: PendingGroup | None = None
     dropped: Counter[str] = field(default_factory=Counter)
 
     def metrics(self, *, kept: int, waiting: int) -> dict[str, float]:
@@ -98,7 +111,17 @@ class CollectionStats:
         }
         for reason, count in sorted(self.dropped.items()):
             counts[f"dynamic_filter/drop_{reason}"] = count
-        return {f"rollout/{name}": float(count) for name, count in counts.items()}
+        metrics = {f"rollout/{name}": float(count) for name, count in counts.items()}
+        return metrics | {LEFT_OUT: self.left_out, LEFT_OUT_FAILED: self.left_out_failed}
+
+    def leave_out(self, group: PendingGroup) -> None:
+        """Count a graded group that is not trained on."""
+        failed = num_failed(group.samples)
+        self.wasted_tokens += group.response_tokens
+        self.left_out += len(group.samples)
+        self.left_out_failed += failed
+        if failed and self.first_failed is None:
+            self.first_failed = group
 
 
 class GroupSource(Protocol):
@@ -192,6 +215,7 @@ class Collector:
         """
         self.config = config.scheduling
         self.target = config.rollout.rollout_batch_size
+        self.max_failed = config.gates.max_failed_samples
         self.draw_size = config.scheduling.over_sampling_batch_size or self.target
         self.slice_len = slice_length(config)
         self.rollouter = rollouter
@@ -230,6 +254,8 @@ class Collector:
         in_progress = 0  # groups drawn for this rollout and not dropped
         while len(kept) < self.target:
             while in_progress < self.target:
+                if stats.draws:
+                    self._check_failed(rollout_id, stats, kept, decide, ended=False)
                 if stats.draws == self.config.max_num_gen_batches:
                     raise RunError(self._insufficient_message(rollout_id, stats, len(kept)))
                 groups = self._draw(rollout_id, stats, decide)
@@ -240,13 +266,14 @@ class Collector:
             for group, keep in zip(ended, verdicts, strict=True):
                 if not keep:
                     in_progress -= 1
-                    stats.wasted_tokens += group.response_tokens
+                    stats.leave_out(group)
                 elif len(kept) < self.target:
                     kept.append(group)
                 else:
                     self._requeue_surplus(group, stats)
         self._requeue_unfinished(generation.stop(), rollout_id, stats)
         stats.late = generation.late
+        self._check_failed(rollout_id, stats, kept, decide, ended=True)
         kept = self._mask_removed(sorted(kept, key=lambda g: g.group_id), decide)
         metrics: dict[str, float] = {}
         if schedules(self.config):
@@ -300,6 +327,7 @@ class Collector:
         groups, discarded = self.buffer.take(self.draw_size, choose)
         stats.draws += 1
         stats.drawn += len(groups)
+        stats.drawn_samples += sum(len(group.samples) for group in groups)
         stats.resumed += sum(any(s.response_length for s in g.samples) for g in groups)
         stats.discarded += len(discarded)
         stats.wasted_tokens += sum(g.response_tokens for g in discarded)
@@ -340,7 +368,7 @@ class Collector:
             self.buffer.requeue([group])
             return
         stats.surplus += 1
-        stats.wasted_tokens += group.response_tokens
+        stats.leave_out(group)
 
     def _requeue_unfinished(
         self, groups: Sequence[PendingGroup], rollout_id: int, stats: CollectionStats
@@ -357,6 +385,28 @@ class Collector:
             return replace(sample, metadata={"start_rollout_id": rollout_id, **sample.metadata})
 
         self.buffer.requeue([g.with_samples(map(mark_start, g.samples)) for g in groups])
+
+    def _check_failed(
+        self, rollout_id: int, stats: CollectionStats, kept: Groups, decide: Decide, *, ended: bool
+    ) -> None:
+        """Stop the run if too many samples failed, counting those of groups that are left out;
+        those of kept groups alone are checked by the trainer. ended: no more groups are drawn, so
+        that fewer failures are worth a warning."""
+        first = stats.first_failed
+        if first is None:
+            return
+
+        def describe(groups: Groups) -> str:
+            failed = next(s for s in complete(groups[0].samples) if is_failed(s))
+            return f"{describe_failure(failed)} (of a group that is not trained on)"
+
+        failed, kept_samples = stats.left_out_failed, 0
+        for group in kept:
+            failed += num_failed(group.samples)
+            kept_samples += len(group.samples)
+        fraction = failed / (stats.left_out + kept_samples if ended else stats.drawn_samples)
+        if ended or fraction > self.max_failed:
+            check_failed(rollout_id, fraction, self.max_failed, lambda: decide(describe, [first]))
 
     def _mask_removed(self, groups: list[PendingGroup], decide: Decide) -> list[PendingGroup]:
         """Mask out the samples that --rollout-sample-filter-path removes."""

@@ -15,6 +15,7 @@ from slime_like.data.prompts import load_eval_sets
 from slime_like.rewards.grader import Grader
 from slime_like.rewards.registry import answer_check
 from slime_like.rollout.engines.base import SamplingParams
+from slime_like.rollout.failures import warn_failed
 from slime_like.rollout.rollouter import Rollouter, eval_sampling
 from slime_like.types import Prompt, SampleGroup, flatten
 
@@ -78,6 +79,8 @@ class Evaluator:
                 purpose=f"eval/{eval_set.name}",
                 grader=self.grader(eval_set.name),
             )
+            what = f"evaluation {rollout_id + 1}, {eval_set.name}"
+            warn_failed(flatten(groups), what, "count as 0", self._rollouter.group)
             metrics |= score(eval_set.name, groups)
             self.last[eval_set.name] = groups
         return metrics

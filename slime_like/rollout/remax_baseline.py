@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from slime_like.rollout.engines.base import SamplingParams
+from slime_like.rollout.failures import warn_failed
 from slime_like.rollout.rollouter import Rollouter
 from slime_like.sample_index import AnySample
-from slime_like.types import GREEDY_REWARD, Prompt, Sample, SampleGroup
+from slime_like.types import GREEDY_REWARD, Prompt, Sample, SampleGroup, flatten
 
 
 def with_greedy_rewards(
@@ -24,6 +25,9 @@ def with_greedy_rewards(
     sampling: Sampling parameters of the groups; only the temperature is replaced.
     """
     greedy = rollouter.generate(prompts, 1, replace(sampling, temperature=0.0), purpose="greedy")
+    what = "greedy responses (ReMax)"
+    effect = "their groups get an advantage of 0"
+    warn_failed(flatten(greedy), what, effect, rollouter.group)
     rewards = {group.group_id: group.samples[0].reward for group in greedy}
 
     def with_reward(sample: AnySample) -> AnySample:

@@ -11,14 +11,20 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from arguments.run_config import RunConfig
-from slime_like.distributed.collectives import from_rank_zero, gather
+from slime_like.distributed.collectives import from_rank_zero
 from slime_like.errors import RunError
 from slime_like.logs import warn_rank_0
 from slime_like.metrics.health import HealthMonitor
+from slime_like.rollout.failures import (
+    LEFT_OUT_FAILED,
+    check_failed,
+    failed_fraction,
+    first_failure,
+)
 from slime_like.sample_index import TRUNCATED_FRACTION, AnySample
 from slime_like.trainer.batch_builder import BatchBuilder, Batches
 from slime_like.trainer.sampling_factory import staleness_bound
-from slime_like.types import Sample, SampleStatus, truncated_fraction
+from slime_like.types import truncated_fraction
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +67,7 @@ class ReinforcementLearning:
         can violate the staleness bound. collected: metrics of the collection."""
         metrics = rollout_metrics(samples, None if self._recorded else weight_version)
         metrics = merge_metrics(metrics, collected)
+        metrics["rollout/failed_frac"] = failed_fraction(samples, collected)
         if not self._recorded:
             source = f"{self._source}, rollout {step + 1}"
             check_staleness(samples, weight_version, self._staleness, source)
@@ -69,20 +76,20 @@ class ReinforcementLearning:
     def check_failures(
         self, step: int, samples: Sequence[AnySample], metrics: Mapping[str, float]
     ) -> None:
-        """Raise RunError if too many samples failed. metrics: of the rollout so far."""
-        failed = failed_fraction(samples)
-        if not failed:
-            return
-        text = f"rollout {step + 1}: {failed:.1%} of the samples have no usable response or reward"
-        first = first_failure(samples)
-        if failed > self._max_failed:
+        """Raise RunError if too many samples to train on failed; the collector counts those that it
+        leaves out. metrics: of the rollout so far."""
+        fraction = failed_fraction(samples)
+        if fraction <= self._max_failed and metrics.get(LEFT_OUT_FAILED):
+            return  # the collector has warned, about all samples
+
+        def reason() -> str:
+            first = first_failure(samples)
+            if fraction <= self._max_failed:
+                return first
             # only rank 0 has the counts, but every rank raises
-            request_failures = from_rank_zero(lambda: engine_failures(metrics))
-            raise RunError(
-                f"{text}, more than --max-failed-samples {self._max_failed:g}; the first: "
-                f"{first}{request_failures}"
-            )
-        warn_rank_0(logger, f"{text}; the first: {first}")
+            return first + from_rank_zero(lambda: engine_failures(metrics))
+
+        check_failed(step, fraction, self._max_failed, reason)
 
     def build_batches(
         self, builder: BatchBuilder, samples: Sequence[AnySample], weight_version: int
@@ -157,37 +164,6 @@ def merge_metrics(metrics: dict[str, float], user_metrics: Mapping[str, float]) 
             "it another name"
         )
     return {**metrics, **user_metrics}
-
-
-def is_failed(sample: AnySample) -> bool:
-    """Whether the sample has no response or no finite reward."""
-    if sample.status in (SampleStatus.ABORTED, SampleStatus.FAILED) or sample.reward is None:
-        return True
-    return not math.isfinite(sample.reward)
-
-
-def failed_fraction(samples: Sequence[AnySample]) -> float:
-    """Fraction of samples without a response or a finite reward."""
-    return sum(map(is_failed, samples)) / len(samples)
-
-
-def first_failure(samples: Sequence[AnySample]) -> str:
-    """A message about the first failed sample, broadcast from the rank that holds it.
-    Collective."""
-    sample = next(s for s in samples if is_failed(s))
-    texts = gather(_describe_failure(sample) if isinstance(sample, Sample) else None)
-    return next(text for text in texts if text is not None)
-
-
-def _describe_failure(sample: Sample) -> str:
-    if sample.status == SampleStatus.ABORTED:
-        reason = sample.metadata.get("failure")
-        suffix = f": {reason}" if reason else ""
-        return f"sample {sample.sample_id}: aborted by the engine{suffix}"
-    return (
-        f"sample {sample.sample_id}: "
-        f"{sample.metadata.get('failure', f'its reward is {sample.reward}')}"
-    )
 
 
 def engine_failures(metrics: Mapping[str, float]) -> str:

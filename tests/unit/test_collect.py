@@ -18,6 +18,7 @@ from slime_like.data.prompts import GroupBuffer, PendingGroup, PromptSource
 from slime_like.errors import RunError
 from slime_like.rollout.collector import Collector
 from slime_like.rollout.engines.base import GenerateOutput, SamplingParams
+from slime_like.rollout.failures import failed_fraction
 from slime_like.rollout.group_rows import waiting_from_rows, waiting_to_rows
 from slime_like.rollout.hooks import group_filters
 from slime_like.rollout.rollouter import Rollouter, training_sampling, truncate_at_stop
@@ -386,3 +387,41 @@ def test_routes_of_a_sample_that_grew_are_those_of_their_first_time() -> None:
     assert join_routes(None, None, 4) is None
     assert join_routes(before, None, 3) is before  # aborted before it was asked for again
     assert join_routes(before, None, 4) is None
+
+
+def test_failures_of_dropped_groups_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The rewards of groups 0 and 2 fail; the filter drops these groups, and 4 of 8 samples have
+    failed."""
+    script = Script(lambda i: 3, lambda i: math.nan if i // 2 in (0, 2) else i % 2)
+    flags = ("--dynamic-sampling-filter-path", NONZERO, "--max-failed-samples")
+    with pytest.raises(
+        RunError,
+        match=r"rollout 1: 50.0% of the samples .* more than --max-failed-samples 0.4; the first: "
+        r"sample 0: its reward is nan \(of a group that is not trained on\)",
+    ):
+        collector(tmp_path, script, *flags, "0.4").collect(0)
+    with caplog.at_level("WARNING"):
+        found = collector(tmp_path, script, *flags, "0.5").collect(0)
+    assert ids(found.groups) == [1, 3]
+    samples = [sample for group in found.groups for sample in group.samples]
+    assert failed_fraction(samples) == 0 and failed_fraction(samples, found.metrics) == 0.5
+    assert caplog.text.count("50.0% of the samples have no usable response or reward") == 1
+
+
+def test_a_reward_that_always_fails_is_named_and_not_the_prompts(tmp_path: Path) -> None:
+    script = Script(lambda i: 3, lambda i: math.nan)
+    c = collector(tmp_path, script, "--dynamic-sampling-filter-path", NONZERO)
+    with pytest.raises(
+        RunError, match=r"100.0% .* the first: sample 0: its reward is nan"
+    ) as found:
+        c.collect(0)
+    assert "easier" not in str(found.value)
+
+
+def test_failures_of_surplus_groups_count(tmp_path: Path) -> None:
+    script = Script(lambda i: 3, lambda i: math.nan if i // 2 == 2 else float(i))
+    flags = ("--over-sampling-batch-size", "3", "--max-failed-samples")
+    with pytest.raises(RunError, match=r"33.3% .* the first: sample 4: its reward is nan"):
+        collector(tmp_path, script, *flags, "0.3").collect(0)
+    found = collector(tmp_path, script, *flags, "0.4").collect(0)
+    assert found.metrics["rollout/left_out_failed_samples"] == 2

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any, cast
 
 import pytest
 import torch
 
-from slime_like.rollout.evaluate import pass_at_k, score
+from arguments.eval_sets import EvalSet
+from arguments.schema import RewardConfig, RolloutConfig
+from slime_like.rollout.evaluate import Evaluator, pass_at_k, score
 from slime_like.types import Sample, SampleGroup, SampleStatus
 
 
@@ -51,3 +54,24 @@ def test_what_has_no_score_counts_as_failed() -> None:
     assert metrics["eval/words/mean"] == 0.25
     assert metrics["eval/words/pass@1"] == 0.25
     assert metrics["eval/words/unscored_frac"] == 0.75
+
+
+def test_an_evaluation_that_cannot_be_scored_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    """The score alone, 0.25, looks like wrong answers."""
+
+    class Rollouter:
+        group = None  # of collectives
+
+        def generate(self, *args: object, **options: object) -> list[SampleGroup]:
+            return [group(0, [None, 1.0]), group(1, [math.nan, math.inf])]
+
+    words = EvalSet("words", "words.jsonl", n_samples_per_eval_prompt=2)
+    evaluator = Evaluator(
+        cast(Any, Rollouter()), [words], {"words": []}, RolloutConfig(), RewardConfig()
+    )
+    with caplog.at_level("WARNING"):
+        assert evaluator.evaluate(4)["eval/words/mean"] == 0.25
+    assert caplog.messages == [
+        "evaluation 5, words: 3 of 4 samples have no usable response or reward and count as 0; the "
+        "first: sample 0: its reward is None"
+    ]

@@ -35,6 +35,8 @@ def group(group_id: int, rewards: Sequence[float | None]) -> SampleGroup:
 class Recorder:
     """A rollouter whose greedy rewards are given."""
 
+    group = None  # of collectives
+
     def __init__(self, rewards: dict[int, float | None]) -> None:
         self.rewards = rewards
         self.calls: list[tuple[int, SamplingParams, str]] = []
@@ -46,7 +48,9 @@ class Recorder:
         return [group(p.group_id, [self.rewards[p.group_id]]) for p in reversed(prompts)]
 
 
-def test_every_sample_gets_the_reward_of_its_prompts_greedy_response() -> None:
+def test_every_sample_gets_the_reward_of_its_prompts_greedy_response(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     recorder = Recorder({4: 0.25, 9: None})
     prompts = [Prompt(group_id=i, text="", tokens=(1,)) for i in (4, 9)]
     sampling = SamplingParams(temperature=0.7, max_new_tokens=5, stop=("x",))
@@ -62,6 +66,10 @@ def test_every_sample_gets_the_reward_of_its_prompts_greedy_response() -> None:
     assert told.rewards.tolist() == pytest.approx([1.0, math.nan, 2.0], nan_ok=True)
     assert told.group_ids.tolist() == [4, 4, 9] and told.lengths.tolist() == [2, 1, 2]
     assert groups[0].samples[0].metadata["task"] == "sums"
+    assert caplog.messages == [
+        "greedy responses (ReMax): 1 of 2 samples have no usable response or reward and their groups "
+        "get an advantage of 0; the first: sample 0: its reward is None"
+    ]
 
 
 def test_recorded_rollouts_without_them() -> None:
