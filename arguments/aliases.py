@@ -94,7 +94,7 @@ _DEBUG = "this debugging aid"
 
 NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
     _ENGINES: """
-        rollout-skip-special-tokens use-distributed-post http-proxy
+        use-distributed-post http-proxy
         rollout-data-transport release-train
     """,
     _HOOKS: "custom-update-weight-post-write-path megatron-config-path",

@@ -232,8 +232,12 @@ def _differences_from_slime(s: Settings) -> Iterator[str]:
         yield "float32 (slime: bf16; add --bf16)"
     if "use_distributed_optimizer" not in s.given and s.core.get("optimizer", "adam") == "adam":
         yield "optimizer state on every rank (slime: sharded; add --use-distributed-optimizer)"
-    if s.generates and calls_user_functions(s):
-        yield "sample.response has no special tokens (slime keeps them)"
+    skips = s.rollout.rollout_skip_special_tokens
+    if s.generates and calls_user_functions(s) and skips is None:
+        yield (
+            "sample.response lacks the special token that ended it (slime: add "
+            "--no-rollout-skip-special-tokens)"
+        )
 
 
 def calls_user_functions(s: Settings) -> bool:

@@ -68,6 +68,13 @@ class RolloutConfig(CheckedSettings):
     rollout_stop_token_ids: list[int] | None = arg(
         None, "Token ids that end a response, in addition to the model's own.", nargs="+"
     )
+    rollout_skip_special_tokens: bool | None = arg(
+        None,
+        "Special tokens that the text of a response, as rewards and user functions see it, lacks: "
+        "all of them; with --no-rollout-skip-special-tokens none (slime's default). Default: only "
+        "the one that ended the response, so that a reward sees those inside it.",
+        excludes="loss_type=sft_loss",
+    )
     rollout_local_batch_size: int | None = arg(
         None,
         "Batch size of the local engine. Default: as many samples as fit into 256 MiB of KV cache, "

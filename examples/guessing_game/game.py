@@ -61,7 +61,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     sample.tokens = prompt + response
     sample.response_length = len(response)
     sample.loss_mask, sample.rollout_log_probs = loss_mask, log_probs
-    sample.response = tokenizer.decode(response, skip_special_tokens=True)
+    sample.response = tokenizer.decode(response)
     return sample
 
 

@@ -88,7 +88,7 @@ def sequence(sample: Sample, branch: Branch, session: Session) -> Sample:
         token_sets=branch.token_sets,
         routes=branch.routes,
         status=SampleStatus.TRUNCATED if branch.truncated else SampleStatus.COMPLETED,
-        response=session.text_of(response),
+        response=session.text_of(response, stopped=not branch.truncated),
     )
 
 

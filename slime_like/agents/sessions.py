@@ -360,9 +360,9 @@ class Session:
             raise BadRequest(f"answer is {answer}; the episode has had {len(turns)} answers")
         turns[answer].reward += value
 
-    def text_of(self, tokens: Sequence[int]) -> str:
-        """Text for a reward function, without special tokens."""
-        return str(self._model.tokenizer.decode(list(tokens), skip_special_tokens=True))
+    def text_of(self, tokens: Sequence[int], *, stopped: bool) -> str:
+        """Text for a reward function; see `response_text`."""
+        return self._model.text_of(tokens, stopped=stopped)
 
     def token_text(self, token: int) -> str:
         """Text of a single token, for clients that request log-probs."""

@@ -53,7 +53,7 @@ class ConversationFormat(PromptFormat):
         """The conversation of a row, split at the start and end of its trained turns."""
         render = functools.partial(self._write, tools=self._tools(row))
         messages = [_without_nulls(message) for message in row[self.keys.input]]
-        end = self._tokenizer.eos_token or ""
+        end = self.tokenizer.eos_token or ""
         return split_trained_turns(render, messages, self._mask_type, end=end)
 
     def tokenise(self, texts: Sequence[list[Segment]]) -> list[tuple[int, ...]]:

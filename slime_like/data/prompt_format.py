@@ -208,7 +208,7 @@ class PromptFormat:
         self._teaches_itself = teaches_itself
         self._metadata = dict(metadata or {})  # overrides each row's metadata
         self._answer_check = answer_check
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._chat = config.apply_chat_template or chat
         self._chat_arguments = config.apply_chat_template_kwargs
         if self._chat and not getattr(tokenizer, "chat_template", None):
@@ -336,7 +336,7 @@ class PromptFormat:
         """Render messages. open_turn: append the opening of the assistant's turn."""
         extra = {} if tools is None else {"tools": tools}
         arguments = {"add_generation_prompt": open_turn, **extra, **self._chat_arguments}
-        return self._tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
 
     def _tools(self, row: Row) -> object:
         """Tools of a row for the chat template, or None."""
@@ -357,9 +357,7 @@ class PromptFormat:
         return {**(row.get(self.keys.metadata) or {}), **extra, **self._metadata}
 
     def tokenise(self, texts: Sequence[Any]) -> list[tuple[int, ...]]:
-        encoded = self._tokenizer(
-            list(texts), add_special_tokens=False, return_attention_mask=False
-        )
+        encoded = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
         return [tuple(ids) for ids in encoded["input_ids"]]
 
     def prompt(self, group_id: int, row: Row, text: Any, tokens: tuple[int, ...]) -> Prompt:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,6 +83,54 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
         "special tokens": _digest([special, list(tokenizer.all_special_ids)]),
         CHAT_TEMPLATE: _digest(getattr(tokenizer, "chat_template", None)),
     }
+
+
+def response_text(
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: Sequence[int],
+    *,
+    stopped: bool,
+    skip_special_tokens: bool | None,
+) -> str:
+    """The text of a response as rewards and user functions see it.
+
+    Special tokens belong to the text: a response that differs in them is another response, and if
+    it had the same text, a reward could not object to them.
+
+    Args:
+        tokenizer: The policy's.
+        tokens: Of the response, or of one of its turns.
+        stopped: Whether a stop token or stop string ended it, as opposed to the length limit.
+        skip_special_tokens: None leaves out the special token that ended the response, and no
+            other; True leaves out all; False none (`SamplingParams.skip_special_tokens`).
+    """
+    tokens = list(tokens)
+    if skip_special_tokens is None and stopped and tokens and _is_special(tokenizer, tokens[-1]):
+        tokens.pop()
+    return str(tokenizer.decode(tokens, skip_special_tokens=bool(skip_special_tokens)))
+
+
+def _is_special(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
+    """Whether `skip_special_tokens` leaves this token out."""
+    texts = [tokenizer.decode([token], skip_special_tokens=skip) for skip in (True, False)]
+    return texts[0] != texts[1]
+
+
+def without_special_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """The text without special tokens, for a text of the model that becomes part of a prompt."""
+    special = [str(tokenizer.convert_ids_to_tokens(i)) for i in special_token_ids(tokenizer)]
+    pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
+    while special and pattern.search(text):  # what remains may form one again
+        text = pattern.sub("", text)
+    return text
+
+
+def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids of the tokens that `skip_special_tokens` leaves out. `all_special_ids` has only those
+    with a role, such as the end of the text."""
+    added = tokenizer.added_tokens_decoder.items()
+    special = {token_id for token_id, token in added if token.special}
+    return sorted(special.union(tokenizer.all_special_ids))
 
 
 CHAT_TEMPLATE = "chat template"  # may differ between two runs of the same model, with a warning

@@ -41,7 +41,7 @@ class TextEnvironment(Protocol):
         ...
 
     def step(self, action: str) -> Step | Awaitable[Step]:
-        """Process a model turn, without reasoning and special tokens.
+        """Process a model turn, without reasoning and the token that ended it.
 
         Returns:
             The observation, the reward of the action (None: use the run's reward function), and

@@ -26,6 +26,8 @@ FLAT = 1e-6  # rewards with a standard deviation up to this count as equal
 NO_SPREAD = 0.9  # share of groups with equal rewards
 TRUNCATED = 0.5  # share of truncated responses, from the start on
 TRUNCATED_MORE = 0.2  # increase of that share over the first rollouts
+SPECIAL = 0.3  # share of special tokens inside answers, from the start on
+SPECIAL_MORE = 0.05  # increase of that share over the first rollouts
 COLLAPSE = 0.25  # length relative to the first rollouts
 ENTROPY_COLLAPSE = 0.1  # entropy relative to the first rollouts
 IMPROVED = 0.25  # required increase of the mean reward, in standard deviations of the first rewards
@@ -34,7 +36,11 @@ REWARD, REWARD_STD = "rollout/reward_mean", "rollout/reward_std"
 SPREADLESS, SINGLE = "reward/zero_spread_group_frac", "reward/singleton_groups"
 LENGTH, TRUNCATION = "rollout/response_length_mean", "rollout/truncated_frac"
 ENTROPY = "train/entropy"
-WATCHED = (REWARD, REWARD_STD, SPREADLESS, SINGLE, LENGTH, TRUNCATION, ENTROPY)
+SPECIAL_TOKENS = "rollout/special_token_frac"
+WATCHED = (
+    *(REWARD, REWARD_STD, SPREADLESS, SINGLE, LENGTH, TRUNCATION, ENTROPY),
+    SPECIAL_TOKENS,
+)
 
 
 class Series:
@@ -133,6 +139,22 @@ def truncation(history: History) -> str | None:
     )
 
 
+def special_tokens(history: History) -> str | None:
+    share = history[SPECIAL_TOKENS]
+    if not share.full:
+        return None
+    increase = share.now - share.start
+    if share.now < SPECIAL and increase < SPECIAL_MORE:
+        return None
+    was = f", {share.start:.1%} at first" if increase >= SPECIAL_MORE else ""
+    return (
+        f"{share.now:.1%} of the tokens inside answers are special tokens{was}, such as those that "
+        "begin a turn. The reward may not see them (--rollout-skip-special-tokens, or a function "
+        "that removes them) or not object: give such answers less (--custom-rm-path), or end them "
+        "there (--rollout-stop-token-ids)"
+    )
+
+
 def length_collapse(history: History) -> str | None:
     length = history[LENGTH]
     if not length.full or length.now >= COLLAPSE * length.start or _improved(history):
@@ -160,6 +182,7 @@ RULES: Mapping[str, Callable[[History], str | None]] = {
     "constant_reward": constant_reward,
     "no_spread": no_spread,
     "truncation": truncation,
+    "special_tokens": special_tokens,
     "length_collapse": length_collapse,
     "entropy_collapse": entropy_collapse,
 }

@@ -79,9 +79,10 @@ PANELS = (
         ),
     ),
     Panel(
-        "Truncated, and groups without spread",
+        "Truncated, special tokens, and groups without spread",
         (
             ("responses cut at the limit", "rollout/truncated_frac", VERMILION),
+            ("special tokens inside answers", "rollout/special_token_frac", PURPLE),
             ("groups of equal rewards", "reward/zero_spread_group_frac", GREY),
         ),
         is_share=True,

@@ -28,6 +28,7 @@ TABLE_METRICS: tuple[tuple[str, Best], ...] = (
     ("rollout/reward_std", None),
     ("rollout/response_length_mean", None),
     ("rollout/truncated_frac", "min"),
+    ("rollout/special_token_frac", "min"),
     ("reward/zero_spread_group_frac", None),
     ("rollout/train_rollout_log_prob_diff_mean", "min"),
     ("train/loss", None),

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 import slime_like
+from slime_like.data.tokenizer import response_text
 from slime_like.rollout.engines.base import (
     FinishReason,
     GenerateOutput,
@@ -170,9 +171,18 @@ class Model:
         if output.finish_reason == "abort":
             raise Aborted
         return Turn(
-            self.tokenizer.decode(output.tokens, skip_special_tokens=True),
+            self.text_of(output.tokens, stopped=output.finish_reason == "stop"),
             output.tokens,
             output.finish_reason,
+        )
+
+    def text_of(self, tokens: Sequence[int], *, stopped: bool) -> str:
+        """The text of a response or a turn; see `response_text`."""
+        return response_text(
+            self.tokenizer,
+            tokens,
+            stopped=stopped,
+            skip_special_tokens=self.sampling.skip_special_tokens,
         )
 
 
@@ -267,7 +277,7 @@ def play_episode(function: Callable[[Model, Episode], Awaitable[None]]) -> Respo
         episode = episode_of(sample, model.sampling, model.tokenizer, evaluation=evaluation)
         with contextlib.suppress(Aborted):
             await function(model, episode)
-        return sample_of(episode, sample, model.tokenizer)
+        return sample_of(episode, sample, model)
 
     return respond
 
@@ -308,7 +318,7 @@ def episode_of(
     )
 
 
-def sample_of(episode: Episode, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Sample:
+def sample_of(episode: Episode, sample: Sample, model: Model) -> Sample:
     """Convert an episode to a sample. Raises ValueError naming the sample if the function left it
     inconsistent."""
     where = f"sample {sample.sample_id}"
@@ -348,7 +358,7 @@ def sample_of(episode: Episode, sample: Sample, tokenizer: PreTrainedTokenizerBa
         else pad_routes([routes], len(episode.prompt_tokens) + length),
         status=SampleStatus.ABORTED if failed else status,
         reward=None if failed else reward,
-        response=tokenizer.decode(episode.tokens, skip_special_tokens=True),
+        response=model.text_of(episode.tokens, stopped=episode.last == "stop"),
         metadata=metadata,
     )
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from arguments.eval_sets import EvalSet
 from arguments.schema import RolloutConfig
+from slime_like.data.tokenizer import response_text
 from slime_like.rewards.grader import Grader
 from slime_like.rollout.engines.base import (
     GenerateOutput,
@@ -57,6 +58,7 @@ def training_sampling(config: RolloutConfig) -> SamplingParams:
         stop_token_ids=tuple(config.rollout_stop_token_ids or ()),
         report_token_sets=config.renormalize_sampled_log_probs,
         report_routes=config.use_rollout_routing_replay,
+        skip_special_tokens=config.rollout_skip_special_tokens,
     )
 
 
@@ -282,7 +284,12 @@ class Rollouter:
         metadata = sample.metadata
         if output.failure is not None:
             metadata = {**metadata, "failure": output.failure}
-        response = tokens[tokens.numel() - length :]
+        response = response_text(
+            self.tokenizer,
+            tokens[tokens.numel() - length :].tolist(),
+            stopped=status == SampleStatus.COMPLETED,
+            skip_special_tokens=sampling.skip_special_tokens,
+        )
         return replace(
             sample,
             tokens=tokens,
@@ -293,7 +300,7 @@ class Rollouter:
             routes=routes,
             status=status,
             weight_versions=(*sample.weight_versions, *output.weight_versions),
-            response=self.tokenizer.decode(response, skip_special_tokens=True),
+            response=response,
             metadata=metadata,
         )
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from arguments.schema import DistillationConfig
 from slime_like.data.prompt_format import PromptFormat
+from slime_like.data.tokenizer import without_special_tokens
 from slime_like.distributed.collectives import gather, together
 from slime_like.rollout.sample_plane import refresh_index
 from slime_like.sample_index import AnySample
@@ -111,7 +112,7 @@ class TeacherPrompts:
             chosen.update(_choices(each, self.config.opd_success_reward))
         chosen_ids = set(chosen.values())
         local = {
-            s.sample_id: s.response
+            s.sample_id: without_special_tokens(self.form.tokenizer, s.response)
             for s in flatten(groups)
             if isinstance(s, Sample) and s.sample_id in chosen_ids
         }

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from arguments.run_config import RunConfig
 from slime_like.data.prompts import PromptSource
+from slime_like.data.tokenizer import special_token_ids
 from slime_like.errors import RunError
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.metrics.progress import Progress
@@ -24,6 +25,7 @@ from slime_like.rollout.rank_zero import RankZeroJson, SamplingPosition, share_f
 from slime_like.rollout.remax_baseline import with_greedy_rewards
 from slime_like.rollout.rollouter import Rollouter, training_sampling
 from slime_like.rollout.self_teacher import TeacherPrompts
+from slime_like.rollout.special_tokens import special_token_metrics
 from slime_like.rollout.teacher_client import ServedTeacher
 from slime_like.sample_index import AnySample
 from slime_like.trainer.guards import train_rollout_limit
@@ -115,6 +117,7 @@ class RolloutManager:
         self._rollout_id = -1  # the latest rollout that was returned
         self._rollouter = rollouter
         self._tokenizer = tokenizer
+        self._special_ids = special_token_ids(tokenizer)
         self._teacher = teacher
         self._has_agents = run.agents.given
         self._needs_greedy = needs_greedy(run)
@@ -222,6 +225,7 @@ class RolloutManager:
     ) -> tuple[list[SampleGroup], dict[str, float]]:
         """Add log-probs of a served teacher or self-distillation prompts to the groups, and agent
         metrics to the metrics."""
+        metrics = metrics | special_token_metrics(groups, self._special_ids, group)
         if self._has_agents:
             from slime_like.agents.episode_samples import agent_metrics
 

@@ -16,6 +16,7 @@ HEALTHY = {
     "reward/singleton_groups": 0.0,
     "rollout/response_length_mean": 20.0,
     "rollout/truncated_frac": 0.05,
+    "rollout/special_token_frac": 0.02,
     "train/entropy": 1.5,
 }
 
@@ -62,6 +63,8 @@ def test_a_run_that_learns_is_silent() -> None:
         ("no_spread", [{"reward/zero_spread_group_frac": 0.95}] * 6),
         ("truncation", _ramp("rollout/truncated_frac", 0.0, 0.57)),
         ("truncation", [{"rollout/truncated_frac": 0.8}] * 8),
+        ("special_tokens", _ramp("rollout/special_token_frac", 0.01, 0.09)),
+        ("special_tokens", [{"rollout/special_token_frac": 0.4}] * 8),
         ("length_collapse", _ramp("rollout/response_length_mean", 20.0, 1.0)),
         ("entropy_collapse", _ramp("train/entropy", 1.5, 0.01)),
     ],

@@ -201,7 +201,7 @@ def test_panels_of_length_truncation_gradient_and_critic(
     ]
     assert _titles(rows, monkeypatch, tmp_path / "all.png") == [
         "Response length, tokens",
-        "Truncated, and groups without spread",
+        "Truncated, special tokens, and groups without spread",
         "Gradient norm before clipping",
         "Critic: value loss",
         "Critic: explained variance of returns",

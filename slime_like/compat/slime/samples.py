@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from arguments.run_config import RunConfig
+from slime_like.data.tokenizer import response_text
 from slime_like.rollout.engines.base import GenerateOutput
 from slime_like.types import NOT_SAMPLED, REWARD_DETAILS, Prompt, Sample, SampleStatus
 
@@ -200,6 +201,12 @@ def from_slime(
     if result.rollout_log_probs is not None:
         log_probs = torch.tensor(result.rollout_log_probs, dtype=torch.float32)
     response = result.tokens[len(result.tokens) - count :]
+    text = result.response or response_text(
+        tokenizer,
+        response,
+        stopped=result.status == SlimeSample.Status.COMPLETED,
+        skip_special_tokens=args.rollout_skip_special_tokens,
+    )
     return replace(
         sample,
         tokens=torch.tensor(result.tokens, dtype=torch.int64),
@@ -209,7 +216,7 @@ def from_slime(
         weight_versions=versions_of(response, mask, outputs),
         status=statuses[result.status],
         reward=_reward(result, args, place),
-        response=result.response or tokenizer.decode(response, skip_special_tokens=True),
+        response=text,
         metadata=dict(result.metadata) | _details(result, args),
     )
 

@@ -35,7 +35,8 @@ class SamplingParams:
     addition to the model's end tokens (unless ignore_end_tokens); the stop token is part of the
     response. report_token_sets: report the sampling mask of each token, and log-probs over it; no
     effect when greedy. report_routes: report the routed experts of each token; ValueError from an
-    engine that cannot.
+    engine that cannot. skip_special_tokens: which special tokens the text of a response lacks; see
+    `data.tokenizer.response_text`. Engines return tokens and ignore it.
     """
 
     temperature: float = 1.0
@@ -47,6 +48,7 @@ class SamplingParams:
     report_token_sets: bool = False
     ignore_end_tokens: bool = False
     report_routes: bool = False
+    skip_special_tokens: bool | None = None
 
     def __post_init__(self) -> None:
         rules = (
