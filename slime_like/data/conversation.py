@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from arguments.schema.data import DataConfig
-from slime_like.data.prompt_format import PromptFormat, RowKeys, render_rows
+from slime_like.data.prompt_format import PromptFormat, RowKeys
+from slime_like.data.rendering import render_rows
 from slime_like.data.source import Row
 from slime_like.data.turns import ASSISTANT, STEP_MASK, Segment, is_trained, split_trained_turns
 from slime_like.types import Prompt

@@ -17,16 +17,11 @@ import torch
 
 from arguments.schema.data import DataConfig
 from slime_like.data.conversation import ConversationFormat
-from slime_like.data.prompt_format import (
-    PromptFormat,
-    RowKeys,
-    RowProblem,
-    missing_key,
-    render_rows,
-)
+from slime_like.data.prompt_format import PromptFormat, RowKeys, missing_key
+from slime_like.data.rendering import RowProblem, render_rows
 from slime_like.data.sft import sft_samples
 from slime_like.data.source import Row
-from slime_like.data.turns import ASSISTANT, STEP_MASK, Segment
+from slime_like.data.turns import ASSISTANT, STEP_MASK, Segment, continue_turn
 from slime_like.types import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -124,7 +119,12 @@ class PairFormat(PromptFormat):
 
     def _pair_text(self, row: Row) -> PairText:
         if isinstance(row[self._answers["--chosen-key"]], str):
-            return self._render(row) if self._chat else row[self.keys.input]
+            if not self._chat:
+                return row[self.keys.input]
+            text = self._render(row)
+            for key in self._answers.values():
+                continue_turn(text, row[key])
+            return text
         both = zip(self._conversations, self._full_conversations(row))
         chosen, rejected = (form.segments(each) for form, each in both)
         if chosen[0].text != rejected[0].text:
@@ -138,6 +138,8 @@ class PairFormat(PromptFormat):
         if isinstance(text, str):
             plain = super().prompt(group_id, row, text, tokens)
             answers = [row[key] for key in self._answers.values()]
+            if self._chat:
+                answers = [continue_turn(text, answer) for answer in answers]
             chosen, rejected = (dataclasses.replace(plain, label=answer) for answer in answers)
         else:
             chosen, rejected = (

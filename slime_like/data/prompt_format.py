@@ -1,125 +1,21 @@
-"""Convert a row of a data source to a prompt: keys, chat template, tokens and validation.
-
-Chat templates are programs that come with a model: rendering has a time limit, and errors name the
-row.
-"""
+"""Convert a row of a data source to a prompt: keys, chat template, tokens and validation."""
 
 from __future__ import annotations
 
-import ctypes
 import json
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from arguments.schema.data import DataConfig
+from slime_like.data.rendering import render_rows
 from slime_like.data.source import TASK_PREFIX, Row
+from slime_like.data.turns import continue_turn
 from slime_like.rewards.registry import AnswerCheck
-from slime_like.text import clean
 from slime_like.types import TEACHER_CONTEXT, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-LIMIT_S = 30.0  # seconds per row; a template normally takes far less than a millisecond
-_LONGEST = 2**26  # characters of a rendered row
-P = TypeVar("P")
-T = TypeVar("T")
-_REMEDY = (
-    "correct the row or the template (chat_template of the tokenizer), or remove "
-    "--apply-chat-template"
-)
-
-
-class RowProblem(ValueError):
-    """A problem with a row, as a message for the user; `render_rows` adds the row."""
-
-
-class _TemplateTimeout(BaseException):
-    """Raised inside a template that does not terminate."""
-
-
-def render_rows(
-    render: Callable[[P], T],
-    prompts: Sequence[P],
-    where: Callable[[int], str],
-    *,
-    limit_s: float = LIMIT_S,
-    remedy: str = _REMEDY,
-) -> list[T]:
-    """Render every prompt, in a thread that can be abandoned.
-
-    Args:
-        render: The template.
-        prompts: Its inputs, one per row.
-        where: Returns a row's location for messages, by index in `prompts`.
-        limit_s: Seconds per row.
-        remedy: Suggestion to the user, for errors.
-
-    Returns:
-        The texts, in order.
-
-    Raises:
-        ValueError: Names the row whose template raised or did not terminate.
-    """
-    texts: list[T] = []
-    errors: list[BaseException] = []
-    ended = threading.Event()
-
-    def work() -> None:
-        try:
-            for prompt in prompts:
-                texts.append(_text(render(prompt), remedy))
-        except BaseException as error:
-            errors.append(error)
-        finally:
-            ended.set()
-
-    thread = threading.Thread(target=work, name="chat-template", daemon=True)
-    thread.start()
-    done = -1
-    while not ended.wait(limit_s):
-        if len(texts) == done:
-            _stop(thread)
-            raise ValueError(
-                f"{where(done)}: the chat template has not ended after {limit_s:g} s; {remedy}"
-            )
-        done = len(texts)
-    if errors:
-        error, location = errors[0], where(len(texts))
-        if isinstance(error, RowProblem):
-            raise ValueError(f"{location}: {clean(error)}") from error
-        reason = clean(str(error).split("\n", 1)[0], 300)
-        raise ValueError(
-            f"{location}: the chat template raised {type(error).__name__}: {reason}; {remedy}"
-        ) from error
-    return texts
-
-
-def _text(rendered: T, remedy: str) -> T:
-    """The rendered text, if a tokenizer accepts it. Raises RowProblem."""
-    if isinstance(rendered, str):
-        if len(rendered) > _LONGEST:
-            raise RowProblem(f"the chat template wrote {len(rendered)} characters; {remedy}")
-        try:
-            rendered.encode()
-        except UnicodeEncodeError as error:
-            raise RowProblem(
-                f"the chat template wrote half of a surrogate pair at character {error.start}; "
-                f"{remedy}"
-            ) from error
-    return rendered
-
-
-def _stop(thread: threading.Thread) -> None:
-    """Raise an exception in the thread at its next Python instruction, which also interrupts loops
-    of a template."""
-    assert thread.ident is not None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-        ctypes.c_ulong(thread.ident), ctypes.py_object(_TemplateTimeout)
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +97,12 @@ class PromptFormat:
         metadata: Mapping[str, object] | None = None,
         chat: bool = False,
         teaches_itself: bool = False,
+        trains_labels: bool = False,
     ) -> None:
         """chat: use the chat template regardless of --apply-chat-template. teaches_itself: store
-        the context of the teacher's prompt in the metadata (self-distillation)."""
+        the context of the teacher's prompt in the metadata (self-distillation). trains_labels: the
+        label is the answer to train on."""
+        self._trains_labels = trains_labels
         self.keys = keys
         self._teaches_itself = teaches_itself
         self._metadata = dict(metadata or {})  # overrides each row's metadata
@@ -301,7 +200,8 @@ class PromptFormat:
         where: a row's location for messages, by index in `rows`. Raises ValueError like
         `render_rows`."""
         if self._chat:
-            return render_rows(self._render, rows, where)
+            render = self._render_with_answer if self._trains_labels else self._render
+            return render_rows(render, rows, where)
         prompts = [row[self.keys.input] for row in rows]
         assert all(isinstance(prompt, str) for prompt in prompts), (
             "check() lets messages through only with a chat template"
@@ -310,6 +210,12 @@ class PromptFormat:
 
     def _render(self, row: Row) -> str:
         return self._prompt_text(row[self.keys.input], self._tools(row))
+
+    def _render_with_answer(self, row: Row) -> str:
+        """The prompt, if the label continues it. Raises RowProblem."""
+        text = self._render(row)
+        continue_turn(text, str(self._label(row)))
+        return text
 
     def _prompt_text(self, prompt: str | Sequence[Row], tools: object) -> str:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -361,10 +267,11 @@ class PromptFormat:
         return [tuple(ids) for ids in encoded["input_ids"]]
 
     def prompt(self, group_id: int, row: Row, text: Any, tokens: tuple[int, ...]) -> Prompt:
+        label = self._label(row)
+        if self._trains_labels and self._chat:
+            label = continue_turn(text, str(label))
         metadata = self._metadata_of(row)
-        return Prompt(
-            group_id=group_id, text=text, tokens=tokens, label=self._label(row), metadata=metadata
-        )
+        return Prompt(group_id=group_id, text=text, tokens=tokens, label=label, metadata=metadata)
 
 
 def missing_key(key: str, flag: str, row: Row) -> str:

@@ -93,7 +93,8 @@ class PromptSource:
 
     answer_check: `data.sft.answer_problem`, or `rewards.registry.answer_check` of the run's reward;
     None accepts every label. conversations: rows are conversations for supervised training. pairs:
-    rows are preference pairs. teaches_itself: self-distillation. `len()` is the number of prompts
+    rows are preference pairs. teaches_itself: self-distillation. trains_labels: supervised training
+    on the labels. `len()` is the number of prompts
     per epoch, `num_left_out` the number of rows that were too long, `notes` messages to log.
     Construction raises ValueError for any problem with the data, naming file and line, or with the
     chat template.
@@ -109,6 +110,7 @@ class PromptSource:
         conversations: bool = False,
         pairs: bool = False,
         teaches_itself: bool = False,
+        trains_labels: bool = False,
     ) -> None:
         if config.prompt_data is None:
             raise ValueError("--prompt-data is missing: .jsonl, .parquet or reasoning_gym:<task>")
@@ -125,6 +127,7 @@ class PromptSource:
                 keys=keys,
                 answer_check=answer_check,
                 teaches_itself=teaches_itself,
+                trains_labels=trains_labels,
             )
         self._source = open_source(
             config.prompt_data,

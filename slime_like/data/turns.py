@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from slime_like.data.prompt_format import RowProblem
+from slime_like.data.rendering import RowProblem
 from slime_like.text import common_prefix
 
 Message = Mapping[str, object]
@@ -18,6 +18,7 @@ ASSISTANT = "assistant"
 STEP_MASK = "step_loss_mask"  # slime's key of a message: 0 excludes an assistant turn from training
 # Ways to locate the text of an assistant turn; None is "exact" below.
 MASK_TYPES = ("qwen", "qwen3", "qwen3_5", "distill_qwen")
+_THINK = "<think>"
 _USER: Message = {"role": "user", "content": "a question"}
 _REMEDY = (
     "give --loss-mask-type: qwen3 (each turn as it is after its question), qwen (each alone) or "
@@ -33,7 +34,7 @@ class Render(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of a conversation's text. learnt: it is an assistant turn to train on."""
+    """A part of a conversation's text. trained: it is an assistant turn to train on."""
 
     text: str
     trained: bool
@@ -70,39 +71,58 @@ def split_trained_turns(
     for index, message in enumerate(messages):
         if not is_trained(message):
             continue
-        span = _exact_span(render, messages, index, rendered)
-        if span is None and mask_type is None:
+        turn = _exact_turn(render, messages, index, rendered)
+        if turn is None and mask_type is None:
+            reason = "writes this turn otherwise once more messages follow"
+            if index + 1 == len(messages):
+                reason = "writes this turn otherwise than the opening under which it is sampled"
             raise RowProblem(
-                f"message {index} ({ASSISTANT}): the chat template writes this turn otherwise once "
-                f"more messages follow, so no mask of the conversation is exact; {_REMEDY}"
+                f"message {index} ({ASSISTANT}): the chat template {reason}, so no mask of the "
+                f"conversation is exact; {_REMEDY}"
             )
-        start, stop = span or _changed_span(render, messages, index, rendered)
-        text = rendered[start:stop]
+        turn = turn or _changed_turn(render, messages, index, rendered)
+        context, text = rendered[position : turn.start], rendered[turn.start : turn.stop]
         if mask_type in ("qwen", "qwen3"):
-            text = _render_single_turn(render, message, index, alone=mask_type == "qwen")
-        segments += [Segment(rendered[position:start], False), Segment(text, True)]
-        position = stop
+            opening, text = _render_single_turn(render, message, index, alone=mask_type == "qwen")
+            # Sampled after the full opening, of which the conversation may have only a part.
+            context = rendered[position : turn.before] + turn.opening
+            if not context.endswith(opening):
+                raise _ambiguous(index)
+        segments += [Segment(context, False), Segment(text, True)]
+        position = turn.stop
     return segments
 
 
-def _exact_span(
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """An assistant turn in the text of a conversation.
+
+    before: end of the text before it that generation continues. opening: what the template adds
+    there to open the turn. start, stop: of the turn's text in the conversation.
+    """
+
+    before: int
+    opening: str
+    start: int
+    stop: int
+
+
+def _exact_turn(
     render: Render, messages: Sequence[Message], index: int, rendered: str
-) -> tuple[int, int] | None:
-    """Span (start, end) in `rendered` of a turn that is rendered after its prompt exactly as when
-    it is the last one; otherwise None."""
+) -> _Turn | None:
+    """A turn that is rendered after its prompt exactly as when it is the last one; otherwise
+    None."""
     prompt = render(messages[:index], open_turn=True)
     ended = rendered if index + 1 == len(messages) else render(messages[: index + 1])
     if rendered.startswith(ended) and ended.startswith(prompt):
-        return len(prompt), len(ended)
+        return _Turn(before=len(prompt), opening="", start=len(prompt), stop=len(ended))
     return None
 
 
-def _changed_span(
-    render: Render, messages: Sequence[Message], index: int, rendered: str
-) -> tuple[int, int]:
-    """Span (start, end) in `rendered` of a turn that the template renders differently when it is
-    not the last one, e.g. without its thoughts: from the end of the previous message, after the
-    turn's opening, to the turn's end."""
+def _changed_turn(render: Render, messages: Sequence[Message], index: int, rendered: str) -> _Turn:
+    """A turn that the template renders differently when it is not the last one, e.g. without its
+    thoughts: from the end of the previous message, after the part of the opening that the
+    conversation has, to the turn's end."""
     before = _end_of_message(render, messages, index - 1, rendered)
     stop = _end_of_message(render, messages, index, rendered)
     closed, opened = (render(messages[:index], open_turn=o) for o in (False, True))
@@ -112,7 +132,7 @@ def _changed_span(
     opening = common_prefix(opened[len(closed) :], other[before:])
     if not opening or not rendered.startswith(opening, before) or before + len(opening) > stop:
         raise _ambiguous(index)
-    return before + len(opening), stop
+    return _Turn(before, opened[len(closed) :], before + len(opening), stop)
 
 
 def _end_of_message(render: Render, messages: Sequence[Message], index: int, rendered: str) -> int:
@@ -134,41 +154,75 @@ def _with_content(messages: Sequence[Message], index: int, content: str) -> list
     return [{**m, "content": content} if i == index else m for i, m in enumerate(messages)]
 
 
-def _render_single_turn(render: Render, message: Message, index: int, *, alone: bool) -> str:
-    """The text of a turn after its opening, as rendered after a question, or, with `alone`, as the
-    only message."""
-    opening = render([_USER], open_turn=True)
+def _render_single_turn(
+    render: Render, message: Message, index: int, *, alone: bool
+) -> tuple[str, str]:
+    """A turn as rendered after a question, or, with `alone`, as the only message: its opening, and
+    the text after it."""
+    prompt, question = render([_USER], open_turn=True), render([_USER])
+    opening = prompt.removeprefix(question) if prompt.startswith(question) else ""
     if not alone:
-        rendered = render([_USER, message])
+        before, rendered = prompt, render([_USER, message])
     else:
-        question = render([_USER])
         second_question = render([_USER, _USER])[len(question) :]
         if (
             not second_question
             or not question.endswith(second_question)
-            or not opening.startswith(question)
+            or not prompt.startswith(question)
         ):
             raise _ambiguous(index)
         # the default system message that the template adds
-        opening = question.removesuffix(second_question) + opening[len(question) :]
-        rendered = render([message])
-    if not rendered.startswith(opening):
+        before = question.removesuffix(second_question) + opening
+        try:
+            rendered = render([message])
+        except Exception as error:  # templates may raise anything
+            reason = str(error).split("\n", 1)[0]
+            raise RowProblem(
+                f"message {index}: the chat template takes no turn without a question ({reason}), "
+                "as --loss-mask-type qwen needs it; give another type"
+            ) from error
+    if not rendered.startswith(before):
         raise _ambiguous(index)
-    return rendered[len(opening) :]
+    return opening, rendered[len(before) :]
 
 
 def _last_answer(render: Render, messages: Sequence[Message], end: str) -> list[Segment]:
     """The content of the last message, unchanged and with thoughts, after the rendered previous
     messages."""
-    prompt, answer = render(messages[:-1], open_turn=True), messages[-1].get("content")
-    if not is_trained(messages[-1]) or not isinstance(answer, str) or not answer:
+    prompt, last = render(messages[:-1], open_turn=True), messages[-1]
+    answer = last.get("content")
+    if not is_trained(last) or not isinstance(answer, str) or not answer:
         raise RowProblem(
             "--loss-mask-type distill_qwen: the last message must be an assistant's text"
         )
-    thinks = "<think>\n"
-    if prompt.endswith(thinks):
-        answer = answer.removeprefix(thinks)
+    for key in ("reasoning_content", "tool_calls"):
+        if last.get(key):
+            raise RowProblem(
+                "--loss-mask-type distill_qwen trains on 'content' alone, and the last message "
+                f"has {key!r}; write it into the content, or give another type"
+            )
+    answer = continue_turn(prompt, answer)
     return [Segment(prompt, False), Segment(answer.removesuffix(end) + end, True)]
+
+
+def continue_turn(prompt: str, answer: str) -> str:
+    """A given answer as the continuation of a prompt: if the chat template opens a thought
+    (``<think>``) at the end of the prompt, without it.
+
+    Raises:
+        RowProblem: The answer does not end this thought, so that all of it would be one.
+    """
+    if not prompt.rstrip().endswith(_THINK):
+        return answer
+    if "</think>" not in answer:
+        raise RowProblem(
+            f"the chat template opens a thought ({_THINK}), which the answer does not end with "
+            "</think>; write the answer with its thought, which may be empty, or close it in the "
+            "template (--apply-chat-template-kwargs '{\"enable_thinking\": false}')"
+        )
+    if not answer.lstrip().startswith(_THINK):
+        return answer
+    return answer.lstrip().removeprefix(_THINK).removeprefix(prompt[len(prompt.rstrip()) :])
 
 
 def _ambiguous(index: int) -> RowProblem:

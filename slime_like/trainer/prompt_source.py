@@ -48,6 +48,7 @@ def make_source(
         conversations=run.learns_conversations,
         pairs=run.algorithm.pair_loss is not None,
         teaches_itself=run.distillation.teaches_itself,
+        trains_labels=is_sft and not is_recorded,
     )
 
 

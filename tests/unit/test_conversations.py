@@ -3,6 +3,8 @@ hand, for templates that change earlier turns and for those that do not."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +15,12 @@ import pytest
 from arguments.schema.data import DataConfig
 from slime_like.cli.tiny_model import make_tokenizer
 from slime_like.data.prompts import PromptSource
+from slime_like.data.rendering import RowProblem
 from slime_like.data.sft import sft_samples
+from slime_like.data.turns import Render, split_trained_turns
 from slime_like.types import Sample, SampleStatus
+from tests import agent_templates
+from tests.agent_templates import FAMILIES
 
 USER, ASSISTANT = "<|im_start|>user\n", "<|im_start|>assistant\n"
 OPENING = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -42,6 +48,22 @@ THINKING = (
 )
 # As Qwen3.5's, and DeepSeek's distilled ones: the opening of a turn is the beginning of a thought.
 OPENS_A_THOUGHT = THINKING.replace(OPENING, OPENING.replace("ant\n", "ant\n<think>\n"))
+SYSTEM = "{% if messages[0].role != 'system' %}<|im_start|>system\nhelp<|im_end|>\n{% endif %}"
+OPENED = OPENING.replace("ant\n", "ant\n<think>\n")
+# As Qwen3.5's: thoughts under their own key too, a thought in every turn after the last question,
+# and no conversation without one.
+REASONING = (
+    "{% set ns = namespace(last=-1) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% if ns.last == -1 %}{{ raise_exception('no question') }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% set thought = m.reasoning_content or '' %}"
+    "{% set content = m.content %}{% if not thought and '</think>' in content %}"
+    "{% set thought = content.split('</think>')[0].split('<think>')[-1].strip() %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}<|im_start|>assistant\n"
+    "{% if loop.index0 > ns.last %}<think>\n{{ thought }}\n</think>\n\n{% endif %}{{ content }}<|im_end|>\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    + OPENING
+)
 FORGETS = (
     "{{ messages|length }}{% for m in messages[-2:] %}{{ m.role }}:{{ m.content }};{% endfor %}"
 )
@@ -168,10 +190,172 @@ def test_every_turn_alone(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
+def test_a_turn_is_learnt_after_the_opening_under_which_it_is_sampled(tmp_path: Path) -> None:
+    """The conversation has no thoughts in earlier turns, and so no openings of them either."""
+    thought = f"{ASSISTANT}<think>\n"
+    same(
+        learn(tmp_path, OPENS_A_THOUGHT, messages(TURNS), loss_mask_type="qwen3"),
+        (f"{HEAD}<think>\n", False), ("hm\n</think>\n\nfirst<|im_end|>\n", True),
+        (f"{TOOLS}{thought}", False), ("\n</think>\n\nsecond<|im_end|>\n", True),
+        (f"{USER}b<|im_end|>\n{thought}", False), ("so\n</think>\n\nthird<|im_end|>\n", True),
+    )  # fmt: skip
+
+
+@functools.cache
+def renders() -> dict[str, Render]:
+    """Every template that the tests have, of sixteen families and of this file."""
+    tokenizers = {name: agent_templates.make_tokenizer(f) for name, f in FAMILIES.items()}
+    for name, template in (
+        ("a chatml", CHATML),
+        ("a thinking", THINKING),
+        ("an opened thought", OPENS_A_THOUGHT),
+        ("a reasoning", REASONING),
+        ("an opened reasoning", REASONING.replace(OPENING, OPENED)),
+        ("a system message", SYSTEM + CHATML),
+    ):
+        tokenizers[name] = make_tokenizer()
+        tokenizers[name].chat_template = template.replace("%}\n", "%}{{ '\\n' }}")
+
+    def of(tokenizer: Any) -> Render:
+        def render(messages: Sequence[Any], *, open_turn: bool = False) -> str:
+            text = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=open_turn
+            )
+            return str(text)
+
+        return render
+
+    return {name: of(tokenizer) for name, tokenizer in tokenizers.items()}
+
+
+QUESTION = {"role": "user", "content": "a question"}
+INLINE = messages([turn for turn in TURNS if turn[0] in ("user", "assistant")])
+APART: list[dict[str, Any]] = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "first", "reasoning_content": "hm"},
+    {"role": "user", "content": "b"},
+    {"role": "assistant", "content": "second", "reasoning_content": "so"},
+]
+PLAIN = messages([("user", "a"), ("assistant", "first"), ("user", "b"), ("assistant", "second")])
+
+
+def subtracted(render: Render, conversation: list[dict[str, Any]], mask_type: str | None) -> Any:
+    """Per trained turn what is sampled, and the end of the prompt under which it is: the text of
+    the conversation up to it minus the same with the turn opened."""
+    found = []
+    for index, message in enumerate(conversation):
+        if message["role"] != "assistant":
+            continue
+        before = conversation[:index]
+        closed, prompt = render(before), render(before, open_turn=True)
+        opening = prompt.removeprefix(closed) if prompt.startswith(closed) else ""
+        if mask_type == "qwen3":
+            before, prompt = [QUESTION], render([QUESTION], open_turn=True)
+        ended = render([*before, message])
+        assert ended.startswith(prompt)
+        found.append((opening, ended.removeprefix(prompt)))
+    return found
+
+
+@pytest.mark.parametrize("conversation", [INLINE, APART, PLAIN], ids=["inline", "apart", "plain"])
+@pytest.mark.parametrize("mask_type", [None, "qwen3", "distill_qwen"])
+@pytest.mark.parametrize("name", renders())
+def test_what_is_learnt_is_what_the_template_would_have_sampled(
+    name: str, mask_type: str | None, conversation: list[dict[str, Any]]
+) -> None:
+    render = renders()[name]
+    try:
+        parts = split_trained_turns(render, conversation, mask_type, end="")
+    except RowProblem:
+        return  # see test_how_many_types_each_template_takes
+    texts = [part.text for part in parts]
+    assert [part.trained for part in parts] == [False, True] * (len(parts) // 2)
+    if mask_type == "distill_qwen":  # the content alone, and no end of the turn
+        assert texts[0] == render(conversation[:-1], open_turn=True)
+        assert conversation[-1]["content"].removeprefix("<think>\n") in (
+            texts[1], texts[1].removeprefix("<think>\n"),
+        )  # fmt: skip
+        opened = texts[0].rstrip().endswith("<think>")
+        assert opened + texts[1].count("<think>") == texts[1].count("</think>")
+        return
+    wanted = subtracted(render, conversation, mask_type)
+    assert len(wanted) == len(texts[1::2])
+    for (opening, text), context, learnt in zip(wanted, texts[::2], texts[1::2]):
+        assert context.endswith(opening)
+        assert learnt == text
+        assert (opening + learnt).count("<think>") == learnt.count("</think>")
+
+
+@pytest.mark.parametrize("conversation", [INLINE, APART, PLAIN], ids=["inline", "apart", "plain"])
+@pytest.mark.parametrize("name", renders())
+def test_of_the_whole_conversation_every_part_is_its_own_text(
+    name: str, conversation: list[dict[str, Any]]
+) -> None:
+    render = renders()[name]
+    parts = split_trained_turns(render, conversation, "qwen3_5")
+    assert "".join(part.text for part in parts) == render(conversation)
+    assert len(parts) == 2 * sum(message["role"] == "assistant" for message in conversation)
+
+
+def test_how_many_types_each_template_takes() -> None:
+    """That the two tests above are about something: only these are refused."""
+    refused = set()
+    for name, render in renders().items():
+        for kind in (None, "qwen", "qwen3", "qwen3_5", "distill_qwen"):
+            for conversation in (INLINE, APART, PLAIN):
+                with contextlib.suppress(RowProblem):
+                    split_trained_turns(render, conversation, kind)
+                    break
+            else:
+                refused.add((name, kind))
+    assert refused == {
+        ("qwen3", None), ("qwen3", "qwen3"), ("qwen3", "qwen"),
+        ("qwen3_open_thought", None), ("qwen3_open_thought", "qwen3"), ("qwen3_open_thought", "qwen"),
+        ("a thinking", None), ("an opened thought", None), ("an opened thought", "qwen"),
+        ("a reasoning", None), ("a reasoning", "qwen"),
+        ("an opened reasoning", None), ("an opened reasoning", "qwen"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        ({"content": "42"}, r"opens a thought \(<think>\), which the answer does not end"),
+        ({"content": "42", "reasoning_content": "six by seven"}, "has 'reasoning_content'"),
+        ({"content": "42", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}, "has 'tool_calls'"),
+    ],
+)  # fmt: skip
+def test_of_the_last_answer_nothing_is_lost(
+    tmp_path: Path, last: dict[str, Any], words: str
+) -> None:
+    row = [{"role": "user", "content": "a"}, {"role": "assistant", **last}]
+    with pytest.raises(ValueError, match=f"rows.jsonl:1: .*{words}"):
+        source(tmp_path, OPENS_A_THOUGHT, {"messages": row}, loss_mask_type="distill_qwen")
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_labels_continue_the_thought_that_the_template_opens(tmp_path: Path, pairs: bool) -> None:
+    """An answer without one would be learnt as a thought without an end."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = OPENS_A_THOUGHT.replace("%}\n", "%}{{ '\\n' }}")
+    path = tmp_path / "rows.jsonl"
+    keys: dict[str, Any] = {"label_key": "chosen"}
+    how: dict[str, Any] = {"pairs": True} if pairs else {"trains_labels": True}
+    config = DataConfig(prompt_data=str(path), apply_chat_template=True, **({} if pairs else keys))
+
+    def prompt(answer: str) -> Any:
+        path.write_text(json.dumps({"input": "a", "chosen": answer, "rejected": "</think>no"}))
+        return PromptSource(config, tokenizer, **how).next_prompts(1)[0]
+
+    assert prompt("<think>\nhm\n</think>\n\n42").label == "hm\n</think>\n\n42"
+    assert prompt("hm\n</think>\n\n42").label == "hm\n</think>\n\n42"
+    assert prompt("\n</think>\n\n42").text.endswith(f"{ASSISTANT}<think>\n")
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: the chat template opens a thought"):
+        prompt("42")
+
+
 def test_a_system_message_that_the_template_adds_is_in_no_turn(tmp_path: Path) -> None:
-    template = (
-        "{% if messages[0].role != 'system' %}<|im_start|>system\nhelp<|im_end|>\n{% endif %}"
-    )
+    template = SYSTEM
     rows = messages([("user", "a"), ("assistant", "one"), ("user", "b"), ("assistant", "two")])
     for mask_type in ("qwen", "qwen3", None):
         same(

@@ -13,8 +13,9 @@ import pytest
 
 from arguments.schema.data import DataConfig
 from slime_like.cli.tiny_model import make_tokenizer
-from slime_like.data.prompt_format import Room, render_rows
+from slime_like.data.prompt_format import Room
 from slime_like.data.prompts import PromptSource
+from slime_like.data.rendering import render_rows
 from slime_like.data.tokenizer import load_tokenizer, tokenizer_identity
 
 
