@@ -206,9 +206,11 @@ def parser() -> argparse.ArgumentParser:
 def main(words: Sequence[str] | None = None) -> int:
     options = parser().parse_args(words)
     if options.losses_to:
+        from benchmarks.gpu_check.common import FULL, REHEARSAL
         from benchmarks.gpu_check.training import write_losses
 
-        write_losses(options.losses_to, options.precision)
+        sizes = REHEARSAL if options.rehearse else FULL
+        write_losses(options.losses_to, options.precision, sizes)
         return 0
     chosen = [c for c in CHECKS if c.name in options.only and c.name not in options.without]
     if options.row_to:

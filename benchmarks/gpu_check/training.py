@@ -18,7 +18,6 @@ import torch
 from benchmarks.bench_training_step import GROUP_SIZE, make_model, make_samples, our_step
 from benchmarks.bench_training_step import Sizes as StepSizes
 from benchmarks.gpu_check.common import (
-    FULL,
     GIB,
     Figures,
     Sizes,
@@ -92,7 +91,10 @@ def _on_cpu(precision: str, sizes: Sizes) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
         subprocess.run(
-            [sys.executable, str(RUN), "--losses-to", str(path), "--precision", precision],
+            [
+                *(sys.executable, str(RUN), "--losses-to", str(path), "--precision", precision),
+                *(["--rehearse"] if sizes.rehearse else []),
+            ],
             env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
             check=True,
             timeout=180,
@@ -249,6 +251,6 @@ def demo(sizes: Sizes) -> Figures:
     return {"score_first": scores[0], "score_last": scores[-1]}
 
 
-def write_losses(path: Path, precision: str) -> None:
+def write_losses(path: Path, precision: str, sizes: Sizes) -> None:
     """Entry point of the process that `_on_cpu` starts."""
-    path.write_text(json.dumps(losses_and_norms(precision, FULL)))
+    path.write_text(json.dumps(losses_and_norms(precision, sizes)))

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,12 +35,16 @@ import psutil
 REPOSITORY = Path(__file__).parents[2]
 
 
+WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
 class _Preloaded:
     """A process that has imported `modules` and forks a launcher for each call. It ends when its
     standard input is closed, at the latest with this process."""
 
-    def __init__(self, *modules: str) -> None:
+    def __init__(self, *modules: str, environment: Mapping[str, str] = WITHOUT_GPU) -> None:
         self._modules = modules
+        self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
 
     def launch(self, argv: list[str], output: Path, timeout_s: float) -> int | None:
@@ -53,7 +58,7 @@ class _Preloaded:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.parity.ranks", *self._modules],
                 cwd=REPOSITORY,
-                env={"OMP_NUM_THREADS": "1", **os.environ, "CUDA_VISIBLE_DEVICES": ""},
+                env={"OMP_NUM_THREADS": "1", **os.environ, **self._environment},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 bufsize=0,  # so that select sees everything that readline has not consumed
@@ -69,7 +74,7 @@ class _Preloaded:
         return status if in_time else None
 
 
-_preloaded = _Preloaded(
+PRELOADED = (
     "benchmarks.parity.steps",
     "slime_like.trainer.trainer",
     "transformers.models.auto.modeling_auto",
@@ -77,6 +82,14 @@ _preloaded = _Preloaded(
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.tokenization_utils_tokenizers",
 )
+_preloaded: dict[tuple[tuple[str, str], ...], _Preloaded] = {}  # by environment
+
+
+def _preloaded_in(environment: Mapping[str, str]) -> _Preloaded:
+    key = tuple(sorted(environment.items()))
+    if key not in _preloaded:
+        _preloaded[key] = _Preloaded(*PRELOADED, environment=environment)
+    return _preloaded[key]
 
 
 def run_ranks(
@@ -88,6 +101,7 @@ def run_ranks(
     *,
     show: bool = False,
     preloaded: bool = True,
+    environment: Mapping[str, str] = WITHOUT_GPU,
 ) -> list[Any]:
     """Results of ranks 0 to world_size - 1. Raises AssertionError with the tracebacks of failing
     ranks.
@@ -95,12 +109,14 @@ def run_ranks(
     Args:
         show: Show the output of the ranks immediately.
         preloaded: False for a module that must be imported before megatron-core.
+        environment: Variables of the ranks. If they see CUDA devices, each takes that of its rank.
     """
     folder.mkdir(parents=True, exist_ok=True)
     argv = [target, str(world_size), str(folder), json.dumps(arguments), str(timeout_s)]
     printed = folder / "output.txt"
     output = Path("/dev/stderr") if show else printed
-    status = (_preloaded if preloaded else _Preloaded()).launch(argv, output, timeout_s)
+    launcher = _preloaded_in(environment) if preloaded else _Preloaded(environment=environment)
+    status = launcher.launch(argv, output, timeout_s)
     errors = "\n".join(
         f"{path.stem}: {path.read_text()}" for path in sorted(folder.glob("error-*.txt"))
     )
@@ -146,12 +162,15 @@ def _rank_main(
     arguments: dict[str, Any],
     timeout_s: float,
 ) -> None:
+    import torch
     import torch.distributed as dist
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     try:
+        if cuda := torch.cuda.is_available():
+            torch.cuda.set_device(rank)
         dist.init_process_group(
-            "gloo",
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=world_size,

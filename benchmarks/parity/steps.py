@@ -109,8 +109,8 @@ def weights(backend: MegatronBackend) -> dict[str, Tensor]:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """A copy in float32; float64 tensors stay float64."""
-    return tensor.to(torch.promote_types(torch.float32, tensor.dtype), copy=True)
+    """A copy on the host in float32; float64 tensors stay float64."""
+    return tensor.to("cpu", torch.promote_types(torch.float32, tensor.dtype), copy=True)
 
 
 def train_samples(seed: int) -> list[TrainSample]:
@@ -210,7 +210,7 @@ def train(
         in_float64(run)
     built = MegatronBackend(run, layout, total_steps=STEPS)
     first = share(train_samples(1), layout)
-    log_probs = [s.log_probs for s in built.forward(first.samples)]
+    log_probs = [s.log_probs.cpu() for s in built.forward(first.samples)]
     losses, metrics, norms = [], [], []
     found: dict[str, Tensor] = {}
     for step in range(1, STEPS + 1):

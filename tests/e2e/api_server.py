@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ KEY = "tml-key-of-the-tests"
 
 
 class ApiServer:
-    """ranks above 1: under torchrun."""
+    """ranks above 1: under torchrun. environment: variables instead of `ENVIRONMENT`."""
 
     def __init__(
         self,
@@ -37,7 +37,9 @@ class ApiServer:
         *flags: str,
         ranks: int = 1,
         program: Sequence[str] = ("-m", "slime_like.tinker"),
+        environment: Mapping[str, str] = ENVIRONMENT,
     ) -> None:
+        self.environment = environment
         self.model, self.folder, self.flags, self.ranks = model, folder, flags, ranks
         self.program = program
         self.port = free_port()
@@ -72,7 +74,7 @@ class ApiServer:
         self.process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**clean_environment(), **ENVIRONMENT},
+            env={**clean_environment(), **self.environment},
             stdout=log,
             stderr=log,
             start_new_session=True,

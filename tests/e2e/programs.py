@@ -24,7 +24,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,13 +74,17 @@ class Done:
 
 
 class TrainServer:
-    """Forks runs from a process that has imported everything."""
+    """Forks runs from a process that has imported everything. environment: variables of the runs,
+    instead of `ENVIRONMENT`."""
+
+    def __init__(self, environment: Mapping[str, str] = ENVIRONMENT) -> None:
+        self._environment = environment
 
     def __enter__(self) -> TrainServer:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.e2e.programs"],
             cwd=ROOT,
-            env={**clean_environment(), **ENVIRONMENT},
+            env={**clean_environment(), **self._environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,0 +1,171 @@
+"""Whole programs on the pretend GPU: train.py with the settings that leave the CPU's paths, resumed
+runs, weights to a server, the Tinker server, preflight and the rehearsal of gpu_check."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.helpers import Workspace, rows_of, same_numbers, weights_of
+from tests.e2e.programs import ENVIRONMENT, ROOT, TrainServer
+from tests.fake_sglang import FakeServer
+
+MIXED: dict[str, Any] = dict(bf16="", use_distributed_optimizer="")
+PIPELINE, TENSOR = (
+    dict(pipeline_model_parallel_size=2),
+    dict(tensor_model_parallel_size=2, sequence_parallel=""),
+)
+HOST_ADAM = dict(use_precision_aware_optimizer="", optimizer_cpu_offload="")
+RECOMPUTED = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+RUNS: dict[str, tuple[int, dict[str, Any]]] = {
+    "float32, recomputed": (1, RECOMPUTED),
+    "dropout": (1, dict(bf16="", hidden_dropout=0.1, attention_dropout=0.1)),
+    "critic": (1, MIXED | dict(advantage_estimator="ppo")),
+    "async, token budget": (1, MIXED | dict(async_rollout="", use_dynamic_batch_size="", max_tokens_per_gpu=64, micro_batch_size=None)),
+    "adapters": (1, dict(bf16="", lora_rank=4)),
+    "optimizer on the host": (1, MIXED | HOST_ADAM),
+    "PP2, reference on the host": (2, MIXED | PIPELINE),
+    "TP2, async": (2, MIXED | TENSOR | dict(async_rollout="")),
+    "DP2, overlapped": (2, MIXED | dict(overlap_grad_reduce="", overlap_param_gather="")),
+}  # fmt: skip
+
+
+def of_reference(work: Workspace) -> dict[str, Any]:
+    return dict(use_kl_loss="", kl_loss_coef=0.1, ref_load=work.model, ref_offload="")
+
+
+def check(out: Path, rollouts: int) -> None:
+    (record,) = out.glob("run*.json")
+    assert "H100" in record.read_text()
+    rows = rows_of(out)
+    assert [row["step"] for row in rows] == list(range(1, rollouts + 1))
+    for row in rows:
+        assert all(math.isfinite(value) for value in row.values()), row
+        assert row["train/grad_norm"] > 0 or row["train/loss"] == 0
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_train(name: str, server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+    ranks, flags = RUNS[name]
+    words = work.flags(
+        tmp_path,
+        save_hf=tmp_path / "hf",
+        **(of_reference(work) if "reference" in name else {}),
+        **flags,
+    )
+    server.train(words, tmp_path / "log", ranks=ranks).ok()
+    check(tmp_path, 2)
+    assert all(tensor.isfinite().all() for tensor in weights_of(tmp_path / "hf").values())
+
+
+def test_a_run_on_the_cpu_is_the_same_in_float32(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    """Sampling does not depend on the device: the same samples, losses to rounding."""
+    with TrainServer() as cpu:
+        for where, name in ((cpu, "cpu"), (server, "gpu")):
+            out = tmp_path / name
+            where.train(work.flags(out, num_rollout=1), out / "log").ok()
+    (expected,), (found,) = (same_numbers(rows_of(tmp_path / name)) for name in ("cpu", "gpu"))
+    assert found["rollout/reward_mean"] == expected["rollout/reward_mean"]
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_resumed_run_gives_the_same_bits(
+    ranks: int, server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    whole, parts, saved = (tmp_path / name for name in ("whole", "parts", "saved"))
+    flags: dict[str, Any] = MIXED | of_reference(work) | dict(lr_decay_iters=6)
+    server.train(
+        work.flags(whole, save_hf=whole / "hf", num_rollout=3, **flags), whole / "log", ranks=ranks
+    ).ok()
+    for rollouts in (2, 3):
+        words = work.flags(
+            parts, num_rollout=rollouts, save=saved, load=saved, save_hf=parts / "hf", **flags
+        )
+        server.train(words, parts / f"log{rollouts}", ranks=ranks).ok()
+    assert same_numbers(rows_of(parts)) == same_numbers(rows_of(whole))
+    expected, found = weights_of(whole / "hf"), weights_of(parts / "hf")
+    assert all(tensor.equal(found[name]) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("transport", ["disk", "tensor"])
+def test_weights_reach_a_server(
+    transport: str, server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    """With the trainer's memory given away while the server samples."""
+    with FakeServer(str(work.model)) as fake:
+        flags: dict[str, Any] = dict(
+            rollout_engine="sglang", rollout_external_engine_addrs=fake.address, no_sglang_router="",
+            update_weight_transport=transport, offload="", n_samples_per_prompt=2, micro_batch_size=2,
+        )  # fmt: skip
+        server.train(work.flags(tmp_path, **flags, **MIXED), tmp_path / "log").ok()
+        assert fake.count("/release_memory_occupation") > 1
+    check(tmp_path, 2)
+    for row in rows_of(tmp_path):
+        assert row["perf/offloaded_gb"] > 0
+        assert row["rollout/train_rollout_log_prob_diff_mean"] < 0.05, "bf16 here, float32 there"
+
+
+def test_models_of_the_tinker_server_take_over_each_others_slots(
+    environment: dict[str, str], work: Workspace, tmp_path: Path
+) -> None:
+    """Three models in one slot, each trained as if it were alone."""
+    from tinker import types
+
+    from tests.e2e.api_server import ApiServer, batch, policy
+
+    flags = ("--max-models", "9", "--max-resident-models", "1")
+    with ApiServer(work.model, tmp_path, *flags, environment={**ENVIRONMENT, **environment}) as api:
+        client = api.client()
+        models = [policy(client, api) for _ in range(3)]
+        losses: list[list[float]] = [[] for _ in models]
+        for step in range(3):
+            for model, seen in zip(models, losses, strict=True):
+                result = model.forward_backward(batch(4, seed=step), "cross_entropy").result()
+                seen.append(result.metrics["loss:sum"])
+                model.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        assert losses[0] == losses[1] == losses[2]
+        assert len(set(losses[0])) == 3
+
+
+def test_preflight_predicts_the_device(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    done = server.train([*work.flags(tmp_path, **MIXED), "--preflight"], tmp_path / "log").ok()
+    assert re.search(r"memory", done.out, re.IGNORECASE)
+
+
+def test_gpu_check_rehearses(environment: dict[str, str], tmp_path: Path) -> None:
+    """The checks that need no more than a device, against the CPU of the same sizes."""
+    checks = (
+        "device",
+        "world",
+        "train_fp32",
+        "train_bf16",
+        "attention",
+        "head",
+        "offload",
+        "mfu_0.6b_8k",
+    )
+    command = [sys.executable, "benchmarks/gpu_check/run.py", "--rehearse", "--only", *checks]
+    done = subprocess.run(
+        [*command, "--output-dir", str(tmp_path)], cwd=ROOT, env={**os.environ, **environment},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    found = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert {c["name"]: c["error"] for c in found["checks"] if c["status"] != "rehearsed"} == {}
+    assert done.returncode == 0, done.stderr[-3000:]
+    figures = {check["name"]: check["figures"] for check in found["checks"]}
+    assert figures["train_fp32"]["loss_difference"] < 1e-4
+    assert figures["train_bf16"]["norm_difference"] < 0.05
