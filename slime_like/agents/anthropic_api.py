@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from slime_like.agents.messages import ASSISTANT, BadRequest, tool_call
+from slime_like.agents.messages import BadRequest
 from slime_like.agents.openai_api import (
     count_overridden,
     parse_int,
@@ -16,6 +16,7 @@ from slime_like.agents.openai_api import (
     reject_unsupported,
 )
 from slime_like.agents.sessions import Choice, ParsedRequest
+from slime_like.data.messages import ASSISTANT, tool_call
 from slime_like.rollout.engines.base import SamplingParams
 
 KNOWN = {

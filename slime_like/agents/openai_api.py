@@ -8,8 +8,9 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from slime_like.agents.messages import BadRequest, Message
+from slime_like.agents.messages import BadRequest
 from slime_like.agents.sessions import Choice, ParsedRequest, Session, messages_of
+from slime_like.data.messages import Message
 from slime_like.rollout.engines.base import SamplingParams
 
 MOST_STOPS = 16

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from slime_like.agents.messages import ASSISTANT, BadRequest, canonical, tool_call
+from slime_like.agents.messages import BadRequest, canonical
 from slime_like.agents.openai_api import (
     arguments_text,
     count_overridden,
@@ -18,6 +18,7 @@ from slime_like.agents.openai_api import (
     reject_unsupported,
 )
 from slime_like.agents.sessions import Choice, ParsedRequest
+from slime_like.data.messages import ASSISTANT, tool_call
 from slime_like.rollout.engines.base import SamplingParams
 
 KNOWN = {

@@ -12,17 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from slime_like.agents.answer_parsers import parse_answer
-from slime_like.agents.messages import (
-    ASSISTANT,
-    BadRequest,
-    ContextExceeded,
-    Message,
-    canonical,
-    tool_call,
-)
+from slime_like.agents.messages import BadRequest, ContextExceeded, canonical
 from slime_like.agents.templates import ChatTemplate
 from slime_like.agents.tool_calls import NO_TOOLS, Parsed
 from slime_like.agents.tree import NextPrompt, SessionTree, Turn
+from slime_like.data.messages import ASSISTANT, Message, tool_call
 from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.rollout.episode import Model
 

@@ -8,12 +8,12 @@ The end of the answer's turn is removed from it if the model generated it.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from slime_like.agents.messages import BadRequest, Message
+from slime_like.agents.messages import BadRequest
+from slime_like.data.chat_template import ChatRenderer
+from slime_like.data.messages import Message
 from slime_like.text import common_prefix
 
 if TYPE_CHECKING:
@@ -21,10 +21,6 @@ if TYPE_CHECKING:
 
 
 _WORDS = ("0", "1")  # placeholders for a completion's text
-# For templates that render calls only if there is no content, as opposed to empty content.
-# transformers drops keys without a value, so a marker stands for None, in the template as well.
-_IS_NONE = re.compile(r"""(content(?:['"]\])?) is (not )?none""")
-_NO_CONTENT = "<no content>"
 
 
 class ChatTemplate:
@@ -50,7 +46,7 @@ class ChatTemplate:
             raise ValueError("agents need a chat template, and the tokenizer has none")
         self.tokenizer = tokenizer
         self.end_ids = frozenset(end_ids)
-        self._arguments = dict(arguments or {})
+        self._renderer = ChatRenderer(tokenizer, arguments)
         self._ends = [tokenizer.decode([i], skip_special_tokens=False) for i in self.end_ids]
 
     def encode(self, text: str) -> list[int]:
@@ -69,7 +65,7 @@ class ChatTemplate:
             BadRequest: With the template's message, if it rejects the conversation.
         """
         try:
-            return self.encode(self._render(messages, tools, open_turn=True))
+            return self.encode(self._renderer.render(messages, tools, open_turn=True))
         except Exception as error:  # templates may raise anything
             reason = str(error).split("\n", 1)[0][:300]
             raise BadRequest(f"the chat template refuses the messages: {reason}") from error
@@ -99,9 +95,11 @@ class ChatTemplate:
         for pair in _placeholder_pairs(answer):
             try:
                 open_texts = [
-                    self._render([*before, m, *after], tools, open_turn=True) for m in pair
+                    self._renderer.render([*before, m, *after], tools, open_turn=True) for m in pair
                 ]
-                closed_texts = [self._render([*before, m], tools, open_turn=False) for m in pair]
+                closed_texts = [
+                    self._renderer.render([*before, m], tools, open_turn=False) for m in pair
+                ]
                 full_text, closing = _common_end(*open_texts), _common_end(*closed_texts)
             except Exception:  # this placeholder message is rejected; the next one may be accepted
                 continue
@@ -124,60 +122,6 @@ class ChatTemplate:
         # the template does not end turns, and the model may have generated the next one's start
         rest = full_text[len(closing) :] if has_calls else full_text
         return rest.removeprefix(end)
-
-    def _render(self, messages: Sequence[Message], tools: object, *, open_turn: bool) -> str:
-        template_source = self.tokenizer.chat_template
-        template = template_source if isinstance(template_source, str) else ""
-        roles = {} if "developer" in str(template_source) else {"developer": "system"}
-        mapped = [{**m, "role": roles.get(m["role"], m["role"])} for m in messages]
-        if _IS_NONE.search(template):
-            marked = []
-            for m in mapped:
-                is_empty = bool(m.get("tool_calls")) and not m["content"]
-                marked.append(m | {"content": _NO_CONTENT} if is_empty else m)
-            text = self._apply_template(
-                marked,
-                tools,
-                open_turn=open_turn,
-                chat_template=_IS_NONE.sub(_compare_to_marker, template),
-            )
-            if _NO_CONTENT not in text:  # otherwise it tests other messages
-                return text
-        return self._apply_template(mapped, tools, open_turn=open_turn)
-
-    def _apply_template(
-        self, messages: Sequence[Message], tools: object, *, open_turn: bool, **extra: object
-    ) -> str:
-        def apply(conversation: Sequence[Message]) -> str:
-            text = self.tokenizer.apply_chat_template(
-                list(conversation),
-                tokenize=False,
-                add_generation_prompt=open_turn,
-                **({"tools": tools} if tools else {}),
-                **extra,
-                **self._arguments,
-            )
-            return str(text)
-
-        try:
-            return apply(messages)
-        except TypeError:  # for templates that concatenate arguments as text
-            return apply([_with_text_arguments(m) for m in messages])
-
-
-def _compare_to_marker(match: re.Match[str]) -> str:
-    return f"{match[1]} {'!=' if match[2] else '=='} '{_NO_CONTENT}'"
-
-
-def _with_text_arguments(message: Message) -> dict[str, object]:
-    """The message with its calls' arguments as JSON text."""
-    calls = []
-    for call in message.get("tool_calls") or ():
-        arguments = call["function"]["arguments"]
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
-    return {**message, "tool_calls": calls} if calls else dict(message)
 
 
 def _placeholder_pairs(answer: Message) -> list[list[dict[str, object]]]:

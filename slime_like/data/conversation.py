@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from arguments.schema.data import DataConfig
-from slime_like.data.prompt_format import PromptFormat, RowKeys
+from slime_like.data.messages import ASSISTANT
+from slime_like.data.prompt_format import PromptFormat, RowKeys, row_message
 from slime_like.data.rendering import render_rows
 from slime_like.data.source import Row
-from slime_like.data.turns import ASSISTANT, STEP_MASK, Segment, is_trained, split_trained_turns
+from slime_like.data.turns import MASKS, Segment, is_trained, split_trained_turns
 from slime_like.types import Prompt
 
 if TYPE_CHECKING:
@@ -40,11 +41,17 @@ class ConversationFormat(PromptFormat):
         if messages[0]["role"] == ASSISTANT:
             return f"{name}: the first message is an assistant's, which answers nothing"
         for number, message in enumerate(messages):
-            if message.get(STEP_MASK) not in (0, 1, None):
-                value = message[STEP_MASK]
-                return f"{name}: message {number}: {STEP_MASK!r} is {value!r}; legal: 0 and 1"
+            given = {key: message[key] for key in MASKS if message.get(key) is not None}
+            for key, value in given.items():
+                if value not in (0, 1):
+                    return f"{name}: message {number}: {key!r} is {value!r}; legal: 0 and 1"
+            if len(set(given.values())) > 1:
+                return f"{name}: message {number}: {' and '.join(MASKS)} contradict each other"
         if not any(map(is_trained, messages)):
             return f"{name}: there is no turn of an assistant to learn"
+        return None
+
+    def _end_problem(self, messages: Sequence[Row]) -> str | None:
         return None
 
     def texts(self, rows: Sequence[Row], where: Callable[[int], str]) -> list[list[Segment]]:
@@ -52,10 +59,16 @@ class ConversationFormat(PromptFormat):
 
     def segments(self, row: Row) -> list[Segment]:
         """The conversation of a row, split at the start and end of its trained turns."""
-        render = functools.partial(self._write, tools=self._tools(row))
-        messages = [_without_nulls(message) for message in row[self.keys.input]]
+        tools = self._tools(row)
+        messages = [row_message(message) for message in row[self.keys.input]]
+        render = functools.partial(self._template.render, tools=tools)
         end = self.tokenizer.eos_token or ""
-        return split_trained_turns(render, messages, self._mask_type, end=end)
+        segments = split_trained_turns(render, messages, self._mask_type, end=end)
+        self._template.check_written(messages, tools)
+        for index, message in enumerate(messages):
+            if is_trained(message):
+                self._template.check_thoughts_written(messages[: index + 1], tools)
+        return segments
 
     def tokenise(self, texts: Sequence[list[Segment]]) -> list[tuple[int, ...]]:
         return super().tokenise([segments[0].text for segments in texts])
@@ -65,8 +78,3 @@ class ConversationFormat(PromptFormat):
     ) -> Prompt:
         turns = tuple((segment.text, segment.trained) for segment in text[1:])
         return Prompt(group_id, text[0].text, tokens, metadata=self._metadata_of(row), turns=turns)
-
-
-def _without_nulls(message: dict[str, object]) -> dict[str, object]:
-    """The message without null keys, which Parquet adds to messages that lack a key."""
-    return {key: value for key, value in message.items() if value is not None or key == "content"}

@@ -17,11 +17,12 @@ import torch
 
 from arguments.schema.data import DataConfig
 from slime_like.data.conversation import ConversationFormat
+from slime_like.data.messages import ASSISTANT
 from slime_like.data.prompt_format import PromptFormat, RowKeys, missing_key
 from slime_like.data.rendering import RowProblem, render_rows
 from slime_like.data.sft import sft_samples
 from slime_like.data.source import Row
-from slime_like.data.turns import ASSISTANT, STEP_MASK, Segment, continue_turn
+from slime_like.data.turns import STEP_MASK, Segment, continue_turn
 from slime_like.types import Prompt, Sample
 
 if TYPE_CHECKING:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from arguments.schema.data import DataConfig
+from slime_like.data.chat_template import ChatRenderer
+from slime_like.data.messages import ASSISTANT, MessageProblem, canonical
 from slime_like.data.rendering import render_rows
 from slime_like.data.source import TASK_PREFIX, Row
 from slime_like.data.turns import continue_turn
@@ -109,7 +111,7 @@ class PromptFormat:
         self._answer_check = answer_check
         self.tokenizer = tokenizer
         self._chat = config.apply_chat_template or chat
-        self._chat_arguments = config.apply_chat_template_kwargs
+        self._template = ChatRenderer(tokenizer, config.apply_chat_template_kwargs)
         if self._chat and not getattr(tokenizer, "chat_template", None):
             flag, remedy = "--apply-chat-template", "remove the flag"
             if chat:
@@ -187,10 +189,29 @@ class PromptFormat:
         if not self._chat:
             return f"{name} is a list of chat messages, which needs --apply-chat-template"
         for number, message in enumerate(messages):
-            problem = _content_problem(message)
-            if problem:
+            if problem := self._message_problem(message):
                 return f"{name}: message {number} ({message['role']}): {problem}"
+        return self._end_problem(messages)
+
+    def _message_problem(self, message: Row) -> str | None:
+        try:
+            found = row_message(message)
+        except MessageProblem as problem:
+            return str(problem)
+        if message.get("content") is None and not found.get("tool_calls"):
+            return "'content' is missing or null"
         return None
+
+    def _end_problem(self, messages: Sequence[Row]) -> str | None:
+        """Why no answer can follow the last message, or None."""
+        if messages[-1]["role"] != ASSISTANT or self._template.continues_answer:
+            return None
+        return (
+            f"{self.keys.input!r} ({self.keys.input_flag}) ends with an assistant's turn, which "
+            "leaves nothing to answer; remove it, or continue it with "
+            "--apply-chat-template-kwargs '{\"continue_final_message\": true}'; "
+            "--loss-type sft_loss learns from such rows"
+        )
 
     def _label(self, row: Row) -> object:
         return row[self.keys.label] if self.keys.label is not None else None
@@ -218,8 +239,11 @@ class PromptFormat:
         return text
 
     def _prompt_text(self, prompt: str | Sequence[Row], tools: object) -> str:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return self._write(messages, open_turn=True, tools=tools)
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        messages = [row_message(message) for message in turns]
+        text = self._template.render(messages, tools, open_turn=True)
+        self._template.check_written(messages, tools)
+        return text
 
     def teacher_text(self, metadata: Mapping[str, Any], rewrite: Callable[[str], str]) -> str:
         """The prompt as seen by the teacher, with its last message rewritten. metadata: of the
@@ -231,18 +255,6 @@ class PromptFormat:
             last = prompt[-1]
             prompt = [*prompt[:-1], {**last, "content": rewrite(last["content"])}]
         return self._prompt_text(prompt, metadata.get("tools")) if self._chat else str(prompt)
-
-    def _write(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        *,
-        open_turn: bool = False,
-        tools: object = None,
-    ) -> str:
-        """Render messages. open_turn: append the opening of the assistant's turn."""
-        extra = {} if tools is None else {"tools": tools}
-        arguments = {"add_generation_prompt": open_turn, **extra, **self._chat_arguments}
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
 
     def _tools(self, row: Row) -> object:
         """Tools of a row for the chat template, or None."""
@@ -278,25 +290,11 @@ def missing_key(key: str, flag: str, row: Row) -> str:
     return f"missing key {key!r} ({flag}); the row has: {', '.join(sorted(row)) or 'no keys'}"
 
 
+def row_message(message: Row) -> dict[str, Any]:
+    """The canonical form of a row's message; its role may be one that only the template knows."""
+    return canonical(message, roles=None, keep_others=True)
+
+
 def _decoded(tools: object) -> object:
     """Decode tools given as a string. Raises ValueError for invalid JSON."""
     return json.loads(tools) if isinstance(tools, str) else tools
-
-
-def _content_problem(message: Mapping[str, object]) -> str | None:
-    """Problem with a message's content, which must be text or a list of parts ``{"type": "text",
-    "text": ...}``; it may be empty in a message with tool calls."""
-    content = message.get("content")
-    if content is None:
-        return None if message.get("tool_calls") else "'content' is missing or null"
-    if isinstance(content, str):
-        return None
-    if not isinstance(content, list) or not content:
-        kind = "an empty list" if content == [] else type(content).__name__
-        return f"'content' must be a string or a list of parts, not {kind}"
-    for part in content:
-        if not (isinstance(part, dict) and isinstance(part.get("type"), str)):
-            return "every part of 'content' must be an object with a 'type'"
-        if part["type"] == "text" and not isinstance(part.get("text"), str):
-            return "a part of 'content' of type 'text' must hold a string under 'text'"
-    return None

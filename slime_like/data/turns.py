@@ -6,16 +6,17 @@ that it works for any template; a row for which the comparison fails is rejected
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from slime_like.data.messages import ASSISTANT, Message
 from slime_like.data.rendering import RowProblem
 from slime_like.text import common_prefix
 
-Message = Mapping[str, object]
-ASSISTANT = "assistant"
-STEP_MASK = "step_loss_mask"  # slime's key of a message: 0 excludes an assistant turn from training
+# keys of a message, slime's and OpenAI's: 0 excludes an assistant turn from training
+STEP_MASK = "step_loss_mask"
+MASKS = (STEP_MASK, "weight")
 # Ways to locate the text of an assistant turn; None is "exact" below.
 MASK_TYPES = ("qwen", "qwen3", "qwen3_5", "distill_qwen")
 _THINK = "<think>"
@@ -41,7 +42,7 @@ class Segment:
 
 
 def is_trained(message: Message) -> bool:
-    return message["role"] == ASSISTANT and message.get(STEP_MASK, 1) != 0
+    return message["role"] == ASSISTANT and all(message.get(key, 1) != 0 for key in MASKS)
 
 
 def split_trained_turns(

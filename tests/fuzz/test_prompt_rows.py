@@ -27,6 +27,7 @@ TURNS = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
 USER = {"role": "user", "content": "one more"}
 YES = {"role": "assistant", "content": [{"type": "text", "text": "yes"}], "step_loss_mask": 1}
 NO = {"role": "assistant", "content": "no", "tool_calls": [{"function": {"name": "f"}}]}
+CALLS = "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{% endfor %}"
 FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options of a PromptSource, a row
     "text": ({}, {"input": "is it?", "label": "4", "metadata": {"tests": [{"stdin": "1"}]}}),
     "messages": ({}, {"input": [USER, YES, NO, USER], "label": "4", "tools": "[]"}),
@@ -47,7 +48,9 @@ JSON = st.recursive(
 
 @functools.cache
 def tokenizer() -> Any:
-    return make_tokenizer()
+    made = make_tokenizer()
+    made.chat_template = made.chat_template.replace("{% endfor %}", CALLS, 1)
+    return made
 
 
 @functools.cache

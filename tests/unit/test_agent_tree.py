@@ -381,7 +381,7 @@ def test_calls_that_cannot_be_read_stay_text() -> None:
         ("text", "must be an object with a role"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "a part of type 'image_url'"),
         ({"role": "assistant", "tool_calls": [{}]}, "must have a function with a name"),
-        ({"role": "tool", "content": "x", "tool_call_id": 3}, "tool_call_id must be text"),
+        ({"role": "tool", "content": "x", "tool_call_id": 3}, "'tool_call_id' must be text"),
     ],
 )
 def test_wrong_messages_are_named(message: Any, words: str) -> None:

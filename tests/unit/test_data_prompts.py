@@ -151,7 +151,9 @@ def test_chat_template(tmp_path, chat_tokenizer):
         ({"content": {"text": "x"}}, "'content' must be a string or a list of parts, not dict"),
         ({"content": []}, "'content' must be a string or a list of parts, not an empty list"),
         ({"content": ["x"]}, "every part of 'content' must be an object with a 'type'"),
-        ({"content": [{"text": "x"}]}, "every part of 'content' must be an object with a 'type'"),
+        ({"content": [{"type": "image"}]}, "a part of type 'image' in 'content' is not offered"),
+        ({"content": "x", "tool_calls": "f()"}, "'tool_calls' must be a list"),
+        ({"content": "x", "tool_calls": [{}]}, r"tool_calls\[0\] must have a function with a name"),
         (
             {"content": [{"type": "text"}]},
             "a part of 'content' of type 'text' must hold a string under 'text'",
@@ -170,16 +172,19 @@ def test_messages_that_say_nothing(tmp_path, chat_tokenizer, message, words):
 
 
 def test_messages_of_parts_and_of_tool_calls(tmp_path, chat_tokenizer):
-    parts = [{"role": "user", "content": [{"type": "text", "text": "u"}, {"type": "image"}]}]
+    """Parts are one text. This template writes no calls: they would be lost."""
+    parts = [{"role": "user", "content": [{"type": "text", "text": "u"}, {"text": "v"}]}]
+    path = write_rows(tmp_path / "a.jsonl", [{"input": parts}])
+    config = DataConfig(prompt_data=path, apply_chat_template=True)
+    (prompt,) = PromptSource(config, chat_tokenizer).next_prompts(1)
+    assert prompt.text == "<user>uv</user><assistant>"
     calls = [
         {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]},
         {"role": "tool", "content": ""},
     ]
-    path = write_rows(tmp_path / "a.jsonl", [{"input": parts}, {"input": calls}])
-    assert (
-        len(PromptSource(DataConfig(prompt_data=path, apply_chat_template=True), chat_tokenizer))
-        == 2
-    )
+    write_rows(tmp_path / "a.jsonl", [{"input": parts}, {"input": calls}])
+    with pytest.raises(ValueError, match=r"a.jsonl:2: message 0 .* does not write the tool calls"):
+        PromptSource(config, chat_tokenizer)
 
 
 def test_tokenizer_without_a_template(ten, tokenizer):

@@ -32,8 +32,11 @@ def prompts(path: Path, rows: list[Any]) -> DataConfig:
         ("{{ 1 / 0 }}", "raised ZeroDivisionError"),
         ("{{ messages[0]['content'] + 1 }}", "raised TypeError"),
         ("{% for x in %}", "raised TemplateSyntaxError"),
-        ("a{{ '\\ud800' }}", "wrote half of a surrogate pair at character 1"),
-        ("{{ 'ab ' * 2**25 }}", "wrote 100663296 characters"),
+        (
+            "{{ messages[0].content }}{{ '\\ud800' }}",
+            "wrote half of a surrogate pair at character 1",
+        ),
+        ("{{ messages[0].content }}{{ 'ab ' * 2**25 }}", "wrote 100663297 characters"),
     ],
 )
 def test_a_template_that_raises_names_the_row(tmp_path: Path, template: str, words: str) -> None:
@@ -49,7 +52,8 @@ def test_a_template_that_raises_names_the_row(tmp_path: Path, template: str, wor
 def test_a_row_that_the_template_refuses_is_found_before_its_turn(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (
-        "{% if messages[0]['content'] == 'odd' %}{{ raise_exception('no') }}{% endif %}text"
+        "{% if messages[0]['content'] == 'odd' %}{{ raise_exception('no') }}{% endif %}"
+        "{{ messages[0]['content'] }}"
     )
     config = prompts(tmp_path / "p.jsonl", ["a"] * 30 + ["odd"])
     with pytest.raises(ValueError, match=r"p.jsonl:31: the chat template raised TemplateError: no"):
