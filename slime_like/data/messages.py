@@ -115,7 +115,7 @@ def tool_call(identity: str, name: str, arguments: object) -> dict[str, Any]:
         except (ValueError, RecursionError):
             parsed = None
         arguments = parsed if isinstance(parsed, dict) else arguments
-    function = {"name": name, "arguments": {} if arguments is None else arguments}
+    function = {"name": name, "arguments": arguments or {}}
     return {"id": identity, "type": "function", "function": function}
 
 

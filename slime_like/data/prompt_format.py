@@ -287,6 +287,10 @@ class PromptFormat:
 
 
 def missing_key(key: str, flag: str, row: Row) -> str:
+    outer = key.partition(".")[0]
+    inner = row.get(outer) if outer != key else None
+    if isinstance(inner, dict):
+        return f"missing key {key!r} ({flag}); {outer!r} has: {', '.join(sorted(inner))}"
     return f"missing key {key!r} ({flag}); the row has: {', '.join(sorted(row)) or 'no keys'}"
 
 

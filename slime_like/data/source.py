@@ -17,6 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from slime_like.data.values import (
+    dotted,
+    half_surrogate,
+    unwritable,
+    with_paths,
+    without_nulls,
+)
 from slime_like.text import clean
 
 Row = dict[str, Any]
@@ -59,7 +66,8 @@ def open_source(
     Args:
         spec: The source.
         check: Called once on every row.
-        columns: The keys that may be read; Parquet reads no others.
+        columns: The keys that may be read; Parquet reads no others. ``a.b`` is the field b of the
+            object under a, unless there is a key of this name.
         skip_bad_rows: Maximum number of bad rows to skip.
         flag: Named in errors.
 
@@ -81,7 +89,7 @@ def open_source(
         path = _existing_file(path_text, flag)
         bad_rows = _BadRows(path_text, skip_bad_rows)
         if path.suffix == ".jsonl":
-            source = JsonlSource(path, check, bad_rows)
+            source = JsonlSource(path, check, bad_rows, columns)
         else:
             source = ParquetSource(path, check, bad_rows, columns, flag)
         source.notes = bad_rows.notes()
@@ -194,9 +202,12 @@ class JsonlSource:
 
     notes: list[str]
 
-    def __init__(self, path: Path, check: RowCheck, bad_rows: _BadRows) -> None:
+    def __init__(
+        self, path: Path, check: RowCheck, bad_rows: _BadRows, columns: Sequence[str] = ()
+    ) -> None:
         self.name = str(path)
         self._path = path
+        self._paths = dotted(columns)
         self._offsets, self._lines = array("q"), array("q")
         self._guard = _FileGuard(path)
         checksum, offset = 0, 0
@@ -232,8 +243,8 @@ class JsonlSource:
             return f"{location}: bad JSON in the line at {start}: {error}"
         if not isinstance(row, dict):
             return f"{location}: the row is a JSON {_json_kind(row)}, not an object ({start})"
-        surrogate = _surrogate_in(row) if b"\\ud" in line.lower() else None
-        problem = clean(surrogate) if surrogate else check(row)
+        surrogate = half_surrogate(row) if b"\\ud" in line.lower() else None
+        problem = clean(surrogate) if surrogate else check(with_paths(row, self._paths))
         return f"{location}: {problem} ({start})" if problem else None
 
     def __len__(self) -> int:
@@ -255,14 +266,15 @@ class JsonlSource:
             raise ValueError(
                 f"{self.where(index)}: the file has changed since it was opened ({error})"
             ) from error
-        return row
+        return with_paths(row, self._paths)
 
     def where(self, index: int) -> str:
         return f"{self.name}:{self._lines[index]}"
 
 
 class ParquetSource:
-    """A Parquet file; only the named columns and one row group at a time are in memory."""
+    """A Parquet file; only the named columns and one row group at a time are in memory. Rows are
+    those of JSONL: see `without_nulls`."""
 
     notes: list[str]
 
@@ -286,7 +298,9 @@ class ParquetSource:
         names = self._file.schema_arrow.names
         # A column that is missing altogether is reported by the check of the first row, which sees
         # `names` as its keys.
-        self._columns = [name for name in columns if name in names] or names
+        self._paths = dotted(columns)
+        wanted = {*columns, *(path.partition(".")[0] for path in self._paths)}
+        self._columns = [name for name in names if name in wanted] or names
         self._starts = [0]
         for group in range(self._file.num_row_groups):
             self._starts.append(self._starts[-1] + self._file.metadata.row_group(group).num_rows)
@@ -295,7 +309,7 @@ class ParquetSource:
         other_keys = dict.fromkeys(name for name in names if name not in self._columns)
         number = 0
         for row in self._every_row(flag):
-            problem = check({**other_keys, **row})
+            problem = check({**other_keys, **row}) or unwritable(row)
             if problem:
                 bad_rows.add(f"{self.name}: row {number}: {problem}")
             else:
@@ -309,9 +323,12 @@ class ParquetSource:
         """Yield all rows. Raises ValueError for a damaged page."""
         try:
             for batch in self._file.iter_batches(batch_size=1024, columns=self._columns):
-                yield from batch.to_pylist()
+                yield from map(self._row, batch.to_pylist())
         except self._damage as error:
             raise ValueError(f"{flag} {self.name}: a damaged page: {error}") from error
+
+    def _row(self, row: Row) -> Row:
+        return with_paths({k: without_nulls(value) for k, value in row.items()}, self._paths)
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -336,7 +353,8 @@ class ParquetSource:
                         f"{self.name}: a damaged page in row group {group}: {error}"
                     ) from error
                 self._loaded = (group, table)
-            result[position] = self._loaded[1].slice(number - self._starts[group], 1).to_pylist()[0]
+            (row,) = self._loaded[1].slice(number - self._starts[group], 1).to_pylist()
+            result[position] = self._row(row)
         return result
 
     def where(self, index: int) -> str:
@@ -372,21 +390,3 @@ def batches(count: int, size: int) -> Iterator[range]:
 def _json_kind(value: object) -> str:
     kinds = {list: "array", str: "string", bool: "boolean", type(None): "null"}
     return kinds.get(type(value), "number")
-
-
-def _surrogate_in(value: object, where: str = "") -> str | None:
-    """Location of a lone surrogate in a row's text, which cannot be tokenised or written to a file;
-    None if there is none."""
-    if isinstance(value, str):
-        for i, character in enumerate(value):
-            if "\ud800" <= character <= "\udfff":
-                return f"{where or 'a key'} has half of a surrogate pair at character {i}"
-        return None
-    items: list[tuple[str, object]] = []
-    if isinstance(value, list):
-        items = [(f"{where}[{i}]", item) for i, item in enumerate(value)]
-    elif isinstance(value, dict):
-        items = [("", key) for key in value]
-        for key, item in value.items():
-            items.append((f"{where}[{key!r:.60}]" if where else f"{key!r:.60}", item))
-    return next(filter(None, (_surrogate_in(item, name) for name, item in items)), None)

@@ -20,6 +20,7 @@ from typing import Any, Literal, Union
 from urllib.parse import parse_qsl
 
 from slime_like.data.source import TASK_PREFIX, Row
+from slime_like.data.values import plain
 
 DEFAULT_SEED = 0  # reasoning-gym's default differs per process, so a run could not be resumed
 
@@ -59,6 +60,7 @@ class TaskSource:
         return [self._row(self._dataset[index]) for index in indices]
 
     def _row(self, entry: Row) -> Row:
+        entry = plain(entry)  # some tasks have numpy's types, which no recording can hold
         metadata = {"task": {"name": self.task, "options": self.options}, "entry": entry}
         return {"question": entry["question"], "answer": entry["answer"], "metadata": metadata}
 
