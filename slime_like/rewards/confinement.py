@@ -214,14 +214,13 @@ def _bind(path: str, file_descriptor: int) -> None:
     os.close(file_descriptor)
 
 
-def lock(paths: Iterable[str], *, seccomp: bool = True, fork: bool = False) -> None:
+def lock(paths: Iterable[str], *, seccomp: bool = True) -> None:
     """Irrevocably apply Landlock over `paths`, drop capabilities, and install the seccomp filter.
     Raises OSError.
 
     Args:
         seccomp: Install the filter. Without it, model output must only run in children after
             `lock_child`.
-        fork: Let the filter permit forking; children must then call `lock_child`.
     """
     out = missing()
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
@@ -231,7 +230,7 @@ def lock(paths: Iterable[str], *, seccomp: bool = True, fork: bool = False) -> N
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _prctl(_PR_SET_DUMPABLE, 0)
     if seccomp and "seccomp" not in out:
-        seccomp_filter.install(fork=fork)
+        seccomp_filter.install(fork=False)
 
 
 def lock_shell(paths: Iterable[str], workspace: str) -> None:

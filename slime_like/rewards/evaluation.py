@@ -1,8 +1,9 @@
 """Scorers that evaluate a model's text: code is checked before it runs.
 
 CPython calls an audit hook (PEP 578) with every code object that is about to run. Code that only
-computes is run; anything else aborts the scoring, which is repeated in a fork (`forked.py`). So an
-honest answer costs no fork, and it need not be known which scorers evaluate text.
+computes is run; anything else aborts the scoring, and the answer is scored like an empty one: code
+of an answer could write its own score in whatever process it runs. It need not be known which
+scorers evaluate text.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ _NAMES = frozenset(
 _OF_SYMPY = compile("from sympy import *", "<string>", "exec")  # for names in `parse_expr`
 
 
-class _Apart(BaseException):
-    """Aborts a scoring that is repeated in a fork; a BaseException, so scorers do not catch it."""
+class _Refused(BaseException):
+    """Aborts a scoring; a BaseException, so scorers do not catch it."""
 
 
 class _Watch:
@@ -49,26 +50,26 @@ class _Watch:
 
 
 def watched(score: Callable[[], Result]) -> Result | None:
-    """The result of `score`; None if it called `apart`, or would have run code that is not known to
-    be harmless."""
+    """The result of `score`; None if it called `refuse`, or would have run code that is not known
+    to be harmless."""
     if not _Watch.hooked:
         sys.addaudithook(_hook)
         _Watch.hooked = True
     _Watch.on, _Watch.refused = True, False
     try:
         result = score()
-    except _Apart:
+    except _Refused:
         return None
     finally:
         _Watch.on = False
     return None if _Watch.refused else result
 
 
-def apart() -> None:
-    """Continue this scoring in a fork; does nothing inside a fork."""
+def refuse() -> None:
+    """Abort this scoring."""
     if _Watch.on:
         _Watch.refused = True
-        raise _Apart
+        raise _Refused
 
 
 def is_harmless(code: CodeType) -> bool:
@@ -111,4 +112,4 @@ def _hook(event: str, args: tuple[object, ...]) -> None:
     assert isinstance(code, CodeType), "what runs is a code object"
     module = not code.co_filename.startswith("<")  # of an imported file
     if _Watch.refused or not (module or code == _OF_SYMPY or is_harmless(code)):
-        apart()
+        refuse()

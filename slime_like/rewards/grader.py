@@ -4,6 +4,10 @@ Any code that processes model output (built-in rewards, math-verify, task scorer
 may hang, exhaust memory or ignore signals, so it runs in worker processes that can be killed
 (`pool.py`); all except user functions are sandboxed. Async user functions run concurrently, up to
 64 samples in one worker's event loop.
+
+What the model wrote has a score with a built-in reward, and never fails: an answer on which the
+reward hangs, dies or raises is scored like an empty answer to the same row, which shows that
+the row and the machine are not at fault.
 """
 
 from __future__ import annotations
@@ -34,6 +38,8 @@ from slime_like.types import REWARD_DETAILS, Sample, SampleStatus
 _MOST_WORKERS = 4  # limit of the automatic choice
 _BATCH, _BATCH_CHARACTERS = 256, 2**20  # texts in a worker's batch, for a bounded reward
 _NO_METADATA: dict[str, object] = {}  # shared, so that pickle writes it once
+_BUSY = 0.25  # share of the time limit that a worker computes if its text is to blame
+UNFIT = "scored_as_empty"  # metadata key of the reason
 _UNGRADED = (SampleStatus.FAILED, SampleStatus.ABORTED, SampleStatus.PARTIAL)
 _FIELDS = [field.name for field in dataclasses.fields(Sample)]
 # a copy of a frozen sample's class with settable fields and the same memory layout
@@ -55,8 +61,8 @@ class Grader:
         sum_token_rewards: Sum the rewards of tokens to one of the response.
 
     Attributes of the last call of `grade`:
-        last_counts: graded, nonfinite (of those), raised, timeout, died (how samples failed) and
-            skipped (failed or aborted before).
+        last_counts: graded, nonfinite and unfit (of those), raised, timeout, died (how samples
+            failed) and skipped (failed or aborted before).
         last_failure, last_nonfinite: Message about the first failed sample, and about the first
             with a reward of NaN, infinity or None; None if there is none.
     """
@@ -153,7 +159,7 @@ class Grader:
         self.close()
 
     def _reset_counts(self) -> Counter[str]:
-        counts = Counter(graded=0, nonfinite=0, raised=0, timeout=0, died=0, skipped=0)
+        counts = Counter(graded=0, nonfinite=0, unfit=0, raised=0, timeout=0, died=0, skipped=0)
         self.last_counts, self.last_failure, self.last_nonfinite = counts, None, None
         return counts
 
@@ -225,7 +231,34 @@ class Grader:
                 lost += [dataclasses.replace(job, texts=[text]) for text in job.texts]
                 lost_ids += batch
         answers.update(zip(lost_ids, pool.run(lost) if lost else []))
+        name_of = {i: name for name, indices in local.items() for i in indices}
+        unfit = [i for i, name in name_of.items() if self._blames_the_text(name, answers[i])]
+        empty = [
+            Job(0, name_of[i], texts=[_text(samples[i], bounded=False, empty=True)]) for i in unfit
+        ]
+        for i, control in zip(unfit, pool.run(empty) if empty else []):
+            score = control.get("value")
+            if score is not None and math.isfinite(score):
+                answers[i] = {"value": score, "unfit": self._describe(answers[i])}
         return answers
+
+    def _blames_the_text(self, name: str, answer: Answer) -> bool:
+        """Whether the model's text may be why the reward `name` gave no score."""
+        if "refused" in answer:
+            return True
+        if rewards.source(name) is not None or "last" in answer:
+            return False  # a user's own mistake; a sandbox that broke
+        if "timeout" in answer:  # unless the machine had no time for it
+            return name == "code" or answer["spent"] >= _BUSY * self.args.rm_timeout_s
+        value = answer.get("value")
+        return value is None or not math.isfinite(value)
+
+    def _describe(self, answer: Answer) -> str:
+        """Why a text has no score of its own."""
+        failure = self._failure(answer)
+        if failure is not None:
+            return failure[1]
+        return clean(f"the reward returned {answer.get('wrong_type', answer.get('value'))}")
 
     def _pool_for(self, names: set[str]) -> WorkerPool:
         """A pool whose workers have prepared these rewards; replaced when a new reward is
@@ -266,6 +299,9 @@ class Grader:
         if tokens is not None and self._sum_tokens:
             value, tokens = sum(tokens), None
         counts["graded"] += 1
+        if "unfit" in answer:
+            counts["unfit"] += 1
+            sample = _replace(sample, metadata={**sample.metadata, UNFIT: answer["unfit"]})
         if not all(map(math.isfinite, tokens or ())):
             value = math.nan
         if value is None or not math.isfinite(value):
@@ -297,6 +333,8 @@ class Grader:
         """How the sample failed (a key of `last_counts`), and the reason as text."""
         if "raised" in answer:  # the output of a forked scorer is untrusted
             return "raised", clean(f"the reward raised {answer['raised']}")
+        if "refused" in answer:
+            return "raised", f"the answer is not scored: {answer['refused']}"
         if "timeout" in answer:
             limit = f"--rm-timeout-s {self.args.rm_timeout_s:g}"
             return "timeout", f"the reward took longer than {limit}"
@@ -354,9 +392,11 @@ def _batches(samples: Sequence[Sample], indices: Sequence[int]) -> list[list[int
     return batches
 
 
-def _text(sample: Sample, bounded: bool) -> Text:
-    """Input of a built-in reward; a bounded one does not need metadata."""
-    return sample.response, sample.label, _NO_METADATA if bounded else dict(sample.metadata)
+def _text(sample: Sample, bounded: bool, *, empty: bool = False) -> Text:
+    """Input of a built-in reward; a bounded one does not need metadata. empty: of an empty answer
+    to the same row."""
+    response = "" if empty else sample.response
+    return response, sample.label, _NO_METADATA if bounded else dict(sample.metadata)
 
 
 def _reward_sample(sample: Sample) -> RewardSample:

@@ -11,15 +11,22 @@ import functools
 import logging
 from collections.abc import Mapping
 
+from slime_like.rewards import big_numbers
 from slime_like.rewards.gsm8k import last_boxed
 from slime_like.rewards.label import missing_label
 
+_MAX_PROSE = 5000  # characters
+_MAX_DEPTH = 50  # open brackets
+
 
 def prepare() -> None:
-    """Import the library, so that its import does not count towards a sample's deadline."""
+    """Import the library and parse once, so that neither the import nor the parser's tables count
+    towards a sample's deadline."""
     _extraction()
+    big_numbers.bound()
     # Suppress its once-per-process warning that its own time limits are disabled.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
+    score("$x + 1$", r"\frac{1}{2}", {})
 
 
 def problem(label: object, metadata: Mapping[str, object]) -> str | None:
@@ -40,7 +47,10 @@ def score(response: str, label: object, metadata: Mapping[str, object]) -> float
     gold = gold or parse(text, parsing_timeout=None)
     if not gold:
         raise ValueError(f"the label is no mathematical expression: {text[:80]!r}")
-    answer = parse(final_answer(response), extraction_config=_extraction(), parsing_timeout=None)
+    answer_text = final_answer(response)
+    if is_too_long(answer_text):
+        return 0.0
+    answer = parse(answer_text, extraction_config=_extraction(), parsing_timeout=None)
     return float(bool(answer) and verify(gold, answer, timeout_seconds=None))
 
 
@@ -49,6 +59,8 @@ def equal(answer: str, truth: str) -> bool:
     unparsable."""
     from math_verify import parse, verify
 
+    if is_too_long(answer):
+        return False
     gold = parse(f"${truth}$", parsing_timeout=None)
     parsed = parse(f"${answer}$", parsing_timeout=None)
     return bool(gold and parsed and verify(gold, parsed, timeout_seconds=None))
@@ -56,10 +68,20 @@ def equal(answer: str, truth: str) -> bool:
 
 def final_answer(response: str) -> str:
     """The part of the response to grade: the last ``\\boxed{...}`` after the last ``</think>``, or
-    without a box all of that part. Earlier boxes are ignored, as in other graders."""
+    without a box the end of that part. Earlier boxes are ignored, as in other graders."""
     text = response.rpartition("</think>")[2]
     boxed = last_boxed(text)
-    return text if boxed is None else f"\\boxed{{{boxed}}}"
+    return text[-_MAX_PROSE:] if boxed is None else f"\\boxed{{{boxed}}}"
+
+
+def is_too_long(answer: str) -> bool:
+    """Whether an answer is longer or more deeply nested than any that is meant: the parser's time
+    grows with the square of both. The end of a response without a box is always graded."""
+    deepest = depth = 0
+    for sign in answer:
+        depth += (sign in "([{") - (sign in ")]}")
+        deepest = max(deepest, depth)
+    return deepest > _MAX_DEPTH or len(answer) > _MAX_PROSE
 
 
 @functools.cache

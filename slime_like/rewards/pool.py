@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import selectors
@@ -23,6 +24,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from slime_like.errors import RunError
 from slime_like.rewards import confinement, keeper
@@ -36,6 +38,7 @@ MAX_OUTPUT = 2**16  # bytes of the rewards' output that is shown per round
 # bytes of an answer: of confined code, and of other code (e.g. token rewards of a group)
 _MAX_ANSWER, _MAX_OWN_ANSWER = 2**20, 2**28
 _MOMENT_S = 1.0
+_MEASURED_S = 0.1  # most jobs end before their CPU time is measured
 _QUICK_S = 0.005  # jobs below this are sent ahead, so that the worker never waits for the next one
 _AHEAD = 16
 _END_S = 10.0  # seconds for a keeper to end the processes that a reward started
@@ -78,6 +81,8 @@ class Worker:
         self.queued: deque[int] = deque()
         self.quick = False  # whether the last job took less than _QUICK_S
         self.started = time.monotonic()  # start of the last job
+        # CPU seconds of this process soon after that; infinite: not measured yet
+        self.cpu = math.inf
         # by job; -1 is the start
         self.deadlines: dict[int, float] = {-1: time.monotonic() + START_LIMIT_S}
         self.hung_up = False  # whether the worker closed its end of the pipe
@@ -127,6 +132,14 @@ class Worker:
                 return None
             del self.incoming[:end]
         return answers
+
+    def cpu_seconds(self) -> float:
+        """CPU time of the process so far; 0 where the system does not tell."""
+        try:
+            times = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0.0
+        return (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK")
 
     def printed(self) -> bytes:
         """Output of the reward since the last call, limited by a pipe's capacity."""
@@ -245,12 +258,15 @@ class _Round:
         """Start a job's timer."""
         grace = GRACE_S if worker.slots > 1 else 0.0
         worker.started = time.monotonic()
+        worker.cpu = math.inf
         worker.deadlines[number] = worker.started + self.pool.setup.args.rm_timeout_s + grace
 
     def _exchange(self) -> None:
         """Wait for the next answer or deadline, and transfer data in both directions."""
         workers = self.pool.workers
         nearest = min(deadline for w in workers for deadline in w.deadlines.values())
+        unmeasured = [w.started + _MEASURED_S for w in workers if math.isinf(w.cpu)]
+        nearest = min([nearest, *unmeasured])
         with selectors.DefaultSelector() as selector:
             for worker in workers:
                 selector.register(worker.stdout, selectors.EVENT_READ, worker)
@@ -309,8 +325,11 @@ class _Round:
     def _expire(self) -> None:
         now = time.monotonic()
         for worker in self.pool.workers:
+            if math.isinf(worker.cpu) and worker.started + _MEASURED_S <= now:
+                worker.cpu = worker.cpu_seconds()
             if any(deadline <= now for deadline in worker.deadlines.values()):
-                self._lose(worker, {"timeout": True})
+                spent = worker.cpu_seconds() - worker.cpu
+                self._lose(worker, {"timeout": True, "spent": spent})
 
     def _lose(self, worker: Worker, answer: Answer | None) -> None:
         """Kill a worker. A single job gets `answer` (None: that it died); several are retried

@@ -42,8 +42,8 @@ class Reward:
     score: raises if a sample cannot be scored. problem: cheap; called for every row of a file.
     inline: does not read the model's text, so it is graded in the calling process; all others are
     graded in confined workers. bounded: takes time linear in the text and does not read the
-    metadata; a worker gets many texts at once. evaluates: a library may run code in the text, which
-    is then graded in a fork (`evaluation.py`). prepare: imports what it needs, before the first
+    metadata; a worker gets many texts at once. evaluates: a library may run code in the text,
+    which is checked first (`evaluation.py`). prepare: imports what it needs, before the first
     sample's deadline starts. library: (import name, distribution) of that; `extra` installs it.
     """
 

@@ -1,8 +1,7 @@
 """The scorer of a reasoning-gym task (`data/tasks.py`), between 0 and 1.
 
 Several of these scorers evaluate the model's text as Python or sympy (`eval`, `parse_expr`). Where
-that is more than arithmetic, the answer is scored in a confined process of its own
-(`evaluation.py`).
+that is more than arithmetic, the answer is scored like an empty one (`evaluation.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime_like.rewards import evaluation
+from slime_like.rewards import big_numbers, evaluation
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
@@ -28,6 +27,8 @@ _REGISTERED = re.compile(r"(?:register_dataset\(\s*|DATASET_NAME\s*=\s*)[\"']([a
 
 def prepare() -> None:
     import reasoning_gym  # noqa: F401
+
+    big_numbers.bound()
 
 
 def problem(label: object, metadata: Mapping[str, object]) -> str | None:
@@ -51,7 +52,7 @@ def score(response: str, label: object, metadata: Mapping[str, Any]) -> float:
         raise ValueError(reason)
     answer = extract_answer(response)
     if len(answer) > _MAX_LENGTH:
-        evaluation.apart()
+        evaluation.refuse()
     return float(_dataset(metadata).score_answer(answer, metadata["entry"]))
 
 

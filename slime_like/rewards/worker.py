@@ -28,9 +28,8 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO, TypedDict
 
 from slime_like.import_utils import load_module
-from slime_like.rewards import confinement, evaluation, keeper, lean_fork
+from slime_like.rewards import confinement, evaluation, keeper
 from slime_like.rewards.custom import RewardArgs, RewardSample, is_async, load_function
-from slime_like.rewards.forked import in_child
 from slime_like.rewards.registry import Reward, rewards
 from slime_like.rewards.sandbox import SandboxError
 from slime_like.text import clean
@@ -51,7 +50,9 @@ class Answer(TypedDict, total=False):
 
     job: id. values, batch: of a job with several texts; `values` if all are plain numbers. group:
     one answer per sample. wrong_type: description of a value that is no reward. raised, died: how.
-    ready, failed: of the worker's start. last: the worker ends after this answer.
+    refused: why the text is not scored. spent: CPU seconds of the worker until its timeout. unfit:
+    why an answer is scored like an empty one (`Grader`). ready, failed: of the worker's start.
+    last: the worker ends after this answer.
     """
 
     job: int
@@ -64,7 +65,10 @@ class Answer(TypedDict, total=False):
     wrong_type: str
     raised: str
     timeout: bool
+    spent: float
     died: str
+    refused: str
+    unfit: str
     ready: int
     failed: str
     last: bool
@@ -175,23 +179,17 @@ def _confine(names: tuple[str, ...]) -> None:
     parent = os.getppid()
     paths = confinement.readable_paths(packages=True)
     linux = sys.platform == "linux"
-    memory = lean_fork.map_of_memory()  # /proc is not visible in the new namespaces
     if linux and "namespaces" not in confinement.missing():
         confinement.own_namespaces(paths)
     for name in names:
         prepare = rewards.get(name).prepare
         if prepare is not None and name != "code":
             prepare()
-    evaluates = any(rewards.get(name).evaluates for name in names)
-    if evaluates:
-        lean_fork.settle(memory)
-    elif memory is not None:
-        memory.close()
     resource.setrlimit(resource.RLIMIT_AS, (BUILTIN_MEMORY, BUILTIN_MEMORY))
     if linux:
         confinement.limit(memory=BUILTIN_MEMORY)
         confinement.die_with(parent)
-        confinement.lock(paths, fork=evaluates)
+        confinement.lock(paths)
 
 
 def _read(pipe: BinaryIO) -> Any:
@@ -245,7 +243,7 @@ def _score(reward: Reward, text: Text) -> Answer:
     if not reward.evaluates:
         return _call(reward, text)
     answer = evaluation.watched(lambda: _call(reward, text))
-    return in_child(lambda: _call(reward, text)) if answer is None else answer
+    return {"refused": "it would run code"} if answer is None else answer
 
 
 def _call(reward: Reward, text: Text) -> Answer:

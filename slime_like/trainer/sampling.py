@@ -16,6 +16,7 @@ from slime_like.data.tokenizer import special_token_ids
 from slime_like.errors import RunError
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.metrics.progress import Progress
+from slime_like.rollout.answer_metrics import answer_metrics
 from slime_like.rollout.async_rollout import AsyncRolloutQueue
 from slime_like.rollout.engines.base import RolloutEngine
 from slime_like.rollout.evaluate import Evaluator, make_evaluator
@@ -25,7 +26,6 @@ from slime_like.rollout.rank_zero import RankZeroJson, SamplingPosition, share_f
 from slime_like.rollout.remax_baseline import with_greedy_rewards
 from slime_like.rollout.rollouter import Rollouter, training_sampling
 from slime_like.rollout.self_teacher import TeacherPrompts
-from slime_like.rollout.special_tokens import special_token_metrics
 from slime_like.rollout.teacher_client import ServedTeacher
 from slime_like.sample_index import AnySample
 from slime_like.trainer.guards import train_rollout_limit
@@ -225,7 +225,7 @@ class RolloutManager:
     ) -> tuple[list[SampleGroup], dict[str, float]]:
         """Add log-probs of a served teacher or self-distillation prompts to the groups, and agent
         metrics to the metrics."""
-        metrics = metrics | special_token_metrics(groups, self._special_ids, group)
+        metrics = metrics | answer_metrics(groups, self._special_ids, group)
         if self._has_agents:
             from slime_like.agents.episode_samples import agent_metrics
 

@@ -1,4 +1,4 @@
-"""Scorers that evaluate text: which code runs in the worker itself, and what is left to a fork."""
+"""Scorers that evaluate text: which code runs, and that an answer with any other scores like none."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_no_text_of_these_signs_calls_what_it_should_not() -> None:
 
 
 def test_every_operation_is_of_this_python() -> None:
-    """What a name of the list does not match is refused, and would cost forks."""
+    """What a name of the list does not match is refused."""
     for text in ARITHMETIC:
         assert is_harmless(compile(text, "<string>", "eval"))
     assert not is_harmless(compile("a = 1", "<string>", "exec"))
@@ -169,7 +169,7 @@ EVALUATE = (
 
 
 @pytest.mark.parametrize("name", EVALUATE)
-def test_right_answers_need_no_fork(name: str) -> None:
+def test_right_answers_are_not_refused(name: str) -> None:
     for answer, metadata in rows(name, 5)[1]:
         for response in (answer, f"We get f(x) = {{42}}, so <answer>{answer}</answer>"):
             expected = task.score(response, None, metadata)
@@ -183,21 +183,18 @@ def test_a_name_of_one_letter_is_no_function_of_a_scorers_module(name: str) -> N
     assert not [key for key, value in known.items() if len(key) == 1 and callable(value)]
 
 
-def test_a_long_answer_is_left_to_a_fork() -> None:
+def test_a_long_answer_is_refused() -> None:
     _, ((_, metadata),) = rows("chain_sum", 1)
     assert watched(lambda: task.score("1" * 10001, None, metadata)) is None
     assert watched(lambda: task.score("x" * 20000 + "<answer>1</answer>", None, metadata)) == 0.0
     assert task.score("1" * 10001, None, metadata) == 0.0
-    evaluation.apart()  # in the fork: goes on
+    evaluation.refuse()  # outside of `watched`: goes on
 
 
-def test_a_worker_forks_for_what_is_left_to_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    forked: list[Callable[[], dict[str, object]]] = []
-    monkeypatch.setattr(worker, "in_child", lambda score: forked.append(score) or {"value": 7.0})
+def test_a_worker_refuses_what_would_run_code() -> None:
     _, ((_, metadata),) = rows("countdown", 1)
     of_tasks = rewards.get("task")
     assert worker._score(of_tasks, ("f(42)", None, metadata)) == {"value": 0.01}
-    assert worker._score(of_tasks, ("f(42)", None, {})) == {"raised": ANY} and not forked
-    assert worker._score(of_tasks, ("print(42)", None, metadata)) == {"value": 7.0}
+    assert worker._score(of_tasks, ("f(42)", None, {})) == {"raised": ANY}
+    assert worker._score(of_tasks, ("print(42)", None, metadata)) == {"refused": ANY}
     assert worker._score(rewards.get("exact_match"), ("eval('1')", "1", {})) == {"value": 0.0}
-    assert len(forked) == 1

@@ -98,7 +98,7 @@ def test_samples_keep_everything_else():
     with Grader(rm_type="exact_match") as grader:
         (graded,) = grader.grade([sample])
         assert grader.last_counts == dict(
-            graded=1, nonfinite=0, raised=0, timeout=0, died=0, skipped=0
+            graded=1, nonfinite=0, unfit=0, raised=0, timeout=0, died=0, skipped=0
         )
         assert grader.grade([]) == []
     assert graded.reward == 1.0
@@ -326,7 +326,9 @@ def test_values_that_leave_the_baseline_and_samples_that_fail(custom, caplog, ca
         assert (graded[i].reward, graded[i].status) == (None, SampleStatus.FAILED)
         assert reason in graded[i].metadata["failure"]
     assert [s.reward for s in graded[10:]] == [None, None]
-    assert grader.last_counts == dict(graded=6, nonfinite=3, raised=2, timeout=0, died=2, skipped=2)
+    assert grader.last_counts == dict(
+        graded=6, nonfinite=3, unfit=0, raised=2, timeout=0, died=2, skipped=2
+    )
     assert grader.last_failure is not None
     assert grader.last_failure.startswith("sample 4: the reward raised KeyError: 'gone' (")
     assert grader.last_failure.endswith("reward_0.py:8)"), "the place in the user's file"

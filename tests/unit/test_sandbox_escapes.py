@@ -187,8 +187,8 @@ def test_threads_are_counted() -> None:
 EVALUATING = ("puzzle24", "countdown", "polynomial_multiplication", "simple_integration")
 
 
-def test_an_answer_that_could_run_something_is_scored() -> None:
-    """In its child, as it calls a method."""
+def test_an_answer_that_could_run_something_scores_like_none() -> None:
+    """It calls a method. Where code of an answer runs, it can write its own score."""
     reasoning_gym = pytest.importorskip("reasoning_gym")
     options = {"size": 1, "seed": 1}
     entry = reasoning_gym.create_dataset("polynomial_multiplication", **options)[0]
@@ -198,11 +198,9 @@ def test_an_answer_that_could_run_something_is_scored() -> None:
     }
     right = f"({entry['answer']}).expand()"
     with Grader(rm_type="task", rm_num_workers=1, rm_timeout_s=100) as grader:
-        graded = grader.grade(
-            [make(0, right, metadata=metadata), make(1, "(1).expand()", metadata=metadata)]
-        )
-    assert graded[0].reward == 1.0
-    assert graded[1].reward is not None and graded[1].reward < 0.5
+        graded = grader.grade([make(0, right, metadata=metadata), make(1, "", metadata=metadata)])
+    assert graded[0].reward == graded[1].reward == 0.0
+    assert graded[0].metadata["scored_as_empty"] == "the answer is not scored: it would run code"
 
 
 def test_an_answer_runs_nothing(tmp_path: Path) -> None:
@@ -240,4 +238,4 @@ def test_an_answer_runs_nothing(tmp_path: Path) -> None:
     with Grader(rm_type="task", rm_num_workers=1, rm_timeout_s=60) as grader:
         graded = grader.grade(samples)
     assert list(tmp_path.iterdir()) == []
-    assert all(s.reward is None or s.reward < 0.5 for s in graded[2::3])
+    assert all(s.reward is not None and s.reward < 0.5 for s in graded)

@@ -18,6 +18,8 @@ from slime_like.compat.slime.samples import SlimeArgs, SlimeSample, from_slime
 from slime_like.data.prompt_format import PromptFormat, RowKeys
 from slime_like.data.tokenizer import response_text, special_token_ids, without_special_tokens
 from slime_like.metrics.health import SPECIAL_TOKENS
+from slime_like.rewards.grader import UNFIT
+from slime_like.rollout.answer_metrics import SCORED_AS_EMPTY, answer_metrics
 from slime_like.rollout.engines.base import (
     FinishReason,
     GenerateOutput,
@@ -28,7 +30,6 @@ from slime_like.rollout.engines.base import (
 from slime_like.rollout.episode import Episode, Model, play_episode
 from slime_like.rollout.rollouter import Rollouter
 from slime_like.rollout.self_teacher import TeacherPrompts
-from slime_like.rollout.special_tokens import special_token_metrics
 from slime_like.types import Prompt, Sample, SampleGroup, SampleStatus
 
 TOKENIZER = make_tokenizer()
@@ -143,9 +144,12 @@ def test_those_inside_turns_are_counted() -> None:
     turns = replace(turns, loss_mask=torch.tensor([1, 1, 0, 0, 1, 1, 1]).bool())  # one of five
     unseen = replace(filled, loss_mask=torch.zeros(4, dtype=torch.bool))
     group = SampleGroup(0, (replace(ended, branches=(filled,)), turns, unseen))
-    found = special_token_metrics([group], special_token_ids(TOKENIZER))
-    assert found == {SPECIAL_TOKENS: pytest.approx(6 / 13)}
-    assert special_token_metrics([SampleGroup(0, (unseen,))], special_token_ids(TOKENIZER)) == {}
+    ids = special_token_ids(TOKENIZER)
+    found = answer_metrics([group], ids)
+    assert found == {SPECIAL_TOKENS: pytest.approx(6 / 13), SCORED_AS_EMPTY: 0.0}
+    assert answer_metrics([SampleGroup(0, (unseen,))], ids) == {SCORED_AS_EMPTY: 0.0}
+    slow = replace(unseen, metadata={UNFIT: "the reward took longer"})
+    assert answer_metrics([SampleGroup(0, (slow, unseen))], ids) == {SCORED_AS_EMPTY: 0.5}
 
 
 def test_a_response_in_a_teachers_prompt_opens_no_turn() -> None:

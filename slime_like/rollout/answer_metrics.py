@@ -1,7 +1,7 @@
-"""Special tokens inside answers, as a metric.
+"""What the answers of a rollout are made of, as metrics.
 
 A policy may fill its answers with tokens of the chat template (`<|im_start|>`) where the reward
-does not object. No length or entropy limit shows that, so they are counted.
+does not object, or learn answers on which a grader hangs. No limit on length or entropy shows that.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ from torch import Tensor
 
 from slime_like.distributed.collectives import gather
 from slime_like.metrics.health import SPECIAL_TOKENS
+from slime_like.rewards.grader import UNFIT
 from slime_like.types import Sample, SampleGroup, SampleStatus, flatten
 
+SCORED_AS_EMPTY = "rollout/scored_as_empty_frac"
 
-def special_token_metrics(
+
+def answer_metrics(
     groups: Sequence[SampleGroup],
     special_ids: Sequence[int],
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, float]:
-    """Fraction of the generated tokens that are special and do not end a turn. Collective.
+    """Fraction of the generated tokens that are special and do not end a turn, and of the samples
+    that their reward scored like an empty answer. Collective.
 
     Args:
         groups: Each sample is complete on the rank that generated it.
@@ -31,13 +35,15 @@ def special_token_metrics(
         group: Process group of all ranks, if the default group is in use at the same time.
     """
     ids = torch.tensor(special_ids, dtype=torch.int64)
-    samples = [s for s in flatten(groups) if isinstance(s, Sample)]
-    sequences = chain.from_iterable((s, *s.branches) for s in samples)
+    samples = flatten(groups)
+    local = [s for s in samples if isinstance(s, Sample)]
+    sequences = chain.from_iterable((s, *s.branches) for s in local)
     counts = [count_special(each, ids) for each in sequences]
     totals = [sum(column) for column in zip((0, 0), *counts)]
-    by_rank = gather(totals, group)
-    special, generated = (sum(column) for column in zip(*by_rank))
-    return {SPECIAL_TOKENS: special / generated} if generated else {}
+    by_rank = gather((*totals, sum(UNFIT in s.metadata for s in local)), group)
+    special, generated, unfit = (sum(column) for column in zip(*by_rank))
+    metrics = {SCORED_AS_EMPTY: unfit / len(samples)} if samples else {}
+    return metrics | ({SPECIAL_TOKENS: special / generated} if generated else {})
 
 
 def count_special(sample: Sample, ids: Tensor) -> tuple[int, int]:
