@@ -166,7 +166,6 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python scripts/generate_flags_doc.py --check
-	$(BIN)/python scripts/lint_words.py
 
 format: install
 	$(BIN)/ruff check --fix .

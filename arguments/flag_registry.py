@@ -15,16 +15,16 @@ from arguments.megatron import megatron_flags
 from arguments.schema.megatron import MegatronSpellings
 from slime_like.advantages.registry import advantage_estimators
 from slime_like.config import flag_name
+from slime_like.engines.registry import rollout_engines
 from slime_like.losses.kl import KL_ESTIMATORS
 from slime_like.losses.off_policy_config import OffPolicyConfig
+from slime_like.losses.reductions import LOSS_REDUCTIONS
 from slime_like.losses.registry import policy_losses
-from slime_like.losses.total import LOSS_REDUCTIONS
 from slime_like.losses.value_loss import ValueLossConfig
 from slime_like.metrics.trackers.base import tracker_names, trackers
 from slime_like.registry import registrations
 from slime_like.rewards.registry import rewards
-from slime_like.rollout.engines.engine_registry import rollout_engines
-from slime_like.rollout.engines.sglang.weight_transfer.base import weight_transports
+from slime_like.weight_sync.transports.base import weight_transports
 
 # attribute of RunConfig -> (title in --help, dataclass)
 GROUPS: Mapping[str, tuple[str, type]] = {

@@ -26,8 +26,8 @@ from slime_like.agents.server import CONNECTIONS, Gateway  # noqa: E402
 from slime_like.agents.sessions import SessionLimits  # noqa: E402
 from slime_like.agents.task import Task  # noqa: E402
 from slime_like.cli.tiny_model import make_model, make_tokenizer  # noqa: E402
-from slime_like.rollout.engines.base import SamplingParams  # noqa: E402
-from slime_like.rollout.engines.local.engine import LocalEngine  # noqa: E402
+from slime_like.engines.base import SamplingParams  # noqa: E402
+from slime_like.engines.local.engine import LocalEngine  # noqa: E402
 from slime_like.rollout.episode import Model  # noqa: E402
 from slime_like.types import Prompt, Sample, SampleStatus  # noqa: E402
 

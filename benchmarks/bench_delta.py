@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.bench_common import write_json
+from slime_like.weights.buckets import as_buckets, as_bytes
 from slime_like.weights.delta_local import LocalCheckpoint
 from slime_like.weights.delta_updates import Publication
-from slime_like.weights.gather import as_buckets, as_bytes
 from slime_like.weights.safetensors_reader import WeightFiles
 
 

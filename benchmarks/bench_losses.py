@@ -40,8 +40,8 @@ from benchmarks.bench_common import write_json  # noqa: E402
 from slime_like.cli.tiny_model import make_model, make_tokenizer  # noqa: E402
 from slime_like.losses import LossTerms, policy_losses  # noqa: E402
 from slime_like.megatron.backend import MegatronBackend  # noqa: E402
-from slime_like.megatron.forward_step import Objective, PolicyObjective  # noqa: E402
 from slime_like.megatron.init import process_groups  # noqa: E402
+from slime_like.megatron.objectives import Objective, PolicyObjective  # noqa: E402
 from slime_like.megatron.packing import pack_all  # noqa: E402
 from slime_like.megatron.parallel_layout import ParallelLayout  # noqa: E402
 from slime_like.metrics.typed import MetricAccumulator  # noqa: E402

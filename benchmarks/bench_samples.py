@@ -33,13 +33,9 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.bench_common import write_json  # noqa: E402
 from benchmarks.parity.ranks import run_ranks  # noqa: E402
 from slime_like.distributed.exchange import Delivery, Sharing  # noqa: E402
-from slime_like.rollout.sample_plane import (  # noqa: E402
-    BUFFER_SIZE,
-    deliver_samples,
-    payload_size,
-    share_index,
-)
-from slime_like.sample_index import ROW  # noqa: E402
+from slime_like.samples.exchange import BUFFER_SIZE, deliver_samples, share_index  # noqa: E402
+from slime_like.samples.index import ROW  # noqa: E402
+from slime_like.samples.payload import payload_size  # noqa: E402
 from slime_like.types import Sample  # noqa: E402
 
 PROMPT, RANKS_OF_COPY, RESPONSES_OF_COPY = 128, 8, 32

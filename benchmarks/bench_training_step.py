@@ -193,9 +193,9 @@ def our_step(
     """`MegatronBackend.update`."""
     import dataclasses
 
+    from slime_like.batching.step_plan import step_plan
+    from slime_like.batching.train_samples import train_samples
     from slime_like.megatron.backend import MegatronBackend
-    from slime_like.rollout.step_plan import train_samples
-    from slime_like.trainer.rollout_batch import step_plan
     from slime_like.types import TrainBatch
 
     backend = MegatronBackend(run, layout, total_steps=100)

@@ -42,7 +42,7 @@ from slime_like.conversion.meta_model import OnMeta, conversion_layout
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.preflight.fake_world import world_as_rank
 from slime_like.preflight.live_bytes import LiveBytes, group_key
-from slime_like.rollout.engines.sglang.weight_transfer.sending_ranks import SendingRanks
+from slime_like.weight_sync.senders import SendingRanks
 from slime_like.weights import hf_export
 from slime_like.weights.gather import WeightStream
 from slime_like.weights.hf_export import HfExport

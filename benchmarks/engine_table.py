@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime_like.metrics.logger import read_metrics
-from slime_like.metrics.progress import SAMPLING_SECONDS, STEP_SECONDS
+from slime_like.metrics.timers import SAMPLING_SECONDS, STEP_SECONDS
 
 SCORE = "eval/heldout/mean"
 HEAD = (

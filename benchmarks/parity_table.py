@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.parity.models import make_model  # noqa: E402
-from slime_like.rollout.engines.sglang.processes import free_ports  # noqa: E402
 from slime_like.rollout.recording import save_rollout  # noqa: E402
+from slime_like.sglang.processes import free_ports  # noqa: E402
 from slime_like.types import Sample, SampleGroup  # noqa: E402
 
 STEPS, GROUPS, GROUP_SIZE = 3, 2, 4

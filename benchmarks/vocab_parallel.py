@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_like.types import AutogradContext
+from slime_like.autograd import AutogradContext
 
 
 class _Context(AutogradContext, Protocol):

@@ -14,7 +14,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from slime_like.types import AutogradContext
+    from slime_like.autograd import AutogradContext
 
 
 class FusedRMSNorm(torch.autograd.Function):

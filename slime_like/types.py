@@ -16,13 +16,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime_like.lazy import Tensor, torch
 
 if TYPE_CHECKING:
     from slime_like.metrics.typed import Metric
-    from slime_like.sample_index import AnySample
+    from slime_like.samples.index import AnySample
 
 
 NOT_SAMPLED = -1  # weight version of a token that the policy did not generate (tool output etc.)
@@ -165,43 +165,6 @@ class Sample:
     def has(self, name: str) -> bool:
         """Whether the tensor `name`, one of `OPTIONAL_TENSORS`, is set."""
         return getattr(self, name) is not None
-
-
-def complete(samples: Iterable[AnySample]) -> list[Sample]:
-    """The same samples, asserting that this rank holds all of them."""
-    local = []
-    for sample in samples:
-        assert isinstance(sample, Sample), f"sample {sample.sample_id} is on another rank"
-        local.append(sample)
-    return local
-
-
-@dataclass(frozen=True, slots=True)
-class Episodes:
-    """Episodes of a list of samples: runs of samples with equal id."""
-
-    first: Sequence[int]  # index of each episode's first sample
-    of: Sequence[int]  # the episode of each sample
-
-    @property
-    def one_each(self) -> bool:
-        return len(self.first) == len(self.of)
-
-
-def episodes_of(samples: Sequence[AnySample]) -> Episodes:
-    """The episodes of a rollout, or of one optimizer step."""
-    first: list[int] = []
-    of = []
-    for i, sample in enumerate(samples):
-        if i == 0 or samples[i - 1].sample_id != sample.sample_id:
-            first.append(i)
-        of.append(len(first) - 1)
-    return Episodes(first, of)
-
-
-def truncated_fraction(samples: Sequence[AnySample]) -> float:
-    """Fraction of samples that reached the length limit."""
-    return sum(s.status == SampleStatus.TRUNCATED for s in samples) / len(samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,16 +321,3 @@ class TokenOutput:
     columns: tuple[Tensor, ...] = ()
     loss: Tensor | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-
-
-class AutogradContext(Protocol):
-    """Context of a `torch.autograd.Function`; extended by functions that keep more than tensors."""
-
-    saved_tensors: tuple[Tensor, ...]
-    needs_input_grad: tuple[bool, ...]
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
-
-    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
-
-    def set_materialize_grads(self, value: bool) -> None: ...

@@ -26,18 +26,18 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from slime_like.rollout.engines.base import GenerateRequest, SamplingParams
-from slime_like.rollout.engines.local.engine import LocalEngine
-from slime_like.rollout.engines.sglang.engine import SglangEngine
-from slime_like.rollout.engines.sglang.http import Deadlines, Retries
-from slime_like.rollout.engines.sglang.requests import RequestSettings
-from slime_like.rollout.engines.sglang.routed_experts import RoutesFormat
-from slime_like.rollout.engines.sglang.router import Router
-from slime_like.rollout.engines.sglang.server_pool import HealthSettings, ServerPool
-from slime_like.rollout.engines.sglang.weight_transfer.base import UpdateSettings
-from slime_like.rollout.engines.sglang.weight_transfer.updater import WeightUpdater
+from slime_like.engines.base import GenerateRequest, SamplingParams
+from slime_like.engines.local.engine import LocalEngine
+from slime_like.engines.sglang.engine import SglangEngine
+from slime_like.sglang.http import Deadlines, Retries
+from slime_like.sglang.requests import RequestSettings
+from slime_like.sglang.routed_experts import RoutesFormat
+from slime_like.sglang.router import Router
+from slime_like.sglang.server_pool import HealthSettings, ServerPool
+from slime_like.weight_sync.transports.base import UpdateSettings
+from slime_like.weight_sync.updater import WeightUpdater
+from slime_like.weights.buckets import views
 from slime_like.weights.export_plan import TensorPlan
-from slime_like.weights.gather import views
 from slime_like.weights.quantized import QuantizedWeight
 from slime_like.weights.safetensors_reader import stored_format
 

@@ -17,15 +17,7 @@ import torch
 
 from benchmarks.bench_training_step import GROUP_SIZE, make_model, make_samples, our_step
 from benchmarks.bench_training_step import Sizes as StepSizes
-from benchmarks.gpu_check.common import (
-    GIB,
-    Figures,
-    Sizes,
-    device,
-    has_gpu,
-    peak_bytes,
-    seconds,
-)
+from benchmarks.gpu_check.common import GIB, Figures, Sizes, device, has_gpu, peak_bytes, seconds
 from slime_like.preflight.flops import TERA, forward_flops, peak_tflops, step_flops
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -205,8 +197,8 @@ def offload(sizes: Sizes) -> Figures:
 def handoff(sizes: Sizes) -> Figures:
     """Open a weight bucket, as sent by --update-weight-transport, in another process; on a GPU a
     CUDA IPC handle."""
-    from slime_like.rollout.engines.sglang.weight_transfer.tensor import tensor_update
-    from slime_like.weights.gather import in_buckets
+    from slime_like.weight_sync.transports.tensor import tensor_update
+    from slime_like.weights.buckets import in_buckets
 
     rows = 4 if sizes.rehearse else 65536
     weight = torch.arange(rows * 64, device=device(), dtype=torch.float32) % 251

@@ -7,13 +7,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slime_like.rollout.engines.base import (
-    GenerateOutput,
-    GenerateRequest,
-    RolloutEngine,
-    SamplingParams,
-)
-from slime_like.rollout.engines.engine_registry import EngineContext, register_rollout_engine
+from slime_like.engines.base import GenerateOutput, GenerateRequest, RolloutEngine, SamplingParams
+from slime_like.engines.registry import EngineContext, register_rollout_engine
 
 
 class PlainEngine(RolloutEngine):

@@ -32,7 +32,7 @@ from slime_like.advantages.turns import turn_advantages
 from slime_like.advantages.whitening import all_reduce, whiten
 from slime_like.config import NON_NEGATIVE, POSITIVE, UNIT, CheckedSettings, arg
 from slime_like.lazy import Tensor, dist, torch
-from slime_like.losses.inputs import require_ids, require_samples, require_shape
+from slime_like.validation import require_ids, require_samples, require_shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from slime_like.advantages.whitening import all_reduce
 from slime_like.config import NON_NEGATIVE, POSITIVE, CheckedSettings, arg
 from slime_like.lazy import Tensor, dist, torch
-from slime_like.losses.inputs import require_samples
 from slime_like.losses.kl import kl_estimate
+from slime_like.validation import require_samples
 
 if TYPE_CHECKING:
     from slime_like.checkpoints.state import KlState

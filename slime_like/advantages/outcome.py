@@ -16,7 +16,7 @@ from slime_like.advantages.registry import (
     advantage_estimators,
 )
 from slime_like.lazy import Tensor, torch
-from slime_like.losses.inputs import require_choice, require_ids, require_shape, require_tensor
+from slime_like.validation import require_choice, require_ids, require_shape, require_tensor
 
 Singleton = Literal["zero", "reward"]
 SINGLETONS: tuple[str, ...] = ("zero", "reward")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slime_like.lazy import Tensor, torch
-from slime_like.losses.inputs import require_samples
+from slime_like.validation import require_samples
 
 
 def token_rewards(

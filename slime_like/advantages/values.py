@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slime_like.lazy import Tensor, dist, torch
-from slime_like.losses.inputs import require_samples
 from slime_like.metrics.typed import Metric, MetricAccumulator, masked_mean, masked_std
+from slime_like.validation import require_samples
 
 MIN_STD = 1e-6  # a smaller standard deviation is rounding
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slime_like.lazy import Tensor, dist, torch
-from slime_like.losses.inputs import require_samples
+from slime_like.validation import require_samples
 
 EPS = 1e-8
 

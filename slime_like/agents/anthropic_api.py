@@ -17,7 +17,7 @@ from slime_like.agents.openai_api import (
 )
 from slime_like.agents.sessions import Choice, ParsedRequest
 from slime_like.data.messages import ASSISTANT, tool_call
-from slime_like.rollout.engines.base import SamplingParams
+from slime_like.engines.base import SamplingParams
 
 KNOWN = {
     *("model", "messages", "system", "max_tokens", "stop_sequences", "stream", "temperature"),

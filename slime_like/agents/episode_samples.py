@@ -14,8 +14,8 @@ import torch.distributed as dist
 from slime_like.agents.sessions import Session
 from slime_like.agents.task import Task
 from slime_like.agents.tree import Branch, SessionTree
+from slime_like.batching.turn_credit import NUMBERS, SUMMED
 from slime_like.distributed.collectives import gather
-from slime_like.rollout.answer_credit import NUMBERS, SUMMED
 from slime_like.rollout.episode import mark_aborted
 from slime_like.types import Sample, SampleGroup, SampleStatus, flatten
 
@@ -65,7 +65,7 @@ def sample_of(
 
 
 def answers_of(tree: SessionTree, branches: Sequence[Branch], *, summed: bool) -> dict[str, object]:
-    """Metadata for `rollout/answer_credit.py`, as plain JSON. summed: the rewards of turns are
+    """Metadata for `batching/turn_credit.py`, as plain JSON. summed: the rewards of turns are
     added to the episode's reward."""
     return {
         SUMMED: summed,

@@ -22,7 +22,7 @@ import torch
 from slime_like.agents.episode_samples import sequence
 from slime_like.agents.pausable_engine import PausableEngine
 from slime_like.agents.sessions import Session
-from slime_like.rollout.engines.base import GenerationClient
+from slime_like.engines.base import GenerationClient
 from slime_like.types import Sample, SampleStatus
 
 T = TypeVar("T")

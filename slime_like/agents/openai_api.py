@@ -11,7 +11,7 @@ from typing import Any
 from slime_like.agents.messages import BadRequest
 from slime_like.agents.sessions import Choice, ParsedRequest, Session, messages_of
 from slime_like.data.messages import Message
-from slime_like.rollout.engines.base import SamplingParams
+from slime_like.engines.base import SamplingParams
 
 MOST_STOPS = 16
 # parameters without an effect on the response

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slime_like.rollout.engines.base import (
+from slime_like.engines.base import (
     GenerateOutput,
     GenerateRequest,
     GenerationClient,

@@ -19,7 +19,7 @@ from slime_like.agents.openai_api import (
 )
 from slime_like.agents.sessions import Choice, ParsedRequest
 from slime_like.data.messages import ASSISTANT, tool_call
-from slime_like.rollout.engines.base import SamplingParams
+from slime_like.engines.base import SamplingParams
 
 KNOWN = {
     *("model", "input", "instructions", "tools", "max_output_tokens", "temperature", "top_p"),

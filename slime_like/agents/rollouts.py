@@ -34,10 +34,10 @@ from slime_like.agents.sessions import WAITING, Session, SessionLimits
 from slime_like.agents.task import Task, cancel_and_wait, seed_of
 from slime_like.agents.tasks import TaskQueue, WorkerLost
 from slime_like.agents.templates import ChatTemplate
+from slime_like.batching.turn_credit import ANSWERS
 from slime_like.environments.base import FLAG as ENVIRONMENT
 from slime_like.environments.base import environment_maker
 from slime_like.import_utils import load_function
-from slime_like.rollout.answer_credit import ANSWERS
 from slime_like.rollout.episode import CustomGenerate, LoopRunner, Model, mark_aborted
 from slime_like.types import Sample
 
@@ -384,7 +384,7 @@ def end_ids_of(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[
     --rollout-stop-token-ids."""
     from transformers import AutoConfig
 
-    from slime_like.rollout.engines.local.engine import end_token_ids
+    from slime_like.engines.local.engine import end_token_ids
 
     folder = str(run.model.hf_checkpoint)
     trust = run.model.trust_remote_code

@@ -17,7 +17,7 @@ from slime_like.agents.templates import ChatTemplate
 from slime_like.agents.tool_calls import NO_TOOLS, Parsed
 from slime_like.agents.tree import NextPrompt, SessionTree, Turn
 from slime_like.data.messages import ASSISTANT, Message, tool_call
-from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.rollout.episode import Model
 
 Finish = Literal["stop", "length", "tool_calls"]

@@ -20,7 +20,7 @@ from torch import Tensor
 from slime_like.agents.messages import history_keys
 from slime_like.agents.templates import ChatTemplate
 from slime_like.data.messages import ASSISTANT, Message
-from slime_like.rollout.engines.base import GenerateOutput
+from slime_like.engines.base import GenerateOutput
 from slime_like.rollout.sampler_choices import empty_token_sets, join_routes, pad_token_sets
 from slime_like.types import NOT_SAMPLED
 

@@ -1,5 +1,4 @@
-"""Data source of the rollouts: prompts in training order, and a buffer of unfinished groups, which
-are sampled before new prompts.
+"""Data source of the rollouts: prompts in training order.
 
 The order of an epoch depends only on (seed, epoch), so a position is three numbers, and a resumed
 run draws the same prompts as an uninterrupted one. Waiting groups are part of every checkpoint
@@ -9,8 +8,7 @@ run draws the same prompts as an uninterrupted one. Waiting groups are part of e
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,8 +20,7 @@ from slime_like.data.pairs import PairFormat
 from slime_like.data.prompt_format import ANY_LENGTH, PromptFormat, Room, RowKeys
 from slime_like.data.source import Row, RowSource, batches, open_source
 from slime_like.rewards.registry import AnswerCheck
-from slime_like.sample_index import AnySample
-from slime_like.types import Prompt, Sample, SampleGroup
+from slime_like.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -219,95 +216,6 @@ def _make_prompts(
         form.prompt(group_id, *parts)
         for group_id, parts in zip(itertools.count(first_group_id), zip(*columns))
     ]
-
-
-@dataclass(frozen=True, slots=True)
-class PendingGroup:
-    """A prompt and its samples; some may be unfinished, and some may be on other ranks."""
-
-    prompt: Prompt
-    samples: tuple[AnySample, ...]
-
-    @property
-    def group_id(self) -> int:
-        return self.prompt.group_id
-
-    @property
-    def sample_group(self) -> SampleGroup:
-        return SampleGroup(self.group_id, self.samples)
-
-    @property
-    def ended(self) -> bool:
-        return all(sample.ended for sample in self.samples)
-
-    @property
-    def response_tokens(self) -> int:
-        return sum(sample.response_length for sample in self.samples)
-
-    def with_samples(self, samples: Iterable[AnySample]) -> PendingGroup:
-        """A copy with these samples."""
-        return PendingGroup(self.prompt, tuple(samples))
-
-
-# (waiting groups, count) -> ids of at most `count` groups to continue, ids of groups to discard
-Choose = Callable[[Sequence[PendingGroup], int], tuple[list[int], list[int]]]
-# buffer filter: (rollout id, waiting groups, count) -> the same
-ChooseWaiting = Callable[[int, Sequence[PendingGroup], int], tuple[list[int], list[int]]]
-
-
-def oldest_first(
-    rollout_id: int, waiting: Sequence[PendingGroup], count: int
-) -> tuple[list[int], list[int]]:
-    """The default `ChooseWaiting`: the groups that have waited longest."""
-    return [group.group_id for group in waiting[:count]], []
-
-
-class GroupBuffer:
-    """Provides groups to sample: unfinished ones selected by `choose`, then new prompts with
-    n_samples empty samples each. rank: this rank, out of num_holders that sample."""
-
-    def __init__(
-        self, source: PromptSource, n_samples: int, *, rank: int = 0, num_holders: int = 1
-    ) -> None:
-        self.source = source
-        self.n_samples = n_samples
-        self.rank = rank
-        self.num_holders = num_holders
-        self.waiting: list[PendingGroup] = []
-
-    def take(self, count: int, choose: Choose) -> tuple[list[PendingGroup], list[PendingGroup]]:
-        """Draw groups.
-
-        Args:
-            count: Number of groups.
-            choose: Selects waiting groups to continue and to discard.
-
-        Returns:
-            `count` groups to sample, and the discarded ones.
-        """
-        chosen, discarded = choose(self.waiting, count) if self.waiting else ([], [])
-        by_id = {group.group_id: group for group in self.waiting}
-        self.waiting = [
-            group for group in self.waiting if group.group_id not in {*chosen, *discarded}
-        ]
-        groups = [by_id[i] for i in chosen]
-        new = self.source.next_prompts(count - len(groups)) if len(groups) < count else []
-        groups += [self.empty_group(prompt) for prompt in new]
-        return groups, [by_id[i] for i in discarded]
-
-    def empty_group(self, prompt: Prompt) -> PendingGroup:
-        """A new group of empty samples for a prompt."""
-        first = prompt.group_id * self.n_samples
-        samples = (Sample.empty(prompt, first + j) for j in range(self.n_samples))
-        return PendingGroup(prompt, tuple(samples))
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.waiting)
-
-    def requeue(self, groups: Sequence[PendingGroup]) -> None:
-        """Return groups to the buffer, for the next `take`."""
-        self.waiting += groups
 
 
 def load_eval_sets(

@@ -41,14 +41,9 @@ from slime_like.losses.kl import KL_ESTIMATORS, kl_estimate
 from slime_like.losses.off_policy import Correction, off_policy_correction
 from slime_like.losses.off_policy_config import OffPolicyConfig
 from slime_like.losses.prescaling import PrescaledAdvantages, prescale_advantages
+from slime_like.losses.reductions import LOSS_REDUCTIONS, reduction_weights
 from slime_like.losses.registry import PolicyLoss, policy_losses
-from slime_like.losses.total import (
-    LOSS_REDUCTIONS,
-    LossOutput,
-    LossTerms,
-    reduction_weights,
-    total_loss,
-)
+from slime_like.losses.total import LossOutput, LossTerms, total_loss
 from slime_like.losses.value_loss import ValueInputs, ValueLossConfig, value_loss
 
 __all__ = [

@@ -17,19 +17,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime_like.lazy import Tensor, torch
-from slime_like.losses.inputs import (
-    LossInputs,
+from slime_like.losses.inputs import LossInputs
+from slime_like.losses.off_policy import off_policy_correction
+from slime_like.losses.off_policy_config import OffPolicyConfig
+from slime_like.losses.reductions import reduction_weights
+from slime_like.losses.registry import policy_losses
+from slime_like.losses.total import LossOutput, LossTerms, total_loss
+from slime_like.metrics.typed import Metric
+from slime_like.validation import (
     require_finite,
     require_ids,
     require_mask,
     require_shape,
     require_tensor,
 )
-from slime_like.losses.off_policy import off_policy_correction
-from slime_like.losses.off_policy_config import OffPolicyConfig
-from slime_like.losses.registry import policy_losses
-from slime_like.losses.total import LossOutput, LossTerms, reduction_weights, total_loss
-from slime_like.metrics.typed import Metric
 
 # may be non-finite at rejected tokens
 _OF_KEPT_TOKENS = ("old_log_probs", "rollout_log_probs", "importance_weights")

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from slime_like.lazy import Tensor, torch
-from slime_like.losses.inputs import require_choice, require_shape, require_tensor
+from slime_like.validation import require_choice, require_shape, require_tensor
 
 EXPONENT_CLAMP = 20.0
 LOW_VAR_CLAMP = 10.0

@@ -32,7 +32,6 @@ from dataclasses import dataclass
 
 from slime_like.config import SettingsError
 from slime_like.lazy import Tensor, dist, torch
-from slime_like.losses.inputs import require_ids, require_shape
 from slime_like.losses.mismatch import (
     StepTokens,
     clamped_exp,
@@ -43,6 +42,7 @@ from slime_like.losses.mismatch import (
 )
 from slime_like.losses.off_policy_config import OffPolicyConfig
 from slime_like.metrics.typed import Metric, masked_mean
+from slime_like.validation import require_ids, require_shape
 
 
 @dataclass(frozen=True, slots=True)

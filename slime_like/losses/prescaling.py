@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from slime_like.lazy import Tensor, torch
 from slime_like.losses.functional import token_weights
-from slime_like.losses.inputs import require_finite, require_mask, require_shape
+from slime_like.validation import require_finite, require_mask, require_shape
 
 
 @dataclass(frozen=True, slots=True)

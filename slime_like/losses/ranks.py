@@ -11,8 +11,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Protocol
 
+from slime_like.autograd import AutogradContext
 from slime_like.lazy import Tensor, dist, torch
-from slime_like.types import AutogradContext
 
 
 class _RanksContext(AutogradContext, Protocol):

@@ -19,122 +19,23 @@ over all tokens of all micro-batches on all ranks.
 KL, entropy and D have their own weight, so neither gradient accumulation nor pre-scaled advantages
 amplify them. `total_loss` returns the partial sum over its tokens; nothing is divided.
 
-A reduction is a token weight: every active token of a sample gets the same `u`, which contains the
-full denominator, over the whole optimizer step and the original mask, so the loss does not depend
-on how the step is split. With N active tokens in the step, B sequences (fully masked ones count),
-L_i active tokens of sequence i, P prompts with N_p active tokens, R rollouts with S_r:
-
-    rollout_mean 1/(R S_r)      sequence_mean 1/(B L_i)      token_mean 1/N
-    prompt_mean 1/(P N_p)       seq_mean_token_sum_norm 1/(B loss_norm_length)
-    token_mean_legacy 1/(K N_k)
-
-token_mean_legacy is the exception: the mean over K micro-batches of the mean over the N_k tokens of
-each, as in frameworks that divide within a micro-batch. It depends on how the step is split, and
-exists to reproduce their runs.
+Reductions, which are token weights, are in reductions.py.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from slime_like.config import NON_NEGATIVE, POSITIVE, UNIT, CheckedSettings, arg
+from slime_like.config import NON_NEGATIVE, UNIT, CheckedSettings, arg
 from slime_like.lazy import Tensor, torch
 from slime_like.losses.distillation import set_divergence
-from slime_like.losses.inputs import LossInputs, require_choice, require_ids, require_tensor
+from slime_like.losses.inputs import LossInputs
 from slime_like.losses.kl import KL_ESTIMATORS, kl_estimate
 from slime_like.losses.opsm import opsm_keep
 from slime_like.losses.registry import PolicyLoss
 from slime_like.metrics.typed import Metric, masked_mean
-
-if TYPE_CHECKING:
-    from slime_like.checkpoints.state import EntropyState
-
-
-LOSS_REDUCTIONS: tuple[str, ...] = (
-    "rollout_mean",
-    "sequence_mean",
-    "token_mean",
-    "seq_mean_token_sum_norm",
-    "prompt_mean",
-    "token_mean_legacy",
-)
-
-
-def reduction_weights(
-    kind: str,
-    *,
-    active_tokens: Tensor,
-    rollout_ids: Tensor | None = None,
-    prompt_ids: Tensor | None = None,
-    loss_norm_length: int | None = None,
-    micro_batch_size: int | None = None,
-) -> Tensor:
-    """The token weight u of each sample.
-
-    Args:
-        kind: One of `LOSS_REDUCTIONS`.
-        active_tokens: [B] integers >= 0, L_i; B may be 0.
-        rollout_ids: [B] integers, needed by rollout_mean.
-        prompt_ids: [B] integers, needed by prompt_mean.
-        loss_norm_length: >= 1, needed by seq_mean_token_sum_norm.
-        micro_batch_size: Consecutive samples in a micro-batch, needed by token_mean_legacy.
-
-    Returns:
-        [B] float64.
-
-    Raises:
-        ValueError: An unknown reduction, a missing or illegal input, or a wrong shape.
-    """
-    require_choice("loss reduction", kind, LOSS_REDUCTIONS)
-    count = require_tensor("active_tokens", active_tokens).numel()
-    require_ids("active_tokens", active_tokens, count)
-    if count and int(active_tokens.min()) < 0:
-        raise ValueError(f"active_tokens holds {int(active_tokens.min())}; it must be >= 0")
-    lengths = active_tokens.double()
-    if kind == "token_mean":
-        return torch.full_like(lengths, 1.0) / lengths.sum().clamp(min=1)
-    if kind == "sequence_mean":
-        return 1.0 / (count * lengths.clamp(min=1))
-    if kind == "seq_mean_token_sum_norm":
-        if not isinstance(loss_norm_length, int) or loss_norm_length < 1:
-            raise ValueError(
-                "--loss-reduction seq_mean_token_sum_norm needs --loss-norm-length >= 1 "
-                f"(given: {loss_norm_length})"
-            )
-        return torch.full_like(lengths, 1.0) / (count * loss_norm_length)
-    if kind == "token_mean_legacy":
-        return _token_mean_legacy(lengths, micro_batch_size)
-    name, ids = "prompt_ids", prompt_ids
-    if kind == "rollout_mean":
-        name, ids = "rollout_ids", rollout_ids
-    if ids is None:
-        raise ValueError(f"--loss-reduction {kind} needs {name}")
-    require_ids(name, ids, count)
-    if count == 0:
-        return lengths
-    unique, index = ids.unique(return_inverse=True)
-    totals = torch.zeros(unique.numel(), dtype=torch.float64, device=ids.device)
-    totals = totals.index_add(0, index, lengths)
-    return 1.0 / (unique.numel() * totals.clamp(min=1)[index])
-
-
-def _token_mean_legacy(lengths: Tensor, micro_batch_size: int | None) -> Tensor:
-    """The mean over the tokens of each micro-batch, then over micro-batches. lengths: [B]."""
-    count = lengths.numel()
-    if micro_batch_size is None or micro_batch_size < 1 or count % micro_batch_size:
-        raise ValueError(
-            "--loss-reduction token_mean_legacy needs a micro-batch size that divides the "
-            f"{count} samples of a step (given: {micro_batch_size}); use token_mean"
-        )
-    if count == 0:
-        return lengths
-    per_batch = lengths.view(-1, micro_batch_size).sum(1)
-    weights = 1.0 / (per_batch.numel() * per_batch.clamp(min=1))
-    return weights.repeat_interleave(micro_batch_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,54 +214,3 @@ def _check(inputs: LossInputs, policy_loss: PolicyLoss, terms: LossTerms) -> Non
     for coef, tensor in _TERM_INPUTS.items():
         if (value := getattr(terms, coef)) and getattr(inputs, tensor) is None:
             raise ValueError(f"{coef} {value:g} needs {tensor}, and the batch has none")
-
-
-@dataclass(slots=True)
-class EntropyController(CheckedSettings):
-    """The coefficient of the entropy bonus; constant without a target.
-
-    With a target the bonus acts only while entropy is too low: adaptive entropy control of
-    Skywork-OR1, arXiv 2505.22312. With the mean entropy e_k over the active tokens of optimizer
-    step k on all ranks, and a coefficient c_k:
-
-        c_{k+1} = clip(c_k + delta, low, high)  where e_k < target
-                  clip(c_k - delta, low, high)  where e_k > target
-        bonus of step k + 1 = c_{k+1}           where e_k <= target, else 0
-
-    The paper uses the entropy of the rollout that a step trains on; we use that of the previous
-    forward pass, which every run has, so the bonus reacts one optimizer step later.
-    """
-
-    value: float = arg(0.0, "c, before the indicator.", legal=NON_NEGATIVE)
-    target: float | None = arg(None, "Target entropy per token, in nats.", legal=POSITIVE)
-    delta: float = arg(1e-4, "Change per step.", legal=POSITIVE)
-    low: float = arg(0.0, "Minimum of c.", legal=NON_NEGATIVE)
-    high: float = arg(0.005, "Maximum of c.", legal=POSITIVE)
-    active: bool = arg(True, "Whether the last entropy was at most the target.")
-
-    @property
-    def adaptive(self) -> bool:
-        return self.target is not None
-
-    @property
-    def coef(self) -> float:
-        """The weight of the entropy bonus in the next optimizer step."""
-        return self.value if self.active else 0.0
-
-    def update(self, entropy: float | None) -> None:
-        """Adapt to the mean entropy per token of an optimizer step's forward pass; None and
-        non-finite values are ignored."""
-        if self.target is None or entropy is None or not math.isfinite(entropy):
-            return
-        sign = (entropy < self.target) - (entropy > self.target)
-        self.value = min(max(self.value + sign * self.delta, self.low), self.high)
-        self.active = entropy <= self.target
-
-    def state_dict(self) -> dict[str, object]:
-        """State for checkpoints, as plain JSON."""
-        return {"value": self.value, "active": self.active}
-
-    def load_state_dict(self, state: EntropyState) -> None:
-        """Restore an adaptive coefficient; a fixed one comes from the command line."""
-        if self.adaptive and state:
-            self.value, self.active = float(state["value"]), bool(state["active"])

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 from slime_like.config import POSITIVE, CheckedSettings, arg
 from slime_like.lazy import Tensor, torch
-from slime_like.losses.inputs import require_mask, require_shape, upcast
+from slime_like.losses.inputs import upcast
 from slime_like.losses.total import LossOutput
 from slime_like.metrics.typed import Metric, masked_mean
+from slime_like.validation import require_mask, require_shape
 
 
 @dataclass(frozen=True, slots=True)

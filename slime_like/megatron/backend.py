@@ -29,23 +29,19 @@ from slime_like.megatron.factory import (
     self_teacher,
     start_from_policy,
 )
-from slime_like.megatron.forward_step import (
+from slime_like.megatron.forward_step import TokenComputation
+from slime_like.megatron.init import device_of_this_process
+from slime_like.megatron.lora import LoraNetwork, load_adapter, save_adapter
+from slime_like.megatron.micro_batching import MicroBatchSize, micro_batch_size
+from slime_like.megatron.moe import replay_disagreement, routing_metrics, select_stage_routes
+from slime_like.megatron.network import Network, PassOutput, SelectionSeed
+from slime_like.megatron.objectives import (
     PolicyObjective,
     RewardObjective,
-    TokenComputation,
     ValueObjective,
     critic_values,
     reward_scores,
 )
-from slime_like.megatron.init import device_of_this_process
-from slime_like.megatron.lora import LoraNetwork, load_adapter, save_adapter
-from slime_like.megatron.micro_batching import MicroBatchSize, micro_batch_size
-from slime_like.megatron.moe import (
-    replay_disagreement,
-    routing_metrics,
-    select_stage_routes,
-)
-from slime_like.megatron.network import Network, PassOutput, SelectionSeed
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.megatron.reshard import copy_same_layout
 from slime_like.megatron.trained_network import TrainedNetwork

@@ -26,12 +26,12 @@ from slime_like.losses.registry import policy_losses
 from slime_like.losses.total import LossTerms
 from slime_like.megatron.averaged import AveragedNetwork
 from slime_like.megatron.checkpoint import SavedNetwork, load_weights
-from slime_like.megatron.forward_step import Objective, TokenLoss
 from slime_like.megatron.frozen_parameters import FrozenParameters
 from slime_like.megatron.init import make_further_layout
 from slime_like.megatron.lora import LoraBase, LoraNetwork, critic_lora_spec, lora_spec
 from slime_like.megatron.model.policy import LogProbHead
 from slime_like.megatron.network import Network
+from slime_like.megatron.objectives import Objective, TokenLoss
 from slime_like.megatron.offload import OffloadedWeights
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.megatron.reshard import copy_same_layout, copy_weights

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from slime_like.distributed.seqlen_balancing import even_rows, members, pack_by_budget, unit_sums
-from slime_like.losses.inputs import turns_of
+from slime_like.losses.turns import turns_of
 from slime_like.megatron.init import device_of_this_process
 from slime_like.megatron.micro_batching import MicroBatchSize
 from slime_like.megatron.moe import make_length_sync

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime_like.metrics.progress import STEP_SECONDS, phase_metric, phase_seconds
+from slime_like.metrics.timers import STEP_SECONDS, phase_metric, phase_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

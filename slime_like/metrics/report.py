@@ -18,7 +18,7 @@ from rich.table import Table
 
 from slime_like.metrics.logger import FILE_NAME, read_metrics
 from slime_like.metrics.plot import Rows, eval_metrics, logged_metrics, series, write_plot
-from slime_like.metrics.progress import STEP_SECONDS
+from slime_like.metrics.timers import STEP_SECONDS
 
 # Rows of the table: metric and which value is best; eval/<set>/... and perf/... rows are added
 # if logged.

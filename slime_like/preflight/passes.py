@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megatron_patches.packed_ops import FusedRMSNorm, can_fuse_norm
+from slime_like.autograd import AutogradContext
 from slime_like.megatron.model.delta_net import GatedDeltaNet
 from slime_like.megatron.ops.attention import PackedAttention, PackedRows, packed_rows
 from slime_like.megatron.ops.delta_rule import DeltaRows, delta_rows
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.preflight.live_bytes import LiveBytes, Traffic, group_key
 from slime_like.preflight.one_rank import OneRank
-from slime_like.types import AutogradContext
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain
 
-from slime_like.metrics.progress import STEP_SECONDS
+from slime_like.metrics.timers import STEP_SECONDS
 from slime_like.report.read import Run
 
 # Counters that stay 0 in a healthy run, with the meaning of a nonzero value. TOTALS are counted

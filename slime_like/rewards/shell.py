@@ -5,29 +5,23 @@ read-only system programs and libraries and the files of the `Workspace` in memo
 seccomp filter (`confinement.lock_shell`); resource limits. When the command ends, everything that
 it started is killed, and the files are kept as a tar archive that only the next sandbox unpacks.
 
-A command has an outcome, whatever it does to its sandbox: `SandboxError` is for one that does not
-start. This needs the namespaces and the filter of `confinement.py`; `problem` reports what is
-missing.
+This needs the namespaces and the filter of `confinement.py`; `problem` reports what is missing.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-import psutil
-
 from slime_like.rewards import confinement
 from slime_like.rewards.sandbox import SandboxError
-from slime_like.rewards.shell_child import HEADER, MAX_DEPTH, READY
+from slime_like.rewards.shell_child import HEADER
 
 _BOOT = (
     "import sys; sys.path.insert(0, sys.argv[1]); from slime_like.rewards.shell_child import main; "
@@ -35,24 +29,19 @@ _BOOT = (
 )
 _START_S = 60.0  # seconds in addition to the deadline for starting the sandbox on a loaded machine
 _NEEDED = ("namespaces", "seccomp")
-_LOOK_S = 0.1  # seconds between two looks at the memory of a command
 
-Status = Literal["ok", "timeout", "files", "memory", "broken"]
-_KILLED = 137  # exit status of a command whose sandbox was killed
+Status = Literal["ok", "timeout", "files"]
 
 
 @dataclass(frozen=True, slots=True)
 class ShellLimits:
     """Limits of commands. wall_s: deadline of a command. cpu_s: CPU time per process. memory_mb:
-    address space per process. total_memory_mb: resident memory of all processes of a command, of
-    which those that run for less than a tenth of a second may take more. files_mb: of all files.
-    output_bytes: amount of a command's output that is kept, from its start and its end. processes:
-    number at a time."""
+    address space per process. files_mb: of all files. output_bytes: amount of a command's output
+    that is kept, from its start and its end. processes: number at a time."""
 
     wall_s: float = 30.0
     cpu_s: int = 30
     memory_mb: int = 512
-    total_memory_mb: int = 1024
     files_mb: int = 16
     output_bytes: int = 8192
     open_files: int = 128
@@ -61,13 +50,9 @@ class ShellLimits:
 
 @dataclass(frozen=True, slots=True)
 class ShellOutcome:
-    """Result of a command. exit_status: as in a shell; 124 after a timeout. output: standard output
-    and error.
-
-    status: "ok" (the command ended), "timeout"; or, with all changes of the command dropped,
-    "files" (too large, or nested too deeply), "memory" (too much), "broken" (it ended or spoiled
-    its sandbox).
-    """
+    """Result of a command. status: "ok" (the command ended), "timeout", "files" (over their size
+    limit; all changes of the command are dropped). exit_status: as in a shell; 124 after a timeout.
+    output: standard output and error."""
 
     status: Status
     exit_status: int
@@ -101,14 +86,12 @@ class Workspace:
                 is replaced.
 
         Raises:
-            SandboxError: The sandbox could not start; the files are unchanged.
+            SandboxError: The sandbox could not start, or broke; the files are unchanged.
             ValueError: A path leads out of the folder.
         """
         for path in files or ():
-            if not _is_path(path):
+            if not path or os.path.isabs(path) or ".." in path.split("/") or "\0" in path:
                 raise ValueError(f"{path!r:.100} is no path in the workspace")
-        if not _is_text(command):
-            return ShellOutcome("ok", 2, "sh: the command has a NUL or a surrogate character\n")
         request = {
             "command": command,
             "files": dict(files or {}),
@@ -117,8 +100,8 @@ class Workspace:
         }
         body = json.dumps(request).encode()
         header = HEADER.pack(len(body), len(self._archive))
-        outcome, archive = _run_sandbox(header + body + self._archive, self.limits)
-        if archive is not None:
+        outcome, archive = _parse(_run_sandbox(header + body + self._archive, self.limits))
+        if outcome.status != "files":
             self._archive = archive
         return outcome
 
@@ -135,29 +118,7 @@ class Workspace:
         return outcome.output if outcome.exit_status == 0 else None
 
 
-def _is_path(path: str) -> bool:
-    """Whether this is a relative path that stays in its folder and can be written to an archive."""
-    parts = path.split("/")
-    return (
-        bool(path)
-        and _is_text(path)
-        and not os.path.isabs(path)
-        and ".." not in parts
-        and len(parts) <= MAX_DEPTH
-    )
-
-
-def _is_text(text: str) -> bool:
-    """Whether a program can get the text as an argument: no NUL, and no surrogate."""
-    try:
-        return b"\0" not in text.encode()
-    except UnicodeEncodeError:
-        return False
-
-
-def _run_sandbox(request: bytes, limits: ShellLimits) -> tuple[ShellOutcome, bytes | None]:
-    """The outcome, and the files after the command; None if they are those before it. Raises
-    SandboxError if the sandbox does not start."""
+def _run_sandbox(request: bytes, limits: ShellLimits) -> bytes:
     arguments = [confinement.package_root(), str(os.getpid()), json.dumps(confinement.missing())]
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-X", "utf8", "-c", _BOOT, *arguments],
@@ -169,54 +130,24 @@ def _run_sandbox(request: bytes, limits: ShellLimits) -> tuple[ShellOutcome, byt
         start_new_session=True,
     )
     try:
-        memory, answer, errors = _follow(process, request, limits)
+        answer, errors = process.communicate(request, timeout=limits.wall_s + _START_S)
+    except subprocess.TimeoutExpired:
+        raise SandboxError("the shell's sandbox does not answer") from None
     finally:
         process.kill()  # this also ends its PID namespace
         process.wait()
-    if not answer.startswith(READY):
+    if process.returncode:
         reason = errors.decode(errors="replace").strip()[-500:] or "no output"
         raise SandboxError(f"the shell's sandbox cannot start: {reason}")
-    if memory > limits.total_memory_mb:
-        text = f"the command took more than {limits.total_memory_mb} MB of memory\n"
-        return ShellOutcome("memory", _KILLED, text), None
-    return _parse(answer.removeprefix(READY))
+    return answer
 
 
-def _follow(
-    process: subprocess.Popen[bytes], request: bytes, limits: ShellLimits
-) -> tuple[float, bytes, bytes]:
-    """Wait until the sandbox ends by itself, or end it where it takes too much memory or time.
-    Returns the most memory that was seen in MB, its answer, and its standard error."""
-    deadline = time.monotonic() + limits.wall_s + _START_S
-    most = 0.0
-    left: bytes | None = request  # given to the first call, which keeps what is not sent yet
-    while time.monotonic() < deadline and most <= limits.total_memory_mb:
-        try:
-            return (most, *process.communicate(left, timeout=_LOOK_S))
-        except subprocess.TimeoutExpired:
-            left = None
-        most = max(most, _resident(process.pid) / 2**20)
-    process.kill()
-    return (most, *process.communicate())
-
-
-def _resident(pid: int) -> int:
-    """Bytes of memory of a process and its descendants."""
-    total = 0
-    with contextlib.suppress(psutil.Error):
-        root = psutil.Process(pid)
-        for process in (root, *root.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):
-                total += process.memory_info().rss
-    return total
-
-
-def _parse(answer: bytes) -> tuple[ShellOutcome, bytes | None]:
-    """The command's result and the archive."""
-    sizes = HEADER.unpack_from(answer) if len(answer) >= HEADER.size else (0, 0)
-    if not sizes[0] or len(answer) != HEADER.size + sum(sizes):
-        text = "the command ended its sandbox; the files are as before\n"
-        return ShellOutcome("broken", _KILLED, text), None
-    end = HEADER.size + sizes[0]
-    outcome = ShellOutcome(**json.loads(answer[HEADER.size : end]))
-    return outcome, None if outcome.status == "files" else answer[end:]
+def _parse(answer: bytes) -> tuple[ShellOutcome, bytes]:
+    """The command's result and the archive. Raises SandboxError for invalid data."""
+    if len(answer) < HEADER.size:
+        raise SandboxError("the shell's sandbox has ended without an answer")
+    size, archive_size = HEADER.unpack_from(answer)
+    if len(answer) != HEADER.size + size + archive_size:
+        raise SandboxError("the answer of the shell's sandbox is incomplete")
+    outcome = ShellOutcome(**json.loads(answer[HEADER.size : HEADER.size + size]))
+    return outcome, answer[HEADER.size + size :]

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from slime_like.metrics.progress import SAMPLING_SECONDS
+from slime_like.metrics.timers import SAMPLING_SECONDS
 from slime_like.rollout.group_rows import groups_from_rows, groups_to_rows
 from slime_like.types import SampleGroup
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from arguments.run_config import RunConfig
-from slime_like.data.prompts import Choose, GroupBuffer, PendingGroup, oldest_first
+from slime_like.data.group_buffer import Choose, GroupBuffer, PendingGroup, oldest_first
 from slime_like.distributed.collectives import from_rank_zero, from_rank_zero_within
+from slime_like.engines.base import SamplingParams
 from slime_like.errors import RunError
-from slime_like.rollout.engines.base import SamplingParams
 from slime_like.rollout.failures import (
     LEFT_OUT,
     LEFT_OUT_FAILED,
@@ -31,8 +31,9 @@ from slime_like.rollout.filters import BUILT_IN_FILTERS, DYNAMIC_FILTER, GroupFi
 from slime_like.rollout.rank_zero import gather_pending, groups_of_index, index_of_groups
 from slime_like.rollout.rollouter import Rollouter
 from slime_like.rollout.streaming import Responder, StreamGeneration
-from slime_like.sample_index import AnySample, RemoteSample, untrained
-from slime_like.types import Prompt, SampleGroup, complete, flatten
+from slime_like.samples.episodes import complete
+from slime_like.samples.index import AnySample, RemoteSample, untrained
+from slime_like.types import Prompt, SampleGroup, flatten
 
 if TYPE_CHECKING:
     from arguments.schema.scheduling import SchedulingConfig

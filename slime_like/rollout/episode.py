@@ -26,7 +26,7 @@ from torch import Tensor
 
 import slime_like
 from slime_like.data.tokenizer import response_text
-from slime_like.rollout.engines.base import (
+from slime_like.engines.base import (
     FinishReason,
     GenerateOutput,
     GenerateRequest,

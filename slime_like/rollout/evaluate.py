@@ -12,9 +12,9 @@ from arguments.run_config import RunConfig
 from arguments.schema import RewardConfig, RolloutConfig
 from slime_like.data.prompt_format import Room
 from slime_like.data.prompts import load_eval_sets
+from slime_like.engines.base import SamplingParams
 from slime_like.rewards.grader import Grader
 from slime_like.rewards.registry import answer_check
-from slime_like.rollout.engines.base import SamplingParams
 from slime_like.rollout.failures import warn_failed
 from slime_like.rollout.rollouter import Rollouter, eval_sampling
 from slime_like.types import Prompt, SampleGroup, flatten

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from slime_like.distributed.collectives import gather
 from slime_like.errors import RunError
 from slime_like.logs import warn_rank_0
-from slime_like.sample_index import AnySample
+from slime_like.samples.index import AnySample
 from slime_like.types import Sample, SampleStatus
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from arguments.rules.scheduling import FILTERS
-from slime_like.data.prompts import ChooseWaiting, oldest_first
-from slime_like.sample_index import AnySample
+from slime_like.data.group_buffer import ChooseWaiting, oldest_first
+from slime_like.samples.index import AnySample
 from slime_like.types import SampleGroup
 
 DYNAMIC_FILTER = "--dynamic-sampling-filter-path"

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slime_like.data.prompts import PendingGroup
+from slime_like.data.group_buffer import PendingGroup
 from slime_like.rollout.recording import decode, encode
-from slime_like.sample_index import AnySample, remote_samples, rows_of
-from slime_like.types import Prompt, Sample, SampleGroup, SampleStatus, complete, split
+from slime_like.samples.episodes import complete
+from slime_like.samples.index import AnySample, remote_samples, rows_of
+from slime_like.types import Prompt, Sample, SampleGroup, SampleStatus, split
 
 _ARRAYS = (
     "tokens",

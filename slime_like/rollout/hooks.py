@@ -17,7 +17,7 @@ from torch import Tensor
 
 from arguments.rules.scheduling import OWN_ROLLOUT
 from arguments.run_config import RunConfig
-from slime_like.data.prompts import ChooseWaiting, GroupBuffer, oldest_first
+from slime_like.data.group_buffer import ChooseWaiting, GroupBuffer, oldest_first
 from slime_like.distributed.collectives import from_rank_zero
 from slime_like.import_utils import load_function, takes_args
 from slime_like.rollout.collector import Collected
@@ -31,9 +31,10 @@ from slime_like.rollout.episode import (
 from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.filters import BUILT_IN_FILTERS, DYNAMIC_FILTER, GroupFilters, KeepGroup
 from slime_like.rollout.rollouter import Rollouter
-from slime_like.rollout.sample_plane import gather_on_rank_zero
-from slime_like.sample_index import AnySample
-from slime_like.types import Sample, SampleGroup, complete
+from slime_like.samples.episodes import complete
+from slime_like.samples.exchange import gather_on_rank_zero
+from slime_like.samples.index import AnySample
+from slime_like.types import Sample, SampleGroup
 
 ADAPTER = "slime_like.compat.slime.adapter"
 TRAIN_ADAPTER = "slime_like.compat.slime.train_hooks"

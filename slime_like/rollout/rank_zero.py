@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from slime_like.data.prompts import PendingGroup
+from slime_like.data.group_buffer import PendingGroup
 from slime_like.distributed.collectives import from_rank_zero
 from slime_like.rollout.async_rollout import RolloutJson
 from slime_like.rollout.group_rows import groups_from_rows, groups_to_rows, waiting_to_rows
 from slime_like.rollout.rollouter import Rollouter
-from slime_like.sample_index import AnySample, Rows, Versions, holder_of, remote_samples, rows_of
-from slime_like.types import SampleGroup, complete, flatten, regroup, split
+from slime_like.samples.episodes import complete
+from slime_like.samples.index import AnySample, Rows, Versions, holder_of, remote_samples, rows_of
+from slime_like.types import SampleGroup, flatten, regroup, split
 
 if TYPE_CHECKING:
     from slime_like.checkpoints.state import SamplingState

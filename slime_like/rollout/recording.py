@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from slime_like.rollout.engines.checked_json import (
+from slime_like.checked_json import (
     InvalidResponse,
     int_of,
     log_prob,
@@ -31,7 +31,8 @@ from slime_like.rollout.engines.checked_json import (
     text_of,
     token_ids,
 )
-from slime_like.types import NOT_SAMPLED, Sample, SampleGroup, SampleStatus, complete, flatten
+from slime_like.samples.episodes import complete
+from slime_like.types import NOT_SAMPLED, Sample, SampleGroup, SampleStatus, flatten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from slime_like.rollout.engines.base import SamplingParams
+from slime_like.engines.base import SamplingParams
 from slime_like.rollout.failures import warn_failed
 from slime_like.rollout.rollouter import Rollouter
-from slime_like.sample_index import AnySample
+from slime_like.samples.index import AnySample
 from slime_like.types import GREEDY_REWARD, Prompt, Sample, SampleGroup, flatten
 
 

@@ -1,7 +1,7 @@
 """Generation and grading: prompts in, graded sample groups out, distributed over the ranks.
 
 Samples are assigned round-robin to the generating ranks (all ranks with a local engine, the first
-with servers), which keep them; the other ranks get the metadata of `sample_index.py`. A sample's
+with servers), which keep them; the other ranks get the metadata of `samples/index.py`. A sample's
 randomness depends only on the run's seed and its id, so the number of ranks and the layout do not
 change what is sampled.
 """
@@ -21,24 +21,20 @@ import torch.distributed as dist
 from arguments.eval_sets import EvalSet
 from arguments.schema import RolloutConfig
 from slime_like.data.tokenizer import response_text
-from slime_like.rewards.grader import Grader
-from slime_like.rollout.engines.base import (
+from slime_like.engines.base import (
     GenerateOutput,
     GenerateRequest,
     RolloutEngine,
     SamplingParams,
     num_generating_ranks,
 )
+from slime_like.rewards.grader import Grader
 from slime_like.rollout.episode import CustomGenerate, Model, SampleHook
-from slime_like.rollout.sample_plane import (
-    BUFFER_SIZE,
-    gather_on_rank_zero,
-    refresh_index,
-    share_index,
-)
 from slime_like.rollout.sampler_choices import join_routes, pad_token_sets, split_token_sets
-from slime_like.sample_index import AnySample, holder_of
-from slime_like.types import Prompt, Sample, SampleGroup, SampleStatus, complete, split
+from slime_like.samples.episodes import complete
+from slime_like.samples.exchange import BUFFER_SIZE, gather_on_rank_zero, refresh_index, share_index
+from slime_like.samples.index import AnySample, holder_of
+from slime_like.types import Prompt, Sample, SampleGroup, SampleStatus, split
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

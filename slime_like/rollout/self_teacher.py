@@ -19,8 +19,8 @@ from arguments.schema import DistillationConfig
 from slime_like.data.prompt_format import PromptFormat
 from slime_like.data.tokenizer import without_special_tokens
 from slime_like.distributed.collectives import gather, together
-from slime_like.rollout.sample_plane import refresh_index
-from slime_like.sample_index import AnySample
+from slime_like.samples.exchange import refresh_index
+from slime_like.samples.index import AnySample
 from slime_like.types import (
     REWARD_DETAILS,
     TEACHER_CONTEXT,

@@ -12,17 +12,18 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from slime_like.data.prompts import PendingGroup
-from slime_like.rewards.grader import Grader
-from slime_like.rollout.engines.base import (
+from slime_like.data.group_buffer import PendingGroup
+from slime_like.engines.base import (
     GenerateOutput,
     GenerateRequest,
     GenerationClient,
     SamplingParams,
 )
+from slime_like.rewards.grader import Grader
 from slime_like.rollout.episode import LoopRunner, Model
 from slime_like.rollout.rollouter import FINISHED, Rollouter
-from slime_like.types import Sample, SampleStatus, complete, split
+from slime_like.samples.episodes import complete
+from slime_like.types import Sample, SampleStatus, split
 
 ABORT_S = 15.0  # for aborted requests to end
 

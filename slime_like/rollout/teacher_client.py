@@ -22,10 +22,12 @@ import httpx
 import torch
 import torch.distributed as dist
 
+from slime_like.checked_json import InvalidResponse
 from slime_like.distributed.collectives import from_rank_zero, gather, together
 from slime_like.errors import RunError
-from slime_like.rollout.engines.checked_json import InvalidResponse
-from slime_like.rollout.engines.sglang.http import (
+from slime_like.rollout.episode import mark_aborted
+from slime_like.samples.exchange import refresh_index
+from slime_like.sglang.http import (
     Deadlines,
     RequestFailed,
     Retries,
@@ -33,15 +35,13 @@ from slime_like.rollout.engines.sglang.http import (
     post_once,
     with_retries,
 )
-from slime_like.rollout.engines.sglang.protocol import (
+from slime_like.sglang.protocol import (
     read_input_tokens,
     read_scores,
     scoring_body,
     scoring_body_of_text,
     vocabulary_body,
 )
-from slime_like.rollout.episode import mark_aborted
-from slime_like.rollout.sample_plane import refresh_index
 from slime_like.types import Sample, SampleGroup, SampleStatus, flatten, regroup
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from slime_like.losses.total import apply_weights, token_losses
 from slime_like.losses.value_loss import ValueLossConfig, token_value_losses
-from slime_like.megatron.forward_step import Objective, loss_inputs, masked_values, value_inputs
 from slime_like.megatron.model.policy import LogProbHead, head_weight
+from slime_like.megatron.objectives import Objective, loss_inputs, masked_values, value_inputs
 from slime_like.metrics.typed import Metric, masked_mean
 from slime_like.types import MicroBatch, TokenOutput
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from arguments.hf.model import read_hf_model
 from arguments.schema import ModelConfig
 from slime_like.distributed.collectives import gather, together
+from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.engines.local.engine import LocalEngine
 from slime_like.megatron.init import device_of_this_process
 from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
-from slime_like.rollout.engines.local.engine import LocalEngine
 from slime_like.weights.safetensors_reader import WeightFiles
 from slime_like.weights.untrained import untrained_prefixes
 

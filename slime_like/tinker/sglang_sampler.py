@@ -20,36 +20,24 @@ import torch
 from torch import Tensor
 
 from arguments.run_config import RunConfig
+from slime_like.checked_json import InvalidResponse
 from slime_like.distributed.collectives import from_rank_zero, on_rank_zero
+from slime_like.engines.sglang.engine import SglangEngine
+from slime_like.engines.sglang.factory import request_settings, start_servers
 from slime_like.errors import RunError
 from slime_like.megatron.init import device_of_this_process
 from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.rollout.engines.checked_json import InvalidResponse
-from slime_like.rollout.engines.sglang.engine import SglangEngine
-from slime_like.rollout.engines.sglang.factory import request_settings, start_servers
-from slime_like.rollout.engines.sglang.http import (
-    RequestFailed,
-    async_client,
-    post_once,
-    with_retries,
-)
-from slime_like.rollout.engines.sglang.protocol import read_scores, scoring_body
-from slime_like.rollout.engines.sglang.requests import RequestSettings
-from slime_like.rollout.engines.sglang.server_pool import ServerPool, Worker
-from slime_like.rollout.engines.sglang.weight_spec import checkpoint_shapes
-from slime_like.rollout.engines.sglang.weight_transfer.base import UpdateSettings
-from slime_like.rollout.engines.sglang.weight_transfer.disk import DiskTransport
-from slime_like.rollout.engines.sglang.weight_transfer.sending_ranks import SendingRanks
-from slime_like.rollout.engines.sglang.weight_transfer.servers import CONTROL_S
-from slime_like.rollout.engines.sglang.weight_transfer.updater import WeightUpdater
+from slime_like.sglang.http import CONTROL_S, RequestFailed, async_client, post_once, with_retries
+from slime_like.sglang.protocol import read_scores, scoring_body
+from slime_like.sglang.requests import RequestSettings
+from slime_like.sglang.server_pool import ServerPool, Worker
+from slime_like.sglang.weight_spec import checkpoint_shapes
 from slime_like.tinker.errors import Refused
-from slime_like.tinker.sampler import (
-    PromptSamples,
-    SampleCommand,
-    is_tied,
-    plain_output,
-    with_nan,
-)
+from slime_like.tinker.sampler import PromptSamples, SampleCommand, is_tied, plain_output, with_nan
+from slime_like.weight_sync.senders import SendingRanks
+from slime_like.weight_sync.transports.base import UpdateSettings
+from slime_like.weight_sync.transports.disk import DiskTransport
+from slime_like.weight_sync.updater import WeightUpdater
 
 ATTEMPTS = 3  # attempts to update the servers; every failed one costs a server
 NO_SEED = (

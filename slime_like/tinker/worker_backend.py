@@ -23,10 +23,11 @@ from slime_like.losses.total import LossTerms
 from slime_like.losses.value_loss import ValueLossConfig
 from slime_like.megatron.checkpoint import CheckpointSaver, SavePolicy, load_checkpoint
 from slime_like.megatron.factory import make_head, network_settings
-from slime_like.megatron.forward_step import Objective, TokenComputation
+from slime_like.megatron.forward_step import TokenComputation
 from slime_like.megatron.micro_batching import MicroBatchSize
 from slime_like.megatron.model.gpt import model_shape
 from slime_like.megatron.network import PassOutput, SelectionSeed
+from slime_like.megatron.objectives import Objective
 from slime_like.megatron.optimizer import AdamStep
 from slime_like.megatron.packing import empty_sample
 from slime_like.megatron.parallel_layout import ParallelLayout

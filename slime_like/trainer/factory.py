@@ -6,17 +6,17 @@ from collections.abc import Callable, Sized
 from pathlib import Path
 
 from arguments.run_config import RunConfig
+from slime_like.batching.builder import BatchBuilder
+from slime_like.batching.outcomes import advantage_settings, outcome_readers
+from slime_like.batching.settings import BatchSettings
+from slime_like.batching.user_hooks import UserHooks
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.distributed.signals import StopConditions
+from slime_like.guards.rollout import RolloutGuards, train_rollout_limit
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.metrics.progress import Progress
-from slime_like.rollout.reward_parts import advantage_settings, outcome_readers
-from slime_like.trainer.batch_builder import BatchBuilder
-from slime_like.trainer.guards import RolloutGuards, train_rollout_limit
-from slime_like.trainer.rollout_batch import BatchSettings
 from slime_like.trainer.train_step import TrainStep
-from slime_like.trainer.user_hooks import UserHooks
 
 
 def run_tokenizer(run: RunConfig) -> object:

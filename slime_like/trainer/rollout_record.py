@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from slime_like.batching.builder import Batches
 from slime_like.checkpoints.files import writes_to
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.rollout.rank_zero import gather_groups
@@ -18,8 +19,7 @@ from slime_like.rollout.recording import (
     save_token_texts,
     save_token_values,
 )
-from slime_like.rollout.sample_plane import gather_on_rank_zero
-from slime_like.trainer.batch_builder import Batches
+from slime_like.samples.exchange import gather_on_rank_zero
 from slime_like.types import SampleGroup
 
 if TYPE_CHECKING:

@@ -13,14 +13,15 @@ from arguments.rules.distillation import server_url
 from arguments.rules.scheduling import OWN_ROLLOUT
 from arguments.run_config import RunConfig
 from slime_like.advantages import TokenEstimator, advantage_estimators
+from slime_like.data.group_buffer import GroupBuffer
 from slime_like.data.prompt_format import PromptFormat, RowKeys
-from slime_like.data.prompts import GroupBuffer, PromptSource
+from slime_like.data.prompts import PromptSource
+from slime_like.engines.base import num_generating_ranks
+from slime_like.engines.registry import EngineContext, rollout_engines
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.rewards import confinement
 from slime_like.rewards.grader import Grader
 from slime_like.rollout.collector import Collector
-from slime_like.rollout.engines.base import num_generating_ranks
-from slime_like.rollout.engines.engine_registry import EngineContext, rollout_engines
 from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.hooks import (
     UserRollout,

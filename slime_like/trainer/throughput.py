@@ -8,7 +8,7 @@ import torch
 
 from arguments.run_config import RunConfig
 from slime_like.megatron.backend import MegatronBackend
-from slime_like.metrics.progress import STEP_SECONDS, phase_metric
+from slime_like.metrics.timers import STEP_SECONDS, phase_metric
 from slime_like.preflight.flops import TERA, ForwardFlops, forward_flops, peak_tflops
 
 

@@ -9,23 +9,21 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from arguments.schema import AlgorithmConfig
-from slime_like.logs import warn_rank_0
-from slime_like.losses.total import EntropyController
-from slime_like.megatron.backend import MegatronBackend, PendingStep
-from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.metrics.progress import Progress
-from slime_like.trainer.batch_builder import Batches
-from slime_like.trainer.guards import (
-    GuardError,
-    RolloutGuards,
+from slime_like.batching.builder import Batches
+from slime_like.batching.user_hooks import UserHooks
+from slime_like.guards.finite import GuardError, check_finite, non_finite_losses
+from slime_like.guards.rollout import RolloutGuards
+from slime_like.guards.update import (
     SkippedStepGuard,
-    check_finite,
     check_initial_kl,
     check_old_log_probs,
     check_old_values,
-    non_finite_losses,
 )
-from slime_like.trainer.user_hooks import UserHooks
+from slime_like.logs import warn_rank_0
+from slime_like.losses.entropy_control import EntropyController
+from slime_like.megatron.backend import MegatronBackend, PendingStep
+from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.metrics.progress import Progress
 from slime_like.types import StepResult, TrainBatch
 
 if TYPE_CHECKING:

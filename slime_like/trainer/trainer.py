@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arguments.run_config import RunConfig
+from slime_like.batching.builder import Batches
+from slime_like.batching.user_hooks import make_user_hooks
 from slime_like.checkpoints.files import writes_to
 from slime_like.distributed.collectives import any_rank, from_rank_zero
 from slime_like.distributed.signals import ExitRequest
@@ -19,12 +21,13 @@ from slime_like.logs import warn_rank_0
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.metrics.logger import MetricsLogger, to_json
-from slime_like.metrics.progress import speed_and_memory
+from slime_like.metrics.names import UNKNOWN_VERSIONS
+from slime_like.metrics.timers import speed_and_memory
 from slime_like.rollout.evaluate import Evaluator, load_prompts
-from slime_like.rollout.sample_plane import with_branches
-from slime_like.rollout.step_plan import check_token_sets, mask_failed
-from slime_like.sample_index import UNKNOWN_VERSIONS, AnySample
-from slime_like.trainer.batch_builder import Batches
+from slime_like.rollout.prompt_source import make_source
+from slime_like.samples.exchange import with_branches
+from slime_like.samples.index import AnySample
+from slime_like.samples.masking import check_token_sets, mask_failed
 from slime_like.trainer.checkpointing import RunCheckpoints
 from slime_like.trainer.factory import (
     make_batch_builder,
@@ -36,11 +39,9 @@ from slime_like.trainer.factory import (
     steps_per_rollout,
     stop_conditions,
 )
-from slime_like.trainer.prompt_source import make_source
 from slime_like.trainer.sampling import Sampling
 from slime_like.trainer.strategy import make_strategy
 from slime_like.trainer.throughput import throughput_of
-from slime_like.trainer.user_hooks import make_user_hooks
 from slime_like.types import flatten
 
 if TYPE_CHECKING:

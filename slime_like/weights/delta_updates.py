@@ -29,9 +29,10 @@ from torch import Tensor
 from slime_like.checkpoints.files import read_json, replace_file, sync_path
 from slime_like.distributed.collectives import from_rank_zero, gather, together
 from slime_like.errors import RunError
+from slime_like.weights.buckets import WeightBuckets, views
 from slime_like.weights.delta import encode
 from slime_like.weights.export_plan import TensorPlan
-from slime_like.weights.gather import WeightBuckets, WeightStream, views
+from slime_like.weights.gather import WeightStream
 from slime_like.weights.hf_save import save_hf, write_hf
 from slime_like.weights.safetensors_writer import save_tensors
 

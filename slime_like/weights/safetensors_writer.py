@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slime_like.checkpoints.files import FileRecord, hash_file, hashed_file, replace_file
+from slime_like.weights.buckets import as_bytes
 from slime_like.weights.export_plan import TensorPlan
-from slime_like.weights.gather import as_bytes
 from slime_like.weights.safetensors_reader import DTYPE_NAMES, INDEX, TORCH_DTYPES, file_names
 
 NOTE = ".done.json"

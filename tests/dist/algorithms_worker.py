@@ -13,9 +13,9 @@ from torch import Tensor
 from benchmarks.parity.steps import parallel
 from slime_like.losses import LossTerms, policy_losses
 from slime_like.megatron.backend import MegatronBackend
-from slime_like.megatron.forward_step import Objective
+from slime_like.megatron.objectives import Objective
 from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.rollout.step_plan import mask_failed
+from slime_like.samples.masking import mask_failed
 from slime_like.trainer.trainer import Trainer
 from slime_like.types import flatten
 from tests.dist.float64 import WithoutFloat32, settings

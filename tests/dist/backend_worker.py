@@ -22,10 +22,11 @@ from benchmarks.parity.steps import SAMPLES as SAMPLES  # noqa: E402
 from benchmarks.parity.steps import VOCAB as VOCAB  # noqa: E402
 from benchmarks.parity.steps import parallel, random_samples, settings, share, weights  # noqa: E402
 from benchmarks.vocab_parallel import vocab_parallel_log_probs  # noqa: E402
+from slime_like.guards.finite import GuardError  # noqa: E402
+from slime_like.guards.update import SkippedStepGuard  # noqa: E402
 from slime_like.megatron.backend import MegatronBackend  # noqa: E402
 from slime_like.megatron.network import Network  # noqa: E402
 from slime_like.megatron.parallel_layout import ParallelLayout  # noqa: E402
-from slime_like.trainer.guards import GuardError, SkippedStepGuard  # noqa: E402
 from slime_like.trainer.trainer import Trainer  # noqa: E402
 from tests.dist.float64 import WithoutFloat32  # noqa: E402
 

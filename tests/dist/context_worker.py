@@ -16,7 +16,7 @@ from benchmarks.parity.steps import (
     train,
 )  # applies the patches, before megatron-core is imported
 from slime_like.losses import LossInputs, LossOutput, LossTerms, policy_losses, total_loss
-from slime_like.losses.inputs import turns_of
+from slime_like.losses.turns import turns_of
 from slime_like.megatron.ops.context_parallel import rows_of_rank
 from slime_like.metrics.typed import MetricAccumulator
 

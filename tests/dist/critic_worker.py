@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.parity.steps import parallel
+from slime_like.guards.update import SkippedStepGuard
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.trainer.guards import SkippedStepGuard
 from slime_like.types import TrainSample
 from slime_like.weights.hf_export import HfExport
 from tests.dist.backend_worker import poison_one_rank, random_samples, share

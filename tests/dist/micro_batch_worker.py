@@ -15,7 +15,7 @@ from arguments.parse import parse_args
 from arguments.rules.pipeline import stages_of_layout
 from benchmarks.parity.steps import dist, parallel_state, read_layout, tensor_parallel
 from benchmarks.parity_table import make_model
-from slime_like.metrics.progress import STEP_SECONDS
+from slime_like.metrics.timers import STEP_SECONDS
 from slime_like.rollout.recording import save_rollout
 from slime_like.trainer.trainer import Trainer
 from slime_like.types import NOT_SAMPLED, Sample, SampleGroup

@@ -14,14 +14,15 @@ import torch.distributed as dist
 from benchmarks.parity.ranks import run_ranks
 from benchmarks.simulated_ranks import LayoutSizes, SimulatedRank, run_simulated
 from slime_like.distributed.exchange import Sharing
-from slime_like.rollout.sample_plane import (
+from slime_like.samples.episodes import complete
+from slime_like.samples.exchange import (
     deliver_samples,
     gather_on_rank_zero,
     plan_delivery,
     share_index,
 )
-from slime_like.sample_index import RemoteSample
-from slime_like.types import NOT_SAMPLED, Sample, SampleStatus, complete
+from slime_like.samples.index import RemoteSample
+from slime_like.types import NOT_SAMPLED, Sample, SampleStatus
 
 COUNT, BUFFER = 24, 600
 

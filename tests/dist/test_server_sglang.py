@@ -17,13 +17,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from arguments.parse import SERVER, parse_args
+from slime_like.engines.base import GenerateRequest, SamplingParams
+from slime_like.engines.local.engine import LocalEngine
+from slime_like.engines.sglang.engine import SglangEngine
 from slime_like.errors import RunError
-from slime_like.rollout.engines.base import GenerateRequest, SamplingParams
-from slime_like.rollout.engines.local.engine import LocalEngine
-from slime_like.rollout.engines.sglang.engine import SglangEngine
-from slime_like.rollout.engines.sglang.http import Deadlines, Retries
-from slime_like.rollout.engines.sglang.requests import RequestSettings
-from slime_like.rollout.engines.sglang.server_pool import HealthSettings, ServerPool
+from slime_like.sglang.http import Deadlines, Retries
+from slime_like.sglang.requests import RequestSettings
+from slime_like.sglang.server_pool import HealthSettings, ServerPool
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.sampler import SampleCommand, seed_of
 from slime_like.tinker.sglang_sampler import SglangSampler, snapshot_transport, snapshot_updater

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from benchmarks.parity.ranks import run_ranks
+from slime_like.weights.buckets import as_buckets, in_buckets
 from slime_like.weights.export_plan import Parameter, TensorPlan, plan_buckets
-from slime_like.weights.gather import as_buckets, in_buckets
 from tests.dist.convert_worker import stored_weights
 from tests.dist.test_convert_moe import make_models
 

@@ -325,7 +325,7 @@ def work_in(rank: int, folder: str) -> None:
 
 def count_deliveries(rank: int, out: str) -> None:
     """A line of `out`/threads for each delivery of samples: the thread that rank 0 has it in."""
-    from slime_like.trainer.rollout_batch import SampleDelivery
+    from slime_like.batching.delivery import SampleDelivery
 
     delivered = SampleDelivery._exchange
 
@@ -340,7 +340,7 @@ def count_deliveries(rank: int, out: str) -> None:
 
 def deliver_in_front(rank: int, out: str) -> None:
     """As `count_deliveries`; rollouts that are sampled ahead are delivered when they are trained on."""
-    from slime_like.trainer.batch_builder import BatchBuilder
+    from slime_like.batching.builder import BatchBuilder
 
     count_deliveries(rank, out)
     BatchBuilder.deliver_early = lambda self, samples, group: None  # type: ignore[method-assign]

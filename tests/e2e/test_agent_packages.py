@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from slime_like.rollout.recording import load_rollout
-from slime_like.types import Sample, complete
+from slime_like.samples.episodes import complete
+from slime_like.types import Sample
 from tests.e2e.helpers import Workspace, rows_of
 from tests.e2e.programs import TrainServer
 from tests.e2e.test_agents import SIZES, prompts

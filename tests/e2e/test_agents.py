@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from slime_like.rollout.answer_credit import ANSWERS
+from slime_like.batching.turn_credit import ANSWERS
 from slime_like.rollout.recording import load_rollout, save_rollout
-from slime_like.types import Sample, SampleGroup, complete
+from slime_like.samples.episodes import complete
+from slime_like.types import Sample, SampleGroup
 from tests.e2e.agent_task import Workers, write_task
 from tests.e2e.helpers import WORDS, Workspace, rows_of, weights_of
 from tests.e2e.programs import TrainServer, free_port

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from slime_like.rollout.recording import load_rollout
-from slime_like.types import NOT_SAMPLED, Sample, complete
+from slime_like.samples.episodes import complete
+from slime_like.types import NOT_SAMPLED, Sample
 from tests.e2e.helpers import Workspace, rows_of
 from tests.e2e.programs import TrainServer
 from tests.e2e.test_agents import SIZES, prompts

@@ -265,8 +265,8 @@ def test_the_exported_model_answers_as_the_engine_does(work: Workspace, whole: P
     weights."""
     import transformers
 
-    from slime_like.rollout.engines.base import GenerateRequest, SamplingParams
-    from slime_like.rollout.engines.local.engine import LocalEngine
+    from slime_like.engines.base import GenerateRequest, SamplingParams
+    from slime_like.engines.local.engine import LocalEngine
 
     folder = str(whole / "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.rollout.engines.base import GenerateRequest, SamplingParams
-from slime_like.rollout.engines.checked_json import LOWEST_LOG_PROB, InvalidResponse, parse_json
-from slime_like.rollout.engines.sglang import control_answers
-from slime_like.rollout.engines.sglang.protocol import (
+from slime_like.checked_json import LOWEST_LOG_PROB, InvalidResponse, parse_json
+from slime_like.engines.base import GenerateRequest, SamplingParams
+from slime_like.sglang import control_answers
+from slime_like.sglang.protocol import (
     Legal,
     Refused,
     read_generation,
     read_input_tokens,
     read_scores,
 )
-from slime_like.rollout.engines.sglang.routed_experts import RoutesFormat, read_routes
+from slime_like.sglang.routed_experts import RoutesFormat, read_routes
 
 REQUEST = GenerateRequest(7, (3, 5), seed=0)
 SAMPLING = SamplingParams(max_new_tokens=4)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given
 
 from arguments.hf.peft_adapter import adapter_config, read_adapter_config
-from slime_like.rollout.engines.local.engine import end_token_ids
+from slime_like.engines.local.engine import end_token_ids
 from slime_like.text import printable
 from tests.fuzz.test_checkpoint_files import VALUES, mutated
 

@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from slime_like.rollout.engines.sglang.processes import (
+from slime_like.sglang.processes import (
     CPU_SETTINGS,
     Launch,
     ServerProcess,

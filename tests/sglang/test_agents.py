@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slime_like.rollout.recording import load_rollout
-from slime_like.types import Sample, complete
+from slime_like.samples.episodes import complete
+from slime_like.types import Sample
 from tests.e2e.programs import TrainServer
 from tests.e2e.test_agent_packages import AGENT, check_histories
 from tests.e2e.test_agents import BRANCHING, prompts

@@ -18,13 +18,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
-from slime_like.rollout.engines.sglang.engine import SglangEngine
-from slime_like.rollout.engines.sglang.requests import RequestSettings
-from slime_like.rollout.engines.sglang.router import Router
-from slime_like.rollout.engines.sglang.server_pool import HealthSettings, ServerPool
-from slime_like.rollout.engines.sglang.weight_transfer.base import UpdateSettings
-from slime_like.rollout.engines.sglang.weight_transfer.updater import WeightUpdater
+from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.engines.sglang.engine import SglangEngine
+from slime_like.sglang.requests import RequestSettings
+from slime_like.sglang.router import Router
+from slime_like.sglang.server_pool import HealthSettings, ServerPool
+from slime_like.weight_sync.transports.base import UpdateSettings
+from slime_like.weight_sync.updater import WeightUpdater
 from tests.sglang.conftest import Servers, running, slowed
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12)

@@ -11,12 +11,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from slime_like.rollout.engines.base import GenerateOutput
-from slime_like.rollout.engines.sglang.engine import SglangEngine
-from slime_like.rollout.engines.sglang.processes import ServerProcess, free_ports
-from slime_like.rollout.engines.sglang.protocol import Legal, generation_body, read_generation
-from slime_like.rollout.engines.sglang.router import Router
-from slime_like.rollout.engines.sglang.server_pool import HealthSettings, ServerPool
+from slime_like.engines.base import GenerateOutput
+from slime_like.engines.sglang.engine import SglangEngine
+from slime_like.sglang.processes import ServerProcess, free_ports
+from slime_like.sglang.protocol import Legal, generation_body, read_generation
+from slime_like.sglang.router import Router
+from slime_like.sglang.server_pool import HealthSettings, ServerPool
 from tests.sglang.conftest import (
     START_S,
     Servers,

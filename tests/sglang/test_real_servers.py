@@ -144,7 +144,7 @@ def wait_until_gone(out: Path) -> None:
 
 def test_scores_of_given_tokens(servers: Servers) -> None:
     """The log-probs of a prompt's own tokens, which a teacher is asked for."""
-    from slime_like.rollout.engines.sglang.protocol import read_scores, scoring_body
+    from slime_like.sglang.protocol import read_scores, scoring_body
 
     tokens = [7, 20, 30, 40, 8, 21]
     answer = httpx.post(

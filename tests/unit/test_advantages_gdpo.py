@@ -20,7 +20,7 @@ from slime_like.advantages import (
     compute_advantages,
     estimate_advantages,
 )
-from slime_like.rollout.reward_parts import reward_parts
+from slime_like.batching.outcomes import reward_parts
 from slime_like.types import Sample, SampleStatus
 
 NAN = math.nan

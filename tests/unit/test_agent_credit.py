@@ -17,9 +17,10 @@ from slime_like.agents.messages import BadRequest
 from slime_like.agents.rollouts import AgentGenerate, Task
 from slime_like.agents.server import Gateway
 from slime_like.agents.sessions import SessionLimits
-from slime_like.rollout.answer_credit import ANSWERS, credit_fields
-from slime_like.rollout.sample_plane import with_branches
-from slime_like.types import Prompt, Sample, SampleStatus, complete, episodes_of
+from slime_like.batching.turn_credit import ANSWERS, credit_fields
+from slime_like.samples.episodes import complete, episodes_of
+from slime_like.samples.exchange import with_branches
+from slime_like.types import Prompt, Sample, SampleStatus
 from tests.unit.test_agent_gateway import END, Engine, model_of
 
 EPS = 1e-6

@@ -21,7 +21,7 @@ from slime_like.agents.rollouts import AgentGenerate, Task
 from slime_like.agents.server import Gateway
 from slime_like.agents.sessions import Session, SessionLimits
 from slime_like.agents.templates import ChatTemplate
-from slime_like.rollout.engines.base import (
+from slime_like.engines.base import (
     GenerateOutput,
     GenerateRequest,
     GenerationClient,

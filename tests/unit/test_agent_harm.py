@@ -27,7 +27,7 @@ from slime_like.agents.sessions import (
 )
 from slime_like.agents.templates import ChatTemplate
 from slime_like.agents.tool_calls import FORMATS, parse
-from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.types import Prompt, Sample, SampleStatus
 from tests.unit.test_agent_gateway import (
     END,

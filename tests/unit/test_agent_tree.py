@@ -24,7 +24,7 @@ from slime_like.agents.sessions import (
 from slime_like.agents.templates import ChatTemplate
 from slime_like.agents.tool_calls import format_of, parse
 from slime_like.agents.tree import Branch
-from slime_like.rollout.engines.base import (
+from slime_like.engines.base import (
     GenerateOutput,
     GenerateRequest,
     GenerationClient,

@@ -11,8 +11,8 @@ import pytest
 from arguments.rules.algorithm import CRITIC_RULES
 from arguments.schema import CriticConfig
 from slime_like.advantages import AdvantageSettings
+from slime_like.batching.outcomes import advantage_settings
 from slime_like.losses.value_loss import ValueLossConfig
-from slime_like.rollout.reward_parts import advantage_settings
 from tests.unit.command_lines import HF_CONFIG
 from tests.unit.command_lines import parse_flags as parse
 from tests.unit.command_lines import problems_of_flags as problems_of

@@ -13,7 +13,7 @@ import torch
 
 from slime_like.errors import RunError
 from slime_like.rollout.async_rollout import AsyncRolloutQueue, Groups
-from slime_like.trainer.strategy import check_staleness
+from slime_like.rollout.metrics import check_staleness
 from slime_like.types import Sample, SampleGroup, SampleStatus
 
 

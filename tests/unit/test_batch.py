@@ -9,16 +9,11 @@ import math
 import pytest
 import torch
 
-from slime_like.losses.total import LOSS_REDUCTIONS
-from slime_like.rollout.step_plan import (
-    StepPlan,
-    check_token_sets,
-    map_steps,
-    mask_failed,
-    step_weights,
-    train_samples,
-)
-from slime_like.trainer.rollout_batch import with_routes
+from slime_like.batching.delivery import with_routes
+from slime_like.batching.step_plan import StepPlan
+from slime_like.batching.train_samples import map_steps, step_weights, train_samples
+from slime_like.losses.reductions import LOSS_REDUCTIONS
+from slime_like.samples.masking import check_token_sets, mask_failed
 from slime_like.types import Sample, SampleStatus
 
 

@@ -11,20 +11,18 @@ import torch
 from arguments.parse import parse_args
 from arguments.rules.agents import check_branches
 from slime_like.advantages import AdvantageSettings, estimate_advantages
+from slime_like.batching.outcomes import outcomes_of
+from slime_like.batching.step_plan import StepPlan
+from slime_like.batching.train_samples import step_weights
 from slime_like.compat.slime.requests import merge_episode
-from slime_like.losses.total import LOSS_REDUCTIONS
+from slime_like.losses.reductions import LOSS_REDUCTIONS
 from slime_like.rollout.group_rows import groups_from_rows, groups_to_rows
 from slime_like.rollout.recording import check_values, load_rollout, save_rollout
-from slime_like.rollout.sample_plane import (
-    pack_payload,
-    pack_texts,
-    unpack_payload,
-    with_branches,
-    with_texts,
-)
-from slime_like.rollout.step_plan import StepPlan, outcomes_of, step_weights
-from slime_like.sample_index import remote_samples, rows_of, untrained
-from slime_like.types import NOT_SAMPLED, Sample, SampleGroup, SampleStatus, complete, episodes_of
+from slime_like.samples.episodes import complete, episodes_of
+from slime_like.samples.exchange import with_branches
+from slime_like.samples.index import remote_samples, rows_of, untrained
+from slime_like.samples.payload import pack_payload, pack_texts, unpack_payload, with_texts
+from slime_like.types import NOT_SAMPLED, Sample, SampleGroup, SampleStatus
 from tests.unit.command_lines import complete as complete_flags
 
 

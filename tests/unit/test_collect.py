@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from arguments.parse import parse_args
-from slime_like.data.prompts import GroupBuffer, PendingGroup, PromptSource
+from slime_like.data.group_buffer import GroupBuffer, PendingGroup
+from slime_like.data.prompts import PromptSource
+from slime_like.engines.base import GenerateOutput, SamplingParams
 from slime_like.errors import RunError
 from slime_like.rollout.collector import Collector
-from slime_like.rollout.engines.base import GenerateOutput, SamplingParams
 from slime_like.rollout.failures import failed_fraction
 from slime_like.rollout.group_rows import waiting_from_rows, waiting_to_rows
 from slime_like.rollout.hooks import group_filters

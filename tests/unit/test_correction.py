@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from slime_like.batching.off_policy_step import (
+    check_rollout_log_probs,
+    correct_steps,
+    has_rollout_log_probs,
+)
 from slime_like.losses.custom_tis import CustomTISArgs, custom_correction
 from slime_like.losses.mismatch import with_ess
 from slime_like.losses.off_policy import off_policy_correction
 from slime_like.losses.off_policy_config import OffPolicyConfig
 from slime_like.megatron.packing import pack, unpack
 from slime_like.metrics.typed import MetricAccumulator
-from slime_like.rollout.step_plan import (
-    check_rollout_log_probs,
-    correct_steps,
-    has_rollout_log_probs,
-)
 from slime_like.types import Sample, TrainSample
 
 NAN = math.nan

@@ -16,7 +16,7 @@ import torch
 from arguments.parse import parse_args
 from examples.calculator.calculator import calculate
 from examples.guessing_game.game import feedback
-from slime_like.rollout.engines.base import (
+from slime_like.engines.base import (
     GenerateOutput,
     GenerateRequest,
     GenerationClient,

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from slime_like.engines.sglang.engine import SglangEngine
 from slime_like.errors import RunError
-from slime_like.rollout.engines.sglang.engine import SglangEngine
 from slime_like.weights import delta
+from slime_like.weights.buckets import as_buckets, as_bytes
 from slime_like.weights.delta_follow import copy_for, follow
 from slime_like.weights.delta_local import LocalCheckpoint
 from slime_like.weights.delta_updates import (
@@ -24,7 +25,6 @@ from slime_like.weights.delta_updates import (
     remove_update,
     updates_in,
 )
-from slime_like.weights.gather import as_buckets, as_bytes
 from slime_like.weights.safetensors_reader import WeightFiles
 from tests.fake_sglang import FakeServer, engine_of, make_served_model, weights_of
 

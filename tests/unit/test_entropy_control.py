@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from slime_like.losses.total import EntropyController
+from slime_like.losses.entropy_control import EntropyController
 
 ENTROPIES = [0.5, 0.3, 0.2, 0.1, 0.05, 0.15, 0.19, 0.25, 0.6, 0.1]
 

@@ -22,12 +22,12 @@ from arguments.run_config import RunConfig
 from slime_like.advantages import advantage_estimators
 from slime_like.cli.__main__ import COMMANDS
 from slime_like.cli.convert import DIRECTIONS
+from slime_like.engines.registry import rollout_engines
 from slime_like.losses import LossInputs, policy_losses
 from slime_like.losses.custom import custom_loss
 from slime_like.registry import Registry
 from slime_like.rewards.registry import rewards
-from slime_like.rollout.engines.engine_registry import rollout_engines
-from slime_like.rollout.engines.sglang.weight_transfer.base import weight_transports
+from slime_like.weight_sync.transports.base import weight_transports
 from slime_like.weights.families.base import model_families
 from tests.unit.command_lines import write_files
 from tests.unit.test_launch_scripts import recorded, recorder

@@ -8,15 +8,12 @@ import pytest
 import torch
 
 from slime_like.errors import RunError
-from slime_like.trainer.guards import (
-    GuardError,
+from slime_like.guards.finite import GuardError, check_finite, first_non_finite, non_finite_losses
+from slime_like.guards.update import (
     SkippedStepGuard,
-    check_finite,
     check_initial_kl,
     check_old_log_probs,
     check_old_values,
-    first_non_finite,
-    non_finite_losses,
 )
 
 

@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from slime_like.rollout.engines.base import SamplingParams
+from slime_like.batching.outcomes import outcomes_of
+from slime_like.engines.base import SamplingParams
 from slime_like.rollout.remax_baseline import with_greedy_rewards
 from slime_like.rollout.rollouter import Rollouter
-from slime_like.rollout.step_plan import outcomes_of
 from slime_like.types import Prompt, Sample, SampleGroup
 
 

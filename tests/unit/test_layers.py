@@ -19,65 +19,55 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS = (
     (
         "slime_like",
+        "slime_like.autograd",
+        "slime_like.checked_json",
+        "slime_like.checkpoints",
         "slime_like.config",
         "slime_like.distributed",
-        "slime_like.checkpoints",
-        "slime_like.types",
-        "slime_like.sample_index",
-        "slime_like.registry",
-        "slime_like.metrics",
+        "slime_like.errors",
         "slime_like.import_utils",
         "slime_like.lazy",
-        "slime_like.errors",
         "slime_like.logs",
+        "slime_like.metrics",
+        "slime_like.registry",
+        "slime_like.samples",
         "slime_like.text",
         "slime_like.torchrun",
+        "slime_like.types",
+        "slime_like.validation",
     ),
     (
-        "slime_like.losses",
         "slime_like.advantages",
+        "slime_like.doctor",
+        "slime_like.engines.base",
+        "slime_like.engines.registry",
+        "slime_like.environments",
+        "slime_like.losses",
         "slime_like.megatron.ops",
         "slime_like.rewards",
-        "slime_like.environments",
+        "slime_like.weight_sync.transports.base",
+        "slime_like.weights.families",
         "slime_like.weights.mappings",
         "slime_like.weights.stacked_experts",
-        "slime_like.weights.families",
-        "slime_like.rollout.engines.engine_registry",
-        "slime_like.rollout.engines.sglang.weight_transfer.base",
-        "slime_like.doctor",
         "megatron_patches",
     ),
     ("slime_like.report",),
     ("arguments",),
     (
         "slime_like.data",
-        "slime_like.weights",
+        "slime_like.engines",
+        "slime_like.guards",
         "slime_like.megatron",
         "slime_like.rollout",
+        "slime_like.sglang",
+        "slime_like.weight_sync",
+        "slime_like.weights",
     ),
-    ("slime_like.compat", "slime_like.agents", "slime_like.conversion"),
-    (
-        "slime_like.trainer",
-        "slime_like.trainer.guards",
-        "slime_like.preflight",
-        "slime_like.trainer.batch_builder",
-        "slime_like.trainer.value_exchange",
-        "slime_like.trainer.checkpointing",
-        "slime_like.trainer.saved_settings",
-        "slime_like.trainer.run_record",
-        "slime_like.trainer.rollout_record",
-    ),
-    ("slime_like.trainer.weight_check",),
-    (
-        "slime_like.trainer.sampling_factory",
-        "slime_like.trainer.offline_groups",
-        "slime_like.trainer.train_step",
-    ),
-    ("slime_like.trainer.factory", "slime_like.trainer.sampling"),
-    ("slime_like.trainer.strategy",),
-    ("slime_like.trainer.trainer",),
-    ("slime_like.trainer.launch", "train"),
-    ("slime_like.tinker", "slime_like.server"),
+    ("slime_like.batching",),
+    ("slime_like.agents", "slime_like.compat", "slime_like.conversion"),
+    ("slime_like.trainer", "slime_like.preflight"),
+    ("train",),
+    ("slime_like.server", "slime_like.tinker"),
     ("slime_like.cli", "scripts", "benchmarks"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -195,9 +185,10 @@ def test_no_import_from_a_higher_layer() -> None:
     assert not higher
 
 
-REGISTRIES = (
-    "slime_like.rollout.engines.engine_registry",
-    "slime_like.rollout.engines.sglang.weight_transfer.base",
+INTERFACES = (
+    "slime_like.engines.base",
+    "slime_like.engines.registry",
+    "slime_like.weight_sync.transports.base",
     "slime_like.weights.families",
     "slime_like.weights.mappings",  # what a family is made of
     "slime_like.weights.stacked_experts",
@@ -205,10 +196,10 @@ REGISTRIES = (
 
 
 def package_of(module: str) -> str:
-    """`slime_like.rollout` of `slime_like.rollout.engines.base`; a loose module is its own, and so
-    is a registry that the command line reads."""
+    """`slime_like.rollout` of `slime_like.engines.base`; a loose module is its own, and so
+    is an interface or a registry that others implement."""
     parts = module.split(".")
-    if registry := next((r for r in REGISTRIES if is_in(module, (r,))), None):
+    if registry := next((r for r in INTERFACES if is_in(module, (r,))), None):
         return registry
     if parts[0] != "slime_like":
         return parts[0]

@@ -17,9 +17,10 @@ from slime_like.agents.command import MARK, run_command
 from slime_like.agents.rollouts import AgentGenerate, Task
 from slime_like.agents.server import Gateway
 from slime_like.agents.sessions import SessionLimits
-from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, GenerationClient
+from slime_like.engines.base import GenerateOutput, GenerateRequest, GenerationClient
 from slime_like.rollout.episode import Model
-from slime_like.types import Prompt, Sample, SampleStatus, complete
+from slime_like.samples.episodes import complete
+from slime_like.types import Prompt, Sample, SampleStatus
 from tests.unit.test_agent_gateway import END, TOKENIZER, SamplingParams
 
 

@@ -33,14 +33,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from slime_like.rollout.engines.base import (
-    GenerateOutput,
-    GenerateRequest,
-    RolloutEngine,
-    SamplingParams,
-)
-from slime_like.rollout.engines.local.decoder import draw_uniforms, sample_tokens
-from slime_like.rollout.engines.local.engine import (
+from slime_like.engines.base import GenerateOutput, GenerateRequest, RolloutEngine, SamplingParams
+from slime_like.engines.local.decoder import draw_uniforms, sample_tokens
+from slime_like.engines.local.engine import (
     CACHE_BYTES,
     FEWEST,
     MOST,

@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from slime_like.logs import RankHandler
-from slime_like.metrics.progress import PhaseTimer, Progress, phase_seconds, sparkline
+from slime_like.metrics.progress import Progress, sparkline
+from slime_like.metrics.timers import PhaseTimer, phase_seconds
 
 
 class Clock:
@@ -29,6 +30,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr("slime_like.metrics.progress.time", clock)
+    monkeypatch.setattr("slime_like.metrics.timers.time", clock)
     return clock
 
 

@@ -14,8 +14,8 @@ from rich.console import Console
 from slime_like.metrics import plot
 from slime_like.metrics.logger import MetricsLogger, read_metrics
 from slime_like.metrics.plot import series, smoothed, write_plot
-from slime_like.metrics.progress import PHASES
 from slime_like.metrics.report import main, summary_table, write_report
+from slime_like.metrics.timers import PHASES
 
 
 def _log(folder: Path, rollouts: int, *, everything: bool = True) -> Path:

@@ -24,6 +24,7 @@ from slime_like.advantages import (
     token_rewards,
     whiten,
 )
+from slime_like.engines.base import SamplingParams
 from slime_like.losses import (
     LossTerms,
     OffPolicyConfig,
@@ -41,7 +42,6 @@ from slime_like.losses import (
 from slime_like.losses.dppo import DPPOConfig
 from slime_like.losses.ppo import PPOConfig
 from slime_like.losses.sapo import SAPOConfig
-from slime_like.rollout.engines.base import SamplingParams
 from slime_like.tinker.schemas import SamplingParams as ClientSampling
 
 NAN, INF = math.nan, math.inf

@@ -12,16 +12,13 @@ import pytest
 import torch
 
 from slime_like.errors import RunError
+from slime_like.guards.finite import check_finite
+from slime_like.guards.rollout import LogProbGuard
+from slime_like.guards.update import SkippedStepGuard, check_old_log_probs
 from slime_like.metrics.logger import MetricsLogger
 from slime_like.report.gates import GATES, gates
 from slime_like.report.read import read_run
-from slime_like.trainer.guards import (
-    LogProbGuard,
-    SkippedStepGuard,
-    check_finite,
-    check_old_log_probs,
-)
-from slime_like.trainer.strategy import check_staleness
+from slime_like.rollout.metrics import check_staleness
 from tests.unit.test_report import sample
 
 DIFFERENCE = "rollout/train_rollout_log_prob_diff"

@@ -10,7 +10,7 @@ import torch
 
 from slime_like.losses.mismatch import train_rollout_difference
 from slime_like.rollout.failures import failed_fraction, first_failure
-from slime_like.trainer.strategy import rollout_metrics
+from slime_like.rollout.metrics import rollout_metrics
 from slime_like.types import Sample, SampleStatus
 
 

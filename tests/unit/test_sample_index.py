@@ -10,15 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from slime_like.rollout.sample_plane import (
-    pack_payload,
-    pack_texts,
-    payload_size,
-    unpack_payload,
-    with_texts,
-)
-from slime_like.rollout.step_plan import mask_failed
-from slime_like.sample_index import (
+from slime_like.batching.delivery import without_routes
+from slime_like.samples.episodes import complete
+from slime_like.samples.index import (
     ROW,
     RemoteSample,
     count_versions,
@@ -26,15 +20,15 @@ from slime_like.sample_index import (
     rows_of,
     untrained,
 )
-from slime_like.trainer.rollout_batch import without_routes
-from slime_like.types import (
-    GREEDY_REWARD,
-    NOT_SAMPLED,
-    OPTIONAL_TENSORS,
-    Sample,
-    SampleStatus,
-    complete,
+from slime_like.samples.masking import mask_failed
+from slime_like.samples.payload import (
+    pack_payload,
+    pack_texts,
+    payload_size,
+    unpack_payload,
+    with_texts,
 )
+from slime_like.types import GREEDY_REWARD, NOT_SAMPLED, OPTIONAL_TENSORS, Sample, SampleStatus
 
 KNOWN = (
     *("sample_id", "group_id", "total_length", "response_length", "prompt_length"),

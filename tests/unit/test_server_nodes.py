@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from slime_like.distributed.signed_store import SignedStore
 from slime_like.errors import RunError
-from slime_like.rollout.engines.sglang.node_agent import NodeAgent, RemoteNode, RemoteProcess
-from slime_like.rollout.engines.sglang.nodes import Node, place_servers
-from slime_like.rollout.engines.sglang.processes import Launch, ServerProcess, SpanningProcess
-from slime_like.rollout.engines.sglang.server_pool import HealthSettings, ServerPool
+from slime_like.sglang.node_agent import NodeAgent, RemoteNode, RemoteProcess
+from slime_like.sglang.nodes import Node, place_servers
+from slime_like.sglang.processes import Launch, ServerProcess, SpanningProcess
+from slime_like.sglang.server_pool import HealthSettings, ServerPool
 
 KEY, RANK = b"of the job", 8
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from tinker.proto.response_conv import deserialize_sample_response
 from transformers import AutoModelForCausalLM
 
-from slime_like.rollout.engines.base import GenerateRequest, SamplingParams
-from slime_like.rollout.engines.local.engine import LocalEngine
+from slime_like.engines.base import GenerateRequest, SamplingParams
+from slime_like.engines.local.engine import LocalEngine
 from slime_like.tinker.data import Limits
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.results import sample_output

@@ -18,13 +18,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
+from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.engines.local.engine import LocalEngine
+from slime_like.engines.sglang.engine import SglangEngine
 from slime_like.errors import RunError
-from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
-from slime_like.rollout.engines.local.engine import LocalEngine
-from slime_like.rollout.engines.sglang.engine import SglangEngine
-from slime_like.rollout.engines.sglang.http import ControlClient, RequestFailed
-from slime_like.rollout.engines.sglang.router import Router
-from slime_like.rollout.engines.sglang.weight_transfer.servers import UpdateIncomplete
+from slime_like.sglang.http import ControlClient, RequestFailed
+from slime_like.sglang.router import Router
+from slime_like.weight_sync.servers import UpdateIncomplete
 from tests.fake_sglang import (
     ATTEMPTS,
     Answer,

@@ -14,16 +14,16 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from arguments.parse import parse_args
+from slime_like.checked_json import InvalidResponse
+from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.engines.local.engine import LocalEngine
+from slime_like.engines.sglang.engine import SglangEngine
+from slime_like.engines.sglang.factory import require_routes
 from slime_like.errors import RunError
-from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
-from slime_like.rollout.engines.checked_json import InvalidResponse
-from slime_like.rollout.engines.local.engine import LocalEngine
-from slime_like.rollout.engines.sglang.engine import SglangEngine
-from slime_like.rollout.engines.sglang.factory import require_routes
-from slime_like.rollout.engines.sglang.launches import engine_launches
-from slime_like.rollout.engines.sglang.nodes import find_nodes
-from slime_like.rollout.engines.sglang.routed_experts import RoutesFormat, read_routes
-from slime_like.rollout.engines.sglang.router import Router
+from slime_like.sglang.launches import engine_launches
+from slime_like.sglang.nodes import find_nodes
+from slime_like.sglang.routed_experts import RoutesFormat, read_routes
+from slime_like.sglang.router import Router
 from tests.fake_sglang import FakeServer, changed, engine_of, fake_servers, weights_of
 from tests.unit.command_lines import complete
 

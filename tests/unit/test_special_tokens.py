@@ -17,16 +17,16 @@ from slime_like.cli.tiny_model import END, USER, make_tokenizer
 from slime_like.compat.slime.samples import SlimeArgs, SlimeSample, from_slime
 from slime_like.data.prompt_format import PromptFormat, RowKeys
 from slime_like.data.tokenizer import response_text, special_token_ids, without_special_tokens
-from slime_like.metrics.health import SPECIAL_TOKENS
-from slime_like.rewards.grader import UNFIT
-from slime_like.rollout.answer_metrics import SCORED_AS_EMPTY, answer_metrics
-from slime_like.rollout.engines.base import (
+from slime_like.engines.base import (
     FinishReason,
     GenerateOutput,
     GenerateRequest,
     GenerationClient,
     SamplingParams,
 )
+from slime_like.metrics.health import SPECIAL_TOKENS
+from slime_like.rewards.grader import UNFIT
+from slime_like.rollout.answer_metrics import SCORED_AS_EMPTY, answer_metrics
 from slime_like.rollout.episode import Episode, Model, play_episode
 from slime_like.rollout.rollouter import Rollouter
 from slime_like.rollout.self_teacher import TeacherPrompts

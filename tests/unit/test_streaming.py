@@ -13,9 +13,10 @@ from typing import Any, cast
 import pytest
 
 from arguments.parse import parse_args
-from slime_like.data.prompts import GroupBuffer, PromptSource
+from slime_like.data.group_buffer import GroupBuffer
+from slime_like.data.prompts import PromptSource
+from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.rollout.collector import Collected, Collector, decide_locally
-from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.rollout.hooks import group_filters
 from slime_like.rollout.rollouter import Rollouter, training_sampling
 from slime_like.rollout.streaming import Responder, StreamGeneration

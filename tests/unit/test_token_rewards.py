@@ -18,13 +18,14 @@ from slime_like.advantages import (
     estimate_advantages,
     takes_token_rewards,
 )
+from slime_like.batching.outcomes import outcomes_of
 from slime_like.rewards.grader import Grader
 from slime_like.rewards.worker import to_answer
 from slime_like.rollout.recording import check_values, load_rollout, save_rollout
-from slime_like.rollout.sample_plane import pack_payload, unpack_payload
-from slime_like.rollout.step_plan import outcomes_of
-from slime_like.sample_index import remote_samples, rows_of
-from slime_like.types import Sample, SampleGroup, complete
+from slime_like.samples.episodes import complete
+from slime_like.samples.index import remote_samples, rows_of
+from slime_like.samples.payload import pack_payload, unpack_payload
+from slime_like.types import Sample, SampleGroup
 
 GAMMA, LAMBDA, KL_COEF = 0.9, 0.8, 0.3
 

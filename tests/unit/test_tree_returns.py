@@ -12,9 +12,9 @@ import torch
 
 from arguments.parse import parse_args
 from slime_like.advantages import AdvantageSettings, Outcomes, estimate_advantages
-from slime_like.rollout.answer_credit import ANSWERS, SUMMED, check_trees, credit_fields
-from slime_like.rollout.sample_plane import with_branches
-from slime_like.types import complete
+from slime_like.batching.turn_credit import ANSWERS, SUMMED, check_trees, credit_fields
+from slime_like.samples.episodes import complete
+from slime_like.samples.exchange import with_branches
 from tests.agent_trees import Episode, Laid, cuts, expected, laid, random_episode
 from tests.unit.command_lines import complete as complete_flags
 from tests.unit.test_branches import CUT, WHOLE

@@ -22,13 +22,14 @@ from slime_like.compat.slime.samples import (
     to_slime_groups,
 )
 from slime_like.compat.slime.user_source import UserSource
-from slime_like.data.prompts import ChooseWaiting, GroupBuffer, PendingGroup
+from slime_like.data.group_buffer import ChooseWaiting, GroupBuffer, PendingGroup
 from slime_like.rollout.episode import Model, Respond, SampleHook
 from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.filters import DynamicFilterOutput, KeepGroup
 from slime_like.rollout.rollouter import Rollouter
-from slime_like.sample_index import AnySample
-from slime_like.types import Sample, SampleGroup, complete
+from slime_like.samples.episodes import complete
+from slime_like.samples.index import AnySample
+from slime_like.types import Sample, SampleGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -5,14 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from slime_like.compat.slime.samples import (
-    SlimeArgs,
-    SlimeSample,
-    from_slime,
-    to_slime_with_output,
-)
-from slime_like.data.prompts import Choose, GroupBuffer, PendingGroup
-from slime_like.types import Prompt, Sample, complete
+from slime_like.compat.slime.samples import SlimeArgs, SlimeSample, from_slime, to_slime_with_output
+from slime_like.data.group_buffer import Choose, GroupBuffer, PendingGroup
+from slime_like.samples.episodes import complete
+from slime_like.types import Prompt, Sample
 
 
 class DataSource:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from slime_like.compat.slime.samples import SlimeArgs, SlimeSample, empty_sample, from_slime
+from slime_like.metrics.names import UNKNOWN_VERSIONS
 from slime_like.rollout.evaluate import score, score_rewards
-from slime_like.sample_index import UNKNOWN_VERSIONS
 from slime_like.types import NOT_SAMPLED, Sample, SampleGroup, SampleStatus
 
 if TYPE_CHECKING:

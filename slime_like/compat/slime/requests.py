@@ -17,7 +17,7 @@ import torch
 
 from slime_like.compat.slime.rollout_context import rollout_context
 from slime_like.compat.slime.samples import SlimeArgs, from_slime, to_slime
-from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.rollout.episode import CUSTOM_GENERATE, Model
 from slime_like.types import Sample as OurSample
 from slime_like.types import SampleStatus

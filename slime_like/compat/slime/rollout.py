@@ -22,12 +22,13 @@ from slime_like.compat.slime.samples import (
     refuse_token_rewards,
     to_slime_with_output,
 )
-from slime_like.data.prompts import Choose, PendingGroup
+from slime_like.data.group_buffer import Choose, PendingGroup
 from slime_like.import_utils import load_function
 from slime_like.rollout.collector import Collector, decide_locally
 from slime_like.rollout.hooks import SAMPLE_FILTER, group_filters
 from slime_like.rollout.streaming import StreamGeneration
-from slime_like.types import Prompt, Sample, SampleStatus, complete
+from slime_like.samples.episodes import complete
+from slime_like.types import Prompt, Sample, SampleStatus
 
 if TYPE_CHECKING:
     from slime_like.compat.slime.sources import DataSource

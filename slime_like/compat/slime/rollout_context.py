@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from arguments.run_config import RunConfig
 from slime_like.compat.slime.samples import SlimeArgs
-from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.rollouter import Rollouter
 from slime_like.rollout.streaming import Responder

@@ -19,7 +19,7 @@ from slime_like.compat.slime.function_results import Expected, read_eval_output,
 from slime_like.compat.slime.rollout_context import RolloutContext
 from slime_like.compat.slime.samples import slime_args
 from slime_like.compat.slime.user_source import UserSource
-from slime_like.data.prompts import GroupBuffer, PendingGroup
+from slime_like.data.group_buffer import GroupBuffer, PendingGroup
 from slime_like.distributed.collectives import from_rank_zero_within
 from slime_like.rollout.collector import Collected
 from slime_like.rollout.evaluate import Evaluator

@@ -19,7 +19,7 @@ import torch
 
 from arguments.run_config import RunConfig
 from slime_like.data.tokenizer import response_text
-from slime_like.rollout.engines.base import GenerateOutput
+from slime_like.engines.base import GenerateOutput
 from slime_like.types import NOT_SAMPLED, REWARD_DETAILS, Prompt, Sample, SampleStatus
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from arguments.schema.data import DataConfig
 from slime_like.compat.slime.samples import SlimeArgs, SlimeSample
 from slime_like.data.prompts import PromptSource
 from slime_like.data.tokenizer import load_tokenizer
+from slime_like.engines.base import GenerateOutput
 from slime_like.import_utils import load_function
-from slime_like.rollout.engines.base import GenerateOutput
 from slime_like.rollout.recording import decode, encode
 from slime_like.types import Prompt
 

@@ -1,4 +1,4 @@
-"""slime's conventions for user functions in training and logging: a `HookAdapter` (trainer/
+"""slime's conventions for user functions in training and logging: a `HookAdapter` (batching/
 user_hooks.py) that calls each function as slime does, and validates its result."""
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from slime_like.import_utils import load_function
 from slime_like.types import Sample, TrainSample
 
 if TYPE_CHECKING:
+    from slime_like.batching.user_hooks import RankData
     from slime_like.megatron.trained_network import TrainedNetwork
-    from slime_like.trainer.user_hooks import RankData
 
 
 class SlimeHooks:

@@ -25,12 +25,12 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from slime_like.autograd import AutogradContext
 from slime_like.megatron.ops.context_parallel import (
     ContextRows,
     context_parallel_attention,
     context_rows,
 )
-from slime_like.types import AutogradContext
 
 if TYPE_CHECKING:
     from slime_like.megatron.ops.delta_rule import DeltaRows

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from slime_like.types import AutogradContext, MicroBatch
+from slime_like.autograd import AutogradContext
+from slime_like.types import MicroBatch
 
 # If the mask of a padded batch has more (query, key) pairs, each sequence is computed separately,
 # without such a mask.

@@ -29,7 +29,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from slime_like.types import AutogradContext
+from slime_like.autograd import AutogradContext
 
 DEFAULT_CHUNK_SIZE = 1024  # rows of a block; benchmarks/bench_head.py --block-sizes compares
 # Elements of a block. On CPU two float32 blocks fit the L2 cache of a core; a GPU needs larger

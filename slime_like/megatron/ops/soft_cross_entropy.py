@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime_like.autograd import AutogradContext
 from slime_like.megatron.ops.fused_linear_logprob import (
     DEFAULT_CHUNK_SIZE,
     LOWEST,
@@ -22,7 +23,6 @@ from slime_like.megatron.ops.fused_linear_logprob import (
     columns_of_rank,
     rows_to_score,
 )
-from slime_like.types import AutogradContext
 
 
 class _Context(AutogradContext, Protocol):

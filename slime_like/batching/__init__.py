@@ -1,0 +1,1 @@
+"""From a rollout to the train batches of each rank."""

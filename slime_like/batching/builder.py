@@ -1,0 +1,372 @@
+"""Build train batches from a rollout: old and reference log-probs, off-policy correction,
+advantages and token weights, and the critic's batches if there is one (value_exchange.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime_like.advantages import (
+    KLController,
+    Outcomes,
+    TokenAdvantages,
+    advantage_estimators,
+    estimate_advantages,
+    needs_energies,
+    teacher_gaps,
+    token_energies,
+    token_kl,
+)
+from slime_like.advantages.values import value_metrics
+from slime_like.batching.delivery import SampleDelivery
+from slime_like.batching.log_probs import LogProbs, Scores
+from slime_like.batching.off_policy_step import SampleCorrection
+from slime_like.batching.outcomes import outcomes_of
+from slime_like.batching.rollout_batch import Columns, Rollout
+from slime_like.batching.settings import BatchSettings
+from slime_like.batching.step_plan import DataParallelAssignment, StepPlan, step_plan
+from slime_like.batching.train_samples import map_steps, train_samples
+from slime_like.batching.turn_credit import check_trees, tree_reasons
+from slime_like.batching.user_hooks import RankData, group_rewards
+from slime_like.batching.value_exchange import ValueExchange, plan_of_critic
+from slime_like.guards.rollout import RolloutGuards
+from slime_like.logs import warn_rank_0
+from slime_like.megatron.backend import LogProbOutput, MegatronBackend
+from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.metrics.progress import Progress
+from slime_like.samples.index import AnySample
+from slime_like.samples.masking import mask_failed
+from slime_like.types import TrainBatch, TrainSample
+
+if TYPE_CHECKING:
+    from slime_like.checkpoints.state import BatchState
+
+
+logger = logging.getLogger(__name__)
+_BEFORE_STEPS = "before the optimizer steps of a rollout"
+LogProbCheck = Callable[[Sequence[LogProbOutput]], dict[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """The optimizer steps of a rollout: this rank's samples of each step.
+
+    critic: empty without a critic; its data-parallel ranks may hold other samples than the
+    policy's. check: with `TrainBatch.old_is_current`, checks the log-probs of the training forward
+    pass before the optimizer step and returns metrics. sample_keys, entropies: of the policy's
+    samples, for recordings; entropies ([R] each) are empty without a separate log-prob pass.
+    """
+
+    policy: list[TrainBatch]
+    critic: list[TrainBatch]
+    check: LogProbCheck | None = None
+    sample_keys: Sequence[str] = ()
+    entropies: Sequence[Tensor] = ()
+
+
+class BatchBuilder:
+    """Builds the train batches of this data-parallel rank.
+
+    Collective: every rank passes the metadata of all samples of a rollout and receives the samples
+    that it trains on.
+    """
+
+    def __init__(
+        self,
+        settings: BatchSettings,
+        layout: ParallelLayout,
+        backend: MegatronBackend,
+        guards: RolloutGuards,
+        progress: Progress,
+    ) -> None:
+        self.settings = settings
+        self.algorithm = settings.algorithm
+        self.layout = layout
+        self.backend = backend
+        self.guards = guards
+        self.log_probs = LogProbs(settings, layout, backend, guards)
+        self.progress = progress
+        self.plan = step_plan(settings.algorithm, settings.transformer, settings.vocab_size, layout)
+        critic = backend.critic
+        self._critic_plan = None if critic is None else plan_of_critic(self.plan, critic.layout)
+        self._delivery = SampleDelivery(
+            settings.transformer,
+            self.plan,
+            self._critic_plan,
+            replays_rollout=settings.replays_rollout,
+            buffer_size=settings.sample_buffer_size,
+        )
+        config = settings.algorithm
+        is_adaptive = config.kl_ctrl_type == "adaptive"
+        adaptive = (config.kl_target, config.kl_horizon) if is_adaptive else ()
+        self.kl_controller = KLController(config.kl_coef, *adaptive)
+        self._warned_of_long_sequences = False
+        self._needs_energies = needs_energies(advantage_estimators.get(config.advantage_estimator))
+        self._needs_trees = bool(tree_reasons(config))
+
+    def state_dict(self) -> dict[str, object]:
+        """State for resuming, as plain JSON."""
+        return {"kl_controller": self.kl_controller.state_dict(), **self.guards.state_dict()}
+
+    def load_state_dict(self, state: BatchState) -> None:
+        self.kl_controller.load_state_dict(state["kl_controller"])
+        self.guards.load_state_dict(state)
+
+    def deliver_early(self, samples: Sequence[AnySample], group: dist.ProcessGroup | None) -> None:
+        """Send a prefetched rollout's samples to the ranks that will train on them, over `group`;
+        called in the sampling thread. A rollout with failed or branched samples is delivered later,
+        because the trainer assigns those differently."""
+        if all(mask_failed(s) is s and not s.num_branches for s in samples):
+            self._delivery.deliver_early(samples, group)
+
+    def build_supervised(self, samples: Sequence[AnySample]) -> tuple[Batches, dict[str, float]]:
+        """Batches for supervised samples, with reference log-probs if the loss needs them."""
+        rollout = self._deliver(samples)
+        ref = None
+        if self.backend.reference is not None:
+            with self.progress.phase("log_probs"):
+                ref = self.log_probs.reference(rollout.local)
+            rollout.check_finite({"log-prob of the reference": ref}, _BEFORE_STEPS)
+
+        def with_inputs(i: int, sample: TrainSample) -> TrainSample:
+            labels = None
+            if self.algorithm.trains_reward_model:
+                # a scalar score belongs to the token's own row, not to the row that predicts it
+                labels = sample.tokens[-sample.response_length :]
+            ref_log_probs = None if ref is None else ref[i]
+            return dataclasses.replace(sample, ref_log_probs=ref_log_probs, labels=labels)
+
+        metrics = dict(rollout.assignment.metrics)
+        return Batches(map_steps(rollout.steps, with_inputs), []), metrics
+
+    def build(
+        self, samples: Sequence[AnySample], weight_version: int
+    ) -> tuple[Batches, dict[str, float]]:
+        """Batches and metrics of a rollout. weight_version: version of the policy before the
+        update."""
+        rollout = self._deliver(samples)
+        if self.settings.replays_rollout:
+            steps = [self.backend.with_routes_of_stage(step) for step in rollout.steps]
+            rollout = dataclasses.replace(rollout, steps=steps)
+        metrics = dict(rollout.assignment.metrics)
+        critic = self._value_exchange(rollout)
+        scores = self._scores(rollout, weight_version, critic, metrics)
+        corrections = [SampleCorrection()] * len(rollout.local)
+        if scores.old is not None:
+            corrections, correction_metrics = self.log_probs.correct(rollout, scores.old)
+            metrics |= correction_metrics
+        outcomes = self._outcomes(rollout)
+        advantages = self._advantages(rollout, scores, outcomes)
+        metrics |= advantages.metrics
+        weights = [c.importance_weights for c in corrections]
+        columns: Columns = {"advantage": advantages.values, "importance weight": weights}
+        rollout.check_finite(columns, _BEFORE_STEPS)
+        critic_batches: list[TrainBatch] = []
+        if critic is not None:
+            values, returns = scores.values, advantages.returns
+            assert values is not None and returns is not None, "see advantages/"
+            metrics |= value_metrics(values, returns, rollout.masks, self.layout.dp_group)
+            critic_batches = critic.batches(returns)
+
+        batches = map_steps(rollout.steps, _loss_inputs(scores, advantages, corrections))
+        if self.settings.hooks is not None:
+            batches = self.settings.hooks.finish(
+                batches, lambda: self._rank_data(rollout, scores, outcomes, advantages)
+            )
+        keys = rollout.local_keys
+        if scores.old is not None:
+            entropies = [output.entropy for output in scores.old]
+            return Batches(batches, critic_batches, None, keys, entropies), metrics
+        batches = [dataclasses.replace(batch, old_is_current=True) for batch in batches]
+
+        def check(log_probs: Sequence[LogProbOutput]) -> dict[str, float]:
+            return self.log_probs.check_update(rollout, log_probs, weight_version)
+
+        return Batches(batches, critic_batches, check, keys), metrics
+
+    def _outcomes(self, rollout: Rollout) -> Outcomes:
+        """Inputs of the advantage estimator, over all ranks."""
+        outcomes = outcomes_of(rollout.samples)
+        for read in self.settings.outcome_readers:
+            outcomes = dataclasses.replace(outcomes, **read(rollout.sampled_episodes))
+        if self._needs_trees:
+            check_trees(self.algorithm, outcomes.answers, rollout.samples)
+        return outcomes
+
+    def _rank_data(
+        self,
+        rollout: Rollout,
+        scores: Scores,
+        outcomes: Outcomes,
+        advantages: TokenAdvantages | None = None,
+    ) -> RankData:
+        """The arguments of user hooks: this rank's samples, rewards and token columns."""
+        local = rollout.local
+        reported = [s.rollout_log_probs for s in local if s.rollout_log_probs is not None]
+        kl = self._kl(scores, rollout.masks)
+        columns = {
+            "log_probs": scores.old_log_probs,
+            "ref_log_probs": scores.ref,
+            "teacher_log_probs": None if scores.teacher is None else scores.teacher.log_probs,
+            "values": scores.values,
+            "rollout_log_probs": reported if len(reported) == len(local) else None,
+            "kl": kl or [torch.zeros_like(value) for value in scores.old_log_probs],
+            "advantages": None if advantages is None else advantages.values,
+            "returns": None if advantages is None else advantages.returns,
+        }
+        rewards = group_rewards(self.settings.advantages, outcomes, rollout.local_episodes)
+        return RankData(rollout.local_samples, local, rewards, columns)
+
+    def _kl(self, scores: Scores, masks: Sequence[Tensor]) -> list[Tensor] | None:
+        """Per-token KL of the reward, [R] by sample; None without --kl-coef."""
+        algorithm = self.algorithm
+        if not algorithm.kl_coef or scores.ref is None:
+            return None
+        return token_kl(algorithm.kl_loss_type or "k1", scores.old_log_probs, scores.ref, masks)
+
+    def _deliver(self, samples: Sequence[AnySample]) -> Rollout:
+        """Assign samples to data-parallel ranks and deliver them."""
+        self._warn_of_long_sequences(samples)
+        with self.progress.phase("balance") if self.plan.linear_cost is not None else nullcontext():
+            assignment = self.plan.assign(samples)
+        delivered = self._delivery.deliver(samples, assignment)
+        steps = self._steps(self.plan, delivered, assignment)
+        return Rollout(samples, delivered, assignment, steps)
+
+    def _steps(
+        self, plan: StepPlan, samples: Sequence[AnySample], assignment: DataParallelAssignment
+    ) -> list[list[TrainSample]]:
+        """This rank's samples of each optimizer step, with their token weights."""
+        algorithm = self.algorithm
+        steps = train_samples(
+            plan,
+            samples,
+            reduction=algorithm.loss_reduction,
+            loss_norm_length=algorithm.loss_norm_length,
+            micro_batch_size=algorithm.micro_batch_size,
+            positive_nll=algorithm.positive_nll_coef > 0,
+            assignment=assignment,
+        )
+        if not algorithm.observation_loss_coef:
+            return steps
+        from slime_like.batching.observations import with_observation_weights
+
+        return with_observation_weights(plan, samples, assignment, steps)
+
+    def _warn_of_long_sequences(self, samples: Sequence[AnySample]) -> None:
+        """Warn once per run about sequences over the token budget."""
+        algorithm = self.algorithm
+        if algorithm.max_tokens_per_gpu is None or self._warned_of_long_sequences:
+            return
+        critic = self.backend.critic
+        layouts = [self.layout] if critic is None else [self.layout, critic.layout]
+        budget = algorithm.max_tokens_per_gpu * min(layout.cp_size for layout in layouts)
+        longest = max(sample.total_length for sample in samples)
+        if longest > budget:
+            self._warned_of_long_sequences = True
+            warn_rank_0(
+                logger,
+                f"a sequence of {longest} tokens is longer than --max-tokens-per-gpu times "
+                f"--context-parallel-size, {budget}: such a sequence gets its own micro-batch",
+            )
+
+    def _scores(
+        self,
+        rollout: Rollout,
+        weight_version: int,
+        critic: ValueExchange | None,
+        metrics: dict[str, float],
+    ) -> Scores:
+        """Run and check the forward passes before the update. metrics: extended in place."""
+        old = None
+        with self.progress.phase("log_probs"):
+            if not self.settings.old_is_current:
+                top_k = self.settings.distillation.opd_topk or 0
+                old = self.log_probs.old(rollout, squared_probs=self._needs_energies, top_k=top_k)
+                metrics |= self.log_probs.check(rollout, old, weight_version)
+            ref = self.log_probs.reference(rollout.local)
+            teacher = self.log_probs.teacher(rollout, old)
+        values = None
+        if critic is not None:
+            with self.progress.phase("values"):
+                values = critic.compute_values()
+        columns: Columns = {
+            "log-prob of the reference": ref,
+            "log-prob of the teacher": None if teacher is None else teacher.log_probs,
+            "value of the critic": values,
+        }
+        rollout.check_finite(columns, "before the advantages of a rollout")
+        return Scores(old, ref, teacher, values)
+
+    def _value_exchange(self, rollout: Rollout) -> ValueExchange | None:
+        plan = self._critic_plan
+        if plan is None:
+            return None
+        assignment = plan.assign(rollout.samples)
+        steps = self._steps(plan, rollout.samples, assignment)
+        return ValueExchange(self.backend, rollout.samples, steps, assignment, rollout.assignment)
+
+    def _advantages(self, rollout: Rollout, scores: Scores, outcomes: Outcomes) -> TokenAdvantages:
+        """Per-token advantages of this rank's samples. Group statistics are over all ranks; the
+        reward's KL is subtracted first, the teacher's term is added last."""
+        masks = rollout.masks
+        kl = self._kl(scores, masks)
+        gap = None
+        if scores.teacher is not None:
+            gap = teacher_gaps(scores.old_log_probs, scores.teacher.log_probs, masks)
+        energies = None
+        if self._needs_energies:
+            assert scores.old is not None, "see RunConfig.old_is_current"
+            squared = [o.squared_probs for o in scores.old if o.squared_probs is not None]
+            energies = token_energies(scores.old_log_probs, squared, masks)
+        precomputed, settings = None, self.settings.advantages
+        if (hooks := self.settings.hooks) is not None:
+            precomputed = hooks.advantages(lambda: self._rank_data(rollout, scores, outcomes))
+        if settings.kl_coef != self.kl_controller.value:  # adaptive: the coefficient has moved
+            settings = dataclasses.replace(settings, kl_coef=self.kl_controller.value)
+        output = estimate_advantages(
+            settings,
+            outcomes,
+            local_indices=rollout.local_episodes,
+            sequences=rollout.local_sequences,
+            masks=masks,
+            kl=kl,
+            teacher_gap=gap,
+            critic_values=scores.values,
+            energies=energies,
+            precomputed=precomputed,
+            group=self.layout.dp_group,
+        )
+        if kl is None:
+            return output
+        metrics = {**output.metrics, "rollout/kl_coef": self.kl_controller.value}
+        self.kl_controller.update(metrics["rollout/kl_in_reward"], len(outcomes.rewards))
+        return dataclasses.replace(output, metrics=metrics)
+
+
+def _loss_inputs(
+    scores: Scores, advantages: TokenAdvantages, corrections: Sequence[SampleCorrection]
+) -> Callable[[int, TrainSample], TrainSample]:
+    """Function that adds the inputs of the loss to the i-th local sample."""
+
+    def with_inputs(i: int, sample: TrainSample) -> TrainSample:
+        old = None if scores.old is None else scores.old[i]
+        return dataclasses.replace(
+            sample if scores.teacher is None else scores.teacher.with_scores(i, sample),
+            advantages=advantages.values[i],
+            old_log_probs=None if old is None else old.log_probs,
+            routes=sample.routes if old is None or old.routes is None else old.routes,
+            ref_log_probs=None if scores.ref is None else scores.ref[i],
+            keep_mask=corrections[i].keep_mask,
+            importance_weights=corrections[i].importance_weights,
+        )
+
+    return with_inputs

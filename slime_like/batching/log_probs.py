@@ -1,0 +1,130 @@
+"""Log-probs before the update: of the policy, the reference model and the teacher, and their
+comparison with those of the rollout engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from slime_like.batching.off_policy_step import (
+    SampleCorrection,
+    check_rollout_log_probs,
+    correct_steps,
+    has_rollout_log_probs,
+)
+from slime_like.batching.rollout_batch import Rollout
+from slime_like.batching.settings import BatchSettings
+from slime_like.guards.rollout import RolloutGuards, require_rollout_log_probs
+from slime_like.megatron.backend import LogProbOutput, MegatronBackend
+from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.types import TrainSample
+
+if TYPE_CHECKING:
+    from slime_like.batching.teacher_scores import TeacherScores
+
+
+BEFORE_UPDATE = "before the update"
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Forward-pass results for the local samples, [R] per sample. None if there is no such network,
+    or if the training forward pass will provide the old log-probs."""
+
+    old: list[LogProbOutput] | None
+    ref: list[Tensor] | None
+    teacher: TeacherScores | None
+    values: list[Tensor] | None
+
+    @property
+    def old_log_probs(self) -> list[Tensor]:
+        assert self.old is not None, "see RunConfig.old_is_current"
+        return [o.log_probs for o in self.old]
+
+
+@dataclass(frozen=True, slots=True)
+class LogProbs:
+    """Computes log-probs of the local samples. Collective over all ranks."""
+
+    settings: BatchSettings
+    layout: ParallelLayout
+    backend: MegatronBackend
+    guards: RolloutGuards
+
+    def old(self, rollout: Rollout, *, squared_probs: bool, top_k: int = 0) -> list[LogProbOutput]:
+        """Log-probs of the policy before its update: from a forward pass, or as reported by the
+        engine. squared_probs, top_k: see `MegatronBackend.forward`."""
+        local = rollout.local
+        if not self.settings.algorithm.use_rollout_logprobs:
+            if self.settings.hooks is not None:
+                self.settings.hooks.before_log_prob(self.backend.policy.chunks)
+            return self.backend.forward(local, squared_probs=squared_probs, top_k=top_k)
+        reported = [require_rollout_log_probs(sample) for sample in local]
+        rollout.check_finite({"log-prob of the rollout engine": reported}, BEFORE_UPDATE)
+        return [LogProbOutput(r, sample.loss_weights * 0) for r, sample in zip(reported, local)]
+
+    def reference(self, local: Sequence[TrainSample]) -> list[Tensor] | None:
+        """Reference log-probs, [R] per local sample; None without a reference model."""
+        network = self.backend.reference
+        if network is None:
+            return None
+        if self.settings.hooks is not None:
+            self.settings.hooks.before_log_prob(network.chunks, "ref_")
+        return [output.log_probs for output in self.backend.forward(local, network)]
+
+    def teacher(
+        self, rollout: Rollout, old: Sequence[LogProbOutput] | None
+    ) -> TeacherScores | None:
+        """Scores of the teacher, of Megatron or served; None without a teacher. old: the policy's
+        log-probs."""
+        if not self.settings.distillation.use_opd:
+            return None
+        from slime_like.batching.teacher_scores import teacher_scores
+
+        return teacher_scores(self.settings, self.backend, rollout, old)
+
+    def check(
+        self, rollout: Rollout, old: Sequence[LogProbOutput], weight_version: int
+    ) -> dict[str, float]:
+        """Compare the trainer's log-probs with those that the rollout engine reported; returns
+        metrics. weight_version: version of the policy before the update. Raises GuardError."""
+        if self.settings.algorithm.use_rollout_logprobs:
+            return {}
+        log_probs = [o.log_probs for o in old]
+        columns = {"old log-prob": log_probs, "entropy": [o.entropy for o in old]}
+        rollout.check_finite(columns, BEFORE_UPDATE)
+        metrics = {}
+        if self.settings.replays_rollout:
+            metrics["rollout/moe_routing_disagreement"] = self.backend.replay_disagreement()
+        return metrics | self.guards.check_rollout(
+            log_probs,
+            rollout.local,
+            rollout.samples,
+            rollout.assignment.local_indices,
+            weight_version,
+            self.layout.dp_group,
+        )
+
+    def correct(
+        self, rollout: Rollout, old: Sequence[LogProbOutput]
+    ) -> tuple[list[SampleCorrection], dict[str, float]]:
+        """The off-policy correction of each sample, and metrics of the mismatch between trainer and
+        rollout engine, if the engine reported log-probs."""
+        config, samples = self.settings.off_policy, rollout.samples
+        check_rollout_log_probs(config, samples)
+        if self.settings.algorithm.use_rollout_logprobs or not has_rollout_log_probs(samples):
+            return [SampleCorrection()] * len(rollout.local), {}
+        log_probs = [o.log_probs for o in old]
+        corrections, metrics = correct_steps(config, rollout.steps, log_probs, self.layout.dp_group)
+        return corrections, {f"train/{name}": value for name, value in metrics.items()}
+
+    def check_update(
+        self, rollout: Rollout, log_probs: Sequence[LogProbOutput], weight_version: int
+    ) -> dict[str, float]:
+        """`check`, and the metrics of `correct`, for log-probs from the training forward pass,
+        after backward and before the optimizer step."""
+        metrics = self.check(rollout, log_probs, weight_version)
+        return metrics | self.correct(rollout, log_probs)[1]

@@ -1,0 +1,154 @@
+"""Inputs of the advantage estimators, over all ranks: rewards and lengths of every episode, rewards
+post-processed by a user function, and reward components."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypedDict
+
+from arguments.run_config import RunConfig
+from slime_like.advantages import (
+    AdvantageSettings,
+    EpisodeAnswers,
+    Outcomes,
+    RewardParts,
+    TurnEstimator,
+    advantage_estimators,
+    follows_tokens,
+)
+from slime_like.batching.train_samples import _sum_by_episode
+from slime_like.distributed.collectives import from_rank_zero, gather
+from slime_like.lazy import Tensor, torch
+from slime_like.rollout.hooks import processed_rewards
+from slime_like.samples.episodes import complete, episodes_of
+from slime_like.samples.index import AnySample
+from slime_like.types import REWARD_DETAILS, TRAIN_REWARD, Sample
+
+
+def advantage_settings(config: RunConfig) -> AdvantageSettings:
+    """The estimator's settings, with the initial KL coefficient."""
+    algorithm, distillation = config.algorithm, config.distillation
+    return AdvantageSettings(
+        algorithm.advantage_estimator,
+        normalize_std=not algorithm.disable_grpo_std_normalization,
+        singleton="reward" if algorithm.singleton_advantage == "reward" else "zero",
+        normalize=algorithm.normalize_advantages,
+        gamma=algorithm.gamma,
+        lambd=algorithm.lambd,
+        value_lambd=algorithm.value_lambd,
+        lambd_length_alpha=algorithm.lambd_length_alpha,
+        kl_coef=algorithm.kl_coef,
+        distillation_coef=0.0 if distillation.opd_topk else distillation.opd_kl_coef,
+        distillation_only=distillation.opd_only,
+        prefix_gamma=distillation.opd_prefix_gamma,
+    )
+
+
+class OutcomeFields(TypedDict, total=False):
+    """Fields of `Outcomes` that not every run has."""
+
+    processed: Tensor
+    parts: RewardParts
+    answers: Sequence[EpisodeAnswers | None]
+    penalties: Tensor
+
+
+# samples of a rollout -> fields; a collective, which raises ValueError on all ranks
+OutcomeReader = Callable[[Sequence[AnySample]], OutcomeFields]
+
+
+def outcome_readers(config: RunConfig) -> list[OutcomeReader]:
+    """The outcome readers of this run, which communicate; usually none."""
+    algorithm, readers = config.algorithm, list[OutcomeReader]()
+    if (path := algorithm.custom_reward_post_process_path) is not None:
+        readers.append(lambda samples: {"processed": processed_rewards(config, path, samples)})
+    if config.hooks.custom_convert_samples_to_train_data_path is not None:
+        readers.append(lambda samples: {"processed": train_rewards(samples)})
+    if (keys := algorithm.gdpo_reward_keys) is not None:
+        weights, reward_key = (
+            algorithm.gdpo_reward_weights or [1.0] * len(keys),
+            config.reward.reward_key,
+        )
+        readers.append(lambda samples: {"parts": reward_parts(keys, weights, reward_key, samples)})
+    estimator = advantage_estimators.get(algorithm.advantage_estimator)
+    by_turn, by_token = isinstance(estimator, TurnEstimator), follows_tokens(estimator)
+    turn, token = config.agents.agent_turn_penalty, config.agents.agent_token_penalty
+    if by_turn or by_token or turn or token:
+        from slime_like.batching.turn_credit import credit_fields
+
+        reader = partial(credit_fields, by_turn=by_turn, by_token=by_token)
+        readers.append(partial(reader, turn_penalty=turn, token_penalty=token))
+    return readers
+
+
+def train_rewards(samples: Sequence[AnySample]) -> Tensor:
+    """Rewards set by --custom-convert-samples-to-train-data-path, [B] float64 on all ranks.
+    Collective. samples: complete on rank 0, which converted them."""
+    rewards = from_rank_zero(lambda: [s.metadata[TRAIN_REWARD] for s in complete(samples)])
+    return torch.tensor(rewards, dtype=torch.float64)
+
+
+def reward_parts(
+    keys: Sequence[str],
+    weights: Sequence[float],
+    reward_key: str | None,
+    samples: Sequence[AnySample],
+) -> RewardParts:
+    """Reward components for gdpo. Collective.
+
+    Args:
+        keys: Keys of the reward function's dict; `reward_key` is the reward itself.
+        weights: One per key.
+        samples: Of the rollout, each complete on the rank that generated it.
+
+    Returns:
+        The components, equal on all ranks; NaN if a sample lacks a key.
+
+    Raises:
+        ValueError: On all ranks, for a key without a finite number in any sample.
+    """
+    local: dict[int, list[float]] = {}
+    for i, sample in enumerate(samples):
+        if isinstance(sample, Sample):
+            local[i] = [_part(sample, key, reward_key) for key in keys]
+    by_index: dict[int, list[float]] = {}
+    for rank_rows in gather(local):
+        by_index |= rank_rows
+    rows = [by_index[i] for i in range(len(samples))]
+    values = torch.tensor(rows, dtype=torch.float64).view(len(samples), len(keys))
+    has_finite = torch.isfinite(values).any(0).tolist()
+    missing = [key for key, is_finite in zip(keys, has_finite) if not is_finite]
+    if missing:
+        raise ValueError(
+            "--gdpo-reward-keys: no sample of this rollout has a finite number under "
+            f"{', '.join(missing)}; check what the reward function returns"
+        )
+    return RewardParts(values, tuple(weights))
+
+
+def _part(sample: Sample, key: str, reward_key: str | None) -> float:
+    if key == reward_key:
+        return math.nan if sample.reward is None else sample.reward
+    details = sample.metadata.get(REWARD_DETAILS)
+    value = details.get(key) if isinstance(details, dict) else None
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def outcomes_of(samples: Sequence[AnySample]) -> Outcomes:
+    """Inputs of advantage estimators for all episodes of a rollout; a missing reward is NaN. Greedy
+    rewards are set if every sample has one. Token rewards: of this rank's samples only."""
+    episodes = episodes_of(samples)
+    lengths = _sum_by_episode(episodes, [s.active_tokens for s in samples])
+    samples = [samples[i] for i in episodes.first]
+    rewards = [math.nan if s.reward is None else s.reward for s in samples]
+    greedy = [s.greedy_reward for s in samples]
+    return Outcomes(
+        rewards=torch.tensor(rewards, dtype=torch.float64),
+        group_ids=torch.tensor([s.group_id for s in samples]),
+        lengths=lengths,
+        greedy_rewards=None if None in greedy else torch.tensor(greedy, dtype=torch.float64),
+        token_rewards=[s.token_rewards if isinstance(s, Sample) else None for s in samples],
+        some_have_token_rewards=any(s.has("token_rewards") for s in samples),
+    )

@@ -1,0 +1,35 @@
+"""Settings of batch building."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from arguments.schema import AlgorithmConfig, DistillationConfig
+from slime_like.advantages import AdvantageSettings
+from slime_like.batching.outcomes import OutcomeReader
+from slime_like.batching.user_hooks import UserHooks
+from slime_like.losses.off_policy_config import OffPolicyConfig
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSettings:
+    """Settings of batch building. off_policy: None without correction. transformer: the policy's.
+    replays_rollout: replay the engine's routed experts. old_is_current: see `TrainBatch`.
+    outcome_readers: see `outcomes.outcome_readers`."""
+
+    algorithm: AlgorithmConfig
+    off_policy: OffPolicyConfig | None
+    transformer: TransformerConfig
+    vocab_size: int
+    replays_rollout: bool
+    distillation: DistillationConfig
+    advantages: AdvantageSettings
+    sample_buffer_size: int
+    old_is_current: bool
+    outcome_readers: Sequence[OutcomeReader]
+    hooks: UserHooks | None

@@ -1,0 +1,136 @@
+"""Inputs of advantage estimators from agent episodes: assistant turns with their rewards, and
+length penalties."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from arguments.schema import AlgorithmConfig
+from slime_like.advantages import EpisodeAnswers, advantage_estimators, follows_tokens, needs_critic
+from slime_like.distributed.collectives import gather
+from slime_like.samples.episodes import episodes_of
+from slime_like.samples.index import AnySample
+from slime_like.types import Sample
+
+if TYPE_CHECKING:
+    from slime_like.batching.outcomes import OutcomeFields
+
+NUMBERS, ANSWERS = "agent", "answers"  # keys of a sample's metadata
+SUMMED = "summed"  # flag in ANSWERS: the episode's reward includes the rewards of its turns
+
+
+def credit_fields(
+    samples: Sequence[AnySample],
+    *,
+    by_turn: bool,
+    turn_penalty: float,
+    token_penalty: float,
+    by_token: bool = False,
+) -> OutcomeFields:
+    """Agent-specific fields of `Outcomes`. Collective.
+
+    Args:
+        samples: The first sequence of each episode, on the rank that generated it.
+        by_turn: Include the turns of each episode, for an estimator that credits turns separately
+            from the episode.
+        turn_penalty, token_penalty: Penalty per turn and per token.
+        by_token: Include the turns of episodes that recorded them, for a per-token estimator that
+            sees the episode's reward with the turn rewards included.
+
+    Raises:
+        ValueError: On all ranks, with `by_turn`, for an episode that has no record of its turns.
+    """
+    local = {
+        i: (s.metadata.get(ANSWERS) if by_turn or by_token else None, s.metadata.get(NUMBERS))
+        for i, s in enumerate(samples)
+        if isinstance(s, Sample)
+    }
+    local = {i: pair for i, pair in local.items() if pair != (None, None)}
+    by_index: dict[int, tuple[object, object]] = {}
+    for rank_records in gather(local):
+        by_index |= rank_records
+    ordered = [by_index.get(i, (None, None)) for i in range(len(samples))]
+    fields: OutcomeFields = {}
+    answers = [_answers(record) for record, _ in ordered]
+    if by_turn:
+        _check_records(answers, samples)
+    if by_turn or any(answers):
+        fields["answers"] = answers
+    costs = [_cost(numbers, turn_penalty, token_penalty) for _, numbers in ordered]
+    for i, (record, _) in enumerate(ordered):
+        # recorded for the other kind of estimator
+        if isinstance(record, Mapping) and bool(record.get(SUMMED)) == by_turn:
+            costs[i] += sum(record["rewards"]) if by_turn else -sum(record["rewards"])
+    if any(costs):
+        fields["penalties"] = torch.tensor(costs, dtype=torch.float64)
+    return fields
+
+
+def _answers(record: object) -> EpisodeAnswers | None:
+    """The recorded turns; None without a record or if the episode failed before its first turn."""
+    if not isinstance(record, Mapping) or not record["spans"]:
+        return None
+    spans: list[list[tuple[int, int, int]]] = []
+    for branch in record["spans"]:
+        spans.append([(int(start), int(length), int(turn)) for start, length, turn in branch])
+    return EpisodeAnswers(record["parents"], record["rewards"], spans)
+
+
+def _check_records(answers: Sequence[EpisodeAnswers | None], samples: Sequence[AnySample]) -> None:
+    for answer, sample in zip(answers, samples, strict=True):
+        if answer is None and sample.active_tokens > 0:
+            raise ValueError(
+                f"sample {sample.sample_id} does not record its turns, which a per-turn "
+                "--advantage-estimator needs; it was recorded without one, or not by an agent"
+            )
+
+
+def _cost(numbers: object, turn: float, token: float) -> float:
+    if not isinstance(numbers, Mapping):
+        return 0.0
+    return float(turn * numbers["answers"] + token * numbers["written_tokens"])
+
+
+def tree_reasons(algorithm: AlgorithmConfig) -> list[str]:
+    """Flags that make a token's return depend on later tokens; empty if none does."""
+    entry = advantage_estimators.get(algorithm.advantage_estimator)
+    reasons = {
+        "a critic": needs_critic(entry),
+        "--gamma": algorithm.gamma != 1,
+        "--kl-coef": algorithm.kl_coef != 0,
+    }
+    return [reason for reason, holds in reasons.items() if holds and follows_tokens(entry)]
+
+
+def check_trees(
+    algorithm: AlgorithmConfig,
+    answers: Sequence[EpisodeAnswers | None] | None,
+    samples: Sequence[AnySample],
+) -> None:
+    """Check that returns do not depend on how an episode was split into sequences.
+
+    Args:
+        answers: The turns of each episode, from `credit_fields`.
+        samples: All sequences of a rollout.
+
+    Raises:
+        ValueError: Names the flags, if returns depend on later tokens and an episode of several
+            sequences does not record which sequence continues which.
+    """
+    name, reasons = algorithm.advantage_estimator, tree_reasons(algorithm)
+    if not reasons:
+        return
+    episodes = episodes_of(samples)
+    counts = Counter(episodes.of)
+    for i, place in enumerate(episodes.first):
+        if counts[i] > 1 and (answers is None or answers[i] is None):
+            raise ValueError(
+                f"--advantage-estimator {name} with {' and '.join(reasons)}: the returns of sample "
+                f"{samples[place].sample_id} depend on which of its {counts[i]} sequences "
+                "continues which, and it has no record of this; agents keep one, a list from a "
+                "generate function does not: return one sample, or remove these flags"
+            )

@@ -1,0 +1,209 @@
+"""Interface of a rollout engine: prompts in, sampled tokens with log-probs out, weight updates in
+between.
+
+`generate_one` and `abort` are called from an event loop, which may run in another thread and be a
+new one in each rollout. All other methods are called by the training thread, on all ranks.
+
+Log-prob convention of every engine (SGLang's): the log-prob of the sampled token under the
+temperature-scaled distribution over the full vocabulary, BEFORE top-k and top-p; greedy sampling
+reports temperature 1. With `SamplingParams.report_token_sets` it is AFTER them, normalised over the
+kept tokens (the sampling mask), which are reported too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from slime_like.config import GREEDY_OR_TEMPERATURE
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling parameters. Construction raises ValueError naming every field out of range.
+
+    temperature: 0 is greedy. top_p: smallest set of tokens with at least this probability, after
+    top_k. top_k: -1 keeps all. max_new_tokens: longest response, stop token included. stop: strings
+    that end a response once its text contains one. stop_token_ids: tokens that end a response, in
+    addition to the model's end tokens (unless ignore_end_tokens); the stop token is part of the
+    response. report_token_sets: report the sampling mask of each token, and log-probs over it; no
+    effect when greedy. report_routes: report the routed experts of each token; ValueError from an
+    engine that cannot. skip_special_tokens: which special tokens the text of a response lacks; see
+    `data.tokenizer.response_text`. Engines return tokens and ignore it.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    report_token_sets: bool = False
+    ignore_end_tokens: bool = False
+    report_routes: bool = False
+    skip_special_tokens: bool | None = None
+
+    def __post_init__(self) -> None:
+        rules = (
+            (
+                "temperature",
+                math.isfinite(self.temperature) and GREEDY_OR_TEMPERATURE.holds(self.temperature),
+                f"finite, and {GREEDY_OR_TEMPERATURE.description}",
+            ),
+            ("top_p", 0 < self.top_p <= 1, "0 < top_p <= 1 (1: off)"),
+            ("top_k", self.top_k == -1 or self.top_k >= 1, "-1 (off) or >= 1"),
+            ("max_new_tokens", self.max_new_tokens >= 1, ">= 1"),
+            ("stop", all(self.stop), "without empty strings"),
+        )
+        problems = [
+            f"{name} is {getattr(self, name)!r}, must be {legal}"
+            for name, holds, legal in rules
+            if not holds
+        ]
+        if problems:
+            raise ValueError("sampling parameters: " + "; ".join(problems))
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One response to sample. Its randomness depends on `seed` only, not on the batch."""
+
+    sample_id: int  # unique over the run
+    prompt_tokens: tuple[int, ...]
+    seed: int  # any 64-bit integer
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOutput:
+    """One response; all tuples have one entry per response token.
+
+    finish_reason: "stop" (a stop token or string, included in tokens), "length" or "abort" (tokens
+    may then be partial). token_sets: sampling mask of each token, which includes the token; None
+    if not requested. routes: routed experts of every prompt and response token in every MoE layer;
+    -1 for tokens that were never fed to the model, such as the last one; None if not requested.
+    failure: why the request was aborted; None if the caller aborted it. weight_versions increase if
+    weights were replaced during generation.
+    """
+
+    sample_id: int
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    finish_reason: FinishReason
+    weight_versions: tuple[int, ...]
+    token_sets: tuple[Tensor, ...] | None = None  # [k] int32 each
+    routes: Tensor | None = None  # [prompt and response tokens, MoE layers, topk] int16
+    failure: str | None = None
+
+
+class RolloutEngine:
+    """Generates responses with weights that the trainer syncs. Engines implement `generate_one` and
+    `update_weights`; the other defaults suffice for a synchronous in-process engine."""
+
+    weight_version: int = -1  # of the last complete update; -1 before the first
+    # True: shared servers, rank 0 sends all requests; False: each rank has its own engine
+    serves_all_ranks: bool = False
+    # True: with a quantised --hf-checkpoint, weights arrive in its quantised format
+    takes_quantized: bool = False
+    takes_prediction_layers: bool = False
+    # True: other processes hold the weights, and `probe` shows whether they are the trainer's
+    is_remote: bool = False
+
+    def generate(
+        self, requests: Sequence[GenerateRequest], sampling: SamplingParams
+    ) -> list[GenerateOutput]:
+        """Generate all requests; outputs in their order. Not callable inside an event loop. Raises
+        RuntimeError while weights are missing or partially updated, ValueError for requests that
+        the engine can never serve."""
+
+        async def generate_all() -> list[GenerateOutput]:
+            try:
+                return await asyncio.gather(*(self.generate_one(r, sampling) for r in requests))
+            finally:
+                await self.leave_loop()
+
+        return asyncio.run(generate_all())
+
+    async def generate_one(
+        self, request: GenerateRequest, sampling: SamplingParams
+    ) -> GenerateOutput:
+        """Generate one response. Any number of calls may be pending; the engine limits concurrency.
+        Raises as `generate`. A failed request, or one with an invalid response, has finish_reason
+        "abort" and a reason in `failure`."""
+        raise NotImplementedError
+
+    async def abort(self, sample_ids: Collection[int] | None = None) -> None:
+        """Abort pending requests (None: all). Each returns its partial output with finish_reason
+        "abort" and failure None. Ids that are not pending are ignored."""
+
+    async def leave_loop(self) -> None:
+        """The caller's event loop is about to end: close its connections."""
+
+    def pause(self) -> None:
+        """Stop generating; pending requests keep their tokens."""
+
+    def resume(self) -> None:
+        """Continue after `pause`, with the current weights."""
+
+    def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Replace all weights. Collective: all ranks consume the stream to its end.
+
+        While paused, pending requests continue with the new weights after `resume`.
+
+        Args:
+            weights: (Hugging Face name, full tensor) pairs, the same stream on all ranks.
+            version: `weight_version` after the update.
+
+        Raises:
+            ValueError: Names unknown, repeated or missing weights and wrong shapes. The engine then
+                refuses to generate until an update succeeds.
+        """
+        raise NotImplementedError
+
+    def check_health(self) -> None:
+        """Check the engine before a rollout. Collective. Sets `weight_version` to -1 if the engine
+        needs the weights again. Raises RunError if it can no longer serve."""
+
+    def probe(
+        self, requests: Sequence[GenerateRequest], sampling: SamplingParams
+    ) -> list[tuple[str, list[GenerateOutput]]]:
+        """On rank 0 of a remote engine, the outputs of every server for the same requests, with the
+        server's address. Raises RunError if no server can answer, or if an answer is invalid."""
+        raise NotImplementedError
+
+    def release_memory(self) -> None:
+        """Release memory on the trainer's GPUs before training; `update_weights` reallocates it."""
+
+    def take_metrics(self) -> dict[str, float]:
+        """Metrics of requests and weight updates since the last call; rank 0's are logged."""
+        return {}
+
+    def close(self) -> None:
+        """Shut the engine down at the end of the run."""
+
+
+class GenerationClient(Protocol):
+    """Answers single requests: an engine or a proxy of one. Methods as in `RolloutEngine`."""
+
+    async def generate_one(
+        self, request: GenerateRequest, sampling: SamplingParams
+    ) -> GenerateOutput: ...
+
+    async def abort(self, sample_ids: Collection[int] | None = None) -> None: ...
+
+    async def leave_loop(self) -> None: ...
+
+
+def num_generating_ranks(engine: RolloutEngine, world_size: int) -> int:
+    """Number of ranks, from rank 0 on, that send requests; the others get samples from them."""
+    return 1 if engine.serves_all_ranks else world_size

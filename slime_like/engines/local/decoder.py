@@ -1,0 +1,333 @@
+"""The decode loop of the local engine.
+
+It replaces transformers' `generate`, which prefills the prompt once per sample and keeps computing
+finished rows; sharing the prefill within a group and dropping finished rows speeds up group
+sampling by more than 1.5x. A sampling step is a pure function of logits and uniforms, so a response
+depends on its seed only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from slime_like.engines.base import FinishReason, GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.rollout.sampler_choices import pad_routes
+
+
+@dataclass(slots=True)
+class _Row:
+    """A response being decoded."""
+
+    tokens: list[int] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)
+    token_sets: list[Tensor] = field(default_factory=list)  # only if requested
+    # only if requested: of the prompt [P, layers, topk], then of each token
+    routes: list[Tensor] = field(default_factory=list)
+    finish_reason: FinishReason = "length"
+
+
+class Decoder:
+    """Decodes batches on one model."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        device: torch.device,
+        end_ids: frozenset[int],
+        version: Callable[[], int],
+    ) -> None:
+        """
+        Args:
+            model: Uses the KV cache of transformers.
+            tokenizer: For stop strings.
+            device: Device of the model.
+            end_ids: Tokens that end a response.
+            version: Returns the current weight version; called at every token.
+        """
+        self.routes = RouteRecorder(model)
+        self._model = model
+        self._tokenizer = tokenizer
+        self._device = device
+        self._end_ids = end_ids
+        self._version = version
+
+    def free(self) -> None:
+        """Release the model; no decoding afterwards."""
+        del self._model, self.routes
+
+    @torch.inference_mode()
+    def decode(
+        self,
+        requests: Sequence[GenerateRequest],
+        sampling: SamplingParams,
+        aborted: Collection[int],
+    ) -> Iterator[dict[int, GenerateOutput]]:
+        """Decode B requests in one batch. Yields after every token: newly finished outputs by
+        index. aborted: sample ids to abort, read after every token."""
+        rows = [_Row() for _ in requests]
+        prompts = [request.prompt_tokens for request in requests]
+        stop_ids = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_end_tokens:
+            stop_ids |= self._end_ids
+        uniforms = draw_uniforms([r.seed for r in requests], sampling.max_new_tokens)  # (B, N)
+        uniforms = uniforms.to(self._device)
+        log_probs = torch.full(uniforms.shape, float("nan"), device=self._device)  # (B, N)
+        with self.routes.recording(sampling.report_routes):
+            logits, cache, mask, positions = self._prefill(prompts, sampling.max_new_tokens)
+        if sampling.report_routes:
+            for record, routes in zip(rows, self.routes.of_prompts(prompts), strict=True):
+                record.routes.append(routes)
+        live = list(range(len(requests)))  # requests[live[j]] is row j of the running batch
+        live_index = torch.arange(len(requests), device=self._device)
+        prompt_width = mask.size(1) - sampling.max_new_tokens
+        for step in range(sampling.max_new_tokens):
+            tokens, log_probs[live_index, step] = self._append_token(
+                [rows[row] for row in live], logits, uniforms[live_index, step], sampling
+            )
+            continuing = self._mark_stopped(rows, live, stop_ids, sampling.stop)
+            if step + 1 == sampling.max_new_tokens:
+                continuing = []
+            for row in [live[j] for j in continuing if requests[live[j]].sample_id in aborted]:
+                rows[row].finish_reason = "abort"
+            continuing = [j for j in continuing if rows[live[j]].finish_reason != "abort"]
+            ended = [live[j] for j in sorted(set(range(len(live))) - set(continuing))]
+            yield {
+                row: self._output(requests[row], rows[row], log_probs[row].cpu(), sampling)
+                for row in ended
+            }
+            if not continuing:
+                return
+            if len(continuing) < len(live):
+                keep = torch.tensor(continuing, device=self._device)
+                cache.reorder_cache(keep)
+                live, live_index = [live[j] for j in continuing], live_index[keep]
+                tokens, mask, positions = tokens[keep], mask[keep], positions[keep]
+            positions = positions + 1
+            with self.routes.recording(sampling.report_routes):
+                logits = self._forward(
+                    tokens[:, None], mask[:, : prompt_width + step + 1], positions, cache
+                )
+            if sampling.report_routes:
+                for row, routes in zip(live, self.routes.last(len(live)), strict=True):
+                    rows[row].routes.append(routes)
+
+    def _append_token(
+        self, rows: Sequence[_Row], logits: Tensor, uniforms: Tensor, sampling: SamplingParams
+    ) -> tuple[Tensor, Tensor]:
+        """Sample one token for each of B rows. logits: [B, V]; uniforms: [B]. Returns tokens and
+        log-probs, [B] each."""
+        if reports_token_sets(sampling):
+            tokens, log_probs, kept = sample_from_sets(logits, uniforms, sampling)
+            for row, members in zip(rows, kept.cpu(), strict=True):
+                row.token_sets.append(members.nonzero()[:, 0].int())
+        else:
+            tokens, log_probs = sample_tokens(logits, uniforms, sampling)
+        for row, token in zip(rows, tokens.tolist(), strict=True):
+            row.tokens.append(token)
+            row.weight_versions.append(self._version())
+        return tokens, log_probs
+
+    def _prefill(
+        self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int
+    ) -> tuple[Tensor, DynamicCache, Tensor, Tensor]:
+        """Compute each distinct prompt once, left-padded, then repeat it for its samples.
+
+        Returns logits of the last prompt token [B, V], the cache, the mask [B, W + max_new_tokens]
+        (response part all True; W is the longest prompt) and the position of the last prompt token
+        [B, 1].
+        """
+        distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
+        width = max(map(len, distinct))
+        ids = torch.zeros(len(distinct), width, dtype=torch.long)
+        mask = torch.ones(len(distinct), width + max_new_tokens, dtype=torch.long)
+        for prompt, i in distinct.items():
+            ids[i, width - len(prompt) :] = torch.tensor(prompt)
+            mask[i, : width - len(prompt)] = 0
+        ids, mask = ids.to(self._device), mask.to(self._device)
+        positions = (mask[:, :width].cumsum(-1) - 1).clamp(min=0)
+        cache = DynamicCache(config=self._model.config)
+        logits = self._forward(ids, mask[:, :width], positions, cache)
+        owner = torch.tensor([distinct[prompt] for prompt in prompts], device=self._device)
+        cache.reorder_cache(owner)
+        return logits[owner], cache, mask[owner], positions[owner, -1:]
+
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+        """Logits [B, V] after the last of ids [B, new]; extends the cache. mask covers cached and
+        new tokens."""
+        out = self._model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return out.logits[:, -1]
+
+    def _mark_stopped(
+        self,
+        rows: Sequence[_Row],
+        live: Sequence[int],
+        stop_ids: frozenset[int],
+        stop: Sequence[str],
+    ) -> list[int]:
+        """Set the finish reason of rows whose last token ended them; return the indices into `live`
+        of the others."""
+        stopped = [rows[row].tokens[-1] in stop_ids for row in live]
+        if stop:
+            assert self._tokenizer is not None
+            # Every token of a byte-level or SentencePiece vocabulary is at least one byte of text,
+            # so a stop string completed by the last token spans at most as many tokens as it has
+            # bytes; a few more keep the truncated prefix from affecting it.
+            reach = max(len(s.encode()) for s in stop) + 4
+            tails = self._tokenizer.batch_decode(
+                [rows[row].tokens[-reach:] for row in live], skip_special_tokens=False
+            )
+            stopped = [
+                done or any(s in tail for s in stop)
+                for done, tail in zip(stopped, tails, strict=True)
+            ]
+        for row, done in zip(live, stopped, strict=True):
+            if done:
+                rows[row].finish_reason = "stop"
+        return [j for j, done in enumerate(stopped) if not done]
+
+    def _output(
+        self, request: GenerateRequest, row: _Row, log_probs: Tensor, sampling: SamplingParams
+    ) -> GenerateOutput:
+        """Build the output. A non-finite log-prob, which only broken weights cause, truncates and
+        aborts the response."""
+        values = log_probs[: len(row.tokens)]
+        finite = int(values.isfinite().cumprod(0).sum())
+        finish_reason, failure, routes = row.finish_reason, None, None
+        if finite < len(row.tokens):
+            finish_reason = "abort"
+            failure = f"the log-prob of response token {finite} is {float(values[finite])}"
+        if row.routes:
+            routes = pad_routes(row.routes, len(request.prompt_tokens) + finite)
+        return GenerateOutput(
+            sample_id=request.sample_id,
+            tokens=tuple(row.tokens[:finite]),
+            log_probs=tuple(values[:finite].tolist()),
+            finish_reason=finish_reason,
+            weight_versions=tuple(row.weight_versions[:finite]),
+            token_sets=tuple(row.token_sets[:finite]) if reports_token_sets(sampling) else None,
+            routes=routes,
+            failure=failure,
+        )
+
+
+def reports_token_sets(sampling: SamplingParams) -> bool:
+    """Whether to report sampling masks; greedy sampling has none."""
+    return sampling.report_token_sets and not sampling.greedy
+
+
+class RouteRecorder:
+    """Records router decisions of a transformers model. layers: number of MoE layers."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        # every family calls its experts module with (hidden states [n, H], expert ids [n, topk],
+        # expert weights)
+        experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
+        self.layers = len(experts)
+        self._is_recording = False
+        self._recorded: list[Tensor] = []  # of the last forward pass: [n, topk] int16 of each layer
+        for module in experts:
+            module.register_forward_pre_hook(self._record)
+
+    def _record(self, module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if self._is_recording:
+            self._recorded.append(inputs[1].to(torch.int16).cpu())
+
+    @contextmanager
+    def recording(self, enabled: bool) -> Iterator[None]:
+        """Record during one forward pass."""
+        self._is_recording, self._recorded = enabled, []
+        yield
+        self._is_recording = False
+
+    def last(self, batch: int) -> Tensor:
+        """Routed experts of the last forward pass over `batch` rows of equal length: [batch,
+        length, layers, topk]."""
+        assert len(self._recorded) == self.layers, "every expert layer is called once in a pass"
+        return torch.stack(self._recorded, dim=1).unflatten(0, (batch, -1))
+
+    def of_prompts(self, prompts: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Routed experts of each prompt, [P, layers, topk], after a forward pass over the distinct
+        ones of `prompts`, left-padded."""
+        distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
+        routes = self.last(len(distinct))
+        return [routes[distinct[prompt], routes.size(1) - len(prompt) :] for prompt in prompts]
+
+
+def draw_uniforms(seeds: Sequence[int], count: int) -> Tensor:
+    """[B, count] float64 in [0, 1). Row i is a stream keyed by seeds[i] only; a longer draw extends
+    a shorter one.
+
+    Philox (Salmon et al. 2011) is keyed by the full 64-bit seed; torch's CPU generator uses only
+    the lower 32 bits, so seeds of the form (rollout << 32) + sample would repeat.
+    """
+    rows = [np.random.Generator(np.random.Philox(key=seed % 2**64)).random(count) for seed in seeds]
+    return torch.from_numpy(np.stack(rows))
+
+
+def sample_tokens(
+    logits: Tensor, uniforms: Tensor, sampling: SamplingParams
+) -> tuple[Tensor, Tensor]:
+    """Sample one token per row by inverting the cumulative distribution in float64.
+
+    logits [B, V]; uniforms [B] float64 (not read when greedy). Returns tokens [B] int64 and
+    log_probs [B] float32, the latter under the temperature-scaled distribution before top-k and
+    top-p. NaN logits give a NaN log-prob.
+    """
+    tokens, _, scores = _sample(logits, uniforms, sampling)
+    return tokens, _log_prob(scores, tokens)
+
+
+def sample_from_sets(
+    logits: Tensor, uniforms: Tensor, sampling: SamplingParams
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `sample_tokens`, but with log-probs after top-k and top-p, and the sampling mask [B, V]
+    bool, which includes the sampled token."""
+    tokens, kept, _ = _sample(logits, uniforms, sampling)
+    return tokens, _log_prob(kept, tokens), kept > float("-inf")
+
+
+def _sample(
+    logits: Tensor, uniforms: Tensor, sampling: SamplingParams
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens [B], scaled logits after top-k and top-p [B, V], before them [B, V])."""
+    scores = logits.float()
+    if sampling.greedy:
+        return scores.argmax(-1), scores, scores
+    scores = scores / sampling.temperature
+    kept = scores
+    if sampling.top_k != -1 and sampling.top_k < scores.size(-1):
+        kept = TopKLogitsWarper(sampling.top_k)(None, kept)
+    if sampling.top_p < 1:
+        kept = TopPLogitsWarper(sampling.top_p)(None, kept)
+    cumulative = kept.double().softmax(-1).cumsum(-1)
+    # below the total even after rounding: uniforms are at most 1 - 2^-53
+    target = uniforms * cumulative[:, -1]
+    # The first entry strictly above the target has positive probability; the clamp only matters for
+    # NaN.
+    tokens = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+    return tokens.clamp(max=scores.size(-1) - 1), kept, scores
+
+
+def _log_prob(scores: Tensor, tokens: Tensor) -> Tensor:
+    return scores.gather(-1, tokens[:, None])[:, 0] - scores.logsumexp(-1)

@@ -1,0 +1,255 @@
+"""The local engine: generation inside the training process with transformers' model and KV cache,
+for CPUs, tests and small models.
+
+It has no paged cache, continuous batching or tensor parallelism; use SGLang where these matter.
+
+A response depends on its prompt, seed, weights and sampling parameters. The other requests in its
+batch change logits by float32 rounding only (padding and batch size select other kernels), which
+changes about one token in 10^7.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.initialization import no_init_weights
+
+from arguments.hf.settings_file import generation_end_ids
+from slime_like.engines.base import GenerateOutput, GenerateRequest, RolloutEngine, SamplingParams
+from slime_like.engines.local.batcher import Batcher
+from slime_like.engines.local.decoder import Decoder
+from slime_like.engines.local.weight_loader import WeightSlots
+from slime_like.engines.registry import EngineContext
+
+# KV cache budget that sets the batch size without --rollout-local-batch-size: for a small model,
+# larger batches cost little more time until the KV cache exceeds the processor caches.
+CACHE_BYTES = 256 * 2**20
+FEWEST, MOST = 64, 512
+
+
+class LocalEngine(RolloutEngine):
+    """In-process `RolloutEngine`. The architecture comes from the config in the folder
+    `hf_checkpoint`, weights only from `update_weights`.
+
+    tokenizer: for its end-of-sequence id and stop strings; None if prompts and stops are token ids.
+    tied: overrides the config's tie_word_embeddings (adapters on the output layer untie it).
+    local_batch_size: responses decoded together; None: as many as fit into `CACHE_BYTES` of KV
+    cache, from `FEWEST` to `MOST`. dtype: of weights and KV cache; sampling uses float32 logits.
+    """
+
+    def __init__(
+        self,
+        hf_checkpoint: str,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        local_batch_size: int | None = None,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        trust_remote_code: bool = False,
+        tied: bool | None = None,
+    ) -> None:
+        if local_batch_size is not None and local_batch_size < 1:
+            raise ValueError(f"--rollout-local-batch-size is {local_batch_size}, must be >= 1")
+        config = AutoConfig.from_pretrained(hf_checkpoint, trust_remote_code=trust_remote_code)
+        if tied is not None:
+            config.tie_word_embeddings = tied
+        if hasattr(config, "quantization_config"):  # of the files; synced weights have none
+            del config.quantization_config
+        # no random initialisation: every weight is synced later
+        with no_init_weights(), torch.device(device):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=trust_remote_code
+            )
+        model.tie_weights()
+        self.tied = bool(getattr(config, "tie_word_embeddings", False))
+        self._model = model.eval().requires_grad_(False)
+        self._slots = WeightSlots(self._model)
+        self._weights_complete = False
+        self._device = torch.device(device)
+        self._tokenizer = tokenizer
+        self._local_batch_size = local_batch_size
+        self._end_ids = end_token_ids(hf_checkpoint, config, tokenizer)
+        self._decoder = Decoder(
+            self._model, tokenizer, self._device, self._end_ids, lambda: self.weight_version
+        )
+        self._token_lock = threading.Lock()  # weights are only replaced between two tokens
+        self._batcher = Batcher(self._decoder.decode, self._batch_size, self._token_lock)
+        text_config = config.get_text_config()
+        self._cache_bytes_per_token = cache_bytes_per_token(text_config, dtype)
+        self._vocab_size: int = text_config.vocab_size
+        self._max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
+
+    def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """See `RolloutEngine`. Tied weights may be sent under any or all of their names. Values are
+        cast to the engine's dtype."""
+        with self._token_lock:
+            self._weights_complete = False
+            self._slots.load(weights)
+            self._weights_complete = True
+            self.weight_version = version
+
+    def generate(
+        self, requests: Sequence[GenerateRequest], sampling: SamplingParams
+    ) -> list[GenerateOutput]:
+        with self._token_lock:  # another thread may replace weights
+            self._check(requests, sampling)
+        # Sort by length for less padding; equal prompts become adjacent and are prefilled once.
+        order = sorted(
+            range(len(requests)),
+            key=lambda i: (len(requests[i].prompt_tokens), requests[i].prompt_tokens),
+        )
+        outputs: list[GenerateOutput | None] = [None] * len(requests)
+        size = self._batch_size(requests, sampling)
+        for start in range(0, len(order), size):
+            chunk = order[start : start + size]
+            tokens = self._decoder.decode([requests[i] for i in chunk], sampling, frozenset())
+            while True:
+                with self._token_lock:
+                    done = next(tokens, None)
+                if done is None:
+                    break
+                for j, output in done.items():
+                    outputs[chunk[j]] = output
+        return [output for output in outputs if output is not None]
+
+    async def generate_one(
+        self, request: GenerateRequest, sampling: SamplingParams
+    ) -> GenerateOutput:
+        """See `RolloutEngine`. Decoded in a batch with other waiting requests; yields to the event
+        loop after every token."""
+        with self._token_lock:  # as in `generate`
+            self._check([request], sampling)
+        return await self._batcher.submit(request, sampling)
+
+    async def abort(self, sample_ids: Collection[int] | None = None) -> None:
+        self._batcher.abort(sample_ids)
+
+    def pause(self) -> None:
+        self._batcher.paused = True
+
+    def resume(self) -> None:
+        self._batcher.paused = False
+
+    def close(self) -> None:
+        """Free the weights; no generation afterwards."""
+        self._weights_complete = False
+        self._decoder.free()
+        del self._model, self._slots
+
+    def _batch_size(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> int:
+        if self._local_batch_size is not None:
+            return self._local_batch_size
+        longest = max((len(r.prompt_tokens) for r in requests), default=0)
+        row = self._cache_bytes_per_token * (longest + sampling.max_new_tokens)
+        return min(max(FEWEST, CACHE_BYTES // row), MOST)
+
+    def _check(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> None:
+        if not self._weights_complete:
+            raise RuntimeError("the local engine has no complete weights: update_weights failed")
+        if sampling.report_routes and not self._decoder.routes.layers:
+            raise ValueError("--use-rollout-routing-replay: the model has no MoE layers")
+        if sampling.stop and self._tokenizer is None:
+            raise ValueError(f"stop strings {sampling.stop!r} require an engine with a tokenizer")
+        for request in requests:
+            prompt = request.prompt_tokens
+            if not prompt:
+                raise ValueError(f"sample {request.sample_id}: the prompt is empty")
+            if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
+                raise ValueError(
+                    f"sample {request.sample_id}: a prompt token is outside the vocabulary "
+                    f"[0, {self._vocab_size})"
+                )
+            longest = len(prompt) + sampling.max_new_tokens
+            if self._max_positions is not None and longest > self._max_positions:
+                raise ValueError(
+                    f"sample {request.sample_id}: {len(prompt)} prompt tokens and "
+                    f"{sampling.max_new_tokens} new ones exceed the model's {self._max_positions} "
+                    "positions; lower --rollout-max-response-len or drop long prompts"
+                )
+
+    @torch.inference_mode()
+    def prompt_log_probs(self, prompts: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
+        """Log-probs of each prompt's tokens except the first, at temperature 1: n - 1 numbers for n
+        tokens. Raises ValueError for tokens outside the vocabulary and prompts that are too
+        long."""
+        self._check(
+            [GenerateRequest(i, prompt, 0) for i, prompt in enumerate(prompts)],
+            SamplingParams(max_new_tokens=1),
+        )
+        scores = []
+        for prompt in prompts:  # one by one, to bound memory: each has [L, V] logits
+            ids = torch.tensor([prompt], device=self._device)
+            logits = self._model(input_ids=ids).logits[0, :-1].float()
+            log_probs = logits.gather(1, ids[0, 1:, None])[:, 0] - logits.logsumexp(-1)
+            scores.append(tuple(log_probs.tolist()))
+        return scores
+
+    @torch.inference_mode()
+    def top_log_probs(
+        self, tokens: Sequence[int], first: int, k: int, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """The k most likely tokens at each position of a sequence, before top-k and top-p sampling.
+
+        Args:
+            tokens: A sequence of N tokens.
+            first: First position, at least 1: token 0 has no log-prob.
+            k: At most the vocabulary size.
+            temperature: Divides the logits; 0 (greedy) counts as 1.
+
+        Returns:
+            Token ids (int64) and log-probs (float32), both [N - first, k], for positions `first` to
+            N - 1, in descending order of probability.
+        """
+        ids = torch.tensor([list(tokens)], device=self._device)
+        logits = self._model(input_ids=ids).logits[0, first - 1 : -1].float()
+        top = (logits / (temperature or 1.0)).log_softmax(-1).topk(k, dim=-1)
+        return top.indices.cpu(), top.values.cpu()
+
+
+def make_local_engine(context: EngineContext) -> LocalEngine:
+    """The local engine; each rank has one, with the full model."""
+    config = context.config
+    assert config.model.hf_checkpoint is not None
+    return LocalEngine(
+        config.model.hf_checkpoint,
+        context.tokenizer,
+        local_batch_size=config.rollout.rollout_local_batch_size,
+        device=context.device,
+        dtype=config.megatron.transformer.params_dtype,
+        trust_remote_code=config.model.trust_remote_code,
+        tied=False if config.unties_output_layer else None,
+    )
+
+
+def cache_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """KV cache bytes per token over all layers. config: of the text model."""
+    heads = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None):  # MLA caches the latents of all heads
+        width = config.kv_lora_rank + config.qk_rope_head_dim
+    else:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        width = 2 * (getattr(config, "num_key_value_heads", None) or heads) * head_dim
+    return int(config.num_hidden_layers * width * dtype.itemsize)
+
+
+def end_token_ids(
+    hf_checkpoint: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> frozenset[int]:
+    """Token ids that end a response: the union of generation_config.json, config.json and the
+    tokenizer, as in SGLang. Raises ValueError if generation_config.json cannot be read."""
+    sources = (
+        generation_end_ids(hf_checkpoint),
+        config.get_text_config().eos_token_id,
+        tokenizer.eos_token_id if tokenizer is not None else None,
+    )
+    ids: set[int] = set()
+    for source in sources:
+        if isinstance(source, list | tuple):
+            ids.update(source)
+        elif source is not None:
+            ids.add(source)
+    return frozenset(ids)

@@ -1,0 +1,62 @@
+"""Sample groups without sampling: recorded rollouts and supervised data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from arguments.run_config import RunConfig
+from slime_like.data.pairs import pair_samples
+from slime_like.data.sft import sft_samples
+from slime_like.distributed.collectives import together
+from slime_like.metrics.names import TRUNCATED_FRACTION
+from slime_like.rollout.recording import check_values, load_rollout
+from slime_like.samples.episodes import truncated_fraction
+from slime_like.samples.exchange import share_index
+from slime_like.types import Prompt, SampleGroup, split
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def supervised_groups(
+    run: RunConfig, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[SampleGroup], dict[str, float]]:
+    """Supervised samples, one or a preference pair per prompt, of which each rank builds its share;
+    and the fraction that was truncated."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    size, make = run.algorithm.samples_together, sft_samples
+    if size > 1:
+        make = partial(pair_samples, scored=run.algorithm.trains_reward_model)
+    limit = run.rollout.rollout_max_response_len
+    own = together(lambda: make(prompts[rank::world], tokenizer, max_response_len=limit))
+    holders = [i // size % world for i in range(size * len(prompts))]
+    samples = share_index(own, holders)
+    parts = split(samples, [size] * len(prompts))
+    groups = [SampleGroup(part[0].group_id, part) for part in parts]
+    return groups, {TRUNCATED_FRACTION: truncated_fraction(samples)}
+
+
+def recorded_groups(run: RunConfig, step: int) -> list[SampleGroup]:
+    """The groups of --load-debug-rollout-data. Raises ValueError if another run recorded them."""
+    template = run.debug.load_debug_rollout_data
+    assert template is not None
+    groups = load_rollout(template, step)
+    count = sum(len(group.samples) for group in groups)
+    expected = run.rollout.rollout_batch_size * run.rollout.n_samples_per_prompt
+    if count != expected:
+        raise ValueError(
+            f"--load-debug-rollout-data {template}: rollout {step + 1} has {count} samples, and "
+            f"--rollout-batch-size times --n-samples-per-prompt is {expected}; give the sizes of "
+            "the recorded run"
+        )
+    try:
+        check_values(groups, run.gpt.vocab_size or 2**31)
+    except ValueError as error:
+        raise ValueError(
+            f"--load-debug-rollout-data {template}: rollout {step + 1}: {error}"
+        ) from None
+    return groups

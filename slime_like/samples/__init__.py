@@ -1,0 +1,1 @@
+"""Samples across ranks: their index, episodes, and exchange."""

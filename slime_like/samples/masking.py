@@ -1,0 +1,39 @@
+"""Samples that are not trained on, and sampling masks that a run must or must not have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from slime_like.samples.index import AnySample, RemoteSample, untrained
+from slime_like.types import SampleStatus
+
+
+def mask_failed(sample: AnySample) -> AnySample:
+    """Mask out an aborted sample. A sample without a finite reward keeps its mask, and so all
+    denominators, and gets advantage 0."""
+    if sample.status == SampleStatus.ABORTED:
+        sample = untrained(sample)
+    elif sample.status != SampleStatus.FAILED:
+        return sample
+    if isinstance(sample, RemoteSample):
+        return sample.with_reward(math.nan)
+    return replace(sample, reward=math.nan)
+
+
+def check_token_sets(samples: Sequence[AnySample], *, wanted: bool) -> None:
+    """Raise ValueError unless all samples that are trained on have token sets, or with `wanted`
+    False none has."""
+    for s in samples:
+        if wanted and s.active_tokens and not s.has("token_sets"):
+            raise ValueError(
+                f"--renormalize-sampled-log-probs: sample {s.sample_id} has no sampling mask; it "
+                "was recorded without this flag, or the engine does not report sampling masks"
+            )
+        if not wanted and s.has("token_sets"):
+            raise ValueError(
+                f"sample {s.sample_id} was recorded with --renormalize-sampled-log-probs: its "
+                "log-probs are normalised over the sampling mask; give this flag, and the "
+                "--rollout-top-k and --rollout-top-p of that run"
+            )

@@ -1,0 +1,1 @@
+"""Client of SGLang servers: processes, HTTP, protocol."""

@@ -1,0 +1,96 @@
+"""Control calls to all servers and checks of their weights. On rank 0, in the training thread."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from slime_like.checked_json import shown
+from slime_like.errors import RunError
+from slime_like.sglang.control_answers import checksums, weight_version
+from slime_like.sglang.http import CONTROL_S, RequestFailed
+from slime_like.sglang.server_pool import ServerPool, Worker
+from slime_like.text import list_names
+
+logger = logging.getLogger(__name__)
+
+
+def call_servers(
+    pool: ServerPool, workers: Sequence[Worker], path: str, body: Mapping[str, object]
+) -> None:
+    """POST to all servers; a server that fails is evicted."""
+    for worker in workers:
+        try:
+            pool.call(worker, path, body, timeout_s=CONTROL_S)
+        except RequestFailed as failure:
+            pool.evict(worker, str(failure))
+
+
+def check_versions(pool: ServerPool, workers: Sequence[Worker], version: int) -> list[Worker]:
+    """Check that every server reports `version`; returns the servers that respond. Raises RunError
+    if one reports another version, or if none is left."""
+    responding = []
+    for worker in workers:
+        try:
+            reported = pool.ask(worker, "/model_info", weight_version, timeout_s=CONTROL_S)
+        except RequestFailed as failure:
+            pool.evict(worker, str(failure))
+            continue
+        if reported != str(version):
+            raise RunError(
+                f"the engine {worker.url} reports weight version {shown(reported)} after an update "
+                f"to {version}; does another run use it?"
+            )
+        responding.append(worker)
+    if not responding:
+        raise RunError(f"no engine is left after the update to version {version}")
+    return responding
+
+
+def check_equal_weights(pool: ServerPool, workers: Sequence[Worker]) -> None:
+    """Check that servers of equal tensor-parallel size report equal weight checksums; otherwise
+    raise RunError. Servers without the endpoint are skipped."""
+    reference: dict[tuple[str, ...], dict[str, str]] = {}
+    for worker in workers:
+        try:
+            body = {"action": "checksum"}
+            sums = pool.ask(
+                worker, "/weights_checker", checksums, timeout_s=10 * CONTROL_S, body=body
+            )
+        except RequestFailed as failure:
+            logger.warning(f"the engine {worker.url} gives no checksums of its weights: {failure}")
+            continue
+        expected = reference.setdefault(tuple(sorted(sums)), sums)
+        different = [name for name in sums if sums[name] != expected[name]]
+        if different:
+            raise RunError(
+                f"the engine {worker.url} has other weights than the first engine after the same "
+                f"update: {list_names(different)}"
+            )
+
+
+class ColocatedMemory:
+    """GPU memory shared by servers and trainer under --colocate; the trainer has it while it
+    trains. pool: on rank 0, None elsewhere."""
+
+    def __init__(self, pool: ServerPool | None) -> None:
+        self._pool = pool
+        # servers that released their memory, with their eviction counts at that time
+        self._released: list[tuple[Worker, int]] | None = None
+
+    def release(self) -> None:
+        """Make the servers release weights and KV cache."""
+        if self._released is None:
+            self._released = []
+            if self._pool is not None:
+                call_servers(self._pool, self._pool.alive(), "/release_memory_occupation", {})
+                self._released = [(worker, worker.evictions) for worker in self._pool.alive()]
+
+    def resume(self) -> None:
+        """Make the servers reallocate their memory; weights are synced afterwards. Servers
+        restarted since `release` are skipped: they never released memory, and resuming would crash
+        them."""
+        released, self._released = self._released, None
+        if released and self._pool is not None:
+            workers = [w for w, evictions in released if w.alive and w.evictions == evictions]
+            call_servers(self._pool, workers, "/resume_memory_occupation", {})

@@ -1,0 +1,119 @@
+"""Servers started by the run: placement, command lines and processes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from arguments.run_config import RunConfig
+from arguments.schema import SglangConfig
+from arguments.sglang_install import interpreter
+from slime_like.distributed.failure_report import job
+from slime_like.errors import RunError
+from slime_like.sglang.node_agent import RemoteNode, RemoteProcess
+from slime_like.sglang.nodes import Node, address_towards, place_servers
+from slime_like.sglang.processes import (
+    EngineProcess,
+    Launch,
+    ServerProcess,
+    SpanningProcess,
+    server_command,
+    server_settings,
+)
+
+ROUTES_SETTING = "enable_return_routed_experts"  # server argument
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The part of a server that runs on one node."""
+
+    node: Node
+    url: str
+    launch: Launch
+
+
+def engine_launches(
+    run: RunConfig, nodes: Sequence[Node], *, device: torch.device, logs: Path
+) -> list[list[Part]]:
+    """The parts of each server; the first part serves HTTP. Raises RunError if the nodes have too
+    few GPUs."""
+    config = run.sglang
+    assert config.rollout_num_gpus is not None and run.model.hf_checkpoint is not None
+    per_engine = config.rollout_num_gpus_per_engine
+    placements = place_servers(nodes, config.rollout_num_gpus, per_engine, colocate=config.colocate)
+    require_reachable(config, {share.node.rank for shares in placements for share in shares})
+    ports = {node.rank: iter(node.ports) for node in nodes}
+    servers = list[list[Part]]()
+    for number, shares in enumerate(placements):
+        multi_node_settings: dict[str, object] = {}
+        if len(shares) > 1:
+            if config.update_weight_transport == "cuda_ipc":
+                raise RunError(
+                    "--update-weight-transport cuda_ipc: a server of --rollout-num-gpus-per-engine "
+                    f"{per_engine} spans {len(shares)} nodes, and GPU memory handles are valid on "
+                    "one; legal values: disk, tensor"
+                )
+            first, second = shares[0].node, shares[1].node
+            host = first.address if first.rank else address_towards([f"http://{second.address}:1"])
+            init_address = f"{host}:{next(ports[first.rank])}"
+            multi_node_settings = {"nnodes": len(shares), "dist_init_addr": init_address}
+        parts = list[Part]()
+        for node_rank, share in enumerate(shares):
+            host, port = share.node.address, next(ports[share.node.rank])
+            settings: dict[str, object] = multi_node_settings | server_settings(
+                model=run.model.hf_checkpoint,
+                port=port,
+                host=host,
+                gpus=per_engine,
+                base_gpu=share.first_gpu,
+                dtype=str(run.megatron.transformer.params_dtype).removeprefix("torch."),
+                cuda=device.type == "cuda",
+                memory_saver=bool(config.offload_rollout),
+                overrides=config.sglang_server_flags or {},
+            )
+            if multi_node_settings:
+                settings["node_rank"] = node_rank
+            if run.rollout.use_rollout_routing_replay:
+                settings[ROUTES_SETTING] = True
+            log = logs / f"engine-{number}{f'-node-{node_rank}' if node_rank else ''}.log"
+            command = server_command(interpreter(config.sglang_python), settings)
+            parts.append(Part(share.node, f"http://{host}:{port}", Launch(command, log)))
+        servers.append(parts)
+    return servers
+
+
+def require_reachable(config: SglangConfig, ranks: Collection[int]) -> None:
+    """Raise RunError if weights would go through a folder that only one node sees. ranks: the first
+    rank of each node with servers."""
+    if (
+        config.update_weight_transport == "disk"
+        and config.update_weight_disk_dir is None
+        and any(ranks)
+    ):
+        raise RunError(
+            f"--update-weight-disk-dir is missing: servers on {len(ranks)} nodes need a shared "
+            "folder, with the same path on all of them"
+        )
+
+
+def start_processes(servers: Sequence[Sequence[Part]]) -> list[tuple[str, EngineProcess]]:
+    """Start the servers; on other nodes through their agents. Returns (address, process) pairs."""
+    remote: dict[int, RemoteNode] = {}
+    started = list[tuple[str, EngineProcess]]()
+    for number, parts in enumerate(servers):
+        processes = list[EngineProcess]()
+        for part in parts:
+            rank = part.node.rank
+            if rank and rank not in remote:
+                remote[rank] = RemoteNode(job().store, rank, part.node.address)
+            if rank:
+                processes.append(RemoteProcess(remote[rank], number, part.launch))
+            else:
+                processes.append(ServerProcess(part.launch))
+        process = processes[0] if len(processes) == 1 else SpanningProcess(processes)
+        started.append((parts[0].url, process))
+    return started

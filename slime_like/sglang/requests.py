@@ -1,0 +1,282 @@
+"""Generation requests from rank 0 to SGLang servers: load balancing, retries, aborts and validation
+of responses."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+
+import httpx
+
+from slime_like.checked_json import InvalidResponse, WrongWeightVersion
+from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.sglang.http import (
+    CONTROL_S,
+    Deadlines,
+    RequestFailed,
+    Retries,
+    async_client,
+    post_once,
+    with_retries,
+)
+from slime_like.sglang.protocol import (
+    Legal,
+    Refused,
+    generation_body,
+    max_response_bytes,
+    meta_of,
+    read_generation,
+)
+from slime_like.sglang.routed_experts import RoutesFormat, read_routes
+from slime_like.sglang.server_pool import ServerPool, Worker
+
+ABORT_DEADLINES = Deadlines(CONTROL_S, CONTROL_S, CONTROL_S)
+POLL_S = 0.1  # polling interval while no server is ready
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSettings:
+    """Request settings. concurrency: requests in flight per server."""
+
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    retries: Retries = field(default_factory=Retries)
+    concurrency: int = 512
+
+
+class ServerRequests:
+    """Sends the requests of one engine; a `GenerationClient`.
+
+    sent: weight versions that were sent, even if they did not reach every server. updating: weights
+    are being replaced, requests wait. bypasses_router: a server behind the router has other
+    weights, until the next update. counts: requests by outcome.
+    """
+
+    def __init__(
+        self,
+        pool: ServerPool,
+        settings: RequestSettings,
+        vocab_size: int,
+        routes: RoutesFormat | None,
+    ) -> None:
+        """
+        Args:
+            pool: The servers.
+            settings: Deadlines, retries and concurrency.
+            vocab_size: Bound of token ids in responses.
+            routes: Format of routed experts; None for a dense model.
+        """
+        self.sent: list[int] = []
+        self.updating = False
+        self.bypasses_router = False
+        self.counts: Counter[str] = Counter()
+        self._pool = pool
+        self._settings = settings
+        self._vocab_size = vocab_size
+        self._routes = routes
+        self._numbers = itertools.count()
+        self._run = f"{os.getpid():x}-{time.time_ns():x}"
+        self._client: httpx.AsyncClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._slots = asyncio.Semaphore(1)
+        self._pending: dict[str, int] = {}  # request id -> sample id
+        self._abort_requested: set[str] = set()
+
+    def new_id(self, what: object) -> str:
+        """A unique request id."""
+        return f"{self._run}-{what}-{next(self._numbers)}"
+
+    async def generate_one(
+        self, request: GenerateRequest, sampling: SamplingParams
+    ) -> GenerateOutput:
+        """As `RolloutEngine.generate_one`."""
+        if not request.prompt_tokens:
+            raise ValueError(f"sample {request.sample_id}: the prompt is empty")
+        if sampling.report_routes and self._routes is None:
+            raise ValueError("report_routes: the network has no experts")
+        client = self._loop_client()
+        rid = self.new_id(request.sample_id)
+        self._pending[rid] = request.sample_id
+        try:
+            async with self._slots:
+                return await self._generate(client, request, sampling, rid)
+        except (RequestFailed, InvalidResponse) as failure:
+            kind = failure.kind if isinstance(failure, RequestFailed) else "bad_answer"
+            self.counts["dropped" if isinstance(failure, RequestFailed) else "rejected"] += 1
+            if isinstance(failure, InvalidResponse):
+                self.counts[kind] += 1
+            message = str(failure) if rid in str(failure) else f"request {rid}: {failure}"
+            return GenerateOutput(request.sample_id, (), (), "abort", (), failure=message)
+        finally:
+            self._pending.pop(rid, None)
+            self._abort_requested.discard(rid)
+
+    async def abort(self, sample_ids: Collection[int] | None = None) -> None:
+        """As `RolloutEngine.abort`."""
+        rids = [
+            rid
+            for rid, sample_id in self._pending.items()
+            if sample_ids is None or sample_id in sample_ids
+        ]
+        self._abort_requested.update(rids)
+        client = self._loop_client()
+
+        async def send_abort(worker: Worker, rid: str) -> None:
+            try:
+                await post_once(
+                    client, f"{worker.url}/abort_request", {"rid": rid}, ABORT_DEADLINES
+                )
+            except RequestFailed as failure:  # a dead server has aborted it already
+                if failure.kind != "no_json":  # SGLang responds with an empty body
+                    self.counts[f"abort_{failure.kind}"] += 1
+
+        await asyncio.gather(
+            *(send_abort(worker, rid) for worker in self._pool.alive() for rid in rids)
+        )
+
+    async def _generate(
+        self,
+        client: httpx.AsyncClient,
+        request: GenerateRequest,
+        sampling: SamplingParams,
+        rid: str,
+    ) -> GenerateOutput:
+        avoid: set[str] = set()
+        if sampling.report_routes and self._pool.router is not None:
+            # the router drops fields that it does not know, such as the request for routed experts
+            avoid.add(self._pool.router.url)
+
+        async def attempt(number: int) -> GenerateOutput:
+            if rid in self._abort_requested:
+                return GenerateOutput(request.sample_id, (), (), "abort", ())
+            attempt_rid = rid if number == 1 else f"{rid}-{number}"
+            self._pending[attempt_rid] = request.sample_id
+            try:
+                return await self._attempt(client, request, sampling, attempt_rid, avoid)
+            except Refused as refusal:
+                raise RequestFailed(
+                    f"refused_{refusal.status}", str(refusal), retryable=refusal.status >= 500
+                ) from None
+            finally:
+                if attempt_rid != rid:
+                    del self._pending[attempt_rid]
+                    self._abort_requested.discard(attempt_rid)
+
+        output: GenerateOutput = await with_retries(attempt, self._settings.retries, self.counts)
+        return output
+
+    async def _attempt(
+        self,
+        client: httpx.AsyncClient,
+        request: GenerateRequest,
+        sampling: SamplingParams,
+        rid: str,
+        avoid: set[str],
+    ) -> GenerateOutput:
+        """One attempt. A server that responds with an impossible weight version is evicted until it
+        has the current weights. Raises RequestFailed, InvalidResponse, Refused."""
+        url, worker = await self._target(avoid)
+        oldest, evictions = self._pool.version, 0 if worker is None else worker.evictions
+        body = generation_body(request, sampling, rid)
+        limit = max_response_bytes(request, sampling, self._token_bytes(sampling))
+        answer = await self._post(client, url, worker, body, limit, avoid)
+        legal = Legal(self._vocab_size, {v for v in self.sent if v >= oldest})
+        try:
+            output = read_generation(answer, request, sampling, rid, legal)
+            if not sampling.report_routes:
+                return output
+            assert self._routes is not None
+            routes = read_routes(meta_of(answer, rid), request, output, self._routes, rid)
+            return replace(output, routes=routes)
+        except WrongWeightVersion as error:
+            self.counts["wrong_version"] += 1
+            if worker is None:
+                self.bypasses_router = True
+            else:
+                # in a thread: it may call the router
+                await asyncio.to_thread(
+                    self._pool.report_wrong_version, worker, evictions, str(error)
+                )
+            raise WrongWeightVersion(f"{url}: {error}") from None
+        except InvalidResponse as error:
+            raise InvalidResponse(f"{url}: {error}") from None
+
+    def _token_bytes(self, sampling: SamplingParams) -> int:
+        """Bytes of one token's routed experts in a response: base64 of int32 for every layer."""
+        if not sampling.report_routes or self._routes is None:
+            return 0
+        return 6 * len(self._routes.sparse) * self._routes.topk
+
+    async def _post(
+        self,
+        client: httpx.AsyncClient,
+        url: str,
+        worker: Worker | None,
+        body: dict[str, object],
+        max_bytes: int,
+        avoid: set[str],
+    ) -> object:
+        """POST through the router or to a server. avoid: addresses where this request failed;
+        extended on failure."""
+        task = asyncio.current_task()
+        assert task is not None
+        if worker is not None:
+            with self._pool.lock:
+                worker.in_flight.add(task)
+        try:
+            deadlines = self._settings.deadlines
+            return await post_once(client, f"{url}/generate", body, deadlines, max_bytes)
+        except RequestFailed as failure:
+            avoid.add(url)
+            if worker is not None and failure.server_gone:
+                worker.failed_probes += 1
+            raise
+        except asyncio.CancelledError as cancelled:
+            if "evicted" not in cancelled.args:
+                raise
+            task.uncancel()
+            raise RequestFailed(
+                "evicted",
+                f"{url}: the server was taken out while it worked on this",
+                retryable=True,
+            ) from None
+        finally:
+            if worker is not None:
+                with self._pool.lock:
+                    worker.in_flight.discard(task)
+
+    async def _target(self, avoid: set[str]) -> tuple[str, Worker | None]:
+        """Where to send a request: the router, or the server with the fewest requests in flight.
+        Waits while a server may still recover. A request that failed at the router is sent to a
+        server directly: the router may be down, or wrongly consider servers dead."""
+        deadline = time.monotonic() + self._settings.deadlines.total_s
+        while self.updating or not (ready := self._pool.ready()):
+            if not (self.updating or self._pool.may_recover()) or time.monotonic() > deadline:
+                raise RequestFailed(
+                    "no_engine", "no engine with the current weights is left", retryable=False
+                )
+            await asyncio.sleep(POLL_S)
+        router = self._pool.router
+        if router is not None and router.url not in avoid and not self.bypasses_router:
+            return router.url, None
+        worker = min(ready, key=lambda w: (w.url in avoid, len(w.in_flight)))
+        return worker.url, worker
+
+    def _loop_client(self) -> httpx.AsyncClient:
+        """The HTTP client of the current event loop; a client is bound to its loop."""
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._loop is not loop:
+            limit = self._settings.concurrency * max(1, len(self._pool.workers))
+            self._client = async_client(limit)
+            self._loop, self._slots = loop, asyncio.Semaphore(limit)
+        return self._client
+
+    async def leave_loop(self) -> None:
+        """As `RolloutEngine.leave_loop`."""
+        if self._client is not None and self._loop is asyncio.get_running_loop():
+            await self._client.aclose()
+            self._client = None

@@ -1,0 +1,80 @@
+"""Decode the routed experts in SGLang responses (`meta_info.routed_experts`), for router replay.
+
+Format: base64 of int32 [tokens - 1, layers, topk] over prompt and response, little-endian. Dense
+layers have an entry of zeros. The last token was never fed to the model. Verified with SGLang
+0.5.23: `state_capturer/routed_experts.py`, `BatchResultProcessor._maybe_collect_routed_experts`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slime_like.checked_json import InvalidResponse, shown
+from slime_like.engines.base import GenerateOutput, GenerateRequest
+
+
+@dataclass(frozen=True, slots=True)
+class RoutesFormat:
+    """MoE shape of a model. sparse: for every layer, whether it is an MoE layer. topk: experts per
+    token, out of `experts` per layer."""
+
+    sparse: tuple[bool, ...]
+    topk: int
+    experts: int
+
+    def unknown(self, length: int) -> Tensor:
+        """[length, MoE layers, topk] of -1, for tokens with unknown experts."""
+        return torch.full((length, sum(self.sparse), self.topk), -1, dtype=torch.int16)
+
+
+def read_routes(
+    meta: Mapping[str, object],
+    request: GenerateRequest,
+    output: GenerateOutput,
+    expected: RoutesFormat,
+    rid: str,
+) -> Tensor:
+    """Routed experts [prompt and response tokens, MoE layers, topk] int16, -1 for the last token;
+    all -1 for a request that was aborted in the server's queue. Raises InvalidResponse."""
+    length = len(request.prompt_tokens) + len(output.tokens)
+    encoded = meta.get("routed_experts")
+    if output.finish_reason == "abort" and (encoded is None or not output.tokens):
+        return expected.unknown(length)
+    if not isinstance(encoded, str):
+        raise InvalidResponse(
+            f"request {rid}: the server reports no routed experts; start it with "
+            "--enable-return-routed-experts, and with an MoE model"
+        )
+    try:
+        numbers = np.frombuffer(base64.b64decode(encoded, validate=True), dtype="<i4")
+    except (binascii.Error, ValueError):
+        raise InvalidResponse(
+            f"request {rid}: routed_experts is not base64 of int32: {shown(encoded, 40)!r}"
+        ) from None
+    shape = (length - 1, len(expected.sparse), expected.topk)
+    if numbers.size != shape[0] * shape[1] * shape[2]:
+        raise InvalidResponse(
+            f"request {rid}: {numbers.size} routed experts, expected (tokens - 1, layers, topk) = "
+            f"{shape}"
+        )
+    experts = numbers.reshape(shape)[:, np.array(expected.sparse)]
+    if experts.size and (experts.min() < 0 or experts.max() >= expected.experts):
+        raise InvalidResponse(
+            f"request {rid}: routed experts from {experts.min()} to {experts.max()}, expected 0 to "
+            f"{expected.experts - 1}"
+        )
+    sorted_experts = np.sort(experts, axis=-1)
+    if (
+        sorted_experts[..., 1:] == sorted_experts[..., :-1]
+    ).any():  # e.g. the server's buffer was never written
+        raise InvalidResponse(f"request {rid}: a token was routed to the same expert twice")
+    routes = expected.unknown(length)
+    routes[:-1] = torch.from_numpy(experts.astype(np.int16))
+    return routes

@@ -1,0 +1,103 @@
+"""sglang_router: generation requests go through it; it routes to servers that are ready."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from urllib.parse import quote
+
+from slime_like.checked_json import InvalidResponse
+from slime_like.errors import RunError
+from slime_like.sglang.control_answers import router_workers
+from slime_like.sglang.http import ControlClient, RequestFailed
+from slime_like.sglang.processes import Launch, ServerProcess
+
+logger = logging.getLogger(__name__)
+
+CALL_S = 10.0
+ADD_S = 60.0  # the router probes a server before it takes it
+
+
+class Router:
+    """An external router, or one that is started here and ended with the run."""
+
+    def __init__(self, url: str, launch: Launch | None, connect_s: float) -> None:
+        self.url = url
+        self._control = ControlClient(connect_s)
+        self._process = None if launch is None else ServerProcess(launch)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it was started here, so that only this run adds servers to it."""
+        return self._process is not None
+
+    def start(self, timeout_s: float) -> None:
+        """Wait until it answers. Raises RunError."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            status = None if self._process is None else self._process.exit_status
+            if self._process is not None and status is not None:
+                raise RunError(
+                    f"the router {self.url} ended with status {status} while it started:\n"
+                    f"{self._process.log_tail()}"
+                )
+            try:
+                self.workers()
+                return
+            except RequestFailed as failure:
+                if time.monotonic() > deadline:
+                    raise RunError(f"the router {self.url} does not answer: {failure}") from None
+            time.sleep(0.1)
+
+    def workers(self) -> dict[str, str]:
+        """Server address -> the router's id, for servers that it routes to. Raises
+        RequestFailed."""
+        return {url: number for url, number, healthy in self._entries() if healthy}
+
+    def _entries(self) -> list[tuple[str, str, bool]]:
+        url = f"{self.url}/workers"
+        answer = self._control.call(url, timeout_s=CALL_S, method="GET")
+        try:
+            return router_workers(answer)
+        except InvalidResponse as bad:
+            raise RequestFailed("bad_answer", f"{url}: {bad}", retryable=False) from None
+
+    def add(self, worker: str) -> None:
+        """Add a server; returns once the router routes to it. Raises RunError."""
+        try:
+            if worker in self.workers():
+                return
+            self._control.call(f"{self.url}/workers", {"url": worker}, timeout_s=CALL_S)
+            self._wait(lambda: worker in self.workers())
+        except RequestFailed as failure:
+            raise RunError(f"the router does not take the engine {worker}: {failure}") from None
+
+    def remove(self, worker: str) -> None:
+        """Remove a server. An unreachable router, or an unknown server, is fine: it gets no
+        requests either way."""
+        try:
+            numbers = [number for url, number, _ in self._entries() if url == worker]
+            for number in numbers:
+                self._control.call(
+                    f"{self.url}/workers/{quote(number, safe='')}",
+                    timeout_s=CALL_S,
+                    method="DELETE",
+                )
+            self._wait(lambda: not any(url == worker for url, _, _ in self._entries()))
+        except RequestFailed as failure:
+            logger.warning(f"the router did not let go of the engine {worker}: {failure}")
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.end()
+        self._control.close()
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + ADD_S
+        while not done():
+            if time.monotonic() > deadline:
+                raise RequestFailed(
+                    "router", f"{self.url}: no effect within {ADD_S:g} s", retryable=False
+                )
+            time.sleep(0.05)

@@ -1,0 +1,353 @@
+"""The pool of servers: which exist, which may get requests, eviction and recovery."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from slime_like.checked_json import InvalidResponse
+from slime_like.errors import RunError
+from slime_like.sglang.http import ANSWER_BYTES, ControlClient, RequestFailed
+from slime_like.sglang.processes import EngineProcess
+from slime_like.sglang.router import Router
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+MAX_RESTARTS = 3  # restarts of one server per run
+MAX_WRONG_VERSIONS = 3  # evictions for wrong weight versions before a server stays out
+PROCESS_POLL_S = 0.5
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One server.
+
+    version: weight version that it is known to have; None: unknown, it gets no requests. in_flight:
+    tasks of requests sent to it directly. failed_probes: consecutive ones. evictions: number of
+    evictions. wrong_versions: evictions for an impossible weight version. returning: evicted for
+    that reason; it gets the weights at the next probe.
+    """
+
+    url: str
+    process: EngineProcess | None = None
+    alive: bool = False
+    version: int | None = None
+    failed_probes: int = 0
+    restarts: int = 0
+    evictions: int = 0
+    num_wrong_versions: int = 0
+    returning: bool = False
+    in_flight: set[asyncio.Task[object]] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class HealthSettings:
+    """Health checks. interval_s: between probes of a server. timeout_s: of one probe. start_s: for
+    a server to start. failed_probes: consecutive ones before eviction."""
+
+    interval_s: float = 10.0
+    timeout_s: float = 10.0
+    start_s: float = 600.0
+    failed_probes: int = 3
+
+
+class ServerPool:
+    """All servers: external ones by address, and those that this run started and will end.
+
+    joined_by_router: also servers that are added to the router later. Worker state changes under
+    `lock`, because three threads use it: training thread, event loop and health monitor.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        started: Sequence[tuple[str, EngineProcess]],
+        router: Router | None,
+        health: HealthSettings,
+        connect_s: float,
+        *,
+        joined_by_router: bool = False,
+    ) -> None:
+        self.router = router
+        self.joined_by_router = joined_by_router
+        self.health = health
+        self.lock = threading.RLock()
+        self.version = -1  # weight version that requests are served with
+        # Sends one server the latest weights and returns their version, None on failure; None: only
+        # the next update of all servers can
+        self.restore: Callable[[Worker], int | None] | None = None
+        self.connect_s = connect_s
+        self._control = ControlClient(connect_s)
+        self._stop = threading.Event()
+        self._wake = threading.Event()  # set to probe immediately
+        self._router_warning = ""
+        self._monitor: threading.Thread | None = None
+        self.workers = [Worker(url) for url in addresses] + [
+            Worker(url, process) for url, process in started
+        ]
+
+    def start(self) -> None:
+        """Wait until every server responds, then start health checks. Raises RunError naming those
+        that do not."""
+        deadline = time.monotonic() + self.health.start_s
+        waiting = list(self.workers)
+        while waiting:
+            for worker in waiting:
+                status = None if worker.process is None else worker.process.exit_status
+                if status is not None:
+                    raise RunError(
+                        f"the engine {worker.url} ended with status {status} while it started:\n"
+                        f"{log_tail(worker)}"
+                    )
+            waiting = [worker for worker in waiting if not self.is_healthy(worker)]
+            if waiting and time.monotonic() > deadline:
+                names = ", ".join(worker.url for worker in waiting)
+                raise RunError(
+                    f"no answer from the engines {names} within {self.health.start_s:g} s "
+                    "(--rollout-health-check-first-wait)\n" + "\n".join(map(log_tail, waiting))
+                )
+            if waiting:
+                time.sleep(0.25)
+        for worker in self.workers:
+            worker.alive = True
+        self.handle_added_servers()
+        self._monitor = threading.Thread(
+            target=self._monitor_health, name="sglang-health", daemon=True
+        )
+        self._monitor.start()
+
+    def alive(self) -> list[Worker]:
+        with self.lock:
+            return [worker for worker in self.workers if worker.alive]
+
+    def ready(self) -> list[Worker]:
+        """Servers that may get requests now."""
+        with self.lock:
+            return [
+                worker for worker in self.workers if worker.alive and worker.version == self.version
+            ]
+
+    @property
+    def evictions(self) -> int:
+        return sum(worker.evictions for worker in self.workers)
+
+    def may_recover(self) -> bool:
+        """Whether a server without the current weights can get them before the next update."""
+        with self.lock:
+            returning = any(worker.returning for worker in self.workers)
+        return self.restore is not None and (returning or self.can_restart_any())
+
+    def can_restart_any(self) -> bool:
+        """Whether an evicted server may be restarted."""
+        with self.lock:
+            return any(
+                w.process is not None
+                and w.restarts <= MAX_RESTARTS
+                and w.num_wrong_versions < MAX_WRONG_VERSIONS
+                for w in self.workers
+            )
+
+    def call(
+        self,
+        worker: Worker,
+        path: str,
+        body: object = None,
+        *,
+        timeout_s: float,
+        method: str = "POST",
+        max_bytes: int = ANSWER_BYTES,
+    ) -> dict[str, object]:
+        """A control call; returns the response object, {} for an empty body. Raises
+        RequestFailed."""
+        return self._control.call(
+            worker.url + path,
+            body if body is not None else {},
+            timeout_s=timeout_s,
+            method=method,
+            max_bytes=max_bytes,
+        )
+
+    def ask(
+        self,
+        worker: Worker,
+        path: str,
+        read: Callable[[dict[str, object]], T],
+        *,
+        timeout_s: float,
+        body: object = None,
+    ) -> T:
+        """`read` applied to the response of a GET, or of a POST if there is a body. Raises
+        RequestFailed, also if `read` raises InvalidResponse."""
+        method = "GET" if body is None else "POST"
+        answer = self.call(worker, path, body, timeout_s=timeout_s, method=method)
+        try:
+            return read(answer)
+        except InvalidResponse as bad:
+            raise RequestFailed(
+                "bad_answer", f"{worker.url}{path}: {bad}", retryable=False
+            ) from None
+
+    def is_healthy(self, worker: Worker, timeout_s: float | None = None) -> bool:
+        """Whether the server passes a health probe."""
+        return self._control.is_reachable(
+            f"{worker.url}/health", self.health.timeout_s if timeout_s is None else timeout_s
+        )
+
+    def has_weights(self, worker: Worker, version: int) -> None:
+        """Mark the server as holding `version`, so that it gets requests."""
+        with self.lock:
+            worker.version, worker.returning = version, False
+        if self.router is not None:
+            self.router.add(worker.url)
+
+    def evict(self, worker: Worker, reason: str) -> None:
+        """Evict a server: its requests are retried elsewhere. A server that we started is
+        restarted."""
+        with self.lock:
+            if not worker.alive and worker.version is None:
+                return
+            worker.alive, worker.version, worker.failed_probes = False, None, 0
+            worker.evictions += 1
+            for task in worker.in_flight:
+                with contextlib.suppress(RuntimeError):  # its event loop has ended
+                    task.get_loop().call_soon_threadsafe(task.cancel, "evicted")
+        logger.warning(f"the engine {worker.url} is out: {reason}")
+        if self.router is not None:
+            self.router.remove(worker.url)
+
+    def report_wrong_version(self, worker: Worker, evictions: int, reason: str) -> None:
+        """Evict a server that responded with an impossible weight version. The first few times it
+        gets the current weights and returns. evictions: its count when the request was sent; if it
+        has grown since, the response predates that eviction and is ignored."""
+        with self.lock:
+            if worker.evictions != evictions:
+                return
+            worker.num_wrong_versions += 1
+            worker.returning = worker.num_wrong_versions < MAX_WRONG_VERSIONS
+            suffix = (
+                ""
+                if worker.returning
+                else f"; after {worker.num_wrong_versions} times it stays out"
+            )
+            self.evict(worker, reason + suffix)
+        self._wake.set()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._wake.set()
+        if self._monitor is not None:
+            self._monitor.join(self.health.timeout_s + 5)
+        if self.router is not None:
+            self.router.close()
+        processes = [w.process for w in self.workers if w.process is not None]
+        if processes:
+            with ThreadPoolExecutor(len(processes)) as threads:
+                list(threads.map(lambda process: process.end(), processes))
+        self._control.close()
+
+    def _monitor_health(self) -> None:
+        """Health-check thread: probe every server periodically, and check in between that started
+        processes still run."""
+        next_probe = 0.0
+        while not self._stop.is_set():
+            woken = self._wake.wait(min(PROCESS_POLL_S, self.health.interval_s))
+            self._wake.clear()
+            probes = woken or time.monotonic() >= next_probe
+            if probes:
+                next_probe = time.monotonic() + self.health.interval_s
+                self._log_errors("the servers of the router", self.handle_added_servers)
+            for worker in list(self.workers):
+                if self._stop.is_set():
+                    return
+                check = functools.partial(self._check_worker, worker, probe=probes)
+                self._log_errors(f"the engine {worker.url}", check)
+
+    def _log_errors(self, what: str, action: Callable[[], None]) -> None:
+        """Run `action`; an error about one server must not end the health checks."""
+        try:
+            action()
+        except Exception as error:
+            logger.warning(f"watching {what}: {type(error).__name__}: {error}")
+
+    def handle_added_servers(self) -> None:
+        """Handle servers that were added to the user's router: they get no requests through it
+        until they have the current weights, or never if they do not belong to this run."""
+        if self.router is None or self.router.is_ours:
+            return
+        try:
+            members = {worker.url for worker in self.workers}
+            new_urls = [url for url in self.router.workers() if url not in members]
+        except RequestFailed as failure:  # an unreachable router adds no servers
+            if failure.kind == "bad_answer" and self._router_warning != str(failure):
+                self._router_warning = str(failure)
+                logger.warning(f"the router does not list its engines: {failure}")
+            return
+        for url in new_urls:
+            self.router.remove(url)
+            if self.joined_by_router:
+                with self.lock:
+                    self.workers.append(Worker(url))
+                logger.info(f"the engine {url} joins this run through the router {self.router.url}")
+            else:
+                logger.warning(
+                    f"the engine {url} does not belong to this run and was removed from the router "
+                    f"{self.router.url}"
+                )
+
+    def _check_worker(self, worker: Worker, *, probe: bool) -> None:
+        status = None if worker.process is None else worker.process.exit_status
+        if status is not None:
+            self.evict(worker, f"its process ended with status {status}")
+            self._restart(worker)
+            return
+        if not probe:
+            return
+        if self.is_healthy(worker):
+            worker.failed_probes = 0
+            if not worker.alive and worker.num_wrong_versions < MAX_WRONG_VERSIONS:
+                self._readmit(worker)
+            return
+        worker.failed_probes += 1
+        if worker.alive and worker.failed_probes >= self.health.failed_probes:
+            self.evict(
+                worker,
+                f"{self.health.failed_probes} consecutive health probes failed "
+                f"(timeout {self.health.timeout_s:g} s)",
+            )
+            if worker.process is not None:
+                worker.process.end()
+                self._restart(worker)
+
+    def _restart(self, worker: Worker) -> None:
+        assert worker.process is not None
+        if worker.restarts >= MAX_RESTARTS or self._stop.is_set():
+            return
+        worker.restarts += 1
+        logger.warning(f"engine {worker.url} is restarted ({worker.restarts} of {MAX_RESTARTS})")
+        worker.process = worker.process.restart()
+
+    def _readmit(self, worker: Worker) -> None:
+        """A server responds again or for the first time: send it the current weights, then
+        requests."""
+        with self.lock:
+            worker.alive = True
+        version = None if self.restore is None else self.restore(worker)
+        if version is not None:
+            logger.info(f"the engine {worker.url} is back, with weights of version {version}")
+            self.has_weights(worker, version)
+        else:
+            logger.info(f"the engine {worker.url} answers, and gets requests after the next update")
+
+
+def log_tail(worker: Worker) -> str:
+    words = "" if worker.process is None else worker.process.log_tail()
+    return f"--- {worker.url}:\n{words}" if words else ""

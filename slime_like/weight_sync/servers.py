@@ -1,0 +1,121 @@
+"""Server calls of a weight transport, with time limits and eviction of servers that fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NoReturn
+
+import torch
+
+from slime_like.errors import RunError
+from slime_like.sglang.control_answers import tensor_parallel_size
+from slime_like.sglang.http import CONTROL_S, RequestFailed
+from slime_like.sglang.server_pool import ServerPool, Worker
+from slime_like.weight_sync.transports.base import UpdateSettings
+
+
+class UpdateIncomplete(RuntimeError):
+    """Some servers failed and were evicted; the update has to be repeated for the others."""
+
+
+class Servers:
+    """The servers of a weight update. hf_checkpoint: folder that the servers were started with.
+    device: device of the trainer's weights."""
+
+    def __init__(
+        self, pool: ServerPool, settings: UpdateSettings, hf_checkpoint: str, device: torch.device
+    ) -> None:
+        self.pool = pool
+        self.settings = settings
+        self.hf_checkpoint = hf_checkpoint
+        self.device = device
+
+    def call(self, worker: Worker, path: str, body: dict[str, object]) -> object:
+        """POST with the time limit of a weight bucket. Raises RequestFailed."""
+        return self.pool.call(worker, path, body, timeout_s=self.settings.timeout_s)
+
+    def on_each(
+        self, workers: Sequence[Worker], call: Callable[[Worker], object], what: str
+    ) -> list[Worker]:
+        """Run `call` for all workers concurrently; returns those that succeeded. If all failed,
+        raises UpdateIncomplete if one of them is being restarted, otherwise RunError."""
+        if not workers:
+            self.raise_none_left(f"{what}: no engine is left")
+        failures: list[str] = []
+        succeeded: list[Worker] = []
+        with ThreadPoolExecutor(max_workers=len(workers)) as threads:
+            pending = [(worker, threads.submit(call, worker)) for worker in workers]
+            for worker, future in pending:
+                try:
+                    future.result()
+                    succeeded.append(worker)
+                except RequestFailed as failure:
+                    failures.append(str(failure))
+                    self.pool.evict(worker, f"{what}: {failure}")
+        if len(failures) == len(workers):
+            self.raise_none_left(f"{what} failed on every engine: " + "; ".join(failures))
+        return succeeded
+
+    def in_session(
+        self, workers: Sequence[Worker], move: Callable[[Sequence[Worker]], None]
+    ) -> None:
+        """Run `move` between begin_weight_update and end_weight_update on all servers."""
+        ready = self.on_each(workers, self.begin, "beginning a weight update")
+        move(ready)
+        self.on_each([w for w in ready if w.alive], self.end, "ending a weight update")
+
+    def begin(self, worker: Worker) -> None:
+        """Begin an update session. A stale session (of another run, or from before an eviction) is
+        ended first."""
+        try:
+            self.pool.call(worker, "/begin_weight_update", {}, timeout_s=CONTROL_S)
+        except RequestFailed as failure:
+            if "already open" not in str(failure):
+                raise
+            self.pool.call(worker, "/end_weight_update", {}, timeout_s=CONTROL_S)
+            self.pool.call(worker, "/begin_weight_update", {}, timeout_s=CONTROL_S)
+
+    def end(self, worker: Worker) -> None:
+        self.call(worker, "/end_weight_update", {})
+
+    def sizes(self, workers: Sequence[Worker]) -> list[int]:
+        """Tensor-parallel size of each server. One that does not respond is evicted and ends this
+        update."""
+        sizes = []
+        for worker in workers:
+            try:
+                sizes.append(self.size(worker))
+            except RequestFailed as failure:
+                self.pool.evict(worker, str(failure))
+                raise UpdateIncomplete(str(failure)) from None
+        return sizes
+
+    def size(self, worker: Worker) -> int:
+        """Tensor-parallel size of a server. Raises RequestFailed."""
+        size = self.pool.ask(worker, "/server_info", tensor_parallel_size, timeout_s=CONTROL_S)
+        if size is None:
+            raise RunError(
+                f"the engine {worker.url} is pipeline- or data-parallel, which requires "
+                "--update-weight-transport disk"
+            )
+        return size
+
+    def abort_update(
+        self, error: Exception, failed: Sequence[Worker], workers: Sequence[Worker]
+    ) -> NoReturn:
+        """Evict the servers that failed or no longer respond (all, if that is unknown) and raise
+        UpdateIncomplete."""
+        others = [w for w in workers if w not in failed]
+        unreachable = [*failed, *(w for w in others if not self._reachable(w))]
+        for worker in unreachable or list(workers):
+            self.pool.evict(worker, str(error))
+        raise UpdateIncomplete(str(error)) from None
+
+    def _reachable(self, worker: Worker) -> bool:
+        return self.pool.is_healthy(worker, min(CONTROL_S, self.pool.health.timeout_s))
+
+    def raise_none_left(self, message: str) -> NoReturn:
+        if self.pool.can_restart_any():
+            raise UpdateIncomplete(message)
+        raise RunError(message)

@@ -1,0 +1,80 @@
+"""Sync the policy's weights to the rollout engine, once per weight version."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from arguments.run_config import RunConfig
+from slime_like.engines.base import RolloutEngine
+from slime_like.errors import RunError
+from slime_like.guards.rollout import train_rollout_limit
+from slime_like.megatron.backend import MegatronBackend
+from slime_like.metrics.progress import Progress
+
+if TYPE_CHECKING:
+    from slime_like.weight_sync.check import WeightCheck
+
+
+ATTEMPTS = 4  # each failed attempt loses a server
+
+
+class WeightSync:
+    """Syncs policy weights to the rollout engine. Collective over all ranks."""
+
+    def __init__(
+        self,
+        backend: MegatronBackend,
+        engine: RolloutEngine,
+        progress: Progress,
+        *,
+        check: WeightCheck | None = None,
+        check_always: bool = False,
+    ) -> None:
+        """check: verifies the engine's weights after the first update, or after each with
+        check_always."""
+        self._backend = backend
+        self._engine = engine
+        self._progress = progress
+        self._check = check
+        self._check_always = check_always
+        self._checked_once = False
+        self.metrics: dict[str, float] = {}  # metrics of the latest check
+
+    def sync(self, version: int) -> None:
+        """Sync weights of this version, unless the engine has them. Raises RunError if it fails or
+        if the check finds other weights."""
+        self._engine.check_health()
+        if self._engine.weight_version == version:
+            return
+        with self._progress.phase("sync"):
+            for attempt in range(ATTEMPTS):
+                if attempt:
+                    # if no server is left, waits for one to restart
+                    self._engine.check_health()
+                self._backend.sync_weights(self._engine, version)
+                if self._engine.weight_version == version:
+                    break
+            else:
+                raise RunError(
+                    f"the weights of version {version} did not reach the engines in {ATTEMPTS} "
+                    "attempts"
+                )
+            if self._check is not None and (self._check_always or not self._checked_once):
+                self.metrics |= self._check.run(version)
+                self._checked_once = True
+
+
+def make_weight_sync(
+    run: RunConfig, backend: MegatronBackend, engine: RolloutEngine | None, progress: Progress
+) -> WeightSync | None:
+    """The weight sync of a run with an engine, with a check if the engine is remote."""
+    if engine is None:
+        return None
+    check = None
+    if engine.is_remote:
+        from slime_like.weight_sync.check import WeightCheck
+
+        limit = train_rollout_limit(run)
+        check = WeightCheck(backend, engine, limit=limit, seed=run.data.rollout_seed)
+    always = run.sglang.check_weight_update_equal
+    return WeightSync(backend, engine, progress, check=check, check_always=always)

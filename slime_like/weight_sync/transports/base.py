@@ -1,0 +1,110 @@
+"""Interface of weight transports (--update-weight-transport), one file each.
+
+Rank 0 talks to the servers; sending_ranks.py describes the role of the other ranks. A transport
+only moves tensors: `WeightUpdater` (updater.py) serialises updates, tracks versions and restores
+servers that return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from slime_like.registry import Registry
+
+if TYPE_CHECKING:
+    from slime_like.sglang.server_pool import Worker
+    from slime_like.weight_sync.senders import SendingRanks
+    from slime_like.weight_sync.servers import Servers
+    from slime_like.weights.buckets import WeightBuckets
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSettings:
+    """Settings of weight updates.
+
+    transport: its name. buffer_bytes: size of one bucket. timeout_s: for one bucket, or for a load
+    from disk. disk_dir: folder shared with the servers; None: a temporary folder on this host.
+    keep_copy: with broadcast, keep a copy in host memory for servers that join late. delta: send
+    only what changed; local_dir: folder of this host's copy then, None: temporary; full_interval:
+    number of updates from one full update to the next.
+    """
+
+    transport: str = "broadcast"
+    buffer_bytes: int = 512 * 2**20
+    timeout_s: float = 300.0
+    disk_dir: str | None = None
+    keep_files: bool = False
+    keep_copy: bool = True
+    delta: bool = False
+    local_dir: str | None = None
+    full_interval: int = 20
+
+
+class WeightTransport:
+    """Moves weights to servers; one instance per run.
+
+    restores: whether a server that joins late can get the latest weights without the trainer.
+    moved_bytes: bytes of the latest update; None: the size of all weights.
+    """
+
+    restores = False
+    moved_bytes: int | None = None
+
+    def __init__(self, servers: Servers) -> None:
+        self.servers = servers
+
+    def update(self, ranks: SendingRanks, version: int, workers: Sequence[Worker]) -> None:
+        """As `send`, but other ranks may send too. Transports that only send from rank 0 implement
+        `send` instead."""
+        self.send(ranks.gathered(), version, workers)
+
+    def send(self, weights: WeightBuckets, version: int, workers: Sequence[Worker]) -> None:
+        """Send all weights to the servers: (Hugging Face name, full tensor) pairs in buckets,
+        produced one at a time. Afterwards each server reports ``weight_version`` `version`.
+
+        Raises:
+            UpdateIncomplete: The update has to be repeated for the remaining servers.
+            RunError: No server is left.
+        """
+        raise NotImplementedError
+
+    @property
+    def latest(self) -> int | None:
+        """The version that `restore` sends; None if it cannot and the next update has to."""
+        return None
+
+    def restore(self, worker: Worker) -> None:
+        """Send the latest weights to one server; called in the health-check thread."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Release resources at the end of the run."""
+
+
+weight_transports: Registry[type[WeightTransport]] = Registry(
+    "weight transport (--update-weight-transport)"
+)
+T = TypeVar("T", bound=type[WeightTransport])
+
+
+def register_weight_transport(name: str, *, help: str = "") -> Callable[[T], T]:
+    """Decorator that registers a class as --update-weight-transport `name`. Raises ValueError if
+    the name is taken."""
+
+    def register(transport: T) -> T:
+        weight_transports.add(name, transport, help=help)
+        return transport
+
+    return register
+
+
+_HERE = "slime_like.weight_sync.transports"
+for _name, _path, _help in (
+    ("broadcast", "broadcast:BroadcastTransport", "a process group with them, gloo or NCCL."),
+    ("disk", "disk:DiskTransport", "a Hugging Face folder."),
+    ("cuda_ipc", "tensor:CudaIpcTransport", "handles of GPU memory, with --colocate."),
+    ("tensor", "tensor:TensorTransport", "in the requests themselves, which is slow."),
+):
+    weight_transports.add_lazy(_name, f"{_HERE}.{_path}", help=_help)

@@ -1,0 +1,270 @@
+"""Process groups of one sender and all ranks of all servers: gloo on CPUs, NCCL on GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime_like.sglang.http import RequestFailed
+from slime_like.sglang.nodes import address_towards
+from slime_like.weights.export_plan import TensorPlan
+
+Call = Callable[[str, dict[str, object]], object]  # (path, body) -> response of one server
+# a server rejects a bucket at once; if it accepts, it responds only after the broadcast
+REFUSAL_S = 0.05
+POLL_S = 0.002
+
+
+class BroadcastFailed(RuntimeError):
+    """Some servers did not take part. servers: their indices in the group, empty if unknown."""
+
+    def __init__(self, message: str, servers: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.servers = tuple(servers)
+
+
+class GroupRendezvous:
+    """Rendezvous store of the groups, in this process. It listens on one interface only; a store
+    given by host name and port would listen on all."""
+
+    def __init__(self, urls: Sequence[str], timeout_s: float) -> None:
+        """urls: servers that must be reachable through the interface."""
+        self.address = address_towards(urls)
+        self.timeout_s = timeout_s
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((self.address, 0))
+            listener.listen(1024)
+            self.port = int(listener.getsockname()[1])
+            self.store = dist.TCPStore(
+                self.address,
+                self.port,
+                is_master=True,
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+
+    def connect(self) -> dist.Store:
+        return connect(self.address, self.port, self.timeout_s)
+
+
+def connect(address: str, port: int, timeout_s: float) -> dist.Store:
+    """A separate connection to a `GroupRendezvous`, because waiting blocks a connection."""
+    limit = timedelta(seconds=timeout_s)
+    return dist.TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False)
+
+
+class Member:
+    """This process as sender, rank 0, of a group outside the default world, created as SGLang does
+    (dist.new_group cannot). Waits for the other members."""
+
+    def __init__(
+        self, name: str, store: dist.Store, world: int, backend: str, timeout_s: float
+    ) -> None:
+        from torch.distributed import distributed_c10d as c10d
+
+        make: Any = (
+            c10d._new_process_group_helper
+        )  # the type of a group's name differs between versions of torch
+        self._group, _ = make(
+            world,
+            0,
+            [],
+            c10d.Backend(backend),
+            dist.PrefixStore(name, store),
+            group_name=name,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        c10d._world.pg_group_ranks[self._group] = {i: i for i in range(world)}
+
+    def broadcast(self, flat: Tensor, wait: Callable[[Callable[[], bool]], None]) -> None:
+        """Broadcast a bucket. wait: blocks until the predicate it is given is true; an error from
+        it ends the broadcast. Raises BroadcastFailed."""
+        work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
+        assert work is not None
+        wait(work.is_completed)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise BroadcastFailed(f"the broadcast failed: {str(error).splitlines()[0]}") from None
+
+    def abandon(self) -> None:
+        """Leave a group whose other side may be gone: nothing is waited for."""
+        with contextlib.suppress(Exception):
+            self._group.abort()
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group(self._group)
+
+
+class BroadcastGroup:
+    """A group of one sender and all ranks of all servers, driven by trainer rank 0, which calls the
+    servers. The sender is rank 0 of the group; the ranks of server i follow those of server i - 1.
+
+    calls: client of each server. sizes: ranks of each server. sends_here: this process is the
+    sender. stopped: raises BroadcastFailed if a sender elsewhere has failed. Raises BroadcastFailed
+    if joining takes longer than the rendezvous' time limit.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rendezvous: GroupRendezvous,
+        calls: Sequence[Call],
+        sizes: Sequence[int],
+        device: torch.device,
+        *,
+        sends_here: bool = True,
+        stopped: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._name, self._calls, self._device = name, list(calls), device
+        self._timeout_s, self._stopped = rendezvous.timeout_s, stopped
+        self._threads = ThreadPoolExecutor(
+            max_workers=len(calls) + 1, thread_name_prefix="weight-update"
+        )
+        self._member: Member | None = None
+        world, backend = 1 + sum(sizes), backend_of(device)
+        where = f"joining the group at {rendezvous.address}:{rendezvous.port}"
+        common = {
+            "master_address": rendezvous.address,
+            "master_port": rendezvous.port,
+            "world_size": world,
+            "group_name": name,
+            "backend": backend,
+        }
+        answers = []
+        for i, call in enumerate(self._calls):
+            body = common | {"rank_offset": 1 + sum(sizes[:i])}
+            answers.append(self._threads.submit(call, "/init_weights_update_group", body))
+        if sends_here:
+            joined = self._threads.submit(
+                lambda: Member(name, rendezvous.connect(), world, backend, self._timeout_s)
+            )
+            self._wait(joined.done, answers, where)
+            try:
+                self._member = joined.result()
+            except (RuntimeError, OSError) as error:
+                raise BroadcastFailed(f"{where}: {str(error).splitlines()[0]}") from None
+        else:
+            self._wait(lambda: all(answer.done() for answer in answers), answers, where)
+        self._check(answers, where, time.monotonic() + self._timeout_s)
+
+    def send(
+        self,
+        tensors: Sequence[TensorPlan],
+        flat: Tensor | None,
+        version: int,
+        *,
+        is_last: bool,
+        stopped: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Send one bucket; returns when all servers have it. flat: its bytes if this process is the
+        sender. is_last: last bucket of the update. stopped: see the class. Raises BroadcastFailed
+        within the time limit."""
+        self._stopped = stopped
+        body: dict[str, object] = {
+            "names": [t.name for t in tensors],
+            "dtypes": [str(t.dtype).removeprefix("torch.") for t in tensors],
+            "shapes": [list(t.shape) for t in tensors],
+            "group_name": self._name,
+            "load_format": "flattened_bucket",
+            "flush_cache": is_last,
+        }
+        if is_last:
+            body["weight_version"] = str(version)
+        deadline = time.monotonic() + self._timeout_s
+        answers = [
+            self._threads.submit(call, "/update_weights_from_distributed", body)
+            for call in self._calls
+        ]
+        what = "a bucket of weights"
+        if self._member is None:
+            self._wait(lambda: all(answer.done() for answer in answers), answers, what)
+        else:
+            assert flat is not None
+            self._check_early_responses(answers, deadline)
+            self._member.broadcast(
+                flat.to(self._device), lambda done: self._wait(done, answers, what)
+            )
+        self._check(answers, what, deadline)
+
+    def _check_early_responses(self, answers: Sequence[Future[object]], deadline: float) -> None:
+        refusal = min(deadline, time.monotonic() + REFUSAL_S)
+        while time.monotonic() < refusal and not any(answer.done() for answer in answers):
+            time.sleep(POLL_S)
+        if any(answer.done() for answer in answers):  # a response before the broadcast is a refusal
+            self._check(
+                [answer for answer in answers if answer.done()], "a bucket of weights", deadline
+            )
+            raise BroadcastFailed("a server answered an update before the weights were sent")
+
+    def close(self) -> None:
+        """Leave the group on both sides, as far as the servers respond."""
+        left = [
+            self._threads.submit(call, "/destroy_weights_update_group", {"group_name": self._name})
+            for call in self._calls
+        ]
+        for answer in left:
+            with contextlib.suppress(RequestFailed, TimeoutError):
+                answer.result(timeout=5)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Leave a group whose other side may be gone: nothing is waited for."""
+        if self._member is not None:
+            self._member.abandon()
+            self._member = None
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _wait(self, done: Callable[[], bool], answers: Sequence[Future[object]], what: str) -> None:
+        """Wait until `done()`, a refusal by a server, or the time limit."""
+        deadline = time.monotonic() + self._timeout_s
+        while not done():
+            self._stopped()
+            refused = [
+                answer for answer in answers if answer.done() and answer.exception() is not None
+            ]
+            if refused:
+                self._check(answers, what, time.monotonic(), only_done=True)
+            if time.monotonic() > deadline:
+                silent = [i for i, answer in enumerate(answers) if not answer.done()]
+                raise BroadcastFailed(
+                    f"{what}: not done within {self._timeout_s:g} s (--update-weight-timeout-s)",
+                    silent,
+                )
+            time.sleep(POLL_S)
+
+    def _check(
+        self,
+        answers: Sequence[Future[object]],
+        what: str,
+        deadline: float,
+        *,
+        only_done: bool = False,
+    ) -> None:
+        """Raise BroadcastFailed naming every server that refused or timed out."""
+        problems: dict[int, str] = {}
+        for i, answer in enumerate(answers):
+            if only_done and not answer.done():
+                continue
+            try:
+                answer.result(timeout=max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                problems[i] = "no answer in time"
+            except RequestFailed as failure:
+                problems[i] = str(failure)
+        if problems:
+            raise BroadcastFailed(f"{what}: " + "; ".join(problems.values()), tuple(problems))
+
+
+def backend_of(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"

@@ -1,0 +1,184 @@
+"""Tensor and CUDA IPC transports: weights inside requests to SGLang's `update_weights_from_tensor`
+with load format "flattened_bucket".
+
+The request contains a pickle, which SGLang loads with an allow-list (`SafeUnpickler` in 0.5.23).
+Metadata are plain namespaces, which are on that list, so the trainer does not need SGLang. The data
+is one of:
+
+- on a GPU, a CUDA IPC handle made by torch's reductions (--update-weight-transport cuda_ipc). The
+  server must see that GPU under the same index. Handles are reference-counted, so every rank of a
+  server gets its own. Not covered by our tests, which have no GPU;
+- on a CPU, the bytes themselves (--update-weight-transport tensor). Shared memory would require
+  common keys, or a helper process that outlives both.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime_like.distributed.collectives import gather
+from slime_like.sglang.http import ControlClient, RequestFailed
+from slime_like.sglang.server_pool import Worker
+from slime_like.weight_sync.senders import SendingRanks
+from slime_like.weight_sync.transports.base import WeightTransport
+from slime_like.weights.buckets import Bucket, WeightBuckets
+from slime_like.weights.gather import WeightStream
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOrder:
+    """Order for the first rank of each node to send to the servers there. targets: sending rank ->
+    {server address: tensor-parallel size}. as_handles: CUDA IPC handles instead of bytes."""
+
+    targets: Mapping[int, Mapping[str, int]]
+    version: int
+    as_handles: bool
+    connect_s: float
+    timeout_s: float
+
+    def assist(self, weights: WeightStream) -> None:
+        self.execute(weights)
+
+    def execute(self, weights: WeightStream) -> dict[str, str]:
+        """Run on every rank. Returns errors of all ranks, keyed by server address."""
+        received = weights.to_ranks(list(self.targets))
+        failed = self.send(received, self.targets.get(dist.get_rank(), {}))
+        errors: dict[str, str] = {}
+        for rank_errors in gather(failed):
+            errors |= rank_errors
+        return errors
+
+    def send(self, weights: WeightBuckets, targets: Mapping[str, int]) -> dict[str, str]:
+        """Consume all weights and send them to the servers of `targets`. A server that fails gets
+        no further buckets. Returns errors by address."""
+        failed: dict[str, str] = {}
+        control = ControlClient(self.connect_s)
+        try:
+            for bucket in weights.buckets():
+                left = {url: ranks for url, ranks in targets.items() if url not in failed}
+                failed |= self._send(control, bucket, left)
+                del bucket  # free it before the next one is built
+        finally:
+            control.close()
+        return failed
+
+    def _send(
+        self, control: ControlClient, bucket: Bucket, targets: Mapping[str, int]
+    ) -> dict[str, str]:
+        """Send one bucket. Returns errors by address instead of raising, because this rank has to
+        take part in the remaining buckets."""
+        if not targets:
+            return {}
+        try:
+            flat = bucket.flat if self.as_handles else bucket.flat.cpu()
+        except RuntimeError as error:  # out of memory
+            return dict.fromkeys(targets, str(error).splitlines()[0])
+
+        def post(url: str) -> str | None:
+            try:
+                body = tensor_update(bucket, flat, self.version, targets[url])
+                path = f"{url}/update_weights_from_tensor"
+                control.call(path, body, timeout_s=self.timeout_s)
+            except (RequestFailed, RuntimeError) as error:
+                return str(error)
+            return None
+
+        with ThreadPoolExecutor(len(targets)) as threads:
+            answers = dict(zip(targets, threads.map(post, targets), strict=True))
+        if flat.is_cuda:
+            torch.cuda.ipc_collect()  # free memory of handles that the servers have closed
+        return {url: error for url, error in answers.items() if error is not None}
+
+
+class TensorTransport(WeightTransport):
+    """Sends buckets inside requests. A server that fails gets no further buckets; a server on
+    another node gets them from a rank of that node."""
+
+    as_handles = False
+
+    def update(self, ranks: SendingRanks, version: int, workers: Sequence[Worker]) -> None:
+        def move(order: NodeOrder) -> dict[str, str]:
+            return order.execute(ranks.order(order))
+
+        if ranks.multiple_senders and any(sender_of(worker) for worker in workers):
+            self.servers.in_session(workers, lambda ready: self._move(move, version, ready))
+        else:
+            self.send(ranks.gathered(), version, workers)
+
+    def send(self, weights: WeightBuckets, version: int, workers: Sequence[Worker]) -> None:
+        def move(order: NodeOrder) -> dict[str, str]:
+            every_server: dict[str, int] = {}
+            for targets in order.targets.values():
+                every_server.update(targets)
+            return order.send(weights, every_server)
+
+        self.servers.in_session(workers, lambda ready: self._move(move, version, ready))
+
+    def _move(
+        self, move: Callable[[NodeOrder], dict[str, str]], version: int, workers: Sequence[Worker]
+    ) -> None:
+        targets: dict[int, dict[str, int]] = {}
+        for worker, size in zip(workers, self.servers.sizes(workers), strict=True):
+            targets.setdefault(sender_of(worker), {})[worker.url] = size
+        limits = self.servers.pool.connect_s, self.servers.settings.timeout_s
+        failed = move(NodeOrder(targets, version, self.as_handles, *limits))
+        for worker in workers:
+            if worker.url in failed:
+                self.servers.pool.evict(worker, f"a bucket of weights: {failed[worker.url]}")
+        if len(failed) == len(workers):
+            self.servers.raise_none_left(
+                "a bucket of weights failed on every engine: " + "; ".join(failed.values())
+            )
+
+
+class CudaIpcTransport(TensorTransport):
+    as_handles = True
+
+
+def sender_of(worker: Worker) -> int:
+    """The rank that sends weights to this server: one on its node if the run started it."""
+    return 0 if worker.process is None else worker.process.sender
+
+
+def tensor_update(bucket: Bucket, flat: Tensor, version: int, ranks: int) -> dict[str, Any]:
+    """The request body of one bucket. flat: its bytes; on a GPU they must stay alive until the
+    server responds. ranks: server ranks, each of which opens its own entry."""
+    metadata: list[SimpleNamespace] = []
+    start = 0
+    for tensor in bucket.tensors:
+        end, numel = start + tensor.nbytes, tensor.nbytes
+        entry = SimpleNamespace(name=tensor.name, shape=tensor.shape, dtype=tensor.dtype)
+        entry.start_idx, entry.end_idx, entry.numel = start, end, numel
+        metadata.append(entry)
+        start = end
+    content = {"flattened_tensor": flat, "metadata": metadata}
+    if flat.is_cuda:
+        entries = [_pickled(content, ForkingPickler) for _ in range(ranks)]
+    else:
+        entries = [_pickled(content, pickle.Pickler)] * ranks
+    body: dict[str, Any] = {
+        "serialized_named_tensors": entries,
+        "load_format": "flattened_bucket",
+        "flush_cache": bucket.is_last,
+    }
+    if bucket.is_last:
+        body["weight_version"] = str(version)
+    return body
+
+
+def _pickled(content: dict[str, object], pickler: type[pickle.Pickler]) -> str:
+    buffer = io.BytesIO()
+    pickler(buffer).dump(content)
+    return base64.b64encode(buffer.getvalue()).decode()

@@ -1,0 +1,116 @@
+"""Push a weight version to all servers over one of the transports, one update at a time."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+
+import torch
+
+from slime_like.checked_json import shown
+from slime_like.errors import RunError
+from slime_like.sglang.control_answers import weight_version
+from slime_like.sglang.http import CONTROL_S, RequestFailed
+from slime_like.sglang.server_pool import ServerPool, Worker
+from slime_like.weight_sync.senders import SendingRanks
+from slime_like.weight_sync.servers import Servers, UpdateIncomplete
+from slime_like.weight_sync.transports.base import (
+    UpdateSettings,
+    WeightTransport,
+    weight_transports,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReport:
+    """Result of an update. workers: servers that have it. shapes: of every weight, by name.
+    seconds: transfer time."""
+
+    workers: list[Worker]
+    shapes: dict[str, tuple[int, ...]]
+    nbytes: int
+    seconds: float
+
+
+class WeightUpdater:
+    """Updates servers; on rank 0 only.
+
+    transport: overrides the one in the settings.
+    """
+
+    def __init__(
+        self,
+        pool: ServerPool,
+        settings: UpdateSettings,
+        hf_checkpoint: str,
+        device: torch.device,
+        transport: type[WeightTransport] | None = None,
+    ) -> None:
+        self.servers = Servers(pool, settings, hf_checkpoint, device)
+        self.transport = (transport or transport_of(settings))(self.servers)
+        # servers with the latest weights, with their eviction counts at that time
+        self._holders: list[tuple[Worker, int]] = []
+        # held by an update (training thread) or a restore (health-check thread)
+        self._one_at_a_time = threading.Lock()
+        if self.transport.restores:
+            pool.restore = self.restore
+
+    def update(self, ranks: SendingRanks, version: int) -> TransferReport:
+        """Update all servers; returns when every remaining server has the weights. Servers that
+        fail are evicted. Raises UpdateIncomplete if the update has to be repeated, RunError if no
+        server is left."""
+        with self._one_at_a_time:
+            start = time.monotonic()
+            workers = [(worker, worker.evictions) for worker in self.servers.pool.alive()]
+            self._holders = []
+            self.transport.update(ranks, version, [worker for worker, _ in workers])
+            # a server evicted and returned since then has old weights or none
+            self._holders = [(w, n) for w, n in workers if w.alive and w.evictions == n]
+            seconds = time.monotonic() - start
+            holders = [worker for worker, _ in self._holders]
+        shapes, nbytes = ranks.report()
+        if self.transport.moved_bytes is not None:
+            nbytes = self.transport.moved_bytes
+        return TransferReport(holders, shapes, nbytes, seconds)
+
+    def restore(self, worker: Worker) -> int | None:
+        """Send the latest weights to a server that returned; called in the health-check thread.
+        Returns their version, or None if only the next update can."""
+        with self._one_at_a_time:
+            version, evictions = self.transport.latest, worker.evictions
+            if version is None:
+                return None
+            if (worker, evictions) in self._holders:  # an update has reached it already
+                return version
+            pool = self.servers.pool
+            try:
+                self.transport.restore(worker)
+                reported = pool.ask(worker, "/model_info", weight_version, timeout_s=CONTROL_S)
+                # it may have been evicted while paused
+                pool.call(worker, "/continue_generation", {}, timeout_s=CONTROL_S)
+            except (RequestFailed, UpdateIncomplete, RunError) as failure:
+                logger.warning(f"the engine {worker.url} did not get the weights: {failure}")
+                return None
+            if reported != str(version):
+                logger.warning(
+                    f"the engine {worker.url} reports weight version {shown(reported)} after an "
+                    f"update to {version}"
+                )
+                return None
+            self._holders.append((worker, evictions))
+            return version
+
+    def close(self) -> None:
+        self.transport.close()
+
+
+def transport_of(settings: UpdateSettings) -> type[WeightTransport]:
+    if settings.delta:
+        from slime_like.weight_sync.transports.delta import DeltaTransport
+
+        return DeltaTransport
+    return weight_transports.get(settings.transport)
