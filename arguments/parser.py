@@ -301,7 +301,7 @@ class LauncherParser(argparse.ArgumentParser):
             return parsed.add_problem(typed, None, f"flags start with two dashes: {ours}")
         if (reason := self._rejection(name)) is not None:
             return parsed.add_problem(typed, None, f"not implemented ({reason}); remove it")
-        parsed.add_problem(typed, None, f"unknown flag; {self.table.hint(typed)}")
+        parsed.add_problem(typed, None, f"unknown flag; {self.table.hint(name)}")
 
     def _apply_preset(self, name: str, typed: str, value: object, parsed: ParsedArgs) -> None:
         if value in ("null", None):
@@ -329,10 +329,27 @@ class LauncherParser(argparse.ArgumentParser):
         if replacement is not None:
             parsed.warnings.append(f"{typed} is deprecated; use {replacement}")
 
-    def set_key(self, key: str, value: object, parsed: ParsedArgs, line: int | None = None) -> None:
-        """Process a key of a run file. value: as parsed by YAML. line: its line number."""
-        typed = normalise(key)
+    def set_key(
+        self,
+        key: str,
+        value: object,
+        parsed: ParsedArgs,
+        line: int | None = None,
+        path: str | None = None,
+    ) -> None:
+        """Process a key of a run file.
+
+        Args:
+            key: The flag, without the names of sections.
+            value: As parsed by YAML.
+            line: Its line number.
+            path: The key with its sections, joined by dots; named in messages if it is a spelling
+                of the flag, as in ``trainer.algorithm.use_tis``.
+        """
+        typed, dotted = normalise(key), f"--{path or key}"
         name = self._registered_name(typed)
+        if "." in dotted and self._registered_name(dotted) == name:
+            typed = dotted
         action = self._option_string_actions.get(name)
         if isinstance(action, Setting):
             if value is None:

@@ -84,13 +84,9 @@ def _resolve_estimator(parsed: ParsedArgs) -> None:
 
 def _resolve_cispo_bounds(parsed: ParsedArgs) -> None:
     """slime's cispo uses --eps-clip as its bounds; ours has separate flags."""
-    values = parsed.values
-    low = values.pop("eps_clip", None)
-    high = values.pop("eps_clip_high", low)
-    if low is not None:
-        values.setdefault("cispo_eps_clip_low", low)
-    if high is not None:
-        values.setdefault("cispo_eps_clip_high", high)
+    values, low = parsed.values, parsed.values.get("eps_clip")
+    # the warning below asks for an own bound in addition to slime's
+    _rename_bounds(parsed, "cispo_eps_clip_low", "cispo_eps_clip_high", both_legal=True)
     if low is not None and values["cispo_eps_clip_low"] < 1:
         bound = 1 - values["cispo_eps_clip_low"]
         parsed.warnings.append(
@@ -101,13 +97,25 @@ def _resolve_cispo_bounds(parsed: ParsedArgs) -> None:
 
 def _resolve_gmpo_bounds(parsed: ParsedArgs) -> None:
     """SkyRL's gmpo uses eps_clip_low and eps_clip_high as its bounds; ours has separate flags."""
+    name = parsed.values.get("policy_loss_type")
+    if name is not None and policy_losses.canonical(name) == "gmpo":
+        _rename_bounds(parsed, "gmpo_eps_low", "gmpo_eps_high")
+
+
+def _rename_bounds(parsed: ParsedArgs, low: str, high: str, *, both_legal: bool = False) -> None:
+    """--eps-clip and --eps-clip-high as the bounds `low` and `high` of a loss that has its own. As
+    for the other losses, the upper one defaults to the lower one. Records contradictions, unless
+    own bounds are legal in addition."""
     values = parsed.values
-    name = values.get("policy_loss_type")
-    if name is None or policy_losses.canonical(name) != "gmpo":
-        return
-    for field, own in (("eps_clip", "gmpo_eps_low"), ("eps_clip_high", "gmpo_eps_high")):
-        if field in values:
-            values.setdefault(own, values.pop(field))
+    if "eps_clip" in values and high not in values:
+        values.setdefault("eps_clip_high", values["eps_clip"])
+    for shared, own in (("eps_clip", low), ("eps_clip_high", high)):
+        if shared not in values:
+            continue
+        value = values.pop(shared)
+        if values.setdefault(own, value) != value and not both_legal:
+            message = f"conflicts with {flag_name(shared)} {value:g}; keep one of them"
+            parsed.add_problem(flag_name(own), values[own], message)
 
 
 def _check_alias_settings(parsed: ParsedArgs) -> None:

@@ -43,7 +43,7 @@ def read_run_file(path: str, parser: LauncherParser) -> ParsedArgs:
     if not isinstance(content, dict):
         raise ConfigError([Problem("--config", path, "must be a mapping, e.g. lr: 1e-6")])
     parsed = ParsedArgs()
-    _read_section(content, "", parser, parsed)
+    _read_section(content, "", "", parser, parsed)
     if parsed.values.pop("config", None) is not None:
         parsed.add_problem(
             "--config", path, "cannot name another run file; include its keys instead"
@@ -70,8 +70,14 @@ def section_key(title: str) -> str:
 
 
 def _read_section(
-    section: Mapping[object, object], prefix: str, parser: LauncherParser, parsed: ParsedArgs
+    section: Mapping[object, object],
+    prefix: str,
+    path: str,
+    parser: LauncherParser,
+    parsed: ParsedArgs,
 ) -> None:
+    """Read the keys of a section. prefix: of flag names. path: names of the sections around it,
+    each with a dot."""
     sections = section_names(parser.table)
     for key, value in section.items():
         name = f"{prefix}-{key}" if prefix else str(key)
@@ -79,9 +85,10 @@ def _read_section(
         content = {} if value is None and is_section else value
         is_flag = parser.is_flag_name(name) and not _is_section_too(name, parser)
         if isinstance(content, dict) and not is_flag:
-            _read_section(content, "" if is_section else name, parser, parsed)
+            _read_section(content, "" if is_section else name, f"{path}{key}.", parser, parsed)
         else:
-            parser.set_key(name, plain(value), parsed, key.line if isinstance(key, Key) else None)
+            line = key.line if isinstance(key, Key) else None
+            parser.set_key(name, plain(value), parsed, line, path=f"{path}{key}")
 
 
 def _is_section_too(name: str, parser: LauncherParser) -> bool:

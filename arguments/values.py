@@ -10,7 +10,7 @@ from typing import Any
 from arguments.aliases import PASSED_ON, VALUES_NOT_IMPLEMENTED
 from arguments.flags import Flag
 from arguments.unique_keys import load_json
-from slime_like.config import Problem, flag_name, value_problem
+from slime_like.config import Problem, flag_name, read_number, value_problem
 
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 SWITCH_VALUES = "must be true or false, or no value at all"
@@ -138,7 +138,7 @@ def _scalar(flag: Flag, value: object) -> object:
     if isinstance(value, dict | list | bool) or value is None:
         raise ValueError(f"must be {kind}{legal_values(flag)}")
     try:
-        result = str(value) if flag.item is str else flag.item(str(value).replace("_", ""))
+        result = str(value) if flag.item is str else read_number(str(value), flag.item)
     except ValueError as error:
         raise ValueError(f"must be {kind}{legal_values(flag)}") from error
     reason = VALUES_NOT_IMPLEMENTED.get(flag.dest, {}).get(str(result))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -140,6 +141,17 @@ def flag_name(field_name: str) -> str:
 # smallest normal float32 (some processors flush denormals to 0), and the largest float32
 SMALLEST_FLOAT32, LARGEST_FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 LARGEST_INTEGER = 2**63 - 1
+
+
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-]?(inf|infinity|nan)", re.I | re.A)
+
+
+def read_number(text: str, kind: type[int] | type[float]) -> int | float:
+    """A number as users write it: ASCII digits without separators, unlike ``int("1_0")``, which is
+    10. Raises ValueError."""
+    if _NUMBER.fullmatch(text.strip()) is None:
+        raise ValueError(f"{text!r} is no number")
+    return kind(text)
 
 
 def number_problem(value: float) -> str | None:

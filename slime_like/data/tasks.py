@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, Union
 from urllib.parse import parse_qsl
 
+from slime_like.config import read_number
 from slime_like.data.source import TASK_PREFIX, Row
 from slime_like.data.values import plain
 
@@ -121,8 +122,10 @@ def _convert_plain(text: str, annotation: object) -> object:
         if text.lower() not in ("true", "false", "1", "0"):
             raise ValueError("legal values: true, false")
         return text.lower() in ("true", "1")
-    if annotation in (int, float, str):
-        return annotation(text)
+    if annotation is int or annotation is float:
+        return read_number(text, annotation)
+    if annotation is str:
+        return text
     if annotation in (datetime.date, datetime.time, datetime.datetime):
         return annotation.fromisoformat(text)
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):

@@ -12,8 +12,9 @@ Training calls the same functions: `total_loss`, `reduction_weights`, `off_polic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from slime_like.lazy import Tensor, torch
@@ -21,7 +22,7 @@ from slime_like.losses.inputs import LossInputs
 from slime_like.losses.off_policy import off_policy_correction
 from slime_like.losses.off_policy_config import OffPolicyConfig
 from slime_like.losses.reductions import reduction_weights
-from slime_like.losses.registry import policy_losses
+from slime_like.losses.registry import PolicyLoss, policy_losses
 from slime_like.losses.total import LossOutput, LossTerms, total_loss
 from slime_like.metrics.typed import Metric
 from slime_like.validation import (
@@ -32,6 +33,14 @@ from slime_like.validation import (
     require_tensor,
 )
 
+# keyword arguments of `compute_policy_loss` and of `token_weights`
+_TENSORS = tuple(
+    field.name
+    for field in fields(LossInputs)
+    if field.name
+    not in ("log_probs", "loss_mask", "loss_weights", "seq_ids", "num_seqs", "cp_group")
+)
+_OF_SAMPLES = ("rollout_ids", "prompt_ids", "loss_norm_length", "micro_batch_size")
 # may be non-finite at rejected tokens
 _OF_KEPT_TOKENS = ("old_log_probs", "rollout_log_probs", "importance_weights")
 
@@ -54,7 +63,9 @@ def compute_policy_loss(
         log_probs: [B, T], or [T] with seq_ids; current policy, with grad. May be empty: the loss is
             then 0.
         loss_mask: Shaped as log_probs, bool or 0 and 1.
-        loss_weights: Shaped as log_probs; see `token_weights`.
+        loss_weights: Shaped as log_probs, float: the weight of each token in the sum that the loss
+            is, with the full denominator of the reduction; see `token_weights`. Nothing divides
+            afterwards.
         seq_ids: [T] integers in [0, S).
         config: Settings of the loss; None: the defaults of `name`. Must agree with an alias.
         terms: Weights of KL, entropy and other terms; None: policy loss only.
@@ -65,15 +76,19 @@ def compute_policy_loss(
         The loss, 0-d with grad, and its metrics.
 
     Raises:
-        ValueError: An unknown loss, a missing tensor, a missing or illegal setting, a wrong shape,
-            or a non-finite number at an active token.
+        ValueError: An unknown loss or keyword, a missing tensor, a missing or illegal setting, a
+            wrong shape, a non-finite number at an active token, or weights of a reduction for which
+            the loss is not defined.
     """
     loss = policy_losses.get(name)
+    _require_known("compute_policy_loss", tensors, _TENSORS)
     if seq_ids is None:
         inputs = from_padded(log_probs, loss_mask, loss_weights, **tensors)
     else:
         inputs = from_packed(log_probs, loss_mask, loss_weights, seq_ids=seq_ids, **tensors)
-    return total_loss(inputs, loss, loss.settings(name, config), terms or LossTerms())
+    settings = loss.settings(name, config)
+    _require_reduction(loss.with_config(settings), inputs)
+    return total_loss(inputs, loss, settings, terms or LossTerms())
 
 
 def token_weights(
@@ -92,8 +107,9 @@ def token_weights(
         Float64, shaped as loss_mask.
 
     Raises:
-        ValueError: A wrong mask or shape, and as `reduction_weights`.
+        ValueError: A wrong mask or shape, an unknown keyword, and as `reduction_weights`.
     """
+    _require_known("token_weights", of_samples, _OF_SAMPLES)
     mask, rows, count = _rows(loss_mask, seq_ids)
     active = torch.zeros(count, dtype=torch.int64, device=mask.device)
     active = active.index_add(0, rows, mask.flatten().long())
@@ -294,3 +310,28 @@ def _checked(
         selection_seed=selection_seed,
         **flat,
     )
+
+
+def _require_known(function: str, given: Mapping[str, object], known: Sequence[str]) -> None:
+    """Raise ValueError for a keyword argument that the function does not have."""
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"legal: {', '.join(known)}"
+            raise ValueError(f"{function} has no argument {name!r}; {hint}")
+
+
+def _require_reduction(loss: PolicyLoss, inputs: LossInputs) -> None:
+    """Raise ValueError for one weight on all tokens of sequences of different lengths, as
+    token_mean gives it, if the loss is only defined for means over sequences."""
+    if not loss.required_reductions:
+        return
+    lengths = inputs.seq_sum(inputs.loss_mask.double())[inputs.loss_mask]
+    weights = inputs.loss_weights[inputs.loss_mask]
+    if weights.numel() and bool((weights == weights[0]).all() & (lengths != lengths[0]).any()):
+        legal = " or ".join(loss.required_reductions)
+        raise ValueError(
+            f"policy loss {loss.name} needs loss_weights of {legal} (token_weights), and every "
+            f"token has the weight {float(weights[0]):g}, although the sequences have different "
+            "lengths"
+        )

@@ -491,6 +491,62 @@ def test_skyrls_names_of_gmpos_bounds(tmp_path: Path) -> None:
     assert (loss.gmpo_eps_low, loss.gmpo_eps_high) == (0.3, 0.5)
 
 
+@pytest.mark.parametrize(
+    ("flags", "bounds"),
+    [
+        ("--eps-clip 0.1", (0.1, 0.1)),
+        ("--eps-clip 0.1 --gmpo-eps-high 0.3", (0.1, 0.3)),
+        ("--eps-clip-high 0.3", (0.4, 0.3)),
+        ("--eps-clip 0.1 --gmpo-eps-low 0.1", (0.1, 0.1)),
+        ("--gmpo-eps-low 0.1", (0.1, 0.4)),
+    ],
+)
+def test_gmpos_upper_bound_follows_the_lower_one(
+    tmp_path: Path, flags: str, bounds: tuple[float, float]
+) -> None:
+    loss = parse_args(
+        complete(tmp_path, "--policy-loss-type", "gmpo", *flags.split()), 1
+    ).policy_loss
+    assert (loss.gmpo_eps_low, loss.gmpo_eps_high) == bounds
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            "--gmpo-eps-low 0.5 --eps-clip 0.3",
+            "--gmpo-eps-low (given: 0.5): conflicts with --eps-clip 0.3",
+        ),
+        (
+            "--gmpo-eps-high 0.5 --eps-clip 0.3 --eps-clip-high 0.4",
+            "--gmpo-eps-high (given: 0.5): conflicts with --eps-clip-high 0.4",
+        ),
+    ],
+)
+def test_two_names_of_gmpos_bounds_agree(tmp_path: Path, flags: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_args(complete(tmp_path, "--policy-loss-type", "gmpo", *flags.split()), 1)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--lr", "1_0"), ("--lr", "１e-3"), ("--lr", "1e-0_3"), ("--num-rollout", "1_0"),
+        ("--num-rollout", "٣"), ("--num-rollout", "२"), ("--eps-clip", "0.1_5"), ("--lr", "1,5"),
+    ],
+)  # fmt: skip
+def test_numbers_have_ascii_digits_and_no_separators(tmp_path: Path, flag: str, value: str) -> None:
+    """int() and float() take both."""
+    with pytest.raises(ConfigError, match=f"{flag} .*must be an? (integer|number)"):
+        parse_args(complete(tmp_path, flag, value, without=(flag,)), 1)
+
+
+def test_numbers_of_every_ordinary_form(tmp_path: Path) -> None:
+    for value, number in (("1e-6", 1e-6), (".5", 0.5), ("5.", 5.0), ("+1E-3", 1e-3), ("2", 2.0)):
+        assert parse_args(complete(tmp_path, "--lr", value), 1).megatron.optimizer.lr == number
+
+
 def test_skyrls_switch_of_the_standard_deviation(tmp_path: Path) -> None:
     for word, off in (("false", True), ("true", False)):
         line = complete(tmp_path, f"trainer.algorithm.grpo_norm_by_std={word}")

@@ -107,6 +107,31 @@ def test_skyrl_names_are_deprecated_and_work(tmp_path: Path) -> None:
     assert sum("deprecated" in w for w in config.warnings) == 2
 
 
+@pytest.mark.parametrize(
+    ("text", "spelling"),
+    [
+        ("trainer:\n  algorithm:\n    use_tis: true", "trainer.algorithm.use_tis"),
+        ("trainer.algorithm.use_tis: true", "trainer.algorithm.use_tis"),
+        ("algorithm.use_tis: true", "algorithm.use_tis"),
+    ],
+)
+def test_deprecated_names_of_a_run_file_are_called_as_it_has_them(
+    tmp_path: Path, text: str, spelling: str
+) -> None:
+    """Nested, SkyRL's name was taken for slime's, which is not deprecated."""
+    write_files(tmp_path)
+    (tmp_path / "run.yaml").write_text(text)
+    config = parse(tmp_path, f"--config {tmp_path / 'run.yaml'}")
+    assert config.off_policy.tis_ratio_type == "token"
+    assert config.warnings == (f"--{spelling} is deprecated; use --tis-ratio-type token",)
+
+
+def test_a_name_of_slime_in_a_run_file_is_not_deprecated(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    (tmp_path / "run.yaml").write_text("use_tis: true")
+    assert parse(tmp_path, f"--config {tmp_path / 'run.yaml'}").warnings == ()
+
+
 def test_run_file_of_skyrl(tmp_path: Path) -> None:
     write_files(tmp_path)
     file = tmp_path / "run.yaml"

@@ -260,7 +260,7 @@ offload: false
     ("text", "said"),
     [
         ("polcy_loss_type: sapo", "did you mean --policy-loss-type?"),
-        ("algoritm: {kl_coef: 0}", "--algoritm-kl-coef: unknown flag"),
+        ("algoritm: {kl_coef: 0}", "--algoritm.kl_coef: unknown flag"),
         ("lr: [1, 2]", "must be a number"),
         ("lr: true", "must be a number"),
         ("num_rollout: 2.5", "must be an integer"),

@@ -200,3 +200,37 @@ def test_wrong_shapes_are_named() -> None:
         token_weights("token_mean", mask)
     with pytest.raises(ValueError, match=r"seq_ids has shape \(2,\)"):
         token_weights("token_mean", mask, seq_ids=torch.zeros(2, dtype=torch.long))
+
+
+def test_weights_of_another_reduction_are_refused_like_the_flag() -> None:
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    log_probs = torch.full((2, 3), -1.0, requires_grad=True)
+    tensors = {"advantages": torch.ones(2, 3), "old_log_probs": torch.full((2, 3), -1.0)}
+    for name in ("gmpo", "geo_mean", "luspo"):
+        with pytest.raises(ValueError, match="needs loss_weights of sequence_mean or rollout_mean"):
+            compute_policy_loss(name, log_probs, mask, token_weights("token_mean", mask), **tensors)
+        for reduction in ("sequence_mean", "rollout_mean"):
+            u = token_weights(reduction, mask)
+            assert compute_policy_loss(name, log_probs, mask, u, **tensors).loss.isfinite()
+    u = token_weights("token_mean", mask)  # the same weights where all lengths are equal
+    assert compute_policy_loss("ppo", log_probs, mask, u, **tensors).loss.isfinite()
+    full = torch.ones(2, 3)
+    u = token_weights("token_mean", full)
+    assert compute_policy_loss("gmpo", log_probs, full, u, **tensors).loss.isfinite()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda mask, x: compute_policy_loss("ppo", x, mask, mask.double(), advantage=x),
+         "compute_policy_loss has no argument 'advantage'; did you mean advantages?"),
+        (lambda mask, x: compute_policy_loss("ppo", x, mask, mask.double(), zzz=x),
+         "compute_policy_loss has no argument 'zzz'; legal: policy_weights, advantages, "),
+        (lambda mask, x: token_weights("rollout_mean", mask, rollout_id=torch.tensor([0, 1])),
+         "token_weights has no argument 'rollout_id'; did you mean rollout_ids?"),
+    ],
+)  # fmt: skip
+def test_unknown_arguments_are_named(call: Any, words: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        call(torch.ones(2, 3), torch.full((2, 3), -1.0))
+    assert str(caught.value).startswith(words)
