@@ -16,7 +16,7 @@ PYTEST := OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest -q -n $(TEST_W
 # Write bytecode even if the image disables it: hundreds of test processes import our modules.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install demo test test-extended test-slow test-processors test-pretend-gpu fuzz test-learning test-slurm sglang-env test-sglang cookbook-env test-cookbook newest-env test-newest see-env test-see trl-env bench-trl gpu-check docs-env docs lint format typecheck flags parity parity-full clean
+.PHONY: install demo test test-extended test-slow test-processors test-pretend-gpu te-python fuzz test-learning test-slurm sglang-env test-sglang cookbook-env test-cookbook newest-env test-newest see-env test-see trl-env bench-trl gpu-check docs-env docs lint format typecheck flags parity parity-full clean
 
 install: $(STAMP)
 
@@ -53,9 +53,16 @@ test-processors:
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(MAKE) test TEST_THREADS=4
 	ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE MKL_ENABLE_INSTRUCTIONS=AVX512 $(MAKE) test
 
+# Transformer Engine's Python alone, 1 MB, for tests of where it is installed; without it they are skipped
+TE_PYTHON := .te-python
+
+te-python:
+	test -d $(TE_PYTHON) || $(BIN)/python -m pip install --quiet --no-deps --target $(TE_PYTHON) transformer-engine==2.20.2 \
+	  || echo "no transformer-engine: its tests are skipped"
+
 # The CUDA paths, on a CPU build of torch that believes in two GPUs (tests/pretend_gpu/environment.py); -rs prints why
 # tests are skipped: it needs the pinned torch and g++. 5 minutes on 2 idle cores.
-test-pretend-gpu: install
+test-pretend-gpu: install te-python
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs -n 0 tests/pretend_gpu
 
 # seed of make fuzz

@@ -66,6 +66,7 @@ class Machine:
     transformer_engine: bool
     gradient_fusion: bool  # Apex's extension is installed
     apex: bool = False
+    engine_without_extension: bool = False  # Transformer Engine cannot be imported
     planned: bool = False  # another machine that is only planned for, with this one's packages
 
     @classmethod
@@ -75,16 +76,17 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        from megatron_patches.patch import has_apex
+        from megatron_patches import patch
 
         def installed(name: str) -> bool:
             return importlib.util.find_spec(name) is not None
 
         return cls(
             cuda_available(),
-            installed("transformer_engine"),
+            patch.has_transformer_engine(),
             installed("fused_weight_gradient_mlp_cuda"),
-            has_apex(),
+            patch.has_apex(),
+            patch.has_engine_without_extension(),
         )
 
 
@@ -279,7 +281,10 @@ def _fusions(build: Build) -> dict[str, bool]:
 def activation_function(name: str) -> object:
     """The callable for TransformerConfig.activation_func."""
     import torch.nn.functional as F
-    from megatron.core.activations import quick_gelu, squared_relu
+    from megatron.core.activations import squared_relu
+
+    # megatron.core.activations has another of this name; fused layers compare with this one
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
     def gelu_tanh(x: Tensor) -> Tensor:
         return F.gelu(x, approximate="tanh")
@@ -300,6 +305,9 @@ def _optimizer(build: Build) -> object:
         "min_lr": 0.0,
         "optimizer_offload_fraction": 1.0,
         "muon_tp_mode": "duplicated",
+        # Transformer Engine's Adam would keep of fp32 parameters only the 16 bits that the bf16
+        # ones lack; megatron-core saves these as if they were the parameters, and cannot load them
+        "store_param_remainders": False,
         **build.values,
         "params_dtype": _dtype(build),
     }

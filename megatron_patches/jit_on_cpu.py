@@ -1,4 +1,4 @@
-"""No torch.compile on CPU.
+"""No torch.compile on CPU, and none that could not compile.
 
 Target    jit.jit_fuser, and the functions decorated with it when megatron.core is imported.
 Why       jit_fuser is torch.compile.
@@ -8,7 +8,8 @@ Without   The decorator alone imports TorchInductor, which adds seconds to the s
 How       megatron.core is imported while torch.compile returns functions unchanged; afterwards
           jit_fuser is megatron-core's own noop_decorator. If megatron.core was imported earlier,
           its functions stay decorated.
-When      No CUDA device.
+When      No CUDA device, or no C compiler, which Triton needs at run time (images like python:slim
+          have none): the first call of a decorated function would fail.
 Versions  megatron-core 0.16.1 to 0.19.
 """
 
@@ -19,7 +20,7 @@ from unittest import mock
 
 import torch
 
-from megatron_patches.patch import NO_CUDA, Patch, find
+from megatron_patches.patch import NO_COMPILE, Patch, find
 
 NAME = "jit_on_cpu"
 
@@ -40,4 +41,4 @@ def install() -> None:
     find(NAME, "jit").jit_fuser = find(NAME, "jit:noop_decorator")
 
 
-PATCH = Patch(NAME, NO_CUDA, check, install)
+PATCH = Patch(NAME, NO_COMPILE, check, install)

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+ENGINE_EXTENSION = "transformer_engine_torch"
 VERSIONS = "megatron-core>=0.16.1,<0.20"
 
 
@@ -31,8 +34,35 @@ def cuda_available() -> bool:
     return torch.cuda.is_available()
 
 
+def has_compiler() -> bool:
+    """Whether Triton finds a C compiler, which it needs at run time."""
+    return bool(os.environ.get("CC")) or any(map(shutil.which, ("clang", "gcc")))
+
+
 def has_transformer_engine() -> bool:
-    return importlib.util.find_spec("transformer_engine") is not None
+    """Whether Transformer Engine is installed with its extension for torch."""
+    return _is_installed("transformer_engine") and _has_engine_extension()
+
+
+def has_engine_without_extension() -> bool:
+    """Whether only a part of Transformer Engine is installed, as by
+    `pip install transformer-engine` without its extra [pytorch]. Importing it raises what
+    megatron-core does not expect."""
+    return _is_installed("transformer_engine") and not _has_engine_extension()
+
+
+def _has_engine_extension() -> bool:
+    if _is_installed(ENGINE_EXTENSION):
+        return True
+    spec = importlib.util.find_spec("transformer_engine")
+    folders = list(map(Path, (spec.submodule_search_locations or []) if spec is not None else []))
+    # where Transformer Engine itself looks for it
+    places = [*folders, *(folder.parent for folder in folders), *(f / "wheel_lib" for f in folders)]
+    return any(any(place.glob(f"{ENGINE_EXTENSION}*.so")) for place in places)
+
+
+def _is_installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
 
 
 def has_apex() -> bool:
@@ -45,6 +75,11 @@ def has_apex() -> bool:
 
 ALWAYS = Condition("always", "", lambda: True)
 NO_CUDA = Condition("no CUDA device", "CUDA is available", lambda: not cuda_available())
+NO_COMPILE = Condition(
+    "no CUDA device, or no C compiler for Triton",
+    "CUDA and a C compiler are there",
+    lambda: not (cuda_available() and has_compiler()),
+)
 NO_TE = Condition(
     "no Transformer Engine", "Transformer Engine is installed", lambda: not has_transformer_engine()
 )

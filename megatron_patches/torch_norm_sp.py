@@ -8,7 +8,8 @@ Why       It rejects `sequence_parallel`, although such a norm only lacks the at
           On a CPU, torch's RMSNorm is a chain of operations, forward and backward.
 Without   `--sequence-parallel` fails, and in a bf16 model the norms have fp32 parameters. RMSNorm
           takes twice as long on a CPU, with bitwise equal results.
-When      No Transformer Engine.
+When      Always: where Transformer Engine is installed, the layers of --transformer-impl local
+          have this norm too. It affects only WrappedTorchNorm.
 Versions  megatron-core 0.16.1 to 0.19.
 """
 
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_patches.packed_ops import RMSNorm
-from megatron_patches.patch import NO_TE, Patch, find
+from megatron_patches.patch import ALWAYS, Patch, find
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -68,4 +69,4 @@ def install() -> None:
     find(NAME, "transformer.torch_norm:WrappedTorchNorm").__new__ = _new
 
 
-PATCH = Patch(NAME, NO_TE, check, install)
+PATCH = Patch(NAME, ALWAYS, check, install)

@@ -15,10 +15,17 @@ import os
 import platform
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from importlib import metadata
+
+from megatron_patches.patch import (
+    has_compiler,
+    has_engine_without_extension,
+    has_transformer_engine,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +164,33 @@ def devices() -> str:
     return f"has    CUDA {torch.version.cuda}: {names}"
 
 
+def compiler() -> list[str]:
+    """A line if a GPU's fused functions cannot be compiled."""
+    import torch
+
+    if not torch.cuda.is_available() or has_compiler():
+        return []
+    return ["lacks  C compiler (gcc or clang): megatron-core's fused functions run as they are"]
+
+
+def transformer_engine() -> list[str]:
+    """A line if Transformer Engine is installed and cannot be imported, as with an extension built
+    for another torch. In a process of its own, since it takes seconds."""
+    if has_engine_without_extension():
+        return [
+            "LACKS  Transformer Engine's extension for torch: pip install "
+            "'transformer-engine[pytorch]', or remove transformer-engine"
+        ]
+    if not has_transformer_engine():
+        return []
+    command = [sys.executable, "-c", "import transformer_engine.pytorch"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return []
+    reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    return [f"LACKS  a Transformer Engine that fits this torch: {reason}"]
+
+
 def sandbox() -> list[str]:
     """Lines about the sandbox for graders of model output (`slime_like.rewards.confinement`)."""
     from slime_like.rewards import confinement
@@ -213,7 +247,10 @@ def report(
     missing = lacking(findings)
     lines = [f"Python {sys.version.split()[0]}", *(str(finding) for finding in findings)]
     lines += sandbox()
-    lines.append(f"every run needs: {', '.join(missing)}" if missing else device())
+    if missing:
+        lines.append(f"every run needs: {', '.join(missing)}")
+    else:
+        lines += [device(), *compiler(), *transformer_engine()]
     return lines, int(bool(missing))
 
 

@@ -129,9 +129,16 @@ def warn_mla_context_parallel(s: Settings) -> str | None:
 
 
 def check_distributed_backend(s: Settings) -> list[Problem]:
-    if s.parallel.distributed_backend != "nccl" or s.machine.cuda:
-        return []
-    return problem("distributed_backend", "nccl", "requires CUDA; use gloo or auto")
+    backend = s.parallel.distributed_backend
+    if backend == "nccl" and not s.machine.cuda:
+        return problem("distributed_backend", backend, "requires CUDA; use gloo or auto")
+    if backend == "gloo" and s.machine.cuda:
+        message = (
+            "cannot reduce the gradients of a GPU; use nccl or auto, or hide the GPUs by "
+            'CUDA_VISIBLE_DEVICES=""'
+        )
+        return problem("distributed_backend", backend, message)
+    return []
 
 
 PARALLEL_RULES: tuple[Rule, ...] = (

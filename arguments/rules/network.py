@@ -45,6 +45,13 @@ def check_hf_checkpoint(s: Settings) -> list[Problem]:
 
 
 def check_transformer_engine(s: Settings) -> list[Problem]:
+    if s.machine.engine_without_extension:
+        message = (
+            "Transformer Engine is installed without its extension for torch, so megatron-core "
+            "cannot be imported: pip install 'transformer-engine[pytorch]', or remove "
+            "transformer-engine"
+        )
+        return problem("transformer_impl", s.model.transformer_impl, message)
     if s.model.transformer_impl != "transformer_engine":
         return []
     if s.machine.transformer_engine and s.machine.cuda:

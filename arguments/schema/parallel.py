@@ -42,7 +42,8 @@ class ParallelConfig(CheckedSettings):
     )
     distributed_backend: str = arg(
         "auto",
-        "Process-group backend. auto: nccl with CUDA, else gloo.",
+        "Process-group backend. auto: nccl with CUDA, else gloo. With nccl, tensors of the host "
+        "still go over gloo.",
         choices=("auto", "nccl", "gloo"),
     )
     distributed_timeout_minutes: float = arg(

@@ -12,14 +12,27 @@ import torch.distributed as dist
 
 from arguments.schema import ParallelConfig
 from slime_like.distributed.rendezvous import environment_rendezvous, join_rendezvous
+from slime_like.errors import RunError
 from slime_like.megatron.parallel_layout import ParallelLayout, read_layout, without_layout
 
 
 def device_of_this_process() -> torch.device:
-    """The CUDA device of this local rank, else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
+    """The CUDA device of this local rank, else the CPU. A launcher that shows each process one GPU
+    (srun --gpus-per-task=1) has given it that one.
+
+    Raises RunError if there are fewer GPUs than processes on this host.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if count == 1:
+        return torch.device("cuda", 0)
+    if rank >= count:
+        raise RunError(
+            f"process {rank} of this host has no GPU: {count} are visible (CUDA_VISIBLE_DEVICES); "
+            f"start at most {count} processes, or show each process one GPU"
+        )
+    return torch.device("cuda", rank)
 
 
 @contextmanager
@@ -45,8 +58,10 @@ def world_of_processes(parallel: ParallelConfig) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = parallel.distributed_backend
-    if backend == "auto":
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if backend != "gloo" and device.type == "cuda":
+        backend = "cpu:gloo,cuda:nccl"  # signals and samples are tensors of the host
+    elif backend == "auto":
+        backend = "gloo"
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     meeting = environment_rendezvous()
     if meeting is None:

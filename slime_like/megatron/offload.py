@@ -20,6 +20,7 @@ from torch import Tensor
 from slime_like.megatron.forward_step import TokenComputation
 from slime_like.megatron.micro_batching import MicroBatchSize
 from slime_like.megatron.network import Network, PassOutput
+from slime_like.megatron.optimizer import group_steps, set_group_steps
 from slime_like.megatron.trained_network import TrainedNetwork
 from slime_like.types import TrainSample
 
@@ -179,6 +180,7 @@ class StoredState:
     def __init__(self, network: TrainedNetwork) -> None:
         network.finish_updates()
         self._gradients = network.gradients
+        self._group_steps = group_steps(network.optimizer)
         on_device = torch.cuda.is_available()
         self._stored = [
             torch.empty_like(t, device="cpu", pin_memory=on_device).copy_(t)
@@ -191,3 +193,4 @@ class StoredState:
         for tensor, stored in zip(network.tensors(), self._stored, strict=True):
             tensor.copy_(stored)
         network.gradients = self._gradients
+        set_group_steps(network.optimizer, self._group_steps)

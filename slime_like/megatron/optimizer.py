@@ -6,14 +6,17 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from arguments.schema import ScheduleConfig
+from megatron_patches.offload_ckpt import init_offloaded_state
 from megatron_patches.torch_adam_ckpt import init_adam_state
 from slime_like.distributed.collectives import gather
 from slime_like.megatron.muon import build_muon, init_momentum, is_muon
@@ -161,12 +164,74 @@ def plain_optimizers(optimizer: object) -> list[MegatronOptimizer]:
 
 
 def allocate_moments(optimizer: MegatronOptimizer) -> None:
-    """Create the state that torch's Adam, or Muon, creates in its first step."""
+    """Create the state that an optimizer otherwise creates in its first step. Raises TypeError for
+    an optimizer whose state is not known here."""
     for plain in plain_optimizers(optimizer):
-        if isinstance(plain, torch.optim.Adam | torch.optim.AdamW):
+        if isinstance(plain, HybridDeviceOptimizer):
+            init_offloaded_state(plain)
+        elif isinstance(plain, torch.optim.Adam | torch.optim.AdamW):
             init_adam_state(plain)
         elif is_muon(plain):
             init_momentum(plain)
+        elif is_fused_adam(plain):
+            init_fused_state(plain)
+        else:
+            kind = f"{type(plain).__module__}.{type(plain).__name__}"
+            raise TypeError(f"the state of the optimizer {kind} is not known")
+
+
+def is_fused_adam(plain: torch.optim.Optimizer) -> bool:
+    """Whether it is the Adam of Transformer Engine or Apex: no class of torch's, moments by the
+    same names, and one step count for each parameter group, in the group."""
+    return type(plain).__name__ == "FusedAdam"
+
+
+def init_fused_state(plain: Any) -> None:
+    """Create the initial state of every parameter of a FusedAdam that has none yet."""
+    for group in plain.param_groups:
+        for parameter in group["params"]:
+            if plain.state[parameter]:
+                continue
+            if hasattr(plain, "initialize_state"):  # Transformer Engine's, of several dtypes
+                plain.initialize_state(parameter, False)  # no remainders, see _optimizer
+            else:
+                plain.state[parameter] = {
+                    name: torch.zeros_like(parameter, dtype=torch.float32)
+                    for name in ("exp_avg", "exp_avg_sq")
+                }
+
+
+def restart_fused_main_parameters(optimizer: MegatronOptimizer) -> None:
+    """Copy the parameters, which were overwritten, into the main parameters that Transformer
+    Engine's Adam keeps among its state; megatron-core's `reload_model_params` leaves these as they
+    were, and the next step would write them back."""
+    for plain in plain_optimizers(optimizer):
+        if not is_fused_adam(plain):
+            continue
+        for parameter, state in plain.state.items():
+            if "master_param" in state:
+                plain.set_scaled_state(parameter, "master_param", parameter.detach().float())
+
+
+def group_steps(optimizer: MegatronOptimizer) -> list[Any]:
+    """Step counts that a FusedAdam keeps by parameter group; None for a group that has taken none,
+    and for other optimizers, which keep theirs among `moments`."""
+    return [group.get("step") for group in _fused_groups(optimizer)]
+
+
+def set_group_steps(optimizer: MegatronOptimizer, steps: Sequence[Any] | None) -> None:
+    """Set what `group_steps` returned; None for the counts of a fresh optimizer."""
+    groups = _fused_groups(optimizer)
+    for group, step in zip(groups, steps or [None] * len(groups), strict=True):
+        if step is None:
+            group.pop("step", None)
+        else:
+            group["step"] = step
+
+
+def _fused_groups(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
+    fused = filter(is_fused_adam, plain_optimizers(optimizer))
+    return [group for plain in fused for group in plain.param_groups]
 
 
 def main_parameters(optimizer: MegatronOptimizer) -> list[Tensor]:
@@ -175,12 +240,16 @@ def main_parameters(optimizer: MegatronOptimizer) -> list[Tensor]:
 
 
 def moments(optimizer: MegatronOptimizer) -> list[Tensor]:
-    """The optimizer's moments and step counts, this rank's shard."""
+    """The optimizer's moments and step counts, this rank's shard. A FusedAdam has its counts
+    elsewhere, see `group_steps`."""
     tensors = []
     for plain, parameter in _optimizer_parameters(optimizer):
         # by name, because loading changes their order
         values = [value for _, value in sorted(plain.state[parameter].items())]
         tensors += [value for value in values if isinstance(value, Tensor)]
+        # of moments that Transformer Engine's Adam stores in fp16 or fp8
+        scales = getattr(plain, "_scales", {}).get(parameter, {})
+        tensors += [scale for _, scale in sorted(scales.items())]
     return tensors
 
 

@@ -43,7 +43,9 @@ from slime_like.megatron.optimizer import (
     main_parameters,
     max_abs,
     moments,
+    restart_fused_main_parameters,
     set_adam,
+    set_group_steps,
     step_stays_finite,
 )
 from slime_like.megatron.packing import MicroBatches
@@ -256,6 +258,7 @@ class TrainedNetwork(Network):
         """Reset the optimizer's fp32 copies to the model's weights, which were written from
         outside."""
         self.optimizer.reload_model_params()
+        restart_fused_main_parameters(self.optimizer)
 
     def allocate_moments(self) -> None:
         """Allocate the optimizer state before the first step, so that `tensors` is complete."""
@@ -266,6 +269,7 @@ class TrainedNetwork(Network):
         self.clear_gradients()
         for tensor in moments(self.optimizer):
             tensor.zero_()
+        set_group_steps(self.optimizer, None)
         self.weights_changed()
 
     def has_non_finite(self) -> bool:
@@ -277,7 +281,8 @@ class TrainedNetwork(Network):
 
     def tensors(self) -> list[Tensor]:
         """All state of this network: weights, gradients, and the optimizer's copies, moments and
-        step counts. Writing them in place turns it into another network of the same shape."""
+        step counts. Writing them in place turns it into another network of the same shape, together
+        with `group_steps` of the optimizer."""
         tensors: list[Tensor] = []
         for chunk in self.saved_chunks:
             tensors += [t.data for t in (*chunk.parameters(), *chunk.buffers())]

@@ -34,7 +34,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "optimizer on the host": (1, MIXED | HOST_ADAM),
     "PP2, reference on the host": (2, MIXED | PIPELINE),
     "TP2, async": (2, MIXED | TENSOR | dict(async_rollout="")),
-    "DP2, overlapped": (2, MIXED | dict(overlap_grad_reduce="", overlap_param_gather="")),
+    "DP2, overlapped": (2, MIXED | dict(overlap_grad_reduce="", overlap_param_gather="", distributed_backend="nccl")),
 }  # fmt: skip
 
 

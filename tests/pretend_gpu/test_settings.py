@@ -148,6 +148,8 @@ def test_settings_give_the_numbers_of_one_cpu_process(
         500,
         environment=environment,
     )
+    printed = (tmp_path / "gpu" / "output.txt").read_text()
+    assert "RNG state changed" not in printed, "drawn on the host, so equally on all ranks"
     for found in results:
         assert found.keys() == chosen.keys()
         for name, apart in found.items():

@@ -108,11 +108,14 @@ def test_one_applies_on_a_machine_with_cuda_and_transformer_engine(
     monkeypatch.setattr(
         importlib.util,
         "find_spec",
-        lambda name, *rest: object() if name == "transformer_engine" else real(name, *rest),
+        lambda name, *rest: (
+            object() if name.startswith("transformer_engine") else real(name, *rest)
+        ),
     )
     monkeypatch.setattr(megatron_patches, "_installed", {})
     report = megatron_patches.apply()
-    always = ["mla_tp_grads", "mla_no_q_norm", "rope_thd", "offload_ckpt", "safe_checkpoints"]
+    always = ["torch_norm_sp", "mla_tp_grads", "mla_no_q_norm", "rope_thd", "offload_ckpt"]
+    always.append("safe_checkpoints")
     always = [name for name in always if name not in NOT_NEEDED]
     assert [entry.name for entry in report.applied] == always
     assert [entry.name for entry in report.skipped] == [
@@ -120,7 +123,7 @@ def test_one_applies_on_a_machine_with_cuda_and_transformer_engine(
     ]
     reasons = dict(report.skipped)
     assert reasons["rng_on_cpu"] == "CUDA is available"
-    assert reasons["torch_norm_sp"] == "Transformer Engine is installed"
+    assert reasons["moe_no_te"] == "Transformer Engine is installed"
 
 
 def test_on_cuda_without_transformer_engine_only_the_other_patches_are_due(

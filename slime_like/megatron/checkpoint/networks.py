@@ -171,20 +171,25 @@ def optimizer_step(network: SavedNetwork) -> float:
 
 def set_step(common: object, step: float, *, distributed: bool = False) -> None:
     """Set Adam's step count in the non-tensor state of an optimizer, in place, where
-    load_state_dict reads it: in the parameter groups of a distributed optimizer, or in a separate
-    entry of others, which is missing before the first step."""
+    load_state_dict reads it: in the parameter groups of a distributed optimizer and of Transformer
+    Engine's and Apex's Adam, or in a separate entry of others, which is missing before the first
+    step."""
     if isinstance(common, list):
         for value in common:
             set_step(value, step, distributed=distributed)
     if not isinstance(common, dict):
         return
     distributed = distributed or "param_state_sharding_type" in common
-    for group in common.get("param_groups", ()):
-        if "step" in group:
+    groups = common.get("param_groups", ())
+    fused = any("bias_correction" in group for group in groups)
+    for group in groups:
+        if fused:
+            group["step"] = int(step)  # its kernel takes no other number
+        elif "step" in group:
             group["step"] = step
     # Muon has no step
-    is_adam = any("betas" in group for group in common.get("param_groups", ()))
-    if is_adam and not distributed:
+    is_adam = any("betas" in group for group in groups)
+    if is_adam and not fused and not distributed:
         common.setdefault("state", {})["common_step"] = torch.tensor(step)
     for name, value in common.items():
         if name not in ("param_groups", "state"):

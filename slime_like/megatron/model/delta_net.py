@@ -107,17 +107,19 @@ class GatedDeltaNet(MegatronModule):
         """Parameters besides the projections, initialised as in Mamba: A = exp(A_log) is uniform in
         [1, 16] and dt_bias is 1."""
         heads, taps = self.groups * self.heads, self.config.linear_conv_kernel_dim
-        dtype = self.config.params_dtype
-        conv = torch.empty(self.groups * self.channels, 1, taps, dtype=dtype)
-        decay = torch.empty(heads, dtype=dtype)
+        # the tracked generator, which differs between tensor-parallel ranks, is that of the device
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        like = {"dtype": self.config.params_dtype, "device": device}
+        conv = torch.empty(self.groups * self.channels, 1, taps, **like)
+        decay = torch.empty(heads, **like)
         if self.config.perform_initialization:
             with get_cuda_rng_tracker().fork():
                 conv.uniform_(-(taps**-0.5), taps**-0.5)
                 decay.uniform_(1, 16).log_()
         yield "conv_weight", torch.nn.Parameter(conv)
         yield "A_log", torch.nn.Parameter(decay)
-        yield "dt_bias", torch.nn.Parameter(torch.ones(heads, dtype=dtype))
-        yield "norm_weight", torch.nn.Parameter(torch.ones(self.value_dim, dtype=dtype))
+        yield "dt_bias", torch.nn.Parameter(torch.ones(heads, **like))
+        yield "norm_weight", torch.nn.Parameter(torch.ones(self.value_dim, **like))
 
     def forward(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -90,13 +91,23 @@ class Member:
     def broadcast(self, flat: Tensor, wait: Callable[[Callable[[], bool]], None]) -> None:
         """Broadcast a bucket. wait: blocks until the predicate it is given is true; an error from
         it ends the broadcast. Raises BroadcastFailed."""
-        work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
-        assert work is not None
-        wait(work.is_completed)
+        # NCCL makes its communicator in the first broadcast: that call itself blocks until all
+        # members take part
+        done = _in_thread(self._broadcast, flat)
+        wait(done.done)
         try:
-            work.wait()
+            done.result()
         except RuntimeError as error:
             raise BroadcastFailed(f"the broadcast failed: {str(error).splitlines()[0]}") from None
+
+    def _broadcast(self, flat: Tensor) -> None:
+        if flat.is_cuda:
+            torch.cuda.set_device(flat.device)  # of this thread
+        work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
+        assert work is not None
+        while not work.is_completed():
+            time.sleep(POLL_S)
+        work.wait()
 
     def abandon(self) -> None:
         """Leave a group whose other side may be gone: nothing is waited for."""
@@ -264,6 +275,21 @@ class BroadcastGroup:
                 problems[i] = str(failure)
         if problems:
             raise BroadcastFailed(f"{what}: " + "; ".join(problems.values()), tuple(problems))
+
+
+def _in_thread(function: Callable[[Tensor], None], flat: Tensor) -> Future[None]:
+    """Call a function in a thread that the end of this process does not wait for."""
+    future: Future[None] = Future()
+
+    def call() -> None:
+        try:
+            function(flat)
+            future.set_result(None)
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=call, name="weight-broadcast", daemon=True).start()
+    return future
 
 
 def backend_of(device: torch.device) -> str:

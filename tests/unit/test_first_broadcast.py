@@ -1,0 +1,52 @@
+"""NCCL makes its communicator in a group's first broadcast, inside the call. A refusal of a server
+must be seen meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from slime_like.rollout.engines.sglang.weight_transfer import process_group
+from slime_like.rollout.engines.sglang.weight_transfer.process_group import BroadcastFailed, Member
+
+
+def test_a_refusal_ends_a_first_broadcast_that_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    all_joined = threading.Event()
+    monkeypatch.setattr(process_group.dist, "broadcast", lambda *a, **k: all_joined.wait(60))
+    member = Member.__new__(Member)
+    monkeypatch.setattr(member, "_group", None, raising=False)
+    asked = 0
+
+    def wait(done: Callable[[], bool]) -> None:
+        nonlocal asked
+        while not done():
+            asked += 1
+            if asked > 5:
+                raise BroadcastFailed("server 1 refuses", [1])
+            time.sleep(0.01)
+
+    start = time.monotonic()
+    with pytest.raises(BroadcastFailed, match="refuses"):
+        member.broadcast(torch.zeros(4), wait)
+    assert time.monotonic() - start < 30
+    all_joined.set()
+
+
+def test_what_the_broadcast_raises_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*words: object, **named: object) -> None:
+        raise RuntimeError("NCCL error: unhandled system error\nand more")
+
+    monkeypatch.setattr(process_group.dist, "broadcast", fails)
+    member = Member.__new__(Member)
+    monkeypatch.setattr(member, "_group", None, raising=False)
+
+    def wait(done: Callable[[], bool]) -> None:
+        while not done():
+            time.sleep(0.001)
+
+    with pytest.raises(BroadcastFailed, match=r"^the broadcast failed: NCCL error: unhandled"):
+        member.broadcast(torch.zeros(4), wait)
