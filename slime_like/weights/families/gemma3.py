@@ -84,7 +84,8 @@ register_model_family(
         rope_theta=1e6,
         published=("gemma-3-270m", "gemma-3-1b"),
         tiny={
-            **{"hidden_size": 64, "head_dim": 16, "sliding_window": 6, "sliding_window_pattern": 2},
+            # a hidden size whose square root, the scale of the embeddings, is rounded
+            **{"hidden_size": 44, "head_dim": 16, "sliding_window": 6, "sliding_window_pattern": 2},
             **{"query_pre_attn_scalar": 24, "tie_word_embeddings": True},
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
