@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -16,17 +15,17 @@ from slime_like.agents.task import Task
 from slime_like.agents.tree import Branch, SessionTree
 from slime_like.batching.turn_credit import NUMBERS, SUMMED
 from slime_like.distributed.collectives import gather
+from slime_like.rewards.limit import beyond_limit
 from slime_like.rollout.episode import mark_aborted
 from slime_like.types import Sample, SampleGroup, SampleStatus, flatten
 
 MESSAGES = "messages"  # metadata key of the main conversation
 
 
-def bad_reward(reward: object) -> str | None:
-    """Why an agent's reward is invalid, or None."""
+def bad_reward(reward: object, limit: float) -> str | None:
+    """Why an agent's reward is invalid, or None. limit: --max-abs-reward."""
     if reward is None or (isinstance(reward, int | float) and not isinstance(reward, bool)):
-        too_large = isinstance(reward, int) and abs(reward) > sys.float_info.max
-        return "the agent returned a number that no float can hold" if too_large else None
+        return beyond_limit(reward, limit)
     return f"the agent returned {type(reward).__name__}; return its reward, a number, or None"
 
 

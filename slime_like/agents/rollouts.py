@@ -241,7 +241,7 @@ class AgentGenerate(CustomGenerate):
             except WorkerLost as error:
                 reward, reason = None, f"{self.name}: {error}"
         if reason is None:
-            reason = bad_reward(reward)
+            reason = bad_reward(reward, self._limits.reward)
         branches = session.tree.branches(observations=self._observations)
         by_turn = self._by_turn and not evaluation
         if (self._by_turn or self._by_token) and not evaluation:
@@ -249,6 +249,7 @@ class AgentGenerate(CustomGenerate):
         rewards = [turn.reward for turn in session.tree.turns]
         if not by_turn and reason is None and any(rewards):
             reward = sum(rewards) + (reward or 0.0)
+            reason = bad_reward(reward, self._limits.reward)
         return sample_of(sample, task, session, branches, reward, reason)
 
     async def _outcome(self, task: Task, engine: PausableEngine | None) -> tuple[Any, str | None]:
@@ -367,6 +368,7 @@ def agent_generate(
             config.agent_concurrency,
             positions=run.gpt.max_position_embeddings,
             tokens=config.agent_max_answer_tokens,
+            reward=run.reward.max_abs_reward,
         ),
         timeout_s=config.agent_timeout_s,
         episodes=config.agent_episodes,

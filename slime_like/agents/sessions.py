@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import sys
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +18,7 @@ from slime_like.agents.tool_calls import NO_TOOLS, Parsed
 from slime_like.agents.tree import NextPrompt, SessionTree, Turn
 from slime_like.data.messages import ASSISTANT, Message, tool_call
 from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.rewards.limit import beyond_limit
 from slime_like.rollout.episode import Model
 
 Finish = Literal["stop", "length", "tool_calls"]
@@ -77,7 +78,7 @@ class SessionLimits:
     """Limits of a session. turns: completions per episode. concurrent: concurrent requests.
     waiting: queued requests; further ones are rejected with a retry hint. answers: completions per
     request. positions: the model's context length, None: unlimited. tokens: per completion; None:
-    unlimited."""
+    unlimited. reward: magnitude of a turn's and of the episode's."""
 
     turns: int = 256
     concurrent: int = 8
@@ -85,6 +86,7 @@ class SessionLimits:
     answers: int = 16
     positions: int | None = None
     tokens: int | None = None
+    reward: float = 1e6
 
 
 class Session:
@@ -346,12 +348,17 @@ class Session:
         turns = self.tree.turns
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise BadRequest(f"the reward of an answer must be a number, not {value!r:.60}")
-        if not abs(value) <= sys.float_info.max:  # infinite, NaN, a huge integer
+        if isinstance(value, float) and not math.isfinite(value):
             raise BadRequest(f"the reward of an answer must be finite, not {value!r:.60}")
         if isinstance(answer, bool) or not isinstance(answer, int):
             raise BadRequest(f"answer must be an integer, not {answer!r:.60}")
         if not -len(turns) <= answer < len(turns):
             raise BadRequest(f"answer is {answer}; the episode has had {len(turns)} answers")
+        reason = beyond_limit(value, self._limits.reward)
+        # a client may add as often as it likes
+        reason = reason or beyond_limit(turns[answer].reward + value, self._limits.reward)
+        if reason is not None:
+            raise BadRequest(f"answer {answer}: {reason}")
         turns[answer].reward += value
 
     def text_of(self, tokens: Sequence[int], *, stopped: bool) -> str:

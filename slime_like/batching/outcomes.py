@@ -19,8 +19,9 @@ from slime_like.advantages import (
     follows_tokens,
 )
 from slime_like.batching.train_samples import _sum_by_episode
-from slime_like.distributed.collectives import from_rank_zero, gather
+from slime_like.distributed.collectives import from_rank_zero, gather, together
 from slime_like.lazy import Tensor, torch
+from slime_like.rewards.limit import require_within
 from slime_like.rollout.hooks import processed_rewards
 from slime_like.samples.episodes import complete, episodes_of
 from slime_like.samples.index import AnySample
@@ -55,6 +56,51 @@ class OutcomeFields(TypedDict, total=False):
     penalties: Tensor
 
 
+def check_rewards(samples: Sequence[AnySample], limit: float) -> None:
+    """Raise ValueError on all ranks for a sample with a reward beyond the limit. Collective.
+
+    The last check before training: of functions, files, agents and recordings alike.
+
+    Args:
+        samples: Of the rollout, each complete on the rank that generated it.
+        limit: --max-abs-reward.
+    """
+
+    def check() -> None:
+        for sample in samples:
+            place = f"sample {sample.sample_id}"
+            require_within(sample.reward, limit, place)
+            if isinstance(sample, Sample) and sample.token_rewards is not None:
+                for value in sample.token_rewards.tolist():
+                    require_within(value, limit, f"{place}, a token of it")
+
+    together(check)
+
+
+def within(read: OutcomeReader, limit: float, samples: Sequence[AnySample]) -> OutcomeFields:
+    """The fields of a reader, which are equal on all ranks. Raises ValueError for a reward beyond
+    the limit."""
+    fields = read(samples)
+    for sample, values in zip(samples, _rewards_in(fields, len(samples)), strict=True):
+        for value in values:
+            require_within(value, limit, f"sample {sample.sample_id}")
+    return fields
+
+
+def _rewards_in(fields: OutcomeFields, count: int) -> list[list[float]]:
+    """The rewards in these fields, by sample."""
+    rewards: list[list[float]] = [[] for _ in range(count)]
+    if "processed" in fields:
+        for row, value in zip(rewards, fields["processed"].tolist(), strict=True):
+            row.append(value)
+    if "parts" in fields:
+        for row, values in zip(rewards, fields["parts"].values.tolist(), strict=True):
+            row += values
+    for row, answers in zip(rewards, fields.get("answers", ())):
+        row += [] if answers is None else answers.rewards
+    return rewards
+
+
 # samples of a rollout -> fields; a collective, which raises ValueError on all ranks
 OutcomeReader = Callable[[Sequence[AnySample]], OutcomeFields]
 
@@ -80,7 +126,7 @@ def outcome_readers(config: RunConfig) -> list[OutcomeReader]:
 
         reader = partial(credit_fields, by_turn=by_turn, by_token=by_token)
         readers.append(partial(reader, turn_penalty=turn, token_penalty=token))
-    return readers
+    return [partial(within, read, config.reward.max_abs_reward) for read in readers]
 
 
 def train_rewards(samples: Sequence[AnySample]) -> Tensor:

@@ -23,6 +23,7 @@ from typing import Any, cast
 
 from slime_like.lazy import torch
 from slime_like.rewards.custom import RewardArgs, RewardSample
+from slime_like.rewards.limit import require_within
 from slime_like.rewards.pool import WorkerPool
 from slime_like.rewards.registry import (
     Reward,
@@ -107,6 +108,7 @@ class Grader:
                 is not a number or beyond --max-abs-reward.
         """
         counts = self._reset_counts()
+        self._check_given(samples)
         types: dict[str | None, list[int]] = {}
         for i, sample in enumerate(samples):
             if sample.reward is None and sample.status not in _UNGRADED:
@@ -127,6 +129,8 @@ class Grader:
         """Like `grade`, for --group-rm: the custom function gets all samples of a group, including
         failed ones, and returns one reward per sample. Graded groups are returned unchanged."""
         counts = self._reset_counts()
+        for group in groups:
+            self._check_given(group)
         jobs = []
         for i, group in enumerate(groups):
             if any(s.status not in _UNGRADED and s.reward is None for s in group):
@@ -144,6 +148,12 @@ class Grader:
             ]
             counts["skipped"] += sum(s.status in _UNGRADED for s in group)
         return graded
+
+    def _check_given(self, samples: Iterable[Sample]) -> None:
+        """Raise ValueError for a reward beyond the limit that came with its sample: from an agent,
+        or from a function that makes responses."""
+        for sample in samples:
+            require_within(sample.reward, self.args.max_abs_reward, f"sample {sample.sample_id}")
 
     def close(self) -> None:
         """Stop the workers; further grading starts new ones."""
@@ -314,11 +324,7 @@ class Grader:
                 metadata={**sample.metadata, "failure": reason},
             )
         largest = max([value, *(tokens or ())], key=abs)
-        if abs(largest) > self.args.max_abs_reward:
-            raise ValueError(
-                f"sample {sample.sample_id}: the reward {largest:g} is beyond --max-abs-reward "
-                f"{self.args.max_abs_reward:g}; correct the reward, or raise the limit"
-            )
+        require_within(largest, self.args.max_abs_reward, f"sample {sample.sample_id}")
         metadata = sample.metadata
         if "details" in answer:
             metadata = {**metadata, REWARD_DETAILS: answer["details"]}

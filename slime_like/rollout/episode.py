@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from slime_like.engines.base import (
     GenerationClient,
     SamplingParams,
 )
+from slime_like.rewards.limit import to_reward
 from slime_like.rollout.sampler_choices import (
     empty_token_sets,
     join_routes,
@@ -370,4 +370,4 @@ def _checked_reward(reward: object, where: str) -> float | None:
         return None
     if isinstance(reward, bool | str) or not isinstance(reward, int | float):
         raise ValueError(f"{where}: the reward must be a number, not {type(reward).__name__}")
-    return float(reward) if math.isfinite(reward) else math.nan
+    return to_reward(reward, where)

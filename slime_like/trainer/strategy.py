@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from arguments.run_config import RunConfig
 from slime_like.batching.builder import BatchBuilder, Batches
+from slime_like.batching.outcomes import check_rewards
 from slime_like.distributed.collectives import from_rank_zero
 from slime_like.logs import warn_rank_0
 from slime_like.metrics.health import HealthMonitor
@@ -46,16 +47,19 @@ class ReinforcementLearning:
         staleness: int | None,
         source: str,
         max_failed: float,
+        max_abs_reward: float,
         reward_trains: bool,
     ) -> None:
         """recorded: the rollouts come from another run and have its weight versions. staleness:
         maximum staleness in weight versions, None for unbounded. source: named in the error about
-        staler tokens. max_failed: largest fraction of failed samples."""
+        staler tokens. max_failed: largest fraction of failed samples. max_abs_reward: largest
+        magnitude of a reward."""
         self.health: HealthMonitor | None = HealthMonitor(reward_trains=reward_trains)
         self._recorded = recorded
         self._staleness = staleness
         self._source = source
         self._max_failed = max_failed
+        self._max_abs_reward = max_abs_reward
 
     def check_samples(
         self,
@@ -66,6 +70,7 @@ class ReinforcementLearning:
     ) -> dict[str, float]:
         """Check a newly collected rollout; returns metrics. Only a user function or a faulty engine
         can violate the staleness bound. collected: metrics of the collection."""
+        check_rewards(samples, self._max_abs_reward)
         metrics = rollout_metrics(samples, None if self._recorded else weight_version)
         metrics = merge_metrics(metrics, collected)
         metrics["rollout/failed_frac"] = failed_fraction(samples, collected)
@@ -152,5 +157,6 @@ def make_strategy(run: RunConfig) -> Strategy:
         staleness=staleness_bound(run),
         source="the engine" if path is None else f"--rollout-function-path {path}",
         max_failed=run.gates.max_failed_samples,
+        max_abs_reward=run.reward.max_abs_reward,
         reward_trains=run.reward.rm_type != "zero",
     )

@@ -213,7 +213,9 @@ def test_penalties_are_of_the_advantage_alone() -> None:
     )
 
 
-@pytest.mark.parametrize(("returned", "message"), [("much", "returned str"), (10**400, "no float")])
+@pytest.mark.parametrize(
+    ("returned", "message"), [("much", "returned str"), (10**400, "the reward inf is beyond")]
+)
 def test_a_wrong_reward_loses_the_sample_alone(returned: Any, message: str) -> None:
     async def play(task: Task) -> Any:
         await task.chat([{"role": "user", "content": "a"}])

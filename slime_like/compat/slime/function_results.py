@@ -14,6 +14,7 @@ import torch
 
 from slime_like.compat.slime.samples import SlimeArgs, SlimeSample, empty_sample, from_slime
 from slime_like.metrics.names import UNKNOWN_VERSIONS
+from slime_like.rewards.limit import require_within
 from slime_like.rollout.evaluate import score, score_rewards
 from slime_like.types import NOT_SAMPLED, Sample, SampleGroup, SampleStatus
 
@@ -175,6 +176,8 @@ def read_eval_output(
         if not rewards or len(set(lengths.values())) > 1:
             raise ValueError(f"{place}: lists of lengths {lengths}, must be equal and not 0")
         numbers = [None if r is None else _number(r, f"{place}: a reward") for r in rewards]
+        for number in numbers:
+            require_within(number, args.max_abs_reward, place)
         if samples:
             scores |= score(each, _groups_of(samples, numbers, place, args, tokenizer))
         else:

@@ -20,6 +20,7 @@ import torch
 from arguments.run_config import RunConfig
 from slime_like.data.tokenizer import response_text
 from slime_like.engines.base import GenerateOutput
+from slime_like.rewards.limit import to_reward
 from slime_like.types import NOT_SAMPLED, REWARD_DETAILS, Prompt, Sample, SampleStatus
 
 if TYPE_CHECKING:
@@ -264,7 +265,7 @@ def _reward(result: SlimeSample, args: SlimeArgs, place: str) -> float | None:
         return None
     if isinstance(value, str) or not isinstance(value, int | float):
         raise ValueError(f"{place}: the reward is {type(value).__name__}, must be a number")
-    return float(value) if math.isfinite(value) else math.nan
+    return to_reward(value, place)
 
 
 def _details(result: SlimeSample, args: SlimeArgs) -> dict[str, object]:
