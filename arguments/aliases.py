@@ -80,8 +80,19 @@ IGNORED: Mapping[str, str] = {
         "metrics are always logged by rollout": "wandb-always-use-train-step",
         _DELTA: "update-weight-delta-encoding update-weight-delta-checksum",
         "rows are padded as the parallel layout requires": "data-pad-size-multiplier",
+        "weights are converted by this package's own mappings": "megatron-to-hf-mode",
     }.items()
     for name in names.split()
+}
+# flags that are not implemented -> values that ask for nothing
+NEUTRAL_VALUES: Mapping[str, tuple[str, ...]] = {
+    "--lora-dropout": ("0", "0.0", "0."),
+    "--eval-min-new-tokens": ("0",),
+    "--min-batch-collection-ratio": ("1", "1.0"),
+    "--update-weights-interval": ("1",),
+    "--start-rollout-id": ("0",),
+    "--ckpt-format": ("torch_dist",),
+    "--no-rope-freq": ("0",),
 }
 _ENGINES = "this setting of rollout engines"
 _HOOKS = "custom functions at this place"
@@ -120,7 +131,8 @@ NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
     """,
     "images and other media": "multimodal-keys",
     "a separate tool key for evaluation sets": "eval-tool-key",
-    "this setting of rewards": "eval-reward-key disable-rewards-normalization",
+    "--advantage-estimator normalises rewards; the function of --custom-reward-post-process-path "
+    "can return them as they are": "disable-rewards-normalization",
     "this setting of evaluation": "eval-max-prompt-len eval-min-new-tokens eval-max-context-len",
     "this model setting": "padded-vocab-size seq-length decoder-seq-length no-rope-freq",
     "this optimizer setting": "reset-optimizer-states use-stateless-adam use-rollout-entropy",

@@ -96,6 +96,8 @@ def make_draft(
     explicit, problems = network_of_flags(values)
     if checkpoint is not None:
         given_gpt = {name: values[name] for name in checkpoint.gpt if name in values}
+        if given_gpt.get("position_embedding_type") == "rope" and _has_yarn(checkpoint):
+            del given_gpt["position_embedding_type"]  # YaRN scales rotary embeddings
         explicit = same_network(explicit, checkpoint.transformer, values)
         problems += disagreements(explicit, checkpoint.transformer, values)
         problems += disagreements(given_gpt, checkpoint.gpt, {})
@@ -124,6 +126,10 @@ def make_draft(
     for rule in program.rules:
         problems += rule(settings)
     return Draft(settings, problems, checkpoint)
+
+
+def _has_yarn(checkpoint: HfModel) -> bool:
+    return checkpoint.gpt.get("position_embedding_type") == "yarn"
 
 
 def _shape_differences(

@@ -365,5 +365,5 @@ def required_without_checkpoint(
     if gpt.position_embedding_type == "learned_absolute":
         needed.append("max_position_embeddings")
     for name in needed:
-        if getattr(gpt, name) is None:
+        if getattr(gpt, name) in (None, "yarn"):
             yield flag_name(name)

@@ -34,6 +34,7 @@ from arguments.aliases import (
     DEPRECATED,
     IGNORED,
     NEGATED_ALIASES,
+    NEUTRAL_VALUES,
     NO_EFFECT,
     PASSED_ON,
     PRESETS,
@@ -300,6 +301,8 @@ class LauncherParser(argparse.ArgumentParser):
         if not typed.startswith("--") and (ours := normalise(typed)) in self._option_string_actions:
             return parsed.add_problem(typed, None, f"flags start with two dashes: {ours}")
         if (reason := self._rejection(name)) is not None:
+            if str(value) in NEUTRAL_VALUES.get(name, ()):
+                return None
             return parsed.add_problem(typed, None, f"not implemented ({reason}); remove it")
         parsed.add_problem(typed, None, f"unknown flag; {self.table.hint(name)}")
 

@@ -44,6 +44,7 @@ def apply_slime_defaults(parsed: ParsedArgs) -> None:
         values.setdefault("rollout_engine", "sglang")
     _resolve_dispatcher(parsed)
     _resolve_distillation(parsed)
+    _resolve_precedence(parsed)
     _resolve_async_rollout(parsed)
     if values.get("rollout_max_context_len", 0) > 1:
         values.setdefault("rollout_max_prompt_len", values["rollout_max_context_len"] - 1)
@@ -151,6 +152,13 @@ def _resolve_distillation(parsed: ParsedArgs) -> None:
     values["rm_type"] = "zero"
     if values.get("custom_reward_post_process_path") == OPD_POST_PROCESS:
         del values["custom_reward_post_process_path"]
+
+
+def _resolve_precedence(parsed: ParsedArgs) -> None:
+    """Of two flags for one thing, use the one that slime uses."""
+    for used, other in (("custom_rm_path", "rm_type"), ("num_rollout", "num_epoch")):
+        if used in parsed.values and other in parsed.values:
+            _drop(parsed, other, f"{flag_name(used)} takes precedence")
 
 
 def _resolve_dispatcher(parsed: ParsedArgs) -> None:

@@ -107,6 +107,8 @@ def convert(flag: Flag, value: object) -> object:
         items = value if isinstance(value, list) else [value]
         if not items:
             raise ValueError("requires at least one value")
+        if flag.choices and flag.item is str:  # no name of a choice has a comma
+            items = [word for item in items for word in str(item).split(",") if word]
         return [_scalar(flag, item) for item in items]
     return _scalar(flag, value)
 

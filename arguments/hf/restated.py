@@ -6,12 +6,15 @@ import dataclasses
 from collections.abc import Mapping
 
 from arguments.hf.model import HfModel
+from arguments.hf.moe import layer_pattern
 from arguments.schema import RestatedConfig
 from slime_like.config import Problem, flag_name
 
 # Not read by megatron-core with MLA, which has its own sizes and no biases.
 IDLE_WITH_LATENT_ATTENTION = ("kv_channels", "add_qkv_bias")
 YARN = ("mscale", "mscale_all_dim")
+# names for one setting: of latent attention, and of other networks
+YARN_NAMES = ("rotary_scaling_factor", *YARN)
 FEATURES = (
     "attention_output_gate",
     "post_self_attn_layernorm",
@@ -67,12 +70,35 @@ def restated_problems(
         "model_name": checkpoint.model_type,
         "use_gated_attention": checkpoint.transformer.get("attention_output_gate", False),
     }
+    for name in YARN_NAMES:
+        if f"yarn_{name}" in expected:
+            expected.setdefault(name, expected[f"yarn_{name}"])
     if expected.get("rotary_scaling_factor", 1.0) == 1.0:  # YaRN has no effect
         restated = {name: value for name, value in restated.items() if name not in YARN}
     problems = []
     for name, value in restated.items():
-        if value != expected.get(name):
+        if value != expected.get(name) and not _is_same(name, value, expected):
             text = expected.get(name, "no such setting")
             message = f"conflicts with --hf-checkpoint, whose config.json has {text}; remove it"
             problems.append(Problem(flag_name(name), value, message))
     return problems
+
+
+def _is_same(name: str, value: object, expected: Mapping[str, object]) -> bool:
+    """Whether a value is the checkpoint's in another form: ``128,0`` for a window of 127 keys
+    before the query, which Hugging Face counts with the query; N for every N-th layer without a
+    window."""
+    actual = expected.get(name)
+    if name == "window_size" and isinstance(actual, tuple):
+        before, after = actual
+        given = ",".join(map(str, _as_list(value))).strip("()[]").replace(" ", ",")
+        return given in (f"{before},{after}", f"{before + 1},{after}", f"{before + 1}")
+    if name == "window_attn_skip_freq" and isinstance(actual, list):
+        try:
+            freq = layer_pattern(str(value))
+        except ValueError:
+            return False
+        if isinstance(freq, int):
+            freq = [int((layer + 1) % freq != 0) for layer in range(len(actual))]
+        return freq == [int(windowed) for windowed in actual]
+    return False

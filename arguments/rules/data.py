@@ -34,14 +34,14 @@ def check_row_keys(s: Settings) -> list[Problem]:
         names = ("chosen_key", "rejected_key")
     for name in names:
         key = getattr(data, name)
-        if keys and key is not None and key not in keys:
+        if keys and key is not None and not _is_among(key, keys):
             message = f"no such key in {data.prompt_data}; its keys: {_join(keys)}"
             problems += problem(name, key, message)
     flag = "eval_prompt_data" if s.eval.eval_config is None else "eval_config"
     for each in s.eval_sets if s.evaluates else ():
         keys = _keys_of(each.path, data.skip_bad_rows)
         for key in (each.input_key or data.input_key, each.label_key or data.label_key):
-            if keys and key is not None and key not in keys:
+            if keys and key is not None and not _is_among(key, keys):
                 message = f"set {each.name}: no key {key!r} in {each.path}; its keys: {_join(keys)}"
                 problems += problem(flag, None, message)
     return problems
@@ -52,6 +52,11 @@ def _keys_of(spec: str, max_bad_rows: int) -> set[str] | None:
     path = file_of(spec)
     readable = path.suffix in DATA_SUFFIXES and path.is_file()
     return first_keys(path, max_bad_rows) if readable else None
+
+
+def _is_among(key: str, keys: set[str]) -> bool:
+    """Whether rows may have this key, which may be a path into objects."""
+    return key in keys or key.partition(".")[0] in keys
 
 
 def _join(keys: set[str]) -> str:
@@ -98,9 +103,6 @@ def check_reward_function(s: Settings) -> list[Problem]:
     name, path = s.reward.rm_type, s.reward.custom_rm_path
     if path is not None and path.startswith(SLIME_REWARD):
         return []  # has its own rule
-    if name is not None and path is not None:
-        message = "cannot be combined with --custom-rm-path; set only one of them"
-        return problem("rm_type", name, message)
     if name is not None and (library := rewards.get(name).missing_library()) is not None:
         return problem("rm_type", name, f"requires {library}")
     if name is not None and s.generates:
@@ -146,12 +148,11 @@ def check_evaluation(s: Settings) -> list[Problem]:
 def _reward_problem(each: EvalSet, rm_url: str | None) -> str | None:
     """What is wrong with the reward that an evaluation set of --eval-config names, if anything."""
     if each.custom_rm_path is not None:
-        if each.rm_type is not None:
-            return "rm_type cannot be combined with custom_rm_path; set only one of them"
         try:
             load_function(each.custom_rm_path)
         except ValueError as error:
             return str(error).replace("--custom-rm-path", "custom_rm_path")
+        return None  # it takes precedence over rm_type
     if each.rm_type is None:
         return None
     if each.rm_type not in rewards.names():

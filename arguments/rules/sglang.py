@@ -85,10 +85,8 @@ def check_server_addresses(s: Settings) -> list[Problem]:
     g, field = s.sglang, "rollout_external_engine_addrs"
     if not uses_sglang(s):
         return []
-    if (g.sglang_router_ip is None) != (g.sglang_router_port is None):
-        missing = "sglang_router_ip" if g.sglang_router_ip is None else "sglang_router_port"
-        message = "required: --sglang-router-ip and --sglang-router-port must be set together"
-        return problem(missing, None, message)
+    if g.sglang_router_ip is not None and g.sglang_router_port is None:
+        return problem("sglang_router_port", None, "required with --sglang-router-ip")
     starts = gpus_of_servers(s) is not None
     addresses = g.rollout_external_engine_addrs or []
     if g.rollout_external_engine_addrs is not None and starts:

@@ -72,10 +72,10 @@ class CheckpointConfig(CheckedSettings):
     finetune: bool = arg(
         False, "With --load: load only the weights and start at step 0.", needs="load"
     )
-    no_load_optim: bool = arg(False, "With --load: do not load the optimizer.", needs="load")
-    no_load_rng: bool = arg(False, "With --load: do not load the random state.", needs="load")
-    no_save_optim: bool = arg(False, "Do not save the optimizer.", needs="save")
-    no_save_rng: bool = arg(False, "Do not save the random state.", needs="save")
+    no_load_optim: bool = arg(False, "With --load: do not load the optimizer.")
+    no_load_rng: bool = arg(False, "With --load: do not load the random state.")
+    no_save_optim: bool = arg(False, "Do not save the optimizer.")
+    no_save_rng: bool = arg(False, "Do not save the random state.")
     save_hf: str | None = arg(
         None,
         "Folder for a Hugging Face copy of the final weights; {rollout_id} becomes the number of "

@@ -112,6 +112,7 @@ class EvalConfig(CheckedSettings):
     skip_eval_before_train: bool = arg(False, "Do not evaluate before the first rollout.")
     eval_input_key: str | None = arg(None, "As --input-key; default: the same.")
     eval_label_key: str | None = arg(None, "As --label-key; default: the same.")
+    eval_reward_key: str | None = arg(None, "As --reward-key, for evaluations; default: the same.")
     n_samples_per_eval_prompt: int = arg(
         1,
         "Responses per evaluation prompt; mean and pass@k are computed over these.",

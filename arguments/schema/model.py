@@ -76,7 +76,9 @@ class GPTModelConfig:
     )
     max_position_embeddings: int | None = arg(None, "Largest position.", legal=POSITIVE)
     position_embedding_type: str | None = arg(
-        None, "Position embedding.", choices=("rope", "learned_absolute", "none")
+        None,
+        "Position embedding; yarn only as --hf-checkpoint's config.json has it.",
+        choices=("rope", "learned_absolute", "none", "yarn"),
     )
     rotary_base: float | None = arg(None, "Base period of rotary embeddings.", legal=POSITIVE)
     rotary_percent: float | None = arg(

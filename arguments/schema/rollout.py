@@ -25,9 +25,8 @@ class RolloutConfig(CheckedSettings):
     )
     num_epoch: int | None = arg(
         None,
-        "Epochs over the prompts, in place of --num-rollout.",
+        "Epochs over the prompts, in place of --num-rollout, which takes precedence.",
         legal=POSITIVE,
-        excludes="num_rollout",
     )
     rollout_batch_size: int = arg(32, "Prompts per rollout.", legal=AT_LEAST_ONE)
     n_samples_per_prompt: int = arg(
@@ -98,7 +97,7 @@ class RewardConfig(CheckedSettings):
     custom_rm_path: str | None = arg(
         None,
         "module.function or file.py:function of a custom reward, called as function(args, "
-        "sample), sync or async.",
+        "sample), sync or async. It takes precedence over --rm-type.",
     )
     reward_key: str | None = arg(
         None, "Key of the reward to train on, if the reward function returns a dict."

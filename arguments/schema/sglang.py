@@ -53,13 +53,16 @@ class SglangConfig(CheckedSettings):
         "given.",
     )
     sglang_router_port: int | None = arg(
-        None, "Port of the external sglang_router.", legal=POSITIVE
+        None,
+        "Port of the external sglang_router; without --sglang-router-ip, of the one that this run "
+        "starts. Default: a free port.",
+        legal=POSITIVE,
     )
     no_sglang_router: bool = arg(
         False,
         "Do not start an sglang_router; send each request to the server with the fewest requests "
         "in flight.",
-        excludes="sglang_router_ip",
+        excludes=("sglang_router_ip", "sglang_router_port"),
     )
     sglang_server_concurrency: int = arg(512, "Concurrent requests per server.", legal=AT_LEAST_ONE)
     rollout_connect_timeout_s: float = arg(

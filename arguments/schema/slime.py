@@ -67,6 +67,17 @@ class RestatedConfig(CheckedSettings):
     use_gated_attention: bool = arg(False, _RESTATED)
     post_self_attn_layernorm: bool = arg(False, _RESTATED)
     post_mlp_layernorm: bool = arg(False, _RESTATED)
+    softmax_type: str | None = arg(None, _RESTATED)
+    window_size: list[str] | None = arg(None, _RESTATED, nargs="+")
+    window_attn_skip_freq: str | None = arg(None, _RESTATED)
+    glu_linear_offset: float | None = arg(None, _RESTATED)
+    activation_func_clamp_value: float | None = arg(None, _RESTATED, legal=NON_NEGATIVE)
+    yarn_rotary_scaling_factor: float | None = arg(None, _RESTATED, legal=POSITIVE)
+    yarn_original_max_position_embeddings: int | None = arg(None, _RESTATED, legal=POSITIVE)
+    yarn_beta_fast: float | None = arg(None, _RESTATED, legal=POSITIVE)
+    yarn_beta_slow: float | None = arg(None, _RESTATED, legal=POSITIVE)
+    yarn_mscale: float | None = arg(None, _RESTATED, legal=NON_NEGATIVE)
+    yarn_mscale_all_dim: float | None = arg(None, _RESTATED, legal=NON_NEGATIVE)
     model_name: str | None = arg(
         None, "slime: the model_type of --hf-checkpoint, checked against it."
     )

@@ -23,22 +23,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def reward_of(eval_set: EvalSet, reward: RewardConfig) -> RewardConfig:
-    """The reward of an evaluation set, which takes precedence over the run's reward function."""
-    url = reward.rm_url if eval_set.rm_type == "remote_rm" else None
-    return replace(
-        reward,
-        rm_type=eval_set.rm_type,
-        custom_rm_path=eval_set.custom_rm_path,
-        rm_url=url,
-        group_rm=False,
-    )
+def reward_of(eval_set: EvalSet, reward: RewardConfig, key: str | None) -> RewardConfig | None:
+    """The reward of an evaluation set, which takes precedence over the run's reward function; None:
+    the run's. key: --eval-reward-key."""
+    names_one = bool(eval_set.rm_type or eval_set.custom_rm_path)
+    if key is not None:
+        reward = replace(reward, reward_key=key)
+    if not names_one:
+        return None if key is None else reward
+    path = eval_set.custom_rm_path
+    rm_type = None if path is not None else eval_set.rm_type
+    url = reward.rm_url if rm_type == "remote_rm" else None
+    return replace(reward, rm_type=rm_type, custom_rm_path=path, rm_url=url, group_rm=False)
 
 
 class Evaluator:
     """The evaluation sets of a run, each with its own sampling and perhaps its own reward function.
 
     prompts: by set name. reward: the run's; a set that names a reward gets a separate grader.
+    reward_key: --eval-reward-key.
     """
 
     def __init__(
@@ -48,16 +51,16 @@ class Evaluator:
         prompts: Mapping[str, Sequence[Prompt]],
         rollout: RolloutConfig,
         reward: RewardConfig,
+        reward_key: str | None = None,
     ) -> None:
         self.sets = sets
         self.prompts = prompts
         self._rollouter = rollouter
         self._rollout = rollout
         self.last: dict[str, list[SampleGroup]] = {}  # of the last evaluation, by set
+        rewards = {eval_set.name: reward_of(eval_set, reward, reward_key) for eval_set in sets}
         self._graders = {
-            eval_set.name: Grader(**asdict(reward_of(eval_set, reward)))
-            for eval_set in sets
-            if eval_set.rm_type or eval_set.custom_rm_path
+            name: Grader(**asdict(config)) for name, config in rewards.items() if config is not None
         }
 
     def sampling(self, eval_set: EvalSet) -> SamplingParams:
@@ -120,7 +123,8 @@ def make_evaluator(
     """The evaluator, None if the run never evaluates. prompts: from `load_prompts`."""
     if run.eval.eval_interval is None or rollouter is None:
         return None
-    return Evaluator(rollouter, run.eval_sets, prompts, run.rollout, run.reward)
+    key = run.eval.eval_reward_key
+    return Evaluator(rollouter, run.eval_sets, prompts, run.rollout, run.reward, key)
 
 
 def score(name: str, groups: Sequence[SampleGroup]) -> dict[str, float]:

@@ -189,7 +189,8 @@ def make_router(config: SglangConfig, logs: Path) -> Router | None:
     python = interpreter(config.sglang_python)
     if packages_of(python)[1] is None:  # without sglang_router
         python = interpreter(None)
-    port, metrics_port = free_ports(2)
+    free_port, metrics_port = free_ports(2)
+    port = config.sglang_router_port or free_port
     settings = {
         "host": LOOPBACK,
         "port": port,
