@@ -36,7 +36,7 @@ class ConfigGroups:
     policy_loss: Any
     critic: schema.CriticConfig
     value_loss: ValueLossConfig
-    gates: schema.GateConfig
+    guards: schema.GuardConfig
     schedule: schema.ScheduleConfig
     checkpoint: schema.CheckpointConfig
     logging: schema.LoggingConfig
@@ -45,7 +45,7 @@ class ConfigGroups:
     preflight: schema.PreflightConfig
     server: schema.ServerConfig
     slime: schema.SlimeConfig
-    restated: schema.RestatedConfig
+    model_args: schema.ModelArgsConfig
     world_size: int
 
     @property

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from arguments.eval_sets import eval_sets_of
 from arguments.flag_registry import GROUPS
 from arguments.hf.model import HfModel, read_hf_model
-from arguments.hf.restated import restated_problems, same_network
+from arguments.hf.model_args import model_args_problems, same_network
 from arguments.megatron import NOT_COMPARED, disagreements, merge_network, network_of_flags
 from arguments.megatron_configs import Machine
 from arguments.rules.base import Rule, Settings, Warn
@@ -108,7 +108,7 @@ def make_draft(
             "--critic-load", critic_load, model, checkpoint, value_head=True
         )
     if checkpoint is not None or "hf_checkpoint" not in values:
-        problems += restated_problems(configs["restated"], checkpoint, frozenset(values))
+        problems += model_args_problems(configs["model_args"], checkpoint, frozenset(values))
     core = merge_network(explicit, checkpoint.transformer if checkpoint is not None else {}, values)
     eval_sets, eval_problems = eval_sets_of(configs["eval"])
     problems += eval_problems

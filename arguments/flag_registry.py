@@ -45,7 +45,7 @@ GROUPS: Mapping[str, tuple[str, type]] = {
     "off_policy": ("off-policy correction", OffPolicyConfig),
     "critic": ("critic", schema.CriticConfig),
     "value_loss": ("critic: value loss", ValueLossConfig),
-    "gates": ("gates", schema.GateConfig),
+    "guards": ("guards", schema.GuardConfig),
     "schedule": ("schedule", schema.ScheduleConfig),
     "checkpoint": ("checkpoint", schema.CheckpointConfig),
     "logging": ("logging", schema.LoggingConfig),
@@ -54,7 +54,7 @@ GROUPS: Mapping[str, tuple[str, type]] = {
     "preflight": ("preflight", schema.PreflightConfig),
     "server": ("server", schema.ServerConfig),
     "slime": ("slime's launch scripts", schema.SlimeConfig),
-    "restated": ("network, restated", schema.RestatedConfig),
+    "model_args": ("network, repeated from config.json", schema.ModelArgsConfig),
 }
 NETWORK = "network (megatron-core)"
 RUN_FILE = Flag(

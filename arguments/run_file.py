@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from arguments.parser import LauncherParser
 
 SKYRL_SECTIONS = ("trainer", "megatron")
+EARLIER_SECTIONS = ("gates", "network, restated")  # of releases that had these names
 
 
 def read_run_file(path: str, parser: LauncherParser) -> ParsedArgs:
@@ -53,15 +54,15 @@ def read_run_file(path: str, parser: LauncherParser) -> ParsedArgs:
 
 
 def section_names(table: FlagTable) -> set[str]:
-    """Names that a section may have: titles of docs/flags.md, our group names, and those of other
-    programs.
+    """Names that a section may have: titles of docs/flags.md, our group names, earlier ones,
+    and those of other programs.
 
     A title may be written in full (``policy loss: sapo``) or without its part in parentheses
     (``optimizer`` for ``optimizer (megatron-core)``), in any case and with any separators.
     """
     titles = {flag.group for flag in table.flags if not flag.rejection} | set(GROUPS)
     titles |= {title.split(" (")[0] for title in titles}
-    return {section_key(title) for title in (*titles, *SKYRL_SECTIONS)}
+    return {section_key(title) for title in (*titles, *SKYRL_SECTIONS, *EARLIER_SECTIONS)}
 
 
 def section_key(title: str) -> str:

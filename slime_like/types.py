@@ -38,9 +38,9 @@ OPTIONAL_TENSORS = (
     "token_rewards",
     "rollout_log_probs",
     "teacher_log_probs",
-    "token_sets",
+    "sampling_mask",
     "teacher_prompt",
-    "routes",
+    "routed_experts",
 )
 
 
@@ -95,14 +95,14 @@ class Sample:
     label: Any = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     # [R, K] int32, sampling mask: tokens kept by top-k/top-p, padded with -1; None: full vocabulary
-    token_sets: Tensor | None = None
+    sampling_mask: Tensor | None = None
     teacher_log_probs: Tensor | None = None  # [R] float32, from a teacher behind a server
     # [P] int32, the teacher's prompt in self-distillation; None: no teacher for this sample
     teacher_prompt: Tensor | None = None
     # [R] float64, per-token rewards; None: `reward` covers the response as a whole
     token_rewards: Tensor | None = None
     # [L, MoE layers, topk] int16, experts that the rollout engine routed each token to; -1: unknown
-    routes: Tensor | None = None
+    routed_experts: Tensor | None = None
     # further sequences of the same episode; they share this sample's id and reward
     branches: tuple[Sample, ...] = ()
 
@@ -221,9 +221,9 @@ class TrainSample:
     # [R] float32, targets of the critic; NaN where there is no target
     returns: Tensor | None = None
     # [L, MoE layers of this pipeline stage, topk] int16: experts to replay
-    routes: Tensor | None = None
+    routed_experts: Tensor | None = None
     # [R, K] int32, as in `Sample`: log-probs are normalised over these tokens only
-    token_sets: Tensor | None = None
+    sampling_mask: Tensor | None = None
     # [R, K] int64: soft targets, K tokens per row instead of one; K is equal for all samples of a
     # forward pass
     label_sets: Tensor | None = None
@@ -288,9 +288,9 @@ class MicroBatch:
     num_turns: int = 0
     # [T, MoE layers of this pipeline stage, topk] int16: experts to replay; negative: use the
     # router
-    routes: Tensor | None = None
+    routed_experts: Tensor | None = None
     # [T, K] int32, sampling mask, padded with -1; None: the full vocabulary
-    token_sets: Tensor | None = None
+    sampling_mask: Tensor | None = None
     label_sets: Tensor | None = None  # [T, K] int64, soft targets
     label_weights: Tensor | None = None  # [T, K] float32
 

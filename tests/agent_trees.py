@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from slime_like.advantages import EpisodeAnswers, Outcomes
+from slime_like.advantages import EpisodeTurns, Outcomes
 
 
 @dataclass(frozen=True)
 class Episode:
     """An episode whose answers have tokens with penalties and values. parents, rewards: as of
-    `EpisodeAnswers`. outcome: includes the rewards of the answers."""
+    `EpisodeTurns`. outcome: includes the rewards of the answers."""
 
     parents: list[int]
     rewards: list[float]
@@ -145,11 +145,11 @@ def laid(episodes: Sequence[Episode], cut: Sequence[Cut]) -> Laid:
             penalties.append(torch.tensor(kl, dtype=torch.float64))
             values.append(torch.tensor(of_tokens, dtype=torch.float64))
             answers.append(sequence)
-        records.append(EpisodeAnswers(episode.parents, episode.rewards, spans))
+        records.append(EpisodeTurns(episode.parents, episode.rewards, spans))
     batch = Outcomes(
         torch.tensor([e.outcome for e in episodes], dtype=torch.float64),
         torch.zeros(len(episodes), dtype=torch.int64),
         torch.tensor([sum(map(len, e.penalties)) for e in episodes]),
-        answers=records,
+        turns=records,
     )
     return Laid(batch, local, places, masks, penalties, values, answers)

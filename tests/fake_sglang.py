@@ -353,7 +353,7 @@ class FakeServer:
         sampling = SamplingParams(
             words["temperature"], words.get("top_p", 1.0), words.get("top_k", -1), words["max_new_tokens"], (),
             tuple(words.get("stop_token_ids", ())), ignore_end_tokens=words.get("ignore_eos", False),
-            report_routes=body.get("return_routed_experts", False),
+            report_routed_experts=body.get("return_routed_experts", False),
         )  # fmt: skip
         request = GenerateRequest(0, tuple(body["input_ids"]), words.get("sampling_seed", 0))
         with self._lock:
@@ -376,12 +376,12 @@ class FakeServer:
                 else None
             )
         count = len(output.tokens)
-        routes = (
+        routed_experts = (
             {}
-            if output.routes is None
+            if output.routed_experts is None
             else {
                 "routed_experts": base64.b64encode(
-                    output.routes[:-1].int().numpy().tobytes()
+                    output.routed_experts[:-1].int().numpy().tobytes()
                 ).decode()
             }
         )
@@ -389,7 +389,7 @@ class FakeServer:
             "text": "",
             "output_ids": list(output.tokens),
             "meta_info": {
-                **routes,
+                **routed_experts,
                 "id": body["rid"],
                 "finish_reason": {"type": output.finish_reason},
                 "prompt_tokens": len(body["input_ids"]),
@@ -476,7 +476,7 @@ def engine_of(
     router: Router | None = None,
     buffer_bytes: int = 2**20,
     colocated: bool = False,
-    routes: RoutesFormat | None = None,
+    routed_experts: RoutesFormat | None = None,
     joined_by_router: bool = False,
     keep_copy: bool = True,
     delta: Mapping[str, Any] | None = None,
@@ -508,7 +508,13 @@ def engine_of(
     )
     requests = RequestSettings(Deadlines(5.0, total_s, total_s), Retries(ATTEMPTS, 0.01, 0.02), 64)
     engine = SglangEngine(
-        pool, updater, requests, model, check_updates=False, colocated=colocated, routes=routes
+        pool,
+        updater,
+        requests,
+        model,
+        check_updates=False,
+        colocated=colocated,
+        routed_experts=routed_experts,
     )
     try:
         if synced:

@@ -38,7 +38,7 @@ SHARED_FIELDS = {
 }
 TRAINER_GROUPS = """
     data eval rollout scheduling agents reward algorithm lora distillation off_policy critic
-    value_loss gates schedule checkpoint logging debug profiling preflight
+    value_loss guards schedule checkpoint logging debug profiling preflight
 """.split()  # noqa: SIM905
 TRAINER_MODEL_FIELDS = {"ref_load", "ref_ckpt_step", "ref_offload", "mtp_num_layers"}
 OPTIM_STEP_FIELDS = (

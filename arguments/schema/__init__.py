@@ -2,7 +2,7 @@
 an argparse namespace."""
 
 from arguments.schema.agents import AgentsConfig
-from arguments.schema.algorithm import AlgorithmConfig, GateConfig
+from arguments.schema.algorithm import AlgorithmConfig, GuardConfig
 from arguments.schema.checkpoint import CheckpointConfig
 from arguments.schema.critic import CriticConfig
 from arguments.schema.data import DataConfig, EvalConfig
@@ -19,7 +19,7 @@ from arguments.schema.rollout import RewardConfig, RolloutConfig
 from arguments.schema.scheduling import SchedulingConfig
 from arguments.schema.server import ServerConfig
 from arguments.schema.sglang import SglangConfig
-from arguments.schema.slime import RestatedConfig, SlimeConfig
+from arguments.schema.slime import ModelArgsConfig, SlimeConfig
 
 __all__ = [
     "AgentsConfig",
@@ -31,15 +31,15 @@ __all__ = [
     "DistillationConfig",
     "EvalConfig",
     "GPTModelConfig",
-    "GateConfig",
+    "GuardConfig",
     "HooksConfig",
     "LoggingConfig",
     "LoraConfig",
+    "ModelArgsConfig",
     "ModelConfig",
     "ParallelConfig",
     "PreflightConfig",
     "ProfilingConfig",
-    "RestatedConfig",
     "RewardConfig",
     "RolloutConfig",
     "ScheduleConfig",

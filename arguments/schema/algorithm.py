@@ -6,14 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from arguments.schema.rollout import ALL_OR_SOME
-from slime_like.config import (
-    AT_LEAST_ONE,
-    NON_NEGATIVE,
-    POSITIVE,
-    UNIT,
-    CheckedSettings,
-    arg,
-)
+from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, UNIT, CheckedSettings, arg
 from slime_like.losses.registry import PolicyLoss, policy_losses
 
 
@@ -328,7 +321,7 @@ class AlgorithmConfig(CheckedSettings):
 
 
 @dataclass(frozen=True, slots=True)
-class GateConfig(CheckedSettings):
+class GuardConfig(CheckedSettings):
     """Numeric guards, checked in every run, and their limits."""
 
     max_train_rollout_diff: float | None = arg(

@@ -51,7 +51,7 @@ class SlimeConfig(CheckedSettings):
 
 
 @dataclass(frozen=True, slots=True)
-class RestatedConfig(CheckedSettings):
+class ModelArgsConfig(CheckedSettings):
     """Model settings without a flag in megatron-core's TransformerConfig or GPTModel."""
 
     multi_latent_attention: bool = arg(False, _RESTATED)

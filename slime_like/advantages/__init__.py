@@ -31,7 +31,7 @@ from slime_like.advantages.otb import token_energies
 from slime_like.advantages.outcome import AdvantageOutput, compute_advantages
 from slime_like.advantages.registry import (
     AdvantageEstimator,
-    EpisodeAnswers,
+    EpisodeTurns,
     GroupRewards,
     OutcomeEstimator,
     RewardParts,
@@ -52,7 +52,7 @@ __all__ = [
     "AdvantageEstimator",
     "AdvantageOutput",
     "AdvantageSettings",
-    "EpisodeAnswers",
+    "EpisodeTurns",
     "GroupRewards",
     "KLController",
     "OutcomeEstimator",

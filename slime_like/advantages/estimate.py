@@ -18,7 +18,7 @@ from slime_like.advantages.outcome import (
 )
 from slime_like.advantages.registry import (
     AdvantageEstimator,
-    EpisodeAnswers,
+    EpisodeTurns,
     OutcomeEstimator,
     Peers,
     RewardParts,
@@ -79,7 +79,7 @@ class Outcomes:
     some_have_token_rewards: bool = False
     parts: RewardParts | None = None  # reward components (gdpo), without the KL penalty
     # turns of each episode, None if it did not record them; None: every episode is one turn
-    answers: Sequence[EpisodeAnswers | None] | None = None
+    turns: Sequence[EpisodeTurns | None] | None = None
     penalties: Tensor | None = None  # [B] float, subtracted from the rewards
 
     def __post_init__(self) -> None:
@@ -253,7 +253,7 @@ def _estimate(
         entry,
         rewards,
         outcomes.group_ids,
-        outcomes.answers,  # every episode has its record, see `credit_fields`
+        outcomes.turns,  # every episode has its record, see `credit_fields`
         is_normalized=outcomes.processed is not None,
         gamma=inputs.settings.gamma,
         normalize_std=inputs.settings.normalize_std,
@@ -306,7 +306,7 @@ def _token_estimate(entry: TokenEstimator, inputs: _Inputs, rewards: Tensor) -> 
     batch = _token_batch(inputs, numbers)
     if entry.needs_energies:
         batch = replace(batch, energies=inputs.energies)
-    if entry.follows_tokens and outcomes.answers is not None:
+    if entry.follows_tokens and outcomes.turns is not None:
         batch = replace(batch, tree=_token_tree(inputs, numbers))
     if entry.needs_peers:
         batch = replace(batch, peers=_peers(inputs, rewards))
@@ -340,7 +340,7 @@ def _token_batch(inputs: _Inputs, numbers: Tensor) -> TokenRewards:
 
 def _token_tree(inputs: _Inputs, numbers: Tensor) -> TokenTree:
     """The turns of this rank's episodes. numbers: [B], outcome of each episode."""
-    outcomes, turns = inputs.outcomes, inputs.outcomes.answers or ()
+    outcomes, turns = inputs.outcomes, inputs.outcomes.turns or ()
     if outcomes.processed is not None:  # of entire episodes, in place of the rewards of turns
         turns = [t and replace(t, rewards=[0.0] * len(t.rewards)) for t in turns]
     outcome, lengths = numbers.tolist(), outcomes.lengths.tolist()

@@ -113,7 +113,7 @@ class TokenEstimator:
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeAnswers:
+class EpisodeTurns:
     """The turns of an agent's episode."""
 
     parents: Sequence[int]  # the turn that each turn continues, -1 for none
@@ -123,11 +123,11 @@ class EpisodeAnswers:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerGroup:
+class TurnGroup:
     """The valid episodes of one prompt."""
 
     rewards: Sequence[float]  # of each episode, without turn rewards
-    episodes: Sequence[EpisodeAnswers]
+    episodes: Sequence[EpisodeTurns]
     compared: Sequence[float] | None  # post-processed by a user function; None: to be normalised
     gamma: float
     normalize_std: bool
@@ -138,7 +138,7 @@ class TurnEstimator:
     """fn returns the advantages of the turns in one group, per episode."""
 
     name: str
-    fn: Callable[[AnswerGroup], list[list[float]]]
+    fn: Callable[[TurnGroup], list[list[float]]]
 
 
 AdvantageEstimator = OutcomeEstimator | TokenEstimator | TurnEstimator
@@ -147,7 +147,7 @@ advantage_estimators: Registry[AdvantageEstimator] = Registry("advantage estimat
 """Every `OutcomeEstimator`, `TokenEstimator` and `TurnEstimator` by name and alias."""
 
 OutcomeFunction = TypeVar("OutcomeFunction", bound=Callable[[GroupRewards], Tensor])
-TurnFunction = TypeVar("TurnFunction", bound=Callable[[AnswerGroup], list[list[float]]])
+TurnFunction = TypeVar("TurnFunction", bound=Callable[[TurnGroup], list[list[float]]])
 TokenFunction = TypeVar("TokenFunction", bound=Callable[[TokenRewards], list[Tensor]])
 
 

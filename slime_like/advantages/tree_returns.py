@@ -1,8 +1,8 @@
 """Returns and generalised advantages over the trees of agents' episodes, independent of how a tree
 is split into sequences and of the ranks that train on these.
 
-The successors of a token are the next token of its answer, and after the last token of an answer a
-the first of each answer c that continues a. Every trained token of an episode has the same weight u
+The successors of a token are the next token of its turn, and after the last token of a turn a
+the first of each turn c that continues a. Every trained token of an episode has the same weight u
 in the loss (`step_weights`), so these transitions have equal weights: what follows a is the mean
 over its continuations. Bellman's equation and that of generalised advantages (`returns.gae`) at a
 token t with successors n(t):
@@ -11,8 +11,8 @@ token t with successors n(t):
     A_t = delta_t + gamma lambda mean_{c in n(t)} A_c
 
 With V = 0 and lambda 1 these are discounted returns. R_t has minus the penalty of the token; at the
-last token of an answer also the answer's own reward; and at the last token of a leaf also the
-episode's reward without those of its answers. A conversation without forks is one sequence as in
+last token of a turn also the turn's own reward; and at the last token of a leaf also the
+episode's reward without those of its turns. A conversation without forks is one sequence as in
 `returns.py`. Continuations without a trained token have no weight and are ignored.
 """
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from slime_like.advantages.registry import EpisodeAnswers, TokenRewards
+from slime_like.advantages.registry import EpisodeTurns, TokenRewards
 from slime_like.advantages.returns import discounted_returns, gae, token_rewards
 from slime_like.advantages.whitening import all_reduce
 from slime_like.lazy import Tensor, dist, torch
@@ -29,10 +29,10 @@ from slime_like.lazy import Tensor, dist, torch
 
 @dataclass(frozen=True, slots=True)
 class TokenTree:
-    """The answers of a rollout's episodes, for the samples of this rank."""
+    """The turns of a rollout's episodes, for the samples of this rank."""
 
-    episodes: Sequence[EpisodeAnswers | None]  # of all ranks; None: without a record of its answers
-    outcomes: Sequence[float]  # reward of each episode, including those of its answers
+    episodes: Sequence[EpisodeTurns | None]  # of all ranks; None: without a record of its turns
+    outcomes: Sequence[float]  # reward of each episode, including those of its turns
     lengths: Sequence[int]  # trained tokens of each episode
     local_indices: Sequence[int]  # the episode of each sample of this rank
     sequences: Sequence[int]  # its index among the sequences of the episode
@@ -92,7 +92,7 @@ def active_tokens(batch: TokenRewards) -> list[int]:
 
 @dataclass(slots=True)
 class _Nodes:
-    """The answers of all episodes, as nodes of a forest."""
+    """The turns of all episodes, as nodes of a forest."""
 
     offsets: list[int] = field(default_factory=list)  # first node of each episode
     parents: list[int] = field(default_factory=list)  # -1: root
@@ -108,7 +108,7 @@ class _Nodes:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """The trained tokens of an answer in a sample of this rank."""
+    """The trained tokens of a turn in a sample of this rank."""
 
     node: int
     sample: int
@@ -139,7 +139,7 @@ def tree_gae(
     nodes = _make_nodes(tree)
     segments = _make_segments(tree, nodes, masks)
     values = values or [torch.zeros(mask.numel()) for mask in masks]
-    # an answer is on one rank, so a sum over ranks gives every rank the numbers of all answers
+    # a turn is on one rank, so a sum over ranks gives every rank the numbers of all turns
     local = torch.zeros(len(nodes.parents), 2, dtype=torch.float64)
     for segment in segments:
         local[segment.node, 0] += segment.positions.numel()
@@ -185,15 +185,15 @@ def _make_segments(tree: TokenTree, nodes: _Nodes, masks: Sequence[Tensor]) -> l
     for k, (i, mask) in enumerate(zip(tree.local_indices, masks, strict=True)):
         if (episode := tree.episodes[i]) is None:
             continue
-        for first, count, answer in episode.spans[tree.sequences[k]]:
+        for first, count, turn in episode.spans[tree.sequences[k]]:
             positions = mask[first : first + count].nonzero().flatten() + first
             if positions.numel():
-                segments.append(_Segment(nodes.offsets[i] + answer, k, positions))
+                segments.append(_Segment(nodes.offsets[i] + turn, k, positions))
     return segments
 
 
 def _prune(nodes: _Nodes, counts: Sequence[float]) -> None:
-    """Set `alive` and `children`. counts: trained tokens of each answer."""
+    """Set `alive` and `children`. counts: trained tokens of each turn."""
     nodes.children = [[] for _ in counts]
     nodes.alive = [False] * len(counts)
     for node in reversed(range(len(counts))):  # continuations have larger indices
@@ -203,8 +203,8 @@ def _prune(nodes: _Nodes, counts: Sequence[float]) -> None:
 
 
 def _next_values(nodes: _Nodes, counts: Sequence[float], first_values: list[float]) -> list[float]:
-    """Mean value of the continuations of each answer. first_values: value of its first token; set
-    here for answers without a trained token."""
+    """Mean value of the continuations of each turn. first_values: value of its first token; set
+    here for turns without a trained token."""
     result = [0.0] * len(counts)
     for node in reversed(range(len(counts))):
         result[node] = nodes.mean(node, first_values)
@@ -214,7 +214,7 @@ def _next_values(nodes: _Nodes, counts: Sequence[float], first_values: list[floa
 
 
 def _end_rewards(tree: TokenTree, nodes: _Nodes) -> list[float]:
-    """Reward of each answer's last token."""
+    """Reward of each turn's last token."""
     rewards = [0.0] * len(nodes.parents)
     for offset, episode, outcome in zip(nodes.offsets, tree.episodes, tree.outcomes, strict=True):
         if episode is None:
@@ -235,7 +235,7 @@ def _segment_gae(
     gamma: float,
     lambd: Sequence[float],
 ) -> list[Tensor]:
-    """Advantages of the tokens of each answer, without those of its continuations."""
+    """Advantages of the tokens of each turn, without those of its continuations."""
     rewards = []
     for segment in segments:
         reward = -penalties[segment.sample][segment.positions].double()

@@ -1,20 +1,20 @@
-"""Advantages of the answers of an agent's episode, instead of one number per episode.
+"""Advantages of the turns of an agent's episode, instead of one number per episode.
 
 grpo_turn, after MT-GRPO (arXiv 2505.11821, section 4) and the discounted returns of GTPO (arXiv
-2511.14846): rewards of answers are compared within the group at the same depth, which is the number
-of answers before them in their conversation:
+2511.14846): rewards of turns are compared within the group at the same depth, which is the number
+of turns before them in their conversation:
 
-    r~_a = (r_a - mean_d) / (std_d + 1e-6)        over the group's answers of depth d
-    S_a = r~_a + gamma mean_c S_c                 over the answers c that continue a
+    r~_a = (r_a - mean_d) / (std_d + 1e-6)        over the group's turns of depth d
+    S_a = r~_a + gamma mean_c S_c                 over the turns c that continue a
     A_a = (R - mean) / (std + 1e-6) + S_a         the first term is GRPO's, of whole episodes
 
-grpo_branch, after Tree-GRPO (arXiv 2509.21240): a branch is a path to an answer that nothing
-continues, and gets R and the rewards of its answers. It is compared with the other branches of its
-episode, and with those of the group; an answer gets the mean of its branches:
+grpo_branch, after Tree-GRPO (arXiv 2509.21240): a branch is a path to a turn that nothing
+continues, and gets R and the rewards of its turns. It is compared with the other branches of its
+episode, and with those of the group; a turn gets the mean of its branches:
 
     A_b = (R_b - mean_episode) / (std_episode + 1e-6) + (R_b - mean_group) / (std_group + 1e-6)
 
-Both are GRPO where episodes have one branch and answers no rewards.
+Both are GRPO where episodes have one branch and turns no rewards.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from itertools import chain
 
 from slime_like.advantages.grpo import EPS
 from slime_like.advantages.registry import (
-    AnswerGroup,
-    EpisodeAnswers,
+    EpisodeTurns,
     TurnEstimator,
+    TurnGroup,
     register_turn_estimator,
 )
 from slime_like.lazy import Tensor, torch
 
-NO_ANSWERS = EpisodeAnswers((), (), ((),))
+NO_TURNS = EpisodeTurns((), (), ((),))
 
 
 @register_turn_estimator("grpo_turn")
-def grpo_turn(group: AnswerGroup) -> list[list[float]]:
+def grpo_turn(group: TurnGroup) -> list[list[float]]:
     episode_advantages = group.compared or _normalize(group.rewards, group)
     by_depth = defaultdict[int, list[tuple[int, int]]](list)
     for i, episode in enumerate(group.episodes):
@@ -58,7 +58,7 @@ def grpo_turn(group: AnswerGroup) -> list[list[float]]:
 
 
 @register_turn_estimator("grpo_branch")
-def grpo_branch(group: AnswerGroup) -> list[list[float]]:
+def grpo_branch(group: TurnGroup) -> list[list[float]]:
     branches = [_branches(episode) for episode in group.episodes]
     totals: list[list[float]] = [[] for _ in branches]
     for i, episode in enumerate(group.episodes):
@@ -78,7 +78,7 @@ def grpo_branch(group: AnswerGroup) -> list[list[float]]:
     return advantages
 
 
-def _normalize(values: Sequence[float], group: AnswerGroup) -> list[float]:
+def _normalize(values: Sequence[float], group: TurnGroup) -> list[float]:
     """GRPO's normalisation; exactly 0 if all values are equal."""
     if len(set(values)) < 2:
         return [0.0] * len(values)
@@ -104,7 +104,7 @@ def _children(parents: Sequence[int]) -> list[list[int]]:
     return children
 
 
-def _branches(episode: EpisodeAnswers) -> list[list[int]]:
+def _branches(episode: EpisodeTurns) -> list[list[int]]:
     """The turns on the path to each leaf of the tree, the leaf first."""
     branches = []
     for turn, children in enumerate(_children(episode.parents)):
@@ -120,7 +120,7 @@ def turn_advantages(
     entry: TurnEstimator,
     rewards: Tensor,
     group_ids: Tensor,
-    answers: Sequence[EpisodeAnswers | None] | None,
+    turns: Sequence[EpisodeTurns | None] | None,
     *,
     is_normalized: bool,
     gamma: float,
@@ -134,22 +134,22 @@ def turn_advantages(
     Args:
         rewards: [B] float64 of all episodes, not finite for invalid ones.
         group_ids: [B].
-        answers: Per episode, None for one without any; None: every episode is one answer.
+        turns: Per episode, None for one without any; None: every episode is one turn.
         is_normalized: The rewards are normalised within groups already.
         local_indices, sequences: Per sample of this rank, its episode and its index within it.
         masks: [R] bool per sample of this rank.
     """
-    if answers is None:
+    if turns is None:
         lengths = {i: mask.numel() for i, mask in zip(local_indices, masks, strict=True)}
         spans = [(0, lengths.get(i, 0), 0) for i in range(rewards.numel())]
-        answers = [EpisodeAnswers((-1,), (0.0,), [[span]]) for span in spans]
-    episodes = [NO_ANSWERS if episode is None else episode for episode in answers]
+        turns = [EpisodeTurns((-1,), (0.0,), [[span]]) for span in spans]
+    episodes = [NO_TURNS if episode is None else episode for episode in turns]
     advantages: list[list[float]] = [[0.0] * len(episode.rewards) for episode in episodes]
     for group_id in group_ids.unique():
         members = ((group_ids == group_id) & torch.isfinite(rewards)).nonzero().flatten().tolist()
         numbers = rewards[members].tolist()
         compared = numbers if is_normalized else None
-        group = AnswerGroup(numbers, [episodes[i] for i in members], compared, gamma, normalize_std)
+        group = TurnGroup(numbers, [episodes[i] for i in members], compared, gamma, normalize_std)
         for i, values in zip(members, entry.fn(group), strict=True):
             advantages[i] = values
     result = []

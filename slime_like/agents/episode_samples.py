@@ -84,8 +84,8 @@ def sequence(sample: Sample, branch: Branch, session: Session) -> Sample:
         loss_mask=torch.tensor(branch.loss_mask, dtype=torch.bool),
         rollout_log_probs=torch.tensor(branch.log_probs, dtype=torch.float32),
         weight_versions=branch.weight_versions,
-        token_sets=branch.token_sets,
-        routes=branch.routes,
+        sampling_mask=branch.sampling_mask,
+        routed_experts=branch.routed_experts,
         status=SampleStatus.TRUNCATED if branch.truncated else SampleStatus.COMPLETED,
         response=session.text_of(response, stopped=not branch.truncated),
     )

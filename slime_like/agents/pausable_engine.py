@@ -19,7 +19,7 @@ from slime_like.engines.base import (
     SamplingParams,
 )
 from slime_like.rollout.rollouter import truncate_at_stop
-from slime_like.rollout.sampler_choices import join_routes
+from slime_like.samples.routed_experts import join_routed_experts
 from slime_like.types import Sample, SampleStatus
 
 if TYPE_CHECKING:
@@ -173,17 +173,17 @@ class PausableEngine:
         if before.tokens and sampling.stop:
             part = truncate_at_stop(self._tokenizer, _sample(answer), part, sampling.stop)
         length = len(answer.remaining_request.prompt_tokens) + len(part.tokens)
-        token_sets = part.token_sets
-        if token_sets is not None:
-            token_sets = (before.token_sets or ()) + token_sets
+        sampling_mask = part.sampling_mask
+        if sampling_mask is not None:
+            sampling_mask = (before.sampling_mask or ()) + sampling_mask
         answer.output = replace(
             part,
             sample_id=answer.request.sample_id,
             tokens=before.tokens + part.tokens,
             log_probs=before.log_probs + part.log_probs,
             weight_versions=before.weight_versions + part.weight_versions,
-            token_sets=token_sets,
-            routes=join_routes(before.routes, part.routes, length),
+            sampling_mask=sampling_mask,
+            routed_experts=join_routed_experts(before.routed_experts, part.routed_experts, length),
         )
         return answer.output
 

@@ -34,7 +34,7 @@ from slime_like.agents.sessions import WAITING, Session, SessionLimits
 from slime_like.agents.task import Task, cancel_and_wait, seed_of
 from slime_like.agents.tasks import TaskQueue, WorkerLost
 from slime_like.agents.templates import ChatTemplate
-from slime_like.batching.turn_credit import ANSWERS
+from slime_like.batching.turn_credit import TURNS
 from slime_like.environments.base import FLAG as ENVIRONMENT
 from slime_like.environments.base import environment_maker
 from slime_like.import_utils import load_function
@@ -245,7 +245,7 @@ class AgentGenerate(CustomGenerate):
         branches = session.tree.branches(observations=self._observations)
         by_turn = self._by_turn and not evaluation
         if (self._by_turn or self._by_token) and not evaluation:
-            task.metadata[ANSWERS] = answers_of(session.tree, branches, summed=not by_turn)
+            task.metadata[TURNS] = answers_of(session.tree, branches, summed=not by_turn)
         rewards = [turn.reward for turn in session.tree.turns]
         if not by_turn and reason is None and any(rewards):
             reward = sum(rewards) + (reward or 0.0)

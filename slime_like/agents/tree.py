@@ -21,7 +21,8 @@ from slime_like.agents.messages import history_keys
 from slime_like.agents.templates import ChatTemplate
 from slime_like.data.messages import ASSISTANT, Message
 from slime_like.engines.base import GenerateOutput
-from slime_like.rollout.sampler_choices import empty_token_sets, join_routes, pad_token_sets
+from slime_like.samples.routed_experts import join_routed_experts
+from slime_like.samples.sampling_mask import empty_sampling_mask, pad_sampling_mask
 from slime_like.types import NOT_SAMPLED
 
 Split = Literal["paths", "turns"]
@@ -42,11 +43,11 @@ class NextPrompt:
 @dataclass(eq=False, slots=True)
 class Turn:
     """A completion. prompt: tokens given to the model; tokens: generated tokens, with one log-prob
-    and weight version each. token_sets: see `GenerateOutput`. routes: routed experts of its prompt
-    and tokens, starting at the parent's last token, which was not computed before. truncated: it
-    reached a limit. number: index in the session. reward: of this turn. observed: number of tokens
-    at the end of the prompt that came between parent and turn, 0 if an earlier sibling already has
-    the same ones. seen: the observations that precede its children."""
+    and weight version each. sampling_mask: see `GenerateOutput`. routed_experts: routed experts of
+    its prompt and tokens, starting at the parent's last token, which was not computed before.
+    truncated: it reached a limit. number: index in the session. reward: of this turn. observed:
+    number of tokens at the end of the prompt that came between parent and turn, 0 if an earlier
+    sibling already has the same ones. seen: the observations that precede its children."""
 
     parent: Turn | None
     prompt: tuple[int, ...]
@@ -54,8 +55,8 @@ class Turn:
     log_probs: tuple[float, ...]
     weight_versions: tuple[int, ...]
     truncated: bool
-    token_sets: tuple[Tensor, ...] | None
-    routes: Tensor | None
+    sampling_mask: tuple[Tensor, ...] | None
+    routed_experts: Tensor | None
     messages: tuple[Message, ...]
     answer: Message
     number: int
@@ -88,9 +89,9 @@ class Turn:
 @dataclass(frozen=True, slots=True)
 class Branch:
     """A sequence to train on. Its first `prompt_length` tokens are context; the others have one
-    entry each in mask, log-probs, versions and token_sets. spans: for each trained turn, its start
-    relative to the end of the prompt, its length and its index in the tree. routes: routed experts
-    of all tokens, as first computed on this path."""
+    entry each in mask, log-probs, versions and sampling_mask. spans: for each trained turn, its
+    start relative to the end of the prompt, its length and its index in the tree. routed_experts:
+    routed experts of all tokens, as first computed on this path."""
 
     tokens: tuple[int, ...]
     prompt_length: int
@@ -99,8 +100,8 @@ class Branch:
     weight_versions: tuple[int, ...]
     truncated: bool
     spans: tuple[tuple[int, int, int], ...]
-    token_sets: Tensor | None = None
-    routes: Tensor | None = None
+    sampling_mask: Tensor | None = None
+    routed_experts: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -153,15 +154,19 @@ class SessionTree:
         output: GenerateOutput,
     ) -> Turn:
         """Add a completed turn. Among equal conversations, later requests continue the newest."""
-        routes = output.routes
-        if routes is not None and (before := prompt.parent) is not None:
-            parent_routes, start = before.routes, len(before.all_tokens) - 1
-            assert parent_routes is not None, "either all turns of a session have routes, or none"
-            routes = join_routes(parent_routes[-1:], routes[start:], routes.size(0) - start)
+        routed_experts = output.routed_experts
+        if routed_experts is not None and (before := prompt.parent) is not None:
+            parent_experts, start = before.routed_experts, len(before.all_tokens) - 1
+            assert parent_experts is not None, (
+                "either all turns of a session have routed_experts, or none"
+            )
+            routed_experts = join_routed_experts(
+                parent_experts[-1:], routed_experts[start:], routed_experts.size(0) - start
+            )
         turn = Turn(
             prompt.parent, prompt.tokens, output.tokens, output.log_probs, output.weight_versions,
-            output.finish_reason == "length", output.token_sets, routes, tuple(messages), answer,
-            len(self.turns),
+            output.finish_reason == "length", output.sampling_mask, routed_experts, tuple(messages),
+            answer, len(self.turns),
         )  # fmt: skip
         if (parent := prompt.parent) is None:
             self.counts["roots"] += 1
@@ -207,7 +212,7 @@ def _branch(trained_turns: Sequence[Turn], leaf: Turn, observations: bool) -> Br
     start = len(trained_turns[0].prompt) - (trained_turns[0].observed if observations else 0)
     count = len(tokens) - start
     mask, log_probs, versions = [False] * count, [0.0] * count, [NOT_SAMPLED] * count
-    sets = empty_token_sets(count)
+    sets = empty_sampling_mask(count)
     spans = []
     for turn in trained_turns:
         first = len(turn.prompt) - start
@@ -216,7 +221,7 @@ def _branch(trained_turns: Sequence[Turn], leaf: Turn, observations: bool) -> Br
         mask[first:end] = [True] * len(turn.tokens)
         log_probs[first:end] = turn.log_probs
         versions[first:end] = turn.weight_versions
-        sets[first:end] = turn.token_sets or empty_token_sets(len(turn.tokens))
+        sets[first:end] = turn.sampling_mask or empty_sampling_mask(len(turn.tokens))
         spans.append((first, len(turn.tokens), turn.number))
     return Branch(
         tokens,
@@ -226,18 +231,18 @@ def _branch(trained_turns: Sequence[Turn], leaf: Turn, observations: bool) -> Br
         tuple(versions),
         leaf.truncated,
         tuple(spans),
-        None if leaf.token_sets is None else pad_token_sets(sets),
-        _routes(leaf),
+        None if leaf.sampling_mask is None else pad_sampling_mask(sets),
+        _routed_experts(leaf),
     )
 
 
-def _routes(leaf: Turn) -> Tensor | None:
+def _routed_experts(leaf: Turn) -> Tensor | None:
     """Routed experts [tokens, layers, topk] up to the end of `leaf`."""
-    if leaf.routes is None:
+    if leaf.routed_experts is None:
         return None
     ancestors = leaf.path[:-1]
-    parts = [turn.routes[:-1] for turn in ancestors if turn.routes is not None]
-    return torch.cat([*parts, leaf.routes])
+    parts = [turn.routed_experts[:-1] for turn in ancestors if turn.routed_experts is not None]
+    return torch.cat([*parts, leaf.routed_experts])
 
 
 def _count_assistant(messages: Sequence[Message]) -> int:

@@ -154,7 +154,7 @@ class BatchBuilder:
         update."""
         rollout = self._deliver(samples)
         if self.settings.replays_rollout:
-            steps = [self.backend.with_routes_of_stage(step) for step in rollout.steps]
+            steps = [self.backend.with_experts_of_stage(step) for step in rollout.steps]
             rollout = dataclasses.replace(rollout, steps=steps)
         metrics = dict(rollout.assignment.metrics)
         critic = self._value_exchange(rollout)
@@ -198,7 +198,7 @@ class BatchBuilder:
         for read in self.settings.outcome_readers:
             outcomes = dataclasses.replace(outcomes, **read(rollout.sampled_episodes))
         if self._needs_trees:
-            check_trees(self.algorithm, outcomes.answers, rollout.samples)
+            check_trees(self.algorithm, outcomes.turns, rollout.samples)
         return outcomes
 
     def _rank_data(
@@ -363,7 +363,9 @@ def _loss_inputs(
             sample if scores.teacher is None else scores.teacher.with_scores(i, sample),
             advantages=advantages.values[i],
             old_log_probs=None if old is None else old.log_probs,
-            routes=sample.routes if old is None or old.routes is None else old.routes,
+            routed_experts=sample.routed_experts
+            if old is None or old.routed_experts is None
+            else old.routed_experts,
             ref_log_probs=None if scores.ref is None else scores.ref[i],
             keep_mask=corrections[i].keep_mask,
             importance_weights=corrections[i].importance_weights,

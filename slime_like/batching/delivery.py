@@ -71,7 +71,7 @@ class SampleDelivery:
             assignment: The policy's.
 
         Raises:
-            ValueError: On all ranks; see `with_routes`.
+            ValueError: On all ranks; see `with_routed_experts`.
         """
         early, delivered = self._early.pop(id(samples[0]), ((), []))
         if len(early) == len(samples) and all(map(is_, early, samples)):
@@ -85,7 +85,7 @@ class SampleDelivery:
         group: dist.ProcessGroup | None,
     ) -> list[AnySample]:
         if not self._replays_rollout:
-            samples = without_routes(samples)
+            samples = without_routed_experts(samples)
         delivered = list(samples)
         if dist.get_world_size() > 1:
             sharings = []
@@ -101,19 +101,21 @@ class SampleDelivery:
         layers = sum(moe_layers(config.moe_layer_freq, config.num_layers))
         topk, experts = config.moe_router_topk, config.num_moe_experts
         return together(
-            lambda: with_routes(delivered, layers=layers, topk=topk, experts=experts), group
+            lambda: with_routed_experts(delivered, layers=layers, topk=topk, experts=experts), group
         )
 
 
-def without_routes(samples: Sequence[AnySample]) -> list[AnySample]:
+def without_routed_experts(samples: Sequence[AnySample]) -> list[AnySample]:
     """Drop routed experts that are not replayed, so that they are not sent."""
     return [
-        s.without("routes") if isinstance(s, RemoteSample) else replace(s, routes=None)
+        s.without("routed_experts")
+        if isinstance(s, RemoteSample)
+        else replace(s, routed_experts=None)
         for s in samples
     ]
 
 
-def with_routes(
+def with_routed_experts(
     samples: Sequence[AnySample], *, layers: int, topk: int, experts: int
 ) -> list[AnySample]:
     """Check the routed experts of this rank's samples; those without any that train nothing get -1.
@@ -125,27 +127,29 @@ def with_routes(
         ValueError: Names a sample without routed experts, or with those of another network.
     """
     return [
-        replace(s, routes=_checked_routes(s, layers, topk, experts)) if isinstance(s, Sample) else s
+        replace(s, routed_experts=_checked_experts(s, layers, topk, experts))
+        if isinstance(s, Sample)
+        else s
         for s in samples
     ]
 
 
-def _checked_routes(sample: Sample, layers: int, topk: int, experts: int) -> Tensor:
+def _checked_experts(sample: Sample, layers: int, topk: int, experts: int) -> Tensor:
     """[L, layers, topk] int16."""
     shape = (sample.total_length, layers, topk)
-    if sample.routes is None:
+    if sample.routed_experts is None:
         if sample.status == SampleStatus.ABORTED or not sample.active_tokens:
             return torch.full(shape, -1, dtype=torch.int16)
         raise ValueError(
             f"--use-rollout-routing-replay: sample {sample.sample_id} has no routed experts: it "
             "was recorded without this flag, or its engine does not report them"
         )
-    routes = sample.routes
-    if routes.shape != shape or not bool(((routes >= -1) & (routes < experts)).all()):
+    found = sample.routed_experts
+    if found.shape != shape or not bool(((found >= -1) & (found < experts)).all()):
+        least, most = (int(found.min()), int(found.max())) if found.numel() else (0, 0)
         raise ValueError(
             f"--use-rollout-routing-replay: the routed experts of sample {sample.sample_id} are "
-            f"{tuple(routes.shape)} with numbers from {int(routes.min()) if routes.numel() else 0} "
-            f"to {int(routes.max()) if routes.numel() else 0}; expected (tokens, expert layers, "
-            f"experts per token) = {shape} with numbers from -1 to {experts - 1}"
+            f"{tuple(found.shape)} with numbers from {least} to {most}; expected (tokens, expert "
+            f"layers, experts per token) = {shape} with numbers from -1 to {experts - 1}"
         )
-    return routes
+    return found

@@ -11,7 +11,7 @@ from typing import TypedDict
 from arguments.run_config import RunConfig
 from slime_like.advantages import (
     AdvantageSettings,
-    EpisodeAnswers,
+    EpisodeTurns,
     Outcomes,
     RewardParts,
     TurnEstimator,
@@ -52,7 +52,7 @@ class OutcomeFields(TypedDict, total=False):
 
     processed: Tensor
     parts: RewardParts
-    answers: Sequence[EpisodeAnswers | None]
+    turns: Sequence[EpisodeTurns | None]
     penalties: Tensor
 
 

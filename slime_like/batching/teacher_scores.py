@@ -74,7 +74,7 @@ def _with_teacher_prompt(sample: TrainSample, prompt: Tensor | None) -> TrainSam
     prompt get a one-token prompt; their result is not used."""
     response = sample.tokens[sample.tokens.numel() - sample.response_length :]
     start = sample.tokens[:1] if prompt is None else prompt.to(sample.tokens.dtype)
-    return dataclasses.replace(sample, tokens=torch.cat([start, response]), routes=None)
+    return dataclasses.replace(sample, tokens=torch.cat([start, response]), routed_experts=None)
 
 
 def _served_log_probs(samples: Sequence[Sample]) -> list[Tensor]:

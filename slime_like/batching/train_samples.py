@@ -104,8 +104,8 @@ def _train_sample(
         loss_mask=sample.loss_mask,
         loss_weights=per_token(weight),
         rollout_log_probs=rollout_log_probs,
-        token_sets=sample.token_sets,
-        routes=sample.routes,
+        sampling_mask=sample.sampling_mask,
+        routed_experts=sample.routed_experts,
         rewards=per_token(math.nan if sample.reward is None else sample.reward),
         nll_weights=None if nll_weight is None else per_token(nll_weight),
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from arguments.schema import AlgorithmConfig
-from slime_like.advantages import EpisodeAnswers, advantage_estimators, follows_tokens, needs_critic
+from slime_like.advantages import EpisodeTurns, advantage_estimators, follows_tokens, needs_critic
 from slime_like.distributed.collectives import gather
 from slime_like.samples.episodes import episodes_of
 from slime_like.samples.index import AnySample
@@ -19,8 +19,8 @@ from slime_like.types import Sample
 if TYPE_CHECKING:
     from slime_like.batching.outcomes import OutcomeFields
 
-NUMBERS, ANSWERS = "agent", "answers"  # keys of a sample's metadata
-SUMMED = "summed"  # flag in ANSWERS: the episode's reward includes the rewards of its turns
+NUMBERS, TURNS = "agent", "answers"  # keys of a sample's metadata
+SUMMED = "summed"  # flag in TURNS: the episode's reward includes the rewards of its turns
 
 
 def credit_fields(
@@ -45,7 +45,7 @@ def credit_fields(
         ValueError: On all ranks, with `by_turn`, for an episode that has no record of its turns.
     """
     local = {
-        i: (s.metadata.get(ANSWERS) if by_turn or by_token else None, s.metadata.get(NUMBERS))
+        i: (s.metadata.get(TURNS) if by_turn or by_token else None, s.metadata.get(NUMBERS))
         for i, s in enumerate(samples)
         if isinstance(s, Sample)
     }
@@ -55,11 +55,11 @@ def credit_fields(
         by_index |= rank_records
     ordered = [by_index.get(i, (None, None)) for i in range(len(samples))]
     fields: OutcomeFields = {}
-    answers = [_answers(record) for record, _ in ordered]
+    turns = [_turns(record) for record, _ in ordered]
     if by_turn:
-        _check_records(answers, samples)
-    if by_turn or any(answers):
-        fields["answers"] = answers
+        _check_records(turns, samples)
+    if by_turn or any(turns):
+        fields["turns"] = turns
     costs = [_cost(numbers, turn_penalty, token_penalty) for _, numbers in ordered]
     for i, (record, _) in enumerate(ordered):
         # recorded for the other kind of estimator
@@ -70,19 +70,19 @@ def credit_fields(
     return fields
 
 
-def _answers(record: object) -> EpisodeAnswers | None:
+def _turns(record: object) -> EpisodeTurns | None:
     """The recorded turns; None without a record or if the episode failed before its first turn."""
     if not isinstance(record, Mapping) or not record["spans"]:
         return None
     spans: list[list[tuple[int, int, int]]] = []
     for branch in record["spans"]:
         spans.append([(int(start), int(length), int(turn)) for start, length, turn in branch])
-    return EpisodeAnswers(record["parents"], record["rewards"], spans)
+    return EpisodeTurns(record["parents"], record["rewards"], spans)
 
 
-def _check_records(answers: Sequence[EpisodeAnswers | None], samples: Sequence[AnySample]) -> None:
-    for answer, sample in zip(answers, samples, strict=True):
-        if answer is None and sample.active_tokens > 0:
+def _check_records(turns: Sequence[EpisodeTurns | None], samples: Sequence[AnySample]) -> None:
+    for record, sample in zip(turns, samples, strict=True):
+        if record is None and sample.active_tokens > 0:
             raise ValueError(
                 f"sample {sample.sample_id} does not record its turns, which a per-turn "
                 "--advantage-estimator needs; it was recorded without one, or not by an agent"
@@ -108,13 +108,13 @@ def tree_reasons(algorithm: AlgorithmConfig) -> list[str]:
 
 def check_trees(
     algorithm: AlgorithmConfig,
-    answers: Sequence[EpisodeAnswers | None] | None,
+    turns: Sequence[EpisodeTurns | None] | None,
     samples: Sequence[AnySample],
 ) -> None:
     """Check that returns do not depend on how an episode was split into sequences.
 
     Args:
-        answers: The turns of each episode, from `credit_fields`.
+        turns: The turns of each episode, from `credit_fields`.
         samples: All sequences of a rollout.
 
     Raises:
@@ -127,7 +127,7 @@ def check_trees(
     episodes = episodes_of(samples)
     counts = Counter(episodes.of)
     for i, place in enumerate(episodes.first):
-        if counts[i] > 1 and (answers is None or answers[i] is None):
+        if counts[i] > 1 and (turns is None or turns[i] is None):
             raise ValueError(
                 f"--advantage-estimator {name} with {' and '.join(reasons)}: the returns of sample "
                 f"{samples[place].sample_id} depend on which of its {counts[i]} sequences "

@@ -36,12 +36,12 @@ class HealthState(TypedDict):
     shown: list[str]
 
 
-class GateState(TypedDict, total=False):
+class GuardState(TypedDict, total=False):
     rollout_gate_breaches: int
     stale_gate_breaches: int
 
 
-class BatchState(GateState, total=False):
+class BatchState(GuardState, total=False):
     kl_controller: KlState
 
 

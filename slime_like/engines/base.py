@@ -6,8 +6,8 @@ new one in each rollout. All other methods are called by the training thread, on
 
 Log-prob convention of every engine (SGLang's): the log-prob of the sampled token under the
 temperature-scaled distribution over the full vocabulary, BEFORE top-k and top-p; greedy sampling
-reports temperature 1. With `SamplingParams.report_token_sets` it is AFTER them, normalised over the
-kept tokens (the sampling mask), which are reported too.
+reports temperature 1. With `SamplingParams.report_sampling_mask` it is AFTER them, normalised over
+the kept tokens (the sampling mask), which are reported too.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class SamplingParams:
     top_k. top_k: -1 keeps all. max_new_tokens: longest response, stop token included. stop: strings
     that end a response once its text contains one. stop_token_ids: tokens that end a response, in
     addition to the model's end tokens (unless ignore_end_tokens); the stop token is part of the
-    response. report_token_sets: report the sampling mask of each token, and log-probs over it; no
-    effect when greedy. report_routes: report the routed experts of each token; ValueError from an
-    engine that cannot. skip_special_tokens: which special tokens the text of a response lacks; see
-    `data.tokenizer.response_text`. Engines return tokens and ignore it.
+    response. report_sampling_mask: report the sampling mask of each token, and log-probs over it;
+    no effect when greedy. report_routed_experts: report the routed experts of each token;
+    ValueError from an engine that cannot. skip_special_tokens: which special tokens the text of a
+    response lacks; see `data.tokenizer.response_text`. Engines return tokens and ignore it.
     """
 
     temperature: float = 1.0
@@ -45,9 +45,9 @@ class SamplingParams:
     max_new_tokens: int = 128
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    report_token_sets: bool = False
+    report_sampling_mask: bool = False
     ignore_end_tokens: bool = False
-    report_routes: bool = False
+    report_routed_experts: bool = False
     skip_special_tokens: bool | None = None
 
     def __post_init__(self) -> None:
@@ -89,11 +89,11 @@ class GenerateOutput:
     """One response; all tuples have one entry per response token.
 
     finish_reason: "stop" (a stop token or string, included in tokens), "length" or "abort" (tokens
-    may then be partial). token_sets: sampling mask of each token, which includes the token; None
-    if not requested. routes: routed experts of every prompt and response token in every MoE layer;
-    -1 for tokens that were never fed to the model, such as the last one; None if not requested.
-    failure: why the request was aborted; None if the caller aborted it. weight_versions increase if
-    weights were replaced during generation.
+    may then be partial). sampling_mask: sampling mask of each token, which includes the token; None
+    if not requested. routed_experts: routed experts of every prompt and response token in every MoE
+    layer; -1 for tokens that were never fed to the model, such as the last one; None if not
+    requested. failure: why the request was aborted; None if the caller aborted it. weight_versions
+    increase if weights were replaced during generation.
     """
 
     sample_id: int
@@ -101,8 +101,8 @@ class GenerateOutput:
     log_probs: tuple[float, ...]
     finish_reason: FinishReason
     weight_versions: tuple[int, ...]
-    token_sets: tuple[Tensor, ...] | None = None  # [k] int32 each
-    routes: Tensor | None = None  # [prompt and response tokens, MoE layers, topk] int16
+    sampling_mask: tuple[Tensor, ...] | None = None  # [k] int32 each
+    routed_experts: Tensor | None = None  # [prompt and response tokens, MoE layers, topk] int16
     failure: str | None = None
 
 

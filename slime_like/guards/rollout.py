@@ -22,7 +22,7 @@ from slime_like.samples.index import AnySample
 from slime_like.types import NOT_SAMPLED, Sample, TrainSample
 
 if TYPE_CHECKING:
-    from slime_like.checkpoints.state import GateState
+    from slime_like.checkpoints.state import GuardState
 
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class RolloutGuards:
             "stale_gate_breaches": self.stale.breaches,
         }
 
-    def load_state_dict(self, state: GateState) -> None:
+    def load_state_dict(self, state: GuardState) -> None:
         self.fresh.breaches = int(state["rollout_gate_breaches"])
         self.stale.breaches = int(state.get("stale_gate_breaches", 0))
 
@@ -164,8 +164,8 @@ def _difference(
 
 def train_rollout_limit(run: RunConfig) -> float:
     """Largest legal mean log-prob difference between trainer and rollout engine, in nats."""
-    if run.gates.max_train_rollout_diff is not None:
-        return run.gates.max_train_rollout_diff
+    if run.guards.max_train_rollout_diff is not None:
+        return run.guards.max_train_rollout_diff
     exact = (
         run.megatron.transformer.params_dtype == torch.float32
         and not torch.cuda.is_available()

@@ -25,7 +25,7 @@ from slime_like.losses import (  # noqa: F401  (each registers its loss)
     rollout_is,
     sapo,
     topr,
-    up,
+    up_grpo,
     vespo,
 )
 from slime_like.losses.functional import (

@@ -33,7 +33,7 @@ from slime_like.megatron.forward_step import TokenComputation
 from slime_like.megatron.init import device_of_this_process
 from slime_like.megatron.lora import LoraNetwork, load_adapter, save_adapter
 from slime_like.megatron.micro_batching import MicroBatchSize, micro_batch_size
-from slime_like.megatron.moe import replay_disagreement, routing_metrics, select_stage_routes
+from slime_like.megatron.moe import replay_disagreement, routing_metrics, select_stage_experts
 from slime_like.megatron.network import Network, PassOutput, SelectionSeed
 from slime_like.megatron.objectives import (
     PolicyObjective,
@@ -61,7 +61,7 @@ class LogProbOutput:
     log_probs: Tensor  # [R] float32
     entropy: Tensor  # [R] float32
     # [L, MoE layers of this pipeline stage, topk] int16: routed experts, if recorded
-    routes: Tensor | None = None
+    routed_experts: Tensor | None = None
     squared_probs: Tensor | None = None  # [R] float32, sum of p^2 over the vocabulary, if requested
     label_log_probs: Tensor | None = None  # [R, K] float32, of the sample's label sets
     top_tokens: Tensor | None = None  # [R, K], the most likely tokens, if requested
@@ -171,11 +171,11 @@ class MegatronBackend:
         if network is None or network is self.policy:
             record = self.algorithm.use_routing_replay and not self._rollout_routing_replay
             compute: TokenComputation = reward_scores if self.policy.value_head else head
-            output = self.policy.forward(samples, compute, size, record_routes=record)
+            output = self.policy.forward(samples, compute, size, record_routed_experts=record)
         else:  # no router replay in other networks
             head = dataclasses.replace(self.head, vocab_size=network.gpt.vocab_size or 0)
             squared_probs, top_k = False, 0
-            unrouted = [dataclasses.replace(sample, routes=None) for sample in samples]
+            unrouted = [dataclasses.replace(sample, routed_experts=None) for sample in samples]
             output = network.forward(unrouted, head, size)
         log_probs, entropy, *extra = output.columns
         absent: list[Tensor | None] = [None] * len(samples)
@@ -183,17 +183,19 @@ class MegatronBackend:
         # the remaining K columns are top-k tokens, or log-probs of label sets
         tables = [torch.stack(row, dim=1) for row in zip(*extra)] if extra else absent
         set_log_probs, tokens = (absent, tables) if top_k else (tables, absent)
-        routes = output.routes or absent
-        rows = zip(log_probs, entropy, routes, squared, set_log_probs, tokens, strict=True)
+        routed_experts = output.routed_experts or absent
+        rows = zip(log_probs, entropy, routed_experts, squared, set_log_probs, tokens, strict=True)
         return [LogProbOutput(*row) for row in rows]
 
-    def with_routes_of_stage(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
+    def with_experts_of_stage(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
         """Select this pipeline stage's layers from the engine's routed experts."""
         selected = []
         for sample in samples:
-            assert sample.routes is not None, "checked with --use-rollout-routing-replay"
-            routes = select_stage_routes(sample.routes, self.policy.chunks, self.transformer)
-            selected.append(dataclasses.replace(sample, routes=routes))
+            assert sample.routed_experts is not None, "checked with --use-rollout-routing-replay"
+            routed_experts = select_stage_experts(
+                sample.routed_experts, self.policy.chunks, self.transformer
+            )
+            selected.append(dataclasses.replace(sample, routed_experts=routed_experts))
         return selected
 
     def replay_disagreement(self) -> float:
@@ -379,4 +381,6 @@ def broadcast_from_last_stage(value: dict[str, float], layout: ParallelLayout) -
 
 def without_policy_fields(samples: Sequence[TrainSample]) -> list[TrainSample]:
     """The samples without routed experts and sampling masks, which only apply to the policy."""
-    return [dataclasses.replace(sample, routes=None, token_sets=None) for sample in samples]
+    return [
+        dataclasses.replace(sample, routed_experts=None, sampling_mask=None) for sample in samples
+    ]

@@ -24,7 +24,6 @@ from slime_like.logs import warn_rank_0
 from slime_like.losses.custom import custom_loss
 from slime_like.losses.registry import policy_losses
 from slime_like.losses.total import LossTerms
-from slime_like.megatron.averaged import AveragedNetwork
 from slime_like.megatron.checkpoint import SavedNetwork, load_weights
 from slime_like.megatron.frozen_parameters import FrozenParameters
 from slime_like.megatron.init import make_further_layout
@@ -36,6 +35,7 @@ from slime_like.megatron.offload import OffloadedWeights
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.megatron.reshard import copy_same_layout, copy_weights
 from slime_like.megatron.trained_network import TrainedNetwork
+from slime_like.megatron.weight_average import AveragedNetwork
 
 logger = logging.getLogger(__name__)
 

@@ -78,7 +78,7 @@ def begin_routing(
     record: bool = False,
 ) -> None:
     """Pass the next micro-batches, and the experts to replay if any, to the routers of `chunks`.
-    record: Record the selected experts for `gather_recorded_routes`."""
+    record: Record the selected experts for `gather_recorded_experts`."""
     clear_aux_losses()
     routers = all_routers(chunks)
     if not routers:
@@ -89,7 +89,7 @@ def begin_routing(
     for slot, router in enumerate(recorded_routers):
         router.begin(rows, slot=slot, record=record)
     if len(recorded_routers) < len(routers):  # MTP routers are never recorded or replayed
-        rows = [replace(row, routes=None) for row in rows]
+        rows = [replace(row, routed_experts=None) for row in rows]
         for router in routers[len(recorded_routers) :]:
             router.begin(rows, slot=0, record=False)
 
@@ -113,11 +113,11 @@ def _routed_rows(batch: MicroBatch, rank: int, size: int) -> RoutedRows:
     total = batch.tokens.numel()
     local = slice(total * rank // size, total * (rank + 1) // size)
     assert batch.is_padding is not None
-    routes = None if batch.routes is None else batch.routes[local]
-    return RoutedRows(batch.seq_ids[local], batch.num_seqs, batch.is_padding[local], routes)
+    routed_experts = None if batch.routed_experts is None else batch.routed_experts[local]
+    return RoutedRows(batch.seq_ids[local], batch.num_seqs, batch.is_padding[local], routed_experts)
 
 
-def gather_recorded_routes(routers: Sequence[PackedRouter], layout: ParallelLayout) -> Tensor:
+def gather_recorded_experts(routers: Sequence[PackedRouter], layout: ParallelLayout) -> Tensor:
     """Recorded experts of a forward pass, [MoE layers of this stage * topk, rows of all
     micro-batches] int32; under sequence parallelism gathered over the tensor-parallel ranks."""
     parts = []
@@ -132,7 +132,7 @@ def gather_recorded_routes(routers: Sequence[PackedRouter], layout: ParallelLayo
     return torch.cat(parts).T
 
 
-def routes_of_samples(
+def routed_experts_of_samples(
     table: Tensor,
     groups: Sequence[Sequence[TrainSample]],
     batches: Sequence[MicroBatch],
@@ -140,25 +140,27 @@ def routes_of_samples(
     topk: int,
 ) -> list[Tensor]:
     """Split recorded experts by sample: [L, MoE layers of this stage, topk] int16 each, on the
-    host. table: `gather_recorded_routes` of complete micro-batches."""
-    routes = []
+    host. table: `gather_recorded_experts` of complete micro-batches."""
+    routed_experts = []
     sizes = [int(batch.cu_seqlens[-1]) for batch in batches]
     by_batch = table.T.cpu().to(torch.int16).split(sizes)
     for group, batch, rows in zip(groups, batches, by_batch, strict=True):
         for sample, start in zip(group, batch.cu_seqlens.tolist()):
             length = int(sample.tokens.numel())
             sample_rows = rows[start : start + length]
-            routes.append(sample_rows.reshape(length, rows.size(1) // topk, topk).clone())
-    return routes
+            routed_experts.append(sample_rows.reshape(length, rows.size(1) // topk, topk).clone())
+    return routed_experts
 
 
-def select_stage_routes(
-    routes: Tensor, chunks: Sequence[MegatronModule], config: TransformerConfig
+def select_stage_experts(
+    routed_experts: Tensor, chunks: Sequence[MegatronModule], config: TransformerConfig
 ) -> Tensor:
     """Select this stage's layers, in the order of this rank's routers, from routed experts of all
     MoE layers."""
     sparse = moe_layers(config.moe_layer_freq, config.num_layers)
-    return routes[:, [sum(sparse[: router.layer_number - 1]) for router in decoder_routers(chunks)]]
+    return routed_experts[
+        :, [sum(sparse[: router.layer_number - 1]) for router in decoder_routers(chunks)]
+    ]
 
 
 def replay_disagreement(chunks: Sequence[MegatronModule]) -> float:

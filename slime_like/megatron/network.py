@@ -26,8 +26,8 @@ from slime_like.megatron.model.gpt import build_chunks, to_model_precision
 from slime_like.megatron.moe import (
     begin_routing,
     decoder_routers,
-    gather_recorded_routes,
-    routes_of_samples,
+    gather_recorded_experts,
+    routed_experts_of_samples,
 )
 from slime_like.megatron.ops.context_parallel import join_context_ranks
 from slime_like.megatron.packing import (
@@ -57,14 +57,14 @@ class PassOutput:
     columns: for each column of the computation, the response values [R] per sample, in the order of
     the samples, on the host of every pipeline stage and context-parallel rank. metrics: of the
     computation, on the last pipeline stage, not reduced. packing: packing metrics of a training
-    pass. routes: [L, MoE layers of this stage, topk] int16 per sample, if recorded.
+    pass. routed_experts: [L, MoE layers of this stage, topk] int16 per sample, if recorded.
     """
 
     columns: list[list[Tensor]]
     metrics: MetricAccumulator
     num_micro_batches: int
     packing: Mapping[str, Metric] = field(default_factory=dict)
-    routes: list[Tensor] | None = None
+    routed_experts: list[Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,24 +171,24 @@ class Network:
         size: MicroBatchSize,
         *,
         selection: SelectionSeed | None = None,
-        record_routes: bool = False,
+        record_routed_experts: bool = False,
     ) -> PassOutput:
-        """Forward-only pass over this data-parallel rank's samples, without dropout. record_routes:
-        record the routed experts."""
+        """Forward-only pass over this data-parallel rank's samples, without dropout.
+        record_routed_experts: record the routed experts."""
         split, batches = self._pack(samples, size, selection)
         training = [module.training for module in self.modules]
         for module in self.modules:
             module.eval()
         if self.has_experts:
-            begin_routing(self.chunks, batches, self.layout, record=record_routes)
+            begin_routing(self.chunks, batches, self.layout, record=record_routed_experts)
         with torch.no_grad(), self.forward_context():
             outputs = run_schedule(self.modules, batches, compute, self.layout, forward_only=True)
         for module, was_training in zip(self.modules, training):
             module.train(was_training)
         output = self._output(outputs, split, batches, per_token=True)
-        if record_routes:
-            routes = split.restore_order(self._recorded_routes(split.groups, batches))
-            output = replace(output, routes=routes)
+        if record_routed_experts:
+            routed_experts = split.restore_order(self._recorded_experts(split.groups, batches))
+            output = replace(output, routed_experts=routed_experts)
         return output
 
     def _pack(
@@ -251,7 +251,7 @@ class Network:
                 column += [value.clone() for value in unpack(row, group, batch.cu_seqlens)]
         return columns
 
-    def _recorded_routes(
+    def _recorded_experts(
         self, groups: Sequence[Sequence[TrainSample]], batches: Sequence[MicroBatch]
     ) -> list[Tensor]:
         """Routed experts of each sample in the last recorded pass, in this stage's layers: [L, MoE
@@ -260,8 +260,8 @@ class Network:
         if not routers:  # on this stage
             lengths = [sample.tokens.numel() for sample in itertools.chain(*groups)]
             return [torch.zeros(length, 0, 1, dtype=torch.int16) for length in lengths]
-        table = self._gather_context_ranks(gather_recorded_routes(routers, self.layout), batches)
-        return routes_of_samples(table, groups, batches, topk=self.config.moe_router_topk)
+        table = self._gather_context_ranks(gather_recorded_experts(routers, self.layout), batches)
+        return routed_experts_of_samples(table, groups, batches, topk=self.config.moe_router_topk)
 
     def _gather_context_ranks(self, table: Tensor, batches: Sequence[MicroBatch]) -> Tensor:
         """Gather a table of this rank's rows over the context-parallel ranks, in the row order of

@@ -189,7 +189,11 @@ PER_TOKEN = {
     "values": torch.float32,
     "returns": torch.float32,
 }
-TOKEN_SETS = {"token_sets": -1, "label_sets": 0, "label_weights": 0}  # [R, K] fields -> fill value
+TOKEN_SETS = {
+    "sampling_mask": -1,
+    "label_sets": 0,
+    "label_weights": 0,
+}  # [R, K] fields -> fill value
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,14 +249,14 @@ class PackedLayout:
                 out[rows_of(sample, start), : sets.size(1)] = sets
         return out
 
-    def routes(self) -> Tensor | None:
+    def routed_experts(self) -> Tensor | None:
         """[T, layers, topk] routed experts, -1 at padding; None if a sample has none."""
-        per_sample = [s.routes for s in self.samples if s.routes is not None]
+        per_sample = [s.routed_experts for s in self.samples if s.routed_experts is not None]
         if len(per_sample) < len(self.samples):
             return None
         out = torch.full((self.total, *per_sample[0].shape[1:]), -1, dtype=torch.int16)
-        for start, routes in zip(self.starts, per_sample):
-            out[start : start + routes.size(0)] = routes
+        for start, routed_experts in zip(self.starts, per_sample):
+            out[start : start + routed_experts.size(0)] = routed_experts
         return out
 
     def places(self) -> Tensor:
@@ -338,7 +342,7 @@ def pack(
         "is_padding": ~real,
         "places": rows.places() if needs_places else None,
         "turn_ids": turn_ids,
-        "routes": rows.routes(),
+        "routed_experts": rows.routed_experts(),
         **per_token,
         **{name: rows.sets(name) for name in TOKEN_SETS},
     }

@@ -50,7 +50,7 @@ class PredictionLoss:
                 labels=ahead(batch.labels[0]).unsqueeze(0),
                 loss_mask=ahead(batch.loss_mask),
                 active_rows=None,
-                token_sets=None,
+                sampling_mask=None,
             )
             if targets_hidden is None:
                 losses = -self.head.log_probs_and_entropy(states, weight, targets)[0]

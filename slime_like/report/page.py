@@ -15,7 +15,7 @@ from typing import Any
 
 import slime_like
 from slime_like.report.alerts import alerts
-from slime_like.report.gates import gates
+from slime_like.report.guards import guards
 from slime_like.report.read import Run, curves
 from slime_like.report.rollouts import Samples, read_samples
 
@@ -39,7 +39,7 @@ def live_data(runs: Sequence[Run], *, timeline: bool) -> dict[str, object]:
 def _live_run(run: Run, *, timeline: bool) -> dict[str, object]:
     data = {
         "alerts": alerts(run),
-        "gates": gates(run),
+        "guards": guards(run),
         "stacks": run.stacks,
         "profile": run.profile,
         **curves(run),

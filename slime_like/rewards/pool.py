@@ -27,7 +27,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from slime_like.errors import RunError
-from slime_like.rewards import confinement, keeper
+from slime_like.rewards import confinement
+from slime_like.rewards import reaper as reaper
 from slime_like.rewards.worker import HEADER, Answer, Job, Setup
 from slime_like.text import clean, printable
 
@@ -41,7 +42,7 @@ _MOMENT_S = 1.0
 _MEASURED_S = 0.1  # most jobs end before their CPU time is measured
 _QUICK_S = 0.005  # jobs below this are sent ahead, so that the worker never waits for the next one
 _AHEAD = 16
-_END_S = 10.0  # seconds for a keeper to end the processes that a reward started
+_END_S = 10.0  # seconds for a reaper to end the processes that a reward started
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from slime_like.rewards.worker "
     "import main; main()"
@@ -71,7 +72,7 @@ class Worker:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         assert self.process.stderr is not None
-        self.kept_by_keeper = setup.args.custom_rm_path is not None
+        self.has_reaper = setup.args.custom_rm_path is not None
         self.stdin, self.stdout = self.process.stdin.fileno(), self.process.stdout.fileno()
         self.stderr = self.process.stderr.fileno()
         for file in (self.stdin, self.stdout, self.stderr):
@@ -149,7 +150,7 @@ class Worker:
 
     def kill(self) -> str:
         """Kill the process and all its descendants; returns how the process itself ended."""
-        code = self._ended_by_keeper()
+        code = self._ended_by_reaper()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         code = self.process.wait() if code is None else code
@@ -159,21 +160,21 @@ class Worker:
                 pipe.close()
         return self.broken or (f"signal {-code}" if code < 0 else f"exit code {code}")
 
-    def _ended_by_keeper(self) -> int | None:
-        """Exit code of the worker behind a keeper; None without a keeper, or if the keeper does not
+    def _ended_by_reaper(self) -> int | None:
+        """Exit code of the worker behind a reaper; None without a reaper, or if the reaper does not
         end."""
-        if not self.kept_by_keeper:
+        if not self.has_reaper:
             return None
-        if self.hung_up:  # files are closed a moment before the keeper sees that the worker ended
+        if self.hung_up:  # files are closed a moment before the reaper sees that the worker ended
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(_MOMENT_S)
         with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(keeper.END)
+            self.process.send_signal(reaper.END)
         try:
             code = self.process.wait(_END_S)
         except subprocess.TimeoutExpired:
             return None
-        return keeper.SIGNALLED - code if code > keeper.SIGNALLED else code
+        return reaper.SIGNALLED - code if code > reaper.SIGNALLED else code
 
 
 class WorkerPool:

@@ -6,7 +6,7 @@ may have evaluated a model's text. The first frame in is `Setup`; the first out 
 slots}`` or ``{"failed": reason}``. Then come `Job`s, and for each an `Answer`.
 
 Built-in rewards confine the process before the first job (`confinement.py`). A user's function is
-trusted and not confined; what it starts ends with it (`keeper.py`).
+trusted and not confined; what it starts ends with it (`reaper.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO, TypedDict
 
 from slime_like.import_utils import load_module
-from slime_like.rewards import confinement, evaluation, keeper
+from slime_like.rewards import confinement, evaluation
+from slime_like.rewards import reaper as reaper
 from slime_like.rewards.custom import RewardArgs, RewardSample, is_async, load_function
 from slime_like.rewards.registry import Reward, rewards
 from slime_like.rewards.sandbox import SandboxError
@@ -118,7 +119,7 @@ def main() -> None:
     # some tasks import it, and it logs long warnings about its missing cache folder
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     if setup.args.custom_rm_path is not None:
-        keeper.split()
+        reaper.split()
     try:
         function = _prepare(setup)
     except BaseException as error:

@@ -28,8 +28,8 @@ from slime_like.rollout.failures import (
     num_failed,
 )
 from slime_like.rollout.filters import BUILT_IN_FILTERS, DYNAMIC_FILTER, GroupFilters, is_kept
-from slime_like.rollout.rank_zero import gather_pending, groups_of_index, index_of_groups
 from slime_like.rollout.rollouter import Rollouter
+from slime_like.rollout.shared_groups import gather_pending, groups_of_index, index_of_groups
 from slime_like.rollout.streaming import Responder, StreamGeneration
 from slime_like.samples.episodes import complete
 from slime_like.samples.index import AnySample, RemoteSample, untrained
@@ -37,7 +37,7 @@ from slime_like.types import Prompt, SampleGroup, flatten
 
 if TYPE_CHECKING:
     from arguments.schema.scheduling import SchedulingConfig
-    from slime_like.rollout.rank_zero import GroupIndex
+    from slime_like.rollout.shared_groups import GroupIndex
 
 
 T = TypeVar("T")
@@ -216,7 +216,7 @@ class Collector:
         """
         self.config = config.scheduling
         self.target = config.rollout.rollout_batch_size
-        self.max_failed = config.gates.max_failed_samples
+        self.max_failed = config.guards.max_failed_samples
         self.draw_size = config.scheduling.over_sampling_batch_size or self.target
         self.slice_len = slice_length(config)
         self.rollouter = rollouter

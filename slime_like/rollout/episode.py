@@ -33,12 +33,8 @@ from slime_like.engines.base import (
     SamplingParams,
 )
 from slime_like.rewards.limit import to_reward
-from slime_like.rollout.sampler_choices import (
-    empty_token_sets,
-    join_routes,
-    pad_routes,
-    pad_token_sets,
-)
+from slime_like.samples.routed_experts import join_routed_experts, pad_routed_experts
+from slime_like.samples.sampling_mask import empty_sampling_mask, pad_sampling_mask
 from slime_like.types import NOT_SAMPLED, Sample, SampleStatus
 
 if TYPE_CHECKING:
@@ -70,8 +66,8 @@ class Episode:
     and add to `metadata`.
 
     limit: maximum number of response tokens, of model and environment together. tokens, loss_mask,
-    log_probs, weight_versions: one entry for each response token. token_sets, routes: as in
-    `GenerateOutput`, up to the last generated token.
+    log_probs, weight_versions: one entry for each response token. sampling_mask, routed_experts: as
+    in `GenerateOutput`, up to the last generated token.
     """
 
     sample_id: int
@@ -86,8 +82,8 @@ class Episode:
     loss_mask: list[bool] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
-    token_sets: list[Tensor] | None = None
-    routes: Tensor | None = None
+    sampling_mask: list[Tensor] | None = None
+    routed_experts: Tensor | None = None
     reward: float | None = None
     last: FinishReason | None = None  # finish reason of the last turn
     failure: str | None = None
@@ -111,16 +107,18 @@ class Episode:
 
     def append(self, output: GenerateOutput) -> None:
         """Append model output."""
-        if output.token_sets is not None:
-            before = self.token_sets or []
-            between = empty_token_sets(len(self.tokens) - len(before))
-            self.token_sets = [*before, *between, *output.token_sets]
+        if output.sampling_mask is not None:
+            before = self.sampling_mask or []
+            between = empty_sampling_mask(len(self.tokens) - len(before))
+            self.sampling_mask = [*before, *between, *output.sampling_mask]
         self.tokens += output.tokens
         self.loss_mask += [True] * len(output.tokens)
         self.log_probs += output.log_probs
         self.weight_versions += output.weight_versions
         length = len(self.prompt_tokens) + len(self.tokens)
-        self.routes = join_routes(self.routes, output.routes, length)
+        self.routed_experts = join_routed_experts(
+            self.routed_experts, output.routed_experts, length
+        )
         self.last, self.failure = output.finish_reason, output.failure
 
 
@@ -330,9 +328,9 @@ def sample_of(episode: Episode, sample: Sample, model: Model) -> Sample:
             "length, or exceed its limit; use Model.write and Episode.observe"
         )
     failed = episode.last == "abort"
-    sets, routes = episode.token_sets, episode.routes
+    sets, routed_experts = episode.sampling_mask, episode.routed_experts
     if sets is not None:
-        sets = [*sets, *empty_token_sets(length - len(sets))]
+        sets = [*sets, *empty_sampling_mask(length - len(sets))]
         if not failed and any(m and not len(ids) for m, ids in zip(episode.loss_mask, sets)):
             raise ValueError(
                 f"{where}: --renormalize-sampled-log-probs: greedy tokens have no sampling mask: "
@@ -352,10 +350,10 @@ def sample_of(episode: Episode, sample: Sample, model: Model) -> Sample:
         loss_mask=torch.tensor(episode.loss_mask, dtype=torch.bool) & (not failed),
         rollout_log_probs=torch.tensor(episode.log_probs, dtype=torch.float32),
         weight_versions=tuple(episode.weight_versions),
-        token_sets=None if sets is None else pad_token_sets(sets),
-        routes=None
-        if routes is None
-        else pad_routes([routes], len(episode.prompt_tokens) + length),
+        sampling_mask=None if sets is None else pad_sampling_mask(sets),
+        routed_experts=None
+        if routed_experts is None
+        else pad_routed_experts([routed_experts], len(episode.prompt_tokens) + length),
         status=SampleStatus.ABORTED if failed else status,
         reward=None if failed else reward,
         response=model.text_of(episode.tokens, stopped=episode.last == "stop"),

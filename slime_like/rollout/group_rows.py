@@ -22,12 +22,14 @@ _ARRAYS = (
     "tokens",
     "loss_mask",
     "rollout_log_probs",
-    "token_sets",
-    "routes",
+    "sampling_mask",
+    "routed_experts",
     "teacher_log_probs",
     "teacher_prompt",
     "token_rewards",
 )
+# names in the files of all versions
+_STORED_AS = {"sampling_mask": "token_sets", "routed_experts": "routes"}
 _PLAIN = ("sample_id", "response_length", "response")
 _PROMPT_FIELDS = ("group_id", "text", "label")
 Row = Mapping[str, Any]  # plain JSON
@@ -116,7 +118,7 @@ def _prompt_fields(sample: Sample) -> dict[str, object]:
 
 def _sample_row(sample: Sample) -> dict[str, object]:
     row = {name: getattr(sample, name) for name in _PLAIN}
-    row |= {name: _pack(getattr(sample, name)) for name in _ARRAYS}
+    row |= {_STORED_AS.get(name, name): _pack(getattr(sample, name)) for name in _ARRAYS}
     return row | {
         "status": str(sample.status),
         "weight_versions": list(sample.weight_versions),
@@ -130,7 +132,9 @@ def _sample(row: Row) -> Sample:
     """The sample of a row with `_prompt_fields`."""
     prompt_fields = {name: row[name] for name in _PROMPT_FIELDS}
     # checkpoints of older versions have no log-probs of a teacher and no rewards of tokens
-    arrays: dict[str, Any] = {name: _unpack(row.get(name)) for name in _ARRAYS}
+    arrays: dict[str, Any] = {
+        name: _unpack(row.get(_STORED_AS.get(name, name))) for name in _ARRAYS
+    }
     tokens, mask = arrays.pop("tokens"), arrays.pop("loss_mask")
     assert tokens is not None and mask is not None
     sample = Sample(

@@ -41,7 +41,15 @@ if TYPE_CHECKING:
 FORMAT = "slime_like rollout 1"
 _DAMAGED = (AttributeError, KeyError, TypeError, ValueError, RecursionError)
 _MAX_ID = 2**62
-_TENSORS = ("tokens", "loss_mask", "rollout_log_probs", "token_sets", "routes", "token_rewards")
+# field of `Sample` -> its name in the files of all versions
+_TENSORS = {
+    "tokens": "tokens",
+    "loss_mask": "loss_mask",
+    "rollout_log_probs": "rollout_log_probs",
+    "sampling_mask": "token_sets",
+    "routed_experts": "routes",
+    "token_rewards": "token_rewards",
+}
 # Fields that JSON holds. Rewards, labels and metadata may hold NaN: Python's JSON writes and reads
 # it.
 _PLAIN = ("group_id", "sample_id", "response_length", "reward", "text", "response", "label")
@@ -209,10 +217,10 @@ def _read_header(json_path: Path) -> dict[str, Any]:
 def _to_row(sample: Sample, tensors: dict[str, Tensor], key: str) -> dict[str, Any]:
     """Serialise a sample: returns its JSON row and adds its tensors to `tensors`, under names that
     start with `key`."""
-    for name in _TENSORS:
+    for name, stored_as in _TENSORS.items():
         tensor = getattr(sample, name)
         if tensor is not None:  # cloned: safetensors rejects tensors that share memory
-            tensors[f"{key}.{name}"] = tensor.detach().cpu().contiguous().clone()
+            tensors[f"{key}.{stored_as}"] = tensor.detach().cpu().contiguous().clone()
     tensors[f"{key}.weight_versions"] = torch.tensor(sample.weight_versions, dtype=torch.int64)
     where = f"sample {sample.sample_id}"
     row = {name: encode(getattr(sample, name), f"{where}: {name}") for name in _PLAIN}
@@ -237,7 +245,9 @@ def _from_row(row: dict[str, Any], tensors: dict[str, Tensor], key: str = "") ->
         raise InvalidResponse(f"{where}: reward {shown(row['reward'])} is no number")
     object_of(row["metadata"], f"{where}: metadata")
     present: dict[str, Any] = {
-        name: tensors[f"{key}.{name}"] for name in _TENSORS if f"{key}.{name}" in tensors
+        name: tensors[f"{key}.{stored_as}"]
+        for name, stored_as in _TENSORS.items()
+        if f"{key}.{stored_as}" in tensors
     }
     tokens, loss_mask = present.get("tokens"), present.get("loss_mask")
     if (
@@ -297,8 +307,8 @@ def _check_sample(sample: Sample, vocab_size: int) -> None:
     rewards = sample.token_rewards
     if rewards is not None and (rewards.shape != (length,) or not bool(rewards.isfinite().all())):
         raise ValueError(f"{where}: {rewards.numel()} rewards of {length} tokens, or not finite")
-    if sample.token_sets is not None:
-        sets = sample.token_sets
+    if sample.sampling_mask is not None:
+        sets = sample.sampling_mask
         if sets.ndim != 2 or sets.size(0) != length:
             raise ValueError(f"{where}: token sets of shape {tuple(sets.shape)}")
         if sets.numel() and (int(sets.min()) < -1 or int(sets.max()) >= vocab_size):

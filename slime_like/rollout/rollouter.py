@@ -30,10 +30,11 @@ from slime_like.engines.base import (
 )
 from slime_like.rewards.grader import Grader
 from slime_like.rollout.episode import CustomGenerate, Model, SampleHook
-from slime_like.rollout.sampler_choices import join_routes, pad_token_sets, split_token_sets
 from slime_like.samples.episodes import complete
 from slime_like.samples.exchange import BUFFER_SIZE, gather_on_rank_zero, refresh_index, share_index
 from slime_like.samples.index import AnySample, holder_of
+from slime_like.samples.routed_experts import join_routed_experts
+from slime_like.samples.sampling_mask import pad_sampling_mask, split_sampling_mask
 from slime_like.types import Prompt, Sample, SampleGroup, SampleStatus, split
 
 if TYPE_CHECKING:
@@ -52,8 +53,8 @@ def training_sampling(config: RolloutConfig) -> SamplingParams:
         max_new_tokens=config.rollout_max_response_len,
         stop=tuple(config.rollout_stop or ()),
         stop_token_ids=tuple(config.rollout_stop_token_ids or ()),
-        report_token_sets=config.renormalize_sampled_log_probs,
-        report_routes=config.use_rollout_routing_replay,
+        report_sampling_mask=config.renormalize_sampled_log_probs,
+        report_routed_experts=config.use_rollout_routing_replay,
         skip_special_tokens=config.rollout_skip_special_tokens,
     )
 
@@ -66,8 +67,8 @@ def eval_sampling(eval_set: EvalSet, rollout: RolloutConfig) -> SamplingParams:
     return replace(
         base,
         max_new_tokens=eval_set.max_response_len or base.max_new_tokens,
-        report_token_sets=False,
-        report_routes=False,
+        report_sampling_mask=False,
+        report_routed_experts=False,
         **{name: value for name, value in overrides.items() if value is not None},
     )
 
@@ -272,11 +273,15 @@ class Rollouter:
         tokens = torch.cat([sample.tokens, torch.tensor(output.tokens, dtype=torch.int64)])
         log_probs = torch.tensor(output.log_probs, dtype=torch.float32)
         sets = None
-        if output.token_sets is not None:
-            sets = pad_token_sets([*split_token_sets(sample.token_sets), *output.token_sets])
-        routes = None
-        if sample.routes is not None or output.routes is not None:
-            routes = join_routes(sample.routes, output.routes, tokens.numel())
+        if output.sampling_mask is not None:
+            sets = pad_sampling_mask(
+                [*split_sampling_mask(sample.sampling_mask), *output.sampling_mask]
+            )
+        routed_experts = None
+        if sample.routed_experts is not None or output.routed_experts is not None:
+            routed_experts = join_routed_experts(
+                sample.routed_experts, output.routed_experts, tokens.numel()
+            )
         metadata = sample.metadata
         if output.failure is not None:
             metadata = {**metadata, "failure": output.failure}
@@ -292,8 +297,8 @@ class Rollouter:
             response_length=length,
             loss_mask=torch.cat([sample.loss_mask, new]),
             rollout_log_probs=torch.cat([sample.rollout_log_probs, log_probs]),
-            token_sets=sets,
-            routes=routes,
+            sampling_mask=sets,
+            routed_experts=routed_experts,
             status=status,
             weight_versions=(*sample.weight_versions, *output.weight_versions),
             response=response,
@@ -346,13 +351,13 @@ def truncate_at_stop(
     for count in range(1, min(reach, len(output.tokens)) + 1):
         text = tokenizer.decode([*before, *output.tokens[:count]], skip_special_tokens=False)
         if any(s in text for s in stop):
-            sets = None if output.token_sets is None else output.token_sets[:count]
+            sets = None if output.sampling_mask is None else output.sampling_mask[:count]
             return replace(
                 output,
                 tokens=output.tokens[:count],
                 log_probs=output.log_probs[:count],
                 weight_versions=output.weight_versions[:count],
-                token_sets=sets,
+                sampling_mask=sets,
                 finish_reason="stop",
             )
     return output

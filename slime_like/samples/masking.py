@@ -22,16 +22,16 @@ def mask_failed(sample: AnySample) -> AnySample:
     return replace(sample, reward=math.nan)
 
 
-def check_token_sets(samples: Sequence[AnySample], *, wanted: bool) -> None:
+def check_sampling_masks(samples: Sequence[AnySample], *, wanted: bool) -> None:
     """Raise ValueError unless all samples that are trained on have token sets, or with `wanted`
     False none has."""
     for s in samples:
-        if wanted and s.active_tokens and not s.has("token_sets"):
+        if wanted and s.active_tokens and not s.has("sampling_mask"):
             raise ValueError(
                 f"--renormalize-sampled-log-probs: sample {s.sample_id} has no sampling mask; it "
                 "was recorded without this flag, or the engine does not report sampling masks"
             )
-        if not wanted and s.has("token_sets"):
+        if not wanted and s.has("sampling_mask"):
             raise ValueError(
                 f"sample {s.sample_id} was recorded with --renormalize-sampled-log-probs: its "
                 "log-probs are normalised over the sampling mask; give this flag, and the "

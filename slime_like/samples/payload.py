@@ -17,9 +17,9 @@ _DTYPES = {
     "token_rewards": torch.float64,
     "rollout_log_probs": torch.float32,
     "teacher_log_probs": torch.float32,
-    "token_sets": torch.int32,
+    "sampling_mask": torch.int32,
     "teacher_prompt": torch.int32,
-    "routes": torch.int16,
+    "routed_experts": torch.int16,
 }
 
 

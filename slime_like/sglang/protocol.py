@@ -51,7 +51,7 @@ def generation_body(
             f"SGLang's ignore_eos also ignores the stop tokens {list(sampling.stop_token_ids)}; "
             "use either ignore_end_tokens or stop_token_ids"
         )
-    extra = {"return_routed_experts": True} if sampling.report_routes else {}
+    extra = {"return_routed_experts": True} if sampling.report_routed_experts else {}
     return extra | {
         "rid": rid,
         "input_ids": list(request.prompt_tokens),

@@ -32,7 +32,7 @@ from slime_like.sglang.protocol import (
     meta_of,
     read_generation,
 )
-from slime_like.sglang.routed_experts import RoutesFormat, read_routes
+from slime_like.sglang.routed_experts import RoutesFormat, read_routed_experts
 from slime_like.sglang.server_pool import ServerPool, Worker
 
 ABORT_DEADLINES = Deadlines(CONTROL_S, CONTROL_S, CONTROL_S)
@@ -61,14 +61,14 @@ class ServerRequests:
         pool: ServerPool,
         settings: RequestSettings,
         vocab_size: int,
-        routes: RoutesFormat | None,
+        routed_experts: RoutesFormat | None,
     ) -> None:
         """
         Args:
             pool: The servers.
             settings: Deadlines, retries and concurrency.
             vocab_size: Bound of token ids in responses.
-            routes: Format of routed experts; None for a dense model.
+            routed_experts: Format of routed experts; None for a dense model.
         """
         self.sent: list[int] = []
         self.updating = False
@@ -77,7 +77,7 @@ class ServerRequests:
         self._pool = pool
         self._settings = settings
         self._vocab_size = vocab_size
-        self._routes = routes
+        self._routed_experts = routed_experts
         self._numbers = itertools.count()
         self._run = f"{os.getpid():x}-{time.time_ns():x}"
         self._client: httpx.AsyncClient | None = None
@@ -96,8 +96,8 @@ class ServerRequests:
         """As `RolloutEngine.generate_one`."""
         if not request.prompt_tokens:
             raise ValueError(f"sample {request.sample_id}: the prompt is empty")
-        if sampling.report_routes and self._routes is None:
-            raise ValueError("report_routes: the network has no experts")
+        if sampling.report_routed_experts and self._routed_experts is None:
+            raise ValueError("report_routed_experts: the network has no experts")
         client = self._loop_client()
         rid = self.new_id(request.sample_id)
         self._pending[rid] = request.sample_id
@@ -146,7 +146,7 @@ class ServerRequests:
         rid: str,
     ) -> GenerateOutput:
         avoid: set[str] = set()
-        if sampling.report_routes and self._pool.router is not None:
+        if sampling.report_routed_experts and self._pool.router is not None:
             # the router drops fields that it does not know, such as the request for routed experts
             avoid.add(self._pool.router.url)
 
@@ -187,11 +187,13 @@ class ServerRequests:
         legal = Legal(self._vocab_size, {v for v in self.sent if v >= oldest})
         try:
             output = read_generation(answer, request, sampling, rid, legal)
-            if not sampling.report_routes:
+            if not sampling.report_routed_experts:
                 return output
-            assert self._routes is not None
-            routes = read_routes(meta_of(answer, rid), request, output, self._routes, rid)
-            return replace(output, routes=routes)
+            assert self._routed_experts is not None
+            routed_experts = read_routed_experts(
+                meta_of(answer, rid), request, output, self._routed_experts, rid
+            )
+            return replace(output, routed_experts=routed_experts)
         except WrongWeightVersion as error:
             self.counts["wrong_version"] += 1
             if worker is None:
@@ -207,9 +209,9 @@ class ServerRequests:
 
     def _token_bytes(self, sampling: SamplingParams) -> int:
         """Bytes of one token's routed experts in a response: base64 of int32 for every layer."""
-        if not sampling.report_routes or self._routes is None:
+        if not sampling.report_routed_experts or self._routed_experts is None:
             return 0
-        return 6 * len(self._routes.sparse) * self._routes.topk
+        return 6 * len(self._routed_experts.sparse) * self._routed_experts.topk
 
     async def _post(
         self,

@@ -34,7 +34,7 @@ class RoutesFormat:
         return torch.full((length, sum(self.sparse), self.topk), -1, dtype=torch.int16)
 
 
-def read_routes(
+def read_routed_experts(
     meta: Mapping[str, object],
     request: GenerateRequest,
     output: GenerateOutput,
@@ -75,6 +75,6 @@ def read_routes(
         sorted_experts[..., 1:] == sorted_experts[..., :-1]
     ).any():  # e.g. the server's buffer was never written
         raise InvalidResponse(f"request {rid}: a token was routed to the same expert twice")
-    routes = expected.unknown(length)
-    routes[:-1] = torch.from_numpy(experts.astype(np.int16))
-    return routes
+    routed_experts = expected.unknown(length)
+    routed_experts[:-1] = torch.from_numpy(experts.astype(np.int16))
+    return routed_experts

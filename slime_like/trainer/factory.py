@@ -72,7 +72,7 @@ def stop_conditions(run: RunConfig, rank: int) -> StopConditions:
 def rollout_guards(run: RunConfig) -> RolloutGuards:
     return RolloutGuards(
         train_rollout_limit(run),
-        run.gates.train_rollout_diff_patience,
+        run.guards.train_rollout_diff_patience,
         recorded=run.debug.load_debug_rollout_data is not None,
     )
 
@@ -121,6 +121,6 @@ def make_train_step(
         progress,
         guards,
         hooks,
-        patience=run.gates.max_consecutive_skipped_steps,
+        patience=run.guards.max_consecutive_skipped_steps,
         kl_vanishes_at=run.critic.num_critic_only_steps if from_reference else None,
     )

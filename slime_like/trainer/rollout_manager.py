@@ -18,10 +18,10 @@ from slime_like.rollout.group_rows import waiting_from_rows
 from slime_like.rollout.hooks import UserSource
 from slime_like.rollout.offline_groups import recorded_groups, supervised_groups
 from slime_like.rollout.prompt_source import check_source
-from slime_like.rollout.rank_zero import RankZeroJson, SamplingPosition, share_from_rank_zero
 from slime_like.rollout.remax_baseline import with_greedy_rewards
 from slime_like.rollout.rollouter import Rollouter, training_sampling
 from slime_like.rollout.self_teacher import TeacherPrompts
+from slime_like.rollout.shared_groups import RankZeroJson, SamplingPosition, share_from_rank_zero
 from slime_like.rollout.teacher_client import ServedTeacher
 from slime_like.trainer.sampling_factory import make_collector, needs_greedy, staleness_bound
 from slime_like.types import SampleGroup

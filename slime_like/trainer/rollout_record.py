@@ -12,13 +12,13 @@ from torch import Tensor
 from slime_like.batching.builder import Batches
 from slime_like.checkpoints.files import writes_to
 from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.rollout.rank_zero import gather_groups
 from slime_like.rollout.recording import (
     remove_token_values,
     save_rollout,
     save_token_texts,
     save_token_values,
 )
+from slime_like.rollout.shared_groups import gather_groups
 from slime_like.samples.exchange import gather_on_rank_zero
 from slime_like.types import SampleGroup
 

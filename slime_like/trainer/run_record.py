@@ -26,7 +26,7 @@ FILE_NAME = "run.json"
 FORMAT = "slime_like run 1"
 PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "numpy", "sglang")
 # parts of the configuration that only repeat flags of other parts
-_LEFT_OUT = ("eval_sets", "restated", "preflight", "server", "slime")
+_LEFT_OUT = ("eval_sets", "model_args", "preflight", "server", "slime")
 
 
 def settings_by_flag(run: RunConfig) -> tuple[dict[str, object], list[str]]:

@@ -156,7 +156,7 @@ def make_strategy(run: RunConfig) -> Strategy:
         recorded=run.debug.load_debug_rollout_data is not None,
         staleness=staleness_bound(run),
         source="the engine" if path is None else f"--rollout-function-path {path}",
-        max_failed=run.gates.max_failed_samples,
+        max_failed=run.guards.max_failed_samples,
         max_abs_reward=run.reward.max_abs_reward,
         reward_trains=run.reward.rm_type != "zero",
     )

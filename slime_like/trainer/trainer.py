@@ -27,7 +27,7 @@ from slime_like.rollout.evaluate import Evaluator, load_prompts
 from slime_like.rollout.prompt_source import make_source
 from slime_like.samples.exchange import with_branches
 from slime_like.samples.index import AnySample
-from slime_like.samples.masking import check_token_sets, mask_failed
+from slime_like.samples.masking import check_sampling_masks, mask_failed
 from slime_like.trainer.checkpointing import RunCheckpoints
 from slime_like.trainer.factory import (
     make_batch_builder,
@@ -277,7 +277,7 @@ class Trainer:
         started = time.monotonic()
         groups, collected = self.sampling.generate(step)
         samples = [mask_failed(sample) for sample in flatten(groups)]
-        check_token_sets(samples, wanted=run.rollout.renormalize_sampled_log_probs)
+        check_sampling_masks(samples, wanted=run.rollout.renormalize_sampled_log_probs)
         metrics = self.strategy.check_samples(step, samples, collected, self.weight_version)
         seconds = time.monotonic() - started
         if self.hooks is not None and self.hooks.log_rollout(samples, metrics, seconds):

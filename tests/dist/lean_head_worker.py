@@ -34,7 +34,7 @@ def differences(
     hidden, weight, bias = torch.randn(T, H), 2 * torch.randn(COLUMNS, H), torch.randn(COLUMNS)
     bias[1:3] = float("-inf")
     labels = torch.randint(3, vocab_size, (T,))
-    token_sets = torch.randint(-1, vocab_size, (T, 7), dtype=torch.int32) if sets else None
+    sampling_mask = torch.randint(-1, vocab_size, (T, 7), dtype=torch.int32) if sets else None
     chosen = None if rows is None else torch.tensor(rows, dtype=torch.int64)
     weights = torch.randn(2, T if rows is None else len(rows))
 
@@ -50,7 +50,7 @@ def differences(
             rows=chosen,
             temperature=0.7,
             chunk_size=5,
-            token_sets=token_sets,
+            sampling_mask=sampling_mask,
             squared_out=squared,
             **settings,
         )

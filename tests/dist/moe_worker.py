@@ -25,7 +25,7 @@ ADAM = "--adam-eps 1e-6 --lr 3e-4"
 
 def three_steps(folder: str, layout: ParallelLayout, flags: str) -> dict[str, Any]:
     """Losses, gradients, gradient norms and router metrics of three steps, and the weights after
-    them. With --use-routing-replay the routes of all three steps are those of the first weights,
+    them. With --use-routing-replay the routed experts of all three steps are those of the first weights,
     and the steps are large."""
     replay = "--use-routing-replay" in flags
     backend = MegatronBackend(
@@ -33,11 +33,11 @@ def three_steps(folder: str, layout: ParallelLayout, flags: str) -> dict[str, An
     )
     batches = [share(random_samples(seed), layout) for seed in (1, 2, 3)]
     if replay:
-        batches = [with_routes(backend, batch) for batch in batches]
+        batches = [with_routed_experts(backend, batch) for batch in batches]
     if "--use-rollout-routing-replay" in flags:
         samples = [random_routes(random_samples(seed), backend) for seed in (1, 2, 3)]
         batches = [
-            TrainBatch(tuple(backend.with_routes_of_stage(share(s, layout).samples)))
+            TrainBatch(tuple(backend.with_experts_of_stage(share(s, layout).samples)))
             for s in samples
         ]
     steps, grads = [], {}
@@ -70,17 +70,17 @@ def random_routes(samples: list[TrainSample], backend: MegatronBackend) -> list[
         order = torch.rand(
             sample.tokens.numel(), layers, config.num_moe_experts, generator=g
         ).argsort(dim=-1)
-        routes = order[..., : config.moe_router_topk].to(torch.int16)
-        routes[-1] = -1
-        found.append(dataclasses.replace(sample, routes=routes))
+        routed_experts = order[..., : config.moe_router_topk].to(torch.int16)
+        routed_experts[-1] = -1
+        found.append(dataclasses.replace(sample, routed_experts=routed_experts))
     return found
 
 
-def with_routes(backend: MegatronBackend, batch: TrainBatch) -> TrainBatch:
+def with_routed_experts(backend: MegatronBackend, batch: TrainBatch) -> TrainBatch:
     told = backend.forward(batch.samples)
     return TrainBatch(
         tuple(
-            dataclasses.replace(s, routes=t.routes)
+            dataclasses.replace(s, routed_experts=t.routed_experts)
             for s, t in zip(batch.samples, told, strict=True)
         )
     )

@@ -1,4 +1,4 @@
-"""MegatronBackend on two processes: non-finite gradients, gates, KL in the reward, bf16. And on
+"""MegatronBackend on two processes: non-finite gradients, guards, KL in the reward, bf16. And on
 one, against plain transformers."""
 
 from __future__ import annotations

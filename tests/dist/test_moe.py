@@ -31,7 +31,7 @@ CASES: dict[int, dict[str, tuple[str, str]]] = {
         "one, replay": ("qwen3-moe", "--use-routing-replay"),
         "one, latent attention": ("deepseek-v3", ""),
         "one, latent attention with YaRN": ("deepseek-v3-yarn", ""),
-        "one, sampler's routes": ("qwen3-moe-dense-layers", ROLLOUT_REPLAY),
+        "one, sampler's routed_experts": ("qwen3-moe-dense-layers", ROLLOUT_REPLAY),
     },
     2: {
         "EP2": ("qwen3-moe", EP2),
@@ -57,11 +57,11 @@ CASES: dict[int, dict[str, tuple[str, str]]] = {
             "--recompute-method block --recompute-num-layers 3",
         ),
         "CP2 EP2, replay": ("qwen3-moe", f"--use-routing-replay {EP2} --context-parallel-size 2"),
-        "CP2 EP2, sampler's routes": (
+        "CP2 EP2, sampler's routed_experts": (
             "qwen3-moe-dense-layers",
             f"{ROLLOUT_REPLAY} {EP2} --context-parallel-size 2",
         ),
-        "TP2 EP2, sampler's routes": (
+        "TP2 EP2, sampler's routed_experts": (
             "qwen3-moe-dense-layers",
             f"{ROLLOUT_REPLAY} {TP2} {EP2} --expert-tensor-parallel-size 1",
         ),
@@ -94,7 +94,7 @@ CASES: dict[int, dict[str, tuple[str, str]]] = {
             "qwen3-moe-dense-layers",
             f"{PP2} {EP2} --num-virtual-stages-per-pipeline-rank 2",
         ),
-        "PP2 VP2 EP2, sampler's routes": (
+        "PP2 VP2 EP2, sampler's routed_experts": (
             "qwen3-moe-dense-layers",
             f"{ROLLOUT_REPLAY} {PP2} {EP2} --num-virtual-stages-per-pipeline-rank 2",
         ),
@@ -116,7 +116,7 @@ IN_MAKE_TEST = (
         "TP2 EP2, replay, recomputed",
         "TP2 EP2, latent attention",
         "EP2 x ETP2 allgather",
-        "PP2 VP2 EP2, sampler's routes",
+        "PP2 VP2 EP2, sampler's routed_experts",
     ),
 )
 OTHERS = tuple(name for ranks in (2, 4) for name in CASES[ranks] if name not in IN_MAKE_TEST)
@@ -213,5 +213,5 @@ def test_replay_is_of_other_choices(results: dict[str, Any]) -> None:
 def test_the_samplers_routes_are_taken(results: dict[str, Any]) -> None:
     """Random ones, which the routers would hardly choose: three of four experts, so that a quarter
     of the tokens agree by chance."""
-    for step in results["one, sampler's routes"]["moe"]:
+    for step in results["one, sampler's routed_experts"]["moe"]:
         assert 0.6 < step["moe_replay_disagreement"] < 0.9

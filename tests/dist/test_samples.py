@@ -40,8 +40,8 @@ def made(i: int) -> Sample:
         response_length=length,
         loss_mask=torch.rand(length, generator=g) > 0.3,
         rollout_log_probs=torch.rand(length, generator=g) if i % 4 else None,
-        token_sets=sets if i % 2 else None,
-        routes=torch.ones(prompt + length, 2, 2, dtype=torch.int16) * i if i % 3 else None,
+        sampling_mask=sets if i % 2 else None,
+        routed_experts=torch.ones(prompt + length, 2, 2, dtype=torch.int16) * i if i % 3 else None,
         reward=i / 3 if i % 5 else None,
         status=SampleStatus.TRUNCATED if i % 2 else SampleStatus.COMPLETED,
         weight_versions=versions if i % 7 else (),
@@ -51,7 +51,7 @@ def made(i: int) -> Sample:
 
 
 def same(arrived: Sample, sent: Sample) -> bool:
-    names = ("tokens", "loss_mask", "rollout_log_probs", "token_sets", "routes")
+    names = ("tokens", "loss_mask", "rollout_log_probs", "sampling_mask", "routed_experts")
     pairs = [(getattr(arrived, name), getattr(sent, name)) for name in names]
     tensors = all(a is b or (a.dtype == b.dtype and a.equal(b)) for a, b in pairs)
     facts = ("sample_id", "group_id", "reward", "status", "weight_versions", "response_length")

@@ -36,7 +36,9 @@ class ModelWriter(Writer):
         with torch.inference_mode():
             rows = self.model(given).logits[0, len(request.prompt_tokens) - 1 : -1].log_softmax(-1)
         found = rows.gather(-1, torch.tensor(output.tokens)[:, None])[:, 0].tolist()
-        output = dataclasses.replace(output, log_probs=tuple(found), token_sets=None, routes=None)
+        output = dataclasses.replace(
+            output, log_probs=tuple(found), sampling_mask=None, routed_experts=None
+        )
         self.written[-1] = (request.prompt_tokens, output)
         return output
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime_like.batching.turn_credit import ANSWERS
+from slime_like.batching.turn_credit import TURNS
 from slime_like.rollout.recording import load_rollout, save_rollout
 from slime_like.samples.episodes import complete
 from slime_like.types import Sample, SampleGroup
@@ -65,8 +65,10 @@ def prompts(folder: Path) -> Path:
 # what of the sampler's choices is replayed, and the number that says that the trainer agrees with them
 REPLAYS: dict[str, dict[str, Any]] = {
     "nothing": {},
-    "routes": dict(use_rollout_routing_replay="", num_steps_per_rollout=2, moe_router_dtype="fp32"),
-    "token_sets": dict(renormalize_sampled_log_probs="", rollout_top_k=9, rollout_top_p=0.8),
+    "routed_experts": dict(
+        use_rollout_routing_replay="", num_steps_per_rollout=2, moe_router_dtype="fp32"
+    ),
+    "sampling_mask": dict(renormalize_sampled_log_probs="", rollout_top_k=9, rollout_top_p=0.8),
 }
 
 
@@ -76,11 +78,11 @@ def test_the_gateway_trains_as_a_custom_generate_function_does(
     server: TrainServer, work: Workspace, tmp_path: Path, replay: str
 ) -> None:
     """The same task through a function in the process, task.chat and Anthropic's API over HTTP: the
-    same tokens, log-probs, routes, token sets and weights, to the last bit."""
+    same tokens, log-probs, routed experts, token sets and weights, to the last bit."""
     for name, text in (("custom", CUSTOM), ("agent", AGENT), ("http", HTTP)):
         (tmp_path / f"{name}.py").write_text(text)
     shared = SIZES | dict(prompt_data=prompts(tmp_path)) | REPLAYS[replay]
-    if replay == "routes":
+    if replay == "routed_experts":
         shared["hf_checkpoint"] = work.expert_model
     custom = dict(custom_generate_function_path=f"{tmp_path}/custom.py:generate")
     runs = {"custom": custom | dict(apply_chat_template="")}
@@ -97,7 +99,7 @@ def test_the_gateway_trains_as_a_custom_generate_function_does(
     weights, groups, row = found[0]
     assert row["train/grad_norm"] > 0
     assert 0 < row["rollout/train_rollout_log_prob_diff_max"] < 1e-5, "recomputed by the trainer"
-    if replay == "routes":
+    if replay == "routed_experts":
         assert row["rollout/moe_routing_disagreement"] == 0 < row["train/moe_replay_disagreement"]
     for others, other_groups, other_row in found[1:]:
         assert all(torch.equal(weights[key], others[key]) for key in weights)
@@ -108,7 +110,7 @@ def test_the_gateway_trains_as_a_custom_generate_function_does(
                 assert torch.equal(a.tokens, b.tokens) and torch.equal(a.loss_mask, b.loss_mask)
                 assert a.rollout_log_probs is not None and b.rollout_log_probs is not None
                 assert torch.equal(a.rollout_log_probs, b.rollout_log_probs)
-                for name in ("routes", "token_sets"):
+                for name in ("routed_experts", "sampling_mask"):
                     ours_of_it, theirs_of_it = getattr(a, name), getattr(b, name)
                     assert (ours_of_it is None) == (theirs_of_it is None) == (name != replay)
                     assert ours_of_it is None or torch.equal(ours_of_it, theirs_of_it)
@@ -165,15 +167,17 @@ def by_turns(sample: Sample) -> Sample:
                         loss_mask=s.loss_mask[a:b],
                         rollout_log_probs=s.rollout_log_probs[a:b],
                         weight_versions=s.weight_versions[a:b],
-                        token_sets=None if s.token_sets is None else s.token_sets[a:b],
-                        routes=None if s.routes is None else s.routes[: s.prompt_length + b],
+                        sampling_mask=None if s.sampling_mask is None else s.sampling_mask[a:b],
+                        routed_experts=None
+                        if s.routed_experts is None
+                        else s.routed_experts[: s.prompt_length + b],
                         branches=(),
                     )
                 )
     metadata = dict(sample.metadata)
-    if answers := metadata.get(ANSWERS):
+    if answers := metadata.get(TURNS):
         spans = [[[0, n, a]] for own in answers["spans"] for _, n, a in own]
-        metadata[ANSWERS] = {**answers, "spans": spans}
+        metadata[TURNS] = {**answers, "spans": spans}
     return dataclasses.replace(found[0], branches=tuple(found[1:]), metadata=metadata)
 
 
@@ -191,8 +195,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "gspo": dict(advantage_estimator="grpo", policy_loss_type="gspo", gspo_ratio_level="turn", loss_reduction="rollout_mean", num_steps_per_rollout=2),
     "reinforce_plus_plus": dict(normalize_advantages="", gamma=0.9),
     "ppo": dict(gamma=0.95, lambd=0.9, critic_lr=1e-3),
-    "routes": dict(advantage_estimator="grpo", **REPLAYS["routes"]),
-    "token_sets": dict(advantage_estimator="grpo", num_steps_per_rollout=2, **REPLAYS["token_sets"]),
+    "routed_experts": dict(advantage_estimator="grpo", **REPLAYS["routed_experts"]),
+    "sampling_mask": dict(advantage_estimator="grpo", num_steps_per_rollout=2, **REPLAYS["sampling_mask"]),
 }  # fmt: skip
 
 
@@ -209,9 +213,9 @@ def test_the_loss_does_not_depend_on_the_cut(
         agent_function_path=f"{tmp_path}/agent.py:play", custom_rm_path=None, rm_type="zero"
     )
     made = shared | agent | dict(save_debug_rollout_data=tmp_path / "paths")
-    if method == "routes":
+    if method == "routed_experts":
         made["hf_checkpoint"] = shared["hf_checkpoint"] = work.expert_model
-    if method != "token_sets":
+    if method != "sampling_mask":
         made["observation_loss_coef"] = 0.1
     server.train(work.flags(tmp_path / "made", **made), tmp_path / "log").ok()  # type: ignore[arg-type]
     groups = load_rollout(str(tmp_path / "paths"), 0)
@@ -220,16 +224,16 @@ def test_the_loss_does_not_depend_on_the_cut(
     row = rows_of(tmp_path / "made")[-1]
     assert row["agent/foreign_messages"] == 1 and row["agent/branches"] == 3
     assert 0 < row["rollout/train_rollout_log_prob_diff_max"] < 1e-5, "recomputed by the trainer"
-    if method != "token_sets":
+    if method != "sampling_mask":
         assert row["train/observation_loss"] > 1, "of a model that has not seen such words"
-    assert all(s.has(method) for s in samples if method in ("routes", "token_sets"))
+    assert all(s.has(method) for s in samples if method in ("routed_experts", "sampling_mask"))
     cut = [SampleGroup(g.group_id, tuple(map(by_turns, complete(g.samples)))) for g in groups]
     save_rollout(str(tmp_path / "turns"), 0, cut)
     found = []
     experts = ("turns_expert", {"expert_model_parallel_size": 2})
-    for name, layout in (*CUTS, experts) if method == "routes" else CUTS:
+    for name, layout in (*CUTS, experts) if method == "routed_experts" else CUTS:
         out = tmp_path / f"{name}{'_'.join(layout)}"
-        if method == "routes" and "tensor_model_parallel_size" in layout:
+        if method == "routed_experts" and "tensor_model_parallel_size" in layout:
             layout = layout | {"sequence_parallel": ""}
         more = dict(
             load_debug_rollout_data=tmp_path / name.split("_")[0],

@@ -95,7 +95,7 @@ def test_the_samplers_routes_are_replayed(
     server: TrainServer, work: Workspace, model: Path, tmp_path: Path
 ) -> None:
     """At the same weights the trainer chooses what the sampler chose, token by token; a recorded
-    rollout with other routes is trained on those."""
+    rollout with other routed experts is trained on those."""
     whole, again, record = (
         tmp_path / "whole",
         tmp_path / "again",
@@ -121,12 +121,17 @@ def test_the_samplers_routes_are_replayed(
         SampleGroup(
             g.group_id,
             tuple(
-                dataclasses.replace(s, routes=(3 - s.routes).where(s.routes >= 0, s.routes))
+                dataclasses.replace(
+                    s,
+                    routed_experts=(3 - s.routed_experts).where(
+                        s.routed_experts >= 0, s.routed_experts
+                    ),
+                )
                 for s in complete(g.samples)
             ),
         )
         for g in groups
-        if all(s.routes is not None for s in g.samples)
+        if all(s.routed_experts is not None for s in g.samples)
     ]
     assert len(other) == len(groups)
     save_rollout(record, 0, other)

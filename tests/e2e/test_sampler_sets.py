@@ -55,7 +55,9 @@ def test_trainer_and_sampler_agree(
         assert row[DIFFERENCE] < 1e-5
         assert row["train/grad_norm"] > 1e-3 and row["train/entropy"] > 0.1
     sets = [
-        s.token_sets for g in load_rollout(str(tmp_path / "with" / TEMPLATE), 1) for s in g.samples
+        s.sampling_mask
+        for g in load_rollout(str(tmp_path / "with" / TEMPLATE), 1)
+        for s in g.samples
     ]
     sizes = torch.cat([(ids >= 0).sum(1) for ids in sets if ids is not None])
     assert (sizes == 5).all() if kind == "top-k" else sizes.unique().numel() > 3

@@ -22,7 +22,7 @@ from slime_like.sglang.protocol import (
     read_input_tokens,
     read_scores,
 )
-from slime_like.sglang.routed_experts import RoutesFormat, read_routes
+from slime_like.sglang.routed_experts import RoutesFormat, read_routed_experts
 
 REQUEST = GenerateRequest(7, (3, 5), seed=0)
 SAMPLING = SamplingParams(max_new_tokens=4)
@@ -127,7 +127,7 @@ def test_generate_is_a_valid_sample_or_a_sentence(answer: Any) -> None:
     def read() -> None:
         parsed = parse_json(as_bytes(answer))
         output = read_generation(parsed, REQUEST, SAMPLING, RID, LEGAL)
-        routes = read_routes(parsed["meta_info"], REQUEST, output, ROUTES, RID)
+        routed_experts = read_routed_experts(parsed["meta_info"], REQUEST, output, ROUTES, RID)
         count = len(output.tokens)
         assert count == len(output.log_probs) == len(output.weight_versions) <= 4
         assert count or output.finish_reason == "abort"
@@ -136,7 +136,7 @@ def test_generate_is_a_valid_sample_or_a_sentence(answer: Any) -> None:
         assert all(type(p) is float and math.isfinite(p) for p in output.log_probs)
         assert set(output.weight_versions) <= {3, 4}
         assert list(output.weight_versions) == sorted(output.weight_versions)
-        assert routes.shape == (2 + count, 1, 1) and int(routes.max()) < 4
+        assert routed_experts.shape == (2 + count, 1, 1) and int(routed_experts.max()) < 4
 
     sentence_of(read)
 
@@ -194,5 +194,5 @@ def test_bytes_are_json_within_limits_or_a_sentence(data: bytes) -> None:
 def test_the_valid_answer_is_read() -> None:
     output = read_generation(parse_json(as_bytes(VALID)), REQUEST, SAMPLING, RID, LEGAL)
     assert output.tokens == (9, 0, 63) and output.weight_versions == (3, 4, 4)
-    routes = read_routes(VALID["meta_info"], REQUEST, output, ROUTES, RID)
-    assert routes.flatten().tolist() == [0, 1, 2, 3, -1]
+    routed_experts = read_routed_experts(VALID["meta_info"], REQUEST, output, ROUTES, RID)
+    assert routed_experts.flatten().tolist() == [0, 1, 2, 3, -1]

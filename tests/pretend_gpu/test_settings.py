@@ -73,7 +73,7 @@ ONE = {
     "global auxiliary loss": Setting(
         "experts", "--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type global_aux_loss"
     ),
-    "replayed routes": Setting("experts", "--use-routing-replay"),
+    "replayed routed_experts": Setting("experts", "--use-routing-replay"),
     "allgather of tokens": Setting("experts", "--moe-token-dispatcher-type allgather"),
     "capacity": Setting(
         "experts", "--moe-expert-capacity-factor 2 --moe-pad-expert-input-to-capacity"

@@ -77,7 +77,7 @@ def test_rewards_that_are_nan(
     gate = tab.locator("tr", has_text="rewards are finite")
     assert "did not hold" in gate.inner_text() and " of 6" in gate.inner_text()
     if folder := os.environ.get("PICTURES"):
-        tab.screenshot(path=Path(folder) / "report_gates.png")
+        tab.screenshot(path=Path(folder) / "report_guards.png")
 
 
 def test_an_engine_that_dies(

@@ -87,8 +87,12 @@ def test_routes_of_servers_are_replayed_over_the_tree(
         assert 0 < row["rollout/train_rollout_log_prob_diff_max"] < EXACT
         for sample in recorded(tmp_path, step):
             for sequence in (sample, *sample.branches):
-                assert sequence.routes is not None
-                assert int(sequence.routes[:-1].min()) >= 0 > int(sequence.routes[-1].max())
+                assert sequence.routed_experts is not None
+                assert (
+                    int(sequence.routed_experts[:-1].min())
+                    >= 0
+                    > int(sequence.routed_experts[-1].max())
+                )
     assert any(row["train/moe_replay_disagreement"] > 0 for row in found)
 
 

@@ -1,5 +1,5 @@
 """Mixtures of experts on real servers: the trainer's experts arrive under the right names from
-every layout, and the routes come back."""
+every layout, and the routed experts come back."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_experts_arrive_and_routes_come_back(
     found = rows(tmp_path / "out")
     assert all(
         row["rollout/moe_routing_disagreement"] == 0 for row in found
-    )  # NaN where no routes came
+    )  # NaN where no routed experts came
     assert any(row["train/moe_replay_disagreement"] > 0 for row in found)
 
 
@@ -50,7 +50,7 @@ def test_routes_of_requests_that_new_weights_met(
     expert_demo: Path, expert_servers: Servers, programs: TrainServer, tmp_path: Path
 ) -> None:
     """Asynchronous: weights change under requests, which are put back and computed again, and still
-    bring as many routes as tokens."""
+    bring as many routed experts as tokens."""
     out = tmp_path / "out"
     line = command_line(
         expert_demo, expert_servers.flags, out, "--async-rollout", "--max-staleness", "1", "--num-rollout", "4", "--rollout-max-response-len", "64",

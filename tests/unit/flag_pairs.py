@@ -55,8 +55,8 @@ OTHERS = {
     "dropout": "--hidden-dropout 0.1",
 }
 OTHERS_OF_EXPERTS = {
-    "replay of routes": "--use-routing-replay",
-    "replay of the sampler's routes": "--use-rollout-routing-replay",
+    "replay of routed_experts": "--use-routing-replay",
+    "replay of the sampler's routed_experts": "--use-rollout-routing-replay",
     "auxiliary loss": "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01",
     "balance by sequence": "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01",
     "balance by step": "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01",

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from slime_like.advantages import AdvantageSettings, Outcomes, estimate_advantages
-from slime_like.advantages.registry import EpisodeAnswers
+from slime_like.advantages.registry import EpisodeTurns
 from slime_like.agents.messages import BadRequest
 from slime_like.agents.rollouts import AgentGenerate, Task
 from slime_like.agents.server import Gateway
 from slime_like.agents.sessions import SessionLimits
-from slime_like.batching.turn_credit import ANSWERS, credit_fields
+from slime_like.batching.turn_credit import TURNS, credit_fields
 from slime_like.samples.episodes import complete, episodes_of
 from slime_like.samples.exchange import with_branches
 from slime_like.types import Prompt, Sample, SampleStatus
@@ -39,15 +39,15 @@ def outcomes(
         "paths": [[[(0, 2, 0), (3, 2, 1)]], [[(0, 2, 0), (3, 2, 1)], [(0, 2, 2)]], [[(0, 2, 0)]]],
         "turns": [[[(0, 2, a)] for a in range(len(own))] for own in PARENTS],
     }
-    answers = [EpisodeAnswers(p, r, s) for p, r, s in zip(PARENTS, REWARDS, spans[cut])]
+    answers = [EpisodeTurns(p, r, s) for p, r, s in zip(PARENTS, REWARDS, spans[cut])]
     found = Outcomes(
         rewards=torch.tensor([*WHOLE, math.nan], dtype=torch.float64),
         group_ids=torch.tensor([7, 7, 7, 7]),
         lengths=torch.tensor([4, 6, 2, 2]),
-        answers=[*answers, EpisodeAnswers((-1,), (5.0,), [[(0, 2, 0)]])],
+        turns=[*answers, EpisodeTurns((-1,), (5.0,), [[(0, 2, 0)]])],
     )
     local, places, masks, of_tokens = [], [], [], []
-    for i, episode in enumerate(found.answers or ()):
+    for i, episode in enumerate(found.turns or ()):
         for place, own in enumerate(episode.spans):
             tokens = [-1] * (own[-1][0] + own[-1][1])
             for first, count, a in own:
@@ -115,8 +115,8 @@ def test_an_answer_gets_what_its_paper_says(name: str, loop: object, cut: str) -
 @pytest.mark.parametrize("name", ["grpo_turn", "grpo_branch"])
 def test_without_forks_and_rewards_of_answers_it_is_grpo(name: str) -> None:
     found = outcomes("paths")[0]
-    plain = [EpisodeAnswers((-1,), (0.0,), [[(0, 2, 0)]])] * 4
-    found = dataclasses.replace(found, answers=plain)
+    plain = [EpisodeTurns((-1,), (0.0,), [[(0, 2, 0)]])] * 4
+    found = dataclasses.replace(found, turns=plain)
     masks = [torch.ones(2, dtype=torch.bool)] * 4
     given, grpo = (
         estimate_advantages(AdvantageSettings(n), found, local_indices=range(4), masks=masks).values
@@ -156,10 +156,10 @@ def episode(*, by_turn: bool) -> Sample:
 
 def test_an_agent_rewards_its_answers() -> None:
     one = episode(by_turn=False)
-    assert one.reward == 1.75 and ANSWERS not in one.metadata
+    assert one.reward == 1.75 and TURNS not in one.metadata
     sample = episode(by_turn=True)
     assert sample.reward == 1.0
-    given = sample.metadata[ANSWERS]
+    given = sample.metadata[TURNS]
     assert (given["parents"], given["rewards"]) == ([-1, 0, 0], [0.25, 0.5, 0.0])
     sequences = complete(with_branches([sample]))
     for place, sequence in enumerate(sequences):
@@ -170,7 +170,7 @@ def test_an_agent_rewards_its_answers() -> None:
     fields = credit_fields([sample], by_turn=True, turn_penalty=0.1, token_penalty=0.01)
     written = sum(s.active_tokens for s in sequences)
     assert fields["penalties"].tolist() == pytest.approx([0.3 + 0.01 * written])
-    assert fields["answers"][0].rewards == [0.25, 0.5, 0.0]
+    assert fields["turns"][0].rewards == [0.25, 0.5, 0.0]
     silent = dataclasses.replace(sample, metadata={})
     with pytest.raises(ValueError, match=r"sample 5 .* --advantage-estimator"):
         credit_fields([silent], by_turn=True, turn_penalty=0, token_penalty=0)
@@ -180,7 +180,7 @@ def test_an_episode_that_was_lost_before_its_first_answer_has_no_advantage() -> 
     sample = episode(by_turn=True)
     record = {"summed": False, "parents": [], "rewards": [], "spans": []}
     lost = dataclasses.replace(
-        Sample.empty(Prompt(3, "question", ()), 6), metadata={**sample.metadata, ANSWERS: record}
+        Sample.empty(Prompt(3, "question", ()), 6), metadata={**sample.metadata, TURNS: record}
     )
     played = [sample, dataclasses.replace(sample, sample_id=7), lost]
     fields = credit_fields(played, by_turn=True, turn_penalty=0, token_penalty=0)
@@ -188,7 +188,7 @@ def test_an_episode_that_was_lost_before_its_first_answer_has_no_advantage() -> 
         rewards=torch.tensor([1.0, 0.0, math.nan]),
         group_ids=torch.zeros(3),
         lengths=torch.tensor([1, 1, 0]),
-        answers=fields["answers"],
+        turns=fields["turns"],
     )
     settings = AdvantageSettings(estimator="grpo_turn")
     output = estimate_advantages(

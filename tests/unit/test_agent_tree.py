@@ -31,7 +31,7 @@ from slime_like.engines.base import (
     SamplingParams,
 )
 from slime_like.rollout.episode import Model
-from slime_like.rollout.sampler_choices import split_token_sets
+from slime_like.samples.sampling_mask import split_sampling_mask
 from tests.agent_templates import FAMILIES, MARKS, Family, call_text, make_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
@@ -72,10 +72,10 @@ class Writer:
         versions = (1,) * len(tokens)
         sets = tuple(torch.cat([torch.tensor([t]), torch.randint(9, (3,))]).int() for t in tokens)
         length = len(request.prompt_tokens) + len(tokens)
-        routes = torch.randint(0, 99, (length, 2, 2), dtype=torch.int16)
-        routes[-1] = -1  # not computed
+        routed_experts = torch.randint(0, 99, (length, 2, 2), dtype=torch.int16)
+        routed_experts[-1] = -1  # not computed
         output = GenerateOutput(
-            request.sample_id, tuple(tokens), log_probs, reason, versions, sets, routes
+            request.sample_id, tuple(tokens), log_probs, reason, versions, sets, routed_experts
         )
         self.written.append((request.prompt_tokens, output))
         return output
@@ -167,9 +167,9 @@ class Talk:
                     count = len(written[number][1].tokens)
                     assert all(branch.loss_mask[i : i + count])
                     assert set(branch.weight_versions[i : i + count]) == {1}
-                    assert branch.token_sets is not None
-                    sets = split_token_sets(branch.token_sets[i : i + count])
-                    given = written[number][1].token_sets
+                    assert branch.sampling_mask is not None
+                    sets = split_sampling_mask(branch.sampling_mask[i : i + count])
+                    given = written[number][1].sampling_mask
                     assert given is not None and all(map(torch.equal, sets, given))
                     found.append(number)
                     place += count
@@ -189,11 +189,15 @@ class Talk:
             next(o for p, o in self.writer.written if (p, o.log_probs) == (t.prompt, t.log_probs))
             for t in path
         ]
-        assert branch.routes is not None and branch.routes.size(0) == len(branch.tokens)
-        for place, found in enumerate(branch.routes[:-1]):
-            first = next(o.routes for t, o in zip(path, told) if place < len(t.all_tokens) - 1)
+        assert branch.routed_experts is not None and branch.routed_experts.size(0) == len(
+            branch.tokens
+        )
+        for place, found in enumerate(branch.routed_experts[:-1]):
+            first = next(
+                o.routed_experts for t, o in zip(path, told) if place < len(t.all_tokens) - 1
+            )
             assert first is not None and torch.equal(found, first[place])
-        assert bool((branch.routes[-1] == -1).all())
+        assert bool((branch.routed_experts[-1] == -1).all())
 
 
 def observed(branches: Sequence[Branch]) -> Counter[tuple[int, ...]]:

@@ -9,11 +9,11 @@ import math
 import pytest
 import torch
 
-from slime_like.batching.delivery import with_routes
+from slime_like.batching.delivery import with_routed_experts
 from slime_like.batching.step_plan import StepPlan
 from slime_like.batching.train_samples import map_steps, step_weights, train_samples
 from slime_like.losses.reductions import LOSS_REDUCTIONS
-from slime_like.samples.masking import check_token_sets, mask_failed
+from slime_like.samples.masking import check_sampling_masks, mask_failed
 from slime_like.types import Sample, SampleStatus
 
 
@@ -199,33 +199,36 @@ def test_a_step_need_not_be_divisible_by_the_ranks() -> None:
 
 
 def test_every_sample_has_routes_of_this_network() -> None:
-    told = dataclasses.replace(make(1), routes=torch.zeros(5, 3, 2, dtype=torch.int16))
+    told = dataclasses.replace(make(1), routed_experts=torch.zeros(5, 3, 2, dtype=torch.int16))
     aborted = make(2, status=SampleStatus.ABORTED)
     sizes = dict(layers=3, topk=2, experts=4)
-    first, second = with_routes([told, aborted], **sizes)
-    assert first.routes is told.routes and second.routes is not None
-    assert second.routes.shape == (5, 3, 2) and bool((second.routes == -1).all())
+    first, second = with_routed_experts([told, aborted], **sizes)
+    assert first.routed_experts is told.routed_experts and second.routed_experts is not None
+    assert second.routed_experts.shape == (5, 3, 2) and bool((second.routed_experts == -1).all())
     blank = dataclasses.replace(make(5), loss_mask=torch.zeros_like(make(5).loss_mask))
-    (third,) = with_routes([blank], **sizes)
-    assert isinstance(third, Sample) and third.routes is not None
-    assert third.routes.shape == (5, 3, 2), "nothing is trained on"
-    check_token_sets([blank, mask_failed(aborted)], wanted=True)
+    (third,) = with_routed_experts([blank], **sizes)
+    assert isinstance(third, Sample) and third.routed_experts is not None
+    assert third.routed_experts.shape == (5, 3, 2), "nothing is trained on"
+    check_sampling_masks([blank, mask_failed(aborted)], wanted=True)
     with pytest.raises(ValueError, match="sample 4"):
-        check_token_sets([make(4)], wanted=True)
+        check_sampling_masks([make(4)], wanted=True)
     wrong = [
         torch.zeros(4, 3, 2),
         torch.zeros(5, 2, 2),
         torch.full((5, 3, 2), 4),
         torch.full((5, 3, 2), -2),
     ]
-    for routes in wrong:
+    for routed_experts in wrong:
         with pytest.raises(
             ValueError,
             match=r"--use-rollout-routing-replay: .* sample 3 .* expected .* \(5, 3, 2\)",
         ):
-            with_routes([dataclasses.replace(make(3), routes=routes.to(torch.int16))], **sizes)
+            with_routed_experts(
+                [dataclasses.replace(make(3), routed_experts=routed_experts.to(torch.int16))],
+                **sizes,
+            )
     with pytest.raises(ValueError, match="sample 4 has no routed experts"):
-        with_routes([make(4)], **sizes)
+        with_routed_experts([make(4)], **sizes)
 
 
 @pytest.mark.parametrize("cost", [None, 9.0])

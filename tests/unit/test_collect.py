@@ -23,7 +23,7 @@ from slime_like.rollout.failures import failed_fraction
 from slime_like.rollout.group_rows import waiting_from_rows, waiting_to_rows
 from slime_like.rollout.hooks import group_filters
 from slime_like.rollout.rollouter import Rollouter, training_sampling, truncate_at_stop
-from slime_like.rollout.sampler_choices import join_routes
+from slime_like.samples.routed_experts import join_routed_experts
 from slime_like.types import Prompt, Sample, SampleStatus
 from tests.unit.command_lines import complete
 
@@ -381,13 +381,13 @@ def test_routes_of_a_sample_that_grew_are_those_of_their_first_time() -> None:
     computed before."""
     before = torch.tensor([1, 2, -1], dtype=torch.int16).reshape(3, 1, 1)
     now = torch.tensor([7, 7, 3, 4, -1], dtype=torch.int16).reshape(5, 1, 1)
-    grown = join_routes(before, now, 5)
+    grown = join_routed_experts(before, now, 5)
     assert grown is not None and grown.flatten().tolist() == [1, 2, 3, 4, -1]
-    cut = join_routes(None, now, 4)
+    cut = join_routed_experts(None, now, 4)
     assert cut is not None and cut.flatten().tolist() == [7, 7, 3, 4]
-    assert join_routes(None, None, 4) is None
-    assert join_routes(before, None, 3) is before  # aborted before it was asked for again
-    assert join_routes(before, None, 4) is None
+    assert join_routed_experts(None, None, 4) is None
+    assert join_routed_experts(before, None, 3) is before  # aborted before it was asked for again
+    assert join_routed_experts(before, None, 4) is None
 
 
 def test_failures_of_dropped_groups_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

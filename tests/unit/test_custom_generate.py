@@ -24,7 +24,7 @@ from slime_like.engines.base import (
 )
 from slime_like.rollout.episode import Model
 from slime_like.rollout.hooks import custom_generate
-from slime_like.rollout.sampler_choices import split_token_sets
+from slime_like.samples.sampling_mask import split_sampling_mask
 from slime_like.types import Prompt, Sample, SampleStatus
 from tests.unit.command_lines import complete
 
@@ -66,8 +66,8 @@ class Scripted:
         tokens = tuple(map(ord, text[:cut]))
         log_probs = tuple(-i / 10 for i in range(cut))
         length, call = len(request.prompt_tokens) + cut, len(self.requests)
-        routes = torch.full((length, 1, 2), call, dtype=torch.int16)
-        routes[-1] = -1  # not computed
+        routed_experts = torch.full((length, 1, 2), call, dtype=torch.int16)
+        routed_experts[-1] = -1  # not computed
         return GenerateOutput(
             request.sample_id,
             tokens,
@@ -75,7 +75,7 @@ class Scripted:
             "stop" if cut == whole else "length",
             (call,) * cut,
             None if sampling.greedy else tuple(torch.tensor([t, call]).int() for t in tokens),
-            routes,
+            routed_experts,
         )
 
 
@@ -129,11 +129,11 @@ def test_choices_of_the_sampler_are_kept(tmp_path: Path) -> None:
         "    episode.observe('!')\n"
     )
     sample = play(tmp_path, f"{tmp_path}/f.py:play", Scripted("ab", "cde"))
-    assert sample.response == "ab::cde!" and sample.token_sets is not None
-    sets = [ids.tolist() for ids in split_token_sets(sample.token_sets)]
+    assert sample.response == "ab::cde!" and sample.sampling_mask is not None
+    sets = [ids.tolist() for ids in split_sampling_mask(sample.sampling_mask)]
     assert sets == [[97, 1], [98, 1], [], [], [99, 2], [100, 2], [101, 2], []]
-    assert sample.routes is not None and sample.routes.shape == (10, 1, 2)
-    assert sample.routes[:, 0, 0].tolist() == [1, 1, 1, 2, 2, 2, 2, 2, -1, -1]
+    assert sample.routed_experts is not None and sample.routed_experts.shape == (10, 1, 2)
+    assert sample.routed_experts[:, 0, 0].tolist() == [1, 1, 1, 2, 2, 2, 2, 2, -1, -1]
 
 
 @pytest.mark.parametrize("trained", [True, False])

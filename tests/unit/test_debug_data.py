@@ -26,8 +26,10 @@ def _sample(sample_id: int, **changes: Any) -> Sample:
         response_length=response,
         loss_mask=torch.rand(response, generator=generator) > 0.3,
         rollout_log_probs=torch.randn(response, generator=generator),
-        token_sets=torch.randint(-1, 9, (response, 4), generator=generator, dtype=torch.int32),
-        routes=torch.randint(-1, 9, (4 + response, 3, 2), generator=generator, dtype=torch.int16),
+        sampling_mask=torch.randint(-1, 9, (response, 4), generator=generator, dtype=torch.int32),
+        routed_experts=torch.randint(
+            -1, 9, (4 + response, 3, 2), generator=generator, dtype=torch.int16
+        ),
         reward=1 / 3,
         weight_versions=tuple(range(response)),
         text="2 + 2 =",
@@ -283,7 +285,7 @@ def _good(**changes: Any) -> Sample:
         response_length=3,
         loss_mask=torch.tensor([True, False, True]),
         rollout_log_probs=torch.tensor([-0.5, math.nan, 0.0]),  # NaN where nothing is trained on
-        token_sets=torch.tensor([[3, 9], [-1, -1], [5, -1]], dtype=torch.int32),
+        sampling_mask=torch.tensor([[3, 9], [-1, -1], [5, -1]], dtype=torch.int32),
         reward=1.0,
         weight_versions=(1, -1, 2),
     )
@@ -307,8 +309,8 @@ def _good(**changes: Any) -> Sample:
         ({"rollout_log_probs": torch.zeros(2)}, "2 log-probs for 3 tokens"),
         ({"weight_versions": (1, 2)}, r"weight versions \(1, 2\) for 3 tokens"),
         ({"weight_versions": (1, -7, 2)}, "weight versions"),
-        ({"token_sets": torch.zeros(3, 2, dtype=torch.int32)}, "was not among those"),
-        ({"token_sets": torch.full((3, 2), 10, dtype=torch.int32)}, "beyond the vocabulary"),
+        ({"sampling_mask": torch.zeros(3, 2, dtype=torch.int32)}, "was not among those"),
+        ({"sampling_mask": torch.full((3, 2), 10, dtype=torch.int32)}, "beyond the vocabulary"),
     ],
 )
 def test_values_are_held_to_those_of_an_engine(changes: Any, words: str | None) -> None:

@@ -25,7 +25,7 @@ NAMED_AS_FAULTS = (
 )
 FILES_OF_FAULTS = (
     "unit/test_stopping.py", "unit/test_signed_store.py", "unit/test_folder_lock.py",
-    "unit/test_gates.py",
+    "unit/test_guards.py",
     "unit/test_written_files.py", "unit/test_rendezvous.py", "unit/test_refusals.py",
     "unit/test_replicas.py",
     "unit/test_data_templates.py", "unit/test_import_utils.py", "unit/test_server_journal.py",

@@ -290,7 +290,7 @@ def test_token_sets_are_what_probabilities_are_over(rows: list[int] | None, uses
         uses,
         temperature=0.7,
         chunk_size=5,
-        token_sets=sets,
+        sampling_mask=sets,
         rows=chosen,
     )
     assert_same(got, values_and_gradients(reference, arguments, uses), 1e-12)
@@ -299,7 +299,7 @@ def test_token_sets_are_what_probabilities_are_over(rows: list[int] | None, uses
 def test_a_label_outside_the_set_keeps_a_probability() -> None:
     hidden, weight = torch.ones(1, 1), torch.tensor([[3.0], [2.0], [1.0], [0.0]])
     log_probs, entropy = fused_linear_log_probs(
-        hidden, weight, torch.tensor([3]), vocab_size=4, token_sets=torch.tensor([[0, 1]])
+        hidden, weight, torch.tensor([3]), vocab_size=4, sampling_mask=torch.tensor([[0, 1]])
     )
     log_p = torch.tensor([3.0, 2.0, 0.0]).log_softmax(0)
     torch.testing.assert_close(log_probs, log_p[2:])

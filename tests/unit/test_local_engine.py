@@ -168,9 +168,9 @@ def test_reported_sets_are_those_of_transformers_and_log_probs_are_over_them(
     sampling = SamplingParams(temperature=0.7, top_p=top_p, top_k=top_k, max_new_tokens=16)
     requests = _requests(8, n_samples=2)
     plain = built.engine.generate(requests, sampling)
-    outputs = built.engine.generate(requests, replace(sampling, report_token_sets=True))
+    outputs = built.engine.generate(requests, replace(sampling, report_sampling_mask=True))
     for request, output, as_before in zip(requests, outputs, plain, strict=True):
-        assert output.tokens == as_before.tokens and as_before.token_sets is None
+        assert output.tokens == as_before.tokens and as_before.sampling_mask is None
         kept = _full_pass(built.reference, request, output) / sampling.temperature
         if top_k != -1:
             kept = TopKLogitsWarper(top_k)(None, kept)
@@ -178,8 +178,8 @@ def test_reported_sets_are_those_of_transformers_and_log_probs_are_over_them(
             kept = TopPLogitsWarper(top_p)(None, kept)
         expected = kept.log_softmax(-1).gather(1, torch.tensor(output.tokens)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(output.log_probs), expected, atol=1e-5, rtol=0)
-        assert output.token_sets is not None
-        for members, row in zip(output.token_sets, kept, strict=True):
+        assert output.sampling_mask is not None
+        for members, row in zip(output.sampling_mask, kept, strict=True):
             assert members.tolist() == row.isfinite().nonzero()[:, 0].tolist()
 
 
@@ -187,7 +187,7 @@ def test_greedy_responses_report_no_sets(built: Built) -> None:
     sampling = SamplingParams(temperature=0, max_new_tokens=4, top_k=3)
     requests = _requests(2)
     assert built.engine.generate(
-        requests, replace(sampling, report_token_sets=True)
+        requests, replace(sampling, report_sampling_mask=True)
     ) == built.engine.generate(requests, sampling)
 
 
@@ -196,10 +196,10 @@ def test_reported_routes_are_those_of_a_pass_over_the_whole_text(
     family: str, tmp_path: Path
 ) -> None:
     """Prompts of several lengths, some shared, and responses that end at different steps: each has
-    the routes of its own tokens."""
+    the routed experts of its own tokens."""
     built = Built(FAMILIES[family], tmp_path, local_batch_size=5)
     sampling = SamplingParams(
-        max_new_tokens=9, stop_token_ids=tuple(range(20, 30)), report_routes=True
+        max_new_tokens=9, stop_token_ids=tuple(range(20, 30)), report_routed_experts=True
     )
     requests = _requests(4, n_samples=2)
     outputs = built.engine.generate(requests, sampling)
@@ -214,18 +214,20 @@ def test_reported_routes_are_those_of_a_pass_over_the_whole_text(
         seen.clear()
         built.reference(torch.tensor([[*request.prompt_tokens, *output.tokens]]))
         want = torch.stack(seen, dim=1).sort(dim=-1).values  # (L, layers, 2)
-        assert output.routes is not None and output.routes.shape == want.shape
-        assert torch.equal(output.routes[:-1].long().sort(dim=-1).values, want[:-1])
-        assert bool((output.routes[-1] == -1).all()), "the last token is not fed to the model"
-    plain = built.engine.generate(requests, replace(sampling, report_routes=False))
+        assert output.routed_experts is not None and output.routed_experts.shape == want.shape
+        assert torch.equal(output.routed_experts[:-1].long().sort(dim=-1).values, want[:-1])
+        assert bool((output.routed_experts[-1] == -1).all()), (
+            "the last token is not fed to the model"
+        )
+    plain = built.engine.generate(requests, replace(sampling, report_routed_experts=False))
     assert [o.tokens for o in plain] == [o.tokens for o in outputs] and all(
-        o.routes is None for o in plain
+        o.routed_experts is None for o in plain
     )
 
 
 def test_a_model_without_experts_has_no_routes(built: Built) -> None:
     with pytest.raises(ValueError, match="--use-rollout-routing-replay"):
-        built.engine.generate(_requests(1), SamplingParams(report_routes=True))
+        built.engine.generate(_requests(1), SamplingParams(report_routed_experts=True))
 
 
 def test_tokens_depend_on_the_seed_alone(built: Built) -> None:

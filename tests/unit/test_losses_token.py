@@ -23,7 +23,7 @@ from slime_like.losses.ipo import IPOConfig
 from slime_like.losses.kimi import KimiConfig
 from slime_like.losses.rollout_is import RolloutISConfig
 from slime_like.losses.topr import TOPRConfig
-from slime_like.losses.up import UPConfig
+from slime_like.losses.up_grpo import UPConfig
 from tests.unit.loss_cases import clamp20, doubles, gradient, grid, make, value
 
 # (loss, gradient by the log-prob, whether the metric of clipping counts it) of one token

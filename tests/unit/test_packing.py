@@ -7,12 +7,7 @@ import pytest
 import torch
 
 from slime_like.megatron.ops.context_parallel import join_context_ranks
-from slime_like.megatron.packing import (
-    pack,
-    pack_all,
-    unpack,
-    with_selection_seeds,
-)
+from slime_like.megatron.packing import pack, pack_all, unpack, with_selection_seeds
 from slime_like.types import TrainSample
 
 CPU = torch.device("cpu")
@@ -51,12 +46,12 @@ def test_a_sample_without_token_sets_leaves_those_of_the_others() -> None:
     """As one that was lost, of which nothing is trained on."""
     lost = dataclasses.replace(sample(2, 1, 200), loss_mask=torch.tensor([False]))
     sets = torch.tensor([[102, 7], [103, -1]], dtype=torch.int32)
-    told = dataclasses.replace(sample(2, 2, 100), token_sets=sets)
+    told = dataclasses.replace(sample(2, 2, 100), sampling_mask=sets)
     batch = pack([lost, told], multiple=1, device=CPU)
-    assert batch.token_sets is not None
-    assert torch.equal(batch.token_sets[batch.loss_mask], sets)
-    assert bool((batch.token_sets[~batch.loss_mask] == -1).all())
-    assert pack([lost], multiple=1, device=CPU).token_sets is None
+    assert batch.sampling_mask is not None
+    assert torch.equal(batch.sampling_mask[batch.loss_mask], sets)
+    assert bool((batch.sampling_mask[~batch.loss_mask] == -1).all())
+    assert pack([lost], multiple=1, device=CPU).sampling_mask is None
 
 
 def test_last_token_of_a_sequence_never_predicts_the_next_sequence() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime_like.batching.delivery import without_routes
+from slime_like.batching.delivery import without_routed_experts
 from slime_like.samples.episodes import complete
 from slime_like.samples.index import (
     ROW,
@@ -44,9 +44,9 @@ def made(rng: random.Random, sample_id: int) -> Sample:
         "rollout_log_probs": -torch.rand(length),
         "teacher_log_probs": -torch.rand(length),
         "token_rewards": torch.rand(length, dtype=torch.float64),
-        "token_sets": torch.randint(-1, 90, (length, rng.randrange(1, 4)), dtype=torch.int32),
+        "sampling_mask": torch.randint(-1, 90, (length, rng.randrange(1, 4)), dtype=torch.int32),
         "teacher_prompt": torch.randint(0, 151_000, (rng.randrange(1, 9),), dtype=torch.int32),
-        "routes": torch.randint(-1, 8, (prompt + length, 3, 2), dtype=torch.int16),
+        "routed_experts": torch.randint(-1, 8, (prompt + length, 3, 2), dtype=torch.int16),
     }
     versions = [rng.choice([NOT_SAMPLED, 3, 4, 9]) for _ in range(length)]
     weight_versions = rng.choice([(), (5,) * length, tuple(versions), (NOT_SAMPLED,) * length])
@@ -123,14 +123,14 @@ def test_text_travels_where_it_is_asked_for(samples: list[Sample]) -> None:
 
 
 def test_changes_on_all_ranks_alike(samples: list[Sample], known: list[RemoteSample]) -> None:
-    """Failed ones, those that a filter removes, and routes that nobody replays."""
+    """Failed ones, those that a filter removes, and routed experts that nobody replays."""
     for local, known_sample in zip(samples, known, strict=True):
         assert untrained(local).active_tokens == untrained(known_sample).active_tokens == 0
         masked, remote = mask_failed(local), mask_failed(known_sample)
         assert masked.active_tokens == remote.active_tokens
         assert repr(masked.reward) == repr(remote.reward)
-        bare = without_routes([local, known_sample])
-        assert payload_size(bare[0]) == payload_size(bare[1]) and not bare[1].has("routes")
+        bare = without_routed_experts([local, known_sample])
+        assert payload_size(bare[0]) == payload_size(bare[1]) and not bare[1].has("routed_experts")
 
 
 def test_a_remote_sample_is_not_taken_for_a_whole_one(

@@ -18,16 +18,16 @@ from slime_like.checked_json import InvalidResponse
 from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.engines.local.engine import LocalEngine
 from slime_like.engines.sglang.engine import SglangEngine
-from slime_like.engines.sglang.factory import require_routes
+from slime_like.engines.sglang.factory import require_routed_experts
 from slime_like.errors import RunError
 from slime_like.sglang.launches import engine_launches
 from slime_like.sglang.nodes import find_nodes
-from slime_like.sglang.routed_experts import RoutesFormat, read_routes
+from slime_like.sglang.routed_experts import RoutesFormat, read_routed_experts
 from slime_like.sglang.router import Router
 from tests.fake_sglang import FakeServer, changed, engine_of, fake_servers, weights_of
 from tests.unit.command_lines import complete
 
-SAMPLING = SamplingParams(max_new_tokens=6, report_routes=True)
+SAMPLING = SamplingParams(max_new_tokens=6, report_routed_experts=True)
 REQUESTS = [GenerateRequest(10 + i, tuple(range(3, 6 + i)), seed=100 + i) for i in range(3)]
 FORMAT = RoutesFormat((True, True), topk=2, experts=4)
 
@@ -46,7 +46,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def one(model: str) -> Iterator[tuple[FakeServer, SglangEngine]]:
-    with fake_servers(model, 1) as (server,), engine_of(model, [server], routes=FORMAT) as engine:
+    with (
+        fake_servers(model, 1) as (server,),
+        engine_of(model, [server], routed_experts=FORMAT) as engine,
+    ):
         yield server, engine
 
 
@@ -60,11 +63,11 @@ def test_routes_of_servers_are_those_of_the_local_engine(
         engine.generate(REQUESTS, SAMPLING), local.generate(REQUESTS, SAMPLING), strict=True
     ):
         assert output.tokens == right.tokens and output.failure is None
-        assert output.routes is not None and right.routes is not None
-        assert output.routes.dtype == right.routes.dtype and torch.equal(
-            output.routes, right.routes
+        assert output.routed_experts is not None and right.routed_experts is not None
+        assert output.routed_experts.dtype == right.routed_experts.dtype and torch.equal(
+            output.routed_experts, right.routed_experts
         )
-        assert output.routes.unique().tolist() == [-1, 0, 1, 2, 3]
+        assert output.routed_experts.unique().tolist() == [-1, 0, 1, 2, 3]
     assert server.seen[-1][1]["return_routed_experts"] is True
 
 
@@ -73,7 +76,7 @@ def test_they_are_asked_for_where_they_are_wanted(
 ) -> None:
     server, engine = one
     (output,) = engine.generate(REQUESTS[:1], SamplingParams(max_new_tokens=2))
-    assert output.routes is None and "return_routed_experts" not in server.seen[-1][1]
+    assert output.routed_experts is None and "return_routed_experts" not in server.seen[-1][1]
     with (
         engine_of(model, [server]) as dense,
         pytest.raises(ValueError, match="the network has no experts"),
@@ -84,13 +87,13 @@ def test_they_are_asked_for_where_they_are_wanted(
 def test_a_router_is_passed_by(
     one: tuple[FakeServer, SglangEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """sglang_router would leave out of a request that it asks for routes."""
+    """sglang_router would leave out of a request that it asks for routed_experts."""
     server, engine = one
     assert engine.pool is not None
     with FakeServer(server.model) as router:  # of a version that was never given weights
         monkeypatch.setattr(engine.pool, "router", Router(router.url, None, 1.0))
         (output,) = engine.generate(REQUESTS[:1], SAMPLING)
-        assert output.routes is not None and router.count("/generate") == 0
+        assert output.routed_experts is not None and router.count("/generate") == 0
         engine.generate(REQUESTS[:1], SamplingParams(max_new_tokens=2))
         assert router.count("/generate") > 0
 
@@ -129,7 +132,7 @@ def put(value: int) -> Callable[[np.ndarray], np.ndarray]:
     return change
 
 
-# What comes back in place of right routes -> words of the rejection.
+# What comes back in place of right routed experts -> words of the rejection.
 WRONG: dict[str, tuple[Callable[[dict], object], str]] = {
     "none": (
         lambda a: a["meta_info"].pop("routed_experts"),
@@ -168,7 +171,7 @@ def test_wrong_routes_are_a_rejected_sample(
     spoil, words = WRONG[name]
     server.faults, before = [changed(spoil)], server.count("/generate")
     (output,) = engine.generate(REQUESTS[:1], SAMPLING)
-    assert (output.tokens, output.finish_reason, output.routes) == ((), "abort", None)
+    assert (output.tokens, output.finish_reason, output.routed_experts) == ((), "abort", None)
     assert (
         output.failure is not None
         and words in output.failure
@@ -187,32 +190,34 @@ def test_layers_without_experts_are_left_out() -> None:
     numbers = np.zeros((3, 3, 1), dtype="<i4")
     numbers[:, 1, 0], numbers[:, 2, 0] = (1, 2, 3), (3, 2, 1)
     meta = {"routed_experts": base64.b64encode(numbers.tobytes()).decode()}
-    routes = read_routes(
+    routed_experts = read_routed_experts(
         meta, request, output, RoutesFormat((False, True, True), topk=1, experts=4), "r"
     )
-    assert routes.tolist() == [[[1], [3]], [[2], [2]], [[3], [1]], [[-1], [-1]]]
+    assert routed_experts.tolist() == [[[1], [3]], [[2], [2]], [[3], [1]], [[-1], [-1]]]
 
 
 def test_an_aborted_request_may_have_none() -> None:
     """A server keeps none of a request that it aborts in its queue, where a pause had put it back;
     one that ended has them."""
     request, output = GenerateRequest(0, (5, 6), 0), GenerateOutput(0, (7,), (-1.0,), "abort", (1,))
-    assert read_routes({}, request, output, FORMAT, "r").tolist() == [[[-1, -1], [-1, -1]]] * 3
+    assert (
+        read_routed_experts({}, request, output, FORMAT, "r").tolist() == [[[-1, -1], [-1, -1]]] * 3
+    )
     ended = GenerateOutput(0, (7,), (-1.0,), "stop", (1,))
     with pytest.raises(InvalidResponse, match="reports no routed experts"):
-        read_routes({}, request, ended, FORMAT, "r")
+        read_routed_experts({}, request, ended, FORMAT, "r")
 
 
 def test_a_server_that_tells_none_is_named_before_the_run(
     one: tuple[FakeServer, SglangEngine],
 ) -> None:
     server, engine = one
-    require_routes(engine.pool)  # it does not say
+    require_routed_experts(engine.pool)  # it does not say
     server.info = {**server.info, "enable_return_routed_experts": True}
-    require_routes(engine.pool)
+    require_routed_experts(engine.pool)
     server.info = {**server.info, "enable_return_routed_experts": False}
     with pytest.raises(
         RunError,
         match=f"the engine {server.url} does not report routed experts.*--enable-return-routed-experts",
     ):
-        require_routes(engine.pool)
+        require_routed_experts(engine.pool)

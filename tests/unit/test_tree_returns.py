@@ -12,7 +12,7 @@ import torch
 
 from arguments.parse import parse_args
 from slime_like.advantages import AdvantageSettings, Outcomes, estimate_advantages
-from slime_like.batching.turn_credit import ANSWERS, SUMMED, check_trees, credit_fields
+from slime_like.batching.turn_credit import SUMMED, TURNS, check_trees, credit_fields
 from slime_like.samples.episodes import complete
 from slime_like.samples.exchange import with_branches
 from tests.agent_trees import Episode, Laid, cuts, expected, laid, random_episode
@@ -148,7 +148,7 @@ def test_a_chain_is_as_a_sample_without_a_record() -> None:
                 kl=found.penalties,
                 critic_values=values,
             )
-            for batch in (found.outcomes, dataclasses.replace(found.outcomes, answers=None))
+            for batch in (found.outcomes, dataclasses.replace(found.outcomes, turns=None))
         ]
         torch.testing.assert_close(output[0].values, output[1].values)
 
@@ -179,12 +179,12 @@ def test_an_episode_without_a_reward_leaves_the_others_alone() -> None:
 def test_records_say_whose_the_rewards_of_answers_are() -> None:
     """A recording made for one kind of estimator, trained on with the other."""
     record = {"parents": [-1, 0], "rewards": [0.25, 0.5], "spans": [[[0, 1, 0], [2, 1, 1]]]}
-    sample = dataclasses.replace(WHOLE[0], metadata={ANSWERS: record | {SUMMED: True}})
+    sample = dataclasses.replace(WHOLE[0], metadata={TURNS: record | {SUMMED: True}})
     none = dict(turn_penalty=0.0, token_penalty=0.0)
     followed = credit_fields([sample], by_turn=False, by_token=True, **none)
-    assert "penalties" not in followed and followed["answers"][0].rewards == [0.25, 0.5]
+    assert "penalties" not in followed and followed["turns"][0].rewards == [0.25, 0.5]
     assert credit_fields([sample], by_turn=True, **none)["penalties"].tolist() == [0.75]
-    own = dataclasses.replace(sample, metadata={ANSWERS: record | {SUMMED: False}})
+    own = dataclasses.replace(sample, metadata={TURNS: record | {SUMMED: False}})
     assert "penalties" not in credit_fields([own], by_turn=True, **none)
     taken = credit_fields([own], by_turn=False, by_token=True, **none)
     assert taken["penalties"].tolist() == [-0.75]

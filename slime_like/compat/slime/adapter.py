@@ -130,7 +130,7 @@ class SlimeAdapter:
                 result = converted if result is None else result
                 outputs = [as_output(sample)]
                 changed = from_slime(result, sample, outputs, self._args, tokenizer, flag=name)
-                replays = sample.token_sets is not None or sample.routes is not None
+                replays = sample.sampling_mask is not None or sample.routed_experts is not None
                 if replays and changed.response_length != sample.response_length:
                     raise ValueError(
                         f"{name}: sample {sample.sample_id} has other tokens than the engine "

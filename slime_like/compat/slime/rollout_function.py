@@ -24,8 +24,8 @@ from slime_like.distributed.collectives import from_rank_zero_within
 from slime_like.rollout.collector import Collected
 from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.hooks import group_filters
-from slime_like.rollout.rank_zero import GroupIndex, groups_of_index, index_of_groups
 from slime_like.rollout.rollouter import Rollouter, training_sampling
+from slime_like.rollout.shared_groups import GroupIndex, groups_of_index, index_of_groups
 from slime_like.types import SampleGroup
 
 Result = TypeVar("Result")

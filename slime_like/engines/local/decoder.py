@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from slime_like.engines.base import FinishReason, GenerateOutput, GenerateRequest, SamplingParams
-from slime_like.rollout.sampler_choices import pad_routes
+from slime_like.samples.routed_experts import pad_routed_experts
 
 
 @dataclass(slots=True)
@@ -33,9 +33,9 @@ class _Row:
 
     tokens: list[int] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
-    token_sets: list[Tensor] = field(default_factory=list)  # only if requested
+    sampling_mask: list[Tensor] = field(default_factory=list)  # only if requested
     # only if requested: of the prompt [P, layers, topk], then of each token
-    routes: list[Tensor] = field(default_factory=list)
+    routed_experts: list[Tensor] = field(default_factory=list)
     finish_reason: FinishReason = "length"
 
 
@@ -58,7 +58,7 @@ class Decoder:
             end_ids: Tokens that end a response.
             version: Returns the current weight version; called at every token.
         """
-        self.routes = RouteRecorder(model)
+        self.routed_experts = RouteRecorder(model)
         self._model = model
         self._tokenizer = tokenizer
         self._device = device
@@ -67,7 +67,7 @@ class Decoder:
 
     def free(self) -> None:
         """Release the model; no decoding afterwards."""
-        del self._model, self.routes
+        del self._model, self.routed_experts
 
     @torch.inference_mode()
     def decode(
@@ -86,11 +86,13 @@ class Decoder:
         uniforms = draw_uniforms([r.seed for r in requests], sampling.max_new_tokens)  # (B, N)
         uniforms = uniforms.to(self._device)
         log_probs = torch.full(uniforms.shape, float("nan"), device=self._device)  # (B, N)
-        with self.routes.recording(sampling.report_routes):
+        with self.routed_experts.recording(sampling.report_routed_experts):
             logits, cache, mask, positions = self._prefill(prompts, sampling.max_new_tokens)
-        if sampling.report_routes:
-            for record, routes in zip(rows, self.routes.of_prompts(prompts), strict=True):
-                record.routes.append(routes)
+        if sampling.report_routed_experts:
+            for record, routed_experts in zip(
+                rows, self.routed_experts.of_prompts(prompts), strict=True
+            ):
+                record.routed_experts.append(routed_experts)
         live = list(range(len(requests)))  # requests[live[j]] is row j of the running batch
         live_index = torch.arange(len(requests), device=self._device)
         prompt_width = mask.size(1) - sampling.max_new_tokens
@@ -117,23 +119,25 @@ class Decoder:
                 live, live_index = [live[j] for j in continuing], live_index[keep]
                 tokens, mask, positions = tokens[keep], mask[keep], positions[keep]
             positions = positions + 1
-            with self.routes.recording(sampling.report_routes):
+            with self.routed_experts.recording(sampling.report_routed_experts):
                 logits = self._forward(
                     tokens[:, None], mask[:, : prompt_width + step + 1], positions, cache
                 )
-            if sampling.report_routes:
-                for row, routes in zip(live, self.routes.last(len(live)), strict=True):
-                    rows[row].routes.append(routes)
+            if sampling.report_routed_experts:
+                for row, routed_experts in zip(
+                    live, self.routed_experts.last(len(live)), strict=True
+                ):
+                    rows[row].routed_experts.append(routed_experts)
 
     def _append_token(
         self, rows: Sequence[_Row], logits: Tensor, uniforms: Tensor, sampling: SamplingParams
     ) -> tuple[Tensor, Tensor]:
         """Sample one token for each of B rows. logits: [B, V]; uniforms: [B]. Returns tokens and
         log-probs, [B] each."""
-        if reports_token_sets(sampling):
+        if reports_sampling_mask(sampling):
             tokens, log_probs, kept = sample_from_sets(logits, uniforms, sampling)
             for row, members in zip(rows, kept.cpu(), strict=True):
-                row.token_sets.append(members.nonzero()[:, 0].int())
+                row.sampling_mask.append(members.nonzero()[:, 0].int())
         else:
             tokens, log_probs = sample_tokens(logits, uniforms, sampling)
         for row, token in zip(rows, tokens.tolist(), strict=True):
@@ -213,27 +217,31 @@ class Decoder:
         aborts the response."""
         values = log_probs[: len(row.tokens)]
         finite = int(values.isfinite().cumprod(0).sum())
-        finish_reason, failure, routes = row.finish_reason, None, None
+        finish_reason, failure, routed_experts = row.finish_reason, None, None
         if finite < len(row.tokens):
             finish_reason = "abort"
             failure = f"the log-prob of response token {finite} is {float(values[finite])}"
-        if row.routes:
-            routes = pad_routes(row.routes, len(request.prompt_tokens) + finite)
+        if row.routed_experts:
+            routed_experts = pad_routed_experts(
+                row.routed_experts, len(request.prompt_tokens) + finite
+            )
         return GenerateOutput(
             sample_id=request.sample_id,
             tokens=tuple(row.tokens[:finite]),
             log_probs=tuple(values[:finite].tolist()),
             finish_reason=finish_reason,
             weight_versions=tuple(row.weight_versions[:finite]),
-            token_sets=tuple(row.token_sets[:finite]) if reports_token_sets(sampling) else None,
-            routes=routes,
+            sampling_mask=tuple(row.sampling_mask[:finite])
+            if reports_sampling_mask(sampling)
+            else None,
+            routed_experts=routed_experts,
             failure=failure,
         )
 
 
-def reports_token_sets(sampling: SamplingParams) -> bool:
+def reports_sampling_mask(sampling: SamplingParams) -> bool:
     """Whether to report sampling masks; greedy sampling has none."""
-    return sampling.report_token_sets and not sampling.greedy
+    return sampling.report_sampling_mask and not sampling.greedy
 
 
 class RouteRecorder:
@@ -270,8 +278,11 @@ class RouteRecorder:
         """Routed experts of each prompt, [P, layers, topk], after a forward pass over the distinct
         ones of `prompts`, left-padded."""
         distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
-        routes = self.last(len(distinct))
-        return [routes[distinct[prompt], routes.size(1) - len(prompt) :] for prompt in prompts]
+        routed_experts = self.last(len(distinct))
+        return [
+            routed_experts[distinct[prompt], routed_experts.size(1) - len(prompt) :]
+            for prompt in prompts
+        ]
 
 
 def draw_uniforms(seeds: Sequence[int], count: int) -> Tensor:

@@ -150,7 +150,7 @@ class LocalEngine(RolloutEngine):
     def _check(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> None:
         if not self._weights_complete:
             raise RuntimeError("the local engine has no complete weights: update_weights failed")
-        if sampling.report_routes and not self._decoder.routes.layers:
+        if sampling.report_routed_experts and not self._decoder.routed_experts.layers:
             raise ValueError("--use-rollout-routing-replay: the model has no MoE layers")
         if sampling.stop and self._tokenizer is None:
             raise ValueError(f"stop strings {sampling.stop!r} require an engine with a tokenizer")

@@ -46,9 +46,9 @@ PAUSE = {"mode": "retract"}
 
 
 class SglangEngine(RolloutEngine):
-    """`RolloutEngine` over HTTP. pool, updater: on rank 0, None elsewhere. routes: format of
-    routed experts, None for a dense model. agent: on the first rank of every other node, the agent
-    of its servers."""
+    """`RolloutEngine` over HTTP. pool, updater: on rank 0, None elsewhere. routed_experts: format
+    of routed experts, None for a dense model. agent: on the first rank of every other node, the
+    agent of its servers."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class SglangEngine(RolloutEngine):
         *,
         check_updates: bool,
         colocated: bool = False,
-        routes: RoutesFormat | None = None,
+        routed_experts: RoutesFormat | None = None,
         agent: NodeAgent | None = None,
     ) -> None:
         self.serves_all_ranks = self.is_remote = True
@@ -77,7 +77,7 @@ class SglangEngine(RolloutEngine):
         self._vocab_size = vocabulary_size(hf_checkpoint)
         self._requests: ServerRequests | None = None
         if pool is not None:
-            self._requests = ServerRequests(pool, requests, self._vocab_size, routes)
+            self._requests = ServerRequests(pool, requests, self._vocab_size, routed_experts)
         self._paused = False
         self._metrics: dict[str, float] = {}
 

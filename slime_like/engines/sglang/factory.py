@@ -53,7 +53,7 @@ def make_sglang_engine(context: EngineContext) -> SglangEngine:
         model,
         check_updates=run.sglang.check_weight_update_equal,
         colocated=bool(run.sglang.offload_rollout),
-        routes=routes_format(run),
+        routed_experts=routes_format(run),
         agent=agent,
     )
 
@@ -129,7 +129,7 @@ def start_pool(
             router.start(config.rollout_health_check_first_wait)
         pool.start()
         if run.rollout.use_rollout_routing_replay:
-            require_routes(pool)
+            require_routed_experts(pool)
         return pool
     except BaseException:
         if pool is not None:
@@ -151,7 +151,7 @@ def routes_format(run: RunConfig) -> RoutesFormat | None:
     )
 
 
-def require_routes(pool: ServerPool) -> None:
+def require_routed_experts(pool: ServerPool) -> None:
     """Raise RunError naming a server that does not report routed experts."""
     if pool.router is not None:
         logger.info("rollout requests bypass sglang_router, which drops return_routed_experts")

@@ -182,7 +182,7 @@ class LogProbHead:
             tp_group=self.layout.tp_group,
             sequence_parallel=self.sequence_parallel,
             chunk_size=self.chunk_size,
-            token_sets=batch.token_sets,
+            sampling_mask=batch.sampling_mask,
             squared_out=squares,
         )
         # both depend on hidden states and weight even without active tokens, so that every rank

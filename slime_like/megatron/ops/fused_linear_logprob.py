@@ -51,7 +51,7 @@ class Projection:
     temperature: float
     num_columns: int  # columns of this rank, without padding
     chunk_size: int
-    token_sets: Tensor | None = None  # [N, K] int64, relative to this rank's first token
+    sampling_mask: Tensor | None = None  # [N, K] int64, relative to this rank's first token
 
     @property
     def dtype(self) -> torch.dtype:
@@ -96,17 +96,17 @@ class Projection:
     @property
     def has_banned(self) -> bool:
         """Whether a logit may be -inf."""
-        return not (self.bias is None and self.token_sets is None)
+        return not (self.bias is None and self.sampling_mask is None)
 
     def restrict(
         self, logits: Tensor, rows: slice, columns: slice, column: Tensor, in_block: Tensor
     ) -> None:
         """Set logits outside the token sets to -inf in place, except that of the label, which is at
         `column` if `in_block`."""
-        if self.token_sets is None:
+        if self.sampling_mask is None:
             return
         width = logits.size(1)
-        index = self.token_sets[rows] - columns.start
+        index = self.sampling_mask[rows] - columns.start
         index = torch.where((index >= 0) & (index < width), index, width)
         allowed = torch.zeros((len(logits), width + 1), dtype=torch.bool, device=logits.device)
         allowed = allowed.scatter_(1, index, True)[:, :width]
@@ -209,18 +209,18 @@ class _FusedLinearLogProbs(torch.autograd.Function):
         temperature: float,
         group: dist.ProcessGroup | None,
         chunk_size: int,
-        token_sets: Tensor | None,
+        sampling_mask: Tensor | None,
         squares: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         vocab_start, num_columns = columns_of_rank(weight, vocab_size, group)
-        token_sets = None if token_sets is None else token_sets.long() - vocab_start
-        head = Projection(hidden, weight, bias, temperature, num_columns, chunk_size, token_sets)
+        sampling_mask = None if sampling_mask is None else sampling_mask.long() - vocab_start
+        head = Projection(hidden, weight, bias, temperature, num_columns, chunk_size, sampling_mask)
         local_labels = labels - vocab_start
         label_logit, log_normaliser, entropy, squared = _softmax_statistics(
             head, local_labels, group, squares=squares
         )
         ctx.save_for_backward(
-            hidden, weight, bias, local_labels, log_normaliser, entropy, token_sets
+            hidden, weight, bias, local_labels, log_normaliser, entropy, sampling_mask
         )
         ctx.settings = temperature, num_columns, chunk_size
         ctx.set_materialize_grads(False)
@@ -231,9 +231,11 @@ class _FusedLinearLogProbs(torch.autograd.Function):
     def backward(
         ctx: _Context, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, local_labels, log_normaliser, entropy, token_sets = ctx.saved_tensors
+        hidden, weight, bias, local_labels, log_normaliser, entropy, sampling_mask = (
+            ctx.saved_tensors
+        )
         temperature, num_columns, chunk_size = ctx.settings
-        head = Projection(hidden, weight, bias, temperature, num_columns, chunk_size, token_sets)
+        head = Projection(hidden, weight, bias, temperature, num_columns, chunk_size, sampling_mask)
         # grad z = p (slope (z - log normaliser) + offset), plus label_grads at the labels
         if grad_log_probs is None:
             label_grads = entropy.new_zeros(local_labels.shape)
@@ -331,7 +333,7 @@ def fused_linear_log_probs(
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
-    token_sets: Tensor | None = None,
+    sampling_mask: Tensor | None = None,
     squared_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of labels and entropy of softmax((hidden weight^T + bias) / temperature).
@@ -350,7 +352,8 @@ def fused_linear_log_probs(
         rows: [N] int64, rows to compute, in this order; None: all.
         bias: [V_padded / tp]; -inf bans a token.
         chunk_size: Rows per block; -1: all.
-        token_sets: [T, K] over the full vocabulary, padded with -1: the tokens that top-k and top-p
+        sampling_mask: [T, K] over the full vocabulary, padded with -1: the tokens that top-k and
+        top-p
             left to the sampler. Only these and the label get probability. Not with labels [T, K].
         squared_out: [N], filled with the sum of squared probabilities, without gradient.
 
@@ -358,13 +361,20 @@ def fused_linear_log_probs(
         (log-probs [N], or [N, K] for labels [T, K]; entropy [N]), float32 for narrower inputs.
     """
     single = labels.dim() == 1
-    assert single or token_sets is None, "some of K labels may be banned"
+    assert single or sampling_mask is None, "some of K labels may be banned"
     hidden = rows_to_score(hidden, rows, tp_group, sequence_parallel=sequence_parallel)
     if rows is not None:
         labels = labels.index_select(0, rows)
-        token_sets = None if token_sets is None else token_sets.index_select(0, rows)
+        sampling_mask = None if sampling_mask is None else sampling_mask.index_select(0, rows)
     labels = labels.unsqueeze(1) if single else labels
-    settings = (vocab_size, temperature, tp_group, chunk_size, token_sets, squared_out is not None)
+    settings = (
+        vocab_size,
+        temperature,
+        tp_group,
+        chunk_size,
+        sampling_mask,
+        squared_out is not None,
+    )
     log_probs, entropy, squared = _FusedLinearLogProbs.apply(
         hidden, weight, bias, labels, *settings
     )

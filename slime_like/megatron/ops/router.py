@@ -34,7 +34,7 @@ class RoutedRows:
     num_seqs: int
     padding: Tensor  # [t] bool
     # [t, MoE layers of this rank, topk]: experts to replay, negative where the router selects
-    routes: Tensor | None = None
+    routed_experts: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class PackedRouter(TopKRouter):
 
     def begin(self, rows: Sequence[RoutedRows], *, slot: int, record: bool) -> None:
         """Start a pass over micro-batches; it lasts until the next `begin`. slot: index of this
-        router in `RoutedRows.routes`. record: keep the selected experts."""
+        router in `RoutedRows.routed_experts`. record: keep the selected experts."""
         self._pass = _Pass(rows, slot, record)
         self.load.zero_()
 
@@ -212,11 +212,11 @@ class PackedRouter(TopKRouter):
             return values, selected
         if current.record:
             current.recorded.append(selected.detach())
-        if rows.routes is None:
+        if rows.routed_experts is None:
             return values, selected
-        routes = rows.routes[:, current.slot].long()  # [t, topk]
-        replayed = (routes >= 0).all(dim=1)
-        experts = torch.where(replayed.unsqueeze(1), routes, selected)
+        routed_experts = rows.routed_experts[:, current.slot].long()  # [t, topk]
+        replayed = (routed_experts >= 0).all(dim=1)
+        experts = torch.where(replayed.unsqueeze(1), routed_experts, selected)
         if self._first_call:
             differs = (experts.sort(dim=1).values != selected.sort(dim=1).values).any(dim=1)
             current.differing += int((differs & replayed).sum())

@@ -138,12 +138,12 @@ const TOTALS = ["train/skipped_steps", "train/critic_skipped_steps", "engine/evi
 /** What must hold, and whether it did, for one run. */
 function gatesTable(run, i) {
   const columns = ["state", "limit", "last", "highest", "rollouts in which it did not hold"];
-  const rows = run.gates.map((gate) => el("tr", {}, el("th", { scope: "row" }, gate.metric ? el("a", { href: "#curves/" + encodeURIComponent("^" + gate.metric + "$"), text: gate.name }) : gate.name),
-    el("td", { class: "state " + ({ held: "fine", "not looked at": "muted" }[gate.state] || "bad"), text: gate.state }),
-    [gate.limit, gate.last, gate.highest].map((value) => el("td", { class: "number", text: number(value) })),
-    el("td", { class: "number", text: gate.rollouts ? `${gate.breaches} of ${gate.rollouts}` : "-" })));
-  return [el("h2", {}, "Gates", report.runs.length > 1 ? [" of ", el("span", { class: "swatch", style: `background:${runColour(i)}` }), run.name] : []),
-    scroller("Gates of " + run.name, el("table", {}, el("thead", {}, el("tr", {}, el("th", { scope: "col", text: "gate" }), columns.map((text, k) => el("th", { class: k ? "number" : null, scope: "col", text })))), el("tbody", {}, rows)))];
+  const rows = run.guards.map((guard) => el("tr", {}, el("th", { scope: "row" }, guard.metric ? el("a", { href: "#curves/" + encodeURIComponent("^" + guard.metric + "$"), text: guard.name }) : guard.name),
+    el("td", { class: "state " + ({ held: "fine", "not looked at": "muted" }[guard.state] || "bad"), text: guard.state }),
+    [guard.limit, guard.last, guard.highest].map((value) => el("td", { class: "number", text: number(value) })),
+    el("td", { class: "number", text: guard.rollouts ? `${guard.breaches} of ${guard.rollouts}` : "-" })));
+  return [el("h2", {}, "Guards", report.runs.length > 1 ? [" of ", el("span", { class: "swatch", style: `background:${runColour(i)}` }), run.name] : []),
+    scroller("Guards of " + run.name, el("table", {}, el("thead", {}, el("tr", {}, el("th", { scope: "col", text: "guard" }), columns.map((text, k) => el("th", { class: k ? "number" : null, scope: "col", text })))), el("tbody", {}, rows)))];
 }
 
 function countersPage() {

@@ -1,4 +1,4 @@
-"""Gates: limits, NaN, patience, and errors that a launcher prints as one message."""
+"""Guards: limits, NaN, patience, and errors that a launcher prints as one message."""
 
 from __future__ import annotations
 

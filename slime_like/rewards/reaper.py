@@ -1,8 +1,8 @@
 """Ends all processes that a user's reward function has started, including daemons, when its worker
 or the run ends.
 
-The process that the pool starts becomes the keeper and forks the worker. Descendants that lose
-their parents become the keeper's children (PR_SET_CHILD_SUBREAPER), so none escapes by a double
+The process that the pool starts becomes the reaper and forks the worker. Descendants that lose
+their parents become the reaper's children (PR_SET_CHILD_SUBREAPER), so none escapes by a double
 fork or a new session. On systems other than Linux only the process group is ended."""
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from pathlib import Path
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-END = signal.SIGRTMIN + 5 if sys.platform == "linux" else signal.SIGTERM  # ends a keeper
+END = signal.SIGRTMIN + 5 if sys.platform == "linux" else signal.SIGTERM  # ends a reaper
 SIGNALLED = 128  # exit codes above are signals
 
 
 def split() -> None:
-    """Fork a worker and return in it; the calling process becomes its keeper. Must be called before
+    """Fork a worker and return in it; the calling process becomes its reaper. Must be called before
     starting threads."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
     signal.pthread_sigmask(signal.SIG_BLOCK, {END, signal.SIGCHLD})
-    parent, keeper = os.getppid(), os.getpid()
+    parent, reaper = os.getppid(), os.getpid()
     worker = os.fork()
     if worker == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {END, signal.SIGCHLD})
         libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-        if os.getppid() != keeper:
+        if os.getppid() != reaper:
             os._exit(0)
         return
     libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(END))
     if os.getppid() != parent:
-        os.kill(keeper, END)
+        os.kill(reaper, END)
     _keep(worker)
 
 

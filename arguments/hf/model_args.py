@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from arguments.hf.model import HfModel
 from arguments.hf.moe import layer_pattern
-from arguments.schema import RestatedConfig
+from arguments.schema import ModelArgsConfig
 from slime_like.config import Problem, flag_name
 
 # Not read by megatron-core with MLA, which has its own sizes and no biases.
@@ -51,8 +51,8 @@ def _has_dense_layers(checkpoint: Mapping[str, object]) -> bool:
     return "num_moe_experts" not in checkpoint or checkpoint.get("moe_layer_freq", 1) != 1
 
 
-def restated_problems(
-    config: RestatedConfig, checkpoint: HfModel | None, given: frozenset[str]
+def model_args_problems(
+    config: ModelArgsConfig, checkpoint: HfModel | None, given: frozenset[str]
 ) -> list[Problem]:
     """Problems: settings that differ from config.json. given: settings that the user set.
     checkpoint: None without --hf-checkpoint."""

@@ -1,5 +1,5 @@
-"""The gates in the report: what held, what did not, what ended the run; by the messages and metrics
-of the trainer's own gates."""
+"""The guards in the report: what held, what did not, what ended the run; by the messages and metrics
+of the trainer's own guards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slime_like.guards.finite import check_finite
 from slime_like.guards.rollout import LogProbGuard
 from slime_like.guards.update import SkippedStepGuard, check_old_log_probs
 from slime_like.metrics.logger import MetricsLogger
-from slime_like.report.gates import GATES, gates
+from slime_like.report.guards import GUARDS, guards
 from slime_like.report.read import read_run
 from slime_like.rollout.metrics import check_staleness
 from tests.unit.test_report import sample
@@ -27,14 +27,14 @@ DIFFERENCE = "rollout/train_rollout_log_prob_diff"
 def states(
     folder: Path, rows: list[dict[str, float]], error: str = "", **config: Any
 ) -> dict[str, dict[str, Any]]:
-    """By the first words of the gate."""
+    """By the first words of the guard."""
     with MetricsLogger(folder) as logger:
         for step, row in enumerate(rows, start=1):
             logger.log(step, row)
     (folder / "run.json").write_text(json.dumps({"config": config}))
     if error:
         (folder / "error.txt").write_text(f"error: {error}\n")
-    return {str(state["name"]): dict(state) for state in gates(read_run(folder))}
+    return {str(state["name"]): dict(state) for state in guards(read_run(folder))}
 
 
 def test_counts_and_limits(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_the_gate_that_ended_a_run_is_known_by_its_message(name: str, tmp_path: 
 
 
 def test_every_message_is_tried() -> None:
-    by_message = {gate.name for gate in GATES if gate.ended}
+    by_message = {guard.name for guard in GUARDS if guard.ended}
     assert by_message - ENDINGS.keys() == {
         "no sample was rejected: each has a response and a usable reward"  # tests/e2e/test_train.py
     }

@@ -1,4 +1,4 @@
-"""The gates of a run, which are numeric guards, with their limits and counts: whether each was
+"""The guards of a run, which are numeric guards, with their limits and counts: whether each was
 evaluated, how often it was violated, and whether it ended the run."""
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ LIMIT = "rollout/log_prob_gate_limit"
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class Guard:
     """A numeric guard on the page. metrics: the values that it limits; the worst is shown. counter:
     metric that is above 0 (for a total: rises) in a rollout with a breach; without one, metrics are
     compared with the limit. limit: a number, a flag, or a metric. ended: pattern of the error
-    message if the gate ended the run."""
+    message if the guard ended the run."""
 
     name: str
     metrics: tuple[str, ...]
@@ -29,55 +29,55 @@ class Gate:
 
 
 _DIFFERENCE = "rollout/train_rollout_log_prob_diff"
-GATES = (
-    Gate(
+GUARDS = (
+    Guard(
         "trainer and engine give the same log-probs",
         (f"{_DIFFERENCE}_mean", f"{_DIFFERENCE}_p99"),
         LIMIT,
         ended=r"(?<!stale tokens: )trainer and sampler disagree",
     ),
-    Gate(
+    Guard(
         "stale tokens: trainer and engine are near",
         ("rollout/stale_log_prob_diff_mean",),
         1.0,
         ended="stale tokens: trainer and sampler disagree",
     ),
-    Gate(
+    Guard(
         "staleness, in weight versions",
         ("rollout/staleness_max",),
         "--max-staleness",
         ended="has tokens of weight version",
     ),
-    Gate("log-probs of the engine are finite", ("rollout/log_probs_nonfinite",), 0.0),
-    Gate(
+    Guard("log-probs of the engine are finite", ("rollout/log_probs_nonfinite",), 0.0),
+    Guard(
         "gradients are finite, else the step is skipped",
         ("train/skipped_steps",),
         counter="train/skipped_steps",
         total=True,
         ended=r"(?<!critic's )optimizer step skipped",
     ),
-    Gate(
+    Guard(
         "the critic's gradients are finite",
         ("train/critic_skipped_steps",),
         counter="train/critic_skipped_steps",
         total=True,
         ended="critic's optimizer step skipped",
     ),
-    Gate(
+    Guard(
         "the loss and what it is made of are finite",
         ("train/loss",),
         ended=r" of sample .* is (nan|-?inf) at token",
     ),
-    Gate("rewards are finite", ("rollout/reward_nonfinite",), 0.0),
-    Gate(
+    Guard("rewards are finite", ("rollout/reward_nonfinite",), 0.0),
+    Guard(
         "no sample was rejected: each has a response and a usable reward",
         ("rollout/failed_frac",),
         "--max-failed-samples",
         counter="rollout/failed_frac",
         ended="failed samples|--max-failed-samples",
     ),
-    Gate("no answer of a server was rejected", ("engine/rejected",), 0.0),
-    Gate(
+    Guard("no answer of a server was rejected", ("engine/rejected",), 0.0),
+    Guard(
         "the update computes the log-probs of the log-prob pass",
         (),
         ended="log-probs of the update differ from the recomputed",
@@ -87,7 +87,7 @@ GATES = (
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """State of a gate in one run. state: "held", "did not hold", "ended the run" or "not looked
+    """State of a guard in one run. state: "held", "did not hold", "ended the run" or "not looked
     at". metric: the one with the `highest` value. rollouts: number in which it was evaluated.
     breaches: number of those in which it did not hold."""
 
@@ -101,31 +101,31 @@ class State:
     breaches: int = 0
 
 
-def gates(run: Run) -> list[dict[str, object]]:
-    """States of all gates; those that were evaluated or ended the run come first, in the order of
-    GATES. NaN and infinity become null."""
-    states = [_state(gate, run) for gate in GATES]
+def guards(run: Run) -> list[dict[str, object]]:
+    """States of all guards; those that were evaluated or ended the run come first, in the order of
+    GUARDS. NaN and infinity become null."""
+    states = [_state(guard, run) for guard in GUARDS]
     states.sort(key=lambda state: state.state == "not looked at")
     return [asdict(state) for state in states]
 
 
-def _state(gate: Gate, run: Run) -> State:
-    ended = bool(gate.ended) and any(re.search(gate.ended, line, re.I) for line in _errors(run))
-    series = {name: run.series(name) for name in gate.metrics}
+def _state(guard: Guard, run: Run) -> State:
+    ended = bool(guard.ended) and any(re.search(guard.ended, line, re.I) for line in _errors(run))
+    series = {name: run.series(name) for name in guard.metrics}
     series = {name: points for name, points in series.items() if points}
     if not series:
-        return State(gate.name, "ended the run" if ended else "not looked at")
-    limit = _limit(gate, run)
+        return State(guard.name, "ended the run" if ended else "not looked at")
+    limit = _limit(guard, run)
     highest = {name: max(_worst(value) for _, value in points) for name, points in series.items()}
     worst = max(highest, key=lambda name: highest[name])
     steps: set[int] = set()
     breaches: set[int] = set()
     for name, points in series.items():
         steps.update(step for step, _ in points)
-        breaches.update(_breaches(gate, name, points, limit))
+        breaches.update(_breaches(guard, name, points, limit))
     state = "did not hold" if breaches else "held"
     return State(
-        gate.name,
+        guard.name,
         "ended the run" if ended else state,
         worst,
         limit,
@@ -137,12 +137,12 @@ def _state(gate: Gate, run: Run) -> State:
 
 
 def _breaches(
-    gate: Gate, metric: str, points: list[tuple[int, float]], limit: float | None
+    guard: Guard, metric: str, points: list[tuple[int, float]], limit: float | None
 ) -> Iterator[int]:
     before = 0.0
     for step, value in points:
-        if metric == gate.counter:
-            bad = not value <= (before if gate.total else 0.0)
+        if metric == guard.counter:
+            bad = not value <= (before if guard.total else 0.0)
             before = value
         else:
             bad = not math.isfinite(value) or (limit is not None and value > limit)
@@ -150,11 +150,11 @@ def _breaches(
             yield step
 
 
-def _limit(gate: Gate, run: Run) -> float | None:
-    if isinstance(gate.limit, str) and not gate.limit.startswith("--"):
-        points = run.series(gate.limit)
+def _limit(guard: Guard, run: Run) -> float | None:
+    if isinstance(guard.limit, str) and not guard.limit.startswith("--"):
+        points = run.series(guard.limit)
         return points[-1][1] if points else None
-    value = gate.limit
+    value = guard.limit
     if isinstance(value, str):
         value = run.record.get("config", {}).get(value)
     return float(value) if isinstance(value, int | float) else None
