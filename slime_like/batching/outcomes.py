@@ -96,8 +96,8 @@ def _rewards_in(fields: OutcomeFields, count: int) -> list[list[float]]:
     if "parts" in fields:
         for row, values in zip(rewards, fields["parts"].values.tolist(), strict=True):
             row += values
-    for row, answers in zip(rewards, fields.get("answers", ())):
-        row += [] if answers is None else answers.rewards
+    for row, turns in zip(rewards, fields.get("turns", ())):
+        row += [] if turns is None else turns.rewards
     return rewards
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from slime_like.rollout.engines.sglang.weight_transfer import process_group
-from slime_like.rollout.engines.sglang.weight_transfer.process_group import BroadcastFailed, Member
+from slime_like.weight_sync.transports import process_group
+from slime_like.weight_sync.transports.process_group import BroadcastFailed, Member
 
 
 def test_a_refusal_ends_a_first_broadcast_that_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

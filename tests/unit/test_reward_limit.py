@@ -12,7 +12,7 @@ import torch
 
 from arguments.parse import parse_args
 from slime_like.advantages import RewardParts
-from slime_like.advantages.registry import EpisodeAnswers
+from slime_like.advantages.registry import EpisodeTurns
 from slime_like.agents.rollouts import AgentGenerate, Task
 from slime_like.agents.server import Gateway
 from slime_like.agents.sessions import SessionLimits
@@ -67,7 +67,7 @@ def test_one_of_a_recording_or_of_a_rollout_function() -> None:
     [
         {"processed": torch.tensor([1.0, 1e9])},
         {"parts": RewardParts(torch.tensor([[1.0, 2.0], [math.nan, -1e9]]), (1.0, 1.0))},
-        {"answers": [None, EpisodeAnswers((-1, 0), (5.0, 1e9), [[(0, 1, 0)]])]},
+        {"turns": [None, EpisodeTurns((-1, 0), (5.0, 1e9), [[(0, 1, 0)]])]},
     ],
 )
 def test_one_that_is_made_from_others(fields: Any) -> None:
