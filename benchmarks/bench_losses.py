@@ -171,7 +171,7 @@ def bench(names: Sequence[str], repetitions: int) -> list[Row]:
         samples = demo_samples(backend)
         batch, model = TrainBatch(tuple(samples)), backend.policy.modules[0]
         groups = [samples[start : start + MICRO_BATCH] for start in range(0, SAMPLES, MICRO_BATCH)]
-        batches = pack_all(groups, multiple=1, equal_lengths=False, device=torch.device("cpu"))
+        batches = pack_all(groups, multiple=1, equal_lengths=False)
         heads = [known_head(b, backend.layout) for b in batches]
         for name in names:
             loss = policy_losses.get(name)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from slime_like.lazy import Tensor, torch
 
 if TYPE_CHECKING:
+    from slime_like.megatron.ops.attention import PackedRows
     from slime_like.metrics.typed import Metric
     from slime_like.samples.index import AnySample
 
@@ -282,6 +283,10 @@ class MicroBatch:
     active_rows: Tensor | None = None  # [A] int64, where loss_mask is True; None: not looked up yet
     # seed of losses that select tokens at random; equal on all ranks that share these sequences
     selection_seed: int = 0
+    # S lengths of the full sequences, on the host, and what attention derives from them: made when
+    # the rows are packed, so that no pass asks the device
+    lengths: tuple[int, ...] = ()
+    packed: PackedRows | None = None
     places: Tensor | None = None  # [T] int64: index of the row without context parallelism
     # [T] int64 in [0, num_turns): the assistant turn of each row, where loss_mask is True
     turn_ids: Tensor | None = None

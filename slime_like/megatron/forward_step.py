@@ -22,7 +22,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from torch import Tensor
 
 from megatron_patches.patch import VERSIONS
-from slime_like.megatron.ops.attention import packed_rows
+from slime_like.megatron.ops.attention import rows_of_pass
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.types import MicroBatch, TokenOutput
 
@@ -83,19 +83,17 @@ def gradient_scale(layout: ParallelLayout, num_microbatches: int) -> float:
     return num_microbatches * layout.dp_size * layout.cp_size / schedule_factor
 
 
-def forward(model: torch.nn.Module, batch: MicroBatch, layout: ParallelLayout) -> Tensor:
+def forward(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
     """Run a model chunk: on the last pipeline stage the input of the head, [1, T, H]."""
     return model(
         input_ids=batch.tokens,
         position_ids=batch.position_ids,
         attention_mask=None,
-        packed_seq_params=packed_rows(batch.cu_seqlens, layout.cp_size, layout.cp_rank),
+        packed_seq_params=rows_of_pass(batch),
     )
 
 
-def forward_step(
-    compute: TokenComputation, layout: ParallelLayout, scale: float | None
-) -> ForwardStep:
+def forward_step(compute: TokenComputation, scale: float | None) -> ForwardStep:
     """The forward step of one micro-batch. scale: `gradient_scale`; None in a forward-only pass,
     whose closure returns the `TokenOutput` itself."""
 
@@ -113,7 +111,7 @@ def forward_step(
             count = torch.ones((), dtype=torch.int, device=model_output.device)
             return loss, count, replace(output, loss=None)
 
-        return forward(model, batch, layout), collect if scale is None else loss_func
+        return forward(model, batch), collect if scale is None else loss_func
 
     return step
 
@@ -135,7 +133,7 @@ def run_schedule(
     scale = None if forward_only else gradient_scale(layout, len(micro_batches))
     iterators = [iter(micro_batches) for _ in chunks]
     return get_forward_backward_func()(
-        forward_step_func=forward_step(compute, layout, scale),
+        forward_step_func=forward_step(compute, scale),
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks) if len(chunks) > 1 else chunks[0],
         num_microbatches=len(micro_batches),

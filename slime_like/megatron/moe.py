@@ -142,10 +142,10 @@ def routed_experts_of_samples(
     """Split recorded experts by sample: [L, MoE layers of this stage, topk] int16 each, on the
     host. table: `gather_recorded_experts` of complete micro-batches."""
     routed_experts = []
-    sizes = [int(batch.cu_seqlens[-1]) for batch in batches]
+    sizes = [sum(batch.lengths) for batch in batches]
     by_batch = table.T.cpu().to(torch.int16).split(sizes)
     for group, batch, rows in zip(groups, batches, by_batch, strict=True):
-        for sample, start in zip(group, batch.cu_seqlens.tolist()):
+        for sample, start in zip(group, itertools.accumulate(batch.lengths, initial=0)):
             length = int(sample.tokens.numel())
             sample_rows = rows[start : start + length]
             routed_experts.append(sample_rows.reshape(length, rows.size(1) // topk, topk).clone())

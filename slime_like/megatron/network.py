@@ -196,6 +196,8 @@ class Network:
         samples: Sequence[TrainSample],
         size: MicroBatchSize,
         selection: SelectionSeed | None,
+        *,
+        prediction_layers: int = 0,
     ) -> tuple[MicroBatches, list[MicroBatch]]:
         """Split the samples of a pass into micro-batches, and pack these for this layout."""
         split = make_micro_batches(samples, size, self.layout)
@@ -205,6 +207,7 @@ class Network:
             layout=self.layout,
             device=self.device,
             equal_sequences=size.equal_sequences,
+            prediction_layers=prediction_layers,
         )
         if selection is not None:
             batches = with_selection_seeds(
@@ -245,10 +248,10 @@ class Network:
         table = self._broadcast_from_last_stage(table, tokens=num_tokens)
         table = self._gather_context_ranks(table, batches).cpu()
         columns: list[list[Tensor]] = [[] for _ in table]
-        sizes = [int(batch.cu_seqlens[-1]) for batch in batches]
+        sizes = [sum(batch.lengths) for batch in batches]
         for group, batch, values in zip(groups, batches, table.split(sizes, dim=1)):
             for column, row in zip(columns, values):
-                column += [value.clone() for value in unpack(row, group, batch.cu_seqlens)]
+                column += [value.clone() for value in unpack(row, group, batch.lengths)]
         return columns
 
     def _recorded_experts(
@@ -271,7 +274,7 @@ class Network:
             return table
         gathered = table.new_empty(size * table.size(0), table.size(1))
         dist.all_gather_into_tensor(gathered, table.contiguous(), group=self.layout.cp_group)
-        return join_context_ranks(gathered.view(size, *table.shape), batches, size)
+        return join_context_ranks(gathered.view(size, *table.shape), batches)
 
     def _broadcast_from_last_stage(self, table: Tensor | None, *, tokens: int) -> Tensor:
         """Broadcast the table [columns, tokens] from the last pipeline stage to all stages."""

@@ -25,8 +25,11 @@ from slime_like.losses.turns import turns_of
 from slime_like.megatron.init import device_of_this_process
 from slime_like.megatron.micro_batching import MicroBatchSize
 from slime_like.megatron.moe import make_length_sync
+from slime_like.megatron.ops.attention import packed_rows
 from slime_like.megatron.ops.context_parallel import rows_of_context_rank
+from slime_like.megatron.ops.tables import prepare_rows
 from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.megatron.transfer import to_device
 from slime_like.types import MicroBatch, TrainSample
 
 T = TypeVar("T")
@@ -101,8 +104,11 @@ def pack_groups(
     layout: ParallelLayout,
     device: torch.device,
     equal_sequences: bool = False,
+    prediction_layers: int = 0,
 ) -> list[MicroBatch]:
-    """Pack this rank's micro-batches for its layout.
+    """Pack this rank's micro-batches for its layout: on the host, with all that follows from their
+    lengths, and then to the device. prediction_layers: number of multi-token prediction layers that
+    the pass runs.
 
     megatron-core 0.16 exchanges the shapes of an interleaved schedule in an order that two stages
     confuse (each is the other's neighbour on both sides), so there all micro-batches get one shape.
@@ -113,13 +119,22 @@ def pack_groups(
         groups,
         multiple=layout.tp_size if transformer.sequence_parallel else 1,
         equal_lengths=layout.vp_size > 1,
-        device=device,
         cp_size=layout.cp_size,
         cp_rank=layout.cp_rank,
         sync_lengths=sync_lengths,
         equal_sequences=equal_sequences,
     )
-    return with_active_rows(packed)
+    batches = with_active_rows(packed)
+    for batch in batches:
+        assert batch.packed is not None
+        prepare_rows(
+            batch.packed,
+            transformer,
+            cp_size=layout.cp_size,
+            cp_rank=layout.cp_rank,
+            prediction_layers=prediction_layers,
+        )
+    return [to_device(batch, device) for batch in batches]
 
 
 def pack_all(
@@ -127,13 +142,13 @@ def pack_all(
     *,
     multiple: int,
     equal_lengths: bool,
-    device: torch.device,
     cp_size: int = 1,
     cp_rank: int = 0,
     sync_lengths: Callable[[list[int]], list[int]] | None = None,
     equal_sequences: bool = False,
 ) -> list[MicroBatch]:
-    """One micro-batch per group: this context-parallel rank's rows, a multiple of `multiple`.
+    """One micro-batch per group, on the host: this context-parallel rank's rows, a multiple of
+    `multiple`.
 
     Args:
         equal_lengths: Pad all micro-batches to the longest, as the interleaved schedule needs.
@@ -150,15 +165,16 @@ def pack_all(
             group,
             multiple=multiple,
             at_least=total,
-            device=device,
             cp_size=cp_size,
             equal_sequences=equal_sequences,
         )
         for group, total in zip(groups, totals, strict=True)
     ]
-    if cp_size == 1:
-        return packed
-    return [rows_of_context_rank(batch, cp_size, cp_rank) for batch in packed]
+    if cp_size > 1:
+        packed = [rows_of_context_rank(batch, cp_size, cp_rank) for batch in packed]
+    return [
+        replace(batch, packed=packed_rows(batch.cu_seqlens, cp_size, cp_rank)) for batch in packed
+    ]
 
 
 def padded_lengths(
@@ -309,7 +325,6 @@ def pack(
     samples: Sequence[TrainSample],
     *,
     multiple: int,
-    device: torch.device,
     at_least: int = 0,
     cp_size: int = 1,
     equal_sequences: bool = False,
@@ -332,7 +347,7 @@ def pack(
     per_token = {name: rows.per_token(name) for name in PER_TOKEN}
     assert per_token["loss_mask"] is not None and per_token["loss_weights"] is not None
     turn_ids = turns_of(per_token["loss_mask"], rows.seq_ids)
-    columns: dict[str, Tensor | None] = {
+    columns: dict[str, Any] = {
         "tokens": tokens.unsqueeze(0),
         "labels": labels.unsqueeze(0),
         # padding gets position 0, because it may be longer than max_position_embeddings
@@ -346,10 +361,12 @@ def pack(
         **per_token,
         **{name: rows.sets(name) for name in TOKEN_SETS},
     }
-    on_device: dict[str, Any] = {
-        name: None if column is None else column.to(device) for name, column in columns.items()
-    }
-    return MicroBatch(**on_device, max_seqlen=max(rows.lengths), num_turns=int(turn_ids[-1]) + 1)
+    return MicroBatch(
+        **columns,
+        max_seqlen=max(rows.lengths),
+        lengths=tuple(rows.lengths),
+        num_turns=int(turn_ids[-1]) + 1,
+    )
 
 
 def with_selection_seeds(
@@ -370,15 +387,16 @@ def with_selection_seeds(
 
 
 def with_active_rows(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Compute `active_rows` before the forward pass is queued, because counting them synchronises
-    with the device."""
+    """Compute `active_rows` while the masks are on the host, because counting them on the device
+    makes the host wait."""
     return [replace(batch, active_rows=batch.loss_mask.nonzero().squeeze(1)) for batch in batches]
 
 
-def unpack(values: Tensor, samples: Sequence[TrainSample], cu_seqlens: Tensor) -> list[Tensor]:
+def unpack(values: Tensor, samples: Sequence[TrainSample], lengths: Sequence[int]) -> list[Tensor]:
     """The response values [R] of each sample from packed values [T]; the inverse of `pack`, which
-    produced `cu_seqlens`."""
-    return [values[rows_of(s, start)] for start, s in zip(cu_seqlens.tolist(), samples)]
+    produced `lengths`."""
+    starts = itertools.accumulate(lengths, initial=0)
+    return [values[rows_of(sample, start)] for start, sample in zip(starts, samples)]
 
 
 def rows_of(sample: TrainSample, start: int) -> slice:

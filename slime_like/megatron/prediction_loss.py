@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slime_like.megatron.model.policy import LogProbHead, PolicyModel, head_weight
 from slime_like.megatron.model.prediction import RowsAhead
-from slime_like.megatron.ops.attention import packed_rows
+from slime_like.megatron.ops.attention import rows_of_pass
 from slime_like.megatron.ops.fused_linear_logprob import rows_to_score
 from slime_like.metrics.typed import Metric, masked_mean
 from slime_like.types import MicroBatch
@@ -36,7 +36,7 @@ class PredictionLoss:
         policy, layout = unwrap_model(model), self.head.layout
         assert isinstance(policy, PolicyModel)
         weight = head_weight(model).detach()
-        packed = packed_rows(batch.cu_seqlens, layout.cp_size, layout.cp_rank)
+        packed = rows_of_pass(batch)
         predicted = policy.mtp(
             hidden, policy.rotary_embedding(hidden, packed), packed, batch, layout
         )
@@ -44,7 +44,7 @@ class PredictionLoss:
         sums: list[Metric] = []
         targets_hidden = self._gather_detached(hidden) if self.soft else None
         for number, states in enumerate(predicted):
-            ahead = RowsAhead(batch.cu_seqlens, number + 1, layout)
+            ahead = RowsAhead(packed, number + 1, layout)
             targets = replace(
                 batch,
                 labels=ahead(batch.labels[0]).unsqueeze(0),

@@ -50,6 +50,7 @@ from slime_like.megatron.optimizer import (
 )
 from slime_like.megatron.packing import MicroBatches
 from slime_like.megatron.parallel_layout import ParallelLayout, with_layout_active
+from slime_like.megatron.transfer import numbers_on_device
 from slime_like.metrics.typed import Metric
 from slime_like.types import MicroBatch, TrainSample
 
@@ -168,7 +169,8 @@ class TrainedNetwork(Network):
             per_token: Return the columns of `compute`.
             before_change: Called after validation, just before gradients change.
         """
-        split, batches = self._pack(samples, size, selection)
+        prediction_layers = 0 if self.value_head else self.gpt.mtp_num_layers or 0
+        split, batches = self._pack(samples, size, selection, prediction_layers=prediction_layers)
         before_change()
         assert not (self._overlap_grad_reduce and self.gradients.accumulated), (
             "--overlap-grad-reduce reduces gradients behind the backward pass: one pass a step"
@@ -176,7 +178,7 @@ class TrainedNetwork(Network):
         self._begin_accumulation()
         for module in self.modules:
             module.train()
-        if self.gpt.mtp_num_layers and not self.value_head:
+        if prediction_layers:
             from slime_like.megatron.model.prediction import update_embedding
 
             self.finish_updates()
@@ -341,17 +343,16 @@ def packing_metrics(
 ) -> dict[str, Metric]:
     """Packing of one optimizer step: micro-batches per rank, fraction of padding rows, and
     fraction of the token budget used."""
-    device = batches[0].tokens.device
-
-    def mean(value: float, count: float) -> Metric:
-        return Metric("mean", *torch.tensor([value, count], dtype=torch.float64, device=device))
-
     tokens = sum(int(sample.tokens.numel()) for sample in itertools.chain(*split.groups))
-    rows = sum(int(batch.cu_seqlens[-1]) for batch in batches)  # over all context-parallel ranks
-    metrics = {
-        "perf/micro_batches": mean(len(batches), 1),
-        "perf/padding_frac": mean(rows - tokens, rows),
+    rows = sum(sum(batch.lengths) for batch in batches)  # over all context-parallel ranks
+    means = {
+        "perf/micro_batches": (len(batches), 1),
+        "perf/padding_frac": (rows - tokens, rows),
     }
     if size.tokens is not None:
-        metrics["perf/token_budget_used"] = mean(tokens, len(batches) * size.tokens)
-    return metrics
+        means["perf/token_budget_used"] = (tokens, len(batches) * size.tokens)
+    numbers = numbers_on_device([*itertools.chain(*means.values())], batches[0].tokens.device)
+    return {
+        name: Metric("mean", value, count)
+        for name, value, count in zip(means, numbers[::2], numbers[1::2], strict=True)
+    }

@@ -163,7 +163,7 @@ def test_soft_targets_are_the_policys_own_distributions(alone: Any, tmp_path: Pa
     from slime_like.megatron.model.policy import LogProbHead
     from slime_like.megatron.model.prediction import update_embedding
     from slime_like.megatron.ops.attention import packed_rows
-    from slime_like.megatron.packing import pack
+    from slime_like.megatron.packing import pack_all
     from slime_like.megatron.prediction_loss import PredictionLoss
     from slime_like.types import TrainSample
 
@@ -186,7 +186,7 @@ def test_soft_targets_are_the_policys_own_distributions(alone: Any, tmp_path: Pa
             )
             for n in LENGTHS
         ]
-        batch = pack(samples, multiple=1, device=torch.device("cpu"))
+        (batch,) = pack_all([samples], multiple=1, equal_lengths=False)
         packed = packed_rows(batch.cu_seqlens)
         hidden = chunk(batch.tokens, batch.position_ids, None, packed_seq_params=packed).detach()
         hidden.requires_grad_()

@@ -98,7 +98,7 @@ def test_masks_and_weights_travel_to_the_rows_of_their_tokens() -> None:
         replace(s, keep_mask=c.keep_mask, importance_weights=c.importance_weights)
         for s, c in zip([*steps[0], *steps[1]], got)
     ]
-    packed = pack(samples, multiple=4, device=torch.device("cpu"))
+    packed = pack(samples, multiple=4)
     assert (
         packed.keep_mask is not None
         and packed.importance_weights is not None
@@ -108,7 +108,7 @@ def test_masks_and_weights_travel_to_the_rows_of_their_tokens() -> None:
         (packed.keep_mask, "keep_mask"),
         (packed.importance_weights, "importance_weights"),
     ):
-        for sample, value in zip(samples, unpack(values, samples, packed.cu_seqlens)):
+        for sample, value in zip(samples, unpack(values, samples, packed.lengths)):
             assert torch.equal(value, getattr(sample, name))
 
 

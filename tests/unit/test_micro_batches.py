@@ -62,9 +62,9 @@ def test_values_come_back_in_the_order_of_the_samples(budget: int) -> None:
     assert len(parts.rows) % 3 == 0, "the interleaved schedule's multiple"
     values = []
     for group in parts.groups:
-        batch = pack(group, multiple=2, device=CPU)
+        batch = pack(group, multiple=2)
         assert batch.advantages is not None
-        values += unpack(batch.advantages, group, batch.cu_seqlens)
+        values += unpack(batch.advantages, group, batch.lengths)
     for original, found in zip(SAMPLES, parts.restore_order(values), strict=True):
         assert original.advantages is not None and torch.equal(found, original.advantages)
 
@@ -72,7 +72,7 @@ def test_values_come_back_in_the_order_of_the_samples(budget: int) -> None:
 def test_a_micro_batch_of_padding_weighs_nothing_and_has_the_fields_of_the_others() -> None:
     parts = make_micro_batches(SAMPLES[:2], MicroBatchSize(1, 100), layout(pp_size=4, vp_size=2))
     assert lengths(parts.groups) == [[62], [4], [0], [0]]
-    real, padding = (pack(parts.groups[i], multiple=4, device=CPU) for i in (1, 2))
+    real, padding = (pack(parts.groups[i], multiple=4) for i in (1, 2))
     assert (
         padding.tokens.shape == (1, 4)
         and padding.num_seqs == 1
@@ -114,7 +114,7 @@ def test_sizes_of_the_two_passes() -> None:
 def test_packing_metrics() -> None:
     size = MicroBatchSize(1, 50)
     parts = make_micro_batches(SAMPLES[1:5], size, layout())
-    batches = [pack(group, multiple=8, device=CPU) for group in parts.groups]
+    batches = [pack(group, multiple=8) for group in parts.groups]
     found = {
         name: float(m.value / m.count)
         for name, m in packing_metrics(parts, batches, size).items()

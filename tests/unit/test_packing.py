@@ -25,7 +25,7 @@ def sample(prompt: int, response: int, first_token: int) -> TrainSample:
 
 def test_values_stand_on_the_row_that_predicts_their_token() -> None:
     samples = [sample(3, 4, 100), sample(1, 2, 200), sample(5, 1, 300)]
-    batch = pack(samples, multiple=1, device=CPU)
+    batch = pack(samples, multiple=1)
     assert batch.tokens.shape == (1, 16)
     assert batch.cu_seqlens.tolist() == [0, 7, 10, 16]
     assert batch.max_seqlen == 7
@@ -47,30 +47,30 @@ def test_a_sample_without_token_sets_leaves_those_of_the_others() -> None:
     lost = dataclasses.replace(sample(2, 1, 200), loss_mask=torch.tensor([False]))
     sets = torch.tensor([[102, 7], [103, -1]], dtype=torch.int32)
     told = dataclasses.replace(sample(2, 2, 100), sampling_mask=sets)
-    batch = pack([lost, told], multiple=1, device=CPU)
+    batch = pack([lost, told], multiple=1)
     assert batch.sampling_mask is not None
     assert torch.equal(batch.sampling_mask[batch.loss_mask], sets)
     assert bool((batch.sampling_mask[~batch.loss_mask] == -1).all())
-    assert pack([lost], multiple=1, device=CPU).sampling_mask is None
+    assert pack([lost], multiple=1).sampling_mask is None
 
 
 def test_last_token_of_a_sequence_never_predicts_the_next_sequence() -> None:
-    batch = pack([sample(2, 2, 100), sample(2, 2, 200)], multiple=1, device=CPU)
+    batch = pack([sample(2, 2, 100), sample(2, 2, 200)], multiple=1)
     assert not batch.loss_mask[3]
     assert batch.labels[0, 3] == 0
 
 
 def test_unpack_inverts_pack() -> None:
     samples = [sample(3, 4, 100), sample(1, 2, 200), sample(5, 0, 300)]
-    batch = pack(samples, multiple=1, device=CPU)
+    batch = pack(samples, multiple=1)
     assert batch.advantages is not None
-    for original, values in zip(samples, unpack(batch.advantages, samples, batch.cu_seqlens)):
+    for original, values in zip(samples, unpack(batch.advantages, samples, batch.lengths)):
         assert torch.equal(values, original.advantages)
 
 
 def test_padding_is_a_sequence_without_active_tokens() -> None:
     samples = [sample(3, 4, 100), sample(1, 2, 200)]
-    plain, padded = (pack(samples, multiple=m, device=CPU) for m in (1, 4))
+    plain, padded = (pack(samples, multiple=m) for m in (1, 4))
     assert padded.tokens.shape == (1, 12)
     assert padded.cu_seqlens.tolist() == [0, 7, 10, 12]
     assert padded.loss_mask.sum() == plain.loss_mask.sum()
@@ -82,7 +82,7 @@ def test_padding_is_a_sequence_without_active_tokens() -> None:
 def test_selection_seeds_belong_to_a_place_in_the_step() -> None:
     """Two data-parallel ranks have the seeds of one with twice the micro-batches; another step, or
     run, has others. All fit in 32 bits."""
-    one = pack([sample(3, 2, 100)], multiple=1, device=CPU)
+    one = pack([sample(3, 2, 100)], multiple=1)
 
     def seeds(count: int, *, seed: int = 5, step: int = 0, dp_rank: int = 0) -> list[int]:
         return [b.selection_seed for b in with_selection_seeds([one] * count, seed, step, dp_rank)]
@@ -99,13 +99,12 @@ def test_context_ranks_share_every_sequence(cp_size: int, multiple: int) -> None
     """Each rank has two chunks of every sequence, mirrored; together they have every row once, and
     every row keeps what it speaks about."""
     samples = [sample(3, 4, 100), sample(1, 2, 200), sample(12, 7, 300)]
-    (whole,) = pack_all([samples], multiple=1, equal_lengths=False, device=CPU)
+    (whole,) = pack_all([samples], multiple=1, equal_lengths=False)
     ranks = [
         pack_all(
             [samples],
             multiple=multiple,
             equal_lengths=False,
-            device=CPU,
             cp_size=cp_size,
             cp_rank=r,
         )[0]
@@ -140,7 +139,7 @@ def test_context_ranks_share_every_sequence(cp_size: int, multiple: int) -> None
 def test_values_of_context_ranks_go_back_to_samples(cp_size: int) -> None:
     groups = [[sample(3, 4, 100), sample(1, 2, 200)], [sample(12, 7, 300)], [sample(1, 1, 400)]]
     ranks = [
-        pack_all(groups, multiple=2, equal_lengths=True, device=CPU, cp_size=cp_size, cp_rank=r)
+        pack_all(groups, multiple=2, equal_lengths=True, cp_size=cp_size, cp_rank=r)
         for r in range(cp_size)
     ]
     assert len({batch.tokens.numel() for batch in ranks[0]}) == 1, (
@@ -157,7 +156,7 @@ def test_values_of_context_ranks_go_back_to_samples(cp_size: int) -> None:
             for batches in ranks
         ]
     )
-    joined = join_context_ranks(table, ranks[0], cp_size)
+    joined = join_context_ranks(table, ranks[0])
     for group, batch, values in zip(
         groups,
         ranks[0],
@@ -165,7 +164,7 @@ def test_values_of_context_ranks_go_back_to_samples(cp_size: int) -> None:
         strict=True,
     ):
         for row, name in zip(values, ("advantages", "old_log_probs"), strict=True):
-            for original, back in zip(group, unpack(row, group, batch.cu_seqlens), strict=True):
+            for original, back in zip(group, unpack(row, group, batch.lengths), strict=True):
                 assert torch.equal(back, getattr(original, name))
 
 
@@ -174,7 +173,7 @@ def test_sequences_padded_to_the_longest(cp_size: int) -> None:
     """bshd: a batch of S times the longest, every token where it would be alone, and padding that
     weighs nothing."""
     samples = [sample(3, 4, 100), sample(1, 2, 200), sample(5, 0, 300)]
-    batch = pack(samples, multiple=1, device=CPU, cp_size=cp_size, equal_sequences=True)
+    batch = pack(samples, multiple=1, cp_size=cp_size, equal_sequences=True)
     length = 7 if cp_size == 1 else 8
     assert (
         batch.cu_seqlens.tolist() == [0, length, 2 * length, 3 * length]
@@ -189,6 +188,6 @@ def test_sequences_padded_to_the_longest(cp_size: int) -> None:
         assert padding.tolist() == [False] * size + [True] * (length - size)
     assert not (batch.loss_mask & batch.is_padding).any() and batch.loss_mask.sum() == 4 + 2
     for original, values in zip(
-        samples, unpack(batch.advantages, samples, batch.cu_seqlens), strict=True
+        samples, unpack(batch.advantages, samples, batch.lengths), strict=True
     ):
         assert torch.equal(values, original.advantages)

@@ -28,29 +28,22 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from slime_like.megatron.ops.ahead import ahead_rows
 from slime_like.megatron.ops.attention import PackedRows
-from slime_like.megatron.ops.context_parallel import places_over_ranks, rows_of_rank
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.types import MicroBatch
 
 
 class RowsAhead:
-    """Shift values by `steps` rows within each sequence. Context-parallel ranks all-gather them.
+    """Shift values by `steps` rows within each sequence. Context-parallel ranks all-gather them."""
 
-    cu_seqlens: [S + 1], of the full sequences.
-    """
-
-    def __init__(self, cu_seqlens: Tensor, steps: int, layout: ParallelLayout) -> None:
-        bounds = cu_seqlens.long()
-        ends = bounds[1:].repeat_interleave(bounds.diff())
-        rows = torch.arange(int(bounds[-1]), device=cu_seqlens.device)
+    def __init__(self, packed: PackedRows, steps: int, layout: ParallelLayout) -> None:
         self._group = layout.cp_group if layout.cp_size > 1 else None
-        if self._group is not None:
-            rows = rows_of_rank(cu_seqlens, layout.cp_size, layout.cp_rank)
-        self._within = rows + steps < ends[rows]
-        self._source = torch.where(self._within, rows + steps, 0)
-        if self._group is not None:
-            self._source = places_over_ranks(cu_seqlens, layout.cp_size)[self._source]
+        if packed.ahead:
+            rows = packed.ahead[steps - 1]
+        else:
+            rows = ahead_rows(packed.cu_seqlens_q, steps, layout.cp_size, layout.cp_rank)
+        self._within, self._source = rows.within, rows.source
 
     def __call__(self, values: Tensor) -> Tensor:
         """Shift [T, ...] of this rank's rows; zero or False after the end of a sequence."""
@@ -179,7 +172,7 @@ class PredictionLayers(MegatronModule):
         tracker = tensor_parallel.get_cuda_rng_tracker()
         with tracker.fork() if self.config.sequence_parallel else nullcontext():
             for number, module in enumerate(self.layers):
-                ahead = RowsAhead(batch.cu_seqlens, number + 1, layout)
+                ahead = RowsAhead(packed, number + 1, layout)
                 states = module(states, self._embedded(ahead(batch.tokens[0]), layout), **layer)
                 outputs.append(states.transpose(0, 1).contiguous())
         return outputs

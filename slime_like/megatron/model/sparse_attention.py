@@ -23,6 +23,7 @@ from torch import Tensor
 from slime_like.megatron.ops.attention import PackedAttention, PackedRows
 from slime_like.megatron.ops.context_parallel import gather_keys, gather_rows
 from slime_like.megatron.ops.sparse_attention import (
+    far_rows,
     far_spans,
     select_keys,
     sparse_attention,
@@ -92,16 +93,14 @@ class Indexer(torch.nn.Module):
             )
         if rows.context is not None:
             keys = gather_rows(keys, self.groups.cp)[rows.context.natural]
-        spans, device = far_spans(rows, self.config.index_topk), keys.device
-        query_rows = torch.cat([torch.arange(a, b) for a, b, _, _ in spans]).to(device)
-        positions = [torch.arange(d - c - (b - a), d - c) for a, b, c, d in spans]
-        places = torch.cat(positions).to(device)
-        queries = F.linear(compressed[query_rows], self.wq_b).unflatten(1, (self.heads, self.dim))
-        queries = self._rotate(queries, cosines[places], sines[places])
-        places = torch.cat([torch.arange(n) for n in rows.lengths]).to(device)
+        far = far_rows(rows, self.config.index_topk) if rows.far is None else rows.far
+        spans = far_spans(rows, self.config.index_topk)
+        queries = F.linear(compressed[far.queries], self.wq_b).unflatten(1, (self.heads, self.dim))
+        queries = self._rotate(queries, cosines[far.places], sines[far.places])
+        places = far.key_places
         keys = self._rotate(keys.unsqueeze(1), cosines[places], sines[places]).squeeze(1)
         # 1 / sqrt(heads) and 1 / sqrt(dim), as in the published code
-        weights = weights[query_rows] * (self.heads * self.dim) ** -0.5
+        weights = weights[far.queries] * (self.heads * self.dim) ** -0.5
         return select_keys(queries, weights, keys, spans, self.config.index_topk)
 
     def _rotate(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

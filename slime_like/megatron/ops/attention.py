@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -33,7 +33,10 @@ from slime_like.megatron.ops.context_parallel import (
 )
 
 if TYPE_CHECKING:
+    from slime_like.megatron.ops.ahead import AheadRows
     from slime_like.megatron.ops.delta_rule import DeltaRows
+    from slime_like.megatron.ops.sparse_attention import FarRows
+    from slime_like.types import MicroBatch
 
 # Padding costs S * max(L)^2 instead of sum(L^2); above this factor the sequences are computed
 # separately.
@@ -43,8 +46,8 @@ MAX_PADDING_FACTOR = 2.0
 @dataclass
 class PackedRows(PackedSeqParams):
     """megatron-core's description of packed sequences, plus indices that our attention derives from
-    it once per micro-batch. Under context parallelism the lengths are those of the full sequences,
-    as Transformer Engine and the rotary embedding expect."""
+    it once per micro-batch, on the host. Under context parallelism the lengths are those of the
+    full sequences, as Transformer Engine and the rotary embedding expect."""
 
     lengths: tuple[int, ...] = ()  # S sequence lengths; they sum to T
     # [T]: index of each row in the padded batch, flattened to [S * max L]; None: compute each
@@ -52,7 +55,10 @@ class PackedRows(PackedSeqParams):
     padded_indices: Tensor | None = None
     equal: bool = False  # all sequences have the same length, so no padding is needed
     context: ContextRows | None = None  # under context parallelism, instead of padded_indices
-    delta: DeltaRows | None = None  # set by the first gated delta net
+    # of networks that need them; see ops/tables.py
+    delta: DeltaRows | None = None
+    far: FarRows | None = None
+    ahead: tuple[AheadRows, ...] = ()  # of each prediction layer
     # layer number -> keys that its indexer selected, see ops/sparse_attention.py
     selected_keys: dict[int, Tensor] = field(default_factory=dict)
 
@@ -80,6 +86,13 @@ def packed_rows(cu_seqlens: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Packe
         real = torch.arange(longest) < torch.tensor(lengths).unsqueeze(1)  # (S, max L)
         rows.padded_indices = real.flatten().nonzero().squeeze(1).to(cu_seqlens.device)
     return rows
+
+
+def rows_of_pass(batch: MicroBatch) -> PackedRows:
+    """The packed rows of a micro-batch for one pass through a model chunk, whose layers share what
+    they select."""
+    assert batch.packed is not None, "packed by slime_like.megatron.packing.pack_all"
+    return replace(batch.packed, selected_keys={})
 
 
 class _Pad(torch.autograd.Function):

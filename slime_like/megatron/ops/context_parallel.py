@@ -79,16 +79,16 @@ def rows_of_context_rank(batch: MicroBatch, cp_size: int, cp_rank: int) -> Micro
     return replace(batch, **selected)
 
 
-def join_context_ranks(values: Tensor, batches: Sequence[MicroBatch], cp_size: int) -> Tensor:
+def join_context_ranks(values: Tensor, batches: Sequence[MicroBatch]) -> Tensor:
     """Reorder the values of all ranks' rows to natural order: [n, T], T rows over all `batches`.
 
     values: [cp_size, n, T / cp_size], each rank's rows with the micro-batches concatenated.
     """
     parts = values.split([batch.tokens.numel() for batch in batches], dim=2)
-    ordered = [
-        part.transpose(0, 1).flatten(1)[:, places_over_ranks(b.cu_seqlens, cp_size)]
-        for part, b in zip(parts, batches)
-    ]
+    ordered = []
+    for part, batch in zip(parts, batches):
+        assert batch.packed is not None and batch.packed.context is not None
+        ordered.append(part.transpose(0, 1).flatten(1)[:, batch.packed.context.natural])
     return torch.cat(ordered, dim=1)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -46,6 +47,34 @@ def near_and_far(span: Span, topk: int) -> tuple[Span, Span]:
 def far_spans(rows: PackedRows, topk: int) -> list[Span]:
     spans = (near_and_far(span, topk)[1] for span in spans_of(rows))
     return [span for span in spans if span[0] < span[1]]
+
+
+@dataclass(frozen=True, slots=True)
+class FarRows:
+    """Rows of the F far queries of a rank and of all T keys, int64.
+
+    Args:
+        queries: [F], of this rank's rows.
+        places: [F], position of each far query within its sequence.
+        key_places: [T], the same of all natural rows.
+    """
+
+    queries: Tensor
+    places: Tensor
+    key_places: Tensor
+
+
+def far_rows(rows: PackedRows, topk: int) -> FarRows:
+    """On the host. topk: as of `near_and_far`."""
+    spans = far_spans(rows, topk)
+    queries = [torch.arange(a, b) for a, b, _, _ in spans]
+    places = [torch.arange(d - c - (b - a), d - c) for a, b, c, d in spans]
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return FarRows(
+        torch.cat([nothing, *queries]),
+        torch.cat([nothing, *places]),
+        torch.cat([torch.arange(n) for n in rows.lengths]),
+    )
 
 
 def pieces(spans: Iterable[Span], heads: int) -> Iterator[Span]:
