@@ -33,9 +33,9 @@ LENGTHS = "--preflight-lengths"
 class Batches:
     """Micro-batches of one optimizer step. longest, mean: tokens of a sample. samples: number in
     the step. number: micro-batches on every data-parallel rank. tokens: capacity of the largest
-    micro-batch, over all context-parallel ranks. used: filled share of the token budget; None
-    without one. imbalance: work of the busiest data-parallel rank divided by the mean. prompts:
-    source of the prompt lengths."""
+    micro-batch, over all context-parallel ranks. used: filled share of the token budget, of
+    `budget` tokens over all context-parallel ranks; both None without one. imbalance: work of the
+    busiest data-parallel rank divided by the mean. prompts: source of the prompt lengths."""
 
     longest: int
     mean: float
@@ -44,6 +44,7 @@ class Batches:
     number: int
     tokens: int
     used: float | None
+    budget: int | None
     imbalance: float
     prompts: str
 
@@ -82,6 +83,7 @@ def batches_of(run: RunConfig) -> Batches:
         number=max(1, number),
         tokens=tokens,
         used=used,
+        budget=size.tokens,
         imbalance=imbalance(loads),
         prompts=source,
     )

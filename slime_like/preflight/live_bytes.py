@@ -65,8 +65,8 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """Exclude tensors that exist outside of this mode, such as parameters, which enter through
-        views."""
+        """Exclude tensors that exist outside of this mode, such as parameters and gradient buffers,
+        which enter through views and as results of in-place operations."""
         for tensor in tensors:
             self._tracked.add(tensor.untyped_storage()._cdata)
 

@@ -47,6 +47,17 @@ class OneRank:
         return list(chain.from_iterable(chunk.parameters() for chunk in self.chunks))
 
     @property
+    def fixed(self) -> Iterator[Tensor]:
+        """Every tensor that exists between two passes."""
+        yield from self.parameters
+        for chunk in self.chunks:
+            yield from chunk.buffers()
+        for buffer in self.buffers if self.trained else ():
+            yield buffer.grad_data
+            if buffer.param_data is not None:
+                yield buffer.param_data
+
+    @property
     def buffers(self) -> Iterator[_ParamAndGradBuffer]:
         """megatron-core's gradient buffers, including those of experts."""
         for module in self.modules:

@@ -184,7 +184,7 @@ def run_micro_batch(
     packed = packed_rows(torch.tensor([0, tokens], dtype=torch.int32))
     inputs = torch.empty(1, tokens // layout.cp_size, dtype=torch.int64, device="meta")
     live = LiveBytes(group_names(layout), config.moe_router_topk if config.num_moe_experts else 0)
-    live.ignore([*rank.parameters, *chain.from_iterable(chunk.buffers() for chunk in rank.chunks)])
+    live.ignore([*rank.fixed, inputs])
     module, model = rank.modules[0].train(), unwrap_model(rank.chunks[0])
     original = model.decoder.layers, model.decoder.num_layers_per_pipeline_rank
     model.decoder.layers = torch.nn.ModuleList(layers)

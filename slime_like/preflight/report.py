@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
@@ -75,7 +76,14 @@ def _lines(result: Preflight) -> Iterator[str]:
         f"{shape.total / 1e9:.2f} billion parameters, {shape.active / 1e9:.2f} active"
     )
     yield from _ranks(result)
-    used = "" if batches.used is None else f", {batches.used:.0%} of the token budget used"
+    used = ""
+    if batches.used is not None:
+        used = f", {batches.used:.0%} of the token budget used"
+        if batches.budget is not None and batches.tokens > batches.budget:
+            per_gpu = math.ceil(
+                (run.algorithm.max_tokens_per_gpu or 0) * batches.tokens / batches.budget
+            )
+            used += f" (the longest samples exceed it: --max-tokens-per-gpu {per_gpu} holds them)"
     yield (
         f"optimizer step: {batches.samples} samples of {batches.mean:.0f} tokens (prompts: "
         f"{batches.prompts}), {batches.number} micro-batches of up to {batches.tokens} tokens a "

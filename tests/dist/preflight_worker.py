@@ -18,6 +18,7 @@ from slime_like.megatron.trained_network import TrainedNetwork
 from slime_like.preflight.live_bytes import LiveBytes
 
 TOKENS = 4096
+FEW_TOKENS = 64  # activations below the size of the gradient buffers
 
 
 def count(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -36,6 +37,8 @@ def counted(folder: str, layout: ParallelLayout, flags: str) -> dict[str, int]:
     backend = MegatronBackend(settings(folder, flags), layout, total_steps=3)
     network = backend.policy
     assert isinstance(network, TrainedNetwork)
+    # before the larger passes, after which megatron-core keeps their communication buffers
+    peak = peak_bytes(network, layout)
     kept = kept_bytes(network, layout)
     backend.update(share(train_samples(1), layout))
     buffers = [b for m in network.modules for b in (*m.buffers, *m.expert_parallel_buffers)]
@@ -50,6 +53,7 @@ def counted(folder: str, layout: ParallelLayout, flags: str) -> dict[str, int]:
         "main": sum(t.nbytes for t in main if t.untyped_storage().data_ptr() not in own),
         "moments": sum(t.nbytes for t in moments),
         "activations": kept,
+        "peak": peak,
     }
 
 
@@ -70,14 +74,7 @@ def kept_bytes(network: Any, layout: ParallelLayout) -> int:
     """Bytes of the storages that autograd saves of one micro-batch of one sequence, parameters left
     out. With recomputation, of all that are alive: megatron-core's checkpoint keeps rotary
     embeddings and random states, which autograd does not see."""
-    module, config = network.modules[0].train(), network.config
-    model = unwrap_model(module)
-    rows = TOKENS // layout.cp_size
-    tokens = torch.randint(61, (1, rows))
-    if not model.pre_process:
-        split = layout.tp_size if config.sequence_parallel else 1
-        shape = (rows // split, 1, config.hidden_size)
-        model.set_input_tensor(torch.randn(shape, dtype=config.params_dtype).requires_grad_())
+    config, model = network.config, unwrap_model(network.modules[0])
     fixed = (*model.parameters(), *model.buffers())
     known = {t.untyped_storage().data_ptr() for t in fixed}
     held: dict[int, Any] = {}
@@ -88,16 +85,56 @@ def kept_bytes(network: Any, layout: ParallelLayout) -> int:
             held[storage.data_ptr()] = storage
         return tensor
 
-    lengths = torch.tensor([0, TOKENS], dtype=torch.int32)
     live = LiveBytes()
     live.ignore(fixed)
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with live if config.recompute_granularity else hooks:
-        output = module(
-            input_ids=tokens,
-            position_ids=torch.arange(rows)[None],
-            attention_mask=None,
-            packed_seq_params=packed_rows(lengths, layout.cp_size, layout.cp_rank),
-        )
+        output = forward(network, layout, TOKENS)
     assert output.requires_grad
     return live.now or sum(storage.nbytes() for storage in held.values())
+
+
+def forward(network: Any, layout: ParallelLayout, tokens: int) -> Tensor:
+    """The output of one micro-batch of one sequence."""
+    module, config = network.modules[0].train(), network.config
+    model = unwrap_model(module)
+    rows = tokens // layout.cp_size
+    lengths = torch.tensor([0, tokens], dtype=torch.int32)
+    if not model.pre_process:
+        split = layout.tp_size if config.sequence_parallel else 1
+        shape = (rows // split, 1, config.hidden_size)
+        model.set_input_tensor(torch.randn(shape, dtype=config.params_dtype).requires_grad_())
+    output: Tensor = module(
+        input_ids=torch.randint(61, (1, rows)),
+        position_ids=torch.arange(rows)[None],
+        attention_mask=None,
+        packed_seq_params=packed_rows(lengths, layout.cp_size, layout.cp_rank),
+    )
+    return output
+
+
+def peak_bytes(network: Any, layout: ParallelLayout) -> int:
+    """The most bytes that a forward and backward pass allocate at a time, from the events of torch's
+    allocator, which the preflight does not see."""
+    from torch._C._profiler import _EventType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        output = forward(network, layout, FEW_TOKENS)
+        output.backward(torch.empty_like(output))
+        del output
+    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    waiting = list(results.experimental_event_tree())
+    sizes = []
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        if event.tag == _EventType.Allocation:
+            sizes.append((event.start_time_ns, event.extra_fields.alloc_size))
+    now = most = 0
+    for _, size in sorted(sizes, key=lambda item: item[0]):
+        now += size
+        most = max(most, now)
+    for module in network.modules:
+        module.zero_grad_buffer()
+    return most

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -25,8 +26,9 @@ from slime_like.preflight.batches import batches_of, response_lengths  # noqa: E
 from slime_like.preflight.check import check, chosen_ranks  # noqa: E402
 from slime_like.preflight.fake_world import world_as_rank  # noqa: E402
 from slime_like.preflight.memory import head_bytes, micro_batches_in_flight  # noqa: E402
-from slime_like.preflight.one_rank import build_rank  # noqa: E402
+from slime_like.preflight.one_rank import build_rank, gradient_bytes  # noqa: E402
 from slime_like.preflight.passes import run_stage  # noqa: E402
+from slime_like.preflight.report import text_of  # noqa: E402
 from slime_like.preflight.search import Layout, search, with_layout  # noqa: E402
 from slime_like.preflight.shape import shape_of  # noqa: E402
 from tests.unit.command_lines import HF_CONFIG, complete, problems_of  # noqa: E402
@@ -247,6 +249,26 @@ def test_lengths_and_micro_batches(tmp_path: Path) -> None:
     run = tiny(tmp_path, "--preflight-lengths", "lognormal:40:0.5")
     drawn = response_lengths(run, 4000, np.random.default_rng(1))
     assert abs(math.log(float(np.median(drawn)) / 40)) < 0.1 and drawn.max() <= 128
+
+
+def test_a_budget_below_the_longest_sample_says_what_holds_it(tmp_path: Path) -> None:
+    words = ["--use-dynamic-batch-size", "--rollout-max-response-len", "100"]
+    words += ["--preflight-lengths", "full", "--max-tokens-per-gpu"]
+    text = text_of(check(tiny(tmp_path, *words, "50")))
+    match = re.search(r"\(the longest samples exceed it: --max-tokens-per-gpu (\d+) holds", text)
+    assert match is not None, text
+    assert "exceed it" not in text_of(check(tiny(tmp_path, *words, match[1])))
+
+
+def test_gradient_buffers_count_once(tmp_path: Path) -> None:
+    """They exist before a pass, which adds to them in place: a model of many weights and few rows
+    needs less for its pass than for its gradients."""
+    run = tiny(tmp_path, changes={"hidden_size": 256, "intermediate_size": 1024}, world=1)
+    with world_as_rank(run.parallel, virtual_stages=None, rank=0, world_size=1) as layout:
+        built = build_rank(run.megatron, run.gpt, layout, gpu=True)
+        passes = run_stage(built, 1, gpu=True)
+    largest = max(parameter.nbytes for parameter in built.parameters)
+    assert passes.peak < 3 * largest < gradient_bytes(built)
 
 
 def test_chosen_ranks(tmp_path: Path) -> None:
