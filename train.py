@@ -23,7 +23,8 @@ ANSWERS = {"--help", "-h", "--version"}
 
 
 def main() -> int:
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     asks = bool(ANSWERS & set(sys.argv))
     if not asks:  # --help | head may close the pipe; only a run must survive that
         set_up_logging(rank)

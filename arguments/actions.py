@@ -61,10 +61,12 @@ class Setting(LauncherAction):
             help=(flag.help or argparse.SUPPRESS).replace("%", "%%"),
             metavar=flag.metavar,
         )
-        self.flag, self.on = flag, on
+        self.flag = flag
+        self.on = on
 
     def apply(self, parser: LauncherParser, typed: str, args: list[str]) -> None:
-        flag, parsed = self.flag, parser.parsed
+        flag = self.flag
+        parsed = parser.parsed
         if flag.kind == "switch":
             args = args or ["true"]
         if not args and flag.dest in MAY_BE_EMPTY:

@@ -51,7 +51,8 @@ class ConfigGroups:
     @property
     def reference_is_base(self) -> bool:
         """Whether the reference model is the base model without LoRA adapters."""
-        ref, base = self.model.ref_load, self.model.hf_checkpoint
+        ref = self.model.ref_load
+        base = self.model.hf_checkpoint
         return self.lora.lora_rank > 0 and (
             ref is None or (base is not None and Path(ref).resolve() == Path(base).resolve())
         )

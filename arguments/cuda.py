@@ -26,7 +26,8 @@ def cuda_available() -> bool:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return False
-    version, devices = ctypes.c_int(), ctypes.c_int()
+    version = ctypes.c_int()
+    devices = ctypes.c_int()
     return (
         driver.cuInit(0) == 0
         and driver.cuDriverGetVersion(ctypes.byref(version)) == 0

@@ -102,7 +102,8 @@ def make_draft(
         problems += disagreements(explicit, checkpoint.transformer, values)
         problems += disagreements(given_gpt, checkpoint.gpt, {})
         configs["gpt"] = dataclasses.replace(configs["gpt"], **{**checkpoint.gpt, **given_gpt})
-        model, critic_load = configs["model"], configs["critic"].critic_load
+        model = configs["model"]
+        critic_load = configs["critic"].critic_load
         problems += _shape_differences("--ref-load", model.ref_load, model, checkpoint)
         problems += _shape_differences(
             "--critic-load", critic_load, model, checkpoint, value_head=True
@@ -153,7 +154,8 @@ def _shape_differences(
 def _compared(
     flag: str, folder: str, other: HfModel, checkpoint: HfModel, ignored: Collection[str]
 ) -> list[Problem]:
-    shape, policy = {**other.transformer, **other.gpt}, {**checkpoint.transformer, **checkpoint.gpt}
+    shape = {**other.transformer, **other.gpt}
+    policy = {**checkpoint.transformer, **checkpoint.gpt}
     differences = [
         f"{name} {value} (expected: {policy.get(name)})"
         for name, value in shape.items()

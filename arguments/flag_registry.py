@@ -101,7 +101,8 @@ def loss_flags() -> list[Flag]:
             flags_of_losses.setdefault(flag.dest, {})[name] = flag
     flags = []
     for dest, by_loss in flags_of_losses.items():
-        losses, first = ", ".join(by_loss), next(iter(by_loss.values()))
+        losses = ", ".join(by_loss)
+        first = next(iter(by_loss.values()))
         for flag in by_loss.values():
             for part in ("kind", "item", "choices", "on", "off"):
                 assert getattr(flag, part) == getattr(first, part), (
@@ -255,7 +256,8 @@ def flag_table() -> FlagTable:
 @lru_cache(maxsize=1)
 def _flag_table(version: int) -> FlagTable:
     """`flag_table` for one version of the registries, which is the cache key."""
-    choices, descriptions = registry_choices(), registry_help()
+    choices = registry_choices()
+    descriptions = registry_help()
     flags = [RUN_FILE, CUSTOM_ARGUMENTS, IMPORT_MODULES]
     for title, config_type in GROUPS.values():
         for flag in flags_of(config_type, title, choices):

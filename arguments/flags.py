@@ -76,7 +76,8 @@ class Shape:
 def shape_of(annotation: object) -> Shape | None:
     """The command-line shape of an annotation; None if it has none: callables, dtypes, unions of
     different kinds."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
     if annotation is bool:
         return Shape("switch")
     if annotation in (int, float, str):
@@ -112,7 +113,8 @@ def flags_of(
     hints = typing.get_type_hints(config_type)
     flags = []
     for field in dataclasses.fields(config_type):
-        meta, shape = field.metadata, shape_of(hints[field.name])
+        meta = field.metadata
+        shape = shape_of(hints[field.name])
         assert shape is not None, (
             f"{config_type.__name__}.{field.name}: no flag can be made of {hints[field.name]}"
         )

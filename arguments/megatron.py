@@ -39,50 +39,150 @@ SOURCES: Mapping[str, tuple[tuple[str, str], ...]] = {
 CONFIGS_OF_GROUP = {group: sources[0][1] for group, sources in SOURCES.items()}
 # Supported fields. All other fields, of any release, are known flags that are rejected.
 SUPPORTED = frozenset(
-    """
-    num_layers num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
-    pipeline_model_parallel_layout account_for_embedding_in_pipeline_split
-    account_for_loss_in_pipeline_split hidden_size num_attention_heads num_query_groups
-    ffn_hidden_size kv_channels hidden_dropout attention_dropout fp32_residual_connection
-    layernorm_epsilon layernorm_zero_centered_gamma add_bias_linear add_qkv_bias normalization
-    qk_layernorm rotary_interleaved init_method_std embedding_init_method_std
-    attention_softmax_in_fp32 apply_query_key_layer_scaling
-    disable_bf16_reduced_precision_matmul attention_backend bias_activation_fusion
-    masked_softmax_fusion persist_layer_norm bias_dropout_fusion apply_rope_fusion
-    recompute_granularity recompute_method recompute_num_layers recompute_modules
-    distribute_saved_activations perform_initialization use_cpu_initialization bf16
-    deterministic_mode gradient_accumulation_fusion overlap_p2p_comm
-    clone_scatter_output_in_embedding cp_comm_type num_moe_experts moe_ffn_hidden_size
-    moe_layer_freq moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_topk
-    moe_router_pre_softmax moe_router_score_function moe_router_num_groups moe_router_group_topk
-    moe_router_topk_scaling_factor moe_router_dtype moe_router_load_balancing_type
-    moe_aux_loss_coeff moe_z_loss_coeff moe_router_enable_expert_bias
-    moe_router_bias_update_rate moe_token_dispatcher_type moe_expert_capacity_factor
-    moe_pad_expert_input_to_capacity moe_token_drop_policy moe_enable_deepep moe_grouped_gemm
-    moe_permute_fusion moe_router_fusion lr min_lr decoupled_lr decoupled_min_lr weight_decay
-    apply_wd_to_qk_layernorm optimizer adam_beta1 adam_beta2 adam_eps decoupled_weight_decay
-    sgd_momentum clip_grad muon_momentum muon_split_qkv muon_use_nesterov muon_nesterov
-    muon_scale_mode muon_fp32_matmul_prec muon_coefficient_type muon_num_ns_steps muon_tp_mode
-    muon_extra_scale_factor use_precision_aware_optimizer exp_avg_dtype exp_avg_sq_dtype
-    main_grads_dtype main_params_dtype optimizer_cpu_offload optimizer_offload_fraction
-    overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params use_distributed_optimizer
-    overlap_param_gather overlap_grad_reduce grad_reduce_in_fp32 align_param_gather bucket_size
-    pad_buckets_for_high_nccl_busbw average_in_collective
-    """.split()  # noqa: SIM905
+    [
+        "num_layers",
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "pipeline_model_parallel_layout",
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+        "hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "ffn_hidden_size",
+        "kv_channels",
+        "hidden_dropout",
+        "attention_dropout",
+        "fp32_residual_connection",
+        "layernorm_epsilon",
+        "layernorm_zero_centered_gamma",
+        "add_bias_linear",
+        "add_qkv_bias",
+        "normalization",
+        "qk_layernorm",
+        "rotary_interleaved",
+        "init_method_std",
+        "embedding_init_method_std",
+        "attention_softmax_in_fp32",
+        "apply_query_key_layer_scaling",
+        "disable_bf16_reduced_precision_matmul",
+        "attention_backend",
+        "bias_activation_fusion",
+        "masked_softmax_fusion",
+        "persist_layer_norm",
+        "bias_dropout_fusion",
+        "apply_rope_fusion",
+        "recompute_granularity",
+        "recompute_method",
+        "recompute_num_layers",
+        "recompute_modules",
+        "distribute_saved_activations",
+        "perform_initialization",
+        "use_cpu_initialization",
+        "bf16",
+        "deterministic_mode",
+        "gradient_accumulation_fusion",
+        "overlap_p2p_comm",
+        "clone_scatter_output_in_embedding",
+        "cp_comm_type",
+        "num_moe_experts",
+        "moe_ffn_hidden_size",
+        "moe_layer_freq",
+        "moe_shared_expert_intermediate_size",
+        "moe_shared_expert_gate",
+        "moe_router_topk",
+        "moe_router_pre_softmax",
+        "moe_router_score_function",
+        "moe_router_num_groups",
+        "moe_router_group_topk",
+        "moe_router_topk_scaling_factor",
+        "moe_router_dtype",
+        "moe_router_load_balancing_type",
+        "moe_aux_loss_coeff",
+        "moe_z_loss_coeff",
+        "moe_router_enable_expert_bias",
+        "moe_router_bias_update_rate",
+        "moe_token_dispatcher_type",
+        "moe_expert_capacity_factor",
+        "moe_pad_expert_input_to_capacity",
+        "moe_token_drop_policy",
+        "moe_enable_deepep",
+        "moe_grouped_gemm",
+        "moe_permute_fusion",
+        "moe_router_fusion",
+        "lr",
+        "min_lr",
+        "decoupled_lr",
+        "decoupled_min_lr",
+        "weight_decay",
+        "apply_wd_to_qk_layernorm",
+        "optimizer",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_eps",
+        "decoupled_weight_decay",
+        "sgd_momentum",
+        "clip_grad",
+        "muon_momentum",
+        "muon_split_qkv",
+        "muon_use_nesterov",
+        "muon_nesterov",
+        "muon_scale_mode",
+        "muon_fp32_matmul_prec",
+        "muon_coefficient_type",
+        "muon_num_ns_steps",
+        "muon_tp_mode",
+        "muon_extra_scale_factor",
+        "use_precision_aware_optimizer",
+        "exp_avg_dtype",
+        "exp_avg_sq_dtype",
+        "main_grads_dtype",
+        "main_params_dtype",
+        "optimizer_cpu_offload",
+        "optimizer_offload_fraction",
+        "overlap_cpu_optimizer_d2h_h2d",
+        "pin_cpu_grads",
+        "pin_cpu_params",
+        "use_distributed_optimizer",
+        "overlap_param_gather",
+        "overlap_grad_reduce",
+        "grad_reduce_in_fp32",
+        "align_param_gather",
+        "bucket_size",
+        "pad_buckets_for_high_nccl_busbw",
+        "average_in_collective",
+    ]
 )
 # Supported fields that some supported releases lack.
 RELEASE_DEPENDENT = frozenset({"muon_use_nesterov", "muon_nesterov", "muon_coefficient_type"})
 # Set by the trainer or derived from other flags; they have no flag.
 DERIVED = frozenset(
-    """
-    tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
-    context_parallel_size expert_model_parallel_size expert_tensor_parallel_size
-    sequence_parallel transformer_impl calculate_per_token_loss variable_seq_lengths
-    deallocate_pipeline_outputs batch_p2p_comm batch_p2p_sync gated_linear_unit
-    barrier_with_L1_time config_logger_dir mtp_standalone mtp_num_layers mtp_loss_scaling_factor
-    test_mode moe_extended_tp async_tensor_model_parallel_allreduce _cpu_offloading_context
-    check_for_nan_in_grad
-    """.split()  # noqa: SIM905
+    [
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "sequence_parallel",
+        "transformer_impl",
+        "calculate_per_token_loss",
+        "variable_seq_lengths",
+        "deallocate_pipeline_outputs",
+        "batch_p2p_comm",
+        "batch_p2p_sync",
+        "gated_linear_unit",
+        "barrier_with_L1_time",
+        "config_logger_dir",
+        "mtp_standalone",
+        "mtp_num_layers",
+        "mtp_loss_scaling_factor",
+        "test_mode",
+        "moe_extended_tp",
+        "async_tensor_model_parallel_allreduce",
+        "_cpu_offloading_context",
+        "check_for_nan_in_grad",
+    ]
 )
 # Megatron-LM's spellings where they are not the field's name: dest -> (on, off)
 SPELLINGS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

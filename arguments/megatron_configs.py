@@ -27,7 +27,9 @@ T = TypeVar("T")
 
 
 LAYER_CONFIG_FIELDS = {
-    *("post_self_attn_layernorm", "post_mlp_layernorm", "qk_norm_of_all_heads"),
+    "post_self_attn_layernorm",
+    "post_mlp_layernorm",
+    "qk_norm_of_all_heads",
     "yarn_rotary_scaling_factor",
 }
 PRECISION_AWARE_FIELDS = {
@@ -125,7 +127,8 @@ def build_megatron_configs(
     values: field name -> value, of any of the three; absent fields have their defaults.
     """
     if machine.planned:
-        machine, model = Machine.here(), dataclasses.replace(model, transformer_impl="local")
+        machine = Machine.here()
+        model = dataclasses.replace(model, transformer_impl="local")
         values = {**values, "moe_permute_fusion": False}  # a Transformer Engine kernel
     nccl = parallel.distributed_backend == "nccl" or (
         parallel.distributed_backend == "auto" and machine.cuda
@@ -171,7 +174,8 @@ def _of(config_type: type, values: Mapping[str, object]) -> dict[str, object]:
 def _transformer(build: Build) -> object:
     from megatron.core.transformer.enums import AttnBackend
 
-    parallel, dtype = build.parallel, _dtype(build)
+    parallel = build.parallel
+    dtype = _dtype(build)
     values = {**_fusions(build), **build.values}
     if "activation_func" in values:
         values["activation_func"] = activation_function(values["activation_func"])
@@ -259,7 +263,8 @@ def _sparse_config() -> type[TransformerConfig]:
 def _fusions(build: Build) -> dict[str, bool]:
     """Fused kernels: on if a GPU and Transformer Engine are present, since some are compiled at run
     time; never on the CPU."""
-    values, gpu = build.values, build.machine.cuda and build.machine.transformer_engine
+    values = build.values
+    gpu = build.machine.cuda and build.machine.transformer_engine
     gated = bool(values.get("gated_linear_unit"))
     fusable = values.get("activation_func", "gelu") in (("silu", "quick_gelu") if gated else ())
     return {

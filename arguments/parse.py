@@ -145,7 +145,8 @@ def _read(argv: Sequence[str], program: Program) -> tuple[ParsedArgs, FlagTable]
     first = _parse_early(argv, program)
     import_modules(first.values.get("import_modules", []))
     problems: list[Problem] = []
-    parser, path = _parser_of(program), first.values.get("custom_arguments_path")
+    parser = _parser_of(program)
+    path = first.values.get("custom_arguments_path")
     if path is not None:
         extended = launcher_parser(program)
         try:
@@ -156,7 +157,8 @@ def _read(argv: Sequence[str], program: Program) -> tuple[ParsedArgs, FlagTable]
     parsed, run_file = _sources(argv, parser)
     custom = parser.custom_values(run_file, argv)
     merged = merge(run_file, parsed)
-    merged.custom, merged.problems = custom, problems + merged.problems
+    merged.custom = custom
+    merged.problems = problems + merged.problems
     resolve_aliases(merged)
     _resolve_icepop(merged)
     _resolve_kl_in_reward(merged)
@@ -174,7 +176,8 @@ def _parse_early(argv: Sequence[str], program: Program) -> ParsedArgs:
 
 def _without_help(argv: Sequence[str]) -> list[str]:
     """argv without --help and --version and their arguments."""
-    args, skips = [], False
+    args = []
+    skips = False
     for word in argv:
         is_help = word in ("--help", "-h", "--version")
         skips = is_help or (skips and not word.startswith("-"))
@@ -203,7 +206,8 @@ def import_modules(modules: Sequence[str]) -> None:
 
 def _sources(argv: Sequence[str], parser: LauncherParser) -> tuple[ParsedArgs, ParsedArgs]:
     """Parse the command line and the run file that it names."""
-    parsed, run_file = parser.read(argv), ParsedArgs()
+    parsed = parser.read(argv)
+    run_file = ParsedArgs()
     if "config" in parsed.values:
         try:
             run_file = read_run_file(parsed.values["config"], parser)
@@ -294,7 +298,8 @@ def _finish(
     critic, critic_problems = build_critic(s) if has_critic(s) else (None, [])
     if problems or critic_problems:
         raise ConfigError(_deduplicated(problems + critic_problems, table))
-    size, balance = global_batch_of(s) or s.samples_per_rollout, s.algorithm.balance_data
+    size = global_batch_of(s) or s.samples_per_rollout
+    balance = s.algorithm.balance_data
     groups = {field.name: getattr(s, field.name) for field in dataclasses.fields(ConfigGroups)}
     groups |= dict(
         model=dataclasses.replace(

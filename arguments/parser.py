@@ -62,7 +62,9 @@ class LauncherParser(argparse.ArgumentParser):
             add_help=False,
             exit_on_error=False,
         )
-        self.table, self.full_usage, self.hidden = table, usage, frozenset(hidden)
+        self.table = table
+        self.full_usage = usage
+        self.hidden = frozenset(hidden)
         self._negative_number_matcher = values.NEGATIVE_NUMBER
         self.parsed = ParsedArgs()
         self.typed: dict[str, str] = {}  # flag -> spelling on this command line
@@ -106,7 +108,8 @@ class LauncherParser(argparse.ArgumentParser):
         Raises:
             HelpRequested: For --help and --version.
         """
-        self.parsed, self._strict = ParsedArgs(), True
+        self.parsed = ParsedArgs()
+        self._strict = True
         self._namespace, extras = self._parse(argv, argparse.Namespace())
         for word in extras:
             self.parsed.add_problem(word, None, "is not a flag; values follow their flag")
@@ -118,7 +121,8 @@ class LauncherParser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """As in argparse: returns the values of all flags, including defaults, and the unknown
         words. If there are problems, prints all and exits with status 2."""
-        self.parsed, self._strict = ParsedArgs(), False
+        self.parsed = ParsedArgs()
+        self._strict = False
         argv = sys.argv[1:] if args is None else args
         try:
             result = self._parse(argv, namespace or argparse.Namespace())
@@ -133,7 +137,8 @@ class LauncherParser(argparse.ArgumentParser):
     def _parse(
         self, argv: Sequence[str], namespace: argparse.Namespace
     ) -> tuple[argparse.Namespace, list[str]]:
-        self.typed, self._without_value = {}, set()
+        self.typed = {}
+        self._without_value = set()
         words = self._expand(argv)
         others = [
             name
@@ -295,7 +300,8 @@ class LauncherParser(argparse.ArgumentParser):
         if name in PRESETS or name in NO_EFFECT:
             return self._apply_preset(name, typed, value, parsed)
         if (prefix := self._passed_on(name)) is not None:
-            holder, key = PASSED_ON[prefix], name.removeprefix(prefix).replace("-", "_")
+            holder = PASSED_ON[prefix]
+            key = name.removeprefix(prefix).replace("-", "_")
             parsed.values[holder] = {**parsed.values.get(holder, {}), key: value}
             return
         if not typed.startswith("--") and (ours := normalise(typed)) in self._option_string_actions:
@@ -349,7 +355,8 @@ class LauncherParser(argparse.ArgumentParser):
             path: The key with its sections, joined by dots; named in messages if it is a spelling
                 of the flag, as in ``trainer.algorithm.use_tis``.
         """
-        typed, dotted = normalise(key), f"--{path or key}"
+        typed = normalise(key)
+        dotted = f"--{path or key}"
         name = self._registered_name(typed)
         if "." in dotted and self._registered_name(dotted) == name:
             typed = dotted
@@ -408,7 +415,8 @@ class LauncherParser(argparse.ArgumentParser):
         Problems are added to those of the run file."""
         if not self._custom:
             return {}
-        self.parsed, self._strict = ParsedArgs(), True
+        self.parsed = ParsedArgs()
+        self._strict = True
         namespace, _ = self._parse([*run_file.custom_argv, *argv], argparse.Namespace())
         names = {normalise(o) for a in self._custom.values() for o in a.option_strings}
         run_file.problems += [p for p in self.parsed.problems if p.flag in names]

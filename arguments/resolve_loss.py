@@ -84,7 +84,8 @@ def _resolve_estimator(parsed: ParsedArgs) -> None:
 
 def _resolve_cispo_bounds(parsed: ParsedArgs) -> None:
     """slime's cispo uses --eps-clip as its bounds; ours has separate flags."""
-    values, low = parsed.values, parsed.values.get("eps_clip")
+    values = parsed.values
+    low = parsed.values.get("eps_clip")
     # the warning below asks for an own bound in addition to slime's
     _rename_bounds(parsed, "cispo_eps_clip_low", "cispo_eps_clip_high", both_legal=True)
     if low is not None and values["cispo_eps_clip_low"] < 1:
@@ -140,7 +141,8 @@ def _resolve_pair_loss(parsed: ParsedArgs) -> None:
     values = parsed.values
     if values.get("loss_type") not in PAIR_LOSS_TYPES:
         return
-    loss_type, name = values["loss_type"], PAIR_LOSS_TYPES[values["loss_type"]]
+    loss_type = values["loss_type"]
+    name = PAIR_LOSS_TYPES[values["loss_type"]]
     values["loss_type"] = "sft_loss"
     if policy_losses.canonical(values.setdefault("policy_loss_type", name)) != name:
         message = f"conflicts with --loss-type {loss_type}, which selects {name}; remove one"

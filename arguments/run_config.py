@@ -90,7 +90,8 @@ class RunConfig(ConfigGroups):
     def old_is_current(self) -> bool:
         """Whether the forward pass of the only optimizer step can provide the old log-probs,
         because nothing needs them earlier."""
-        algorithm, transformer = self.algorithm, self.megatron.transformer
+        algorithm = self.algorithm
+        transformer = self.megatron.transformer
         estimator = advantage_estimators.get(algorithm.advantage_estimator)
         needed_before = (
             algorithm.kl_coef  # in the reward

@@ -22,7 +22,8 @@ def build_teacher(
     if folder is None:
         return None, []
     if is_checkpoint_root(folder):
-        core, gpt = dict(s.core), s.gpt
+        core = dict(s.core)
+        gpt = s.gpt
     else:
         core, gpt = _shape_of_teacher(s, checkpoint, folder)
     built, problems = build_megatron_configs(

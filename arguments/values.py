@@ -12,7 +12,8 @@ from arguments.flags import Flag
 from arguments.unique_keys import load_json
 from slime_like.config import Problem, flag_name, read_number, value_problem
 
-TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+TRUE = ("true", "1", "yes", "on")
+FALSE = ("false", "0", "no", "off")
 SWITCH_VALUES = "must be true or false, or no value at all"
 
 

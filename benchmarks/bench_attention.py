@@ -33,7 +33,9 @@ from benchmarks.bench_common import fastest, write_json  # noqa: E402
 from slime_like.megatron.ops.attention import PackedAttention, PackedRows, packed_rows  # noqa: E402
 from slime_like.megatron.ops.context_parallel import attend_chunks, rows_of_rank  # noqa: E402
 
-HEADS, GROUPS, SIZE = 8, 2, 64
+HEADS = 8
+GROUPS = 2
+SIZE = 64
 
 
 def make_module() -> PackedAttention:
@@ -82,7 +84,8 @@ def of_a_rank(
 def shares(lengths: list[int], cp_size: int, repeats: int) -> dict[str, Any]:
     """Seconds of attention on one process, and of every context-parallel rank relative to an equal
     share of it."""
-    module, qkv = make_module(), make_rows(sum(lengths))
+    module = make_module()
+    qkv = make_rows(sum(lengths))
     rows = packed_rows(bounds(lengths))
     seconds, expected = fastest(
         lambda: whole(module, qkv, rows), repeats=repeats, clock=time.process_time

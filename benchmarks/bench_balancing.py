@@ -34,7 +34,9 @@ from slime_like.distributed.seqlen_balancing import (  # noqa: E402
 
 SIZES = ((4096, 64), (16384, 128))
 GROWTH = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
-LEVEL, LIMIT_MS = 1.001, 100.0  # the targets
+# the targets
+LEVEL = 1.001
+LIMIT_MS = 100.0
 A_8B = linear_cost(
     hidden_size=4096,
     ffn_hidden_size=12288,

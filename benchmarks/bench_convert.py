@@ -89,7 +89,8 @@ def in_a_process(action: Callable[[], Any]) -> dict[str, float]:
         try:
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
                 Path("/proc/self/clear_refs").write_text("5")  # reset the peak
-                before, started = resident_kib("VmRSS"), time.perf_counter()
+                before = resident_kib("VmRSS")
+                started = time.perf_counter()
                 status = action()
                 found: dict[str, Any] = {
                     "s": time.perf_counter() - started,
@@ -172,7 +173,8 @@ def measure(folder: Path, layers: int, hidden: int, repeat: int) -> dict[str, di
         for path in (copy, saved, root, out):
             shutil.rmtree(path, ignore_errors=True)
         for name, job in jobs:
-            found, best = in_a_process(job), results.get(name, {"s": float("inf"), "peak_mib": 0.0})
+            found = in_a_process(job)
+            best = results.get(name, {"s": float("inf"), "peak_mib": 0.0})
             results[name] = {
                 "s": min(found["s"], best["s"]),
                 "peak_mib": max(found["peak_mib"], best["peak_mib"]),

@@ -89,9 +89,12 @@ def measure(words: argparse.Namespace, lr: float) -> dict[str, float]:
     model = make_model(words.hidden, words.layers)
     optimizer = torch.optim.Adam(model.parameters(), lr=lr, betas=(0.9, 0.98))
     total = sum(2 * parameter.numel() for parameter in model.parameters())
-    sizes, writing, applying = [], [], []
+    sizes = []
+    writing = []
+    applying = []
     with tempfile.TemporaryDirectory(prefix="bench_delta_") as folder:
-        source, root = Path(folder) / "model", Path(folder) / "updates"
+        source = Path(folder) / "model"
+        root = Path(folder) / "updates"
         model.config.save_pretrained(source)  # type: ignore[operator, union-attr]
         local = LocalCheckpoint(root, Path(folder) / "copy")
         for _ in range(words.warmup):

@@ -55,7 +55,9 @@ MIB = 2**20
 # "processor" is CPU time of this process: for shared machines, with one thread
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 HOLDING_LOGITS = ("naive", "materialising", "in place")
-PEAK_LIMIT_MIB, TIME_LIMIT = 300.0, 1.1  # at 1024 x 65536 x 256 in float32 on CPU
+# at 1024 x 65536 x 256 in float32 on CPU
+PEAK_LIMIT_MIB = 300.0
+TIME_LIMIT = 1.1
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,8 @@ class Problem:
     @classmethod
     def make(cls, options: argparse.Namespace, tokens: int | None = None) -> Problem:
         g = torch.Generator().manual_seed(0)
-        dtype, count = getattr(torch, options.dtype), options.tokens if tokens is None else tokens
+        dtype = getattr(torch, options.dtype)
+        count = options.tokens if tokens is None else tokens
         hidden = (
             torch.randn(count, options.hidden, generator=g)
             .to(options.device, dtype)
@@ -195,7 +198,8 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _add(self, storage: Any) -> None:
-        key, size = id(storage), storage.nbytes()
+        key = id(storage)
+        size = storage.nbytes()
         if key in self._alive:
             return
 
@@ -310,10 +314,8 @@ def block_sizes(options: argparse.Namespace) -> dict[str, float]:
     p = Problem.make(options)
     found: dict[str, float] = {}
     name = "BLOCK_ELEMENTS_GPU" if options.device == "cuda" else "BLOCK_ELEMENTS_CPU"
-    default, default_rows = (
-        getattr(fused_linear_logprob, name),
-        fused_linear_logprob.DEFAULT_CHUNK_SIZE,
-    )
+    default = getattr(fused_linear_logprob, name)
+    default_rows = fused_linear_logprob.DEFAULT_CHUNK_SIZE
     for _ in range(options.repetitions):
         for rows in (256, 512, 1024, 2048):
             for elements in (default // 4, default // 2, default, 2 * default, 4 * default):
@@ -343,7 +345,8 @@ class Target:
 
 
 def targets(rows: dict[str, dict[str, float]]) -> list[Target]:
-    whole, half = rows["lean"], rows["lean, half of the rows"]
+    whole = rows["lean"]
+    half = rows["lean, half of the rows"]
     return [
         Target("peak of live tensors, MiB", whole["peak_mib"], PEAK_LIMIT_MIB),
         Target("resident growth, MiB", whole["resident_mib"], PEAK_LIMIT_MIB),

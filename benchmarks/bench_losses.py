@@ -48,7 +48,10 @@ from slime_like.metrics.typed import MetricAccumulator  # noqa: E402
 from slime_like.types import MicroBatch, TrainBatch, TrainSample  # noqa: E402
 
 # Sizes of the demo (scripts/demo.sh): one of the two optimizer steps per rollout.
-SAMPLES, MICRO_BATCH, PROMPT, RESPONSE = 128, 64, 30, 8
+SAMPLES = 128
+MICRO_BATCH = 64
+PROMPT = 30
+RESPONSE = 8
 FLAGS = (
     "--debug-train-only --num-rollout 2 --rollout-batch-size 16 --n-samples-per-prompt 8 "
     "--micro-batch-size {micro} --lr 1e-4 --no-tensorboard --no-progress --no-plot"
@@ -169,7 +172,8 @@ def bench(names: Sequence[str], repetitions: int) -> list[Row]:
     rows = []
     with tempfile.TemporaryDirectory() as folder, demo_backend(Path(folder)) as backend:
         samples = demo_samples(backend)
-        batch, model = TrainBatch(tuple(samples)), backend.policy.modules[0]
+        batch = TrainBatch(tuple(samples))
+        model = backend.policy.modules[0]
         groups = [samples[start : start + MICRO_BATCH] for start in range(0, SAMPLES, MICRO_BATCH)]
         batches = pack_all(groups, multiple=1, equal_lengths=False)
         heads = [known_head(b, backend.layout) for b in batches]

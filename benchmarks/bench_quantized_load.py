@@ -23,7 +23,9 @@ from safetensors.torch import save_file
 from benchmarks.bench_common import write_json
 from slime_like.weights.safetensors_reader import WeightFiles, file_names
 
-ROWS, COLUMNS, BLOCK = 8192, 7168, 128
+ROWS = 8192
+COLUMNS = 7168
+BLOCK = 128
 PER_FILE = 4
 
 
@@ -64,7 +66,8 @@ def measure(folder: Path, count: int) -> Measured:
     rows = torch.zeros(ROWS // 2, COLUMNS, dtype=torch.bfloat16)
     shards = rows, rows.view(ROWS, COLUMNS // 2)  # views of the same memory
     Path("/proc/self/clear_refs").write_text("5")
-    before, started = _peak(), time.perf_counter()
+    before = _peak()
+    started = time.perf_counter()
     with WeightFiles(str(folder)) as files:
         for n in range(count):
             dim = n % 2

@@ -65,7 +65,8 @@ def samples_of(kind: str) -> list[Sample]:
         options = {"size": 1, "seed": 1}
         entry = create_dataset(metadata, **options)[0]
         metadata = {"task": {"name": metadata, "options": options}, "entry": entry}
-    ids, ones = torch.tensor([1]), torch.ones(1, dtype=torch.bool)
+    ids = torch.tensor([1])
+    ones = torch.ones(1, dtype=torch.bool)
     return [
         Sample(0, i, ids, 1, ones, response=response, label="42", metadata=metadata)
         for i in range(count)
@@ -85,10 +86,12 @@ def measure(kind: str, workers: int) -> dict[str, float | None]:
         return sum(t.user + t.system + t.children_user + t.children_system for t in times)
 
     samples = samples_of(kind)
-    processor, wall = [], []
+    processor = []
+    wall = []
     with _arguments(kind) as arguments, Grader(**arguments, rm_num_workers=workers) as grader:
         for _ in range(1 + _ROUNDS):
-            start, began = used(), time.monotonic()
+            start = used()
+            began = time.monotonic()
             graded = grader.grade(samples)
             processor.append((used() - start) / len(samples))
             wall.append((time.monotonic() - began) / len(samples))

@@ -38,7 +38,9 @@ from slime_like.samples.index import ROW  # noqa: E402
 from slime_like.samples.payload import payload_size  # noqa: E402
 from slime_like.types import Sample  # noqa: E402
 
-PROMPT, RANKS_OF_COPY, RESPONSES_OF_COPY = 128, 8, 32
+PROMPT = 128
+RANKS_OF_COPY = 8
+RESPONSES_OF_COPY = 32
 MIB = 2**20
 
 
@@ -150,7 +152,9 @@ def simulated(ranks: list[int], tokens: int) -> list[dict[str, Any]]:
             [sharing],
             buffer_size=BUFFER_SIZE,
         )
-        sent, got, messages = np.zeros(world), np.zeros(world), np.zeros(world)
+        sent = np.zeros(world)
+        got = np.zeros(world)
+        messages = np.zeros(world)
         for rank in range(world):
             for message in (m for hop in delivery.hops(rank) for m in hop):
                 (sent if message.source == rank else got)[rank] += message.nbytes

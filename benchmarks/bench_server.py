@@ -136,15 +136,12 @@ def message_of(count: int, length: int, seed: int = 0) -> Any:
         datum.model_input.add().encoded_text.tokens = (
             rng.integers(5, 90, length).astype("<i4").tobytes()
         )
-        targets, weights = datum.loss_fn_inputs["target_tokens"], datum.loss_fn_inputs["weights"]
-        targets.dtype, targets.dense = (
-            proto.DTYPE_INT64,
-            rng.integers(5, 90, length).astype("<i8").tobytes(),
-        )
-        weights.dtype, weights.dense = (
-            proto.DTYPE_FLOAT32,
-            rng.normal(size=length).astype("<f4").tobytes(),
-        )
+        targets = datum.loss_fn_inputs["target_tokens"]
+        weights = datum.loss_fn_inputs["weights"]
+        targets.dtype = proto.DTYPE_INT64
+        targets.dense = rng.integers(5, 90, length).astype("<i8").tobytes()
+        weights.dtype = proto.DTYPE_FLOAT32
+        weights.dense = rng.normal(size=length).astype("<f4").tobytes()
     return request
 
 
@@ -191,7 +188,8 @@ class HttpClient:
     def send(self, message: Any) -> str:
         """Send a pass; returns its request id."""
         self.seq += 1
-        message.model_id, message.seq_id = self.model, self.seq
+        message.model_id = self.model
+        message.seq_id = self.seq
         answer = self.http.post(
             "forward_backward", content=message.SerializeToString(), headers=PROTOBUF
         )
@@ -322,7 +320,8 @@ def command_of(message: Any) -> dict[str, Any]:
     """The command that workers get for a request, without the model."""
     from slime_like.tinker.data import Limits, check_forward_backward
 
-    message.model_id, message.seq_id = "m", 1
+    message.model_id = "m"
+    message.seq_id = 1
     return check_forward_backward(
         message, role="policy", limits=Limits(10_000, 10_000, 10**9)
     ).command()
@@ -375,7 +374,8 @@ def measure_shares(
     flood: number of pending requests of the first client; 0: one, like the others."""
     asking = [HttpClient(model, url, rank=8) for _ in range(clients)]
     served = [Served() for _ in asking]
-    start, errors = threading.Barrier(clients), []
+    start = threading.Barrier(clients)
+    errors = []
 
     def ask(number: int) -> None:
         try:

@@ -38,7 +38,10 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.bench_common import bimodal_lengths, write_json  # noqa: E402
 from slime_like.types import Sample  # noqa: E402
 
-PROMPT, GROUP_SIZE, CLIP, LR = 16, 8, 0.2, 1e-4
+PROMPT = 16
+GROUP_SIZE = 8
+CLIP = 0.2
+LR = 1e-4
 TIMES_PADDED = 2.0  # target speed-up of packed over padded rows
 SAME = 1e-3  # largest relative difference of loss and gradient norm between methods
 
@@ -108,7 +111,9 @@ def make_samples(sizes: Sizes) -> tuple[list[Sample], list[torch.Tensor], list[t
     """Samples, their old log-probs and advantages [R] each; equal in every process."""
     lengths = bimodal_lengths(sizes.sequences, short=sizes.short, long=sizes.long, seed=2)
     generator = torch.Generator().manual_seed(3)
-    samples, old, advantages = [], [], []
+    samples = []
+    old = []
+    advantages = []
     for i, length in enumerate(lengths.tolist()):
         tokens = torch.randint(sizes.vocab, (PROMPT + length,), generator=generator)
         samples.append(
@@ -227,9 +232,11 @@ def measure(step: Callable[[], tuple[float, float]], steps: int) -> dict[str, fl
     model and samples."""
     before = resident_bytes()
     loss, norm = step()
-    passed, core = [], []
+    passed = []
+    core = []
     for _ in range(steps):
-        start, start_core = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
+        start_core = time.process_time()
         step()
         passed.append(time.perf_counter() - start)
         core.append(time.process_time() - start_core)
@@ -246,7 +253,8 @@ def measure(step: Callable[[], tuple[float, float]], steps: int) -> dict[str, fl
 def worker(name: str, folder: Path, sizes: Sizes) -> None:
     """Measure one method in this process or rank, and write the result next to the model."""
     torch.set_num_threads(1)
-    method, rank = METHODS[name], int(os.environ.get("RANK", "0"))
+    method = METHODS[name]
+    rank = int(os.environ.get("RANK", "0"))
     if method.flags is None:
         found = measure(
             hugging_face_step(folder / method.model, sizes, method.per_pass), sizes.steps

@@ -48,7 +48,8 @@ from slime_like.weights.gather import WeightStream
 from slime_like.weights.hf_export import HfExport
 
 T = TypeVar("T")
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
+GIB = 2**30
 WAYS = ("own", "rank zero", "everywhere")
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -126,13 +127,16 @@ def count_ways(
         with live:
             messages, handed = update(way, export.stream(), bucket_bytes)
         found[way] = counting(live)
-        found[way].peak, found[way].messages, found[way].handed = live.peak, messages, handed
+        found[way].peak = live.peak
+        found[way].messages = messages
+        found[way].handed = handed
     return found
 
 
 def count_real(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """`count_ways` on a gloo process, with weights on the CPU; see `run_ranks`."""
-    sizes, bucket_bytes = LayoutSizes(**arguments["sizes"]), arguments["bucket_bytes"]
+    sizes = LayoutSizes(**arguments["sizes"])
+    bucket_bytes = arguments["bucket_bytes"]
 
     def counting(live: LiveBytes | None) -> Counted:
         assert live is not None
@@ -160,7 +164,8 @@ def count_simulated(
     chunks_at, gpt = meta_chunks(folder, hf, sizes, world)
 
     def work(rank: SimulatedRank) -> dict[str, Counted]:
-        layout, counting = rank.layout, counting_of(rank)
+        layout = rank.layout
+        counting = counting_of(rank)
         chunks = chunks_at[layout.pp_rank, layout.ep_rank]
         export = HfExport(chunks, hf=hf, gpt=gpt, layout=layout, bucket_bytes=bucket_bytes)
         found = {"set-up": counting(None)}
@@ -195,7 +200,9 @@ def counting_of(rank: SimulatedRank) -> Counting:
             received=sum(group.received for group in groups),
         )
         for group in groups:
-            group.traffic, group.sent, group.received = {}, 0, 0
+            group.traffic = {}
+            group.sent = 0
+            group.received = 0
         return found
 
     return counting

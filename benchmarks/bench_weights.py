@@ -226,7 +226,8 @@ def main() -> int:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     rows = table(ranks)
-    size, messages = ranks[0]["bytes"], ranks[0]["messages"]
+    size = ranks[0]["bytes"]
+    messages = ranks[0]["messages"]
     print(f"{size / 2**20:.1f} MiB in {messages} messages of {given.bucket_mib:g} MiB; {machine()}")
     print(f"{'':36} {'collectives':>11} {'seconds':>8} {'x plain':>8} {'peak MiB':>9}")
     for way, row in rows.items():

@@ -28,13 +28,11 @@ from benchmarks.bench_common import write_json  # noqa: E402
 from slime_like.rewards import confinement  # noqa: E402
 from tests.unit.sandbox_surroundings import ATTEMPTS, outcomes, surroundings  # noqa: E402
 
-NAMESPACES, LANDLOCK, SCOPES, SECCOMP, LIMITS = (
-    "namespaces",
-    "landlock",
-    "landlock_scopes",
-    "seccomp",
-    "limits",
-)
+NAMESPACES = "namespaces"
+LANDLOCK = "landlock"
+SCOPES = "landlock_scopes"
+SECCOMP = "seccomp"
+LIMITS = "limits"
 ALONE = {  # column of the table: mechanisms
     "namespaces": (NAMESPACES,),
     "Landlock": (LANDLOCK, SCOPES),
@@ -49,7 +47,8 @@ MISSING: tuple[tuple[str, ...], ...] = (
     (SECCOMP,),
     (NAMESPACES, LANDLOCK, SCOPES),
 )
-BEGIN, END = "<!-- escapes: made by benchmarks/escape_table.py -->\n", "<!-- escapes: end -->"
+BEGIN = "<!-- escapes: made by benchmarks/escape_table.py -->\n"
+END = "<!-- escapes: end -->"
 UNTRIED = {"vfork"}  # unless a filter blocks it, the child would continue on the parent's stack
 WORDS = {  # language -> (head of the first table, head of the second, words of the second)
     "en": (

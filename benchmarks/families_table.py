@@ -72,7 +72,8 @@ def over_layouts(case: str, folder: Path) -> tuple[int, float]:
     layouts = family_layouts(folder / "models")
     layouts.folder.mkdir(parents=True)
     experts = read_hf_model(str(folder / "model")).transformer.get("num_moe_experts")
-    count, largest = 0, 0.0
+    count = 0
+    largest = 0.0
     for ranks, flags in (OF_EVERY_EXPERTS if experts else OF_EVERY_DENSE).items():
         cells = [(case, words) for words in flags]
         for found in layouts.measure(ranks, cells, folder / f"ranks-{ranks}"):

@@ -25,10 +25,8 @@ sys.path.insert(0, str(ROOT))
 
 from tests.learning.recipes import COMMON, RECIPES, Recipe, Result, learn  # noqa: E402
 
-BEGIN, END = (
-    "<!-- learning: made by benchmarks/learning_table.py -->\n",
-    "<!-- end of the learning table -->",
-)
+BEGIN = "<!-- learning: made by benchmarks/learning_table.py -->\n"
+END = "<!-- end of the learning table -->"
 HEADINGS = {
     "en": ("task and estimator", "band at the end", "first -> last, by seed", "rollouts",
         "CPU seconds"),

@@ -242,10 +242,8 @@ def write_docs(results: Sequence[Result]) -> None:
         page = ROOT / "docs" / language / "algorithms" / "results.md"
         text = page.read_text(encoding="utf-8")
         for kind in ("losses", "estimators"):
-            begin, end = (
-                f"<!-- {kind}: made by benchmarks/loss_table.py -->\n",
-                f"<!-- {kind}: end -->",
-            )
+            begin = f"<!-- {kind}: made by benchmarks/loss_table.py -->\n"
+            end = f"<!-- {kind}: end -->"
             head, rest = text.split(begin)
             _, tail = rest.split(end)
             rows = [r for r in results if r.kind == kind]

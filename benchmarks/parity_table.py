@@ -34,7 +34,9 @@ from slime_like.rollout.recording import save_rollout  # noqa: E402
 from slime_like.sglang.processes import free_ports  # noqa: E402
 from slime_like.types import Sample, SampleGroup  # noqa: E402
 
-STEPS, GROUPS, GROUP_SIZE = 3, 2, 4
+STEPS = 3
+GROUPS = 2
+GROUP_SIZE = 4
 LIMIT = 1e-5
 
 

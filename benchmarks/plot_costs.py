@@ -27,7 +27,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.bench_common import growth_exponent  # noqa: E402
 
 TARGET = ROOT / "docs" / "images" / "costs.png"
-BEGIN, END = "<!-- costs: begin -->\n", "<!-- costs: end -->\n"
+BEGIN = "<!-- costs: begin -->\n"
+END = "<!-- costs: end -->\n"
 HEADERS = {
     "en": "| tokens | head, ms | µs each | sequences | packing, ms | µs each | sequences | "
     "balancing, ms | µs each |",
@@ -120,7 +121,8 @@ def rows(found: Sequence[Curve]) -> list[str]:
         cells = []
         for curve in found:
             if number < len(curve.sizes):
-                size, ms = curve.sizes[number], curve.milliseconds[number]
+                size = curve.sizes[number]
+                ms = curve.milliseconds[number]
                 cells += [f"{size:.0f}", f"{ms:.1f}", f"{1e3 * ms / size:.2f}"]
             else:
                 cells += [""] * 3

@@ -24,7 +24,9 @@ from slime_like.losses import LossInputs, PolicyLoss, policy_losses  # noqa: E40
 
 TARGET = ROOT / "docs" / "images" / "losses.png"
 OLD_LOG_PROB = -1.0  # a probability of 0.37, for losses that depend on it
-LEAST, LARGEST, POINTS = 0.02, 2.6, 300
+LEAST = 0.02
+LARGEST = 2.6
+POINTS = 300
 # Settings to draw where there is no default, or its effect is outside the plotted range.
 SETTINGS: dict[str, dict[str, Any]] = {
     "dro": {"dro_beta": 0.5},
@@ -51,7 +53,8 @@ def curves(loss: PolicyLoss, config: Any, ratio: Tensor, advantage: float) -> tu
     old = torch.full_like(ratio, OLD_LOG_PROB)
     log_probs = (old + ratio.log()).requires_grad_()
     advantages = torch.full_like(ratio, advantage)
-    losses, gradients = [], []
+    losses = []
+    gradients = []
     for i in range(count):  # one micro-batch each: some losses select tokens per micro-batch
         one = slice(i, i + 1)
         inputs = LossInputs(

@@ -53,7 +53,8 @@ class LayoutSizes:
     def groups(self, world: int) -> dict[str, list[list[int]]]:
         """Ranks of all groups by dimension name, as created by megatron-core."""
         etp = self.tp if self.etp is None else self.etp
-        dense, sparse = world // (self.tp * self.cp * self.pp), world // (etp * self.ep * self.pp)
+        dense = world // (self.tp * self.cp * self.pp)
+        sparse = world // (etp * self.ep * self.pp)
         if (
             dense * self.tp * self.cp * self.pp != world
             or sparse * etp * self.ep * self.pp != world
@@ -132,7 +133,8 @@ class SimulatedWorld:
 
 class _Work:
     def __init__(self, world: SimulatedWorld, call: _Call) -> None:
-        self._world, self._call = world, call
+        self._world = world
+        self._call = call
 
     def wait(self, timeout: Any = None) -> bool:
         self._world.wait(self._call)
@@ -157,7 +159,8 @@ class SimulatedGroup(dist.ProcessGroup):
         self.traffic: dict[str, Traffic] = {}
         self.sent = self.received = 0
         self.label = name
-        self._world, self._place = world, ranks.index(rank)
+        self._world = world
+        self._place = ranks.index(rank)
         self._numbers: dict[tuple[Hashable, ...], int] = {}
 
     def size(self) -> int:
@@ -207,7 +210,8 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._post(("collective",), "barrier", self.size(), None, lambda _: None)
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> _Work:  # type: ignore[override]
-        root, size = options.rootRank, _bytes(tensors)
+        root = options.rootRank
+        size = _bytes(tensors)
 
         def move(posted: Posted) -> None:
             for place, (into,) in posted.items():
@@ -218,7 +222,8 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._collective("broadcast", (tensors,), move, sent, received)
 
     def gather(self, outputs: Outputs, inputs: list[Tensor], options: Any) -> _Work:  # type: ignore[override]
-        root, size = options.rootRank, _bytes(inputs)
+        root = options.rootRank
+        size = _bytes(inputs)
 
         def move(posted: Posted) -> None:
             for place, tensor in enumerate(posted[root][0][0]):
@@ -300,7 +305,8 @@ def run_simulated(
         name: {rank: ranks for ranks in groups for rank in ranks}
         for name, groups in ranks_of.items()
     }
-    state, of_threads = MegatronState(), _WorldOfThread()
+    state = MegatronState()
+    of_threads = _WorldOfThread()
     results: dict[int, T] = {}
 
     def run(rank: int) -> None:

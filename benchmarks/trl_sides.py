@@ -82,7 +82,8 @@ def plain_steps(case: dict[str, Any]) -> list[float]:
     tokenizer = AutoTokenizer.from_pretrained(case["model"])
     model = AutoModelForCausalLM.from_pretrained(case["model"], dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=case["lr"])
-    count, new = case["samples"], case["new_tokens"]
+    count = case["samples"]
+    new = case["new_tokens"]
     prompts = torch.tensor([p for p in case["prompts"] for _ in range(count)])
     width = prompts.size(1)
     seconds = []

@@ -32,7 +32,8 @@ def check() -> None:
 
 
 def install() -> None:
-    cls, original = find(NAME, CLASS), find(NAME, f"{CLASS}.resolve")
+    cls = find(NAME, CLASS)
+    original = find(NAME, f"{CLASS}.resolve")
     identity = find(NAME, "transformer.identity_op:IdentityOp")
 
     @functools.wraps(original)

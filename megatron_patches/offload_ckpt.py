@@ -56,7 +56,8 @@ def init_offloaded_state(hybrid: HybridDeviceOptimizer) -> None:
 
 
 def install() -> None:
-    cls, hybrid = find(NAME, CLASS), find(NAME, HYBRID)
+    cls = find(NAME, CLASS)
+    hybrid = find(NAME, HYBRID)
     originals = [find(NAME, f"{CLASS}.{method}") for method in METHODS]
     original_sharded, original_state, original_set = originals
 
@@ -84,7 +85,8 @@ def install() -> None:
             tensors = {name: value.clone() for name, value in tensors.items()}
         original_set(self, model_param, tensors)
 
-    cls.sharded_state_dict, cls.state_dict = sharded_state_dict, state_dict
+    cls.sharded_state_dict = sharded_state_dict
+    cls.state_dict = state_dict
     cls._set_main_param_and_optimizer_states = set_states
 
 

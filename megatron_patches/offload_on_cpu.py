@@ -54,14 +54,16 @@ def sub_optimizer_groups(
     """
     parameters = chain.from_iterable(group["params"] for group in self.param_groups)
     remaining = offload_fraction * sum(parameter.numel() for parameter in parameters)
-    host_groups, device_groups = [], []
+    host_groups = []
+    device_groups = []
     copies: dict[Tensor, Tensor] = {}
     in_fp32: dict[Tensor, Tensor] = {}
     for group in self.param_groups:
         host: list[Tensor] = []
         device: list[Tensor] = []
         for parameter in group["params"]:
-            offloaded, inner = remaining > 0, parameter
+            offloaded = remaining > 0
+            inner = parameter
             if self.param_update_in_fp32 and parameter.dtype != torch.float32:
                 inner = in_fp32[parameter] = parameter.detach().float()
             elif offloaded:

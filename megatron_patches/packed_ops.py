@@ -38,7 +38,8 @@ class FusedRMSNorm(torch.autograd.Function):
         """dx = r w dy - x (x . w dy) r^3 / d; dw = sum over rows of x r dy."""
         x, weight, r = ctx.saved_tensors
         (dy,) = gradients
-        product, dw = torch.mul(x, r), None
+        product = torch.mul(x, r)
+        dw = None
         if ctx.needs_input_grad[2]:
             dw = product.mul_(dy).sum(tuple(range(dy.dim() - 1)))
         if not ctx.needs_input_grad[0]:
@@ -112,7 +113,8 @@ def _rotated(rows: Tensor, cos: Tensor, sin: Tensor, *, backward: bool) -> Tenso
     half = size // 2
     out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
     torch.mul(rows[..., :size], cos, out=out[..., :size])
-    first, second = rows[..., :half], rows[..., half:size]
+    first = rows[..., :half]
+    second = rows[..., half:size]
     if backward:
         out[..., :half].add_(second * sin[..., half:])
         out[..., half:size].sub_(first * sin[..., :half])
@@ -140,7 +142,8 @@ class _Angles:
     def parts(self, dtype: torch.dtype, mscale: float) -> tuple[Tensor, Tensor]:
         """(cosines, sines) of the rows, scaled by `mscale`."""
         if (dtype, mscale) not in self._parts:
-            cos, sin = torch.cos(self.freqs), torch.sin(self.freqs)
+            cos = torch.cos(self.freqs)
+            sin = torch.sin(self.freqs)
             self._parts[dtype, mscale] = (cos * mscale).to(dtype), (sin * mscale).to(dtype)
         return self._parts[dtype, mscale]
 

@@ -126,7 +126,8 @@ class PrecisionAwareAdam(torch.optim.AdamW):
                     self.initialize_state(parameter)
                 state = self.state[parameter]
                 state["step"] += 1
-                step, decoupled = float(state["step"]), self.adam_w_mode
+                step = float(state["step"])
+                decoupled = self.adam_w_mode
                 moments = (state["exp_avg"], state["exp_avg_sq"])
                 for chunk in _chunks(parameter, gradient, *moments, state["master_param"]):
                     _adam(*chunk, group=group, step=step, decoupled_decay=decoupled)
@@ -152,7 +153,9 @@ def _adam(
     """One Adam step in place (arXiv 1412.6980), in torch's order of operations. Weight decay is
     decoupled (AdamW, arXiv 1711.05101) or added to the gradient."""
     (beta1, beta2), rate, decay = group["betas"], group["lr"], group["weight_decay"]
-    gradient, first, second = gradient.float(), exp_avg.float(), exp_avg_sq.float()
+    gradient = gradient.float()
+    first = exp_avg.float()
+    second = exp_avg_sq.float()
     if decoupled_decay:
         main.mul_(1 - rate * decay)
     elif decay != 0:
@@ -172,8 +175,10 @@ def check() -> None:
 
 
 def install() -> None:
-    optimizer, clip_grads = find(NAME, "optimizer"), find(NAME, "optimizer.clip_grads")
-    original_build, original_reload = find(NAME, BUILD), find(NAME, RELOAD)
+    optimizer = find(NAME, "optimizer")
+    clip_grads = find(NAME, "optimizer.clip_grads")
+    original_build = find(NAME, BUILD)
+    original_reload = find(NAME, RELOAD)
     original_norm = clip_grads.l2_norm_impl
 
     @functools.wraps(original_build)
@@ -182,7 +187,8 @@ def install() -> None:
             return original_build(config, *args, **kwargs)
         clip_grads.l2_norm_impl = norm
         kept = optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER
-        optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = PrecisionAwareAdam, False
+        optimizer.Adam = PrecisionAwareAdam
+        optimizer.USING_PYTORCH_OPTIMIZER = False
         try:
             return original_build(config, *args, **kwargs)
         finally:

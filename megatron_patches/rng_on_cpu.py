@@ -61,7 +61,8 @@ def install() -> None:
         where it was left."""
         if name not in self.states_:
             raise ValueError(f"random state {name!r} is unknown; known: {', '.join(self.states_)}")
-        outer_name, outer_state = self._current_state_name, torch.get_rng_state()
+        outer_name = self._current_state_name
+        outer_state = torch.get_rng_state()
         if outer_name != DEFAULT_STATE:
             self.states_[outer_name] = outer_state
         torch.set_rng_state(self.states_[name])

@@ -23,7 +23,8 @@ from megatron_patches.patch import ALWAYS, Patch, find, missing
 
 NAME = "rope_thd"
 MODULE = "models.common.embeddings.rope_utils"
-THD, BSHD = "_apply_rotary_pos_emb_thd", "_apply_rotary_pos_emb_bshd"
+THD = "_apply_rotary_pos_emb_thd"
+BSHD = "_apply_rotary_pos_emb_bshd"
 
 
 def check() -> None:

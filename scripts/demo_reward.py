@@ -17,6 +17,7 @@ def score(args: Any, sample: Any, **kwargs: Any) -> float:
 
 def letters_in_place(word: str, response: str) -> float:
     """Fraction of letters in the right place, from 0 to 1; 1 for exactly the word."""
-    expected, answer = word.lower(), response.strip().lower()
+    expected = word.lower()
+    answer = response.strip().lower()
     right = sum(a == b for a, b in zip(expected, answer))
     return right / max(len(expected), len(answer))

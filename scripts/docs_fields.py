@@ -32,7 +32,8 @@ def comment_of(lines: Sequence[str], first: int, last: int) -> str:
 def split_fields(text: str, fields: Collection[str]) -> tuple[str, dict[str, str]]:
     """Split a class docstring into the text without field descriptions, and the descriptions by
     field."""
-    rest, found = [], dict[str, str]()
+    rest = []
+    found = dict[str, str]()
     for paragraph in text.split("\n\n"):
         starts = [m for m in _NAMES.finditer(paragraph) if set(m[1].split(", ")) <= set(fields)]
         ends = [*(m.start() for m in starts), len(paragraph)][1:]
@@ -61,7 +62,8 @@ class FieldDocstrings(Extension):
         for name, field in fields.items():
             if not isinstance(path := field.filepath, Path):  # a namespace package without files
                 continue
-            first, last = field.lineno or 1, field.endlineno or 1
+            first = field.lineno or 1
+            last = field.endlineno or 1
             comment = comment_of(field.lines_collection[path], first, last)
             words = ". ".join(filter(None, (comment, given.get(name))))
             if words:

@@ -68,13 +68,15 @@ def server() -> FastAPI:
 
     with tempfile.TemporaryDirectory() as name:
         make_folders(Path(name))
-        journal, config = Journal(":memory:"), ServerConfig()
+        journal = Journal(":memory:")
+        config = ServerConfig()
         registry = Registry(journal)
         operations = ServerOperations(
             registry, nobody, folder=Path(name), base="/m", max_snapshots=1
         )
         dispatcher = Dispatcher(journal, operations, max_waiting=1, gap_s=1.0, batch=1)
-        base, limits = BaseModel("/m", "m", "Arch", True), Limits(100, 32, 4096)
+        base = BaseModel("/m", "m", "Arch", True)
+        limits = Limits(100, 32, 4096)
         return make_server(Service(config, base, limits, registry, dispatcher, operations))
 
 
@@ -113,7 +115,8 @@ def _kind(schema: Mapping[str, Any], models: Mapping[str, Any]) -> str:
 
 def _fields(schema: Mapping[str, Any]) -> Iterator[str]:
     """Table rows: field, type and default."""
-    models, required = schema.get("$defs", {}), schema.get("required", [])
+    models = schema.get("$defs", {})
+    required = schema.get("required", [])
     for name, field in schema.get("properties", {}).items():
         if name == "type" and field.get("default", "") is None:
             continue  # the SDK's name of the body, which is not used

@@ -16,7 +16,8 @@ sys.path.insert(0, str(ROOT))
 from tests.unit.slime_scripts import SlimeScript, slime_scripts  # noqa: E402
 
 PAGES = (ROOT / "docs/en/coming_from_slime.md", ROOT / "docs/zh/coming_from_slime.md")
-BEGIN, END = "<!-- table of scripts: generated -->", "<!-- end of the table -->"
+BEGIN = "<!-- table of scripts: generated -->"
+END = "<!-- end of the table -->"
 
 
 @dataclass(frozen=True, slots=True)

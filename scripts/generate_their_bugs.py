@@ -106,7 +106,8 @@ def link_of(at: str) -> str:
 
 
 def _row(bug: dict[str, Any], language: str) -> str:
-    texts, tests = TEXTS[language], list(named_by(bug))
+    texts = TEXTS[language]
+    tests = list(named_by(bug))
     links = "<br>".join(f"[`{t.name}`](../../tests/{t.path})" for t in tests)
     suites = ", ".join(
         texts[s] for s in ("make test", *SUITES[::-1]) if s in {t.suite for t in tests}
@@ -116,7 +117,8 @@ def _row(bug: dict[str, Any], language: str) -> str:
 
 def page(language: str) -> str:
     """Text of the page. language: "en" or "zh"."""
-    texts, groups = TEXTS[language], read()
+    texts = TEXTS[language]
+    groups = read()
     bugs = [bug for group in groups for bug in group["bugs"]]
     tests = {test for bug in bugs for test in named_by(bug)}
     each = ", ".join(

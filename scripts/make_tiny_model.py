@@ -55,7 +55,8 @@ def make_tiny_model(like: str, folder: Path, *, seed: int = 1, **changes: Any) -
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    family, tokenizer = family_of(like), make_tokenizer()
+    family = family_of(like)
+    tokenizer = make_tokenizer()
     keys = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
     settings = {**SIZES, **keys, **family.tiny, **changes}
     if family.text_config:
@@ -87,9 +88,11 @@ def add_prediction_layers(folder: Path, family: ModelFamily, count: int) -> None
 
     from slime_like.weights.mappings import Sizes
 
-    names, path = family.prediction, folder / "model.safetensors"
+    names = family.prediction
+    path = folder / "model.safetensors"
     assert names is not None
-    tensors, hf = load_file(path), read_hf_model(str(folder))
+    tensors = load_file(path)
+    hf = read_hf_model(str(folder))
     layers = hf.transformer["num_layers"]
     starts = [f"{names.layers}.".format(layer=n) for n in range(layers)]
     starts = [s for s in starts if any(name.startswith(f"{s}self_attn") for name in tensors)]

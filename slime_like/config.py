@@ -139,7 +139,8 @@ def flag_name(field_name: str) -> str:
 
 
 # smallest normal float32 (some processors flush denormals to 0), and the largest float32
-SMALLEST_FLOAT32, LARGEST_FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+SMALLEST_FLOAT32 = 2.0**-126
+LARGEST_FLOAT32 = (2 - 2.0**-23) * 2.0**127
 LARGEST_INTEGER = 2**63 - 1
 
 

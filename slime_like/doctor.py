@@ -208,7 +208,8 @@ def links() -> list[str]:
     """Network interfaces that are up, with their speed and first address; InfiniBand devices."""
     import psutil
 
-    addresses, states = psutil.net_if_addrs(), psutil.net_if_stats()
+    addresses = psutil.net_if_addrs()
+    states = psutil.net_if_stats()
     lines = []
     for name, state in sorted(states.items()):
         first = [a.address for a in addresses.get(name, []) if a.family == socket.AF_INET][:1]

@@ -110,7 +110,8 @@ class SurvivingStream:
     """
 
     def __init__(self, stream: TextIO | None, descriptor: int, name: str) -> None:
-        self._descriptor, self._name = descriptor, name
+        self._descriptor = descriptor
+        self._name = name
         if stream is None:
             self._redirect()
             raw = io.FileIO(descriptor, "w", closefd=False)

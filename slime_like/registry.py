@@ -112,7 +112,8 @@ def registrations() -> int:
 def registering_for(module: str) -> Iterator[None]:
     """While the user module `module` is being imported, attribute new registrations to it."""
     global _source
-    before, _source = _source, module
+    before = _source
+    _source = module
     try:
         yield
     finally:

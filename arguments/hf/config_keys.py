@@ -38,20 +38,68 @@ MAPPED = frozenset(REQUIRED) | {
 # Tokens, generation, initialisation and bookkeeping: the network's function does not depend on
 # them.
 WITHOUT_EFFECT = frozenset(
-    """
-    _name_or_path transformers_version transformers.js_config unsloth_version unsloth_fixed
-    is_llama_config auto_map bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id
-    decoder_start_token_id initializer_range use_cache pretraining_tp task_specific_params
-    prefix tokenizer_class problem_type id2label label2id num_labels return_dict
-    output_attentions output_hidden_states return_dict_in_generate output_scores
-    chunk_size_feed_forward _attn_implementation attn_implementation
-    _attn_implementation_autoset is_decoder torchscript use_bfloat16 max_length min_length
-    do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
-    typical_p repetition_penalty length_penalty no_repeat_ngram_size
-    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences forced_bos_token_id
-    forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
-    begin_suppress_tokens classifier_dropout token_classification_bias
-    """.split()  # noqa: SIM905
+    [
+        "_name_or_path",
+        "transformers_version",
+        "transformers.js_config",
+        "unsloth_version",
+        "unsloth_fixed",
+        "is_llama_config",
+        "auto_map",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "cls_token_id",
+        "decoder_start_token_id",
+        "initializer_range",
+        "use_cache",
+        "pretraining_tp",
+        "task_specific_params",
+        "prefix",
+        "tokenizer_class",
+        "problem_type",
+        "id2label",
+        "label2id",
+        "num_labels",
+        "return_dict",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict_in_generate",
+        "output_scores",
+        "chunk_size_feed_forward",
+        "_attn_implementation",
+        "attn_implementation",
+        "_attn_implementation_autoset",
+        "is_decoder",
+        "torchscript",
+        "use_bfloat16",
+        "max_length",
+        "min_length",
+        "do_sample",
+        "early_stopping",
+        "num_beams",
+        "num_beam_groups",
+        "diversity_penalty",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "repetition_penalty",
+        "length_penalty",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "bad_words_ids",
+        "num_return_sequences",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "remove_invalid_values",
+        "exponential_decay_length_penalty",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "classifier_dropout",
+        "token_classification_bias",
+    ]
 )
 REFUSED_WHEN_SET = {
     "attention_bias": "attention biases are not supported with this architecture",
@@ -97,10 +145,19 @@ def _list_of(kind: type) -> Callable[[object], bool]:
 
 
 ROPE_NUMBERS = frozenset(
-    """
-    factor rope_theta partial_rotary_factor low_freq_factor high_freq_factor
-    original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim attention_factor
-    """.split()  # noqa: SIM905
+    [
+        "factor",
+        "rope_theta",
+        "partial_rotary_factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "attention_factor",
+    ]
 )
 TEXT = ("a string", lambda value: isinstance(value, str))
 NUMBER = ("a finite number", is_number)

@@ -228,7 +228,8 @@ def _check_keys(reader: _Reader, family: ModelFamily) -> None:
 
 def _transformer(reader: _Reader, family: ModelFamily) -> dict[str, Any]:
     config = reader.config
-    heads, hidden_size = reader.number("num_attention_heads"), reader.number("hidden_size")
+    heads = reader.number("num_attention_heads")
+    hidden_size = reader.number("hidden_size")
     groups = reader.number("num_key_value_heads", default=heads)
     if heads % groups:
         reader.refuse(f"num_key_value_heads {groups} does not divide num_attention_heads {heads}")
@@ -285,7 +286,8 @@ def _gpt(reader: _Reader, head_dim: int, rope: Rope) -> dict[str, Any]:
             f"{rope['percent']:g} of head_dim {head_dim} is odd; rotary embeddings turn pairs of "
             "dimensions"
         )
-    factor, kind = rope["factor"], rope["rope_type"]
+    factor = rope["factor"]
+    kind = rope["rope_type"]
     return {
         "vocab_size": reader.number("vocab_size"),
         "max_position_embeddings": reader.number("max_position_embeddings", default=2048),

@@ -56,7 +56,8 @@ def read_adapter_config(folder: str) -> PeftAdapter:
     for key, neutral in NEUTRAL.items():
         if key in config and config[key] not in neutral:
             raise ValueError(f"{path}: {key} is {_shown(config[key])}, which is not supported")
-    rank, alpha = config.get("r"), config.get("lora_alpha")
+    rank = config.get("r")
+    alpha = config.get("lora_alpha")
     if not isinstance(rank, int) or not is_number(rank) or rank < 1:
         raise ValueError(f"{path}: r is {_shown(rank)}, must be an integer > 0")
     if alpha is None or not is_number(alpha) or not alpha > 0:

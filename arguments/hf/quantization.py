@@ -75,7 +75,8 @@ def _unsupported(key: str, value: object) -> ValueError:
 def _fp8(given: Mapping[str, object]) -> Quantization:
     if given.get("fmt") not in ("e4m3", "float8_e4m3fn", None):
         raise _unsupported("fmt", given["fmt"])
-    block, scale_format = given.get("weight_block_size"), given.get("scale_fmt")
+    block = given.get("weight_block_size")
+    scale_format = given.get("scale_fmt")
     if scale_format not in (None, "float", "ue8m0"):
         raise _unsupported("scale_fmt", scale_format)
     return Quantization(
@@ -92,7 +93,8 @@ def _mxfp4(given: Mapping[str, object]) -> Quantization:
 
 def _compressed_tensors(given: Mapping[str, object]) -> Quantization:
     scheme = _only_scheme(given)
-    kind, bits = scheme.get("type"), scheme.get("num_bits")
+    kind = scheme.get("type")
+    bits = scheme.get("num_bits")
     packed = given.get("format") == PACKED_FORMAT
     if not packed and given.get("format") not in FLOAT_FORMATS:
         raise _unsupported("format", given.get("format"))
@@ -125,7 +127,8 @@ def _only_scheme(given: Mapping[str, object]) -> Mapping[str, object]:
 
 def _strategy(scheme: Mapping[str, object]) -> tuple[int, int]:
     """(rows, columns) that share a scale."""
-    strategy, group = scheme.get("strategy"), scheme.get("group_size")
+    strategy = scheme.get("strategy")
+    group = scheme.get("group_size")
     if strategy == "group" and type(group) is int and group > 0:
         return 1, group
     if strategy == "block":

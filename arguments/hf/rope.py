@@ -20,8 +20,16 @@ ROPE_KEYS = {
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", *LLAMA3_FIXED}),
     "yarn": frozenset(
-        """factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim
-        attention_factor truncate""".split()  # noqa: SIM905
+        [
+            "factor",
+            "original_max_position_embeddings",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "attention_factor",
+            "truncate",
+        ]
     ),
 }
 # multimodal rope: for text all position axes are equal, so these have no effect
@@ -46,7 +54,8 @@ def read_rope(
 ) -> Rope:
     """Read the rope settings in the format of transformers 4 or 5. rotary_percent, default_theta:
     see `ModelFamily`."""
-    config, given = reader.config, _rope_keys(reader)
+    config = reader.config
+    given = _rope_keys(reader)
     theta = given.pop("rope_theta", None) or config.get("rope_theta") or default_theta
     partial = given.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")
     legacy_type = given.pop("type", "default")  # the key's name before transformers 4.43
@@ -100,7 +109,8 @@ def read_rope(
 
 def _rope_keys(reader: ConfigReader) -> dict[str, Any]:
     """The content of rope_parameters or rope_scaling that affects text."""
-    old, new = reader.config.get("rope_scaling") or {}, reader.config.get("rope_parameters") or {}
+    old = reader.config.get("rope_scaling") or {}
+    new = reader.config.get("rope_parameters") or {}
     if isinstance(full := new.get("full_attention"), dict):  # Gemma 3: one per layer type
         new = full
     if old and new and old != new:
@@ -118,12 +128,15 @@ def _yarn(reader: ConfigReader, given: Mapping[str, Any], factor: float) -> dict
             "rope_type 'yarn' needs original_max_position_embeddings, a positive integer, not "
             f"{length!r}"
         )
-    mscale, of_all = given.get("mscale"), given.get("mscale_all_dim")
+    mscale = given.get("mscale")
+    of_all = given.get("mscale_all_dim")
     if not mscale or not of_all:
-        mscale, of_all = 1.0, 0.0
+        mscale = 1.0
+        of_all = 0.0
     if (scale := given.get("attention_factor")) is not None:
         if factor > 1:
-            mscale, of_all = (scale - 1) / (0.1 * math.log(factor)), 0.0
+            mscale = (scale - 1) / (0.1 * math.log(factor))
+            of_all = 0.0
         elif scale != 1:
             reader.refuse(
                 f"rope_type 'yarn' with attention_factor {scale!r} needs a factor above 1"

@@ -11,13 +11,15 @@ def read_windows(reader: ConfigReader, family: ModelFamily) -> dict[str, object]
     """megatron-core's window settings. Its `window_size` counts the tokens before the query, while
     `sliding_window` of config.json includes the query. For an architecture without windows here,
     the keys are rejected only if a layer would use a window."""
-    config, kinds = reader.config, reader.config.get("layer_types") or []
+    config = reader.config
+    kinds = reader.config.get("layer_types") or []
     if unknown := set(kinds) - family.layer_types:
         legal = " and ".join(map(repr, sorted(family.layer_types))) or "no such key"
         names = ", ".join(map(repr, sorted(unknown)))
         reader.refuse(f"layer_types {names}: only {legal} is supported")
         return {}
-    size, switch = config.get("sliding_window"), config.get("use_sliding_window")
+    size = config.get("sliding_window")
+    switch = config.get("use_sliding_window")
     if family.windows is None:
         layers = reader.number("num_hidden_layers")
         if switch and size is not None and config.get("max_window_layers", 0) < layers:

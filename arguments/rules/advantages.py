@@ -27,7 +27,8 @@ def check_whitening(s: Settings) -> list[Problem]:
 def check_gdpo_rewards(s: Settings) -> list[Problem]:
     """gdpo's reward components: one weight each, no duplicates, and --reward-key names the reward
     itself."""
-    keys, weights = s.algorithm.gdpo_reward_keys or [], s.algorithm.gdpo_reward_weights
+    keys = s.algorithm.gdpo_reward_keys or []
+    weights = s.algorithm.gdpo_reward_weights
     if keys and s.algorithm.advantage_estimator == "gdpo" and s.reward.reward_key is None:
         message = "requires --reward-key: the reward for filters, metrics and evaluation"
         return problem("gdpo_reward_keys", " ".join(keys), message)

@@ -23,7 +23,9 @@ from slime_like.config import Problem, flag_name
 from slime_like.environments.base import environment_maker
 from slime_like.losses.registry import PolicyLoss, policy_losses
 
-FUNCTION, COMMAND, WORKERS = "agent_function_path", "agent_command", "agent_worker_keys"
+FUNCTION = "agent_function_path"
+COMMAND = "agent_command"
+WORKERS = "agent_worker_keys"
 ENVIRONMENT = "agent_environment"
 MIN_KEY_LENGTH = 16
 # Sequence-level losses, which would depend on how an episode is split into sequences.
@@ -111,7 +113,8 @@ def check_agent_compatibility(s: Settings) -> list[Problem]:
     """Settings that agent episodes do not support."""
     if not s.agents.given:
         return []
-    scheduling, partial = s.scheduling, s.scheduling.partial_rollout
+    scheduling = s.scheduling
+    partial = s.scheduling.partial_rollout
     unsupported = {
         "apply_chat_template": (
             s.data.apply_chat_template,
@@ -157,7 +160,8 @@ def _depends_on_split(s: ConfigGroups, loss: PolicyLoss) -> dict[str, tuple[bool
     """Settings that depend on how an episode is split into sequences: field -> (whether the run
     uses it, reason)."""
     name = s.algorithm.advantage_estimator
-    config, off_policy = s.policy_loss, s.off_policy
+    config = s.policy_loss
+    off_policy = s.off_policy
     by_turn = getattr(config, "gspo_ratio_level", None) == "turn"
     remedy = "; add --gspo-ratio-level turn" if loss.name == "gspo" else ""
     split = "depends on how an episode is split into sequences"

@@ -116,7 +116,9 @@ def check_opsm(s: Settings) -> list[Problem]:
 
 
 def check_legacy_reduction(s: Settings) -> list[Problem]:
-    size, dp, micro = global_batch_of(s), s.data_parallel_size, s.algorithm.micro_batch_size
+    size = global_batch_of(s)
+    dp = s.data_parallel_size
+    micro = s.algorithm.micro_batch_size
     if s.algorithm.loss_reduction != "token_mean_legacy" or size is None or dp is None:
         return []
     if size % (dp * micro) == 0 or s.algorithm.use_dynamic_batch_size:  # has its own rule
@@ -298,10 +300,13 @@ SUPERVISED_RULES: tuple[Rule, ...] = (
 
 def completed_critic(s: Settings) -> CriticConfig:
     """Complete the critic's settings; unchanged without a critic."""
-    lr, min_lr, critic = s.core.get("lr"), s.core.get("min_lr") or 0.0, s.critic
+    lr = s.core.get("lr")
+    min_lr = s.core.get("min_lr") or 0.0
+    critic = s.critic
     if not has_critic(s) or lr is None:
         return critic
-    critic_lr, critic_min_lr = critic.critic_lr, critic.critic_min_lr
+    critic_lr = critic.critic_lr
+    critic_min_lr = critic.critic_min_lr
     if critic_lr is None:
         critic_lr = lr
     if critic_min_lr is None:
@@ -310,7 +315,8 @@ def completed_critic(s: Settings) -> CriticConfig:
 
 
 def check_critic_lr(s: Settings) -> list[Problem]:
-    lr, low = s.critic.critic_lr or s.core.get("lr"), s.critic.critic_min_lr
+    lr = s.critic.critic_lr or s.core.get("lr")
+    low = s.critic.critic_min_lr
     if lr is None or low is None or low <= lr:
         return []
     name = "--lr" if s.critic.critic_lr is None else "--critic-lr"
@@ -318,14 +324,16 @@ def check_critic_lr(s: Settings) -> list[Problem]:
 
 
 def check_critic_warmup(s: Settings) -> list[Problem]:
-    iters, decay = s.critic.critic_lr_warmup_iters, s.schedule.lr_decay_iters
+    iters = s.critic.critic_lr_warmup_iters
+    decay = s.schedule.lr_decay_iters
     if decay is None or iters < decay:
         return []
     return problem("critic_lr_warmup_iters", iters, f"must be below --lr-decay-iters {decay}")
 
 
 def check_critic_only_steps(s: Settings) -> list[Problem]:
-    steps, rollouts = s.critic.num_critic_only_steps, s.rollout.num_rollout
+    steps = s.critic.num_critic_only_steps
+    rollouts = s.rollout.num_rollout
     if rollouts is None or steps <= rollouts:
         return []
     return problem("num_critic_only_steps", steps, f"must not be above --num-rollout {rollouts}")

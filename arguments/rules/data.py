@@ -27,7 +27,8 @@ def check_prompt_data(s: Settings) -> list[Problem]:
 def check_row_keys(s: Settings) -> list[Problem]:
     """Keys that none of the first rows has: --input-key and --label-key, the keys of answer pairs,
     and those of evaluation sets."""
-    data, problems = s.data, []
+    data = s.data
+    problems = []
     keys = _keys_of(data.prompt_data or "", data.skip_bad_rows)
     names = ("input_key", "label_key")
     if s.algorithm.pair_loss is not None:
@@ -100,7 +101,8 @@ def check_reward(s: Settings) -> list[Problem]:
 
 
 def check_reward_function(s: Settings) -> list[Problem]:
-    name, path = s.reward.rm_type, s.reward.custom_rm_path
+    name = s.reward.rm_type
+    path = s.reward.custom_rm_path
     if path is not None and path.startswith(SLIME_REWARD):
         return []  # has its own rule
     if name is not None and (library := rewards.get(name).missing_library()) is not None:
@@ -119,7 +121,9 @@ def check_reward_function(s: Settings) -> list[Problem]:
 
 
 def check_evaluation(s: Settings) -> list[Problem]:
-    pairs, interval, file = s.eval.eval_prompt_data, s.eval.eval_interval, s.eval.eval_config
+    pairs = s.eval.eval_prompt_data
+    interval = s.eval.eval_interval
+    file = s.eval.eval_config
     if pairs is not None and file is not None:
         return []  # cannot be combined, which the declared rules report
     if pairs is None and file is None:

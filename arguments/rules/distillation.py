@@ -118,10 +118,12 @@ def check_teacher_model(s: Settings) -> list[Problem]:
 
 def _check_teacher_layout(s: Settings, teacher: HfModel) -> list[Problem]:
     """The teacher uses the policy's parallel sizes, which must divide its heads and layers."""
-    parallel, network = s.parallel, teacher.transformer
+    parallel = s.parallel
+    network = teacher.transformer
     tensor = parallel.tensor_model_parallel_size
     messages = []
-    heads, groups = network["num_attention_heads"], network.get("num_query_groups")
+    heads = network["num_attention_heads"]
+    groups = network.get("num_query_groups")
     for name, size in (("attention heads", heads), ("key-value heads", groups)):
         if size is not None and size % tensor:
             messages.append(
@@ -137,7 +139,8 @@ def _check_teacher_layout(s: Settings, teacher: HfModel) -> list[Problem]:
             f"has {vocabulary} tokens, and the policy can sample {s.gpt.vocab_size}; "
             "use a teacher with the policy's vocabulary"
         )
-    flag, folder = flag_name("opd_teacher_load"), s.distillation.opd_teacher_load
+    flag = flag_name("opd_teacher_load")
+    folder = s.distillation.opd_teacher_load
     return [Problem(flag, folder, message) for message in messages]
 
 
@@ -164,7 +167,8 @@ def check_self_teacher_context(s: Settings) -> list[Problem]:
 
 
 def check_self_teacher(s: Settings) -> list[Problem]:
-    opd, problems = s.distillation, list[Problem]()
+    opd = s.distillation
+    problems = list[Problem]()
     if not opd.teaches_itself:
         return problems
     if s.scheduling.data_source_path is not None:
@@ -177,7 +181,8 @@ def check_self_teacher(s: Settings) -> list[Problem]:
 
 
 def check_opd_topk(s: Settings) -> list[Problem]:
-    top, tokens = s.distillation.opd_topk, s.gpt.vocab_size
+    top = s.distillation.opd_topk
+    tokens = s.gpt.vocab_size
     if top is None or tokens is None or top <= tokens:
         return []
     return problem("opd_topk", top, f"must be at most the vocabulary size, {tokens}")

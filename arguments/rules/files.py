@@ -34,7 +34,8 @@ def check_input_folders(s: Settings) -> list[Problem]:
 
 
 def check_checkpoint_steps(s: Settings) -> list[Problem]:
-    opd, problems = s.distillation, []
+    opd = s.distillation
+    problems = []
     for flag, root, name, step in (
         ("--load", s.checkpoint.load, "ckpt_step", s.checkpoint.ckpt_step),
         ("--ref-load", s.model.ref_load, "ref_ckpt_step", s.model.ref_ckpt_step),
@@ -70,7 +71,8 @@ def check_sgd_checkpoints(s: Settings) -> list[Problem]:
     of Adam for loading, and its distributed optimizer asserts on SGD."""
     if s.core.get("optimizer") != "sgd":
         return []
-    checkpoint, problems = s.checkpoint, []
+    checkpoint = s.checkpoint
+    problems = []
     if s.core.get("use_distributed_optimizer"):
         message = "cannot be combined with --optimizer sgd; remove it or use adam"
         problems += problem("use_distributed_optimizer", None, message)
@@ -116,7 +118,8 @@ def nearest_existing(path: Path) -> Path:
 
 
 def check_debug_flags(s: Settings) -> list[Problem]:
-    debug, problems = s.debug, []
+    debug = s.debug
+    problems = []
     if debug.debug_rollout_only and s.checkpoint.save is not None:
         message = "conflicts with --debug-rollout-only, which trains nothing; remove one of them"
         problems += problem("save", s.checkpoint.save, message)

@@ -19,7 +19,8 @@ from slime_like.config import Problem, flag_name
 
 
 def check_world_size(s: LayoutSettings) -> list[Problem]:
-    parallel, size = s.parallel, s.parallel.model_parallel_size
+    parallel = s.parallel
+    size = s.parallel.model_parallel_size
     if s.world_size % size == 0:
         return []
     names = ["tensor_model_parallel_size", "pipeline_model_parallel_size"]
@@ -41,7 +42,8 @@ def check_sequence_parallel(s: Settings) -> list[Problem]:
 
 
 def check_tensor_parallel(s: LayoutSettings) -> list[Problem]:
-    size, problems = s.parallel.tensor_model_parallel_size, []
+    size = s.parallel.tensor_model_parallel_size
+    problems = []
     for name in ("num_attention_heads", "num_query_groups", "hidden_size", "ffn_hidden_size"):
         value = s.core.get(name)
         if value and value % size:
@@ -56,7 +58,8 @@ def check_delta_net_parallel(s: LayoutSettings) -> list[Problem]:
     if not s.core.get("linear_attention_freq"):
         return []
     heads = s.core["linear_num_key_heads"]
-    tensor, context = s.parallel.tensor_model_parallel_size, s.parallel.context_parallel_size
+    tensor = s.parallel.tensor_model_parallel_size
+    context = s.parallel.context_parallel_size
     if heads % (tensor * context) == 0:
         return []
     message = f"x --context-parallel-size {context} must divide linear_num_key_heads {heads}"
@@ -65,7 +68,8 @@ def check_delta_net_parallel(s: LayoutSettings) -> list[Problem]:
 
 def check_context_parallel(s: Settings) -> list[Problem]:
     """Limits of context parallelism, and legal values of --cp-comm-type."""
-    size, comm_type = s.parallel.context_parallel_size, s.core.get("cp_comm_type")
+    size = s.parallel.context_parallel_size
+    comm_type = s.core.get("cp_comm_type")
     if size == 1:
         if comm_type is None or (s.critic.critic_context_parallel_size or 1) > 1:
             return []
@@ -86,7 +90,8 @@ def check_context_parallel(s: Settings) -> list[Problem]:
         elif resolve_transformer_impl(s.model, s.machine) == "local":
             message = "requires Transformer Engine layers; use all_gather, or remove it"
             problems += problem("cp_comm_type", comm_type, message)
-    heads, tensor = s.core.get("num_attention_heads"), s.parallel.tensor_model_parallel_size
+    heads = s.core.get("num_attention_heads")
+    tensor = s.parallel.tensor_model_parallel_size
     groups = s.core.get("num_query_groups") or heads
     if comm_type != "a2a" or not heads or not groups:
         return problems
@@ -209,7 +214,8 @@ def check_supervised_samples(s: Settings) -> list[Problem]:
 
 def check_pairs(s: Settings) -> list[Problem]:
     """The two answers of a pair must be in the same optimizer step, rank and micro-batch."""
-    size, dp = global_batch_of(s), s.data_parallel_size
+    size = global_batch_of(s)
+    dp = s.data_parallel_size
     if s.algorithm.pair_loss is None or size is None or dp is None:
         return []
     problems = []
@@ -234,7 +240,8 @@ def _batch_field(s: Settings) -> str:
 
 def global_batch_of(s: Settings) -> int | None:
     """Samples per optimizer step; None if the flags do not give an integer."""
-    steps, size = s.algorithm.num_steps_per_rollout, s.algorithm.global_batch_size
+    steps = s.algorithm.num_steps_per_rollout
+    size = s.algorithm.global_batch_size
     quotient, remainder = divmod(s.samples_per_rollout, size or steps or 1)
     if remainder:
         return None
@@ -246,7 +253,8 @@ def global_batch_of(s: Settings) -> int | None:
 def check_rollout_split(s: Settings) -> list[Problem]:
     if not s.trains or global_batch_of(s) is not None:
         return []
-    steps, size = s.algorithm.num_steps_per_rollout, s.algorithm.global_batch_size
+    steps = s.algorithm.num_steps_per_rollout
+    size = s.algorithm.global_batch_size
     samples = s.samples_per_rollout
     product = (
         f"--rollout-batch-size {s.rollout.rollout_batch_size} x --n-samples-per-prompt "
@@ -266,7 +274,9 @@ def check_rollout_split(s: Settings) -> list[Problem]:
 def check_global_batch(s: Settings) -> list[Problem]:
     """The global batch is divisible by data-parallel and micro-batch size; includes the condition
     of the interleaved schedule on the number of micro-batches."""
-    size, dp, micro = global_batch_of(s), s.data_parallel_size, s.algorithm.micro_batch_size
+    size = global_batch_of(s)
+    dp = s.data_parallel_size
+    micro = s.algorithm.micro_batch_size
     if size is None or dp is None or not s.trains or s.algorithm.use_dynamic_batch_size:
         return []
     if size % (dp * micro):
@@ -278,7 +288,8 @@ def check_global_batch(s: Settings) -> list[Problem]:
             "--use-dynamic-batch-size"
         )
         return problem(_batch_field(s), None, message)
-    micro_batches, pipeline = size // (dp * micro), s.parallel.pipeline_model_parallel_size
+    micro_batches = size // (dp * micro)
+    pipeline = s.parallel.pipeline_model_parallel_size
     if virtual_stages_of(s.parallel, s.core) and micro_batches % pipeline:
         message = (
             f"the interleaved schedule requires a multiple of --pipeline-model-parallel-size "
@@ -290,7 +301,8 @@ def check_global_batch(s: Settings) -> list[Problem]:
 
 def check_log_prob_micro_batches(s: Settings) -> list[Problem]:
     """The condition of the interleaved schedule for forward-only passes over a rollout."""
-    size, dp = s.algorithm.log_probs_micro_batch_size, s.data_parallel_size
+    size = s.algorithm.log_probs_micro_batch_size
+    dp = s.data_parallel_size
     pipeline = s.parallel.pipeline_model_parallel_size
     if size is None or dp is None or not virtual_stages_of(s.parallel, s.core):
         return []
@@ -306,7 +318,8 @@ def check_log_prob_micro_batches(s: Settings) -> list[Problem]:
 
 def check_sequence_lengths(s: Settings) -> list[Problem]:
     """Sequences must not exceed the model's positions, which are undefined or untrained beyond."""
-    limit, prompt = s.gpt.max_position_embeddings, s.data.rollout_max_prompt_len or 1
+    limit = s.gpt.max_position_embeddings
+    prompt = s.data.rollout_max_prompt_len or 1
     if limit is None:
         return []
     eval_lengths = [each.max_response_len for each in s.eval_sets] if s.evaluates else []
@@ -346,7 +359,8 @@ def check_token_budget(s: Settings) -> list[Problem]:
 
 
 def check_samples_per_rank(s: Settings) -> list[Problem]:
-    size, dp = global_batch_of(s), s.data_parallel_size
+    size = global_batch_of(s)
+    dp = s.data_parallel_size
     if not s.algorithm.use_dynamic_batch_size or not s.trains:
         return []
     if size is None or dp is None or size >= dp:

@@ -40,11 +40,14 @@ def check_dense_network(s: Settings) -> list[Problem]:
 
 
 def check_expert_parallel_sizes(s: LayoutSettings) -> list[Problem]:
-    experts, parallel = experts_of(s), s.parallel
+    experts = experts_of(s)
+    parallel = s.parallel
     if not experts:
         return []
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size or tp
+    tp = parallel.tensor_model_parallel_size
+    pp = parallel.pipeline_model_parallel_size
+    ep = parallel.expert_model_parallel_size
+    etp = parallel.expert_tensor_parallel_size or tp
     problems = []
     if experts % ep:
         message = f"must be a divisor of {experts}, the number of experts"
@@ -87,7 +90,8 @@ def check_expert_tensor_parallel(s: Settings) -> list[Problem]:
     """Expert tensor parallelism that differs from tensor parallelism needs expert parallelism:
     otherwise megatron-core reduces expert gradients over the groups of the other weights, which are
     right only if both are sharded equally."""
-    etp, tp = s.parallel.expert_tensor_parallel_size, s.parallel.tensor_model_parallel_size
+    etp = s.parallel.expert_tensor_parallel_size
+    tp = s.parallel.tensor_model_parallel_size
     if not experts_of(s) or not s.trains:
         return []
     if etp in (None, tp) or s.parallel.expert_model_parallel_size > 1:
@@ -146,7 +150,8 @@ def check_load_balancing(s: Settings) -> list[Problem]:
 
 
 def check_router(s: Settings) -> list[Problem]:
-    experts, topk = experts_of(s), s.core.get("moe_router_topk", 2)
+    experts = experts_of(s)
+    topk = s.core.get("moe_router_topk", 2)
     if not experts:
         return []
     if not 1 <= topk <= experts:
@@ -157,7 +162,8 @@ def check_router(s: Settings) -> list[Problem]:
     if s.core.get("moe_router_enable_expert_bias") and score_function != "sigmoid":
         message = "requires --moe-router-score-function sigmoid"
         return problem("moe_router_enable_expert_bias", None, message)
-    freq, layers = s.core.get("moe_layer_freq", 1), s.core.get("num_layers")
+    freq = s.core.get("moe_layer_freq", 1)
+    layers = s.core.get("num_layers")
     if isinstance(freq, list) and layers and len(freq) != layers:
         return problem("moe_layer_freq", freq, f"has {len(freq)} entries for {layers} layers")
     return []

@@ -83,7 +83,8 @@ def check_muon_split_qkv(s: Settings) -> list[Problem]:
 def check_muon_numbers(s: Settings) -> list[Problem]:
     if not _is_muon(s):
         return []
-    core, problems = s.core, []
+    core = s.core
+    problems = []
     if not 0 <= core.get("muon_momentum", 0.95) < 1:
         problems += problem("muon_momentum", core["muon_momentum"], "must be 0 <= x < 1")
     if core.get("muon_extra_scale_factor", 1.0) <= 0:

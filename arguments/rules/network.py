@@ -87,7 +87,8 @@ def check_attention_backend(s: Settings) -> list[Problem]:
         return problem("attention_backend", backend, message)
     conflicts = []
     for kernel in ("flash", "fused", "unfused"):
-        name, value = f"NVTE_{kernel.upper()}_ATTN", str(int(backend in (kernel, "auto")))
+        name = f"NVTE_{kernel.upper()}_ATTN"
+        value = str(int(backend in (kernel, "auto")))
         if os.environ.get(name, value) != value:
             conflicts.append(f"{name}={os.environ[name]}")
     if not conflicts:
@@ -148,7 +149,8 @@ def check_network_sizes(s: Settings) -> list[Problem]:
     for name in ("hidden_dropout", "attention_dropout"):
         if not 0 <= s.core.get(name, 0.0) < 1:
             problems += problem(name, s.core[name], "must be 0 <= x < 1")
-    heads, groups = s.core.get("num_attention_heads"), s.core.get("num_query_groups")
+    heads = s.core.get("num_attention_heads")
+    groups = s.core.get("num_query_groups")
     hidden = s.core.get("hidden_size")
     if heads and groups and not problems and heads % groups:
         problems += problem(
@@ -162,7 +164,8 @@ def check_network_sizes(s: Settings) -> list[Problem]:
 
 def check_model_provider(s: Settings) -> list[Problem]:
     """The model provider can be imported, and the run has no critic, which it would not build."""
-    path, name = s.gpt.custom_model_provider_path, "custom_model_provider_path"
+    path = s.gpt.custom_model_provider_path
+    name = "custom_model_provider_path"
     if path is None:
         return []
     problems = import_problem(name, path)

@@ -46,7 +46,8 @@ def stages_of_layout(layout: str) -> list[str]:
 def first_layers(s: LayoutSettings) -> list[int]:
     """Index from 0 of the first layer of every stage except the first; empty if the layers cannot
     be divided, which another rule reports."""
-    pipeline, core = s.parallel.pipeline_model_parallel_size, s.core
+    pipeline = s.parallel.pipeline_model_parallel_size
+    core = s.core
     if pipeline == 1 or check_pipeline_split(s):
         return []
     stages = pipeline * (virtual_stages_of(s.parallel, core) or 1)
@@ -93,7 +94,8 @@ def check_pipeline_split(s: LayoutSettings) -> list[Problem]:
 def _check_explicit_layout(s: LayoutSettings, given: Mapping[str, Any]) -> list[Problem]:
     """--pipeline-model-parallel-layout names all layers once, in a number of stages that the
     pipeline size divides."""
-    pipeline, layers = s.parallel.pipeline_model_parallel_size, s.core["num_layers"]
+    pipeline = s.parallel.pipeline_model_parallel_size
+    layers = s.core["num_layers"]
     others = [_flag(name) for name in (*ENDS, *COUNTED) if name in given]
     others += [flag_name(n) for n in INTERLEAVED if getattr(s.parallel, n) is not None]
     stages = stages_of_layout(given[LAYOUT])
@@ -126,7 +128,8 @@ def _check_explicit_layout(s: LayoutSettings, given: Mapping[str, Any]) -> list[
 def _check_unequal_ends(s: LayoutSettings, given: Mapping[str, Any]) -> list[Problem]:
     """With --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, the other
     stages must have equal numbers of the remaining layers."""
-    pipeline, layers = s.parallel.pipeline_model_parallel_size, s.core["num_layers"]
+    pipeline = s.parallel.pipeline_model_parallel_size
+    layers = s.core["num_layers"]
     ends = {name: value for name, value in given.items() if name in ENDS}
     name, value = next(iter(ends.items()))
     if any(counted in given for counted in COUNTED):
@@ -140,7 +143,8 @@ def _check_unequal_ends(s: LayoutSettings, given: Mapping[str, Any]) -> list[Pro
             "not supported with the interleaved schedule; use --pipeline-model-parallel-layout"
         )
         return problem(name, value, message)
-    rest, others = layers - sum(ends.values()), pipeline - len(ends)
+    rest = layers - sum(ends.values())
+    others = pipeline - len(ends)
     even = rest % others == 0 if others else rest == 0
     if min(ends.values()) < 1 or rest < others or not even:
         message = f"leaves {rest} of the {layers} layers, which {others} stages cannot share evenly"
@@ -149,7 +153,8 @@ def _check_unequal_ends(s: LayoutSettings, given: Mapping[str, Any]) -> list[Pro
 
 
 def _check_equal_stages(s: LayoutSettings) -> list[Problem]:
-    pipeline, layers = s.parallel.pipeline_model_parallel_size, _layers_to_split(s.core)
+    pipeline = s.parallel.pipeline_model_parallel_size
+    layers = _layers_to_split(s.core)
     counted = "".join(f", with {flag_name(name)}" for name in COUNTED if s.core.get(name))
     if layers % pipeline:
         message = (

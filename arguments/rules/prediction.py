@@ -9,7 +9,8 @@ from slime_like.config import ConfigError, Problem
 
 def check_mtp_layers(s: Settings) -> list[Problem]:
     """--mtp-num-layers agrees with the checkpoint."""
-    count, folder = s.gpt.mtp_num_layers, s.model.hf_checkpoint
+    count = s.gpt.mtp_num_layers
+    folder = s.model.hf_checkpoint
     if count is None or folder is None:
         return []
     try:

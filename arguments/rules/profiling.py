@@ -8,10 +8,12 @@ from slime_like.config import Problem
 
 def check_profile_range(s: Settings) -> list[Problem]:
     """The range of traced rollouts is not empty and starts within the run."""
-    profiling, count = s.profiling, s.rollout.num_rollout
+    profiling = s.profiling
+    count = s.rollout.num_rollout
     if not profiling.profile:
         return []
-    start, end = profiling.profile_step_start, profiling.profile_step_end
+    start = profiling.profile_step_start
+    end = profiling.profile_step_end
     if end <= start:
         return problem("profile_step_end", end, f"must be above --profile-step-start {start}")
     if count is not None and start >= count:

@@ -84,7 +84,8 @@ def check_reference_model(s: Settings) -> list[Problem]:
 
 
 def check_loss_reduction(s: Settings) -> list[Problem]:
-    legal, reduction = s.loss.required_reductions, s.algorithm.loss_reduction
+    legal = s.loss.required_reductions
+    reduction = s.algorithm.loss_reduction
     if not legal or reduction in legal:
         return []
     message = f"--policy-loss-type {s.loss.name} requires {' or '.join(sorted(legal))}"
@@ -128,7 +129,8 @@ RULES: tuple[Rule, ...] = (
 
 
 def warn_loss_reduction(s: Settings) -> str | None:
-    recommended, reduction = s.loss.recommended_reductions, s.algorithm.loss_reduction
+    recommended = s.loss.recommended_reductions
+    reduction = s.algorithm.loss_reduction
     if not recommended or reduction in recommended or s.supervised:
         return None
     legal = " or ".join(sorted(recommended))

@@ -24,7 +24,8 @@ FILTERS = (
     BUILT_IN_FILTERS + "check_reward_nonzero_std_with_fallback",
 )
 CUSTOM_GENERATE = "custom_generate_function_path"
-ROLLOUT_FUNCTION, EVAL_FUNCTION = "rollout_function_path", "eval_function_path"
+ROLLOUT_FUNCTION = "rollout_function_path"
+EVAL_FUNCTION = "eval_function_path"
 PATHS = (
     "dynamic_sampling_filter_path",
     "buffer_filter_path",
@@ -63,7 +64,8 @@ def check_sampling_settings(s: Settings) -> list[Problem]:
 
 
 def check_over_sampling(s: Settings) -> list[Problem]:
-    size, minimum = s.scheduling.over_sampling_batch_size, s.rollout.rollout_batch_size
+    size = s.scheduling.over_sampling_batch_size
+    minimum = s.rollout.rollout_batch_size
     if size is None or size >= minimum:
         return []
     message = f"must be at least --rollout-batch-size {minimum}"
@@ -147,7 +149,8 @@ def _is_async(name: str, path: str) -> bool:
 
 def check_rollout_functions(s: Settings) -> list[Problem]:
     """Problems of rollout and evaluation functions, and settings incompatible with them."""
-    config, problems = s.scheduling, _check_function_types(s)
+    config = s.scheduling
+    problems = _check_function_types(s)
     if config.eval_function_path is not None and not s.evaluates:
         message = "has no effect: this run does not evaluate; add --eval-interval"
         problems += problem(EVAL_FUNCTION, config.eval_function_path, message)
@@ -156,7 +159,8 @@ def check_rollout_functions(s: Settings) -> list[Problem]:
         flag = flag_name(ROLLOUT_FUNCTION if has_function else "data_source_path")
         unsupported = {"rollout_slice_len": config.rollout_slice_len, **_replayed(s)}
         return problems + reject(unsupported, f"cannot be combined with {flag}; remove one of them")
-    timeout, name = config.rollout_function_timeout_s, "rollout_function_timeout_s"
+    timeout = config.rollout_function_timeout_s
+    name = "rollout_function_timeout_s"
     if name in s.given and config.eval_function_path in (None, OWN_ROLLOUT):
         message = "has no effect without --rollout-function-path or --eval-function-path; remove it"
         problems += problem(name, timeout, message)
@@ -176,7 +180,8 @@ def _replayed(s: Settings) -> dict[str, object]:
 
 def check_rollout_time_limit(s: Settings) -> list[Problem]:
     """--rollout-time-limit-s needs an engine with single requests, which can be aborted."""
-    limit, config = s.scheduling.rollout_time_limit_s, s.scheduling
+    limit = s.scheduling.rollout_time_limit_s
+    config = s.scheduling
     if limit is None:
         return []
     if s.rollout.rollout_engine != "sglang":
@@ -210,7 +215,8 @@ def check_hooks(s: Settings) -> list[Problem]:
 
 
 def check_reward_post_process(s: Settings) -> list[Problem]:
-    path, name = s.algorithm.custom_reward_post_process_path, "custom_reward_post_process_path"
+    path = s.algorithm.custom_reward_post_process_path
+    name = "custom_reward_post_process_path"
     if path is None:
         return []
     if s.supervised or not s.trains:

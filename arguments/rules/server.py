@@ -36,10 +36,27 @@ SHARED_FIELDS = {
     "config",
     "rollout_engine",
 }
-TRAINER_GROUPS = """
-    data eval rollout scheduling agents reward algorithm lora distillation off_policy critic
-    value_loss guards schedule checkpoint logging debug profiling preflight
-""".split()  # noqa: SIM905
+TRAINER_GROUPS = [
+    "data",
+    "eval",
+    "rollout",
+    "scheduling",
+    "agents",
+    "reward",
+    "algorithm",
+    "lora",
+    "distillation",
+    "off_policy",
+    "critic",
+    "value_loss",
+    "guards",
+    "schedule",
+    "checkpoint",
+    "logging",
+    "debug",
+    "profiling",
+    "preflight",
+]
 TRAINER_MODEL_FIELDS = {"ref_load", "ref_ckpt_step", "ref_offload", "mtp_num_layers"}
 OPTIM_STEP_FIELDS = (
     "lr",
@@ -190,7 +207,8 @@ def _installed(name: str) -> bool:
 
 
 def check_max_sequence_length(s: Settings) -> list[Problem]:
-    longest, positions = s.server.max_sequence_length, s.gpt.max_position_embeddings
+    longest = s.server.max_sequence_length
+    positions = s.gpt.max_position_embeddings
     if longest is None or positions is None or longest <= positions:
         return []
     message = f"exceeds the {positions} positions of the network (--max-position-embeddings)"

@@ -82,7 +82,8 @@ def _passed_on_flag(prefix: str, setting: str) -> str:
 
 
 def check_server_addresses(s: Settings) -> list[Problem]:
-    g, field = s.sglang, "rollout_external_engine_addrs"
+    g = s.sglang
+    field = "rollout_external_engine_addrs"
     if not uses_sglang(s):
         return []
     if g.sglang_router_ip is not None and g.sglang_router_port is None:
@@ -112,7 +113,8 @@ def check_started_servers(s: Settings) -> list[Problem]:
     g = s.sglang
     if not uses_sglang(s):
         return []
-    gpus, problems = gpus_of_servers(s), []
+    gpus = gpus_of_servers(s)
+    problems = []
     if gpus is None:
         for name in ("rollout_num_gpus_per_engine", "sglang_server_flags"):
             if name in s.given:
@@ -186,7 +188,8 @@ def unknown_settings(
 
 
 def check_weight_transport(s: Settings) -> list[Problem]:
-    g, transport = s.sglang, s.sglang.update_weight_transport
+    g = s.sglang
+    transport = s.sglang.update_weight_transport
     if not uses_sglang(s):
         return []
     problems = []

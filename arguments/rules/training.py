@@ -19,7 +19,8 @@ from slime_like.weights.families import model_families
 # --- optimizer -----------------------------------------------------------------------------------
 
 
-PRECISE, OFFLOAD = "use_precision_aware_optimizer", "optimizer_cpu_offload"
+PRECISE = "use_precision_aware_optimizer"
+OFFLOAD = "optimizer_cpu_offload"
 TORCH_DTYPES = ("fp32", "bf16")  # dtypes of the moments
 # With a larger beta2 a second moment in bf16 cannot decrease: the decrement, 1 - beta2 of its
 # value, is less than half of its last bit (2^-9 to 2^-8 of its value).
@@ -27,7 +28,8 @@ LARGEST_BETA2_OF_BF16 = 1 - 2**-8
 
 
 def check_optimizer_dtypes(s: Settings) -> list[Problem]:
-    core, problems = s.core, []
+    core = s.core
+    problems = []
     if not core.get(PRECISE):
         for name in OPTIMIZER_DTYPES:
             if core.get(name, "fp32") != "fp32":
@@ -62,7 +64,8 @@ def check_optimizer_dtypes(s: Settings) -> list[Problem]:
 def check_main_grads_dtype(s: Settings) -> list[Problem]:
     """--main-grads-dtype agrees with the dtype of the gradient buffers, which the optimizer reads
     directly."""
-    name, dtype = "main_grads_dtype", s.core.get("main_grads_dtype")
+    name = "main_grads_dtype"
+    dtype = s.core.get("main_grads_dtype")
     in_fp32 = s.core.get("grad_reduce_in_fp32")
     if not s.core.get(PRECISE) or dtype is None:
         return []
@@ -77,7 +80,8 @@ def check_main_grads_dtype(s: Settings) -> list[Problem]:
 
 def check_optimizer_offload(s: Settings) -> list[Problem]:
     """Conditions of --optimizer-cpu-offload (megatron-core's HybridDeviceOptimizer)."""
-    core, problems = s.core, []
+    core = s.core
+    problems = []
     if not core.get(OFFLOAD):
         return []
     if not core.get(PRECISE):  # Megatron-LM's condition too
@@ -134,7 +138,8 @@ OPTIMIZER_WARNINGS: tuple[Warn, ...] = (warn_bf16_second_moment, warn_offload_wi
 
 
 def check_lr(s: Settings) -> list[Problem]:
-    lr, min_lr = s.core.get("lr"), s.core.get("min_lr")
+    lr = s.core.get("lr")
+    min_lr = s.core.get("min_lr")
     if lr is None:
         return problem("lr", None, "required: the learning rate, > 0") if s.trains else []
     if lr <= 0:
@@ -158,7 +163,8 @@ def check_optimizer_numbers(s: Settings) -> list[Problem]:
 
 
 def check_warmup(s: Settings) -> list[Problem]:
-    iters, decay = s.schedule.lr_warmup_iters, s.schedule.lr_decay_iters
+    iters = s.schedule.lr_warmup_iters
+    decay = s.schedule.lr_decay_iters
     if decay is not None and iters >= decay:
         return problem("lr_warmup_iters", iters, f"must be below --lr-decay-iters {decay}")
     lr = s.core.get("lr")
@@ -230,7 +236,8 @@ def check_lora_compatibility(s: Settings) -> list[Problem]:
 
 def check_lora_targets(s: Settings) -> list[Problem]:
     """All --lora-target-modules exist in this model, and their merged weights can be synced."""
-    folder, names = s.model.hf_checkpoint, s.lora.lora_target_modules
+    folder = s.model.hf_checkpoint
+    names = s.lora.lora_target_modules
     if not s.lora.lora_rank or folder is None or any(name not in TARGETS for name in names):
         return []
     try:
@@ -267,7 +274,8 @@ def _absent_modules(model: HfModel) -> tuple[str, ...]:
 
 
 def check_lora_adapter_path(s: Settings) -> list[Problem]:
-    path, lora = s.lora.lora_adapter_path, s.lora
+    path = s.lora.lora_adapter_path
+    lora = s.lora
     if not lora.lora_rank or path is None:
         return []
     try:
@@ -284,7 +292,8 @@ def check_lora_adapter_path(s: Settings) -> list[Problem]:
 
 def check_critic_lora(s: Settings) -> list[Problem]:
     """A LoRA critic shares the policy's base: conditions of --critic-lora-rank."""
-    rank, problems = s.critic.critic_lora_rank, []
+    rank = s.critic.critic_lora_rank
+    problems = []
     if not rank or not has_critic(s):
         return []
     if not s.lora.lora_rank:

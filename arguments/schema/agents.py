@@ -6,15 +6,38 @@ from dataclasses import dataclass
 
 from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, CheckedSettings, arg
 
-TOOL_FORMATS = """
-    none hermes qwen3_coder glm deepseek kimi harmony mistral mistral_list command phi granite
-    python llama3
-""".split()  # noqa: SIM905
+TOOL_FORMATS = [
+    "none",
+    "hermes",
+    "qwen3_coder",
+    "glm",
+    "deepseek",
+    "kimi",
+    "harmony",
+    "mistral",
+    "mistral_list",
+    "command",
+    "phi",
+    "granite",
+    "python",
+    "llama3",
+]
 # Values of SGLang's --tool-call-parser that tests/unit/test_answer_parsers.py covers
-SGLANG_PARSERS = """
-    qwen25 qwen3_coder hermes llama3 mistral deepseekv3 deepseekv31 kimi_k2 glm45 pythonic gemma4
-    minimax-m2 lfm2
-""".split()  # noqa: SIM905
+SGLANG_PARSERS = [
+    "qwen25",
+    "qwen3_coder",
+    "hermes",
+    "llama3",
+    "mistral",
+    "deepseekv3",
+    "deepseekv31",
+    "kimi_k2",
+    "glm45",
+    "pythonic",
+    "gemma4",
+    "minimax-m2",
+    "lfm2",
+]
 _AGENT = "agent_function_path|agent_command|agent_environment|agent_worker_keys"
 
 

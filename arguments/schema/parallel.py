@@ -69,7 +69,8 @@ class ParallelConfig(CheckedSettings):
     @property
     def grid(self) -> tuple[int, ...]:
         """The sizes that determine the process groups; layouts with equal grids can share them."""
-        tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        tensor = self.tensor_model_parallel_size
+        pipeline = self.pipeline_model_parallel_size
         experts = (self.expert_model_parallel_size, self.expert_tensor_parallel_size or tensor)
         return (
             tensor,

@@ -22,7 +22,8 @@ LEAST_TOKENS = 1024  # of the head; if not even their logits fit, there is no ra
 
 def _problem(tokens: int, sizes: Sizes) -> Problem:
     _, vocab, hidden = sizes.head
-    dtype, place = torch.bfloat16 if has_gpu() else torch.float32, device()
+    dtype = torch.bfloat16 if has_gpu() else torch.float32
+    place = device()
     torch.manual_seed(0)
     rows = torch.randn(tokens, hidden, dtype=dtype, device=place)
     weight = torch.randn(vocab, hidden, dtype=dtype, device=place).div_(hidden**0.5)
@@ -47,7 +48,8 @@ def _compare_heads(tokens: int, sizes: Sizes) -> Figures:
     """Compare at a number of tokens. Ratios are to the fastest, and to the smallest, version that
     materialises the logits and fits."""
     problem = _problem(tokens, sizes)
-    took, peak = seconds(lambda: run("lean", problem)), peak_bytes(lambda: run("lean", problem))
+    took = seconds(lambda: run("lean", problem))
+    peak = peak_bytes(lambda: run("lean", problem))
     found: Figures = {"tokens": tokens, "lean_s": took, "lean_bytes": peak}
     others = [
         _measured("logits", lambda: run("naive", problem), found),
@@ -69,7 +71,8 @@ def _measured(
     """(seconds, peak bytes), also stored in `found`. None for a version that does not fit or
     compile; its error is stored in `found`."""
     try:
-        took, peak = seconds(function, repeats=3), peak_bytes(function)
+        took = seconds(function, repeats=3)
+        peak = peak_bytes(function)
     except RuntimeError as error:  # includes out-of-memory and compiler errors
         found[f"{name}_s"] = type(error).__name__
         if has_gpu():
@@ -96,7 +99,8 @@ def _liger(tokens: int, sizes: Sizes) -> Figures:
         return {"liger": "not installed"}
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # type: ignore[import-not-found, unused-ignore]
 
-    problem, loss = _problem(tokens, sizes), LigerFusedLinearCrossEntropyLoss()
+    problem = _problem(tokens, sizes)
+    loss = LigerFusedLinearCrossEntropyLoss()
 
     def theirs() -> None:
         problem.hidden.grad = problem.weight.grad = None

@@ -43,7 +43,8 @@ def world(_: Sizes) -> Figures:
         right = True
         for place in {"cpu", device()}:
             sent = torch.arange(1024.0, device=place)
-            summed, gathered = sent.clone(), [torch.empty_like(sent)]
+            summed = sent.clone()
+            gathered = [torch.empty_like(sent)]
             dist.all_reduce(summed)
             dist.all_gather(gathered, sent)
             dist.broadcast(summed, src=0)

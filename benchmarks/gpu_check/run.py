@@ -29,8 +29,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-MET, MISSED, RAN, REHEARSED, FAILED = "met", "MISSED", "ran", "rehearsed", "FAILED"
-NO_GPU, NO_TIME = "not run: no GPU", "not run: no time left"
+MET = "met"
+MISSED = "MISSED"
+RAN = "ran"
+REHEARSED = "rehearsed"
+FAILED = "FAILED"
+NO_GPU = "not run: no GPU"
+NO_TIME = "not run: no time left"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +147,8 @@ def run_apart(check: Check, *, rehearse: bool, left_s: float) -> Row:
         return row_of(check, NO_TIME)
     limit = min(check.limit_s, left_s)
     with tempfile.TemporaryDirectory() as folder:
-        path, log = Path(folder) / "row.json", Path(folder) / "log"
+        path = Path(folder) / "row.json"
+        log = Path(folder) / "log"
         words = [sys.executable, __file__, "--row-to", str(path), "--only", check.name]
         words += ["--rehearse"] if rehearse else []
         environment = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", **os.environ}

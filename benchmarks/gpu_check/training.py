@@ -96,7 +96,8 @@ def _on_cpu(precision: str, sizes: Sizes) -> dict[str, list[float]]:
 
 
 def _parity(precision: str, sizes: Sizes) -> Figures:
-    here, cpu = losses_and_norms(precision, sizes), _on_cpu(precision, sizes)
+    here = losses_and_norms(precision, sizes)
+    cpu = _on_cpu(precision, sizes)
     norms = zip(here["grad_norm"], cpu["grad_norm"], strict=True)
     losses = zip(here["loss"], cpu["loss"], strict=True)
     return {

@@ -24,16 +24,12 @@ RECOMPUTE = {
     "": "",
     "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
-TP2, PP2, CP2 = (
-    "--tensor-model-parallel-size 2",
-    "--pipeline-model-parallel-size 2",
-    "--context-parallel-size 2",
-)
-SP, VP2, EP2 = (
-    "--sequence-parallel",
-    "--num-virtual-stages-per-pipeline-rank 2",
-    "--expert-model-parallel-size 2",
-)
+TP2 = "--tensor-model-parallel-size 2"
+PP2 = "--pipeline-model-parallel-size 2"
+CP2 = "--context-parallel-size 2"
+SP = "--sequence-parallel"
+VP2 = "--num-virtual-stages-per-pipeline-rank 2"
+EP2 = "--expert-model-parallel-size 2"
 SHARDED = "--use-distributed-optimizer"
 
 

@@ -64,7 +64,8 @@ class _Preloaded:
                 bufsize=0,  # so that select sees everything that readline has not consumed
                 start_new_session=True,
             )
-        requests, answers = self._process.stdin, self._process.stdout
+        requests = self._process.stdin
+        answers = self._process.stdout
         assert requests is not None and answers is not None
         requests.write(json.dumps({"argv": argv, "output": str(output)}).encode() + b"\n")
         launcher = int(answers.readline())

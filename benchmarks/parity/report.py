@@ -11,7 +11,8 @@ from benchmarks.parity.results import WORDS, Found, over_limit
 DOCS = tuple(
     Path(__file__).parents[2] / "docs" / language / "parity.md" for language in ("en", "zh")
 )
-BEGIN, END = "<!-- parity matrix: begin -->\n", "<!-- parity matrix: end -->\n"
+BEGIN = "<!-- parity matrix: begin -->\n"
+END = "<!-- parity matrix: end -->\n"
 
 
 def table(found: Sequence[Found]) -> Iterator[str]:

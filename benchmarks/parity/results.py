@@ -82,11 +82,9 @@ class Folder:
 
     def __init__(self, path: Path, *, fresh: bool = False) -> None:
         path.mkdir(parents=True, exist_ok=True)
-        self.path, self.results, self.base = (
-            path,
-            path / "cells.jsonl",
-            path / f"base-{code_hash()}.pt",
-        )
+        self.path = path
+        self.results = path / "cells.jsonl"
+        self.base = path / f"base-{code_hash()}.pt"
         if fresh:
             self.results.unlink(missing_ok=True)
         for old in path.glob("base-*"):

@@ -75,7 +75,8 @@ def run_cell(
     cell: Cell, layout: ParallelLayout, models: dict[str, str], base: dict[Run, Any]
 ) -> Found:
     """Run a cell; returns its differences from one process, maximised over ranks."""
-    model, precision = LAYOUTS[cell.layout].model, PRECISIONS[cell.precision]
+    model = LAYOUTS[cell.layout].model
+    precision = PRECISIONS[cell.precision]
     start = time.perf_counter()
     seen = differences(
         train(models[model], layout, cell.flags, cell.precision),

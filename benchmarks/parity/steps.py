@@ -211,7 +211,9 @@ def train(
     built = MegatronBackend(run, layout, total_steps=STEPS)
     first = share(train_samples(1), layout)
     log_probs = [s.log_probs.cpu() for s in built.forward(first.samples)]
-    losses, metrics, norms = [], [], []
+    losses = []
+    metrics = []
+    norms = []
     found: dict[str, Tensor] = {}
     for step in range(1, STEPS + 1):
         pending = built.forward_backward(TrainBatch(share(train_samples(step), layout).samples))

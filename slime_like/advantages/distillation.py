@@ -42,7 +42,8 @@ def prefix_weights(gaps: Sequence[Tensor], masks: Sequence[Tensor], gamma: float
     weights = []
     for gap, mask in zip(gaps, masks, strict=True):
         size = torch.where(mask, gap.double().abs(), 0.0)
-        before, total = size.cumsum(0) - size, size.sum()
+        before = size.cumsum(0) - size
+        total = size.sum()
         share = before / total if total > 0 else torch.zeros_like(before)
         weights.append(torch.where(mask, 1 + gamma * (1 - share), 0.0))
     return weights

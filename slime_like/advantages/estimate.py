@@ -87,7 +87,8 @@ class Outcomes:
         for name in ("lengths", "greedy_rewards", "processed", "penalties"):
             if (value := getattr(self, name)) is not None:
                 require_shape(name, value, self.rewards, "rewards")
-        entries, count = len(self.token_rewards), self.rewards.numel()
+        entries = len(self.token_rewards)
+        count = self.rewards.numel()
         if entries not in (0, count):
             raise ValueError(f"token_rewards has {entries} entries for {count} rewards")
 
@@ -211,7 +212,8 @@ def _check_token_rewards(entry: AdvantageEstimator, outcomes: Outcomes) -> None:
 def _subtract_kl(inputs: _Inputs) -> tuple[Tensor, dict[str, float]]:
     """Rewards for the estimator, [B] float64, not finite for invalid samples; and metrics. The KL
     is subtracted per sample, except for per-token estimators and post-processed rewards."""
-    outcomes, rewards = inputs.outcomes, inputs.outcomes.rewards.double()
+    outcomes = inputs.outcomes
+    rewards = inputs.outcomes.rewards.double()
     metrics = {}
     if outcomes.penalties is not None:
         rewards = rewards - outcomes.penalties
@@ -240,7 +242,8 @@ def _estimate(
 ) -> _Estimate:
     if precomputed is not None:
         return _Estimate([value.double() for value in precomputed[0]], {}, precomputed[1])
-    outcomes, entry = inputs.outcomes, inputs.settings.entry
+    outcomes = inputs.outcomes
+    entry = inputs.settings.entry
     _check_token_rewards(entry, outcomes)
     if isinstance(entry, OutcomeEstimator):
         return _outcome_estimate(entry, inputs, rewards)
@@ -266,7 +269,8 @@ def _estimate(
 
 def _outcome_estimate(entry: OutcomeEstimator, inputs: _Inputs, rewards: Tensor) -> _Estimate:
     """One advantage per sample, on all its active tokens."""
-    outcomes, settings = inputs.outcomes, inputs.settings
+    outcomes = inputs.outcomes
+    settings = inputs.settings
     if outcomes.processed is not None:
         finite = finite_rewards(rewards)
         values = torch.where(finite, rewards, 0.0)
@@ -281,15 +285,19 @@ def _outcome_estimate(entry: OutcomeEstimator, inputs: _Inputs, rewards: Tensor)
             singleton=settings.singleton,
             parts=outcomes.parts,
         )
-        values, metrics = output.values.double(), output.metrics
+        values = output.values.double()
+        metrics = output.metrics
     per_token = [torch.where(mask, values[i], 0.0) for i, mask in zip(inputs.indices, inputs.masks)]
     return _Estimate(per_token, metrics)
 
 
 def _token_estimate(entry: TokenEstimator, inputs: _Inputs, rewards: Tensor) -> _Estimate:
     """One advantage per token."""
-    outcomes, settings = inputs.outcomes, inputs.settings
-    group_ids, lengths, greedy = outcomes.group_ids, outcomes.lengths, outcomes.greedy_rewards
+    outcomes = inputs.outcomes
+    settings = inputs.settings
+    group_ids = outcomes.group_ids
+    lengths = outcomes.lengths
+    greedy = outcomes.greedy_rewards
     if entry.outcome is None or outcomes.processed is not None:
         finite = finite_rewards(rewards)
         numbers = torch.where(finite, rewards, 0.0)
@@ -298,7 +306,8 @@ def _token_estimate(entry: TokenEstimator, inputs: _Inputs, rewards: Tensor) -> 
         output = apply_to_groups(
             entry.outcome, rewards, group_ids, lengths, singleton=settings.singleton
         )
-        numbers, metrics = output.values, output.metrics
+        numbers = output.values
+        metrics = output.metrics
     if entry.needs_peers:  # it compares within groups by itself
         metrics = group_metrics(rewards, group_ids, lengths)
     if entry.needs_greedy and greedy is not None:
@@ -316,11 +325,14 @@ def _token_estimate(entry: TokenEstimator, inputs: _Inputs, rewards: Tensor) -> 
 
 def _token_batch(inputs: _Inputs, numbers: Tensor) -> TokenRewards:
     """The estimator's view of this rank's samples. numbers: [B], outcome of each sample."""
-    outcomes, settings, indices = inputs.outcomes, inputs.settings, inputs.indices
+    outcomes = inputs.outcomes
+    settings = inputs.settings
+    indices = inputs.indices
     penalties = [torch.zeros(mask.numel(), dtype=torch.float64) for mask in inputs.masks]
     if inputs.kl is not None:
         penalties = [settings.kl_coef * value for value in inputs.kl]
-    greedy, token_rewards = outcomes.greedy_rewards, None
+    greedy = outcomes.greedy_rewards
+    token_rewards = None
     if outcomes.has_token_rewards:
         token_rewards = [outcomes.token_rewards[i] for i in indices]
     return TokenRewards(
@@ -340,10 +352,12 @@ def _token_batch(inputs: _Inputs, numbers: Tensor) -> TokenRewards:
 
 def _token_tree(inputs: _Inputs, numbers: Tensor) -> TokenTree:
     """The turns of this rank's episodes. numbers: [B], outcome of each episode."""
-    outcomes, turns = inputs.outcomes, inputs.outcomes.turns or ()
+    outcomes = inputs.outcomes
+    turns = inputs.outcomes.turns or ()
     if outcomes.processed is not None:  # of entire episodes, in place of the rewards of turns
         turns = [t and replace(t, rewards=[0.0] * len(t.rewards)) for t in turns]
-    outcome, lengths = numbers.tolist(), outcomes.lengths.tolist()
+    outcome = numbers.tolist()
+    lengths = outcomes.lengths.tolist()
     return TokenTree(turns, outcome, lengths, inputs.indices, inputs.sequences, inputs.group)
 
 
@@ -365,7 +379,8 @@ def _peers(inputs: _Inputs, rewards: Tensor) -> Peers:
 
 def _valid_samples(inputs: _Inputs, rewards: Tensor) -> Tensor:
     """[B] bool: samples with every number that the estimator needs."""
-    valid, entry = torch.isfinite(rewards), inputs.settings.entry
+    valid = torch.isfinite(rewards)
+    entry = inputs.settings.entry
     greedy = inputs.outcomes.greedy_rewards
     if isinstance(entry, TokenEstimator) and entry.needs_greedy and greedy is not None:
         valid = valid & torch.isfinite(greedy)
@@ -389,7 +404,8 @@ def _subtract_teacher_gap(
 ) -> tuple[list[Tensor], Tensor]:
     """Advantages minus the scaled gap to the teacher, and whether each sample's gap is finite [B]
     bool. Collective; adds to metrics."""
-    settings, outcomes = inputs.settings, inputs.outcomes
+    settings = inputs.settings
+    outcomes = inputs.outcomes
     total = sample_kl(gaps, inputs.indices, outcomes.rewards.numel(), inputs.group)
     finite = torch.isfinite(total)
     metrics["rollout/opd_reverse_kl"] = _mean_per_token(total, outcomes)

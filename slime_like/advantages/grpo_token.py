@@ -25,7 +25,8 @@ ROUNDING = 1e-14  # relative rounding error of a mean of equal numbers
 )
 def grpo_token(batch: TokenRewards) -> list[Tensor]:
     """Collective over the ranks that share the rollout."""
-    peers, of_tokens = batch.peers, batch.token_rewards or [None] * len(batch.masks)
+    peers = batch.peers
+    of_tokens = batch.token_rewards or [None] * len(batch.masks)
     if peers is None:
         raise ValueError("--advantage-estimator grpo_token needs the groups of the rollout (peers)")
     if any(valid and rewards is None for valid, rewards in zip(peers.valid, of_tokens)):

@@ -45,7 +45,8 @@ def token_energies(
 )
 def otb(batch: TokenRewards) -> list[Tensor]:
     """Collective over the ranks that share the rollout."""
-    energies, peers = batch.energies, batch.peers
+    energies = batch.energies
+    peers = batch.peers
     if energies is None or peers is None:
         raise ValueError("--advantage-estimator otb needs the energy of every token (energies)")
     rewards = token_rewards(batch.outcomes, batch.masks, batch.penalties, batch.token_rewards)

@@ -163,11 +163,13 @@ def _combine_parts(
     if parts.values.shape[0] != rewards.numel():
         shape = tuple(parts.values.shape)
         raise ValueError(f"reward parts have shape {shape} for {rewards.numel()} rewards")
-    total, differing = torch.zeros_like(rewards), torch.zeros_like(valid)
+    total = torch.zeros_like(rewards)
+    differing = torch.zeros_like(valid)
     for part, weight in zip(parts.values.double().unbind(1), parts.weights):
         present = valid & torch.isfinite(part)
         values, differ = _group_values(entry.fn, part, present, group_ids, lengths, normalize_std)
-        total, differing = total + weight * values, differing | differ
+        total = total + weight * values
+        differing = differing | differ
     values = torch.where(differing, entry.combine(total, valid), 0.0)
     output = _handle_singletons(values, differing, rewards, valid, group_ids, singleton)
     return AdvantageOutput(output.values.float(), output.metrics)
@@ -183,7 +185,8 @@ def _group_values(
 ) -> tuple[Tensor, Tensor]:
     """(values [B] float64, differing [B] bool). Groups of equal rewards get exactly 0 without
     calling `fn`, because the mean of equal numbers may round away from them."""
-    values, differing = torch.zeros_like(rewards), torch.zeros_like(finite)
+    values = torch.zeros_like(rewards)
+    differing = torch.zeros_like(finite)
     for group_id in group_ids.unique():
         members = ((group_ids == group_id) & finite).nonzero().squeeze(1)
         group = GroupRewards(rewards[members], lengths[members].double(), normalize_std)
@@ -225,9 +228,11 @@ def _handle_singletons(
 
 def _stacklevel() -> int:
     """The level of the caller of this package, for a warning of the calling function."""
-    frame, level = sys._getframe(1), 1
+    frame = sys._getframe(1)
+    level = 1
     while frame.f_back and frame.f_globals.get("__name__", "").startswith("slime_like.advantages."):
-        frame, level = frame.f_back, level + 1
+        frame = frame.f_back
+        level = level + 1
     return level
 
 

@@ -31,7 +31,8 @@ class RewardParts:
     weights: tuple[float, ...]  # K
 
     def __post_init__(self) -> None:
-        shape, count = tuple(self.values.shape), len(self.weights)
+        shape = tuple(self.values.shape)
+        count = len(self.weights)
         if len(shape) != 2 or shape[1] != count:
             raise ValueError(f"reward parts have shape {shape} for {count} weights, not [B, K]")
 

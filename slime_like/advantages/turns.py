@@ -68,7 +68,8 @@ def grpo_branch(group: TurnGroup) -> list[list[float]]:
     over_group = iter(_normalize(list(chain.from_iterable(totals)), group))
     advantages = []
     for i, episode in enumerate(group.episodes):
-        sums, counts = [0.0] * len(episode.rewards), [0] * len(episode.rewards)
+        sums = [0.0] * len(episode.rewards)
+        counts = [0] * len(episode.rewards)
         for branch, in_episode in zip(branches[i], _normalize(totals[i], group), strict=True):
             in_group = next(over_group)
             for turn in branch:

@@ -25,11 +25,9 @@ def value_metrics(
     0 for a constant, below 0 for worse than a constant; omitted if all returns are equal.
     """
     require_samples(masks, values=values, returns=returns)
-    value, target, active = (
-        torch.cat(list(values)),
-        torch.cat(list(returns)),
-        torch.cat(list(masks)),
-    )
+    value = torch.cat(list(values))
+    target = torch.cat(list(returns))
+    active = torch.cat(list(masks))
     finite = torch.isfinite(value)
     has_target = active & finite & ~target.isnan()
     accumulator = MetricAccumulator()
@@ -45,7 +43,8 @@ def value_metrics(
         }
     )
     metrics = accumulator.reduce(group)
-    error, spread = metrics.pop("errors_std", 0.0), metrics.get("returns_std", 0.0)
+    error = metrics.pop("errors_std", 0.0)
+    spread = metrics.get("returns_std", 0.0)
     if spread > MIN_STD:
         metrics["explained_variance"] = 1 - (error / spread) ** 2
     return {f"rollout/{name}": number for name, number in metrics.items()}

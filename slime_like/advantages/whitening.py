@@ -22,7 +22,8 @@ def whiten(
     """
     require_samples(masks, values=values)
     masked = [torch.where(mask, value.double(), 0.0) for value, mask in zip(values, masks)]
-    local_sum, local_count = sum(float(v.sum()) for v in masked), sum(int(m.sum()) for m in masks)
+    local_sum = sum(float(v.sum()) for v in masked)
+    local_count = sum(int(m.sum()) for m in masks)
     sums = torch.tensor([local_sum, float(local_count)], dtype=torch.float64)
     total, count = all_reduce(sums, group).tolist()
     if count == 0:

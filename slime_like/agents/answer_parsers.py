@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-TRANSFORMERS, SGLANG = "transformers", "sglang:"  # SGLANG is followed by the name of a parser
+# SGLANG is followed by the name of a parser
+TRANSFORMERS = "transformers"
+SGLANG = "sglang:"
 THOUGHT = "<think>"
 
 
@@ -91,7 +93,8 @@ def _by_sglang(answer: Parsed, name: str, tokenizer: object, tools: Sequence[obj
 def _call(function: Mapping[str, object]) -> Call:
     """Convert a parsed call. Raises ValueError for values that JSON cannot represent, and for
     arguments that are not an object."""
-    name, arguments = function["name"], function.get("arguments") or {}
+    name = function["name"]
+    arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
     if not isinstance(name, str) or not isinstance(arguments, dict):

@@ -20,8 +20,18 @@ from slime_like.data.messages import ASSISTANT, tool_call
 from slime_like.engines.base import SamplingParams
 
 KNOWN = {
-    *("model", "messages", "system", "max_tokens", "stop_sequences", "stream", "temperature"),
-    *("top_p", "top_k", "metadata", "tools", "service_tier"),
+    "model",
+    "messages",
+    "system",
+    "max_tokens",
+    "stop_sequences",
+    "stream",
+    "temperature",
+    "top_p",
+    "top_k",
+    "metadata",
+    "tools",
+    "service_tier",
 }
 NEUTRAL = {"tool_choice": ({"type": "auto"}, {"type": "none"}), "thinking": ({"type": "disabled"},)}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -86,13 +96,17 @@ def _read(message: object, where: str) -> tuple[list[dict[str, object]], int]:
     errors; tool results come before the text of the same message."""
     if not isinstance(message, dict) or message.get("role") not in ("user", ASSISTANT):
         raise BadRequest(f"{where} must be an object with the role user or assistant")
-    role, content = message["role"], message.get("content")
+    role = message["role"]
+    content = message.get("content")
     if isinstance(content, str):
         return [{"role": role, "content": content}], 0
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
         raise BadRequest(f"{where}.content must be text or a list of blocks")
-    texts, thoughts, num_errors = list[str](), list[str](), 0
-    calls, results = list[dict[str, object]](), list[dict[str, object]]()
+    texts = list[str]()
+    thoughts = list[str]()
+    num_errors = 0
+    calls = list[dict[str, object]]()
+    results = list[dict[str, object]]()
     for i, block in enumerate(content):
         kind = block.get("type")
         place = f"{where}.content[{i}]"
@@ -158,13 +172,15 @@ def messages_stream(answer: Mapping[str, Any]) -> Iterator[str]:
     for i, block in enumerate(answer["content"]):
         empty: dict[str, object]
         if block["type"] == "text":
-            empty, deltas = {"text": ""}, [{"type": "text_delta", "text": block["text"]}]
+            empty = {"text": ""}
+            deltas = [{"type": "text_delta", "text": block["text"]}]
         elif block["type"] == "thinking":
             empty = {"thinking": "", "signature": ""}
             deltas = [{"type": "thinking_delta", "thinking": block["thinking"]}]
         else:
             text = json.dumps(block["input"], ensure_ascii=False)
-            empty, deltas = {"input": {}}, [{"type": "input_json_delta", "partial_json": text}]
+            empty = {"input": {}}
+            deltas = [{"type": "input_json_delta", "partial_json": text}]
         yield event("content_block_start", index=i, content_block={**block, **empty})
         for delta in deltas:
             yield event("content_block_delta", index=i, delta=delta)

@@ -179,7 +179,8 @@ class _Router:
         return session
 
     async def _body(self, request: Request) -> Body:
-        parts, size = [], 0
+        parts = []
+        size = 0
         try:
             async with asyncio.timeout(BODY_S):
                 async for part in request.stream():

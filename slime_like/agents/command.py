@@ -20,7 +20,9 @@ import psutil
 if TYPE_CHECKING:
     from slime_like.agents.task import Task
 
-TASK, REWARD = "task.json", "reward"  # files in the episode's folder
+# files in the episode's folder
+TASK = "task.json"
+REWARD = "reward"
 MARK = "SLIME_LIKE_EPISODE"  # identifies processes of an episode that left its process group
 TAIL = 2000  # bytes of output to keep
 # the launcher's variables, which an agent must not mistake for its own

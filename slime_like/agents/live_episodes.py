@@ -112,7 +112,8 @@ class LiveEpisodes:
     async def respond(self, sample: Sample, begin: Begin, engine: GenerationClient) -> Sample:
         """Run one episode until it ends or is stopped by `stop`, which makes it PARTIAL, with its
         tokens so far. Args as for `round`."""
-        stop, resuming = self._stop, None
+        stop = self._stop
+        resuming = None
         if (live := self._live.get(sample.sample_id)) is not None:
             resuming = asyncio.create_task(live.engine.resume_generation(math.inf, engine))
         else:

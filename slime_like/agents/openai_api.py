@@ -16,9 +16,26 @@ from slime_like.engines.base import SamplingParams
 MOST_STOPS = 16
 # parameters without an effect on the response
 KNOWN = {
-    *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "logprobs"),
-    *("prompt_cache_key", "stream", "stream_options", "temperature", "top_p", "top_k", "messages"),
-    *("tools", "n", "stop", "seed", "max_tokens", "max_completion_tokens"),
+    "model",
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "logprobs",
+    "prompt_cache_key",
+    "stream",
+    "stream_options",
+    "temperature",
+    "top_p",
+    "top_k",
+    "messages",
+    "tools",
+    "n",
+    "stop",
+    "seed",
+    "max_tokens",
+    "max_completion_tokens",
 }
 # values of other parameters that leave a feature off
 NEUTRAL: Mapping[str, Sequence[object]] = {
@@ -140,7 +157,8 @@ def chat_json(
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, int]:
-    prompt, generated = choices[0].prompt_tokens, sum(len(c.tokens) for c in choices)
+    prompt = choices[0].prompt_tokens
+    generated = sum(len(c.tokens) for c in choices)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
@@ -187,7 +205,8 @@ def chat_stream(answer: Mapping[str, Any], *, with_usage: bool) -> Iterator[str]
         return event([{"index": index, "delta": delta, "finish_reason": finish}])
 
     for choice in answer["choices"]:
-        i, message = choice["index"], choice["message"]
+        i = choice["index"]
+        message = choice["message"]
         yield part(i, {"role": "assistant", "content": ""})
         if message.get("reasoning_content"):
             yield part(i, {"reasoning_content": message["reasoning_content"]})

@@ -115,7 +115,9 @@ class PausableEngine:
             self._release_slot()
         else:
             self._paused_s = self.paused_s
-            self.paused, self._left, self._engine = False, tokens, engine
+            self.paused = False
+            self._left = tokens
+            self._engine = engine
             self._resumed.set()
 
     def end(self) -> None:
@@ -191,7 +193,8 @@ class PausableEngine:
         if not self.is_idle:
             return
         if self._waiting and not self.paused:
-            self.paused, self._paused_since = True, asyncio.get_running_loop().time()
+            self.paused = True
+            self._paused_since = asyncio.get_running_loop().time()
             self._release_slot()  # frees the slot for other episodes
         self.changed.set()
 

@@ -22,9 +22,21 @@ from slime_like.data.messages import ASSISTANT, tool_call
 from slime_like.engines.base import SamplingParams
 
 KNOWN = {
-    *("model", "input", "instructions", "tools", "max_output_tokens", "temperature", "top_p"),
-    *("metadata", "user", "store", "truncation", "service_tier", "safety_identifier"),
-    *("prompt_cache_key", "stream"),
+    "model",
+    "input",
+    "instructions",
+    "tools",
+    "max_output_tokens",
+    "temperature",
+    "top_p",
+    "metadata",
+    "user",
+    "store",
+    "truncation",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "stream",
 }
 NEUTRAL: Mapping[str, Sequence[object]] = {
     "stream_options": ({}, {"include_obfuscation": False}),
@@ -94,7 +106,8 @@ def _add(messages: list[dict[str, Any]], item: Any, place: int) -> None:
 
 def responses_json(choice: Choice, model: str) -> dict[str, object]:
     """The response to a request."""
-    message, output = choice.message, list[dict[str, object]]()
+    message = choice.message
+    output = list[dict[str, object]]()
     if thought := message.get("reasoning_content"):
         text = {"type": "reasoning_text", "text": thought}
         output.append({"type": "reasoning", "id": _id("rs"), "summary": [], "content": [text]})
@@ -107,7 +120,8 @@ def responses_json(choice: Choice, model: str) -> dict[str, object]:
         function = {"name": call["function"]["name"], "arguments": arguments_text(call)}
         output.append({**item, **function, "status": "completed"})
     truncated = choice.finish == "length"
-    prompt, generated = choice.prompt_tokens, len(choice.tokens)
+    prompt = choice.prompt_tokens
+    generated = len(choice.tokens)
     return {
         "id": _id("resp"),
         "object": "response",

@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-AGENT_FUNCTION, AGENT_COMMAND = "--agent-function-path", "--agent-command"
+AGENT_FUNCTION = "--agent-function-path"
+AGENT_COMMAND = "--agent-command"
 AGENT_WORKERS = "--agent-worker-keys"
 TOOL_FORMAT = "--agent-tool-format"
 
@@ -239,7 +240,8 @@ class AgentGenerate(CustomGenerate):
                     reward, reason = await self._outcome(task, engine)
                 break
             except WorkerLost as error:
-                reward, reason = None, f"{self.name}: {error}"
+                reward = None
+                reason = f"{self.name}: {error}"
         if reason is None:
             reason = bad_reward(reward, self._limits.reward)
         branches = session.tree.branches(observations=self._observations)

@@ -77,10 +77,13 @@ class Gateway:
             connections: Maximum concurrent connections of all clients.
             tasks: Task queue for remote agent workers.
         """
-        self._tasks, self._connections = tasks, connections
+        self._tasks = tasks
+        self._connections = connections
         self.sessions: dict[str, Session] = {}
         self.url = ""  # set while it listens
-        self._host, self._port, self._max_body = host, port, max_body
+        self._host = host
+        self._port = port
+        self._max_body = max_body
         self._episodes = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting: asyncio.Task[_Server] | None = None
@@ -103,7 +106,9 @@ class Gateway:
         """Run the server within the block."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # an earlier rollout was interrupted together with its loop
-            self._loop, self._episodes, self._starting = loop, 0, None
+            self._loop = loop
+            self._episodes = 0
+            self._starting = None
             self._stopping = None
             self.sessions.clear()
         self._episodes += 1
@@ -115,7 +120,8 @@ class Gateway:
         finally:
             self._episodes -= 1
             if not self._episodes and self._starting is not None:
-                starting, self._starting = self._starting, None
+                starting = self._starting
+                self._starting = None
                 self._stopping = loop.create_task(self._stop(starting))
                 await asyncio.shield(self._stopping)
 
@@ -154,7 +160,8 @@ class Gateway:
             if self._tasks is not None:
                 self._tasks.release()
             server.should_exit = server.force_exit = True
-        serving, self._serving = self._serving, None
+        serving = self._serving
+        self._serving = None
         if serving is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(serving, STOP_S)

@@ -23,8 +23,14 @@ from slime_like.rollout.episode import Model
 
 Finish = Literal["stop", "length", "tool_calls"]
 SESSION_COUNTS = (
-    *("answers", "tool_errors", "overridden", "refused", "engine_failures", "internal_errors"),
-    *("workers_lost", "restarted"),
+    "answers",
+    "tool_errors",
+    "overridden",
+    "refused",
+    "engine_failures",
+    "internal_errors",
+    "workers_lost",
+    "restarted",
 )
 TREE_COUNTS = ("roots", "forks", "foreign_messages", "rewritten_turns")
 PREFIX = 64  # tokens at the end of a prompt that contain the full opening of a turn
@@ -237,7 +243,8 @@ class Session:
                     raise SessionEnded("the run asks for no more of this episode")
                 self.counts["engine_failures"] += 1
                 if is_main:  # the client may retry
-                    self._main, self._started = before, before is not None
+                    self._main = before
+                    self._started = before is not None
                 raise EngineAborted(output.failure)
         choices = [self._choice(prompt, request, sampling.stop, output) for output in outputs]
         if is_main:

@@ -16,7 +16,8 @@ from slime_like.agents.sessions import Session
 from slime_like.types import Sample
 
 CANCEL_S = 5.0  # seconds for a cancelled agent, or a client, to end
-EVALUATION_SEED, MAX_SEED = 2**30, 2**31
+EVALUATION_SEED = 2**30
+MAX_SEED = 2**31
 
 
 @dataclass(slots=True)

@@ -141,7 +141,8 @@ class TaskQueue:
         """The current event loop, which differs between rollouts."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            self._loop, self._last_claim = loop, loop.time()
+            self._loop = loop
+            self._last_claim = loop.time()
             self._waiting.clear()
             self._claimed.clear()
             self._claims.clear()

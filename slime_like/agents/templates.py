@@ -100,7 +100,8 @@ class ChatTemplate:
                 closed_texts = [
                     self._renderer.render([*before, m], tools, open_turn=False) for m in pair
                 ]
-                full_text, closing = _common_end(*open_texts), _common_end(*closed_texts)
+                full_text = _common_end(*open_texts)
+                closing = _common_end(*closed_texts)
             except Exception:  # this placeholder message is rejected; the next one may be accepted
                 continue
             rest = self._rest(full_text, closing, end, has_calls=bool(pair[0].get("tool_calls")))

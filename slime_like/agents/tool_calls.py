@@ -48,7 +48,8 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 def _spans(text: str, opening: str, closing: str) -> list[str]:
     """The texts between each opening mark and the next closing one."""
-    result, end = [], 0
+    result = []
+    end = 0
     while (begin := text.find(opening, end)) >= 0:
         begin += len(opening)
         close = text.find(closing, begin)

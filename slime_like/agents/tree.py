@@ -156,7 +156,8 @@ class SessionTree:
         """Add a completed turn. Among equal conversations, later requests continue the newest."""
         routed_experts = output.routed_experts
         if routed_experts is not None and (before := prompt.parent) is not None:
-            parent_experts, start = before.routed_experts, len(before.all_tokens) - 1
+            parent_experts = before.routed_experts
+            start = len(before.all_tokens) - 1
             assert parent_experts is not None, (
                 "either all turns of a session have routed_experts, or none"
             )
@@ -211,7 +212,9 @@ def _branch(trained_turns: Sequence[Turn], leaf: Turn, observations: bool) -> Br
     tokens = leaf.all_tokens
     start = len(trained_turns[0].prompt) - (trained_turns[0].observed if observations else 0)
     count = len(tokens) - start
-    mask, log_probs, versions = [False] * count, [0.0] * count, [NOT_SAMPLED] * count
+    mask = [False] * count
+    log_probs = [0.0] * count
+    versions = [NOT_SAMPLED] * count
     sets = empty_sampling_mask(count)
     spans = []
     for turn in trained_turns:

@@ -171,7 +171,8 @@ class BatchBuilder:
         rollout.check_finite(columns, _BEFORE_STEPS)
         critic_batches: list[TrainBatch] = []
         if critic is not None:
-            values, returns = scores.values, advantages.returns
+            values = scores.values
+            returns = advantages.returns
             assert values is not None and returns is not None, "see advantages/"
             metrics |= value_metrics(values, returns, rollout.masks, self.layout.dp_group)
             critic_batches = critic.batches(returns)
@@ -327,7 +328,8 @@ class BatchBuilder:
             assert scores.old is not None, "see RunConfig.old_is_current"
             squared = [o.squared_probs for o in scores.old if o.squared_probs is not None]
             energies = token_energies(scores.old_log_probs, squared, masks)
-        precomputed, settings = None, self.settings.advantages
+        precomputed = None
+        settings = self.settings.advantages
         if (hooks := self.settings.hooks) is not None:
             precomputed = hooks.advantages(lambda: self._rank_data(rollout, scores, outcomes))
         if settings.kl_coef != self.kl_controller.value:  # adaptive: the coefficient has moved

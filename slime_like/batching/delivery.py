@@ -99,7 +99,8 @@ class SampleDelivery:
             return delivered
         config = self._transformer
         layers = sum(moe_layers(config.moe_layer_freq, config.num_layers))
-        topk, experts = config.moe_router_topk, config.num_moe_experts
+        topk = config.moe_router_topk
+        experts = config.num_moe_experts
         return together(
             lambda: with_routed_experts(delivered, layers=layers, topk=topk, experts=experts), group
         )

@@ -113,7 +113,8 @@ class LogProbs:
     ) -> tuple[list[SampleCorrection], dict[str, float]]:
         """The off-policy correction of each sample, and metrics of the mismatch between trainer and
         rollout engine, if the engine reported log-probs."""
-        config, samples = self.settings.off_policy, rollout.samples
+        config = self.settings.off_policy
+        samples = rollout.samples
         check_rollout_log_probs(config, samples)
         if self.settings.algorithm.use_rollout_logprobs or not has_rollout_log_probs(samples):
             return [SampleCorrection()] * len(rollout.local), {}

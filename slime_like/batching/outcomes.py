@@ -30,7 +30,8 @@ from slime_like.types import REWARD_DETAILS, TRAIN_REWARD, Sample
 
 def advantage_settings(config: RunConfig) -> AdvantageSettings:
     """The estimator's settings, with the initial KL coefficient."""
-    algorithm, distillation = config.algorithm, config.distillation
+    algorithm = config.algorithm
+    distillation = config.distillation
     return AdvantageSettings(
         algorithm.advantage_estimator,
         normalize_std=not algorithm.disable_grpo_std_normalization,
@@ -107,20 +108,21 @@ OutcomeReader = Callable[[Sequence[AnySample]], OutcomeFields]
 
 def outcome_readers(config: RunConfig) -> list[OutcomeReader]:
     """The outcome readers of this run, which communicate; usually none."""
-    algorithm, readers = config.algorithm, list[OutcomeReader]()
+    algorithm = config.algorithm
+    readers = list[OutcomeReader]()
     if (path := algorithm.custom_reward_post_process_path) is not None:
         readers.append(lambda samples: {"processed": processed_rewards(config, path, samples)})
     if config.hooks.custom_convert_samples_to_train_data_path is not None:
         readers.append(lambda samples: {"processed": train_rewards(samples)})
     if (keys := algorithm.gdpo_reward_keys) is not None:
-        weights, reward_key = (
-            algorithm.gdpo_reward_weights or [1.0] * len(keys),
-            config.reward.reward_key,
-        )
+        weights = algorithm.gdpo_reward_weights or [1.0] * len(keys)
+        reward_key = config.reward.reward_key
         readers.append(lambda samples: {"parts": reward_parts(keys, weights, reward_key, samples)})
     estimator = advantage_estimators.get(algorithm.advantage_estimator)
-    by_turn, by_token = isinstance(estimator, TurnEstimator), follows_tokens(estimator)
-    turn, token = config.agents.agent_turn_penalty, config.agents.agent_token_penalty
+    by_turn = isinstance(estimator, TurnEstimator)
+    by_token = follows_tokens(estimator)
+    turn = config.agents.agent_turn_penalty
+    token = config.agents.agent_token_penalty
     if by_turn or by_token or turn or token:
         from slime_like.batching.turn_credit import credit_fields
 

@@ -41,7 +41,8 @@ class StepPlan:
 
     def steps(self, samples: Sequence[AnySample]) -> list[Sequence[AnySample]]:
         """The samples of each optimizer step, over all ranks."""
-        size, first = self.global_batch_size, episodes_of(samples).first
+        size = self.global_batch_size
+        first = episodes_of(samples).first
         assert len(first) % size == 0, (len(first), size)
         if len(first) < len(samples) and self.equal_counts:
             raise ValueError(
@@ -83,7 +84,8 @@ class StepPlan:
         def rank_imbalance(values: np.ndarray, ranks: Sequence[Sequence[int]]) -> float:
             return balancing.imbalance(np.array([values[list(indices)].sum() for indices in ranks]))
 
-        work, tokens = [], []
+        work = []
+        tokens = []
         for step, ranks in zip(lengths, positions):
             work.append(rank_imbalance(balancing.sequence_costs(step, self.linear_cost), ranks))
             tokens.append(rank_imbalance(np.asarray(step, dtype=np.float64), ranks))

@@ -19,7 +19,9 @@ from slime_like.types import Sample
 if TYPE_CHECKING:
     from slime_like.batching.outcomes import OutcomeFields
 
-NUMBERS, TURNS = "agent", "answers"  # keys of a sample's metadata
+# keys of a sample's metadata
+NUMBERS = "agent"
+TURNS = "answers"
 SUMMED = "summed"  # flag in TURNS: the episode's reward includes the rewards of its turns
 
 
@@ -121,7 +123,8 @@ def check_trees(
         ValueError: Names the flags, if returns depend on later tokens and an episode of several
             sequences does not record which sequence continues which.
     """
-    name, reasons = algorithm.advantage_estimator, tree_reasons(algorithm)
+    name = algorithm.advantage_estimator
+    reasons = tree_reasons(algorithm)
     if not reasons:
         return
     episodes = episodes_of(samples)

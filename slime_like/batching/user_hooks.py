@@ -180,7 +180,8 @@ class UserHooks:
         adapter = self._named("custom_rollout_log_function_path")
         if adapter is None:
             return False
-        log, rollout_id = adapter.log_rollout, self._rollout_id
+        log = adapter.log_rollout
+        rollout_id = self._rollout_id
         gathered = gather_on_rank_zero(samples, buffer_size=self._buffer_size)
         return from_rank_zero(lambda: log(rollout_id, complete(gathered), dict(metrics), seconds))
 

@@ -38,10 +38,12 @@ class ValueExchange:
     ) -> None:
         assert backend.critic is not None
         self._backend = backend
-        self._critic, self._policy = backend.critic.layout, backend.layout
+        self._critic = backend.critic.layout
+        self._policy = backend.layout
         self._lengths = [sample.response_length for sample in samples]
         self._steps = steps
-        self._assignment, self._policy_assignment = assignment, policy_assignment
+        self._assignment = assignment
+        self._policy_assignment = policy_assignment
         self._values: list[Tensor] = []
 
     def compute_values(self) -> list[Tensor]:

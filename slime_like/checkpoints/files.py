@@ -161,7 +161,8 @@ def size_inside(path: Path, inside: Path) -> int:
 
 def hash_file(path: Path, inside: Path | None = None) -> FileRecord:
     """Size and SHA-256 of a file; raises as `open_regular`."""
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
     with open_regular(path, inside) as file:
         while block := file.read(READ_BYTES):
             digest.update(block)

@@ -13,7 +13,9 @@ from slime_like.checkpoints.manifest import MANIFEST
 
 TRACKER = "latest_checkpointed_iteration.txt"
 NEXT_TRACKER = TRACKER + ".tmp"
-WRITING, REPLACED, REMOVED = ".tmp", ".replaced", ".removed"
+WRITING = ".tmp"
+REPLACED = ".replaced"
+REMOVED = ".removed"
 _NAME = re.compile(r"iter_(\d+)$")
 
 
@@ -51,16 +53,19 @@ def newest_step(root: str | Path, flag: str = "--load") -> tuple[int, str | None
     Raises:
         ValueError: There is no complete checkpoint. A run never silently starts over.
     """
-    path, steps = Path(root) / TRACKER, complete_steps(root)
+    path = Path(root) / TRACKER
+    steps = complete_steps(root)
     if (published := _half_published(root)) is not None:
         return published, None
     try:
         named = _step_in(path)
         problem = None if named in steps else f"names step {named}, which is not complete"
     except OSError:
-        named, problem = None, "is missing"
+        named = None
+        problem = "is missing"
     except ValueError:
-        named, problem = None, "holds no step"
+        named = None
+        problem = "holds no step"
     if problem is None and named is not None:
         return named, None
     problem = f"{flag} {root}: {TRACKER} {problem}"
@@ -119,7 +124,8 @@ def publish(root: str | Path, step: int) -> Path:
     The next tracker is written before the rename, so that after a kill in between it is known which
     complete checkpoint is the newest: not always the one with the largest step, since a run may
     have resumed from an earlier one."""
-    final, temporary = checkpoint_folder(root, step), writing_folder(root, step)
+    final = checkpoint_folder(root, step)
+    temporary = writing_folder(root, step)
     aside = final.with_name(final.name + REPLACED)
     if final.exists():
         remove_folder(aside)

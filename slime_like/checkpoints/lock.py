@@ -57,10 +57,12 @@ class FolderLock:
             stale_s: Seconds without a heartbeat after which an owner on another machine counts as
                 dead.
         """
-        self.folder, self.flag = Path(folder), flag
+        self.folder = Path(folder)
+        self.flag = flag
         self.path = self.folder / LOCK
         self.lost: str | None = None  # reason why the lock was lost
-        self._heartbeat_s, self._stale_s = heartbeat_s, stale_s
+        self._heartbeat_s = heartbeat_s
+        self._stale_s = stale_s
         self._owner = {**this_process(), "token": uuid.uuid4().hex}
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -253,7 +255,8 @@ def this_process() -> dict[str, object]:
 def is_alive(owner: dict[str, object]) -> bool | None:
     """Whether the process is alive; None if it is on another machine or not visible from here.
     owner: from `this_process`."""
-    machine, pid = owner.get("machine"), owner.get("pid")
+    machine = owner.get("machine")
+    pid = owner.get("pid")
     if machine is None or machine != _machine() or not isinstance(pid, int):
         return None
     return _start_ticks(pid) == owner.get("start_ticks") is not None

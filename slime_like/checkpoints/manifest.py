@@ -108,7 +108,8 @@ def _record_problem(name: str, record: object) -> str | None:
     if str(path) != name or name == "." or not name.isprintable():
         return "which is not the name of a checkpoint file"
     entry = record if isinstance(record, dict) else {}
-    size, digest = entry.get("size"), entry.get("sha256")
+    size = entry.get("size")
+    digest = entry.get("sha256")
     if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size < 2**63:
         return "with an invalid size"
     if not isinstance(digest, str) or not _SHA256.fullmatch(digest):

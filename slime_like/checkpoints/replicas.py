@@ -18,7 +18,8 @@ from pathlib import Path
 from slime_like.checkpoints.files import hash_file, hashed_file, remove_folder, write_file
 from slime_like.checkpoints.manifest import MANIFEST, read_manifest
 
-ID, OWNER = "replicas.id", "save.txt"
+ID = "replicas.id"
+OWNER = "save.txt"
 COPY_BYTES = 4 * 2**20
 
 

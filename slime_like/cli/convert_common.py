@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from arguments.hf.model import HfModel
     from slime_like.conversion.to_hf import NetworkSource
 
-USAGE, DAMAGE = 2, 1
+USAGE = 2
+DAMAGE = 1
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 VERIFY: dict[str, Any] = {
     "choices": ("checksums", "logits"),

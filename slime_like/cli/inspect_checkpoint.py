@@ -111,11 +111,13 @@ def tensors_of(folder: Path) -> dict[str, object]:
 
     from megatron_patches.safe_checkpoints import read_metadata
 
-    weights, optimizer_bytes = [], 0
+    weights = []
+    optimizer_bytes = 0
     for key, entry in read_metadata(folder / ".metadata").state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             continue
-        count, dtype = math.prod(entry.size), entry.properties.dtype
+        count = math.prod(entry.size)
+        dtype = entry.properties.dtype
         if key.startswith(("optimizer.", "chained_")):
             optimizer_bytes += count * dtype.itemsize
         else:

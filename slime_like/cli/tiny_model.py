@@ -12,8 +12,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 
-END, PAD, UNKNOWN = "<|endoftext|>", "<|pad|>", "<|unknown|>"
-USER, ASSISTANT = "<|user|>", "<|assistant|>"
+END = "<|endoftext|>"
+PAD = "<|pad|>"
+UNKNOWN = "<|unknown|>"
+USER = "<|user|>"
+ASSISTANT = "<|assistant|>"
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '<|assistant|>' }}"
     "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"

@@ -127,7 +127,8 @@ def build_meta_model(
         chunks = build_chunks(built.transformer, gpt, "local", layout, value_head=value_head)
         chunks = [chunk.to(dtype) for chunk in chunks]
     state = sharded_state(SavedNetwork(chunks, None, None, layout), is_loading=False)
-    parameters, entries = {}, {}
+    parameters = {}
+    entries = {}
     for index, chunk in enumerate(chunks):
         for (own, _), (name, parameter) in zip(
             named_weights(chunk), global_parameters([chunk]), strict=True

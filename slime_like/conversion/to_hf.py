@@ -85,9 +85,11 @@ class NetworkSource:
         """dtype: None keeps the stored dtype. quantized: the quantised weights, by name. Raises
         ConfigError if the template is a different model, ValueError if the checkpoint is
         damaged."""
-        self.meta_model, self._template = meta_model, template
+        self.meta_model = meta_model
+        self._template = template
         self.stored = CheckpointTensors(folder)
-        self._dtype, self._quantized = dtype, quantized or {}
+        self._dtype = dtype
+        self._quantized = quantized or {}
         config = meta_model.chunks[0].config
         self.sizes = model_sizes(config, meta_model.gpt)
         tied = not meta_model.gpt.untie_embeddings_and_output_weights
@@ -140,10 +142,12 @@ class NetworkSource:
         return tensors
 
     def _differences(self) -> list[str]:
-        stored, problems = self.stored, []
+        stored = self.stored
+        problems = []
         for name in self.meta_model.parameters:
             for piece in self.meta_model.pieces(name):
-                key, shape = self._keys[piece.key], list(piece.global_shape)
+                key = self._keys[piece.key]
+                shape = list(piece.global_shape)
                 if key not in stored.entries:
                     problems.append(f"{key} is not in it")
                 elif not piece.allow_shape_mismatch and list(stored.shape(key)) != shape:
@@ -162,7 +166,8 @@ class NetworkSource:
         full = torch.zeros(self.meta_model.parameters[name].shape, dtype=self.dtype_of(name))
         for piece in self.meta_model.pieces(name, full):
             assert piece.data is not None
-            key, offset = self._keys[piece.key], tuple(piece.global_offset)
+            key = self._keys[piece.key]
+            offset = tuple(piece.global_offset)
             region = piece.data.view((1,) * piece.prepend_axis_num + tuple(piece.data.shape))
             if piece.allow_shape_mismatch:
                 region = region[: max(0, self.stored.shape(key)[0] - offset[0])]
@@ -183,7 +188,8 @@ class NetworkSource:
             if name != current:
                 tensors = {}  # freed before the next parameter is read
                 full = self._full_tensors(name)
-                current, tensors = name, encode_tensors(full, self._quantized)
+                current = name
+                tensors = encode_tensors(full, self._quantized)
                 del full
             yield planned.name, tensors.pop(self._repeated.get(planned.name, planned.name))
 
@@ -216,13 +222,15 @@ def convert_to_hf(
     """Write the network as a Hugging Face folder at `output`. Collective; each of `workers` threads
     writes one file at a time and holds two copies of one parameter. Raises ValueError or OSError on
     every rank; partial output is kept next to `output` for the next attempt."""
-    folder, value_head = Path(output), source.meta_model.value_head
+    folder = Path(output)
+    value_head = source.meta_model.value_head
     from_rank_zero(lambda: check_folders(folder, Path(template)))
     shards = plan_shards((planned for _, planned in source.tensors.values()), max_shard_bytes)
     identity = _identity(checkpoint, shards)
     partial = folder.with_name(f".{folder.name}{PARTIAL}")
     kept = from_rank_zero(lambda: _prepare(partial, shards, identity))
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
 
     def write(shard: ShardPlan) -> None:
         if shard.file_name in kept:

@@ -149,7 +149,8 @@ def _complete(
     publish the checkpoint. Returns its size in bytes."""
     folder = writing_folder(root, STEP)
     plan_folder = folder / network
-    records, results = {}, []
+    records = {}
+    results = []
     for name, record, file_results, _ in itertools.chain(*parts):
         records[f"{network}/{name}"] = record
         results.append(file_results)
@@ -217,7 +218,8 @@ class _Job:
         record, results = write_items(self.folder, plan.name, self._read_items(plan, locations))
         entries = []
         for result in results:
-            index, start = result.index, result.storage_data.offset
+            index = result.index
+            start = result.storage_data.offset
             offset = None if index.offset is None else list(index.offset)
             entries.append((index.fqn, offset, index.index, start, result.size_in_bytes))
         note = {"identity": self.identity, **asdict(record), "items": entries}

@@ -35,7 +35,9 @@ def compare_bits(
     """Load the folder as a run would, and compare every parameter with the checkpoint's, bit by bit
     in the source's dtype. Collective; parameters are distributed over ranks. Returns their number.
     Raises ValueError naming those that differ."""
-    meta_model, rank, world = source.meta_model, dist.get_rank(), dist.get_world_size()
+    meta_model = source.meta_model
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     names = [name for name in source.family if name in meta_model.parameters]
 
     def compare_local() -> list[str]:
@@ -122,9 +124,11 @@ def transformers_logits(folder: str, tokens: Tensor, *, value_head: bool) -> Ten
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    auto_class, labels = transformers.AutoModelForCausalLM, {}
+    auto_class = transformers.AutoModelForCausalLM
+    labels = {}
     if value_head:
-        auto_class, labels = transformers.AutoModelForTokenClassification, {"num_labels": 1}
+        auto_class = transformers.AutoModelForTokenClassification
+        labels = {"num_labels": 1}
     settings: dict[str, object] = {"dtype": torch.float32, "attn_implementation": "eager"}
     with WeightFiles(folder) as files:
         if files.quantized:  # transformers dequantises differently, and only on some GPUs

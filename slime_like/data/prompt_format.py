@@ -113,9 +113,11 @@ class PromptFormat:
         self._chat = config.apply_chat_template or chat
         self._template = ChatRenderer(tokenizer, config.apply_chat_template_kwargs)
         if self._chat and not getattr(tokenizer, "chat_template", None):
-            flag, remedy = "--apply-chat-template", "remove the flag"
+            flag = "--apply-chat-template"
+            remedy = "remove the flag"
             if chat:
-                flag, remedy = "--input-key", "set --label-key"
+                flag = "--input-key"
+                remedy = "set --label-key"
             raise ValueError(f"{flag}: the tokenizer has no chat template; {remedy} or use another")
 
     @property
@@ -136,7 +138,8 @@ class PromptFormat:
         ):
             if key is not None and key not in row:
                 return missing_key(key, flag, row)
-        prompt, metadata = row[self.keys.input], row.get(self.keys.metadata)
+        prompt = row[self.keys.input]
+        metadata = row.get(self.keys.metadata)
         if metadata is not None and not isinstance(metadata, dict):
             name = f"{self.keys.metadata!r} (--metadata-key)"
             return f"{name} must be an object, not {type(metadata).__name__}"

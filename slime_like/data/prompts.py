@@ -137,7 +137,8 @@ class PromptSource:
         )
         self.num_left_out = len(self._source) - len(self._kept)
         self.notes = self._source.notes
-        self._shuffle, self._seed = config.rollout_shuffle, config.rollout_seed
+        self._shuffle = config.rollout_shuffle
+        self._seed = config.rollout_seed
         self.epoch = 0
         self._offset = 0  # number of prompts of this epoch that were handed out
         self._next_group_id = 0
@@ -152,7 +153,8 @@ class PromptSource:
         indices: list[int] = []
         while len(indices) < n:
             if self._offset == len(self):
-                self.epoch, self._offset = self.epoch + 1, 0
+                self.epoch = self.epoch + 1
+                self._offset = 0
                 self._order = self._epoch_order()
             taken = self._order[self._offset : self._offset + n - len(indices)]
             indices += [int(self._kept[i]) for i in taken]
@@ -191,7 +193,8 @@ class PromptSource:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from `state`. Raises ValueError if the data differ; a moved file with equal
         content is fine."""
-        saved, current = dict(state["source"]), self._fingerprint()
+        saved = dict(state["source"])
+        current = self._fingerprint()
         different = [key for key in current if key != "path" and saved.get(key) != current[key]]
         if different:
             changes = "; ".join(
@@ -203,7 +206,8 @@ class PromptSource:
                 "same data, --rollout-seed, --rollout-shuffle and --rollout-max-prompt-len, or "
                 "start a new run"
             )
-        self.epoch, self._offset = int(state["epoch"]), int(state["offset"])
+        self.epoch = int(state["epoch"])
+        self._offset = int(state["offset"])
         self._next_group_id = int(state["next_group_id"])
         self._order = self._epoch_order()
 

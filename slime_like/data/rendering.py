@@ -75,7 +75,8 @@ def render_rows(
             )
         done = len(texts)
     if errors:
-        error, location = errors[0], where(len(texts))
+        error = errors[0]
+        location = where(len(texts))
         if isinstance(error, RowProblem):
             raise ValueError(f"{location}: {clean(error)}") from error
         reason = clean(str(error).split("\n", 1)[0], 300)

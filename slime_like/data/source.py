@@ -129,7 +129,9 @@ class _BadRows:
     """Counts bad rows, up to the number that may be skipped."""
 
     def __init__(self, path: str, allowed: int) -> None:
-        self.path, self.allowed, self.count = path, allowed, 0
+        self.path = path
+        self.allowed = allowed
+        self.count = 0
         self._first = ""
 
     def add(self, problem: str) -> None:
@@ -208,9 +210,11 @@ class JsonlSource:
         self.name = str(path)
         self._path = path
         self._paths = dotted(columns)
-        self._offsets, self._lines = array("q"), array("q")
+        self._offsets = array("q")
+        self._lines = array("q")
         self._guard = _FileGuard(path)
-        checksum, offset = 0, 0
+        checksum = 0
+        offset = 0
         with path.open("rb") as file:
             for number, raw in enumerate(file, start=1):
                 checksum = zlib.crc32(raw, checksum)
@@ -228,7 +232,8 @@ class JsonlSource:
         self.content = f"jsonl bytes={offset} crc32={checksum:08x}"
 
     def _problem(self, line: bytes, number: int, offset: int, check: RowCheck) -> str | None:
-        location, start = f"{self.name}:{number}", f"byte offset {offset}"
+        location = f"{self.name}:{number}"
+        start = f"byte offset {offset}"
         try:
             row = json.loads(line.decode("utf-8"))
         except UnicodeDecodeError as error:
@@ -316,7 +321,8 @@ class ParquetSource:
                 self._numbers.append(number)
             number += 1
         self._guard.record()
-        size, columns_text = path.stat().st_size, ",".join(names)
+        size = path.stat().st_size
+        columns_text = ",".join(names)
         self.content = f"parquet bytes={size} rows={number} columns={columns_text}"
 
     def _every_row(self, flag: str) -> Iterator[Row]:
@@ -365,8 +371,10 @@ class SlicedSource:
     """The rows ``source[start:end]``, with Python's semantics of negative and missing bounds."""
 
     def __init__(self, source: RowSource, spec: str, bounds: slice, flag: str) -> None:
-        self._source, self._range = source, range(len(source))[bounds]
-        self.name, self.notes = spec, source.notes
+        self._source = source
+        self._range = range(len(source))[bounds]
+        self.name = spec
+        self.notes = source.notes
         self.content = f"{source.content} rows {self._range.start}:{self._range.stop}"
         if not self._range:
             raise ValueError(f"{flag} {spec}: empty range; {source.name} has {len(source)} rows")

@@ -96,7 +96,8 @@ def parse_options(task: str, query: str, config_type: type, where: str) -> dict[
 def convert(text: str, annotation: object) -> object:
     """Convert an option's text to its annotated type. Lists and tuples: JSON, or comma-separated
     items."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
     if origin in (Union, types.UnionType):
         if text.lower() in ("none", "null") and type(None) in arguments:
             return None

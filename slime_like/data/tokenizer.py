@@ -17,8 +17,15 @@ if TYPE_CHECKING:
 REMEDY = "copy the model's tokenizer files into it (tokenizer.json, tokenizer_config.json)"
 # vocabulary files; without one transformers creates a tokenizer with a single token
 VOCABULARY_FILES = (
-    *("tokenizer.json", "tekken.json", "vocab*", "bpe.codes", "dict.txt"),
-    *("*.model", "*.model.v*", "*.tiktoken", "*.spm"),
+    "tokenizer.json",
+    "tekken.json",
+    "vocab*",
+    "bpe.codes",
+    "dict.txt",
+    "*.model",
+    "*.model.v*",
+    "*.tiktoken",
+    "*.spm",
 )
 
 

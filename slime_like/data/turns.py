@@ -82,7 +82,8 @@ def split_trained_turns(
                 f"conversation is exact; {_REMEDY}"
             )
         turn = turn or _changed_turn(render, messages, index, rendered)
-        context, text = rendered[position : turn.start], rendered[turn.start : turn.stop]
+        context = rendered[position : turn.start]
+        text = rendered[turn.start : turn.stop]
         if mask_type in ("qwen", "qwen3"):
             opening, text = _render_single_turn(render, message, index, alone=mask_type == "qwen")
             # Sampled after the full opening, of which the conversation may have only a part.
@@ -160,10 +161,12 @@ def _render_single_turn(
 ) -> tuple[str, str]:
     """A turn as rendered after a question, or, with `alone`, as the only message: its opening, and
     the text after it."""
-    prompt, question = render([_USER], open_turn=True), render([_USER])
+    prompt = render([_USER], open_turn=True)
+    question = render([_USER])
     opening = prompt.removeprefix(question) if prompt.startswith(question) else ""
     if not alone:
-        before, rendered = prompt, render([_USER, message])
+        before = prompt
+        rendered = render([_USER, message])
     else:
         second_question = render([_USER, _USER])[len(question) :]
         if (
@@ -190,7 +193,8 @@ def _render_single_turn(
 def _last_answer(render: Render, messages: Sequence[Message], end: str) -> list[Segment]:
     """The content of the last message, unchanged and with thoughts, after the rendered previous
     messages."""
-    prompt, last = render(messages[:-1], open_turn=True), messages[-1]
+    prompt = render(messages[:-1], open_turn=True)
+    last = messages[-1]
     answer = last.get("content")
     if not is_trained(last) or not isinstance(answer, str) or not answer:
         raise RowProblem(

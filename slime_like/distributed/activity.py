@@ -68,15 +68,19 @@ class Activity:
         self._clock = time.pthread_getcpuclockid(self._main)
 
     def enter(self, phase: str) -> None:
-        self.phase, self._since = phase, time.monotonic()
+        self.phase = phase
+        self._since = time.monotonic()
         self._phases += 1
         self.changed.set()
 
     def pulse(self, *, left: bool = False) -> Heartbeat:
-        now, cpu_s = time.monotonic(), time.clock_gettime(self._clock)
+        now = time.monotonic()
+        cpu_s = time.clock_gettime(self._clock)
         where, waiting = _location(sys._current_frames().get(self._main or 0))
         if cpu_s - self._cpu_s > MOVED_S or where != self._where:
-            self._moved_at, self._cpu_s, self._where = now, cpu_s, where
+            self._moved_at = now
+            self._cpu_s = cpu_s
+            self._where = where
         self._count += 1
         since = self._since
         return Heartbeat(

@@ -76,7 +76,9 @@ class Delivery:
     def __init__(
         self, holders: Places, nbytes: Places, sharings: Sequence[Sharing], *, buffer_size: int
     ) -> None:
-        self.holders, self.nbytes, self.sharings = holders, nbytes, sharings
+        self.holders = holders
+        self.nbytes = nbytes
+        self.sharings = sharings
         self.buffer_size = buffer_size
         self.message_size = max(1, buffer_size // MESSAGES_IN_BUFFER)
         self.num_ranks = sharings[0].part_of_rank.size
@@ -144,7 +146,8 @@ class Delivery:
         pieces: list[Piece] = []
         room = self.message_size
         for item in items:
-            start, size = 0, int(self.nbytes[item])
+            start = 0
+            size = int(self.nbytes[item])
             while start < size:
                 end = min(size, start + room)
                 pieces.append(Piece(item, start, end))
@@ -152,7 +155,8 @@ class Delivery:
                 start = end
                 if not room:
                     yield tuple(pieces)
-                    pieces, room = [], self.message_size
+                    pieces = []
+                    room = self.message_size
         if pieces:
             yield tuple(pieces)
 
@@ -226,7 +230,8 @@ def deliver(
     """
     traffic = Traffic()
     for messages in delivery.hops(rank):
-        sender, receiver = _Sender(pack), _Receiver(delivery, take)
+        sender = _Sender(pack)
+        receiver = _Receiver(delivery, take)
         _exchange(messages, rank, delivery, sender, receiver, transport, traffic)
     return traffic
 
@@ -236,13 +241,15 @@ class _Sender:
 
     def __init__(self, pack: Callable[[int], Tensor]) -> None:
         self._pack = pack
-        self._item, self._bytes = -1, torch.empty(0, dtype=torch.uint8)
+        self._item = -1
+        self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def fill(self, buffer: Tensor, pieces: Sequence[Piece]) -> None:
         filled = 0
         for piece in pieces:
             if piece.item != self._item:
-                self._item, self._bytes = piece.item, self._pack(piece.item)
+                self._item = piece.item
+                self._bytes = self._pack(piece.item)
             size = piece.end - piece.start
             buffer[filled : filled + size] = self._bytes[piece.start : piece.end]
             filled += size
@@ -252,7 +259,8 @@ class _Receiver:
     """Empties buffers; holds partially received items."""
 
     def __init__(self, delivery: Delivery, take: Callable[[int, Tensor], None]) -> None:
-        self._nbytes, self._take = delivery.nbytes, take
+        self._nbytes = delivery.nbytes
+        self._take = take
         self._partial: dict[int, Tensor] = {}
 
     def empty(self, buffer: Tensor, pieces: Sequence[Piece]) -> None:

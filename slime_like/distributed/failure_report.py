@@ -106,7 +106,8 @@ def is_first_to_fail() -> bool:
 def linger(wait_s: float) -> None:
     """Wait, on rank 0 if it holds the store, until the other ranks have failed too or have read the
     first error, for at most wait_s."""
-    me, rendezvous = job(), environment_rendezvous()
+    me = job()
+    rendezvous = environment_rendezvous()
     if rendezvous is None or not rendezvous.hosts:
         return
 
@@ -124,7 +125,8 @@ def linger(wait_s: float) -> None:
 def silent_ranks(world_size: int, wait_s: float = WAIT_S) -> list[str]:
     """Descriptions (address, last heartbeat) of the ranks that have not recorded a failure within
     wait_s. Ranks that wait for others themselves are omitted unless all do."""
-    store, deadline = job().store, time.monotonic() + wait_s
+    store = job().store
+    deadline = time.monotonic() + wait_s
     while True:
         silent = [rank for rank in range(world_size) if store.read(f"failed/{rank}") is None]
         if not silent or time.monotonic() > deadline:

@@ -162,7 +162,8 @@ def _exchange(
     gap = float(loads[heavy] - loads[light])
     if gap <= 0:
         return False
-    heavy_items, light_items = parts[heavy], parts[light]
+    heavy_items = parts[heavy]
+    light_items = parts[light]
     light_items = light_items[np.argsort(weights[light_items], kind="stable")]
     gives = weights[heavy_items]
     takes = weights[light_items]
@@ -202,7 +203,8 @@ def pack_by_budget(lengths: Sequence[int] | NDArray[np.int64], budget: int) -> l
         place = bisect_left(room, (need, -1))
         if place == len(room):
             rows.append([item])
-            left, row = budget - need, len(rows) - 1
+            left = budget - need
+            row = len(rows) - 1
         else:
             left, row = room.pop(place)
             rows[row].append(item)

@@ -86,7 +86,8 @@ class StopConditions:
         now = time.monotonic()
         is_ctrl_c = number == signal.SIGINT
         if self.signalled is None:
-            self.signalled, self._signalled_at = number, now
+            self.signalled = number
+            self._signalled_at = now
             if self._announce:
                 again = "; Ctrl-C again ends it at once" if is_ctrl_c else ""
                 _write(f"{_name(number)}: the run ends after this rollout{again}")

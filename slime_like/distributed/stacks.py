@@ -91,7 +91,8 @@ def request_stacks(path: Path, rank: RankProcess, limit_s: float) -> str | None:
         time.sleep(0.05)
         now = path.stat().st_size
         if now != size:
-            size, changed = now, time.monotonic()
+            size = now
+            changed = time.monotonic()
         elif size > begin and time.monotonic() - changed > SETTLED_S:
             with path.open(encoding="utf-8", errors="replace") as file:
                 file.seek(begin)

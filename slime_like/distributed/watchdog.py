@@ -54,7 +54,8 @@ class Watchdog:
     def __init__(
         self, store: SignedStore, rank: int, world_size: int, limit_s: float, activity: Activity
     ) -> None:
-        self._store, self._verdict_store = store.clone(), store.clone()
+        self._store = store.clone()
+        self._verdict_store = store.clone()
         self._rank = rank
         self._world_size = world_size
         self._limit_s = limit_s
@@ -110,16 +111,20 @@ class Watchdog:
         (faulthandler.dump_traceback_later): it would also count the time of a suspended job and
         then read the stacks of running threads, which crashes the process.
         """
-        looked, answered, unanswered_s = time.monotonic(), self._store_answered, 0.0
+        looked = time.monotonic()
+        answered = self._store_answered
+        unanswered_s = 0.0
         while not self._closed.wait(self._interval_s):
             looked, before = time.monotonic(), looked
             if looked - before > self._interval_s + self._limit_s / 3:
                 self._restart_timers(looked - before)
-                answered, unanswered_s = self._store_answered, 0.0
+                answered = self._store_answered
+                unanswered_s = 0.0
                 continue
             unanswered_s += looked - before
             if answered != self._store_answered:
-                answered, unanswered_s = self._store_answered, 0.0
+                answered = self._store_answered
+                unanswered_s = 0.0
             if unanswered_s > self._limit_s:
                 self._exit(
                     f"no answer from the store of this run at {store_address()} for "
@@ -152,7 +157,8 @@ class Watchdog:
     def _receive(self, rank: int) -> None:
         """Read the heartbeat of a rank. One that disappears or goes back to an older count does not
         count as silence, because it means that another program writes to the store."""
-        pulse, last = read_pulse(self._store, rank), self._last.get(rank)
+        pulse = read_pulse(self._store, rank)
+        last = self._last.get(rank)
         if last is None:
             if pulse is not None:
                 self._last[rank] = LastHeartbeat(pulse, time.monotonic())
@@ -215,7 +221,8 @@ class Watchdog:
             self._before = {}
             return
         pulses = {rank: read_pulse(self._store, rank) for rank in range(self._world_size)}
-        before, self._before = self._before, pulses
+        before = self._before
+        self._before = pulses
         late = []
         for rank, pulse in pulses.items():
             old = before.get(rank)

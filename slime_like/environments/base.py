@@ -20,7 +20,8 @@ from urllib.parse import parse_qsl
 from slime_like.import_utils import load_function
 
 FLAG = "--agent-environment"
-GYMNASIUM, SINGLE_TURN = "gymnasium:", "single_turn"
+GYMNASIUM = "gymnasium:"
+SINGLE_TURN = "single_turn"
 
 # observation, reward of the action (None: use the run's reward function), whether it is done
 Step: TypeAlias = tuple[str, float | None, bool]

@@ -65,7 +65,8 @@ class GymnasiumText:
         self._parse: Callable[[str], object]
         if isinstance(space, spaces.Discrete):
             self._parse = self._discrete
-            first, last = int(space.start), int(space.start + space.n - 1)
+            first = int(space.start)
+            last = int(space.start + space.n - 1)
             self.legal = f"a number from {first} to {last}"
             if actions is not None:
                 if len(actions) != space.n or len(set(self._names or ())) != space.n:

@@ -40,7 +40,8 @@ def _checked(
         if not isinstance(output, PolicyLossOutput):
             kind = type(output).__name__
             raise ValueError(f"{FLAG} {path!r}: returned a {kind}, not a PolicyLossOutput")
-        losses, expected = output.token_losses, tuple(inputs.log_probs.shape)
+        losses = output.token_losses
+        expected = tuple(inputs.log_probs.shape)
         if not isinstance(losses, torch.Tensor):
             kind = type(losses).__name__
             raise ValueError(f"{FLAG} {path!r}: token_losses is a {kind}, not a tensor")

@@ -69,7 +69,8 @@ def custom_correction(
     for is_valid, old, sampled in zip(valid, old_log_probs, rollout_log_probs):
         # no mismatch in dropped sequences and at inactive tokens, so that they get weight 1
         rollout.append(torch.where(is_valid, sampled.float(), old.float()))
-    cap, low = config.token_tis_ratio_clip_high, config.token_tis_ratio_clip_low
+    cap = config.token_tis_ratio_clip_high
+    low = config.token_tis_ratio_clip_low
     with torch.no_grad():
         loss, masks, metrics = function(
             args=CustomTISArgs(cap, low, path),

@@ -84,7 +84,8 @@ def dpo(inputs: LossInputs, config: DPOConfig) -> PolicyLossOutput:
 
 def pair_losses(h: Tensor, config: DPOConfig) -> Tensor:
     """Loss of each pair, shaped as h, its difference of log-ratios."""
-    beta, noise = config.dpo_beta, config.dpo_label_smoothing
+    beta = config.dpo_beta
+    noise = config.dpo_label_smoothing
     if config.dpo_loss_type == "hinge":
         return torch.relu(1 - beta * h)
     if config.dpo_loss_type == "ipo":

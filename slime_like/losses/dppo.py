@@ -45,7 +45,8 @@ class DPPOConfig(CheckedSettings):
     @property
     def deltas(self) -> tuple[float, float]:
         """(low, high)."""
-        low, high = self.dppo_delta_low, self.dppo_delta_high
+        low = self.dppo_delta_low
+        high = self.dppo_delta_high
         default = DEFAULT_DELTA[self.dppo_type]
         return (default if low is None else low), (default if high is None else high)
 
@@ -80,7 +81,8 @@ def dppo(inputs: LossInputs, config: DPPOConfig) -> PolicyLossOutput:
 def _outside(log_p: Tensor, log_q: Tensor, config: DPPOConfig) -> tuple[Tensor, Tensor]:
     """[T] bool each: the probability is above, or below, the trust region."""
     low, high = config.deltas
-    p, q = log_p.exp(), log_q.exp()
+    p = log_p.exp()
+    q = log_q.exp()
     if config.dppo_type == "binary_tv":
         return p - q > high, q - p > low
     rest_p, rest_q = (-torch.expm1(x).clamp(max=-MIN_COMPLEMENT) for x in (log_p, log_q))

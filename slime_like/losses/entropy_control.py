@@ -60,4 +60,5 @@ class EntropyController(CheckedSettings):
     def load_state_dict(self, state: EntropyState) -> None:
         """Restore an adaptive coefficient; a fixed one comes from the command line."""
         if self.adaptive and state:
-            self.value, self.active = float(state["value"]), bool(state["active"])
+            self.value = float(state["value"])
+            self.active = bool(state["active"])

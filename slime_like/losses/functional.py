@@ -175,7 +175,8 @@ def compute_off_policy_correction(
         seq_ids=rows,
         num_seqs=count,
     )
-    keep, weights = correction.keep_mask, correction.importance_weights
+    keep = correction.keep_mask
+    weights = correction.importance_weights
     return ShapedCorrection(
         None if keep is None else keep.view(mask.shape),
         None if weights is None else weights.view(mask.shape),

@@ -50,7 +50,8 @@ def gmpo(inputs: LossInputs, config: GMPOConfig) -> PolicyLossOutput:
     advantages = inputs.required("advantages")
     log_ratio = inputs.log_ratio()
     kept = inputs.kept
-    positive, negative = advantages > 0, advantages < 0
+    positive = advantages > 0
+    negative = advantages < 0
     clipped = torch.where(
         positive,
         log_ratio.clamp(max=config.gmpo_eps_high),

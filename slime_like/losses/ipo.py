@@ -46,7 +46,8 @@ def ipo(inputs: LossInputs, config: IPOConfig) -> PolicyLossOutput:
     advantages = inputs.required("advantages")
     log_ratio = inputs.log_ratio(anchor)
     ratio = log_ratio.exp()
-    p, q = inputs.masked(inputs.log_probs.detach()).exp(), inputs.required(anchor).exp()
+    p = inputs.masked(inputs.log_probs.detach()).exp()
+    q = inputs.required(anchor).exp()
     dropped = (p - q).abs() > config.ipo_threshold
     penalty = config.ipo_kl_coef * log_ratio * log_ratio
     metrics = ratio_metrics(inputs, ratio, anchor)

@@ -101,7 +101,8 @@ def mismatch_metrics(tokens: StepTokens, old: Tensor, rollout: Tensor) -> dict[s
         Typed metrics; equal names on all ranks.
     """
     mask = tokens.mask & tokens.finite
-    x, distance = tokens.ratios, tokens.differences.abs()
+    x = tokens.ratios
+    distance = tokens.differences.abs()
     nonfinite = tokens.any(~tokens.finite)
     metrics = {"rollout_logprobs_nonfinite": Metric("sum", nonfinite.sum().float())}
     for name, values in (("is_ratio", x), ("rollout_train_logprobs_abs_diff", distance)):

@@ -118,8 +118,10 @@ def _outliers(
 ) -> Tensor:
     if not config.outliers:
         return keep
-    low, high = config.outlier_token_is_threshold_low, config.outlier_token_is_threshold_high
-    x, active = tokens.ratios, tokens.mask & tokens.finite
+    low = config.outlier_token_is_threshold_low
+    high = config.outlier_token_is_threshold_high
+    x = tokens.ratios
+    active = tokens.mask & tokens.finite
     none = torch.zeros_like(tokens.has_tokens)
     over = none if high is None else tokens.any(active & ~(x <= high))
     under = none if low is None else tokens.any(active & ~(x >= low))
@@ -132,7 +134,8 @@ def _token_mask(
 ) -> Tensor:
     if not config.token_mask:
         return keep
-    low, high = config.token_mask_is_threshold_low, config.token_mask_is_threshold_high
+    low = config.token_mask_is_threshold_low
+    high = config.token_mask_is_threshold_high
     assert low is not None and high is not None, "see OffPolicyConfig.conflicts"
     x = tokens.ratios
     inside = ((x >= low) & (x <= high) & tokens.finite) | ~tokens.mask
@@ -147,7 +150,8 @@ def _importance_weights(
     if config.tis_ratio_type is None:
         return None
     if config.tis_ratio_type == "token":
-        x, cap = tokens.ratios, config.token_tis_ratio_clip_high
+        x = tokens.ratios
+        cap = config.token_tis_ratio_clip_high
         weights = x.clamp(config.token_tis_ratio_clip_low, cap)
         mask = tokens.mask & tokens.finite
         metrics["tis_token_clip_high_ratio"] = masked_mean(x > cap, mask)
@@ -166,13 +170,18 @@ def _sequence_mask(
         return keep
     remaining = tokens.mask & keep
     total = tokens.sum(tokens.differences, remaining)
-    name, low, high = "product_sequence_mask", config.product_mask_low, config.product_mask_high
+    name = "product_sequence_mask"
+    low = config.product_mask_low
+    high = config.product_mask_high
     if config.sequence_mask_metric == "geometric":
         total = total / tokens.sum(torch.ones_like(tokens.differences), remaining).clamp(min=1)
-        name, low, high = "geo_sequence_mask", config.geo_mask_low, config.geo_mask_high
+        name = "geo_sequence_mask"
+        low = config.geo_mask_low
+        high = config.geo_mask_high
     ratio = clamped_exp(total)
     has_remaining = tokens.any(remaining)
-    over, under = has_remaining & ~(ratio <= high), has_remaining & ~(ratio >= low)
+    over = has_remaining & ~(ratio <= high)
+    under = has_remaining & ~(ratio >= low)
     _report_sequences(name, tokens, over, under, metrics)
     return keep & ~(over | under)[tokens.seq_ids]
 
@@ -214,7 +223,8 @@ def _normalized(
     if not config.tis_batch_normalize:
         return weights
     if config.tis_ratio_type == "sequence":  # all tokens of a sequence have the same weight
-        values, remaining = tokens.mean(values, remaining), tokens.any(remaining)
+        values = tokens.mean(values, remaining)
+        remaining = tokens.any(remaining)
     sums = torch.stack([torch.where(remaining, values, 0.0).sum(), remaining.sum().double()])
     if group is not None and group.size() > 1:
         dist.all_reduce(sums, group=group)

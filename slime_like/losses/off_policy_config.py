@@ -127,12 +127,14 @@ class OffPolicyConfig(CheckedSettings):
 
     @property
     def outliers(self) -> bool:
-        low, high = self.outlier_token_is_threshold_low, self.outlier_token_is_threshold_high
+        low = self.outlier_token_is_threshold_low
+        high = self.outlier_token_is_threshold_high
         return low is not None or high is not None
 
     @property
     def token_mask(self) -> bool:
-        low, high = self.token_mask_is_threshold_low, self.token_mask_is_threshold_high
+        low = self.token_mask_is_threshold_low
+        high = self.token_mask_is_threshold_high
         return low is not None or high is not None
 
     @property
@@ -151,7 +153,8 @@ class OffPolicyConfig(CheckedSettings):
         """Problems: bounds in the wrong order, or only one bound of a pair."""
         problems = []
         for name in _BOUNDS:
-            low, high = getattr(self, f"{name}_low"), getattr(self, f"{name}_high")
+            low = getattr(self, f"{name}_low")
+            high = getattr(self, f"{name}_high")
             if low is not None and high is not None and low > high:
                 message = f"must not be above {flag_name(name + '_high')} {high:g}"
                 problems.append(Problem(flag_name(f"{name}_low"), low, message))

@@ -62,7 +62,8 @@ def clipped_surrogate(inputs: LossInputs, ratio: Tensor, config: ClipConfig) -> 
     advantages = inputs.required("advantages")
     unclipped = -advantages * ratio
     bounded = -advantages * ratio.clamp(*config.bounds)
-    losses, clipped = torch.maximum(unclipped, bounded), bounded > unclipped
+    losses = torch.maximum(unclipped, bounded)
+    clipped = bounded > unclipped
     metrics = {"pg_clipfrac": masked_mean(clipped, inputs.loss_mask)}
     if config.eps_clip_c is not None:
         bound = -config.eps_clip_c * advantages

@@ -73,9 +73,11 @@ def reduction_weights(
         return torch.full_like(lengths, 1.0) / (count * loss_norm_length)
     if kind == "token_mean_legacy":
         return _token_mean_legacy(lengths, micro_batch_size)
-    name, ids = "prompt_ids", prompt_ids
+    name = "prompt_ids"
+    ids = prompt_ids
     if kind == "rollout_mean":
-        name, ids = "rollout_ids", rollout_ids
+        name = "rollout_ids"
+        ids = rollout_ids
     if ids is None:
         raise ValueError(f"--loss-reduction {kind} needs {name}")
     require_ids(name, ids, count)

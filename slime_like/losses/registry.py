@@ -60,7 +60,8 @@ class PolicyLoss:
         if config is None:
             return self.config_type(**implied)
         if not isinstance(config, self.config_type):
-            expected, actual = self.config_type.__name__, type(config).__name__
+            expected = self.config_type.__name__
+            actual = type(config).__name__
             raise ValueError(f"policy loss {name} takes a {expected}, not a {actual}")
         choices = {f.name for f in fields(self.config_type) if f.metadata.get("choices")}
         for setting, value in implied.items():

@@ -105,7 +105,8 @@ def token_losses(
     """The loss of `total_loss` per token [T], and means over tokens, for callers that report every
     token. All terms must have the same weight: no pre-scaled advantages, no positive NLL."""
     weighted, metrics = weighted_terms(inputs, policy_loss, policy_config, terms)
-    weights, losses = weighted[0].weights, weighted[0].values
+    weights = weighted[0].weights
+    losses = weighted[0].values
     for term in weighted[1:]:
         if term.coefficient:
             assert term.weights is weights, term.name
@@ -160,7 +161,8 @@ def weighted_terms(
         result.append(WeightedTerm("positive_nll", terms.positive_nll_coef, nll_weights, nll))
     if inputs.observation_weights is not None:
         observed = replace(inputs, loss_mask=inputs.observation_weights != 0)
-        nll, coef = -observed.masked(inputs.log_probs), terms.observation_loss_coef
+        nll = -observed.masked(inputs.log_probs)
+        coef = terms.observation_loss_coef
         nll_weights = observed.required("observation_weights")
         result.append(WeightedTerm("observation_loss", coef, nll_weights, nll))
     if inputs.label_log_probs is not None and inputs.label_weights is not None:
@@ -193,7 +195,8 @@ _TERM_INPUTS = {
 
 
 def _check(inputs: LossInputs, policy_loss: PolicyLoss, terms: LossTerms) -> None:
-    name, correction = policy_loss.name, policy_loss.correction
+    name = policy_loss.name
+    correction = policy_loss.correction
     corrected = inputs.keep_mask is not None or inputs.importance_weights is not None
     if corrected and correction == "forbidden":
         raise ValueError(f"policy loss {name} takes no off-policy correction: it has no old policy")

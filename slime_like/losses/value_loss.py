@@ -89,7 +89,8 @@ def token_value_losses(
         return torch.where(mask, upcast(x), 0.0)
 
     values = masked(inputs.values)
-    old, returns = masked(inputs.old_values.detach()), masked(inputs.returns.detach())
+    old = masked(inputs.old_values.detach())
+    returns = masked(inputs.returns.detach())
     moved = values - old
     beyond = moved.detach().abs() > config.value_clip
     error = (values - returns).square()

@@ -174,7 +174,8 @@ class MegatronBackend:
             output = self.policy.forward(samples, compute, size, record_routed_experts=record)
         else:  # no router replay in other networks
             head = dataclasses.replace(self.head, vocab_size=network.gpt.vocab_size or 0)
-            squared_probs, top_k = False, 0
+            squared_probs = False
+            top_k = 0
             unrouted = [dataclasses.replace(sample, routed_experts=None) for sample in samples]
             output = network.forward(unrouted, head, size)
         log_probs, entropy, *extra = output.columns
@@ -333,7 +334,8 @@ class MegatronBackend:
     def save_hf(self, folder: str) -> str:
         """Write the policy as a Hugging Face model, with the tokenizer and untrained weights of
         --hf-checkpoint; a reward model as a sequence classifier."""
-        source, hf = self._hf_checkpoint, self.hf
+        source = self._hf_checkpoint
+        hf = self.hf
         assert source is not None and hf is not None
         if self.policy.value_head:
             save_hf(folder, self.export_weights(), source)

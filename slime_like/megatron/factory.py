@@ -82,7 +82,8 @@ class NetworkSettings:
 
 def network_settings(run: RunConfig) -> NetworkSettings:
     """The settings of the policy."""
-    megatron, impl = run.megatron, run.model.transformer_impl
+    megatron = run.megatron
+    impl = run.model.transformer_impl
     shape = (megatron.transformer, run.gpt, impl)
     return NetworkSettings(*shape, megatron.ddp, megatron.optimizer, run.schedule)
 
@@ -180,7 +181,8 @@ def critic_optimizer(policy: OptimizerConfig, critic: CriticConfig) -> Optimizer
     """The policy's optimizer settings with the critic's learning rate, for embedding and head
     too."""
     config = copy.copy(policy)
-    config.lr, config.min_lr = critic.critic_lr, critic.critic_min_lr
+    config.lr = critic.critic_lr
+    config.min_lr = critic.critic_min_lr
     config.decoupled_lr = config.decoupled_min_lr = None
     return config
 

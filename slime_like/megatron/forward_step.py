@@ -41,7 +41,9 @@ def schedule_context_parallel_factor() -> float:
     Measured on the schedule's own function with a one-element loss, so that another release cannot
     change the gradient unseen.
     """
-    num_microbatches, cp, tokens = 4, 3, 5
+    num_microbatches = 4
+    cp = 3
+    tokens = 5
     config = SimpleNamespace(calculate_per_token_loss=False, timers=None)
     loss, _ = schedules.forward_step_calc_loss(
         model=SimpleNamespace(),

@@ -24,7 +24,8 @@ def device_of_this_process() -> torch.device:
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    count = torch.cuda.device_count()
     if count == 1:
         return torch.device("cuda", 0)
     if rank >= count:

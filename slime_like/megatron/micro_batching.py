@@ -46,7 +46,8 @@ def micro_batch_size(
     algorithm: AlgorithmConfig, cp_size: int, *, forward_only: bool
 ) -> MicroBatchSize:
     """The size in a forward-only or a training pass. cp_size: of the network's layout."""
-    samples, tokens = algorithm.micro_batch_size, algorithm.max_tokens_per_gpu
+    samples = algorithm.micro_batch_size
+    tokens = algorithm.max_tokens_per_gpu
     if forward_only:
         samples = algorithm.log_probs_micro_batch_size or samples
         tokens = algorithm.log_probs_max_tokens_per_gpu or tokens

@@ -225,7 +225,8 @@ def routing_metrics(
 
 def _enabled_aux_losses(config: TransformerConfig) -> set[str]:
     """megatron-core's names of the auxiliary losses that have a coefficient."""
-    kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    kinds = config.moe_router_load_balancing_type
+    coefficients = config.moe_aux_loss_coeff
     kinds = kinds if isinstance(kinds, list) else [kinds]
     coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
     names = {

@@ -62,7 +62,8 @@ class PolicyObjective:
         self, model: torch.nn.Module, batch: MicroBatch, hidden: Tensor
     ) -> TokenOutput:
         head_batch = with_observed_rows(batch)
-        weight, label_log_probs = head_weight(model), None
+        weight = head_weight(model)
+        label_log_probs = None
         if batch.label_sets is None:
             log_probs, entropy = self.head.log_probs_and_entropy(hidden, weight, head_batch)
         else:

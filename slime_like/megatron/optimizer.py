@@ -47,7 +47,8 @@ def build_scheduler(
         warmup_steps = int(schedule.lr_warmup_fraction * decay_steps)
     else:
         warmup_steps = schedule.lr_warmup_iters
-    start_wd, end_wd = schedule.start_weight_decay, schedule.end_weight_decay
+    start_wd = schedule.start_weight_decay
+    end_wd = schedule.end_weight_decay
     start_wd = config.weight_decay if start_wd is None else start_wd
     end_wd = config.weight_decay if end_wd is None else end_wd
     return OptimizerParamScheduler(
@@ -138,7 +139,8 @@ def step_stays_finite(optimizer: MegatronOptimizer, adam: AdamStep) -> bool:
             states = [plain.state[p] for p in params]
             if not params:
                 continue
-            weight, gradient = max_abs(params), max_abs([p.grad for p in params])
+            weight = max_abs(params)
+            gradient = max_abs([p.grad for p in params])
             first = max_abs([s["exp_avg"] for s in states])
             first = adam.beta1 * first + (1 - adam.beta1) * gradient
             second = adam.beta2 * max_abs([s["exp_avg_sq"] for s in states])

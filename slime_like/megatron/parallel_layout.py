@@ -101,7 +101,8 @@ class ParallelLayout:
             yield
             return
         assert not _layout_switched, "layouts do not nest: another one is active"
-        previous, _layout_switched = MegatronState(), True
+        previous = MegatronState()
+        _layout_switched = True
         self.state.activate()
         try:
             yield

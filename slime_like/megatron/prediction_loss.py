@@ -33,7 +33,8 @@ class PredictionLoss:
         self, model: torch.nn.Module, batch: MicroBatch, hidden: Tensor
     ) -> tuple[Tensor, Mapping[str, Metric]]:
         """Loss (0-d) and metrics of a micro-batch. hidden: output of the last stage."""
-        policy, layout = unwrap_model(model), self.head.layout
+        policy = unwrap_model(model)
+        layout = self.head.layout
         assert isinstance(policy, PolicyModel)
         weight = head_weight(model).detach()
         packed = rows_of_pass(batch)

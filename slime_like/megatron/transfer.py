@@ -23,7 +23,8 @@ def to_device(value: T, device: torch.device) -> T:
     if device.type != "cuda":
         return value
     tensors = list({id(tensor): tensor for tensor in _tensors(value)}.values())
-    starts, end = [], 0
+    starts = []
+    end = 0
     for tensor in tensors:
         starts.append(end)
         end += tensor.nbytes + -tensor.nbytes % ALIGNMENT

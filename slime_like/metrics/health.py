@@ -32,9 +32,12 @@ COLLAPSE = 0.25  # length relative to the first rollouts
 ENTROPY_COLLAPSE = 0.1  # entropy relative to the first rollouts
 IMPROVED = 0.25  # required increase of the mean reward, in standard deviations of the first rewards
 
-REWARD, REWARD_STD = "rollout/reward_mean", "rollout/reward_std"
-SPREADLESS, SINGLE = "reward/zero_spread_group_frac", "reward/singleton_groups"
-LENGTH, TRUNCATION = "rollout/response_length_mean", "rollout/truncated_frac"
+REWARD = "rollout/reward_mean"
+REWARD_STD = "rollout/reward_std"
+SPREADLESS = "reward/zero_spread_group_frac"
+SINGLE = "reward/singleton_groups"
+LENGTH = "rollout/response_length_mean"
+TRUNCATION = "rollout/truncated_frac"
 ENTROPY = "train/entropy"
 SPECIAL_TOKENS = "rollout/special_token_frac"
 WATCHED = (
@@ -111,7 +114,8 @@ def constant_reward(history: History) -> str | None:
 
 
 def no_spread(history: History) -> str | None:
-    shares, spread = history[SPREADLESS].newest(PATIENCE), history[REWARD_STD].newest(PATIENCE)
+    shares = history[SPREADLESS].newest(PATIENCE)
+    spread = history[REWARD_STD].newest(PATIENCE)
     singles = history[SINGLE].newest(PATIENCE)
     if not shares or min(shares) < NO_SPREAD or not spread or max(spread) <= FLAT or any(singles):
         return None
@@ -192,7 +196,8 @@ REWARD_RULES = frozenset({"no_reward", "constant_reward", "no_spread"})
 def _improved(history: History) -> bool:
     """Whether the mean reward has increased since the first rollouts, by more than its
     variation."""
-    reward, spread = history[REWARD], history[REWARD_STD]
+    reward = history[REWARD]
+    spread = history[REWARD_STD]
     if not reward.full or not spread.full:
         return False
     return reward.now > reward.start + IMPROVED * spread.start

@@ -19,9 +19,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
-PURPLE, SKY, YELLOW, GREY = "#CC79A7", "#56B4E9", "#F0E442", "#7F7F7F"
-INDIGO, WINE = "#332288", "#882255"
+BLUE = "#0072B2"
+ORANGE = "#E69F00"
+GREEN = "#009E73"
+VERMILION = "#D55E00"
+PURPLE = "#CC79A7"
+SKY = "#56B4E9"
+YELLOW = "#F0E442"
+GREY = "#7F7F7F"
+INDIGO = "#332288"
+WINE = "#882255"
 CYCLE = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION, YELLOW, GREY)
 PHASE_COLOURS = {
     "generate": BLUE,
@@ -158,7 +165,8 @@ def write_plot(rows: Rows, path: str | Path, title: str = "", *, only: Sequence[
     count = len(panels) + has_phases
     columns = min(3, max(count, 1))
     lines = max(math.ceil(count / columns), 1)
-    width, height = 5.4 * columns, 3.6 * lines + 0.4
+    width = 5.4 * columns
+    height = 3.6 * lines + 0.4
     figure = Figure(figsize=(width, height))
     FigureCanvasAgg(figure)  # no display, and no pyplot state
     # constant margins: a layout engine measures every label, which takes longer than drawing
@@ -201,10 +209,12 @@ def _panels_with_data(rows: Rows, only: Sequence[str]) -> list[Panel]:
 
 
 def _draw_panel(axis: Axes, panel: Panel, rows: Rows) -> None:
-    non_finite, all_positive = 0, True
+    non_finite = 0
+    all_positive = True
     for label, metric, colour in panel.curves:
         points = series(rows, metric)
-        steps, values = [step for step, _ in points], [value for _, value in points]
+        steps = [step for step, _ in points]
+        values = [value for _, value in points]
         finite = list(filter(math.isfinite, values))
         non_finite += len(values) - len(finite)
         all_positive = all_positive and min(finite, default=1.0) > 0

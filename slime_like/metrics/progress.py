@@ -186,7 +186,8 @@ class Progress:
 def sparkline(values: Sequence[float]) -> str:
     """One character per value, lowest to highest; a question mark for a non-finite value."""
     finite = list(filter(math.isfinite, values))
-    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    low = min(finite, default=0.0)
+    high = max(finite, default=0.0)
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
     return "".join(
         SPARKS[round((value - low) * scale)] if math.isfinite(value) else "?" for value in values

@@ -71,10 +71,12 @@ def summary_table(rows: Rows) -> Table:
         if not points:
             continue
         finite = [point for point in points if math.isfinite(point[1])]
-        best_value, best_step = "", ""
+        best_value = ""
+        best_step = ""
         if best is not None and finite:
             step, value = (max if best == "max" else min)(finite, key=lambda point: point[1])
-            best_value, best_step = _number(value), str(step)
+            best_value = _number(value)
+            best_step = str(step)
         bad = len(points) - len(finite)
         label = metric + (f"  ({bad} not finite)" if bad else "")
         table.add_row(
@@ -112,7 +114,8 @@ def write_report(
     """Print the table and write the plot (default: ``report.png`` next to the metrics). Returns the
     plot's path; None without `plot`, or, after printing the reason, without matplotlib or
     metrics."""
-    metrics_path, console = Path(metrics_path), console or Console()
+    metrics_path = Path(metrics_path)
+    console = console or Console()
     rows = read_metrics(metrics_path)
     if not rows:
         console.print(f"{metrics_path}: no rollout was logged", soft_wrap=True, highlight=False)

@@ -8,7 +8,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 # in the order of a rollout; others are shown after these
-PHASES = "generate balance log_probs values train_critic train sync eval save".split()  # noqa: SIM905
+PHASES = [
+    "generate",
+    "balance",
+    "log_probs",
+    "values",
+    "train_critic",
+    "train",
+    "sync",
+    "eval",
+    "save",
+]
 
 
 STEP_SECONDS = "perf/step_s"
@@ -50,7 +60,8 @@ class PhaseTimer:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         assert self.current is None, f"phase {name!r} inside phase {self.current!r}"
-        self.current, self.current_since = name, time.perf_counter()
+        self.current = name
+        self.current_since = time.perf_counter()
         try:
             yield
         finally:
@@ -65,7 +76,8 @@ class PhaseTimer:
         now = time.perf_counter()
         seconds = {phase_metric(name): value for name, value in self._seconds.items()}
         seconds[STEP_SECONDS] = now - self._step_start
-        self._seconds, self._step_start = {}, now
+        self._seconds = {}
+        self._step_start = now
         return seconds
 
 

@@ -139,8 +139,11 @@ class MetricAccumulator:
         ]
         # the only host-device synchronisation
         values = torch.cat([part for part in parts if part is not None]).tolist() if names else []
-        first, last = len(additive), len(additive) + len(extremes["min"])
-        sums, lows, highs = iter(values[:first]), iter(values[first:last]), iter(values[last:])
+        first = len(additive)
+        last = len(additive) + len(extremes["min"])
+        sums = iter(values[:first])
+        lows = iter(values[first:last])
+        highs = iter(values[last:])
         result: dict[str, float] = {}
         for name in names:
             kind = self._metrics[name].kind
@@ -149,7 +152,8 @@ class MetricAccumulator:
                 if abs(extreme) != float("inf"):
                     result[name] = extreme
                 continue
-            total, number = next(sums), next(sums) if kind != "sum" else 1.0
+            total = next(sums)
+            number = next(sums) if kind != "sum" else 1.0
             squares = next(sums) if kind == "std" else 0.0
             if kind == "std" and number > 0:
                 result[name] = max(squares / number - (total / number) ** 2, 0.0) ** 0.5

@@ -10,7 +10,8 @@ from pathlib import Path
 from arguments.run_config import RunConfig
 from slime_like.config import ConfigError
 
-DOES_NOT_FIT, WRONG = 1, 2
+DOES_NOT_FIT = 1
+WRONG = 2
 
 
 def run_preflight(run: RunConfig) -> int:

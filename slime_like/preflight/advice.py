@@ -16,7 +16,8 @@ STATE = ("weights", "gradients", "optimizer: fp32 parameters", "optimizer: momen
 
 def flags_that_help(run: RunConfig, rank: RankReport, batches: Batches) -> list[str]:
     """Three suggestions: up to two for the largest component of memory, and one for the next."""
-    parallel, transformer = run.parallel, run.megatron.transformer
+    parallel = run.parallel
+    transformer = run.megatron.transformer
     tensor = parallel.tensor_model_parallel_size
     tp = f"--tensor-model-parallel-size {2 * tensor}"
     if not transformer.sequence_parallel:
@@ -66,7 +67,8 @@ def flags_that_help(run: RunConfig, rank: RankReport, batches: Batches) -> list[
 
 def _deeper(run: RunConfig) -> list[int]:
     """The next larger pipeline size that divides the number of layers."""
-    layers, stages = run.megatron.transformer.num_layers, run.parallel.pipeline_model_parallel_size
+    layers = run.megatron.transformer.num_layers
+    stages = run.parallel.pipeline_model_parallel_size
     return [n for n in range(stages + 1, layers + 1) if layers % n == 0][:1]
 
 

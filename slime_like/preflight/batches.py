@@ -66,7 +66,8 @@ def batches_of(run: RunConfig) -> Batches:
     loads = np.array([costs[part].sum() for part in parts])
     longest = longest_sequence(run)
     if size.tokens is None:
-        number, used = samples // dp // size.samples, None
+        number = samples // dp // size.samples
+        used = None
         tokens = size.samples * longest
     else:
         units = [unit_sums(lengths[part], size.together) for part in parts]
@@ -101,7 +102,8 @@ def sample_lengths(run: RunConfig, count: int) -> tuple[NDArray[np.int64], str]:
 
 
 def response_lengths(run: RunConfig, count: int, random: np.random.Generator) -> NDArray[np.int64]:
-    longest, distribution = run.rollout.rollout_max_response_len, run.preflight.preflight_lengths
+    longest = run.rollout.rollout_max_response_len
+    distribution = run.preflight.preflight_lengths
     if distribution == "full":
         return np.full(count, longest)
     if distribution == "uniform":
@@ -133,7 +135,8 @@ def prompt_limit(run: RunConfig) -> int:
 def prompt_lengths(run: RunConfig) -> tuple[NDArray[np.int64], str]:
     """Prompt lengths in tokens, estimated from the characters of the first rows of --prompt-data if
     it is a JSONL file; otherwise a single length."""
-    path, limit = run.data.prompt_data, run.data.rollout_max_prompt_len
+    path = run.data.prompt_data
+    limit = run.data.rollout_max_prompt_len
     characters = list(_characters(path, run.data.input_key)) if path is not None else []
     if not characters:
         length = limit or DEFAULT_PROMPT

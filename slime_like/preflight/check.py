@@ -18,7 +18,8 @@ from slime_like.preflight.shape import shape_of
 
 def check(run: RunConfig, ranks: list[int] | None = None) -> Preflight:
     """Run the preflight. ranks: ranks to examine; None: `chosen_ranks`. Raises ConfigError."""
-    start, cpu = time.monotonic(), time.process_time()
+    start = time.monotonic()
+    cpu = time.process_time()
     batches = batches_of(run)
     reports = [report_rank(run, rank, batches) for rank in ranks or chosen_ranks(run)]
     shape = shape_of(run.megatron.transformer, run.gpt)

@@ -48,7 +48,8 @@ def collectives_of_step(run: RunConfig, rank: RankReport, batches: Batches) -> l
         for (name, dimension), traffic in sorted(rank.passes.traffic.items())
         if dimension != "data"
     ]
-    sizes, config = rank.group_sizes, run.megatron.transformer
+    sizes = rank.group_sizes
+    config = run.megatron.transformer
     for dimension, (gradients, weights) in rank.reduced.items():
         ranks = sizes[dimension]
         if ranks > 1:
@@ -72,7 +73,8 @@ def collectives_of_step(run: RunConfig, rank: RankReport, batches: Batches) -> l
 def bubble(run: RunConfig, batches: Batches) -> float:
     """Pipeline bubble, the idle share of a step: (P - 1) / (V M + P - 1) (arXiv 2104.04473,
     2.2)."""
-    stages, chunks = run.parallel.pipeline_model_parallel_size, run.virtual_stages or 1
+    stages = run.parallel.pipeline_model_parallel_size
+    chunks = run.virtual_stages or 1
     return (stages - 1) / (chunks * batches.number + stages - 1)
 
 

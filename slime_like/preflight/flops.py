@@ -58,7 +58,9 @@ class ForwardFlops:
     def of_sequences(self, lengths: Iterable[int]) -> tuple[float, float]:
         """FLOPs (in products with weights, in attention and delta nets) of sequences with the given
         lengths, without the output layer. Causal attention has half of the square of pairs."""
-        tokens, pairs, near = 0, 0.0, 0.0
+        tokens = 0
+        pairs = 0.0
+        near = 0.0
         for length in lengths:
             tokens += length
             pairs += length * length / 2
@@ -70,7 +72,8 @@ class ForwardFlops:
 
 def forward_flops(config: TransformerConfig, gpt: GPTModelConfig) -> ForwardFlops:
     """config: megatron-core's TransformerConfig."""
-    hidden, heads = config.hidden_size, config.num_attention_heads
+    hidden = config.hidden_size
+    heads = config.num_attention_heads
     gated = 3 if config.gated_linear_unit else 2
     deltas = sum(config.linear_attention_freq or [])
     attentions = config.num_layers - deltas

@@ -33,7 +33,9 @@ RUNTIME = 2 * 10**9  # CUDA context, kernels and libraries on a data-centre GPU:
 # largest of which has NCCL_BUFFSIZE = 4 MiB for each of 2 directions)
 NCCL_GROUP = 64 * 2**20
 MEM_FRACTION_STATIC = 0.88  # without --sglang-mem-fraction-static: an assumption
-TRAINING, SYNC, GENERATION = "training", "weight update", "generation"
+TRAINING = "training"
+SYNC = "weight update"
+GENERATION = "generation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,8 @@ def report_rank(run: RunConfig, rank: int, batches: Batches) -> RankReport:
     """Build the networks of one rank and measure them. Requires that no process group exists."""
     gpu = run.preflight.preflight_machine == "gpu"
     frozen_base = bool(run.lora.lora_rank)
-    stages, world = run.virtual_stages, run.world_size
+    stages = run.virtual_stages
+    world = run.world_size
     with world_as_rank(run.parallel, virtual_stages=stages, rank=rank, world_size=world) as layout:
         tied = not run.gpt.untie_embeddings_and_output_weights
         built = build_rank(
@@ -139,7 +142,8 @@ def micro_batches_in_flight(layout: ParallelLayout, number: int) -> float:
     - p - 1) + (V - 1) P micro-batches of one chunk, plus one (arXiv 2104.04473, section 2.2;
     `schedules.get_pp_rank_microbatches`).
     """
-    pipeline, after = layout.pp_size, layout.pp_size - layout.pp_rank - 1
+    pipeline = layout.pp_size
+    after = layout.pp_size - layout.pp_rank - 1
     if layout.vp_size == 1:
         return min(number, after + 1)
     warm_up = 2 * after + (layout.vp_size - 1) * pipeline + 1
@@ -154,7 +158,8 @@ def head_bytes(run: RunConfig, rows: int, *, gpu: bool) -> int:
     slice of the weight's gradient, and statistics per row.
     """
     config = run.megatron.transformer
-    size, hidden = config.params_dtype.itemsize, config.hidden_size
+    size = config.params_dtype.itemsize
+    hidden = config.hidden_size
     columns = padded_vocab_size(run.gpt, run.parallel.tensor_model_parallel_size)
     columns //= run.parallel.tensor_model_parallel_size
     chunk = run.algorithm.log_probs_chunk_size
@@ -242,7 +247,8 @@ def _other_phases(run: RunConfig, resident: dict[str, int]) -> dict[str, dict[st
 
 def buffers_by_group(built: OneRank) -> dict[str, tuple[int, int]]:
     """Bytes of megatron-core's buffers, see `RankReport.reduced`."""
-    sizes, modules = {}, built.modules if built.trained else []
+    sizes = {}
+    modules = built.modules if built.trained else []
     for name, kind in (("data", "buffers"), ("expert data", "expert_parallel_buffers")):
         buffers = list(chain.from_iterable(getattr(module, kind) for module in modules))
         weights = sum(b.param_data.nbytes for b in buffers if b.param_data is not None)

@@ -175,7 +175,8 @@ def run_micro_batch(
     rank: OneRank, layers: list[TransformerLayer], tokens: int, *, gpu: bool
 ) -> Passes:
     """Measure a micro-batch that passes through `layers` of the rank."""
-    layout, config = rank.layout, rank.config
+    layout = rank.layout
+    config = rank.config
     unit = layout.tp_size if config.sequence_parallel else 1
     unit = unit if layout.cp_size == 1 else 2 * unit * layout.cp_size
     tokens += -tokens % unit
@@ -185,7 +186,8 @@ def run_micro_batch(
     inputs = torch.empty(1, tokens // layout.cp_size, dtype=torch.int64, device="meta")
     live = LiveBytes(group_names(layout), config.moe_router_topk if config.num_moe_experts else 0)
     live.ignore([*rank.fixed, inputs])
-    module, model = rank.modules[0].train(), unwrap_model(rank.chunks[0])
+    module = rank.modules[0].train()
+    model = unwrap_model(rank.chunks[0])
     original = model.decoder.layers, model.decoder.num_layers_per_pipeline_rank
     model.decoder.layers = torch.nn.ModuleList(layers)
     model.decoder.num_layers_per_pipeline_rank = len(layers)
@@ -250,8 +252,10 @@ def balance_experts(rank: OneRank, rows: int) -> None:
 
 
 def _balance(dispatcher: MoEAlltoAllTokenDispatcher, rows: int) -> None:
-    experts, local = dispatcher.num_experts, dispatcher.num_local_experts
-    tp, ep = dispatcher.tp_size, dispatcher.ep_size
+    experts = dispatcher.num_experts
+    local = dispatcher.num_local_experts
+    tp = dispatcher.tp_size
+    ep = dispatcher.ep_size
     total = rows * dispatcher.config.moe_router_topk
     counts = torch.full((experts,), total // experts)
     counts[: total % experts] += 1

@@ -70,7 +70,9 @@ def text_of(result: Preflight) -> str:
 
 
 def _lines(result: Preflight) -> Iterator[str]:
-    run, batches, shape = result.run, result.batches, result.shape
+    run = result.run
+    batches = result.batches
+    shape = result.shape
     yield (
         f"preflight of {run.world_size} ranks, {result.ranks[0].layout}; "
         f"{shape.total / 1e9:.2f} billion parameters, {shape.active / 1e9:.2f} active"

@@ -30,8 +30,11 @@ from slime_like.preflight.report import Preflight, gb
 from slime_like.preflight.shape import Shape, shape_of
 
 FLOPS = 400e12  # bf16 FLOP/s that an H100 reaches in matrix products of this size
-WITHIN_NODE, BETWEEN_NODES = 300e9, 40e9  # bytes per second of one GPU
-BEST, MAX_CHECKED = 5, 12
+# bytes per second of one GPU
+WITHIN_NODE = 300e9
+BETWEEN_NODES = 40e9
+BEST = 5
+MAX_CHECKED = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,8 @@ def search(run: RunConfig) -> list[Candidate]:
 def layouts(run: RunConfig) -> Iterator[Layout]:
     """Candidate layouts: tensor parallelism within a node, and every pipeline size that divides the
     number of layers."""
-    config, world = run.megatron.transformer, run.world_size
+    config = run.megatron.transformer
+    world = run.world_size
     experts = config.num_moe_experts
     for tensor in _powers(run.preflight.preflight_gpus_per_node):
         for pipeline in (n for n in range(1, 17) if config.num_layers % n == 0):
@@ -132,8 +136,11 @@ def with_layout(run: RunConfig, layout: Layout) -> RunConfig | None:
 
 def step_seconds(run: RunConfig, shape: Shape) -> float:
     """Estimated time of a step; see the module docstring."""
-    batches, config, parallel = batches_of(run), run.megatron.transformer, run.parallel
-    tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    batches = batches_of(run)
+    config = run.megatron.transformer
+    parallel = run.parallel
+    tensor = parallel.tensor_model_parallel_size
+    stages = parallel.pipeline_model_parallel_size
     tokens = batches.samples * batches.mean
     full = config.recompute_granularity == "full"
     compute = (8 if full else 6) * shape.active * tokens / (run.world_size * FLOPS)
@@ -159,7 +166,8 @@ def step_seconds(run: RunConfig, shape: Shape) -> float:
 def _around_the_ring(run: RunConfig, moved: float) -> float:
     """Time for a rank's keys and values to pass all others: once forward, and once backward with
     their gradients."""
-    ranks, config = run.parallel.context_parallel_size, run.megatron.transformer
+    ranks = run.parallel.context_parallel_size
+    config = run.megatron.transformer
     groups = config.num_query_groups or config.num_attention_heads
     share = 2 * groups * config.kv_channels / config.hidden_size
     return 3 * (ranks - 1) * share * moved / WITHIN_NODE

@@ -57,7 +57,8 @@ class Shape:
 
 def shape_of(config: TransformerConfig, gpt: GPTModelConfig) -> Shape:
     """Parameter counts without vocabulary padding. config: megatron-core's TransformerConfig."""
-    hidden, gated = config.hidden_size, 3 if config.gated_linear_unit else 2
+    hidden = config.hidden_size
+    gated = 3 if config.gated_linear_unit else 2
     norm = hidden * (2 if config.normalization == "LayerNorm" else 1)
     bias = config.add_bias_linear
     further = ("post_self_attn_layernorm", "post_mlp_layernorm")  # norms of `LayerConfig`
@@ -122,7 +123,8 @@ def _heads(config: TransformerConfig) -> int:
 
 def delta_matrices(config: TransformerConfig) -> int:
     """Weights of a gated delta net's projections."""
-    heads, size = config.linear_num_value_heads, config.linear_value_head_dim
+    heads = config.linear_num_value_heads
+    size = config.linear_value_head_dim
     return int(config.hidden_size * (delta_channels(config) + 2 * heads * size + 2 * heads))
 
 
@@ -142,7 +144,9 @@ def _delta_net(config: TransformerConfig) -> int:
 
 def latent_matrices(config: TransformerConfig) -> int:
     """Weights of multi-latent attention's projections."""
-    heads, hidden, latent = config.num_attention_heads, config.hidden_size, config.kv_lora_rank
+    heads = config.num_attention_heads
+    hidden = config.hidden_size
+    latent = config.kv_lora_rank
     query_width = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
     compressed = config.q_lora_rank
     queries = hidden * query_width if compressed is None else compressed * (hidden + query_width)

@@ -17,8 +17,12 @@ from slime_like.metrics.timeline import FOLDER as TIMELINE
 DIGITS = 7  # significant digits of a number on the page
 MAX_PHASES = 4000  # of a rank's timeline, the newest ones
 MAX_STACK = 50_000  # characters of a rank's stacks
-ERROR_FILE, LOG_FILE = "error.txt", "run.log"  # written by `slime_like.logs`
-STACKS, PROFILE = "stacks", "profile"  # folders that the ranks write
+# written by `slime_like.logs`
+ERROR_FILE = "error.txt"
+LOG_FILE = "run.log"
+# folders that the ranks write
+STACKS = "stacks"
+PROFILE = "profile"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +149,8 @@ def _stacks(folder: Path) -> dict[int, str]:
     """Stacks of the last request by rank, of the ranks that were asked."""
     stacks = {}
     for path in folder.glob("rank*.txt"):
-        rank, text = path.stem.removeprefix("rank"), "\n".join(_lines(path)[1:])
+        rank = path.stem.removeprefix("rank")
+        text = "\n".join(_lines(path)[1:])
         if rank.isdecimal() and text:
             stacks[int(rank)] = text[text.rfind("--- ") :][:MAX_STACK]
     return dict(sorted(stacks.items()))

@@ -173,18 +173,21 @@ def _details(name: str, length: int, tensors: Mapping[str, np.ndarray]) -> dict[
     tokens = tensors.get(f"{name}.tokens")
     if tokens is not None and length:
         packed["tokens"] = _base64(tokens[-length:].astype("<i4"))
-    mask, versions = get("loss_mask"), get("weight_versions")
+    mask = get("loss_mask")
+    versions = get("weight_versions")
     if mask is not None and not mask.all():
         packed["mask"] = _base64(mask.astype("u1"))
     if versions is not None and versions.size:
         packed["versions"] = _constant_or(versions.astype("<i4"))
     for field_name, (tensor, other) in FIELDS.items():
-        value, subtracted = get(tensor), get(other)
+        value = get(tensor)
+        subtracted = get(other)
         if value is not None and value.size and (other is None or subtracted is not None):
             difference = value if subtracted is None else value - subtracted
             trained = mask if field_name == "advantage" else None  # 0 at untrained tokens
             packed[field_name] = _constant_or(difference.astype("<f4"), trained)
-    old, ref = get("old_log_probs"), get("ref_log_probs")
+    old = get("old_log_probs")
+    ref = get("ref_log_probs")
     if old is not None and ref is not None and old.size:
         with np.errstate(over="ignore"):
             packed["kl"] = _constant_or((np.exp(ref - old) - (ref - old) - 1).astype("<f4"))

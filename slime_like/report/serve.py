@@ -36,7 +36,9 @@ class ReportServer(ThreadingHTTPServer):
         """make_data: called with whether to include the timeline. state: fingerprint of the runs'
         files, which changes when they do."""
         super().__init__((HOST, port), _Handler)
-        self.make_page, self.make_data, self.state = make_page, make_data, state
+        self.make_page = make_page
+        self.make_data = make_data
+        self.state = state
         self.root = f"/{secrets.token_urlsafe(16)}/"
         self.lock = threading.Lock()  # only one thread reads the run's files at a time
 
@@ -62,7 +64,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _page(self) -> tuple[int, str, str, str]:
         """Status, content type, text and ETag. The lock is released before sending."""
-        root, tag = self.server.root, ""
+        root = self.server.root
+        tag = ""
         if not secrets.compare_digest(self.path[: len(root)].encode(), root.encode()):
             return 404, "text/plain", "use the address that slime-like report prints\n", tag
         page, _, query = self.path[len(root) :].partition("?")

@@ -21,7 +21,9 @@ from slime_like.rewards import sandbox
 _FENCED = re.compile(
     r"```[ \t]*(?:python|py|python3)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE
 )
-MAX_SECONDS, MAX_MEMORY_MB = 600.0, 4096  # the grading worker has no more memory itself
+# the grading worker has no more memory itself
+MAX_SECONDS = 600.0
+MAX_MEMORY_MB = 4096
 DEFAULT = sandbox.Limits()
 
 

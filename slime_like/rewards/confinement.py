@@ -42,18 +42,41 @@ _SYSCALLS = {
     "x86_64": {"capset": 126, "pivot_root": 155, "seccomp": 317},
     "aarch64": {"capset": 91, "pivot_root": 41, "seccomp": 277},
 }
-_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
-_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
+_LANDLOCK_CREATE = 444
+_LANDLOCK_ADD = 445
+_LANDLOCK_RESTRICT = 446
+_EXECUTE = 1
+_WRITE_FILE = 2
+_READ_FILE = 4
+_READ_DIR = 8
 _IN_WORKSPACE = 0x75BF  # all rights except creating devices and sockets, and ioctl on devices
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # file rights per Landlock ABI; later 16
-_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND = 1, 2, 4, 32, 4096
-_MS_REC, _MS_PRIVATE, _MNT_DETACH = 16384, 1 << 18, 2
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECUREBITS, _PR_SET_NO_NEW_PRIVS = 1, 4, 28, 38
+_MS_RDONLY = 1
+_MS_NOSUID = 2
+_MS_NODEV = 4
+_MS_REMOUNT = 32
+_MS_BIND = 4096
+_MS_REC = 16384
+_MS_PRIVATE = 1 << 18
+_MNT_DETACH = 2
+_PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
+_PR_SET_SECUREBITS = 28
+_PR_SET_NO_NEW_PRIVS = 38
 _NO_ROOT = 3  # SECBIT_NOROOT and its lock: programs started as root get no capabilities
 _NEW_PID = 0x20000000
 _NOBODY = 65534
-_SYSTEM = """/usr/lib /usr/lib64 /lib /lib64 /usr/share/zoneinfo /etc/ld.so.cache /etc/localtime
-    /dev/null /dev/urandom""".split()  # noqa: SIM905
+_SYSTEM = [
+    "/usr/lib",
+    "/usr/lib64",
+    "/lib",
+    "/lib64",
+    "/usr/share/zoneinfo",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/dev/null",
+    "/dev/urandom",
+]
 _missing: dict[str, str] | None = None  # result of `missing`
 _PROBE = (
     "import sys; sys.path.insert(0, sys.argv[1]); from slime_like.rewards import confinement as c; "
@@ -171,7 +194,8 @@ def own_namespaces(paths: Iterable[str]) -> None:
 
     Must be called before starting threads. Raises OSError if this user may not do it.
     """
-    user, group = os.geteuid(), os.getegid()
+    user = os.geteuid()
+    group = os.getegid()
     if user == 0:  # process limits do not apply to the real root user
         os.setresuid(_NOBODY, 0, 0)
     _call("unshare", _NAMESPACES)

@@ -15,7 +15,8 @@ from slime_like.rewards.gsm8k import last_boxed
 def score(response: str, label: object, metadata: Mapping[str, object]) -> float:
     """Label: text or a number, perhaps in ``\\boxed{}``; with an empty label every response is
     wrong."""
-    answer, truth = _answer(response), str(label)
+    answer = _answer(response)
+    truth = str(label)
     if "\\boxed" in truth:
         truth = last_boxed(truth) or ""
     if answer is None or not truth.strip():

@@ -25,16 +25,64 @@ _OPERATIONS = """
     LIST_EXTEND SET_UPDATE
 """
 _HARMLESS = frozenset(dis.opmap[name] for name in _OPERATIONS.split() if name in dis.opmap)
-_BINARY, _PLAIN_OPERATORS = dis.opmap["BINARY_OP"], 13  # above: in-place, subscript
+# above: in-place, subscript
+_BINARY = dis.opmap["BINARY_OP"]
+_PLAIN_OPERATORS = 13
 # Names that may be used and called: these functions of sympy and Python only compute. One-letter
 # names are a task's unknowns, or sympy's constants and functions.
 _NAMES = frozenset(
-    """
-    Integer Float Rational Symbol Function
-    pi oo zoo nan Abs abs sign floor ceiling factorial binomial gcd lcm Integral Add Mul Pow Max Min
-    max min round int float sum
-    exp log ln sqrt cbrt sin cos tan cot sec csc asin acos atan sinh cosh tanh asinh acosh atanh
-    """.split()  # noqa: SIM905
+    [
+        "Integer",
+        "Float",
+        "Rational",
+        "Symbol",
+        "Function",
+        "pi",
+        "oo",
+        "zoo",
+        "nan",
+        "Abs",
+        "abs",
+        "sign",
+        "floor",
+        "ceiling",
+        "factorial",
+        "binomial",
+        "gcd",
+        "lcm",
+        "Integral",
+        "Add",
+        "Mul",
+        "Pow",
+        "Max",
+        "Min",
+        "max",
+        "min",
+        "round",
+        "int",
+        "float",
+        "sum",
+        "exp",
+        "log",
+        "ln",
+        "sqrt",
+        "cbrt",
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "sec",
+        "csc",
+        "asin",
+        "acos",
+        "atan",
+        "sinh",
+        "cosh",
+        "tanh",
+        "asinh",
+        "acosh",
+        "atanh",
+    ]
 )
 _OF_SYMPY = compile("from sympy import *", "<string>", "exec")  # for names in `parse_expr`
 
@@ -55,7 +103,8 @@ def watched(score: Callable[[], Result]) -> Result | None:
     if not _Watch.hooked:
         sys.addaudithook(_hook)
         _Watch.hooked = True
-    _Watch.on, _Watch.refused = True, False
+    _Watch.on = True
+    _Watch.refused = False
     try:
         result = score()
     except _Refused:

@@ -16,7 +16,8 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 def score(response: str, label: object, metadata: Mapping[str, object]) -> float:
     """F1 over words, 2 precision recall / (precision + recall), ignoring case, punctuation and
     articles."""
-    words, expected = plain_words(response), plain_words(str(label))
+    words = plain_words(response)
+    expected = plain_words(str(label))
     if words != expected and {" ".join(words), " ".join(expected)} & ALONE:
         return 0.0
     same = (Counter(words) & Counter(expected)).total()

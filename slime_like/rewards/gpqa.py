@@ -39,7 +39,8 @@ def score(response: str, label: object, metadata: Mapping[str, Any]) -> float:
     letters = tuple(str(letter).upper() for letter in metadata.get("valid_letters") or ())
     letters = letters or (tuple(string.ascii_uppercase[: len(choices)]) if choices else LETTERS)
     answer = response.rpartition("</think>")[2]
-    chosen, right = chosen_letter(answer, letters), _right_letter(label, metadata, choices, letters)
+    chosen = chosen_letter(answer, letters)
+    right = _right_letter(label, metadata, choices, letters)
     if chosen is not None and right is not None:
         return float(chosen == right)
     texts = [metadata.get("correct_answer"), metadata.get("answer_text"), label]

@@ -37,7 +37,9 @@ from slime_like.text import clean
 from slime_like.types import REWARD_DETAILS, Sample, SampleStatus
 
 _MOST_WORKERS = 4  # limit of the automatic choice
-_BATCH, _BATCH_CHARACTERS = 256, 2**20  # texts in a worker's batch, for a bounded reward
+# texts in a worker's batch, for a bounded reward
+_BATCH = 256
+_BATCH_CHARACTERS = 2**20
 _NO_METADATA: dict[str, object] = {}  # shared, so that pickle writes it once
 _BUSY = 0.25  # share of the time limit that a worker computes if its text is to blame
 UNFIT = "scored_as_empty"  # metadata key of the reason
@@ -138,7 +140,8 @@ class Grader:
         answers = self._pool_for(set()).run(jobs) if jobs else []
         graded = [list(group) for group in groups]
         for job, answer in zip(jobs, answers, strict=True):
-            i, group = job.id, groups[job.id]
+            i = job.id
+            group = groups[job.id]
             if "wrong_type" in answer:
                 raise ValueError(self._wrong_type(group[0], answer["wrong_type"]))
             rows = answer.get("group") or [answer] * len(group)
@@ -170,7 +173,9 @@ class Grader:
 
     def _reset_counts(self) -> Counter[str]:
         counts = Counter(graded=0, nonfinite=0, unfit=0, raised=0, timeout=0, died=0, skipped=0)
-        self.last_counts, self.last_failure, self.last_nonfinite = counts, None, None
+        self.last_counts = counts
+        self.last_failure = None
+        self.last_nonfinite = None
         return counts
 
     def _type_of(self, sample: Sample) -> str | None:
@@ -307,7 +312,8 @@ class Grader:
             returned = f"{len(tokens)} numbers for a response of {sample.response_length} tokens"
             raise ValueError(self._wrong_type(sample, returned))
         if tokens is not None and self._sum_tokens:
-            value, tokens = sum(tokens), None
+            value = sum(tokens)
+            tokens = None
         counts["graded"] += 1
         if "unfit" in answer:
             counts["unfit"] += 1
@@ -350,7 +356,8 @@ class Grader:
 
     def _wrong_type(self, sample: Sample, returned: str) -> str:
         """Message about a value that is no reward. returned: describes it."""
-        args, returned = self.args, clean(returned)
+        args = self.args
+        returned = clean(returned)
         option = f"--custom-rm-path {args.custom_rm_path}" if args.custom_rm_path else "--rm-type"
         remedy = "return a number, one for each token of the response, or a dict with --reward-key"
         if returned.startswith("a dict"):

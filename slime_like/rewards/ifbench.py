@@ -35,7 +35,8 @@ def prepare() -> None:
 
 def problem(label: object, metadata: Mapping[str, object]) -> str | None:
     """Why no response to this row can be scored, or None."""
-    ids, kwargs = metadata.get("instruction_id_list"), metadata.get("kwargs")
+    ids = metadata.get("instruction_id_list")
+    kwargs = metadata.get("kwargs")
     if not isinstance(ids, list) or not any(_name(value) for value in ids):
         return "the metadata has no instruction_id_list, which --rm-type ifbench verifies"
     if not (kwargs is None or isinstance(kwargs, list | Mapping)):

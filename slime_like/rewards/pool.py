@@ -37,7 +37,8 @@ START_LIMIT_S = 120.0  # imports of a user's module on a slow file system
 GRACE_S = 1.0
 MAX_OUTPUT = 2**16  # bytes of the rewards' output that is shown per round
 # bytes of an answer: of confined code, and of other code (e.g. token rewards of a group)
-_MAX_ANSWER, _MAX_OWN_ANSWER = 2**20, 2**28
+_MAX_ANSWER = 2**20
+_MAX_OWN_ANSWER = 2**28
 _MOMENT_S = 1.0
 _MEASURED_S = 0.1  # most jobs end before their CPU time is measured
 _QUICK_S = 0.005  # jobs below this are sent ahead, so that the worker never waits for the next one
@@ -73,7 +74,8 @@ class Worker:
         assert self.process.stdout is not None
         assert self.process.stderr is not None
         self.has_reaper = setup.args.custom_rm_path is not None
-        self.stdin, self.stdout = self.process.stdin.fileno(), self.process.stdout.fileno()
+        self.stdin = self.process.stdin.fileno()
+        self.stdout = self.process.stdout.fileno()
         self.stderr = self.process.stderr.fileno()
         for file in (self.stdin, self.stdout, self.stderr):
             os.set_blocking(file, False)

@@ -16,7 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 END = signal.SIGRTMIN + 5 if sys.platform == "linux" else signal.SIGTERM  # ends a reaper
 SIGNALLED = 128  # exit codes above are signals
 
@@ -29,7 +30,8 @@ def split() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
     signal.pthread_sigmask(signal.SIG_BLOCK, {END, signal.SIGCHLD})
-    parent, reaper = os.getppid(), os.getpid()
+    parent = os.getppid()
+    reaper = os.getpid()
     worker = os.fork()
     if worker == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {END, signal.SIGCHLD})

@@ -20,7 +20,8 @@ from slime_like.rewards.custom import RewardArgs, RewardSample
 from slime_like.text import clean, mask_url
 
 MAX_BYTES = 2**20  # of a response
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 5.0
 
 
 def problem(label: object, metadata: Mapping[str, object]) -> str | None:
@@ -50,7 +51,8 @@ async def score(args: RewardArgs, sample: RewardSample) -> object:
 
     body = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
     assert args.rm_url is not None
-    pause, tries = FIRST_PAUSE_S, 0
+    pause = FIRST_PAUSE_S
+    tries = 0
     deadline = asyncio.get_running_loop().time() + args.rm_timeout_s
     # one connection per request: a killed worker leaves none behind; proxies in the environment are
     # ignored

@@ -28,14 +28,18 @@ from typing import Any, NoReturn
 from slime_like.rewards import confinement
 
 HEADER = struct.Struct("<Q")
-READY, ENDED, BROKEN = b"R", b"E", b"B"
+READY = b"R"
+ENDED = b"E"
+BROKEN = b"B"
 
 
 class Pipes:
     """File descriptors of this process, created by `sandbox.Zygote`."""
 
     def __init__(self, requests: int, kills: int, reports: int) -> None:
-        self.requests, self.kills, self.reports = requests, kills, reports
+        self.requests = requests
+        self.kills = kills
+        self.reports = reports
 
     def read(self, size: int) -> bytes:
         """Read `size` bytes of the requests, or fewer at their end."""

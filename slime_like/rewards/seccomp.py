@@ -75,7 +75,8 @@ _CONDITIONAL = _syscalls(
 )
 
 _IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS TIOCGWINSZ FIONREAD FIONBIO
-_F_SETFL, _O_ASYNC = 4, 0o20000
+_F_SETFL = 4
+_O_ASYNC = 0o20000
 _FCNTLS = (0, 1, 2, 3, 1030)  # F_DUPFD F_GETFD F_SETFD F_GETFL F_DUPFD_CLOEXEC
 _OF_CHILDREN = (1, 22)  # PR_SET_PDEATHSIG, and PR_SET_SECCOMP for the filter of a forked child
 _PRCTLS = (3, 15, 16, 0x53564D41)  # PR_GET_DUMPABLE, PR_SET_NAME, PR_GET_NAME, PR_SET_VMA
@@ -86,10 +87,16 @@ _OF_THREADS = 0x007D0F00  # flags that the C library uses for threads
 _OF_FORKS = 0x01200011  # CHILD_SETTID, CHILD_CLEARTID, SIGCHLD
 _OF_SPAWNS = 0x00004100  # VFORK, VM
 
-_LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06
-_ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_LOAD = 0x20
+_EQUAL = 0x15
+_ANY_BIT = 0x45
+_RETURN = 0x06
+_ALLOW = 0x7FFF0000
+_ERRNO = 0x00050000
+_KILL = 0x80000000
 _REFUSE = _ERRNO | errno.EPERM
-_PR_SET_SECCOMP, _MODE_FILTER = 22, 2
+_PR_SET_SECCOMP = 22
+_MODE_FILTER = 2
 
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, k
 
@@ -108,7 +115,8 @@ def install(*, fork: bool, shell: bool = False) -> None:
     buffer = ctypes.create_string_buffer(code)
     header = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(buffer))
     libc = ctypes.CDLL(None, use_errno=True)
-    mode, pointer = ctypes.c_ulong(_MODE_FILTER), ctypes.create_string_buffer(header)
+    mode = ctypes.c_ulong(_MODE_FILTER)
+    pointer = ctypes.create_string_buffer(header)
     if libc.prctl(_PR_SET_SECCOMP, mode, pointer, ctypes.c_ulong(0), ctypes.c_ulong(0)) != 0:
         raise OSError(ctypes.get_errno(), "seccomp filter")
 

@@ -23,7 +23,9 @@ from typing import Any
 from slime_like.rewards import confinement
 
 HEADER = struct.Struct("<QQ")  # lengths of the JSON and of the archive that follow
-WORKSPACE, PROGRAMS = "/tmp/work", "/tmp/bin"  # in the in-memory file system of the sandbox
+# in the in-memory file system of the sandbox
+WORKSPACE = "/tmp/work"
+PROGRAMS = "/tmp/bin"
 TIMEOUT_STATUS = 124
 _SHELL = "/bin/sh"
 _SYSTEM = ("/bin", "/usr/bin", "/dev/zero")
@@ -152,7 +154,8 @@ def _shown(file: int, most: int) -> str:
     size = os.fstat(file).st_size
     if size <= most:
         return os.pread(file, most, 0).decode("utf-8", "replace")
-    first, last = os.pread(file, most // 2, 0), os.pread(file, most // 2, size - most // 2)
+    first = os.pread(file, most // 2, 0)
+    last = os.pread(file, most // 2, size - most // 2)
     left_out = f"\n... {size - len(first) - len(last)} bytes left out ...\n"
     return first.decode("utf-8", "replace") + left_out + last.decode("utf-8", "replace")
 
@@ -160,7 +163,8 @@ def _shown(file: int, most: int) -> str:
 def _pack(most: int) -> bytes | None:
     """Archive the workspace; None if its files exceed `most` bytes. Unreadable files, pipes and the
     like are skipped."""
-    packed, total = io.BytesIO(), 0
+    packed = io.BytesIO()
+    total = 0
     with tarfile.open(fileobj=packed, mode="w") as tar:
         for folder, folders, names in os.walk("."):
             for name in (*folders, *names):
@@ -168,7 +172,8 @@ def _pack(most: int) -> bytes | None:
                 with contextlib.suppress(OSError):
                     info = tar.gettarinfo(path)
                     if info.islnk():  # a hard link becomes a second file
-                        info.type, info.linkname = tarfile.REGTYPE, ""
+                        info.type = tarfile.REGTYPE
+                        info.linkname = ""
                         info.size = os.lstat(path).st_size
                     total += 512 + info.size
                     if total > most:

@@ -39,7 +39,9 @@ HEADER = struct.Struct("<Q")
 ASYNC_SLOTS = 64  # concurrent samples of an asynchronous function
 # bytes of address space: a power tower in an answer must not take the machine's memory
 BUILTIN_MEMORY = 4 * 2**30
-SCORE, TOKEN_REWARDS = "score", "token_rewards"  # keys of a dict with token rewards
+# keys of a dict with token rewards
+SCORE = "score"
+TOKEN_REWARDS = "token_rewards"
 REMOTE = "remote_rm"  # served in an event loop, in separate workers
 _PR_SET_PDEATHSIG = 1
 
@@ -151,7 +153,8 @@ def _die_with(parent: int) -> None:
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
     """Reserve standard input and output for the protocol; output of rewards goes to standard
     error."""
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)

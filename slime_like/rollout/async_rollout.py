@@ -161,7 +161,8 @@ class AsyncRolloutQueue:
                     return
                 step = self._next
             try:
-                position, started = self._position(), time.perf_counter()
+                position = self._position()
+                started = time.perf_counter()
                 groups, metrics = self._make(step)
                 if self.deliver is not None:
                     self.deliver(groups)

@@ -251,7 +251,8 @@ class Collector:
             rollout_id: Counted from 0.
             decide: Calls filter functions; on rank 0 if all ranks run this loop.
         """
-        stats, kept = CollectionStats(), list[PendingGroup]()
+        stats = CollectionStats()
+        kept = list[PendingGroup]()
         in_progress = 0  # groups drawn for this rollout and not dropped
         while len(kept) < self.target:
             while in_progress < self.target:
@@ -289,7 +290,8 @@ class Collector:
     def _collect_on_rank_zero(self, rollout_id: int) -> Collected:
         """Collect on rank 0, which holds the samples and waiting groups. All ranks get the sample
         index and the prompt position."""
-        buffer, rollouter = self.buffer, self.rollouter
+        buffer = self.buffer
+        rollouter = self.rollouter
         assert isinstance(buffer, GroupBuffer)
         collected: Collected | None = None
 
@@ -351,7 +353,8 @@ class Collector:
             return [True] * len(ended)
 
         def judge(groups: Groups) -> tuple[list[bool], Counter[str]]:
-            verdicts, dropped = list[bool](), Counter[str]()
+            verdicts = list[bool]()
+            dropped = Counter[str]()
             for group in groups:
                 is_spare = in_progress - verdicts.count(False) > self.target
                 verdicts.append(is_kept(keep_group, group.samples, dropped, is_spare=is_spare))
@@ -401,7 +404,8 @@ class Collector:
             failed = next(s for s in complete(groups[0].samples) if is_failed(s))
             return f"{describe_failure(failed)} (of a group that is not trained on)"
 
-        failed, kept_samples = stats.left_out_failed, 0
+        failed = stats.left_out_failed
+        kept_samples = 0
         for group in kept:
             failed += num_failed(group.samples)
             kept_samples += len(group.samples)

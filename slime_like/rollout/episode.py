@@ -119,7 +119,8 @@ class Episode:
         self.routed_experts = join_routed_experts(
             self.routed_experts, output.routed_experts, length
         )
-        self.last, self.failure = output.finish_reason, output.failure
+        self.last = output.finish_reason
+        self.failure = output.failure
 
 
 class Model:
@@ -328,7 +329,8 @@ def sample_of(episode: Episode, sample: Sample, model: Model) -> Sample:
             "length, or exceed its limit; use Model.write and Episode.observe"
         )
     failed = episode.last == "abort"
-    sets, routed_experts = episode.sampling_mask, episode.routed_experts
+    sets = episode.sampling_mask
+    routed_experts = episode.routed_experts
     if sets is not None:
         sets = [*sets, *empty_sampling_mask(length - len(sets))]
         if not failed and any(m and not len(ids) for m, ids in zip(episode.loss_mask, sets)):

@@ -19,7 +19,8 @@ from slime_like.types import Sample, SampleStatus
 logger = logging.getLogger(__name__)
 
 # metrics of a collection: graded samples that are not trained on, and how many of them failed
-LEFT_OUT, LEFT_OUT_FAILED = "rollout/left_out_samples", "rollout/left_out_failed_samples"
+LEFT_OUT = "rollout/left_out_samples"
+LEFT_OUT_FAILED = "rollout/left_out_failed_samples"
 
 
 def is_failed(sample: AnySample) -> bool:

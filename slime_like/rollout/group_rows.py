@@ -135,7 +135,8 @@ def _sample(row: Row) -> Sample:
     arrays: dict[str, Any] = {
         name: _unpack(row.get(_STORED_AS.get(name, name))) for name in _ARRAYS
     }
-    tokens, mask = arrays.pop("tokens"), arrays.pop("loss_mask")
+    tokens = arrays.pop("tokens")
+    mask = arrays.pop("loss_mask")
     assert tokens is not None and mask is not None
     sample = Sample(
         group_id=row["group_id"],

@@ -38,7 +38,8 @@ from slime_like.types import Sample, SampleGroup
 
 ADAPTER = "slime_like.compat.slime.adapter"
 TRAIN_ADAPTER = "slime_like.compat.slime.train_hooks"
-BUFFER_FILTER, SAMPLE_FILTER = "--buffer-filter-path", "--rollout-sample-filter-path"
+BUFFER_FILTER = "--buffer-filter-path"
+SAMPLE_FILTER = "--rollout-sample-filter-path"
 SAMPLE_HOOK = "--rollout-sample-hook-path"
 DATA_SOURCE = "--data-source-path"
 POST_PROCESS = "--custom-reward-post-process-path"

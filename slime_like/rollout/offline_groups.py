@@ -27,8 +27,10 @@ def supervised_groups(
 ) -> tuple[list[SampleGroup], dict[str, float]]:
     """Supervised samples, one or a preference pair per prompt, of which each rank builds its share;
     and the fraction that was truncated."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    size, make = run.algorithm.samples_together, sft_samples
+    rank = dist.get_rank()
+    world = dist.get_world_size()
+    size = run.algorithm.samples_together
+    make = sft_samples
     if size > 1:
         make = partial(pair_samples, scored=run.algorithm.trains_reward_model)
     limit = run.rollout.rollout_max_response_len

@@ -54,7 +54,8 @@ _TENSORS = {
 # it.
 _PLAIN = ("group_id", "sample_id", "response_length", "reward", "text", "response", "label")
 # keys under which JSON holds a tuple, and a dict whose keys are not all text
-_TUPLE, _ITEMS = "__tuple__", "__items__"
+_TUPLE = "__tuple__"
+_ITEMS = "__items__"
 
 
 def debug_data_paths(template: str, rollout_id: int, *, first: int = 1) -> tuple[Path, Path]:
@@ -249,7 +250,8 @@ def _from_row(row: dict[str, Any], tensors: dict[str, Tensor], key: str = "") ->
         for name, stored_as in _TENSORS.items()
         if f"{key}.{stored_as}" in tensors
     }
-    tokens, loss_mask = present.get("tokens"), present.get("loss_mask")
+    tokens = present.get("tokens")
+    loss_mask = present.get("loss_mask")
     if (
         tokens is None
         or loss_mask is None
@@ -291,7 +293,8 @@ def check_values(groups: Sequence[SampleGroup], vocab_size: int) -> None:
 
 
 def _check_sample(sample: Sample, vocab_size: int) -> None:
-    where, length = f"sample {sample.sample_id}", sample.response_length
+    where = f"sample {sample.sample_id}"
+    length = sample.response_length
     token_ids(sample.tokens.tolist(), f"{where}: tokens", vocab_size)
     versions = sample.weight_versions
     if len(versions) not in (0, length) or min(versions, default=0) < NOT_SAMPLED:

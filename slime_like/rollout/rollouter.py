@@ -163,7 +163,8 @@ class Rollouter:
         Returns:
             The samples in order, on all ranks; finished ones are graded, except by a group reward.
         """
-        rank, world = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        world = dist.get_world_size()
         grader = grader or self.grader
         continued: Sequence[AnySample]
         if world == 1:

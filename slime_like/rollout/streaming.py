@@ -217,7 +217,8 @@ class StreamGeneration:
             self._runner.run(self._end())
 
     def start(self, groups: Sequence[PendingGroup]) -> None:
-        self._responder.stopped, self._responder.out_of_time = False, None
+        self._responder.stopped = False
+        self._responder.out_of_time = None
         self._deadline = time.monotonic() + self._time_limit_s
         loop = self._runner.get_loop()
         self._pending |= {loop.create_task(self._respond(group)) for group in groups}
@@ -241,7 +242,8 @@ class StreamGeneration:
             return_when=asyncio.FIRST_COMPLETED,
         )
         if not done:  # time is up: truncate unfinished responses
-            self._responder.out_of_time, self._deadline = self._time_limit_s, math.inf
+            self._responder.out_of_time = self._time_limit_s
+            self._deadline = math.inf
             self.late += len(self._pending)
             await self._responder.abort()
         return sorted((task.result() for task in done), key=lambda group: group.group_id)

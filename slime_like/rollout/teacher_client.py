@@ -102,7 +102,8 @@ class ServedTeacher:
         )
         for (i, sample), result in zip(to_score, results, strict=True):
             samples[i] = with_scores(sample, result)
-        num_dropped, total_counts = 0, Counter[str]()
+        num_dropped = 0
+        total_counts = Counter[str]()
         local_dropped = sum(isinstance(result, str) for result in results)
         for rank_dropped, rank_counts in gather((local_dropped, counts), group):
             num_dropped += rank_dropped
@@ -135,7 +136,8 @@ class ServedTeacher:
     ) -> tuple[float, ...] | str:
         """Log-probs [R] of the response, or the reason for having none. index: selects the first
         server to try."""
-        tokens, rid = sample.tokens.tolist(), self._new_id(sample.sample_id)
+        tokens = sample.tokens.tolist()
+        rid = self._new_id(sample.sample_id)
         start = sample.prompt_length - 1
         # a server that lacks this token would return the log-prob of another one
         if max(tokens) > self._last:

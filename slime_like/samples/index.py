@@ -43,7 +43,8 @@ ROW = np.dtype(
 )
 _STATUS = list(SampleStatus)
 _BITS = {name: 1 << bit for bit, name in enumerate(OPTIONAL_TENSORS)}
-_HAS_REWARD, _HAS_GREEDY = 1 << 6, 1 << 7
+_HAS_REWARD = 1 << 6
+_HAS_GREEDY = 1 << 7
 Rows: TypeAlias = NDArray[np.void]
 Versions: TypeAlias = NDArray[np.int32]  # [n, 2]: (version, tokens)
 
@@ -56,7 +57,9 @@ class RemoteSample:
     def __init__(self, rows: Rows, index: int, versions: Versions | None = None) -> None:
         """rows: array of dtype `ROW`. index: of this sample. versions: its weight versions,
         if it has several."""
-        self._rows, self._index, self._versions = rows, index, versions
+        self._rows = rows
+        self._index = index
+        self._versions = versions
 
     def _int(self, name: str) -> int:
         return int(self._rows[name][self._index])
@@ -190,7 +193,8 @@ def rows_of(samples: Sequence[Sample], holder: int) -> tuple[Rows, Versions]:
             row["version"], row["version_tokens"] = versions[0]
         if len(versions) > 1:
             all_versions += versions
-        reward, greedy = sample.reward, sample.greedy_reward
+        reward = sample.reward
+        greedy = sample.greedy_reward
         parts = sum(bit for name, bit in _BITS.items() if sample.has(name))
         parts |= _HAS_REWARD * (reward is not None) | _HAS_GREEDY * (greedy is not None)
         row["sample_id"], row["group_id"] = sample.sample_id, sample.group_id

@@ -90,7 +90,8 @@ class ColocatedMemory:
         """Make the servers reallocate their memory; weights are synced afterwards. Servers
         restarted since `release` are skipped: they never released memory, and resuming would crash
         them."""
-        released, self._released = self._released, None
+        released = self._released
+        self._released = None
         if released and self._pool is not None:
             workers = [w for w, evictions in released if w.alive and w.evictions == evictions]
             call_servers(self._pool, workers, "/resume_memory_occupation", {})

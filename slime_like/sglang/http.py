@@ -147,7 +147,8 @@ async def _body(
 ) -> bytes:
     """Read the body. Raises RequestFailed for an unexpected status, a compressed body, or more than
     `max_bytes`."""
-    legal, encoding = response.status_code in statuses, response.headers.get("Content-Encoding")
+    legal = response.status_code in statuses
+    encoding = response.headers.get("Content-Encoding")
     if legal and encoding not in (None, "identity"):
         raise RequestFailed("encoded", f"{url}: encoded as {shown(encoding, 40)}", retryable=False)
     parts: list[bytes] = []

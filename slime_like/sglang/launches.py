@@ -57,13 +57,15 @@ def engine_launches(
                     f"{per_engine} spans {len(shares)} nodes, and GPU memory handles are valid on "
                     "one; legal values: disk, tensor"
                 )
-            first, second = shares[0].node, shares[1].node
+            first = shares[0].node
+            second = shares[1].node
             host = first.address if first.rank else address_towards([f"http://{second.address}:1"])
             init_address = f"{host}:{next(ports[first.rank])}"
             multi_node_settings = {"nnodes": len(shares), "dist_init_addr": init_address}
         parts = list[Part]()
         for node_rank, share in enumerate(shares):
-            host, port = share.node.address, next(ports[share.node.rank])
+            host = share.node.address
+            port = next(ports[share.node.rank])
             settings: dict[str, object] = multi_node_settings | server_settings(
                 model=run.model.hf_checkpoint,
                 port=port,

@@ -96,7 +96,8 @@ class RemoteNode:
     """Rank 0's view of the servers on another node."""
 
     def __init__(self, store: SignedStore, rank: int, address: str) -> None:
-        self.rank, self.address = rank, address
+        self.rank = rank
+        self.address = address
         self._store = store.clone()
         self._launches: dict[str, object] = {}
         self._attempts = 0

@@ -87,7 +87,8 @@ def place_servers(
         gpus: GPUs of all servers; a multiple of per_server.
     """
     rooms = [node.room(gpus, colocate=colocate) for node in nodes]
-    parts, placements = -(-per_server // max(max(rooms), 1)), list[tuple[Share, ...]]()
+    parts = -(-per_server // max(max(rooms), 1))
+    placements = list[tuple[Share, ...]]()
     if parts == 1:
         for node, room in zip(nodes, rooms, strict=True):
             first = node.first_gpu(colocate=colocate)
@@ -113,7 +114,8 @@ def place_servers(
 def address_towards(urls: Sequence[str]) -> str:
     """This host's address as the servers see it; loopback if all of them are on this host."""
     for url in urls:
-        host, port = urlsplit(url).hostname, urlsplit(url).port or 80
+        host = urlsplit(url).hostname
+        port = urlsplit(url).port or 80
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:  # connecting sends nothing
             s.connect((host, port))
             if not str(s.getsockname()[0]).startswith("127."):

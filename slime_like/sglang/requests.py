@@ -180,7 +180,8 @@ class ServerRequests:
         """One attempt. A server that responds with an impossible weight version is evicted until it
         has the current weights. Raises RequestFailed, InvalidResponse, Refused."""
         url, worker = await self._target(avoid)
-        oldest, evictions = self._pool.version, 0 if worker is None else worker.evictions
+        oldest = self._pool.version
+        evictions = 0 if worker is None else worker.evictions
         body = generation_body(request, sampling, rid)
         limit = max_response_bytes(request, sampling, self._token_bytes(sampling))
         answer = await self._post(client, url, worker, body, limit, avoid)
@@ -274,7 +275,8 @@ class ServerRequests:
         if self._client is None or self._loop is not loop:
             limit = self._settings.concurrency * max(1, len(self._pool.workers))
             self._client = async_client(limit)
-            self._loop, self._slots = loop, asyncio.Semaphore(limit)
+            self._loop = loop
+            self._slots = asyncio.Semaphore(limit)
         return self._client
 
     async def leave_loop(self) -> None:

@@ -205,7 +205,8 @@ class ServerPool:
     def has_weights(self, worker: Worker, version: int) -> None:
         """Mark the server as holding `version`, so that it gets requests."""
         with self.lock:
-            worker.version, worker.returning = version, False
+            worker.version = version
+            worker.returning = False
         if self.router is not None:
             self.router.add(worker.url)
 
@@ -215,7 +216,9 @@ class ServerPool:
         with self.lock:
             if not worker.alive and worker.version is None:
                 return
-            worker.alive, worker.version, worker.failed_probes = False, None, 0
+            worker.alive = False
+            worker.version = None
+            worker.failed_probes = 0
             worker.evictions += 1
             for task in worker.in_flight:
                 with contextlib.suppress(RuntimeError):  # its event loop has ended

@@ -22,7 +22,8 @@ logger = logging.getLogger("slime_like.tinker")  # __name__ is __main__, a logge
 
 
 def main() -> int:
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     try:
         return serve(rank, world_size)
     except KeyboardInterrupt:  # during startup

@@ -25,7 +25,8 @@ class KeyRing:
             path: A file with one key per line.
             read: Reads the keys of a file; raises ValueError or OSError for a file without keys.
         """
-        self._path, self._read = Path(path), read
+        self._path = Path(path)
+        self._read = read
         self._seen: tuple[float, ...] = ()
         self._checked = 0.0
         self._owners: dict[bytes, str] = {}
@@ -39,7 +40,8 @@ class KeyRing:
         time."""
         if time.monotonic() - self._checked > REREAD_S:
             self._reload()
-        digest, result = hashlib.sha256(key).digest(), None
+        digest = hashlib.sha256(key).digest()
+        result = None
         for other, owner in self._owners.items():  # without a break: the time is constant
             if hmac.compare_digest(other, digest):
                 result = owner

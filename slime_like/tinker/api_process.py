@@ -41,7 +41,8 @@ log = logging.getLogger("slime_like.tinker")
 API_FOLDER = "api"  # subfolder that the API process locks; the workers lock the folder itself
 JOURNAL_FILE = "journal.sqlite"
 LOG_FILE = "server.log"
-LOG_BYTES, LOG_FILES = 50_000_000, 5
+LOG_BYTES = 50_000_000
+LOG_FILES = 5
 HOUSEKEEPING_S = 5.0
 OLD_API_S = 30.0  # seconds for a replaced API process to exit
 LOCAL_BATCH = 64  # sampling requests per command to local engines
@@ -209,7 +210,8 @@ class ApiProcess:
 
     def _wait_for_workers(self) -> None:
         """End the process if no workers connect within --worker-restart-s."""
-        loop, delay = asyncio.get_running_loop(), self.run.server.worker_restart_s
+        loop = asyncio.get_running_loop()
+        delay = self.run.server.worker_restart_s
         self._restart_timer = loop.call_later(delay, self._ended.set)
 
     async def _housekeeping(self) -> None:
@@ -224,7 +226,8 @@ class ApiProcess:
 def take_over(folder: Path) -> FolderLock:
     """Lock the folder of an API process, waiting for its predecessor to exit. Raises
     FolderInUse."""
-    lock, deadline = FolderLock(folder, "--server-dir"), time.monotonic() + OLD_API_S
+    lock = FolderLock(folder, "--server-dir")
+    deadline = time.monotonic() + OLD_API_S
     while True:
         try:
             lock.acquire()
@@ -306,7 +309,8 @@ async def listen(host: str, port: int) -> socket.socket:
 def main() -> int:
     """Run the API process. argv: the world size, then the server's command line."""
     logging.basicConfig(level=logging.WARNING, format="slime_like.tinker: %(message)s")
-    world_size, argv = int(sys.argv[1]), sys.argv[2:]
+    world_size = int(sys.argv[1])
+    argv = sys.argv[2:]
     run = parse_or_exit(argv, world_size, 0, SERVER)
 
     async def serve() -> int:

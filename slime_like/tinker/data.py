@@ -108,7 +108,8 @@ def check_forward_backward(request: Message, *, role: str, limits: Limits) -> Fo
     loss = check_role(request.loss_fn, config, role, who)
     if not request.data:
         raise Refused(f"{who}: the batch is empty")
-    tokens, tensors = [], []
+    tokens = []
+    tensors = []
     total = 0
     for index, datum in enumerate(request.data):
         where = f"{who}, datum {index}"

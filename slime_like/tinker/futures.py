@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from slime_like.tinker import codec
 
-JSON, PROTOBUF = "application/json", "application/x-protobuf"
+JSON = "application/json"
+PROTOBUF = "application/x-protobuf"
 _JOURNALED = "id op queue seq owner digest created state content_type category finished extra size"
 
 
@@ -49,8 +50,12 @@ class Request:
         return self.state == "done" and not self.content_type
 
     def finish(self, result: bytes, content_type: str, category: str = "") -> None:
-        self.result, self.content_type, self.category = result, content_type, category
-        self.state, self.finished, self.body = "done", time.time(), {}
+        self.result = result
+        self.content_type = content_type
+        self.category = category
+        self.state = "done"
+        self.finished = time.time()
+        self.body = {}
         self.done.set()
 
     def record(self) -> dict[str, object]:
@@ -61,7 +66,8 @@ class Request:
     def from_journal(record: codec.Message, body: bytes | None, result: bytes | None) -> Request:
         request = Request(**{**record, "state": "waiting"})
         if record["state"] == "done":
-            request.state, request.result = "done", result or b""
+            request.state = "done"
+            request.result = result or b""
             request.done.set()
         elif body is not None:
             request.body = codec.decode(body)
@@ -127,7 +133,8 @@ class Queue:
 
     def take_all(self) -> list[Request]:
         """Remove all waiting requests, and consume all sequence numbers up to the last of them."""
-        taken, self._waiting = sorted(self._waiting), []
+        taken = sorted(self._waiting)
+        self._waiting = []
         if taken and self.next_seq is not None:
             self.next_seq = taken[-1].seq + 1
         return taken

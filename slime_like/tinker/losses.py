@@ -91,7 +91,8 @@ class _Config:
     """A loss_fn_config that is read key by key."""
 
     def __init__(self, loss: str, values: Mapping[str, float | str]) -> None:
-        self._loss, self._values = loss, values
+        self._loss = loss
+        self._values = values
         self._keys: list[str] = []  # that were read
 
     def number(

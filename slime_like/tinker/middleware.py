@@ -48,7 +48,9 @@ class Gate:
         """
         self.app = app
         self.max_body = max_body
-        self._keys, self._operators, self._origin_check = keys, operators, origin_check
+        self._keys = keys
+        self._operators = operators
+        self._origin_check = origin_check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -114,7 +116,8 @@ class Gate:
 
     async def _body(self, receive: Receive) -> bytes | None:
         """Read the body; None if it is too large."""
-        parts, size = [], 0
+        parts = []
+        size = 0
         while True:
             message = await receive()
             if message["type"] != "http.request":

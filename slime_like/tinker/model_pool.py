@@ -65,9 +65,13 @@ class ModelPool:
         """base: folder of the base model; hf: its configuration. seed: for adapters without one.
         max_models, max_adapters: maximum on the device; None for no limit."""
         assert not settings.ddp.overlap_grad_reduce, "rejected on the command line"
-        self.settings, self.layout, self.hf = settings, layout, hf
-        self.base, self.seed = base, seed
-        self.max_models, self.max_adapters = max_models, max_adapters
+        self.settings = settings
+        self.layout = layout
+        self.hf = hf
+        self.base = base
+        self.seed = seed
+        self.max_models = max_models
+        self.max_adapters = max_adapters
         self.models: dict[str, HostedModel] = {}
         self._slots: list[Slot] = []
         self._base_of_adapters: LoraBase | None = None
@@ -170,7 +174,8 @@ class ModelPool:
             return len(self._slots) - 1
         oldest = min(slots, key=lambda i: self.models[self._slots[i].model or ""].used)
         evicted = self.models[self._slots[oldest].model or ""]
-        evicted.stored, evicted.slot = StoredState(self._slots[oldest].network), None
+        evicted.stored = StoredState(self._slots[oldest].network)
+        evicted.slot = None
         return oldest
 
     def _new_network(self, role: str) -> TrainedNetwork:

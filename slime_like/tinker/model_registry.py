@@ -125,7 +125,8 @@ class Quota:
             owners: Owners of the existing ones.
             several: Whether there are several keys.
         """
-        flag, held = f"--max-{self.kind}", owners.count(owner)
+        flag = f"--max-{self.kind}"
+        held = owners.count(owner)
         if len(owners) >= self.limit:
             return f"{len(owners)} {self.kind} are open ({flag} {self.limit})"
         limit = self.per_key

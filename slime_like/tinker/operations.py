@@ -114,7 +114,8 @@ class ServerOperations:
         await self.call(id, {**command, "policy": policy})
 
     async def _load(self, request: Request) -> Result:
-        model, path = self._model(request), request.body["path"]
+        model = self._model(request)
+        path = request.body["path"]
         checkpoint = self.registry.checkpoint(path, request.owner, "training")
         self._check_shape(model, checkpoint)
         command = {
@@ -147,7 +148,8 @@ class ServerOperations:
         return json_result({"model_id": model, "type": "unload_model"})
 
     async def _forward_backward(self, request: Request) -> Result:
-        model, command = self._model(request), dict(request.body["command"])
+        model = self._model(request)
+        command = dict(request.body["command"])
         widths = command.pop("widths", None)
         value = await self.call(
             request.id, {"op": "forward_backward", "model": model.id, **command}
@@ -156,7 +158,8 @@ class ServerOperations:
         return forward_backward_output(value, command["lengths"], widths, critic=critic)
 
     async def _optim_step(self, request: Request) -> Result:
-        model, adam = self._model(request), request.body["adam"]
+        model = self._model(request)
+        adam = request.body["adam"]
         command = {"op": "optim_step", "model": model.id, "adam": adam}
         value = await self.call(request.id, command)
         norm = value["grad_norm"]
@@ -176,8 +179,11 @@ class ServerOperations:
     async def _save(self, request: Request) -> Result:
         """Save a checkpoint. kind: training (full state, to resume from), sampler or external (a
         Hugging Face model)."""
-        model, body = self._model(request), request.body
-        kind, name, training = body["kind"], body["name"], body["kind"] == "training"
+        model = self._model(request)
+        body = request.body
+        kind = body["kind"]
+        name = body["name"]
+        training = body["kind"] == "training"
         path = f"tinker://{model.id}/{KINDS[kind]}/{name}"
         existing = self.registry.checkpoints.get(path)
         if existing is not None and not body["overwrite"]:
@@ -213,7 +219,8 @@ class ServerOperations:
 
     async def _snapshot(self, request: Request) -> Result:
         """Export the model for a new sampling session without a named checkpoint."""
-        model, sampler_id = self._model(request), request.body["sampler"]
+        model = self._model(request)
+        sampler_id = request.body["sampler"]
         folder = self.folder / "snapshots" / f"{model.id}.{request.seq}"
         await self.call(request.id, {"op": "export", "model": model.id, "folder": str(folder)})
         self.registry.keep(

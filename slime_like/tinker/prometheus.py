@@ -39,7 +39,8 @@ class ServerMetrics:
             buckets=SECONDS,
             registry=self.registry,
         )
-        registry, dispatcher = service.registry, service.dispatcher
+        registry = service.registry
+        dispatcher = service.dispatcher
         for name, description, count in (
             ("healthy", "1 while requests are executed.", lambda: service.problem() is None),
             ("waiting_requests", "Queued requests.", lambda: dispatcher.waiting),

@@ -18,7 +18,9 @@ ENUMS = {
     "DType": ("DTYPE_UNSPECIFIED", "DTYPE_FLOAT32", "DTYPE_INT64", "DTYPE_INT32", "DTYPE_BFLOAT16"),
 }
 STOP_REASON_STOP, STOP_REASON_LENGTH = range(2)
-DTYPE_FLOAT32, DTYPE_INT64, DTYPE_INT32 = 1, 2, 3
+DTYPE_FLOAT32 = 1
+DTYPE_INT64 = 2
+DTYPE_INT32 = 3
 # One message per unindented line: its fields, numbered from 1, as name:type. * is repeated,
 # ? optional, {...} a map with string keys, |name a member of that oneof.
 MESSAGES = """
@@ -91,7 +93,8 @@ def _add_field(message: descriptor_pb2.DescriptorProto, number: int, name: str, 
         entry.field.add(name="key", number=1, label=_Field.LABEL_OPTIONAL, type=_Field.TYPE_STRING)
         _set_type(entry.field.add(name="value", number=2, label=_Field.LABEL_OPTIONAL), kind[1:-1])
         field.label = _Field.LABEL_REPEATED
-        field.type, field.type_name = _Field.TYPE_MESSAGE, f".{PACKAGE}.{message.name}.{entry.name}"
+        field.type = _Field.TYPE_MESSAGE
+        field.type_name = f".{PACKAGE}.{message.name}.{entry.name}"
         return
     if kind.endswith("*"):
         field.label = _Field.LABEL_REPEATED

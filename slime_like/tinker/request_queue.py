@@ -66,7 +66,9 @@ class Dispatcher:
         self.operations = operations
         self.queues: dict[str, Queue] = {}
         self.requests: dict[str, Request] = {}
-        self._max_waiting, self._gap_s, self._batch = max_waiting, gap_s, batch
+        self._max_waiting = max_waiting
+        self._gap_s = gap_s
+        self._batch = batch
         self._has_workers = has_workers
         self.on_done: Callable[[Request], None] = lambda request: None  # for metrics
         self._wake = asyncio.Event()
@@ -136,11 +138,10 @@ class Dispatcher:
         return request
 
     def _check_room(self, request: Request) -> None:
-        waiting, size = len(self.queues[request.queue]), self._bytes.get(request.queue, 0)
-        free, free_bytes = (
-            self._max_waiting - self.waiting,
-            MAX_WAITING_BYTES - sum(self._bytes.values()),
-        )
+        waiting = len(self.queues[request.queue])
+        size = self._bytes.get(request.queue, 0)
+        free = self._max_waiting - self.waiting
+        free_bytes = MAX_WAITING_BYTES - sum(self._bytes.values())
         if waiting >= free or size + request.size > free_bytes:
             raise HttpError(
                 429,
@@ -220,7 +221,8 @@ class Dispatcher:
 
     async def _execute(self, batch: list[Request]) -> None:
         for request in batch:
-            request.state, request.started = "running", time.time()
+            request.state = "running"
+            request.started = time.time()
         try:
             results = await self.operations.execute(batch)
         except Exception as error:

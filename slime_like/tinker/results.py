@@ -51,7 +51,8 @@ def forward_backward_output(
         fields = {scores: value["scores"], "elementwise_loss": value["losses"]}
         _add_record(output, lengths, fields)
         return output.SerializeToString(), PROTOBUF
-    log_probs, start = np.frombuffer(value["scores"], dtype="<f4").reshape(-1, max(widths)), 0
+    log_probs = np.frombuffer(value["scores"], dtype="<f4").reshape(-1, max(widths))
+    start = 0
     for length, width in zip(lengths, widths, strict=True):  # all datums of a record have equal K
         rows = slice(start, start + length)
         fields = {
@@ -70,8 +71,10 @@ def _add_record(
     record = output.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(lengths))
     ends = np.concatenate([[0], np.cumsum(lengths)])
     for name, data in fields.items():
-        tensor, row_bytes = record.fields[name], 4
-        tensor.data, tensor.dtype = data, proto.DTYPE_FLOAT32
+        tensor = record.fields[name]
+        row_bytes = 4
+        tensor.data = data
+        tensor.dtype = proto.DTYPE_FLOAT32
         if width is not None and name == "logprobs":
             tensor.trailing_shape.append(width)
             row_bytes *= width
@@ -101,5 +104,7 @@ def sample_output(samples: PromptSamples) -> tuple[bytes, str]:
 
 def _set_top(message: Message, top: TopTokens | None) -> None:
     if top is not None:
-        message.token_ids, message.logprobs = top["tokens"], top["log_probs"]
-        message.k, message.length = top["k"], top["length"]
+        message.token_ids = top["tokens"]
+        message.logprobs = top["log_probs"]
+        message.k = top["k"]
+        message.length = top["length"]

@@ -81,7 +81,8 @@ class SampleCommand:
         cls, sampling: Mapping[str, Any], prompts: Sequence[bytes], **fields: Any
     ) -> SampleCommand:
         """Build from plain values. prompts: little-endian int32."""
-        stop, stop_token_ids = tuple(sampling["stop"]), tuple(sampling["stop_token_ids"])
+        stop = tuple(sampling["stop"])
+        stop_token_ids = tuple(sampling["stop_token_ids"])
         params = SamplingParams(**{**sampling, "stop": stop, "stop_token_ids": stop_token_ids})
         tokens = [tuple(np.frombuffer(prompt, dtype="<i4").tolist()) for prompt in prompts]
         return cls(params, tokens, **fields)
@@ -115,8 +116,11 @@ class SnapshotSampler:
     ) -> None:
         """model, tokenizer: of the base model. dtype: of the engines' weights. local_batch_size: of
         an engine."""
-        self.model, self.layout, self.max_engines = model, layout, max_engines
-        self._local_batch_size, self._dtype = local_batch_size, dtype
+        self.model = model
+        self.layout = layout
+        self.max_engines = max_engines
+        self._local_batch_size = local_batch_size
+        self._dtype = dtype
         self._engines: OrderedDict[str, LocalEngine] = OrderedDict()
         self._tokenizer = tokenizer
         self._updates = 0
@@ -125,7 +129,8 @@ class SnapshotSampler:
         """Samples of each prompt, on every rank. Seeds always apply."""
         together(lambda: self._engine(folder))
         engine = self._engine(folder)
-        rank, world = self.layout.rank, self.layout.world_size
+        rank = self.layout.rank
+        world = self.layout.world_size
         local_places = command.places[rank::world]
         requests = command.requests(local_places)
         outputs = together(lambda: engine.generate(requests, command.params) if requests else [])
@@ -239,7 +244,8 @@ def add_top_tokens(
     engine: LocalEngine, command: SampleCommand, samples: Mapping[Place, SampledSequence]
 ) -> None:
     """Add to each sample its most likely tokens at the sampling temperature."""
-    k, temperature = command.top_k_sample, command.params.temperature
+    k = command.top_k_sample
+    temperature = command.params.temperature
     for (i, _), sample in samples.items():
         prompt = command.prompts[i]
         row = (*prompt, *np.frombuffer(sample["tokens"], dtype="<i4").tolist())

@@ -10,7 +10,8 @@ from slime_like.config import GREEDY_OR_TEMPERATURE
 
 MAX_SEED = 2**63 - 1
 # bounds of settings: squares and reciprocals of values beyond these are not finite in float32
-SMALLEST, LARGEST = 1e-18, 1e18
+SMALLEST = 1e-18
+LARGEST = 1e18
 MAX_METADATA = 64  # entries
 MAX_METADATA_TEXT = 4096
 

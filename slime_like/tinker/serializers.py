@@ -11,13 +11,15 @@ from slime_like.tinker.model_registry import Checkpoint, Model, Registry, Sessio
 
 T = TypeVar("T")
 
-DEFAULT_LIMIT, MAX_LIMIT = 20, 1000
+DEFAULT_LIMIT = 20
+MAX_LIMIT = 1000
 
 
 def page_of(records: list[T], query: Mapping[str, str]) -> tuple[list[T], dict[str, int]]:
     """Select the page given by the query's `limit` and `offset`. Raises HttpError."""
     try:
-        limit, offset = int(query.get("limit", DEFAULT_LIMIT)), int(query.get("offset", 0))
+        limit = int(query.get("limit", DEFAULT_LIMIT))
+        offset = int(query.get("offset", 0))
     except ValueError:
         raise HttpError(422, "limit and offset must be integers") from None
     if not 1 <= limit <= MAX_LIMIT or not 0 <= offset < 2**31:

@@ -80,7 +80,8 @@ class Service:
 
     def create_model(self, body: schemas.CreateModel, owner: str) -> dict[str, object]:
         session = self.registry.session(body.session_id, owner)
-        id, digest = f"{session.id}:train:{body.model_seq_id}", digest_of("create_model", body)
+        id = f"{session.id}:train:{body.model_seq_id}"
+        digest = digest_of("create_model", body)
         if (earlier := self._earlier(id, 0, digest)) is not None:
             return earlier
         model = self._new_model(id, session.id, owner, body.user_metadata)
@@ -131,7 +132,8 @@ class Service:
     def _load_new(self, body: schemas.LoadWeights, owner: str) -> dict[str, object]:
         assert body.session_id is not None
         session = self.registry.session(body.session_id, owner)
-        id, digest = f"{session.id}:train:{body.model_seq_id}", digest_of("load_weights", body)
+        id = f"{session.id}:train:{body.model_seq_id}"
+        digest = digest_of("load_weights", body)
         if (earlier := self._earlier(id, 0, digest)) is not None:
             return earlier
         model = self._new_model(id, session.id, owner, body.user_metadata)
@@ -146,7 +148,8 @@ class Service:
                 )
             checkpoint = self.registry.checkpoint(body.path, owner, "training")
             check_unembed(checkpoint.lora, self.base)
-            model.role, model.lora = checkpoint.role, checkpoint.lora
+            model.role = checkpoint.role
+            model.lora = checkpoint.lora
             role = role_of(body.user_metadata, None)
             if (body.user_metadata or {}).get("model_role") is not None and role != model.role:
                 raise Refused(
@@ -255,7 +258,8 @@ class Service:
         if (body.base_model is None) == (body.model_path is None) and body.model_path is None:
             raise HttpError(422, "give base_model or model_path")
         try:
-            folder, source = self.base.folder, body.model_path
+            folder = self.base.folder
+            source = body.model_path
             if body.base_model is not None:
                 self.base.check_name(body.base_model)
             if body.model_path is not None:

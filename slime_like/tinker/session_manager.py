@@ -125,7 +125,9 @@ class SessionManager:
         """
         had_weights = model.state == "ready"
         log.info("model %s of %s: ended: %s", model.id, model.owner, reason)
-        model.state, model.reason, model.corrupted = "ended", reason, corrupted
+        model.state = "ended"
+        model.reason = reason
+        model.corrupted = corrupted
         queue = self.dispatcher.queues.get(model.id)
         self.dispatcher.fail_all(model.id, Failed(reason))
         if queue is not None and queue.next_seq is not None:
@@ -140,7 +142,8 @@ class SessionManager:
     def _unload(self, model: Model, digest: str = "") -> Request:
         self._housekeeping += 1
         id = f"{HOUSEKEEPING}/{time.time_ns()}.{self._housekeeping}"
-        body, now = {"model": model.id}, time.time()
+        body = {"model": model.id}
+        now = time.time()
         request = Request(id, "unload", HOUSEKEEPING, 0, model.owner, digest, now, body)
         return self.dispatcher.accept(request, internal=True)
 

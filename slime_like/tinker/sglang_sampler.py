@@ -91,7 +91,9 @@ class SglangSampler:
         base: str,
     ) -> None:
         """Collective. base: folder of the model that the servers were started with."""
-        self._engine, self._snapshots, self._settings = engine, snapshots, settings
+        self._engine = engine
+        self._snapshots = snapshots
+        self._settings = settings
         self._folder = ""  # source of the servers' current weights
         self._version = 0
         self._tied = from_rank_zero(lambda: is_tied(base))
@@ -185,7 +187,8 @@ class SglangSampler:
                 raise RequestFailed("no_engine", message, retryable=False)
             url = ready[(first + number) % len(ready)].url
             rid = f"prompt-{first}-{number}-{self._version}"
-            body, deadlines = scoring_body(prompt, rid), self._settings.deadlines
+            body = scoring_body(prompt, rid)
+            deadlines = self._settings.deadlines
             response = await post_once(client, f"{url}/generate", body, deadlines)
             return read_scores(response, prompt, rid)
 
@@ -196,7 +199,8 @@ class SglangSampler:
 def make_sglang_sampler(run: RunConfig, layout: ParallelLayout) -> SglangSampler:
     """Start the servers and build the sampler. Collective; see `start_servers`."""
     assert run.model.hf_checkpoint is not None
-    model, root = run.model.hf_checkpoint, Path(run.server.server_dir).resolve()
+    model = run.model.hf_checkpoint
+    root = Path(run.server.server_dir).resolve()
 
     def make_updater(pool: ServerPool) -> WeightUpdater:
         return snapshot_updater(pool, model, root, run.sglang.update_weight_timeout_s)

@@ -75,7 +75,8 @@ class Journal:
         Raises:
             JournalError: The write is `required` and failed.
         """
-        key, row = (kind, id), (json.dumps(record), body, result)
+        key = (kind, id)
+        row = (json.dumps(record), body, result)
         self._pending[key] = row
         if self.problem is None:
             self.flush()

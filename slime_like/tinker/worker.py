@@ -65,7 +65,8 @@ class Worker:
     """The command loop of one rank. host: executes commands."""
 
     def __init__(self, host: ModelHost, layout: ParallelLayout) -> None:
-        self.host, self.layout = host, layout
+        self.host = host
+        self.layout = layout
         self._sequence = 0  # commands so far, equal on all ranks
 
     def serve(self, source: CommandSource | None) -> None:
@@ -85,7 +86,8 @@ class Worker:
         """Execute a command on all ranks; returns the response for the API process. Raises RunError
         if the ranks cannot agree on the outcome: some of them are then stuck in a collective."""
         self._sequence += 1
-        value, error = None, None
+        value = None
+        error = None
         try:
             value = self.host.execute(command)
         except Exception as raised:
@@ -269,13 +271,15 @@ class CommandSource:
                 self._close()
                 time.sleep(0.1)
                 continue
-            self._last, self.busy = None, True
+            self._last = None
+            self.busy = True
             return frame
 
     def respond(self, message: codec.Message) -> None:
         """Send a response. It is kept until the next command, for an API process that has
         restarted."""
-        self._last, self.busy = message, False
+        self._last = message
+        self.busy = False
         assert self._socket is not None
         try:
             self._socket.sendall(codec.framed(codec.encode(message)))
@@ -375,7 +379,8 @@ def serve(run: RunConfig, layout: ParallelLayout, startup: Say = lambda what: No
     worker = Worker(host, layout)
     source = CommandSource(run, host.describe) if layout.rank == 0 else None
     startup("starting the API process")
-    reason, goodbye = "they were stopped", True
+    reason = "they were stopped"
+    goodbye = True
     try:
         worker.serve(source)
     except Terminated:  # also how torchrun ends this rank when another one died
@@ -383,7 +388,8 @@ def serve(run: RunConfig, layout: ParallelLayout, startup: Say = lambda what: No
         goodbye = source is None or (layout.world_size == 1 and not source.busy)
         raise
     except Exception as error:
-        reason, goodbye = error_message(explain(error, layout.world_size)), False
+        reason = error_message(explain(error, layout.world_size))
+        goodbye = False
         raise
     finally:
         if source is not None:

@@ -79,7 +79,8 @@ class ModelHost:
     ) -> None:
         """tokenizer: of the base model, for stop texts; None disables them."""
         assert run.model.hf_checkpoint is not None
-        self.run, self.layout = run, layout
+        self.run = run
+        self.layout = layout
         self.base = run.model.hf_checkpoint
         self.hf = read_hf_model(self.base)
         self.pool = ModelPool(
@@ -152,7 +153,8 @@ class ModelHost:
         fields: Mapping[str, bytes],
     ) -> ForwardBackwardResult | None:
         """Forward pass, and backward pass unless forward_only; the result is on rank 0."""
-        network, hosted = self.pool.network(model), self.models[model]
+        network = self.pool.network(model)
+        hosted = self.models[model]
         samples = samples_of(lengths, tokens, fields)
         local_indices = list(range(self.layout.dp_rank, len(samples), self.layout.dp_size))
         local = [samples[i] for i in local_indices] or [empty_sample(samples[0])]
@@ -222,7 +224,8 @@ class ModelHost:
             adam["weight_decay"],
             max_norm=adam["grad_clip_norm"],
         )
-        network, hosted = self.pool.network(model), self.models[model]
+        network = self.pool.network(model)
+        hosted = self.models[model]
         if reason := hosted.incomplete:
             hosted.incomplete = ""
             network.abandon_gradients()

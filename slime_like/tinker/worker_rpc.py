@@ -51,8 +51,10 @@ class WorkerLink:
         self._folder = folder
         self._token = secrets.token_hex(32)
         self._fingerprint = fingerprint
-        self._on_connect, self._on_loss = on_connect, on_loss
-        self._on_other_settings, self._on_fault = on_other_settings, on_fault
+        self._on_connect = on_connect
+        self._on_loss = on_loss
+        self._on_other_settings = on_other_settings
+        self._on_fault = on_fault
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self.connected = False
         self._waiting: tuple[str, asyncio.Future[codec.Message]] | None = None
@@ -89,7 +91,8 @@ class WorkerLink:
             raise Failed("the workers have ended")
         # executed for an earlier API process that exited before the response arrived
         if self._late is not None and self._late["id"] == id:
-            message, self._late = self._late, None
+            message = self._late
+            self._late = None
             return value_of(message)
         assert self._streams is not None
         response: asyncio.Future[codec.Message] = asyncio.get_running_loop().create_future()
@@ -120,7 +123,9 @@ class WorkerLink:
             writer.close()
             self._on_other_settings()
             return
-        self.facts, self._streams, self._late = hello["facts"], (reader, writer), hello["last"]
+        self.facts = hello["facts"]
+        self._streams = (reader, writer)
+        self._late = hello["last"]
         reason = "the connection was closed"
         try:
             self.connected = True
@@ -128,7 +133,8 @@ class WorkerLink:
             while True:
                 message = await self._read(reader)
                 if "reason" in message:
-                    self.said_goodbye, reason = message["goodbye"], message["reason"]
+                    self.said_goodbye = message["goodbye"]
+                    reason = message["reason"]
                     break
                 if self._waiting is not None and self._waiting[0] == message["id"]:
                     self._respond(message)

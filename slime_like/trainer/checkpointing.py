@@ -93,7 +93,8 @@ class RunCheckpoints:
 
     def load(self) -> Start:
         """Load what --load and --critic-load name."""
-        config, replicas = self.config, self.replicas
+        config = self.config
+        replicas = self.replicas
         if replicas is not None and config.load == config.save and config.ckpt_step is None:
             logger.info(replicas.restore())
         start = self._load_run()
@@ -118,7 +119,8 @@ class RunCheckpoints:
     def _load_run(self) -> Start:
         """Resume from a checkpoint (--finetune: weights only), or start from a Hugging Face model.
         If the folder is also --save and has no checkpoint yet, this is the first start of a run."""
-        root, config = self.config.load, self.config
+        root = self.config.load
+        config = self.config
         initial = self.run.model.hf_checkpoint if self.run.lora.lora_adapter_path is None else None
         if root is None:
             return Start(None, initial)
@@ -140,7 +142,8 @@ class RunCheckpoints:
         return Start(None, initial)
 
     def _resume(self, root: str) -> Start:
-        config, step = self.config, self.config.ckpt_step
+        config = self.config
+        step = self.config.ckpt_step
         if step is None:
             step, warning = newest_step(root)
             warn_rank_0(logger, warning)
@@ -203,7 +206,8 @@ class RunCheckpoints:
     def _loads_critic(self, folder: Path) -> bool:
         """Whether to load the critic that was saved with the policy. --critic-load takes precedence
         with --finetune."""
-        is_needed, is_saved = self.backend.critic is not None, "critic" in saved_networks(folder)
+        is_needed = self.backend.critic is not None
+        is_saved = "critic" in saved_networks(folder)
         if is_saved and not is_needed:
             warn_rank_0(
                 logger,
@@ -261,7 +265,8 @@ class RunCheckpoints:
         else:
             self._attempt(saver.poll, last=False)
             self._replicate(rollouts, state)
-        metrics, self._metrics = self._metrics, {}
+        metrics = self._metrics
+        self._metrics = {}
         if self.config.on_save_failure == "continue":
             metrics["perf/failed_saves"] = float(self.failed)
         return metrics
@@ -317,7 +322,8 @@ def world_size_change(state: TrainerState, layout: ParallelLayout) -> str | None
         state: Trainer state of the checkpoint.
         layout: Parallel layout of this run.
     """
-    saved, current = int(state["world_size"]), layout.world_size
+    saved = int(state["world_size"])
+    current = layout.world_size
     if saved == current:
         return None
     dp = re.search(r"\bDP(\d+)", state["layout"])

@@ -52,7 +52,8 @@ from slime_like.text import mask_argv
 if TYPE_CHECKING:
     from slime_like.megatron.parallel_layout import ParallelLayout
 
-FAILED, INTERRUPTED = 1, CTRL_C_STATUS
+FAILED = 1
+INTERRUPTED = CTRL_C_STATUS
 URGENT_S = 10.0  # time for trackers to finish after SIGTERM; schedulers kill soon after it
 logger = logging.getLogger(__name__)
 
@@ -147,7 +148,9 @@ def keep_freed_memory() -> None:
         return
     if "MALLOC_TRIM_THRESHOLD_" in os.environ or "GLIBC_TUNABLES" in os.environ:
         return
-    trim_threshold, mmap_threshold = -1, -3  # M_* of <malloc.h>; a threshold of -1 means never
+    # M_* of <malloc.h>; a threshold of -1 means never
+    trim_threshold = -1
+    mmap_threshold = -3
     libc = ctypes.CDLL(None)
     libc.mallopt(mmap_threshold, 32 << 20)  # glibc's maximum
     libc.mallopt(trim_threshold, -1)
@@ -195,7 +198,8 @@ def train_watched(
 
             profiler = profiler_of(config, output_dir, layout.rank)
             if profiler is not None:
-                on_phase, traced = both(on_phase, profiler.enter), profiler.rollout
+                on_phase = both(on_phase, profiler.enter)
+                traced = profiler.rollout
         trainer = Trainer(config, layout, output_dir, on_phase=on_phase, traced=traced)
         startup("first rollout")
         status = trainer.run()

@@ -56,10 +56,12 @@ class Profiler:
     @contextmanager
     def rollout(self, step: int) -> Iterator[None]:
         """Wrap one rollout. step: number of finished rollouts."""
-        config, self._done = self._config, step
+        config = self._config
+        self._done = step
         if config.profile and config.profile_step_start <= step < config.profile_step_end:
             if self._trace is None:
-                self._first, self._trace = step, self._start()
+                self._first = step
+                self._trace = self._start()
             with record_function(f"rollout {step + 1}"):
                 yield
         else:
@@ -91,7 +93,8 @@ class Profiler:
         return trace
 
     def _write_trace(self) -> None:
-        trace, self._trace = self._trace, None
+        trace = self._trace
+        self._trace = None
         assert trace is not None
         trace.stop()
         last = max(self._done, self._first + 1)

@@ -64,7 +64,8 @@ class RolloutManager:
 
     def generate(self, step: int) -> tuple[list[SampleGroup], dict[str, float]]:
         """The graded groups of a rollout, and metrics of their collection. step: from 0."""
-        run, self._rollout_id = self.run_config, step
+        run = self.run_config
+        self._rollout_id = step
         if run.debug.load_debug_rollout_data:
             recorded = share_from_rank_zero(lambda: recorded_groups(run, step))
             return self._add_teacher(recorded, {}, None)
@@ -126,7 +127,8 @@ class RolloutManager:
 
     def _prefetch_problem(self, rollouts: Sequence[AheadRow]) -> str | None:
         """Why this run cannot train on the checkpoint's prefetched rollouts; None if it can."""
-        count, config = len(rollouts), self.run_config.rollout
+        count = len(rollouts)
+        config = self.run_config.rollout
         outcome = "sampled again" if self.user_source is None else "lost"
         text = f"{count} rollouts that the checkpoint's run had sampled ahead are {outcome}: "
         if self.queue is None or self.queue.max_staleness < count:

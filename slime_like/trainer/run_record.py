@@ -39,7 +39,8 @@ def settings_by_flag(run: RunConfig) -> tuple[dict[str, object], list[str]]:
         if field.name in _LEFT_OUT or not dataclasses.is_dataclass(group):
             continue
         for setting in dataclasses.fields(group):
-            flag, value = flag_name(setting.name), getattr(group, setting.name)
+            flag = flag_name(setting.name)
+            value = getattr(group, setting.name)
             if flag in SECRETS and value is not None:
                 value = "***"
             values[flag] = _plain(value)

@@ -74,7 +74,8 @@ class Sampling:
     ) -> None:
         """Deliver prefetched rollouts to the ranks that train on them from the sampling thread.
         deliver: called with all samples of a rollout and a process group of all ranks."""
-        queue, rollouter = self.rollout_manager.queue, self._rollouter
+        queue = self.rollout_manager.queue
+        rollouter = self._rollouter
         if queue is not None and rollouter is not None:
             queue.deliver = lambda groups: deliver(flatten(groups), rollouter.group)
 

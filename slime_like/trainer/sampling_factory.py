@@ -104,7 +104,8 @@ def needs_greedy(run: RunConfig) -> bool:
 def leaves_stragglers(run: RunConfig) -> bool:
     """Whether surplus requests are aborted on the servers. Otherwise ranks generate in synchronous
     rounds."""
-    config, rollout = run.scheduling, run.rollout
+    config = run.scheduling
+    rollout = run.rollout
     in_rounds = (
         config.rollout_slice_len is not None
         or rollout.renormalize_sampled_log_probs
@@ -126,9 +127,11 @@ def function_evaluator(
 ) -> Evaluator | UserRollout | None:
     """The user's evaluation function, which defaults to the user's rollout function; `evaluator` if
     there is neither."""
-    flag, path = "--eval-function-path", run.scheduling.eval_function_path
+    flag = "--eval-function-path"
+    path = run.scheduling.eval_function_path
     if path is None:
-        flag, path = "--rollout-function-path", run.scheduling.rollout_function_path
+        flag = "--rollout-function-path"
+        path = run.scheduling.rollout_function_path
     if evaluator is None or rollouter is None or path is None or path == OWN_ROLLOUT:
         return evaluator
     return rollout_function(run, path, flag, rollouter, prompts, evaluator)

@@ -14,12 +14,32 @@ from slime_like.config import flag_name
 
 # Settings that define what is learned. Learning rate and weight decay are compared with the
 # schedule; layouts and folders may change.
-GROUPS = """data rollout scheduling reward algorithm distillation off_policy policy_loss value_loss
-    critic guards""".split()  # noqa: SIM905
+GROUPS = [
+    "data",
+    "rollout",
+    "scheduling",
+    "reward",
+    "algorithm",
+    "distillation",
+    "off_policy",
+    "policy_loss",
+    "value_loss",
+    "critic",
+    "guards",
+]
 # run length and performance settings, and settings that are compared elsewhere
 LEFT_OUT = frozenset(
-    """num_rollout num_epoch prompt_data critic_load rm_num_workers rm_timeout_s micro_batch_size
-    max_tokens_per_gpu log_probs_chunk_size""".split()  # noqa: SIM905
+    [
+        "num_rollout",
+        "num_epoch",
+        "prompt_data",
+        "critic_load",
+        "rm_num_workers",
+        "rm_timeout_s",
+        "micro_batch_size",
+        "max_tokens_per_gpu",
+        "log_probs_chunk_size",
+    ]
 )
 
 

@@ -52,7 +52,8 @@ class Throughput:
             "critic_train": ("train_critic", self._of_critic * weights + 3 * rest),
             "values": ("values", weights + rest),
         }
-        metrics, total = {}, 0.0
+        metrics = {}
+        total = 0.0
         for name, (phase, operations) in flops.items():
             phase_s = seconds.get(phase_metric(phase))
             if phase_s and operations:

@@ -83,8 +83,10 @@ class TrainStep:
     def load_state_dict(self, state: TrainerState) -> None:
         """Restore `state_dict`. Older checkpoints have no entropy state."""
         self.entropy.load_state_dict(state.get("entropy_controller", {}))
-        policy, critic = self.skip_guards["policy"], self.skip_guards["critic"]
-        policy.total, policy.in_a_row = int(state["skipped_steps"]), int(state["skipped_in_a_row"])
+        policy = self.skip_guards["policy"]
+        critic = self.skip_guards["critic"]
+        policy.total = int(state["skipped_steps"])
+        policy.in_a_row = int(state["skipped_in_a_row"])
         critic.total = int(state["critic_skipped_steps"])
         critic.in_a_row = int(state["critic_skipped_in_a_row"])
 

@@ -65,7 +65,9 @@ class Trainer:
     ) -> None:
         """on_phase: called at the start and end of each phase. traced: context manager around each
         rollout, called with the number of finished rollouts."""
-        self.run_config, self.layout, self.output_dir = run, layout, output_dir
+        self.run_config = run
+        self.layout = layout
+        self.output_dir = output_dir
         self._traced = traced
         self.strategy = make_strategy(run)
         self.tokenizer = tokenizer = run_tokenizer(run)

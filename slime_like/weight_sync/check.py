@@ -13,7 +13,9 @@ from slime_like.errors import RunError
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.types import TrainSample
 
-NUM_PROMPTS, PROMPT_LENGTH, RESPONSE_LENGTH = 4, 24, 16
+NUM_PROMPTS = 4
+PROMPT_LENGTH = 24
+RESPONSE_LENGTH = 16
 
 
 class WeightCheck:
@@ -59,7 +61,8 @@ class WeightCheck:
                 for output, (_, log_probs) in zip(computed, outputs, strict=True)
             ]
             gaps = torch.cat(differences).abs()
-            mean, largest = float(gaps.mean()), float(gaps.max())
+            mean = float(gaps.mean())
+            largest = float(gaps.max())
             if not mean <= self._limit:
                 raise RunError(
                     f"the engine {url} does not have the weights of version {version}: its "

@@ -81,7 +81,8 @@ class WeightUpdater:
         """Send the latest weights to a server that returned; called in the health-check thread.
         Returns their version, or None if only the next update can."""
         with self._one_at_a_time:
-            version, evictions = self.transport.latest, worker.evictions
+            version = self.transport.latest
+            evictions = worker.evictions
             if version is None:
                 return None
             if (worker, evictions) in self._holders:  # an update has reached it already

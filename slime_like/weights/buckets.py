@@ -41,7 +41,8 @@ class Bucket:
 
 def views(flat: Tensor, tensors: Sequence[TensorPlan]) -> dict[str, Tensor]:
     """Split a bucket's bytes into weights by name, as views."""
-    weights, start = {}, 0
+    weights = {}
+    start = 0
     for tensor in tensors:
         end = start + tensor.nbytes
         weights[tensor.name] = flat[start:end].view(tensor.dtype).view(tensor.shape)
@@ -68,7 +69,8 @@ def in_buckets(weights: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterato
         plan = TensorPlan.of(name, tensor)
         if pending and not fits(size, [plan], max_bytes):
             yield bucket(is_last=False)
-            pending, size = [], 0
+            pending = []
+            size = 0
         pending.append((plan, tensor))
         size += plan.nbytes
     if pending:

@@ -32,7 +32,8 @@ def encode(before: Tensor, after: Tensor, itemsize: int) -> bytes | None:
         before, after: [bytes] uint8 on the CPU, of equal length.
         itemsize: Bytes per element: 1, 2, 4 or 8.
     """
-    old, new = before.view(INT_TYPES[itemsize]), after.view(INT_TYPES[itemsize])
+    old = before.view(INT_TYPES[itemsize])
+    new = after.view(INT_TYPES[itemsize])
     packer = zlib.compressobj(LEVEL)
     parts: list[bytes] = []
     changed = False

@@ -198,7 +198,8 @@ class Publication:
 
     def _finish(self, parts: list[tuple[str, int]]) -> Update:
         root = Path(self.root)
-        names, sizes = tuple(name for name, _ in parts), sum(size for _, size in parts)
+        names = tuple(name for name, _ in parts)
+        sizes = sum(size for _, size in parts)
         done = Update(self.run, self.number, self.version, self.full, names, sizes)
         sync_path(changes_path(root, self.number))
         replace_file(record_path(root, self.number), json.dumps(dataclasses.asdict(done)))
@@ -247,4 +248,6 @@ class _ChangeFiles:
             save_tensors(path, self._pending, {SUMS: json.dumps(self.sums)})
             sync_path(path)
             self.written.append((path.name, path.stat().st_size))
-        self._pending, self.sums, self.size = {}, {}, 0
+        self._pending = {}
+        self.sums = {}
+        self.size = 0

@@ -155,11 +155,14 @@ class WeightStream(WeightBuckets):
         if expert_rank not in (None, ALL_EXPERTS, layout.ep_rank):
             return None
         if expert_rank == ALL_EXPERTS:  # experts have no tensor parallelism here
-            size, group = layout.ep_size, layout.ep_group
+            size = layout.ep_size
+            group = layout.ep_group
         elif expert_rank is None:
-            size, group = layout.tp_size, layout.tp_group
+            size = layout.tp_size
+            group = layout.tp_group
         else:
-            size, group = layout.etp_size, layout.etp_group
+            size = layout.etp_size
+            group = layout.etp_group
         # widest dtypes first, so that each is aligned
         gathered = sorted(
             (p for p in planned.parameters if (p.sharded or p.stacked) and size > 1),

@@ -61,8 +61,11 @@ class HfExport:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:
         config = unwrap(model_chunks[0]).config
-        self._chunks, self._layout, self._untied_head = model_chunks, layout, untied_head
-        self._sizes, self._quantized = model_sizes(config, gpt), quantized or {}
+        self._chunks = model_chunks
+        self._layout = layout
+        self._untied_head = untied_head
+        self._sizes = model_sizes(config, gpt)
+        self._quantized = quantized or {}
         self._family = family_map(
             hf.architecture,
             config,
@@ -75,7 +78,8 @@ class HfExport:
         self._copies: dict[str, list[RowCopy]] = {}  # by parameter; shards keep their shapes
         # optimizer steps update these parameters in place
         self._local = self._local_parameters()
-        experts, owners = self._sizes.experts // layout.ep_size, _owners(self._local, layout)
+        experts = self._sizes.experts // layout.ep_size
+        owners = _owners(self._local, layout)
         self._plan = plan_buckets(
             _parameters(self._family, self._sizes, owners, dtype, self._quantized, experts),
             find_senders(layout),
@@ -92,7 +96,8 @@ class HfExport:
         output layer. deltas: canonical parameter name -> function that returns a float32 delta to
         add to this rank's shard.
         """
-        local, deltas = self._local, deltas or {}
+        local = self._local
+        deltas = deltas or {}
 
         def read(name: str, dtype: torch.dtype) -> Tensor:
             tensor = local[name].detach()

@@ -155,9 +155,11 @@ def _parts(
 ) -> list[Part]:
     """The pieces of this rank's shard. Raises ValueError if they do not match the parameter's
     shape."""
-    rank, size = layout.tp_rank, layout.tp_size
+    rank = layout.tp_rank
+    size = layout.tp_size
     if expert_number(name) is not None:
-        rank, size = layout.etp_rank, layout.etp_size
+        rank = layout.etp_rank
+        size = layout.etp_size
     parts = mapping.parts(sizes, rank, size, rows=parameter.shape[mapping.dim])
     expected = mapping.shard_shape(sizes, sum(map(len, parts)))
     if tuple(parameter.shape) != expected:
@@ -177,7 +179,8 @@ def _check_model(
     layers = {match[0] for match in map(LAYER.match, local) if match}
 
     def is_local(name: str) -> bool:
-        number, layer = expert_number(name), LAYER.match(name)
+        number = expert_number(name)
+        layer = LAYER.match(name)
         return layer is not None and layer[0] in layers and (number is None or number in experts)
 
     missing = [name for name in family if name not in local and is_local(name)]

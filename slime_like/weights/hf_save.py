@@ -82,10 +82,12 @@ def save_hf(
             the source itself, or the source has no config.json.
         RunError: On every rank: writing failed (disk full, no permission).
     """
-    target, source = Path(folder), Path(config_source_folder)
+    target = Path(folder)
+    source = Path(config_source_folder)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.new")
     rank_zero = is_rank_zero()
-    writes, weights = rank_zero or every_rank, stream
+    writes = rank_zero or every_rank
+    weights = stream
 
     def write() -> list[Part]:
         try:

@@ -335,16 +335,19 @@ class QKV(Mapping):
 
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
         start, stop = shard_bounds(sizes.query + 2 * sizes.key_value, tp_rank, tp_size)
-        pieces, position = [], 0
+        pieces = []
+        position = 0
         for block in self._blocks(sizes):
-            low, high = max(start - position, 0), min(stop - position, len(block))
+            low = max(start - position, 0)
+            high = min(stop - position, len(block))
             if low < high:
                 pieces.append(Part(block.hf, block.start + low, block.start + high))
             position += len(block)
         return pieces
 
     def _blocks(self, sizes: Sizes) -> Iterator[Part]:
-        queries, head = sizes.query // sizes.groups, sizes.head_dim
+        queries = sizes.query // sizes.groups
+        head = sizes.head_dim
         for group in range(sizes.groups):
             yield Part(self.query, group * queries, (group + 1) * queries)
             yield Part(self.key, group * head, (group + 1) * head)
@@ -366,7 +369,8 @@ class GatedQKV(QKV):
         return list(chain.from_iterable(self._group(sizes, group) for group in groups))
 
     def _group(self, sizes: Sizes, group: int) -> Iterator[Part]:
-        heads, dim = sizes.heads // sizes.groups, sizes.head_dim
+        heads = sizes.heads // sizes.groups
+        dim = sizes.head_dim
         for offset in (0, dim):
             for head in range(group * heads, (group + 1) * heads):
                 start = 2 * head * dim + offset

@@ -300,7 +300,9 @@ def global_parameters(model_chunks: Sequence[MegatronModule]) -> Iterator[tuple[
         for name, parameter in named_weights(chunk):
             full = canonical_name(name)
             if (match := LAYER.match(full)) is not None:
-                part, local, rest = match[1], int(match[2]), full[match.end() :]
+                part = match[1]
+                local = int(match[2])
+                rest = full[match.end() :]
                 if part == "decoder":
                     layer = chunk.decoder.layers[local]
                     full = f"decoder.layers.{layer.layer_number - 1}.{rest}"  # 1-based

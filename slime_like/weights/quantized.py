@@ -20,11 +20,14 @@ from arguments.hf.quantization import SUPPORTED, Quantization
 from slime_like.weights.export_plan import TensorPlan
 
 ReadRows = Callable[[str, int, int], Tensor]  # a stored tensor's rows [first, last)
-FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
 CHUNK_ELEMENTS = 2**22  # elements of a weight that are in float32 at a time
 MX_COLUMNS = 32  # columns per scale
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-MX_BIAS, MX_NAN = 127, 255  # bias of a scale's exponent, and its NaN code
+# bias of a scale's exponent, and its NaN code
+MX_BIAS = 127
+MX_NAN = 255
 # Scales of activations and of the KV cache, which are not trained.
 OTHER_SCALES = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale")
 
@@ -77,7 +80,8 @@ class ScaledMatrix(QuantizedWeight):
     def decode(self, read: ReadRows, first: int, last: int) -> Tensor:
         values = self._values(read, first, last)
         rows, columns = self.tile
-        low, high = first // rows, -(-last // rows)
+        low = first // rows
+        high = -(-last // rows)
         scales = read(self.scales, low, high).float().view(high - low, -1)
         scales = scales[torch.arange(first, last) // rows - low]
         full_columns = self.shape[1] // columns * columns
@@ -91,7 +95,8 @@ class ScaledMatrix(QuantizedWeight):
         plans = {plan.name: plan for plan in self.stored}
         rows = self.tile[0]
         chunk_rows = max(1, CHUNK_ELEMENTS // max(1, rows * self.shape[1])) * rows
-        codes, scales = [], []
+        codes = []
+        scales = []
         for start in range(0, self.shape[0], chunk_rows):
             part_codes, part_scales = self._encode_rows(weight[start : start + chunk_rows].float())
             codes.append(part_codes)
@@ -172,8 +177,10 @@ class PackedMatrix(ScaledMatrix):
     def _encode_rows(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Round to nearest with one of two scales that avoid clipping, whichever has the smaller
         error. This way an unchanged weight is quantised to the codes that it was loaded from."""
-        tiles, half = self._tiles(weight), 2 ** (self.bits - 1)
-        maximum, minimum = tiles.amax(dim=(1, 3)), tiles.amin(dim=(1, 3))
+        tiles = self._tiles(weight)
+        half = 2 ** (self.bits - 1)
+        maximum = tiles.amax(dim=(1, 3))
+        minimum = tiles.amin(dim=(1, 3))
         first = self._quantize(tiles, torch.maximum(maximum / (half - 1), -minimum / half))
         second = self._quantize(tiles, torch.maximum(maximum, -minimum) / (half - 1))
         better = second[2] < first[2]
@@ -208,7 +215,8 @@ class MxExperts(QuantizedWeight):
     scales: str
 
     def decode(self, read: ReadRows, first: int, last: int) -> Tensor:
-        codes, scales = read(self.blocks, first, last), read(self.scales, first, last)
+        codes = read(self.blocks, first, last)
+        scales = read(self.scales, first, last)
         if (scales == MX_NAN).any():
             raise ValueError(f"{self.scales} has scales {MX_NAN}, which are no numbers")
         numbers = torch.tensor([*E2M1, *(-value for value in E2M1)])

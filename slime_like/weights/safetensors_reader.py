@@ -183,7 +183,8 @@ class WeightFiles:
         if name not in self.quantized:
             out.copy_(self.read(name, dim, start, stop))
             return
-        weight, position = self.quantized[name], 0
+        weight = self.quantized[name]
+        position = 0
         for first, last in weight.chunks(*((start, stop) if dim == 0 else (0, weight.shape[0]))):
             rows = weight.decode(lambda n, a, b: self._read_stored(n, 0, a, b), first, last)
             if dim != 0:
@@ -263,7 +264,8 @@ def _each_expert(stored: Mapping[str, StoredTensor], layers: str) -> dict[str, S
         experts, rows, columns = tensor.shape
         pairs = itertools.product(range(experts), FUSED[last])
         parts = [f"{block}.{expert}.{projection}.weight" for expert, projection in pairs]
-        size, shape = tensor.size // len(parts), (rows // len(FUSED[last]), columns)
+        size = tensor.size // len(parts)
+        shape = (rows // len(FUSED[last]), columns)
         for number, part in enumerate(parts):
             start = tensor.start + number * size
             tensors[part] = StoredTensor(tensor.file, start, size, shape, tensor.dtype)

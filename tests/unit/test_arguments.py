@@ -137,12 +137,31 @@ def test_layout(tmp_path: Path) -> None:
     assert config.data_parallel_size == 1
 
 
-MODEL_ARGS = """
---swiglu --num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4
---use-rotary-position-embeddings --disable-bias-linear --add-qkv-bias --normalization RMSNorm
---norm-epsilon 1e-6 --rotary-base 10000 --group-query-attention --num-query-groups 2 --vocab-size
-320
-""".split()  # noqa: SIM905
+MODEL_ARGS = [
+    "--swiglu",
+    "--num-layers",
+    "4",
+    "--hidden-size",
+    "64",
+    "--ffn-hidden-size",
+    "128",
+    "--num-attention-heads",
+    "4",
+    "--use-rotary-position-embeddings",
+    "--disable-bias-linear",
+    "--add-qkv-bias",
+    "--normalization",
+    "RMSNorm",
+    "--norm-epsilon",
+    "1e-6",
+    "--rotary-base",
+    "10000",
+    "--group-query-attention",
+    "--num-query-groups",
+    "2",
+    "--vocab-size",
+    "320",
+]
 
 
 def test_flags_that_agree_with_the_checkpoint(tmp_path: Path) -> None:

@@ -155,12 +155,14 @@ def test_all_problems_are_collected() -> None:
     assert given.invalid == {"lr", "sapo_tau_pos", "save_interval"}
 
 
-SLIME_FLAGS_NOT_HERE = """
---critic-num-nodes
---lora-dropout
---moe-shared-expert-overlap --fp8-format --multimodal-keys
---critic-train-only
-""".split()  # noqa: SIM905
+SLIME_FLAGS_NOT_HERE = [
+    "--critic-num-nodes",
+    "--lora-dropout",
+    "--moe-shared-expert-overlap",
+    "--fp8-format",
+    "--multimodal-keys",
+    "--critic-train-only",
+]
 
 
 @pytest.mark.parametrize("typed", SLIME_FLAGS_NOT_HERE)
@@ -350,14 +352,24 @@ def test_neighbours_of_names_that_are_not_here(typed: str, said: str) -> None:
     assert said in messages(read(typed))
 
 
-MEGATRON_LM_SWITCHES = """
---enable-experimental --no-gradient-accumulation-fusion --no-masked-softmax-fusion
---no-rope-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-bias-gelu-fusion
---no-persist-layer-norm --no-create-attention-mask-in-dataloader
---no-async-tensor-model-parallel-allreduce --no-query-key-layer-scaling
---no-overlap-p2p-communication --no-one-logger --no-use-tokenizer-model-from-checkpoint-args
---no-check-for-nan-in-loss-and-grad --no-initialization
-""".split()  # noqa: SIM905
+MEGATRON_LM_SWITCHES = [
+    "--enable-experimental",
+    "--no-gradient-accumulation-fusion",
+    "--no-masked-softmax-fusion",
+    "--no-rope-fusion",
+    "--no-bias-swiglu-fusion",
+    "--no-bias-dropout-fusion",
+    "--no-bias-gelu-fusion",
+    "--no-persist-layer-norm",
+    "--no-create-attention-mask-in-dataloader",
+    "--no-async-tensor-model-parallel-allreduce",
+    "--no-query-key-layer-scaling",
+    "--no-overlap-p2p-communication",
+    "--no-one-logger",
+    "--no-use-tokenizer-model-from-checkpoint-args",
+    "--no-check-for-nan-in-loss-and-grad",
+    "--no-initialization",
+]
 
 
 @pytest.mark.parametrize("typed", MEGATRON_LM_SWITCHES)

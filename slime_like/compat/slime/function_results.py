@@ -83,7 +83,8 @@ def _read_sample(sample: SlimeSample, expected: Expected) -> Sample:
     place = f"{expected.name}: sample {sample.index}"
     if not all(isinstance(token, int) for token in sample.tokens):
         raise ValueError(f"{place}: tokens must be a list of int")
-    vocab_size, tokens = expected.vocab_size or math.inf, sample.tokens
+    vocab_size = expected.vocab_size or math.inf
+    tokens = sample.tokens
     if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
         raise ValueError(
             f"{place}: tokens from {min(tokens)} to {max(tokens)}, must be 0 to {vocab_size}-1"
@@ -144,7 +145,8 @@ def _check_unique(ids: Sequence[int], what: str) -> None:
 
 def _unknown_versions(samples: Sequence[Sample]) -> dict[str, float]:
     """Share of trained tokens with an unknown weight version."""
-    trained, unknown = 0, 0
+    trained = 0
+    unknown = 0
     for sample in samples:
         trained += int(sample.loss_mask.sum())
         versions = zip(sample.weight_versions, sample.loss_mask.tolist())

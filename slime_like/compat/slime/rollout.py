@@ -85,10 +85,8 @@ async def generate_and_rm(
         sample.loss_mask = [0] * sample.response_length
     if sample.status in _DONE or responder.stopped:
         return sample
-    sampling, unfinished = (
-        sampling_of(sampling_params, responder.sampling),
-        _unfinished(sample, context),
-    )
+    sampling = sampling_of(sampling_params, responder.sampling)
+    unfinished = _unfinished(sample, context)
     return _overwrite(sample, await responder.respond(unfinished, sampling, evaluation=evaluation))
 
 
@@ -121,7 +119,8 @@ async def batched_async_rm(
     graded = await context.responder.grade([replace(sample, reward=None) for sample in ours])
     for sample, result in zip(samples, graded, strict=True):
         if result.status == SampleStatus.FAILED:
-            sample.status, sample.metadata = SlimeSample.Status.FAILED, dict(result.metadata)
+            sample.status = SlimeSample.Status.FAILED
+            sample.metadata = dict(result.metadata)
         refuse_token_rewards(result)
     return [result.reward for result in graded]
 
@@ -192,7 +191,8 @@ def generate_rollout(
 async def eval_rollout(args: SlimeArgs, rollout_id: int) -> tuple[RolloutFnEvalOutput, list[Group]]:
     """Evaluate the run's evaluation sets, like a run without a custom function."""
     context = rollout_context()
-    evaluator, responder = context.evaluator, context.responder
+    evaluator = context.evaluator
+    responder = context.responder
     if evaluator is None:
         raise ValueError(
             f"{context.name}: eval_rollout needs evaluation sets (--eval-prompt-data or "
@@ -222,7 +222,8 @@ async def eval_rollout(args: SlimeArgs, rollout_id: int) -> tuple[RolloutFnEvalO
 
 def _samples_of(prompt: Prompt, size: int) -> Group:
     """Samples of an evaluation prompt, before their first token."""
-    group_id, first = prompt.group_id, prompt.group_id * size
+    group_id = prompt.group_id
+    first = prompt.group_id * size
     return [
         SlimeSample(
             group_id, index, prompt.text, label=prompt.label, metadata=dict(prompt.metadata)

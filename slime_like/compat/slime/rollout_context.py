@@ -111,7 +111,8 @@ class RolloutContext:
 
     def _send(self) -> None:
         with self._lock:
-            pending, self._outbox = self._outbox, []
+            pending = self._outbox
+            self._outbox = []
         self._loop.call_soon_threadsafe(
             lambda: [self._loop.create_task(self._execute(item)) for item in pending]
         )

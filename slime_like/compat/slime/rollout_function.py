@@ -67,7 +67,8 @@ class RolloutFunction:
         """Like `Collector.collect`. Raises ValueError if the function does not return
         --rollout-batch-size groups of --n-samples-per-prompt samples, or for a sample with
         inconsistent fields."""
-        rollout, rollouter = self._config.rollout, self._rollouter
+        rollout = self._config.rollout
+        rollouter = self._rollouter
         local: list[SampleGroup] = []  # on rank 0
 
         def read(result: object) -> tuple[GroupIndex, dict[str, float]]:

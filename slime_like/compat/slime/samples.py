@@ -198,7 +198,8 @@ def from_slime(
             "received, or a list of samples for several sequences"
         )
     mask = _checked_mask(result, place, statuses)
-    count, log_probs = result.response_length, None
+    count = result.response_length
+    log_probs = None
     if result.rollout_log_probs is not None:
         log_probs = torch.tensor(result.rollout_log_probs, dtype=torch.float32)
     response = result.tokens[len(result.tokens) - count :]
@@ -227,7 +228,8 @@ def _checked_mask(
 ) -> list[int]:
     """The loss mask of a sample, after checking the consistency of its fields. Raises
     ValueError."""
-    count, log_probs = result.response_length, result.rollout_log_probs
+    count = result.response_length
+    log_probs = result.rollout_log_probs
     mask = [1] * count if result.loss_mask is None else list(result.loss_mask)
     status = getattr(result.status, "value", result.status)
     problems = {

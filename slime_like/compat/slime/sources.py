@@ -76,7 +76,8 @@ class RolloutDataSource(DataSource):
         """Copies of a sample, with the next numbers."""
         group = [copy.deepcopy(sample) for _ in range(self.args.n_samples_per_prompt)]
         for copied in group:
-            copied.group_index, copied.index = self.sample_group_index, self.sample_index
+            copied.group_index = self.sample_group_index
+            copied.index = self.sample_index
             self.sample_index += 1
         self.sample_group_index += 1
         return group

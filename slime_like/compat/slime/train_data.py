@@ -94,7 +94,8 @@ def _episode_ids(
     """The sample that each entry belongs to, from rollout_ids, otherwise sample_indices, otherwise
     its position. Checks that every sample has entries, and that they are adjacent and in rollout
     order."""
-    count, expected = len(data["tokens"]), [sample.sample_id for sample in samples]
+    count = len(data["tokens"])
+    expected = [sample.sample_id for sample in samples]
     key = next((key for key in ("rollout_ids", "sample_indices") if key in data), None)
     if key is None:
         if count != len(samples):

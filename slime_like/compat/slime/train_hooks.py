@@ -31,7 +31,8 @@ class SlimeHooks:
         self._per_token = config.algorithm.loss_reduction == "token_mean"
         self._functions: dict[str, tuple[str, Callable[..., object]]] = {}
         for field in dataclasses.fields(config.hooks):
-            path, flag = getattr(config.hooks, field.name), flag_name(field.name)
+            path = getattr(config.hooks, field.name)
+            flag = flag_name(field.name)
             if isinstance(path, str):
                 self._functions[field.name] = f"{flag} {path}", load_function(path, flag)
 
@@ -55,7 +56,9 @@ class SlimeHooks:
 
     def before_train_step(self, rollout_id: int, step_id: int, network: TrainedNetwork) -> None:
         """Call ``function(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)``."""
-        model, optimizer, scheduler = list(network.chunks), network.optimizer, network.scheduler
+        model = list(network.chunks)
+        optimizer = network.optimizer
+        scheduler = network.scheduler
         field = "custom_megatron_before_train_step_hook_path"
         self._call(field, self._args, rollout_id, step_id, model, optimizer, scheduler)
 

@@ -116,8 +116,11 @@ class Decoder:
             if len(continuing) < len(live):
                 keep = torch.tensor(continuing, device=self._device)
                 cache.reorder_cache(keep)
-                live, live_index = [live[j] for j in continuing], live_index[keep]
-                tokens, mask, positions = tokens[keep], mask[keep], positions[keep]
+                live = [live[j] for j in continuing]
+                live_index = live_index[keep]
+                tokens = tokens[keep]
+                mask = mask[keep]
+                positions = positions[keep]
             positions = positions + 1
             with self.routed_experts.recording(sampling.report_routed_experts):
                 logits = self._forward(
@@ -161,7 +164,8 @@ class Decoder:
         for prompt, i in distinct.items():
             ids[i, width - len(prompt) :] = torch.tensor(prompt)
             mask[i, : width - len(prompt)] = 0
-        ids, mask = ids.to(self._device), mask.to(self._device)
+        ids = ids.to(self._device)
+        mask = mask.to(self._device)
         positions = (mask[:, :width].cumsum(-1) - 1).clamp(min=0)
         cache = DynamicCache(config=self._model.config)
         logits = self._forward(ids, mask[:, :width], positions, cache)
@@ -217,7 +221,9 @@ class Decoder:
         aborts the response."""
         values = log_probs[: len(row.tokens)]
         finite = int(values.isfinite().cumprod(0).sum())
-        finish_reason, failure, routed_experts = row.finish_reason, None, None
+        finish_reason = row.finish_reason
+        failure = None
+        routed_experts = None
         if finite < len(row.tokens):
             finish_reason = "abort"
             failure = f"the log-prob of response token {finite} is {float(values[finite])}"
@@ -264,7 +270,8 @@ class RouteRecorder:
     @contextmanager
     def recording(self, enabled: bool) -> Iterator[None]:
         """Record during one forward pass."""
-        self._is_recording, self._recorded = enabled, []
+        self._is_recording = enabled
+        self._recorded = []
         yield
         self._is_recording = False
 

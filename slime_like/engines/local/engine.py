@@ -28,7 +28,8 @@ from slime_like.engines.registry import EngineContext
 # KV cache budget that sets the batch size without --rollout-local-batch-size: for a small model,
 # larger batches cost little more time until the KV cache exceeds the processor caches.
 CACHE_BYTES = 256 * 2**20
-FEWEST, MOST = 64, 512
+FEWEST = 64
+MOST = 512
 
 
 class LocalEngine(RolloutEngine):

@@ -123,7 +123,8 @@ class SglangEngine(RolloutEngine):
         `weight_version` is then -1: call again for the others. Raises RunError if none is left, or
         if names or shapes differ from --hf-checkpoint."""
         if self._requests is not None:  # set first, so that new requests wait instead of failing
-            self._requests.updating, self._requests.bypasses_router = True, False
+            self._requests.updating = True
+            self._requests.bypasses_router = False
             self._requests.sent.append(version)
         self.weight_version = -1
         done = False
@@ -202,7 +203,8 @@ class SglangEngine(RolloutEngine):
                 async def generate(worker: Worker, request: GenerateRequest) -> GenerateOutput:
                     rid = self._rank_zero_requests().new_id("probe")
                     body = generation_body(request, sampling, rid)
-                    url, limit = f"{worker.url}/generate", max_response_bytes(request, sampling)
+                    url = f"{worker.url}/generate"
+                    limit = max_response_bytes(request, sampling)
                     answer = await post_once(client, url, body, self._settings.deadlines, limit)
                     return read_generation(answer, request, sampling, rid, legal)
 
@@ -271,7 +273,8 @@ class SglangEngine(RolloutEngine):
         metrics = dict(self._metrics)
         if self.pool is None or self._requests is None:
             return metrics
-        counts, self._requests.counts = self._requests.counts, Counter()
+        counts = self._requests.counts
+        self._requests.counts = Counter()
         metrics |= {f"engine/{name}": float(value) for name, value in counts.items()}
         for name in ("retries", "dropped", "rejected"):
             metrics.setdefault(f"engine/{name}", 0.0)

@@ -37,9 +37,11 @@ logger = logging.getLogger(__name__)
 def make_sglang_engine(context: EngineContext) -> SglangEngine:
     """Build the engine. Collective; see `start_servers`. Server logs are in the run's folder under
     engines, on the server's node."""
-    run, device = context.config, context.device
+    run = context.config
+    device = context.device
     assert run.model.hf_checkpoint is not None
-    model, settings = run.model.hf_checkpoint, update_settings(run.sglang)
+    model = run.model.hf_checkpoint
+    settings = update_settings(run.sglang)
     pool, updater, agent = start_servers(
         run,
         lambda pool: WeightUpdater(pool, settings, model, device),
@@ -75,7 +77,8 @@ def start_servers(
         RunError: On every rank, if a server does not respond.
     """
     config = run.sglang
-    nodes, agent = list[Node](), None
+    nodes = list[Node]()
+    agent = None
     if config.rollout_num_gpus is not None:
         servers = config.rollout_num_gpus // config.rollout_num_gpus_per_engine
         nodes = find_nodes(servers, device)

@@ -156,7 +156,8 @@ def open_checkpoint(folder: Path, *, verify: bool) -> TrainerState:
         damaged = gather(damaged_files(folder, records, names, threads=READERS))
         if any(damaged):
             raise ValueError(damage_message(folder, list(itertools.chain(*damaged))))
-        seconds, size = time.perf_counter() - started, total_bytes(records) / 1e9
+        seconds = time.perf_counter() - started
+        size = total_bytes(records) / 1e9
         logger.info(
             f"checkpoint {folder} verified: {size:.3f} GB in {seconds:.2f} s, "
             f"{size / seconds:.2f} GB/s"
@@ -219,7 +220,8 @@ def _check_optimizer(folder: Path, saved: Sequence[str], network: SavedNetwork) 
             f"checkpoint {folder} was saved with --no-save-optim; --no-load-optim resets the "
             "optimizer"
         )
-    saved_name, name = optimizer_name(saved), optimizer_name(optimizer_kind(network))
+    saved_name = optimizer_name(saved)
+    name = optimizer_name(optimizer_kind(network))
     if saved_name != name:
         raise ValueError(
             f"checkpoint {folder} has the optimizer state of {saved_name}, not of {name}: give "

@@ -201,7 +201,9 @@ def shape_problems(state: dict[str, object], saved: Mapping[str, object]) -> lis
     shape in it. saved: storage metadata by name."""
     problems = []
     for tensor in sharded_tensors(state):
-        key, shape, entry = tensor.key, list(tensor.global_shape), saved.get(tensor.key)
+        key = tensor.key
+        shape = list(tensor.global_shape)
+        entry = saved.get(tensor.key)
         if entry is None or not hasattr(entry, "size"):
             problems.append(f"{key} is not in it")
         elif list(entry.size) != shape and not tensor.allow_shape_mismatch:

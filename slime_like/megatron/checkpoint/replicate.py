@@ -91,7 +91,8 @@ class ReplicaSaver(CheckpointSaver):
     """
 
     def __init__(self, save: str | Path, base: str | None) -> None:
-        self.nodes, self.rank = Nodes(ranks_by_node()), dist.get_rank()
+        self.nodes = Nodes(ranks_by_node())
+        self.rank = dist.get_rank()
         self._is_leader = self.nodes.is_leader(self.rank)
         self.save_root = Path(save)
         name = from_rank_zero(lambda: run_id(self.save_root))
@@ -106,7 +107,8 @@ class ReplicaSaver(CheckpointSaver):
         if (pending := self._pending) is None:
             return None
         self._pending = None
-        step, folder = pending.step, writing_folder(self.root, pending.step)
+        step = pending.step
+        folder = writing_folder(self.root, pending.step)
         parts = gather((pending.error, pending.written))
         records_by_rank = [written.records for _, written in parts]
         names = self._run_guarded(
@@ -154,7 +156,8 @@ class ReplicaSaver(CheckpointSaver):
     def _write_back(self, step: int, shares: Sequence[Sequence[str]]) -> int:
         """Write checkpoint `step` from memory to --save; returns its size in bytes. shares: files
         that each node copies."""
-        source, target = checkpoint_folder(self.root, step), writing_folder(self.save_root, step)
+        source = checkpoint_folder(self.root, step)
+        target = writing_folder(self.save_root, step)
         names = shares[self.nodes.node_of(self.rank)]
         first_node = next(node for node, names in enumerate(shares) if names)
 
@@ -196,7 +199,8 @@ class ReplicaSaver(CheckpointSaver):
             raise SaveError(f"no copy of rollout {step} in memory: {error}") from error
 
     def _check_space(self, step: int, sizes: Sequence[int]) -> None:
-        node, ranks = self.nodes.node_of(self.rank), self.nodes.ranks
+        node = self.nodes.node_of(self.rank)
+        ranks = self.nodes.ranks
         stored = itertools.chain(*(ranks[n] for n in {node, (node - 1) % len(ranks)}))
         needed = TRAINER_BYTES + sum(sizes[rank] for rank in stored)
         self._run_guarded(step, lambda: check_space(self.root, needed, self.policy.space_remedy))
@@ -212,7 +216,8 @@ class ReplicaSaver(CheckpointSaver):
         """Send this rank's files to the next node and receive those of the previous one. Read and
         write errors are ignored here, since the other ranks expect every message; `_check_part`
         detects them."""
-        target, sources = self.nodes.target_of(self.rank), self.nodes.sources_of(self.rank)
+        target = self.nodes.target_of(self.rank)
+        sources = self.nodes.sources_of(self.rank)
         outgoing = _chunks_of(records_by_rank[self.rank]) if target is not None else []
         incoming = {rank: _chunks_of(records_by_rank[rank]) for rank in sources}
         for index in range(max(map(len, [outgoing, *incoming.values()]))):

@@ -259,7 +259,8 @@ class CheckpointSaver:
     def _remove_old(self, newest: int) -> tuple[tuple[int, ...], tuple[str, ...], int]:
         """Remove old checkpoints after `newest` is published, on rank 0. Returns (removed steps,
         notes, free bytes afterwards)."""
-        removed, notes = [], []
+        removed = []
+        notes = []
         steps = steps_to_remove(
             complete_steps(self.root),
             newest,

@@ -23,7 +23,8 @@ def overlap(first: Region, second: Region) -> tuple[tuple[slice, ...], tuple[sli
     """Where two regions overlap: slices within the first and within the second; None if nowhere."""
     slices = []
     for start, size, other_start, other_size in zip(*first, *second, strict=True):
-        low, high = max(start, other_start), min(start + size, other_start + other_size)
+        low = max(start, other_start)
+        high = min(start + size, other_start + other_size)
         if low >= high:
             return None
         slices.append(

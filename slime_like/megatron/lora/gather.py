@@ -23,7 +23,8 @@ def gather_factors(
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, full tensor) of every factor, in the network's order, on every rank. value: maps a
     parameter to the tensor to gather, e.g. its gradient."""
-    layout, gpt = network.layout, network.gpt
+    layout = network.layout
+    gpt = network.gpt
     local: dict[str, Tensor] = {}
     for adapter in network.adapters:
         local |= {factor.name: value(parameter) for factor, parameter in adapter.factors()}

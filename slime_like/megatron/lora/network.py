@@ -48,13 +48,17 @@ class LoraNetwork(TrainedNetwork):
         """total_steps: optimizer steps of the whole run. Raises ValueError naming target modules
         that the model lacks. The factors are small, so gradient reduction and parameter gathering
         are not overlapped, whatever `ddp` says."""
-        self.base, self.spec = base, spec
+        self.base = base
+        self.spec = spec
         self._exports = {}
         self.value_head = spec.value_head
-        self.config, self.gpt = base.config, base.gpt
-        self.layout, self.device = base.layout, base.device
+        self.config = base.config
+        self.gpt = base.gpt
+        self.layout = base.layout
+        self.device = base.device
         self.has_experts = base.config.num_moe_experts is not None
-        self.chunks, self.modules = base.chunks, base.modules
+        self.chunks = base.chunks
+        self.modules = base.modules
         self.targets: list[Target] = targets_of(spec, base.family, base.sizes, tied=base.tied)
         self.adapters = [
             AdapterChunk(base, index, self.targets, spec) for index in range(len(base.chunks))

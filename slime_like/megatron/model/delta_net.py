@@ -70,8 +70,10 @@ class GatedDeltaNet(MegatronModule):
         super().__init__(config=config)
         assert pg_collection is not None, "the layer passes its process groups to its attention"
         self.layer_number = layer_number
-        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
-        self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        self.tp_group = pg_collection.tp
+        self.cp_group = pg_collection.cp
+        self.key_dim = config.linear_key_head_dim
+        self.value_dim = config.linear_value_head_dim
         self.heads = config.linear_num_value_heads // config.linear_num_key_heads  # per group
         self.groups = config.linear_num_key_heads // self.tp_group.size()
         values = self.heads * self.value_dim
@@ -106,7 +108,8 @@ class GatedDeltaNet(MegatronModule):
     def _make_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Parameters besides the projections, initialised as in Mamba: A = exp(A_log) is uniform in
         [1, 16] and dt_bias is 1."""
-        heads, taps = self.groups * self.heads, self.config.linear_conv_kernel_dim
+        heads = self.groups * self.heads
+        taps = self.config.linear_conv_kernel_dim
         # the tracked generator, which differs between tensor-parallel ranks, is that of the device
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         like = {"dtype": self.config.params_dtype, "device": device}
@@ -171,7 +174,8 @@ class GatedDeltaNet(MegatronModule):
         parts = mixed.unflatten(1, (size, -1)).split([self.key_dim] * 2 + [self.widths[1]], -1)
         query, key, value = parts
         value = value.reshape(value.size(0), -1, self.value_dim)
-        a_log, bias = self.A_log[heads].to(dtype), self.dt_bias[heads].to(dtype)
+        a_log = self.A_log[heads].to(dtype)
+        bias = self.dt_bias[heads].to(dtype)
         log_decay = -a_log.exp() * F.softplus(decay.flatten(1).to(dtype) + bias)
         fla = fla_rule() if x.is_cuda and not self.config.deterministic_mode else None
         rule = delta_rule if fla is None or x.dtype != torch.bfloat16 else fla
@@ -223,7 +227,8 @@ def insert_delta_nets(
     local = transformer_impl != "transformer_engine"
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     for number, layer in enumerate(block.layer_specs):
-        parts, attention = layer.submodules, layer.submodules.self_attention
+        parts = layer.submodules
+        attention = layer.submodules.self_attention
         if local and config.layernorm_zero_centered_gamma:
             parts.input_layernorm = parts.pre_mlp_layernorm = ZeroCenteredRMSNorm
             attention.module = GatedAttention

@@ -278,7 +278,8 @@ def mark_parameters(chunk: GPTModel) -> None:
         if name.endswith(".softmax_offset"):
             parameter.tensor_model_parallel = True
         elif ".experts." in name and ".linear_fc2.bias" in name:
-            parameter.tensor_model_parallel, parameter.sequence_parallel = True, False
+            parameter.tensor_model_parallel = True
+            parameter.sequence_parallel = False
     for module in chunk.modules():
         if isinstance(module, RowParallelLinear) and module.is_expert and module.bias is not None:
             module.explicit_expert_comm = True

@@ -76,7 +76,8 @@ class PostNormLayer(TransformerLayer):
             self.post_mlp_layernorm = _norm(config)
             self.mlp_bda = _normalise_before(self.post_mlp_layernorm, self.mlp_bda)
         self.rotary_base: float | None = None  # replaces that of the model
-        size, layers = config.window_size, config.window_attn_skip_freq
+        size = config.window_size
+        layers = config.window_attn_skip_freq
         if is_layer_window_attention(size, layers, self.layer_number):
             self.rotary_base = config.window_rotary_base
 
@@ -97,7 +98,8 @@ def _norm(config: TransformerConfig) -> torch.nn.Module:
 def _angles(like: Tensor, base: float) -> Tensor:
     """Angles of a plain rotary embedding with base `base`, in the shape of `like`:
     [positions, 1, 1, d]."""
-    positions, dim = like.size(0), like.size(-1)
+    positions = like.size(0)
+    dim = like.size(-1)
     steps = torch.arange(0, dim, 2, dtype=torch.float32, device=like.device) / dim
     rows = torch.arange(positions, dtype=torch.float32, device=like.device)
     half = torch.outer(rows, 1.0 / base**steps)
@@ -131,7 +133,8 @@ class NormOfAllHeads(torch.nn.Module):
 
     def __init__(self, heads: int, dim: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
-        self.eps, self.group = eps, parallel_state.get_tensor_model_parallel_group()
+        self.eps = eps
+        self.group = parallel_state.get_tensor_model_parallel_group()
         self.weight = torch.nn.Parameter(torch.ones(heads * dim, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -167,7 +170,8 @@ def add_norms(layer: ModuleSpec, config: TransformerConfig) -> None:
         layer.module = PostNormLayer
     if config.qk_norm_of_all_heads:
         attention = layer.submodules.self_attention.submodules
-        attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
+        attention.q_layernorm = QueryNorm
+        attention.k_layernorm = KeyNorm
     if config.layernorm_zero_centered_gamma and config.transformer_impl == "local":
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = ZeroCenteredRMSNorm

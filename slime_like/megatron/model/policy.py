@@ -223,7 +223,8 @@ class LogProbHead:
         if batch.label_sets is not None:
             log_probs, entropy, label_log_probs = self.log_probs_of_sets(hidden, weight, batch)
             return TokenOutput((log_probs, entropy, *label_log_probs.unbind(1)))
-        labels, squared = batch.labels[0], self.squared_probs
+        labels = batch.labels[0]
+        squared = self.squared_probs
         columns = self._columns(hidden, weight, batch, labels, squared=squared)
         if self.top_k:
             columns += self._top_tokens(hidden, weight, batch).to(columns[0].dtype).unbind(1)

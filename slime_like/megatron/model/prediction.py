@@ -43,7 +43,8 @@ class RowsAhead:
             rows = packed.ahead[steps - 1]
         else:
             rows = ahead_rows(packed.cu_seqlens_q, steps, layout.cp_size, layout.cp_rank)
-        self._within, self._source = rows.within, rows.source
+        self._within = rows.within
+        self._source = rows.source
 
     def __call__(self, values: Tensor) -> Tensor:
         """Shift [T, ...] of this rank's rows; zero or False after the end of a sequence."""
@@ -137,7 +138,8 @@ class PredictionLayers(MegatronModule):
         """block: submodules of a one-layer block, from `prediction_block`."""
         config = copy.copy(config)
         config.hidden_dropout = config.attention_dropout = 0.0
-        config.moe_router_load_balancing_type, config.moe_aux_loss_coeff = "none", 0.0
+        config.moe_router_load_balancing_type = "none"
+        config.moe_aux_loss_coeff = 0.0
         config.moe_z_loss_coeff = None
         super().__init__(config=config)
         self.layers = torch.nn.ModuleList(
@@ -167,7 +169,8 @@ class PredictionLayers(MegatronModule):
         """
         assert self.embedding is not None
         # [T, 1, H], or this rank's [T / tp, 1, H] under sequence parallelism
-        states, outputs = hidden.detach().transpose(0, 1).contiguous(), []
+        states = hidden.detach().transpose(0, 1).contiguous()
+        outputs = []
         layer = {"rotary_pos_emb": rotary, "packed_seq_params": packed}
         tracker = tensor_parallel.get_cuda_rng_tracker()
         with tracker.fork() if self.config.sequence_parallel else nullcontext():
@@ -238,7 +241,8 @@ def prediction_of(chunks: Sequence[MegatronModule]) -> PredictionLayers | None:
 def update_embedding(chunks: Sequence[MegatronModule], layout: ParallelLayout) -> None:
     """Update the prediction layers' embedding weight, before each training pass. With pipeline
     parallelism the first stage sends it to the last, unless it is tied to the output layer."""
-    layers, last_chunk = prediction_of(chunks), unwrap_model(chunks[-1])
+    layers = prediction_of(chunks)
+    last_chunk = unwrap_model(chunks[-1])
     if layout.pp_size == 1 or last_chunk.share_embeddings_and_output_weights:
         if layers is not None:
             if last_chunk.share_embeddings_and_output_weights:

@@ -57,8 +57,10 @@ class Indexer(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
         super().__init__()
-        self.config, self.groups = config, groups
-        self.heads, self.dim = config.index_n_heads, config.index_head_dim
+        self.config = config
+        self.groups = groups
+        self.heads = config.index_n_heads
+        self.dim = config.index_head_dim
         for name, shape in {
             "wq_b": (self.heads * self.dim, config.q_lora_rank),
             "wk": (self.dim, config.hidden_size),
@@ -107,7 +109,8 @@ class Indexer(torch.nn.Module):
         """Apply the rotary embedding, by halves or interleaved, to the first dimensions of
         [T, heads, d]."""
         size = cosines.size(1)
-        rotary, rest = x[..., :size], x[..., size:]
+        rotary = x[..., :size]
+        rest = x[..., size:]
         if self.config.index_rotary_interleaved:
             rotary = torch.cat([rotary[..., 0::2], rotary[..., 1::2]], dim=-1)
         first, second = rotary.chunk(2, dim=-1)
@@ -148,7 +151,8 @@ class SparseLatentAttention(MLASelfAttention):
         assert isinstance(rows, PackedRows)
         longest = max(rows.lengths)
         if self.indexer is not None and longest > self.config.index_topk:
-            angles, scale = self.rotary_pos_emb(longest, packed_seq=True), 1.0
+            angles = self.rotary_pos_emb(longest, packed_seq=True)
+            scale = 1.0
             if self.config.rope_type == "yarn":
                 angles, scale = angles
             angles = angles[:, 0, 0]

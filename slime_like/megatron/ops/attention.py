@@ -198,7 +198,8 @@ class PackedAttention(MegatronModule):
         return out.reshape(out.size(0), -1)
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
-        indices, batch = rows.padded_indices, (len(rows.lengths), max(rows.lengths))
+        indices = rows.padded_indices
+        batch = (len(rows.lengths), max(rows.lengths))
         padded = [_Pad.apply(x, indices, batch) for x in (query, key, value)]
         return _Unpad.apply(self._sdpa(*padded), indices)
 

@@ -46,7 +46,8 @@ def places_over_ranks(cu_seqlens: Tensor, cp_size: int) -> Tensor:
     rows = torch.arange(int(bounds[-1]), device=cu_seqlens.device)
     start = bounds[:-1].repeat_interleave(lengths)
     chunk_length = (lengths // (2 * cp_size)).repeat_interleave(lengths)
-    chunk, offset = (rows - start) // chunk_length, (rows - start) % chunk_length
+    chunk = (rows - start) // chunk_length
+    offset = (rows - start) % chunk_length
     # Zig-zag: chunks c < cp and 2 * cp - 1 - c belong to rank c. Under a causal mask an early chunk
     # attends to few keys and its mirror image to many, so that all pairs cost the same; with
     # contiguous shards rank 0 would wait for the last rank.
@@ -150,7 +151,8 @@ def context_rows(cu_seqlens: Tensor, cp_size: int, cp_rank: int, *, batched: boo
             own = start // cp_size + i * length
             spans.append((own, own + length, start, start + (chunk + 1) * length))
     num_seqs = len(spans) // 2
-    queries, keys = max(b - a for a, b, _, _ in spans), max(d - c for _, _, c, d in spans)
+    queries = max(b - a for a, b, _, _ in spans)
+    keys = max(d - c for _, _, c, d in spans)
     if not batched or num_seqs == 1 or num_seqs * queries * keys > MAX_MASK_ELEMENTS:
         return ContextRows(natural, tuple(spans))
     device = cu_seqlens.device

@@ -61,7 +61,8 @@ def delta_rows(cu_seqlens: Tensor, lengths: Sequence[int], chunk: int = CHUNK) -
     by_length = sorted(range(len(lengths)), key=lambda s: -lengths[s])
     counts = [-(-lengths[s] // chunk) for s in by_length]
     steps = tuple(sum(count > j for count in counts) for j in range(counts[0]))
-    device, starts = cu_seqlens.device, cu_seqlens[:-1].long()
+    device = cu_seqlens.device
+    starts = cu_seqlens[:-1].long()
     order = torch.tensor(by_length, device=device)
     rank = torch.cat([order[:n] for n in steps])  # [N]: the sequence of each chunk
     number = torch.repeat_interleave(
@@ -121,7 +122,8 @@ def delta_rule(
     later = torch.ones(q.size(2), q.size(2), dtype=torch.bool, device=q.device).triu(1)
     # decay between two tokens of a chunk; exp of a difference, which cannot overflow
     between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(later, -torch.inf).exp()
-    since_start, to_end = decay.exp().unsqueeze(-1), (decay[..., -1:] - decay).exp().unsqueeze(-1)
+    since_start = decay.exp().unsqueeze(-1)
+    to_end = (decay[..., -1:] - decay).exp().unsqueeze(-1)
     k_rate = k * b.unsqueeze(-1)
     system = (k_rate @ k.mT) * between  # its diagonal is taken as 1
     solved = torch.linalg.solve_triangular(
@@ -131,7 +133,9 @@ def delta_rule(
         unitriangular=True,
     )
     writes, reads = solved.split([v.size(-1), k.size(-1)], -1)
-    scores, q, k_end = (q @ k.mT) * between, q * since_start, (k * to_end).mT
+    scores = (q @ k.mT) * between
+    q = q * since_start
+    k_end = (k * to_end).mT
     chunk_decay = since_start[..., -1:, :]
     out = _scan_chunks(writes, reads, scores, q, k_end, chunk_decay, rows.steps)
     return out.transpose(1, 2).flatten(0, 1)[rows.scatter].to(value.dtype)

@@ -80,7 +80,8 @@ class Projection:
     def blocks(self, workspace: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
         """Compute the scaled logits of a block. Returns them and a scratch block of the same shape,
         both views of the workspace."""
-        hidden, weight = self.hidden[rows], self.weight[columns]
+        hidden = self.hidden[rows]
+        weight = self.weight[columns]
         shape = (hidden.size(0), weight.size(0))
         logits, scratch = (half[: shape[0] * shape[1]].view(shape) for half in workspace)
         if weight.dtype == self.dtype:
@@ -303,7 +304,8 @@ class _Gradients:
         if self.weight is None:
             return
         if self.weight_sum is None:
-            target, beta = self.weight[columns], 0 if rows.start == 0 else 1
+            target = self.weight[columns]
+            beta = 0 if rows.start == 0 else 1
             torch.addmm(target, logit_grads.t(), head.hidden[rows], beta=beta, out=target)
             return
         total = self.weight_sum[: columns.stop - columns.start]
@@ -313,7 +315,8 @@ class _Gradients:
             self.weight[columns] = total.to(self.weight.dtype)
 
     def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        hidden, bias = self.hidden, self.bias
+        hidden = self.hidden
+        bias = self.bias
         if hidden is not None:
             hidden = hidden.to(self.head.hidden.dtype)
         if bias is not None and self.head.bias is not None:

@@ -206,7 +206,8 @@ class PackedRouter(TopKRouter):
     ) -> tuple[Tensor, Tensor]:
         """Select experts: replayed ones where given, otherwise those of `default`, megatron-core's
         top-k. Returns (scores, experts), [t, topk] each."""
-        current, rows = self._pass, self._rows
+        current = self._pass
+        rows = self._rows
         values, selected = default(scores, *arguments)
         if current is None or rows is None:
             return values, selected

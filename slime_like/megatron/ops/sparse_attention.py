@@ -116,9 +116,11 @@ def select_keys(
     Returns:
         [F, topk] int32, relative to the first key of the query's sequence.
     """
-    selected, at = [queries.new_empty(0, topk, dtype=torch.int32)], 0
+    selected = [queries.new_empty(0, topk, dtype=torch.int32)]
+    at = 0
     for first, last, key_first, key_last in pieces(far, queries.size(1)):
-        count, num_keys = last - first, key_last - key_first
+        count = last - first
+        num_keys = key_last - key_first
         piece = slice(at, at + count)
         scores = index_scores(queries[piece], weights[piece], keys[key_first:key_last])
         later = torch.ones_like(scores, dtype=torch.bool).triu(num_keys - count + 1)
@@ -157,11 +159,14 @@ def sparse_attention(
     Returns:
         [T / cp, heads, dv].
     """
-    outputs, at, topk = [], 0, selected.size(1)
+    outputs = []
+    at = 0
+    topk = selected.size(1)
     for span in spans_of(rows):
         (first, last, key_first, key_last), far = near_and_far(span, topk)
         if first < last:
-            span_keys, span_values = keys[key_first:key_last], values[key_first:key_last]
+            span_keys = keys[key_first:key_last]
+            span_values = values[key_first:key_last]
             outputs.append(_attend_all(query[first:last], span_keys, span_values, attend))
         for first, last, key_first, key_last in pieces([far], query.size(1)):
             inputs = (query[first:last], keys[key_first:key_last], values[key_first:key_last])

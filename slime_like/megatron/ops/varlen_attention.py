@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 CAUSAL = (-1, 0)  # window of a query: tokens before and after its own; -1: all
 MAX_HEAD_DIM = 256
 # consumer GPUs have too little shared memory for the backward pass of wider heads
-SMALL_CHIPS, MAX_HEAD_DIM_SMALL = ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1)), 192
+SMALL_CHIPS = ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1))
+MAX_HEAD_DIM_SMALL = 192
 # torch 2.11 supports grouped-query attention without this parameter
 SHARED_KEYS: dict[str, object] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}

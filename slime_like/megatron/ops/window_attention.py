@@ -40,7 +40,8 @@ class WindowAttention(PackedAttention):
         super().__init__(config, layer_number, attn_mask_type, attention_type, **settings)
         groups = settings.get("pg_collection")
         self.tp_group = None if groups is None else groups.tp
-        size, layers = config.window_size, config.window_attn_skip_freq
+        size = config.window_size
+        layers = config.window_attn_skip_freq
         # how many tokens before its own a query attends to; None: all
         self.before: int | None = None
         if size is not None and is_layer_window_attention(size, layers, layer_number):
@@ -57,10 +58,13 @@ class WindowAttention(PackedAttention):
         the last of the keys' positions, or a bool mask in which each query attends to a prefix of
         the keys."""
         by_position = mask is None or isinstance(mask, CausalBias)
-        queries, keys = query.size(1), key.size(1)
+        queries = query.size(1)
+        keys = key.size(1)
         if by_position and self.before is not None and keys - queries > self.before:
             skipped = keys - queries - self.before  # keys that no query attends to
-            key, value, keys = key[:, skipped:], value[:, skipped:], keys - skipped
+            key = key[:, skipped:]
+            value = value[:, skipped:]
+            keys = keys - skipped
         within = self.before is None or keys <= self.before + 1
         if by_position and within and self.softmax_offset is None:
             return super()._sdpa(query, key, value, mask)

@@ -19,7 +19,9 @@ COLUMNS = (
 )
 MOST_ROWS = 16
 LONGEST = 2000  # characters per text
-ALL_UNTIL, THEN_EACH = 10, 10  # rollouts that have a table
+# rollouts that have a table
+ALL_UNTIL = 10
+THEN_EACH = 10
 Rows = list[list[object]]
 
 

@@ -17,7 +17,8 @@ class WandbTracker:
     def __init__(self, context: TrackerContext) -> None:
         import wandb
 
-        self._wandb, flags = wandb, context.settings
+        self._wandb = wandb
+        flags = context.settings
         if flags.wandb_key is not None and flags.wandb_mode in (None, "online"):
             wandb.login(key=flags.wandb_key, host=flags.wandb_host)
         run_id = (

@@ -175,7 +175,8 @@ class BroadcastTransport(WeightTransport):
     def _abandon(self) -> None:
         for group in self._groups.values():
             group.abandon()
-        self._groups, self._members = {}, []
+        self._groups = {}
+        self._members = []
 
     def _new_rendezvous(
         self, workers: Sequence[Worker], senders: Collection[int]
@@ -185,7 +186,8 @@ class BroadcastTransport(WeightTransport):
         if self._groups.keys() == set(senders) and members == self._members:
             return None
         self._abandon()
-        self._name, self._members = self._new_name(), members
+        self._name = self._new_name()
+        self._members = members
         self._rendezvous = self._rendezvous_for(workers)
         return self._rendezvous
 

@@ -20,7 +20,8 @@ from slime_like.weight_sync.transports.process_group import POLL_S, BroadcastFai
 from slime_like.weights.gather import WeightStream
 
 FAILURE_POLL_S = 0.05  # polling interval of the failure signal
-GO, STOP = "go", "stop"
+GO = "go"
+STOP = "stop"
 LONGEST = timedelta(days=1)  # rank 0 enforces the time limit; if rank 0 dies, its store dies too
 
 

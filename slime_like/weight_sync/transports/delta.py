@@ -63,12 +63,14 @@ class DeltaTransport(WeightTransport):
             fresh=self._broken,
             full=full,
         )
-        self._broken, self._latest = True, None
+        self._broken = True
+        self._latest = None
         if ranks.multiple_senders:
             update = publication.write(ranks.order(publication))
         else:
             update = publication.write_alone(ranks.gathered())
-        self._broken, self.moved_bytes = False, update.nbytes
+        self._broken = False
+        self.moved_bytes = update.nbytes
         self._full = number if full else self._full
         if any(is_here(worker) for worker in self.servers.pool.workers):
             self._local.update_to(number)

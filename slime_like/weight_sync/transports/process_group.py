@@ -137,13 +137,17 @@ class BroadcastGroup:
         sends_here: bool = True,
         stopped: Callable[[], None] = lambda: None,
     ) -> None:
-        self._name, self._calls, self._device = name, list(calls), device
-        self._timeout_s, self._stopped = rendezvous.timeout_s, stopped
+        self._name = name
+        self._calls = list(calls)
+        self._device = device
+        self._timeout_s = rendezvous.timeout_s
+        self._stopped = stopped
         self._threads = ThreadPoolExecutor(
             max_workers=len(calls) + 1, thread_name_prefix="weight-update"
         )
         self._member: Member | None = None
-        world, backend = 1 + sum(sizes), backend_of(device)
+        world = 1 + sum(sizes)
+        backend = backend_of(device)
         where = f"joining the group at {rendezvous.address}:{rendezvous.port}"
         common = {
             "master_address": rendezvous.address,

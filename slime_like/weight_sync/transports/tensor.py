@@ -158,9 +158,12 @@ def tensor_update(bucket: Bucket, flat: Tensor, version: int, ranks: int) -> dic
     metadata: list[SimpleNamespace] = []
     start = 0
     for tensor in bucket.tensors:
-        end, numel = start + tensor.nbytes, tensor.nbytes
+        end = start + tensor.nbytes
+        numel = tensor.nbytes
         entry = SimpleNamespace(name=tensor.name, shape=tensor.shape, dtype=tensor.dtype)
-        entry.start_idx, entry.end_idx, entry.numel = start, end, numel
+        entry.start_idx = start
+        entry.end_idx = end
+        entry.numel = numel
         metadata.append(entry)
         start = end
     content = {"flattened_tensor": flat, "metadata": metadata}

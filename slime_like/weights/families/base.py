@@ -13,8 +13,10 @@ from slime_like.registry import Registry
 from slime_like.weights import mappings
 
 # Prefixes of names in megatron-core and in most Hugging Face files.
-ATTENTION, HF_ATTENTION = "decoder.layers.{layer}.self_attention", "model.layers.{layer}.self_attn"
-MLP, HF_MLP = "decoder.layers.{layer}.mlp", "model.layers.{layer}.mlp"
+ATTENTION = "decoder.layers.{layer}.self_attention"
+HF_ATTENTION = "model.layers.{layer}.self_attn"
+MLP = "decoder.layers.{layer}.mlp"
+HF_MLP = "model.layers.{layer}.mlp"
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 LM_HEAD = "lm_head.weight"  # the Hugging Face name

@@ -22,7 +22,8 @@ from slime_like.weights.mappings import Mapping, Replicated, ReplicatedRows
 SIZES = ("index_topk", "index_n_heads", "index_head_dim")
 SHARING = ("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
 KINDS = {"F": "full", "S": "shared"}  # letters of `index_topk_pattern`
-INDEXER, HF_INDEXER = f"{ATTENTION}.indexer", f"{HF_ATTENTION}.indexer"
+INDEXER = f"{ATTENTION}.indexer"
+HF_INDEXER = f"{HF_ATTENTION}.indexer"
 INDEXER_PARAMETERS: dict[str, Mapping] = {
     f"{INDEXER}.wq_b": ReplicatedRows(f"{HF_INDEXER}.wq_b.weight", "index_query", "q_latent"),
     f"{INDEXER}.wk": ReplicatedRows(f"{HF_INDEXER}.wk.weight", "index_dim"),

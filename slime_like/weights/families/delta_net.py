@@ -51,7 +51,8 @@ def quarter_rotary(reader: ConfigReader) -> float:
 def delta_settings(reader: ConfigReader) -> dict[str, object]:
     """Fields of TransformerConfig. Reports unsupported settings to the reader."""
     sizes = {key: reader.number(key) for key in SIZES}
-    groups, heads = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]
+    groups = sizes["linear_num_key_heads"]
+    heads = sizes["linear_num_value_heads"]
     if heads % groups:
         reader.refuse(
             f"linear_num_key_heads {groups} does not divide linear_num_value_heads {heads}"

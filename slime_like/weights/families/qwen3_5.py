@@ -47,9 +47,15 @@ EXPERTS = dataclasses.replace(
 # settings of the multi-token prediction layer and of images
 UNUSED = frozenset(
     {
-        *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "output_gate_type"),
-        *("vision_config", "language_model_only", "image_token_id", "video_token_id"),
-        *("vision_start_token_id", "vision_end_token_id"),
+        "mtp_num_hidden_layers",
+        "mtp_use_dedicated_embeddings",
+        "output_gate_type",
+        "vision_config",
+        "language_model_only",
+        "image_token_id",
+        "video_token_id",
+        "vision_start_token_id",
+        "vision_end_token_id",
     }
 )
 VISION = {

@@ -12,11 +12,23 @@ from slime_like.weights.families.experts import (
 from slime_like.weights.mappings import Mapping, Replicated
 
 EXPERT_KEYS = WITHOUT_EFFECT | {
-    *("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"),
-    *("scoring_func", "topk_method", "moe_layer_freq", "aux_loss_alpha"),
-    *("n_routed_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
-    *("n_shared_experts", "first_k_dense_replace", "mlp_layer_types"),
-    *("num_nextn_predict_layers", "num_mtp_layers"),
+    "n_group",
+    "topk_group",
+    "norm_topk_prob",
+    "routed_scaling_factor",
+    "scoring_func",
+    "topk_method",
+    "moe_layer_freq",
+    "aux_loss_alpha",
+    "n_routed_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "n_shared_experts",
+    "first_k_dense_replace",
+    "mlp_layer_types",
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
 }
 EXPERTS_REQUIRED = ("n_routed_experts", "num_experts_per_tok")
 FIXED = {
@@ -40,8 +52,10 @@ EXPERT_PARAMETERS: dict[str, Mapping] = {
 def sigmoid_experts(reader: ConfigReader) -> dict[str, object]:
     """Expert fields of TransformerConfig. Reports unsupported settings to the reader."""
     require_values(reader, FIXED)
-    experts, topk = reader.number("n_routed_experts"), reader.number("num_experts_per_tok")
-    groups, chosen = reader.number("n_group", default=1), reader.number("topk_group", default=1)
+    experts = reader.number("n_routed_experts")
+    topk = reader.number("num_experts_per_tok")
+    groups = reader.number("n_group", default=1)
+    chosen = reader.number("topk_group", default=1)
     limited = chosen < groups
     if limited and (experts % groups or topk % chosen or topk // chosen != 2):
         reader.refuse(
@@ -54,7 +68,8 @@ def sigmoid_experts(reader: ConfigReader) -> dict[str, object]:
             "num_experts_per_tok 1 is not supported: megatron-core does not renormalise a single "
             "weight"
         )
-    layers, dense = reader.number("num_hidden_layers"), _dense_layers(reader)
+    layers = reader.number("num_hidden_layers")
+    dense = _dense_layers(reader)
     if dense >= layers:
         reader.refuse(f"first_k_dense_replace {dense} leaves no layer with experts")
     ffn = reader.number("moe_intermediate_size")
