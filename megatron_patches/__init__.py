@@ -6,8 +6,9 @@
 megatron-core assumes a CUDA device and, in places, Transformer Engine. Each patch removes one such
 assumption or fixes one bug. It has its own file, which documents the target, the reason and the
 affected versions, and it is applied only where its condition holds: with CUDA and Transformer
-Engine, only `torch_norm_sp`, `mla_tp_grads`, `mla_no_q_norm`, `rope_thd`, `offload_ckpt` and
-`safe_checkpoints` remain. All patches verify their targets before the first one changes anything.
+Engine, only `torch_norm_sp`, `mla_tp_grads`, `mla_no_q_norm`, `rope_thd`, `known_shapes`,
+`offload_ckpt` and `safe_checkpoints` remain. All patches verify their targets before the first one
+changes anything.
 Importing this package imports neither torch nor megatron-core.
 """
 
@@ -30,8 +31,10 @@ ORDER = (
     "mla_tp_grads",
     "mla_no_q_norm",
     "rope_thd",
+    "known_shapes",
     "moe_split_sizes",
     "gloo_uneven",
+    "torch_norms",
     "precision_adam",
     "offload_on_cpu",
     "torch_adam_ckpt",

@@ -2,18 +2,15 @@
 Transformer Engine.
 
 Target    optimizer: _get_megatron_optimizer_based_on_param_groups and its is_te_min_version;
-          optimizer.clip_grads: l2_norm_impl; optimizer.distrib_optimizer:
-          DistributedOptimizer._copy_model_params_to_main_params.
+          optimizer.distrib_optimizer: DistributedOptimizer._copy_model_params_to_main_params.
 Why       megatron-core passes this optimizer the bf16 model parameters, with gradients in
           `decoupled_grad`, and lets it own the moments and the fp32 main parameters. It supports
           only Transformer Engine's FusedAdam for this.
 Without   torch's Adam rejects the arguments, and without Transformer Engine the check of its
-          version raises TypeError. Two faults would be silent: torch rounds the norm of a bf16
-          gradient to bf16; and after model weights are overwritten, the main parameters in the
-          optimizer keep the old values, which the next step writes back.
+          version raises TypeError. One fault would be silent: after model weights are overwritten,
+          the main parameters in the optimizer keep the old values, which the next step writes back.
 How       `PrecisionAwareAdam` has FusedAdam's interface, and everything else, including
-          checkpoints, is megatron-core's own code. The norm is replaced when the first such
-          optimizer is built.
+          checkpoints, is megatron-core's own code.
 When      Neither Transformer Engine nor Apex.
 Versions  megatron-core 0.16.1 to 0.19. (arguments/megatron_configs.py handles OptimizerConfig's own
           check for Transformer Engine.)
@@ -22,7 +19,7 @@ Versions  megatron-core 0.16.1 to 0.19. (arguments/megatron_configs.py handles O
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +40,6 @@ NAMES = (
     "optimizer:is_te_min_version",
     "optimizer:Adam",
     "optimizer:USING_PYTORCH_OPTIMIZER",
-    "optimizer.clip_grads:l2_norm_impl",
 )
 # elements per block: bounds the temporary fp32 copies of bf16 state (4 bytes per element)
 CHUNK = 1 << 20
@@ -176,16 +172,13 @@ def check() -> None:
 
 def install() -> None:
     optimizer = find(NAME, "optimizer")
-    clip_grads = find(NAME, "optimizer.clip_grads")
     original_build = find(NAME, BUILD)
     original_reload = find(NAME, RELOAD)
-    original_norm = clip_grads.l2_norm_impl
 
     @functools.wraps(original_build)
     def build(config: OptimizerConfig, *args: object, **kwargs: object) -> MegatronOptimizer:
         if not config.use_precision_aware_optimizer or config.optimizer_cpu_offload:
             return original_build(config, *args, **kwargs)
-        clip_grads.l2_norm_impl = norm
         kept = optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER
         optimizer.Adam = PrecisionAwareAdam
         optimizer.USING_PYTORCH_OPTIMIZER = False
@@ -200,24 +193,9 @@ def install() -> None:
         if isinstance(self.optimizer, PrecisionAwareAdam):
             self.optimizer.restart_main_parameters()
 
-    def norm(
-        chunk_size: int, no_op: object, lists: Sequence[Sequence[Tensor]], *args: object
-    ) -> object:
-        # rounding the norm to bf16 would cost up to 0.4 %
-        norms = [list(map(_norm_in_fp32, tensors)) for tensors in lists]
-        return original_norm(chunk_size, no_op, norms, *args)
-
     optimizer.is_te_min_version = lambda *version, **how: False
     setattr(optimizer, BUILD.rpartition(":")[2], build)
     find(NAME, RELOAD.rpartition(".")[0])._copy_model_params_to_main_params = reload
-
-
-def _norm_in_fp32(gradient: Tensor) -> Tensor:
-    """A tensor of the same norm: for a bf16 gradient its fp32 norm as a scalar, otherwise the
-    gradient itself."""
-    if gradient.dtype == torch.bfloat16:
-        return torch.linalg.vector_norm(gradient, dtype=torch.float32)
-    return gradient
 
 
 PATCH = Patch(NAME, TORCH_ADAM, check, install)

@@ -19,8 +19,10 @@ from types import SimpleNamespace
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from megatron_patches.known_shapes import known_shapes
 from megatron_patches.patch import VERSIONS
 from slime_like.megatron.ops.attention import rows_of_pass
 from slime_like.megatron.parallel_layout import ParallelLayout
@@ -129,18 +131,23 @@ def run_schedule(
     """Run all micro-batches through Megatron's schedule. Returns the outputs of `compute` per
     micro-batch on the last pipeline stage, an empty list on others.
 
-    Lengths may differ between micro-batches: with `variable_seq_lengths` pipeline stages exchange
-    shapes. The interleaved schedule needs equal lengths (see `packing.pack_all`).
+    Lengths may differ between micro-batches: with `variable_seq_lengths` each pipeline stage knows
+    the shapes of all. The interleaved schedule needs equal lengths (see `packing.pack_all`).
     """
     scale = None if forward_only else gradient_scale(layout, len(micro_batches))
     iterators = [iter(micro_batches) for _ in chunks]
-    return get_forward_backward_func()(
-        forward_step_func=forward_step(compute, scale),
-        data_iterator=iterators if len(chunks) > 1 else iterators[0],
-        model=list(chunks) if len(chunks) > 1 else chunks[0],
-        num_microbatches=len(micro_batches),
-        seq_length=max(int(b.tokens.numel()) for b in micro_batches) * layout.cp_size,
-        micro_batch_size=1,
-        forward_only=forward_only,
-        collect_non_loss_data=forward_only,
-    )
+    config = get_model_config(chunks[0])
+    share = layout.tp_size if config.sequence_parallel else 1
+    rows = [int(batch.tokens.numel()) for batch in micro_batches]
+    with known_shapes([(count // share, 1, config.hidden_size) for count in rows]):
+        outputs: list[TokenOutput] = get_forward_backward_func()(
+            forward_step_func=forward_step(compute, scale),
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
+            model=list(chunks) if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(micro_batches),
+            seq_length=max(rows) * layout.cp_size,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+    return outputs

@@ -168,7 +168,7 @@ def replay_disagreement(chunks: Sequence[MegatronModule]) -> float:
     chosen other experts than the replayed ones; NaN without replay. Collective over all ranks."""
     counts = torch.zeros(2, dtype=torch.float64, device=next(chunks[0].parameters()).device)
     for router in decoder_routers(chunks):
-        counts += torch.tensor(router.disagreement, dtype=torch.float64, device=counts.device)
+        counts += router.disagreement
     dist.all_reduce(counts)
     differing, compared = counts.tolist()
     return differing / compared if compared else float("nan")
@@ -201,9 +201,10 @@ def routing_metrics(
             losses[:, column] = entry["values"] if RECORDS_IN_DICT else entry.values
     for router in routers:
         layer = router.layer_number - 1
-        disagreements[layer] = torch.tensor(router.disagreement, dtype=torch.float64)
+        disagreements[layer] = router.disagreement
         loads[layer] = router.load
     dist.all_reduce(table)
+    losses, disagreements, loads = table.cpu().split(columns, dim=1)  # the only wait
     # each rank has a partial sum of a loss, or (z-loss) a mean over its rows; the global loss is
     # also summed over data-parallel ranks
     num_terms = {

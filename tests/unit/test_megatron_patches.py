@@ -114,8 +114,8 @@ def test_one_applies_on_a_machine_with_cuda_and_transformer_engine(
     )
     monkeypatch.setattr(megatron_patches, "_installed", {})
     report = megatron_patches.apply()
-    always = ["torch_norm_sp", "mla_tp_grads", "mla_no_q_norm", "rope_thd", "offload_ckpt"]
-    always.append("safe_checkpoints")
+    always = ["torch_norm_sp", "mla_tp_grads", "mla_no_q_norm", "rope_thd", "known_shapes"]
+    always += ["offload_ckpt", "safe_checkpoints"]
     always = [name for name in always if name not in NOT_NEEDED]
     assert [entry.name for entry in report.applied] == always
     assert [entry.name for entry in report.skipped] == [
@@ -145,6 +145,8 @@ def test_on_cuda_without_transformer_engine_only_the_other_patches_are_due(
             "mla_tp_grads",
             "mla_no_q_norm",
             "rope_thd",
+            "known_shapes",
+            "torch_norms",
             "precision_adam",
             "torch_adam_ckpt",
             "offload_ckpt",
@@ -214,7 +216,9 @@ TARGETS = [
     ("gloo_uneven", "tensor_parallel.mappings", "_reduce_scatter_along_first_dim"),
     ("precision_adam", "optimizer", "is_te_min_version"),
     ("precision_adam", "optimizer", "_get_megatron_optimizer_based_on_param_groups"),
-    ("precision_adam", "optimizer.clip_grads", "l2_norm_impl"),
+    ("torch_norms", "optimizer.clip_grads", "l2_norm_impl"),
+    ("torch_norms", "optimizer.clip_grads", "multi_tensor_scale_impl"),
+    ("known_shapes", "pipeline_parallel.p2p_communication", "P2PCommunicator._communicate_shapes"),
     (
         "precision_adam",
         "optimizer.distrib_optimizer",

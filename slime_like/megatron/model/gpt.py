@@ -261,9 +261,10 @@ def set_latent_epsilon(chunk: GPTModel) -> None:
 def _scale_embedding(
     module: torch.nn.Module, inputs: object, embedded: torch.Tensor
 ) -> torch.Tensor:
-    """Scale embeddings in their dtype; transformers rounds the scale to it too."""
+    """Scale embeddings in their dtype; transformers rounds the scale to it too. A scalar of the
+    host is an argument of the kernel and not copied."""
     scale = module.config.embedding_scale  # type: ignore[union-attr]
-    return embedded * torch.tensor(scale, dtype=embedded.dtype, device=embedded.device)
+    return embedded * torch.tensor(scale, dtype=embedded.dtype)
 
 
 def mark_parameters(chunk: GPTModel) -> None:

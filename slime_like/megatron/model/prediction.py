@@ -53,8 +53,8 @@ class RowsAhead:
             dist.all_gather_into_tensor(_bytes(gathered), _bytes(values), group=self._group)
             values = gathered
         shifted = values[self._source]
-        shifted[~self._within] = 0
-        return shifted
+        beyond = ~self._within.view(-1, *(1 for _ in shifted.shape[1:]))
+        return shifted.masked_fill_(beyond, 0)
 
 
 def _bytes(values: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ class PredictionLayers(MegatronModule):
         local = tokens - layout.tp_rank * size
         is_local = (local >= 0) & (local < size)
         embedded = self.embedding[torch.where(is_local, local, 0)]
-        embedded[~is_local] = 0
+        embedded.masked_fill_(~is_local.unsqueeze(1), 0)
         if layout.tp_size > 1:
             dist.all_reduce(embedded, group=layout.tp_group)
         if self.config.sequence_parallel:

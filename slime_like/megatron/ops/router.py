@@ -44,12 +44,12 @@ class _Pass:
     rows: Sequence[RoutedRows]
     slot: int  # index of this router among the rank's routers
     record: bool
+    # [2] float64: replayed tokens for which the router would have selected other experts, and all
+    # replayed tokens; on the device, so that nothing waits for it
+    disagreement: Tensor
     started: int = 0  # number of micro-batches with a forward call so far
     to_recompute: deque[int] = field(default_factory=deque)
     recorded: list[Tensor] = field(default_factory=list)  # [t, topk] per micro-batch
-    # tokens for which the router would have selected other experts than the replayed ones
-    differing: int = 0
-    compared: int = 0
 
 
 class PackedRouter(TopKRouter):
@@ -69,7 +69,7 @@ class PackedRouter(TopKRouter):
     def begin(self, rows: Sequence[RoutedRows], *, slot: int, record: bool) -> None:
         """Start a pass over micro-batches; it lasts until the next `begin`. slot: index of this
         router in `RoutedRows.routed_experts`. record: keep the selected experts."""
-        self._pass = _Pass(rows, slot, record)
+        self._pass = _Pass(rows, slot, record, self._no_disagreement())
         self.load.zero_()
 
     @property
@@ -79,10 +79,13 @@ class PackedRouter(TopKRouter):
         return self._pass.recorded
 
     @property
-    def disagreement(self) -> tuple[int, int]:
-        """(tokens for which the router would have selected other experts than the replayed ones,
-        replayed tokens) of the pass."""
-        return (0, 0) if self._pass is None else (self._pass.differing, self._pass.compared)
+    def disagreement(self) -> Tensor:
+        """[2] float64, of the pass: replayed tokens for which the router would have selected other
+        experts, and all replayed tokens."""
+        return self._no_disagreement() if self._pass is None else self._pass.disagreement
+
+    def _no_disagreement(self) -> Tensor:
+        return torch.zeros(2, dtype=torch.float64, device=self.load.device)
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if self._pass is None:
@@ -220,8 +223,8 @@ class PackedRouter(TopKRouter):
         experts = torch.where(replayed.unsqueeze(1), routed_experts, selected)
         if self._first_call:
             differs = (experts.sort(dim=1).values != selected.sort(dim=1).values).any(dim=1)
-            current.differing += int((differs & replayed).sum())
-            current.compared += int(replayed.sum())
+            counts = torch.stack([(differs & replayed).sum(), replayed.sum()])
+            current.disagreement += counts.double()
         return scores.gather(1, experts), experts
 
 
