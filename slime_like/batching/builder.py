@@ -43,7 +43,6 @@ from slime_like.megatron.backend import LogProbOutput, MegatronBackend
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.metrics.progress import Progress
 from slime_like.samples.index import AnySample
-from slime_like.samples.masking import mask_failed
 from slime_like.types import TrainBatch, TrainSample
 
 if TYPE_CHECKING:
@@ -120,12 +119,14 @@ class BatchBuilder:
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.guards.load_state_dict(state)
 
-    def deliver_early(self, samples: Sequence[AnySample], group: dist.ProcessGroup | None) -> None:
+    def deliver_early(
+        self, rollout_id: int, samples: Sequence[AnySample], group: dist.ProcessGroup | None
+    ) -> None:
         """Send a prefetched rollout's samples to the ranks that will train on them, over `group`;
-        called in the sampling thread. A rollout with failed or branched samples is delivered later,
-        because the trainer assigns those differently."""
-        if all(mask_failed(s) is s and not s.num_branches for s in samples):
-            self._delivery.deliver_early(samples, group)
+        called in the sampling thread. A rollout with branched samples is delivered later, because
+        the trainer splits those first."""
+        if not any(sample.num_branches for sample in samples):
+            self._delivery.deliver_early(rollout_id, samples, group)
 
     def build_supervised(self, samples: Sequence[AnySample]) -> tuple[Batches, dict[str, float]]:
         """Batches for supervised samples, with reference log-probs if the loss needs them."""
@@ -148,11 +149,11 @@ class BatchBuilder:
         return Batches(map_steps(rollout.steps, with_inputs), []), metrics
 
     def build(
-        self, samples: Sequence[AnySample], weight_version: int
+        self, samples: Sequence[AnySample], weight_version: int, *, rollout_id: int | None = None
     ) -> tuple[Batches, dict[str, float]]:
         """Batches and metrics of a rollout. weight_version: version of the policy before the
-        update."""
-        rollout = self._deliver(samples)
+        update. rollout_id: of `deliver_early`."""
+        rollout = self._deliver(samples, rollout_id)
         if self.settings.replays_rollout:
             steps = [self.backend.with_experts_of_stage(step) for step in rollout.steps]
             rollout = dataclasses.replace(rollout, steps=steps)
@@ -233,12 +234,12 @@ class BatchBuilder:
             return None
         return token_kl(algorithm.kl_loss_type or "k1", scores.old_log_probs, scores.ref, masks)
 
-    def _deliver(self, samples: Sequence[AnySample]) -> Rollout:
+    def _deliver(self, samples: Sequence[AnySample], rollout_id: int | None = None) -> Rollout:
         """Assign samples to data-parallel ranks and deliver them."""
         self._warn_of_long_sequences(samples)
         with self.progress.phase("balance") if self.plan.linear_cost is not None else nullcontext():
             assignment = self.plan.assign(samples)
-        delivered = self._delivery.deliver(samples, assignment)
+        delivered = self._delivery.deliver(samples, assignment, rollout_id)
         steps = self._steps(self.plan, delivered, assignment)
         return Rollout(samples, delivered, assignment, steps)
 

@@ -49,33 +49,42 @@ class SampleDelivery:
         self._plans = [(plan, gather(plan.dp_rank)) for plan in plans]
         self._replays_rollout = replays_rollout
         self._buffer_size = buffer_size
-        # keyed by id() of the first sample: a rollout's samples, and the delivered ones
+        # by rollout id: the samples of a prefetched rollout before and after delivery
         self._early: dict[int, tuple[Sequence[AnySample], list[AnySample]]] = {}
 
-    def deliver_early(self, samples: Sequence[AnySample], group: dist.ProcessGroup | None) -> None:
+    def deliver_early(
+        self, rollout_id: int, samples: Sequence[AnySample], group: dist.ProcessGroup | None
+    ) -> None:
         """Deliver a prefetched rollout; a later `deliver` of the same samples returns the result.
 
         Args:
             group: Process group of all ranks, if the default group is in use by another thread.
         """
         delivered = self._exchange(samples, self._policy_plan.assign(samples), group)
-        self._early[id(samples[0])] = (samples, delivered)
+        self._early[rollout_id] = (samples, delivered)
 
     def deliver(
-        self, samples: Sequence[AnySample], assignment: DataParallelAssignment
+        self,
+        samples: Sequence[AnySample],
+        assignment: DataParallelAssignment,
+        rollout_id: int | None = None,
     ) -> list[AnySample]:
         """Exchange samples so that each rank holds those that it trains on.
 
         Args:
             samples: All samples of the rollout.
             assignment: The policy's.
+            rollout_id: The id under which they may have been delivered early. Samples that were
+                changed since then, on any rank, are exchanged again.
 
         Raises:
             ValueError: On all ranks; see `with_routed_experts`.
         """
-        early, delivered = self._early.pop(id(samples[0]), ((), []))
-        if len(early) == len(samples) and all(map(is_, early, samples)):
-            return delivered
+        early = None if rollout_id is None else self._early.pop(rollout_id, None)
+        if early is not None:
+            before, delivered = early
+            if len(before) == len(samples) and all(map(is_, before, samples)):
+                return delivered
         return self._exchange(samples, assignment, None)
 
     def _exchange(

@@ -14,17 +14,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from slime_like.metrics.timers import SAMPLING_SECONDS
+from slime_like.rollout.generated import GeneratedRollout
 from slime_like.rollout.group_rows import groups_from_rows, groups_to_rows
+from slime_like.samples.index import AnySample
 from slime_like.types import SampleGroup
 
 if TYPE_CHECKING:
     from slime_like.checkpoints.state import AheadRow, SampledAhead, SamplingState, TrainerState
-
-
-Groups = tuple[list[SampleGroup], dict[str, float]]
 
 
 class RolloutJson:
@@ -52,19 +52,20 @@ class AsyncRolloutQueue:
 
     def __init__(
         self,
-        make: Callable[[int], Groups],
+        make: Callable[[int], GeneratedRollout],
         position: Callable[[], object],
         *,
         max_staleness: int,
         json: RolloutJson | None = None,
     ) -> None:
         self.max_staleness = max_staleness
-        # called in the thread after each rollout; collective over the same process group
-        self.deliver: Callable[[Sequence[SampleGroup]], None] | None = None
+        # called in the thread with the id of each rollout and its samples; collective over the same
+        # process group
+        self.deliver: Callable[[int, Sequence[AnySample]], None] = lambda rollout_id, samples: None
         self._make = make
         self._position = position
         self._json = json or RolloutJson()
-        self._done: dict[int, Groups] = {}
+        self._done: dict[int, GeneratedRollout] = {}
         # position before each rollout that is not taken yet
         self._positions: dict[int, object] = {}
         self._saved: dict[int, SamplingState] = {}  # the same, from a checkpoint
@@ -81,8 +82,8 @@ class AsyncRolloutQueue:
             self._allowed = max(self._allowed, last)
             self._changed.notify_all()
 
-    def take(self, step: int) -> Groups:
-        """Wait for the groups of rollout `step`; steps are taken in order. Re-raises errors of the
+    def take(self, step: int) -> GeneratedRollout:
+        """Wait for rollout `step`; steps are taken in order. Re-raises errors of the
         sampling thread."""
         with self._changed:
             if self._thread is None:
@@ -126,14 +127,14 @@ class AsyncRolloutQueue:
 
     def _ahead_row(self, step: int) -> AheadRow:
         """Serialise a rollout that is sampled but not taken."""
-        groups, metrics = self._done[step]
+        generated = self._done[step]
         before = self._saved.get(step)
         if before is None:
             before = self._json.position_to_row(self._positions[step])
         return {
             "step": step,
-            "groups": self._json.groups_to_rows(groups),
-            "metrics": {name: float(value).hex() for name, value in metrics.items()},
+            "groups": self._json.groups_to_rows(generated.groups),
+            "metrics": {name: float(value).hex() for name, value in generated.metrics.items()},
             "before": before,
         }
 
@@ -143,7 +144,8 @@ class AsyncRolloutQueue:
         for row in saved["rollouts"]:
             metrics = {name: float.fromhex(value) for name, value in row["metrics"].items()}
             step = int(row["step"])
-            self._done[step] = (self._json.groups_from_rows(row["groups"]), metrics)
+            groups = self._json.groups_from_rows(row["groups"])
+            self._done[step] = GeneratedRollout.of(groups, metrics)
             self._saved[step] = row["before"]
 
     def close(self) -> None:
@@ -163,16 +165,17 @@ class AsyncRolloutQueue:
             try:
                 position = self._position()
                 started = time.perf_counter()
-                groups, metrics = self._make(step)
-                if self.deliver is not None:
-                    self.deliver(groups)
-                metrics = metrics | {SAMPLING_SECONDS: time.perf_counter() - started}
+                generated = self._make(step)
+                self.deliver(step, generated.samples)
+                seconds = {SAMPLING_SECONDS: time.perf_counter() - started}
+                generated = replace(generated, metrics={**generated.metrics, **seconds})
             except BaseException as error:
                 with self._changed:
                     self._error = error
                     self._changed.notify_all()
                 return
             with self._changed:
-                self._done[step], self._positions[step] = (groups, metrics), position
+                self._done[step] = generated
+                self._positions[step] = position
                 self._next = step + 1
                 self._changed.notify_all()

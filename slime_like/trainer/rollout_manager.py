@@ -14,6 +14,7 @@ from slime_like.data.tokenizer import special_token_ids
 from slime_like.rollout.answer_metrics import answer_metrics
 from slime_like.rollout.async_rollout import AsyncRolloutQueue
 from slime_like.rollout.evaluate import Evaluator
+from slime_like.rollout.generated import GeneratedRollout
 from slime_like.rollout.group_rows import waiting_from_rows
 from slime_like.rollout.hooks import UserSource
 from slime_like.rollout.offline_groups import recorded_groups, supervised_groups
@@ -62,8 +63,8 @@ class RolloutManager:
         self._collector, self.buffer = make_collector(run, rollouter, source, evaluator)
         self.queue = self._make_queue()
 
-    def generate(self, step: int) -> tuple[list[SampleGroup], dict[str, float]]:
-        """The graded groups of a rollout, and metrics of their collection. step: from 0."""
+    def generate(self, step: int) -> GeneratedRollout:
+        """A graded rollout. step: from 0."""
         run = self.run_config
         self._rollout_id = step
         if run.debug.load_debug_rollout_data:
@@ -72,9 +73,9 @@ class RolloutManager:
         if self._is_sft:
             assert isinstance(self._source, PromptSource)
             prompts = self._source.next_prompts(run.rollout.rollout_batch_size)
-            return supervised_groups(run, prompts, self._tokenizer)
+            return GeneratedRollout.of(*supervised_groups(run, prompts, self._tokenizer))
         if not run.scheduling.async_rollout:
-            return self._sampled_groups(step)
+            return self._sample(step)
         assert self.queue is not None
         self.queue.allow(min(step + self.queue.max_staleness, self.num_rollouts - 1))
         return self.queue.take(step)
@@ -147,7 +148,7 @@ class RolloutManager:
         if self._rollouter is not None and self._rollouter.custom_generate is not None:
             self._rollouter.custom_generate.close()
 
-    def _sampled_groups(self, step: int) -> tuple[list[SampleGroup], dict[str, float]]:
+    def _sample(self, step: int) -> GeneratedRollout:
         """Sample and grade one rollout; runs in the sampling thread."""
         assert self._rollouter is not None and self._collector is not None
         self._rollouter.rollout_id = step
@@ -160,7 +161,7 @@ class RolloutManager:
 
     def _add_teacher(
         self, groups: list[SampleGroup], metrics: dict[str, float], group: dist.ProcessGroup | None
-    ) -> tuple[list[SampleGroup], dict[str, float]]:
+    ) -> GeneratedRollout:
         """Add log-probs of a served teacher or self-distillation prompts to the groups, and agent
         metrics to the metrics."""
         metrics = metrics | answer_metrics(groups, self._special_ids, group)
@@ -169,9 +170,9 @@ class RolloutManager:
 
             metrics = metrics | agent_metrics(groups, group)
         if self._teacher is None or self.run_config.debug.debug_rollout_only:
-            return groups, metrics
+            return GeneratedRollout.of(groups, metrics)
         groups, teacher_metrics = self._teacher.grade(groups, group)
-        return groups, metrics | teacher_metrics
+        return GeneratedRollout.of(groups, metrics | teacher_metrics)
 
     def _make_queue(self) -> AsyncRolloutQueue | None:
         """The queue that samples rollouts ahead of training with --async-rollout; without it, only
@@ -186,7 +187,7 @@ class RolloutManager:
             assert bound is not None
             max_staleness = bound
         return AsyncRolloutQueue(
-            self._sampled_groups,
+            self._sample,
             self._position,
             max_staleness=max_staleness,
             json=RankZeroJson(self._rollouter),

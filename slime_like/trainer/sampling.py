@@ -14,11 +14,12 @@ from slime_like.data.prompts import PromptSource
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.metrics.progress import Progress
 from slime_like.rollout.evaluate import make_evaluator
+from slime_like.rollout.generated import GeneratedRollout
 from slime_like.rollout.hooks import UserSource
 from slime_like.samples.index import AnySample
 from slime_like.trainer.rollout_manager import RolloutManager
 from slime_like.trainer.sampling_factory import function_evaluator, make_rollouter, make_teacher
-from slime_like.types import Prompt, SampleGroup, flatten
+from slime_like.types import Prompt
 from slime_like.weight_sync.sync import make_weight_sync
 
 if TYPE_CHECKING:
@@ -70,22 +71,23 @@ class Sampling:
         self.evaluator = function_evaluator(run, self._rollouter, evaluator, prompts)
 
     def deliver_early(
-        self, deliver: Callable[[Sequence[AnySample], dist.ProcessGroup | None], None]
+        self, deliver: Callable[[int, Sequence[AnySample], dist.ProcessGroup | None], None]
     ) -> None:
         """Deliver prefetched rollouts to the ranks that train on them from the sampling thread.
-        deliver: called with all samples of a rollout and a process group of all ranks."""
+        deliver: called with the id of a rollout, all of its samples, and a process group of all
+        ranks."""
         queue = self.rollout_manager.queue
         rollouter = self._rollouter
         if queue is not None and rollouter is not None:
-            queue.deliver = lambda groups: deliver(flatten(groups), rollouter.group)
+            queue.deliver = lambda step, samples: deliver(step, samples, rollouter.group)
 
     def sync_weights(self, version: int) -> None:
         """Sync policy weights to the engine, if there is one and it has another version."""
         if self._weights is not None:
             self._weights.sync(version)
 
-    def generate(self, step: int) -> tuple[list[SampleGroup], dict[str, float]]:
-        """The graded groups of a rollout, and metrics of their collection."""
+    def generate(self, step: int) -> GeneratedRollout:
+        """A graded rollout."""
         self._offload()
         with self._progress.phase("generate"):
             return self.rollout_manager.generate(step)

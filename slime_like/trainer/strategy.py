@@ -98,10 +98,14 @@ class ReinforcementLearning:
         check_failed(step, fraction, self._max_failed, reason)
 
     def build_batches(
-        self, builder: BatchBuilder, samples: Sequence[AnySample], weight_version: int
+        self,
+        builder: BatchBuilder,
+        step: int,
+        samples: Sequence[AnySample],
+        weight_version: int,
     ) -> tuple[Batches, dict[str, float]]:
         """The train batches of the rollout, and metrics."""
-        return builder.build(samples, weight_version)
+        return builder.build(samples, weight_version, rollout_id=step)
 
 
 class SupervisedFineTuning:
@@ -139,7 +143,11 @@ class SupervisedFineTuning:
         """Nothing to check: given answers cannot fail."""
 
     def build_batches(
-        self, builder: BatchBuilder, samples: Sequence[AnySample], weight_version: int
+        self,
+        builder: BatchBuilder,
+        step: int,
+        samples: Sequence[AnySample],
+        weight_version: int,
     ) -> tuple[Batches, dict[str, float]]:
         return builder.build_supervised(samples)
 

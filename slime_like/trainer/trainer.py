@@ -27,7 +27,7 @@ from slime_like.rollout.evaluate import Evaluator, load_prompts
 from slime_like.rollout.prompt_source import make_source
 from slime_like.samples.exchange import with_branches
 from slime_like.samples.index import AnySample
-from slime_like.samples.masking import check_sampling_masks, mask_failed
+from slime_like.samples.masking import check_sampling_masks
 from slime_like.trainer.checkpointing import RunCheckpoints
 from slime_like.trainer.factory import (
     make_batch_builder,
@@ -42,7 +42,6 @@ from slime_like.trainer.factory import (
 from slime_like.trainer.sampling import Sampling
 from slime_like.trainer.strategy import make_strategy
 from slime_like.trainer.throughput import throughput_of
-from slime_like.types import flatten
 
 if TYPE_CHECKING:
     from slime_like.checkpoints.state import TrainerState
@@ -260,7 +259,7 @@ class Trainer:
         sequences = self._sequences(samples)
         self._lengths = [(s.total_length, s.active_tokens) for s in sequences]
         batches, batch_metrics = self.strategy.build_batches(
-            self.batch_builder, sequences, self.weight_version
+            self.batch_builder, step, sequences, self.weight_version
         )
         metrics |= batch_metrics
         if run.debug.save_debug_rollout_data:
@@ -277,10 +276,10 @@ class Trainer:
         if self.hooks is not None:
             self.hooks.begin_rollout(step)
         started = time.monotonic()
-        groups, collected = self.sampling.generate(step)
-        samples = [mask_failed(sample) for sample in flatten(groups)]
+        generated = self.sampling.generate(step)
+        samples = list(generated.samples)
         check_sampling_masks(samples, wanted=run.rollout.renormalize_sampled_log_probs)
-        metrics = self.strategy.check_samples(step, samples, collected, self.weight_version)
+        metrics = self.strategy.check_samples(step, samples, generated.metrics, self.weight_version)
         seconds = time.monotonic() - started
         if self.hooks is not None and self.hooks.log_rollout(samples, metrics, seconds):
             self._hidden.add("rollout/")
@@ -290,7 +289,7 @@ class Trainer:
             from slime_like.trainer.rollout_record import record_rollout
 
             target = run.debug.save_debug_rollout_data
-            record_rollout(target, step, groups, self.layout.rank, self.tokenizer)
+            record_rollout(target, step, generated.groups, self.layout.rank, self.tokenizer)
         if self.logger is not None and self.logger.trackers is not None:
             self.logger.trackers.log_samples(step + 1, samples)
         return samples, metrics

@@ -63,7 +63,7 @@ def second_step(
             trainer.backend.objective = Objective(loss, loss.config_type(), LossTerms())
         samples = [
             mask_failed(sample)
-            for sample in flatten(trainer.sampling.rollout_manager.generate(0)[0])
+            for sample in flatten(trainer.sampling.rollout_manager.generate(0).groups)
         ]
         first, second = trainer.batch_builder.build(samples, weight_version=0)[0].policy
         trainer.backend.update(first)

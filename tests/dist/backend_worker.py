@@ -168,7 +168,7 @@ def check_non_finite(folder: str, ref: str, layout: ParallelLayout, out: str) ->
     found = {}
     with make_trainer(folder, layout, out, flags) as trainer:
         backend, before = trainer.backend, optimizer_state(trainer.backend)
-        groups, _ = trainer.sampling.rollout_manager.generate(0)
+        groups = trainer.sampling.rollout_manager.generate(0).groups
         samples = [sample for group in groups for sample in group.samples]
         batches, _ = trainer.batch_builder.build(samples, weight_version=1)
         policy = batches.policy
@@ -213,7 +213,7 @@ def check_adaptive_entropy(folder: str, layout: ParallelLayout, out: str) -> dic
         "--entropy-coef-delta 0.0005"
     )
     with make_trainer(folder, layout, out, flags) as trainer:
-        groups, _ = trainer.sampling.rollout_manager.generate(0)
+        groups = trainer.sampling.rollout_manager.generate(0).groups
         samples = [sample for group in groups for sample in group.samples]
         batches, _ = trainer.batch_builder.build(samples, weight_version=1)
         twice = dataclasses.replace(batches, policy=[batches.policy[0], batches.policy[0]])
@@ -234,7 +234,7 @@ def check_kl_in_reward(folder: str, ref: str, layout: ParallelLayout, out: str) 
     with make_trainer(
         folder, layout, out, f"--kl-coef 0.5 --ref-load {ref} --advantage-estimator grpo"
     ) as trainer:
-        groups, _ = trainer.sampling.rollout_manager.generate(0)
+        groups = trainer.sampling.rollout_manager.generate(0).groups
         samples = [sample for group in groups for sample in group.samples]
         batches, metrics = trainer.batch_builder.build(samples, weight_version=0)
         mine = [sample for batch in batches.policy for sample in batch.samples]

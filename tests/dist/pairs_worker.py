@@ -48,7 +48,7 @@ def step(
     if trainer.backend.policy.value_head:
         give_head(trainer.backend.trained)
     try:
-        samples = flatten(trainer.sampling.rollout_manager.generate(0)[0])
+        samples = flatten(trainer.sampling.rollout_manager.generate(0).groups)
         (batch,) = trainer.batch_builder.build_supervised(samples)[0].policy
         pending = trainer.backend.forward_backward(batch)
         return dict(pending.metrics), gradients(trainer.backend)

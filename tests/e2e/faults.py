@@ -343,4 +343,4 @@ def deliver_in_front(rank: int, out: str) -> None:
     from slime_like.batching.builder import BatchBuilder
 
     count_deliveries(rank, out)
-    BatchBuilder.deliver_early = lambda self, samples, group: None  # type: ignore[method-assign]
+    BatchBuilder.deliver_early = lambda self, rollout_id, samples, group: None  # type: ignore[method-assign]

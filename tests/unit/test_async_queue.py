@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from slime_like.errors import RunError
-from slime_like.rollout.async_rollout import AsyncRolloutQueue, Groups
+from slime_like.rollout.async_rollout import AsyncRolloutQueue
+from slime_like.rollout.generated import GeneratedRollout
 from slime_like.rollout.metrics import check_staleness
 from slime_like.types import Sample, SampleGroup, SampleStatus
 
@@ -38,21 +39,24 @@ def sample(step: int, i: int, **changes: Any) -> Sample:
     return Sample(**(values | changes))
 
 
-def world() -> tuple[Callable[[int], Groups], Callable[[], dict[str, Any]], dict[str, int]]:
+def world() -> tuple[
+    Callable[[int], GeneratedRollout], Callable[[], dict[str, Any]], dict[str, int]
+]:
     """make, position, and where sampling is."""
     at = {"data": 0}
 
-    def make(step: int) -> Groups:
+    def make(step: int) -> GeneratedRollout:
         at["data"] += 1
-        return [SampleGroup(step, (sample(step, 0), sample(step, 1)))], {"rollout/x": 0.1 * step}
+        groups = [SampleGroup(step, (sample(step, 0), sample(step, 1)))]
+        return GeneratedRollout.of(groups, {"rollout/x": 0.1 * step})
 
     return make, lambda: dict(at), at
 
 
-def same(a: Groups, b: Groups) -> bool:
+def same(a: GeneratedRollout, b: GeneratedRollout) -> bool:
     """Bit by bit; the seconds of sampling are compared too."""
     fields = ("tokens", "loss_mask", "rollout_log_probs", "teacher_log_probs")
-    for x, y in zip(a[0], b[0], strict=True):
+    for x, y in zip(a.groups, b.groups, strict=True):
         for s, t in zip(x.samples, y.samples, strict=True):
             for name in fields:
                 left, right = getattr(s, name), getattr(t, name)
@@ -66,7 +70,7 @@ def same(a: Groups, b: Groups) -> bool:
                 return False
             if repr(s.reward) != repr(t.reward):
                 return False
-    return a[1] == b[1]
+    return a.metrics == b.metrics
 
 
 def test_what_was_sampled_ahead_is_handed_out_after_a_resume() -> None:
@@ -87,8 +91,7 @@ def test_what_was_sampled_ahead_is_handed_out_after_a_resume() -> None:
     assert resumed.state() == saved  # saved again before anything was sampled
     resumed.allow(4)
     assert all(same(resumed.take(step), groups) for step, groups in zip((2, 3), expected))
-    groups, _ = resumed.take(4)
-    assert groups[0].group_id == 4 and at["data"] == 5  # nothing was sampled again
+    assert resumed.take(4).groups[0].group_id == 4 and at["data"] == 5  # nothing was sampled again
     assert "sampled_ahead" not in resumed.state()
     resumed.close()
 
