@@ -171,6 +171,9 @@ def hash_file(path: Path, inside: Path | None = None) -> FileRecord:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder if it exists."""
+    """Remove a folder if it exists; of a link to a folder, the link alone."""
+    if path.is_symlink():
+        path.unlink()
+        return
     with suppress(FileNotFoundError):
         shutil.rmtree(path)

@@ -3,16 +3,24 @@ removing. See the package's docstring."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 from pathlib import Path
 
-from slime_like.checkpoints.files import open_regular, remove_folder, sync_path, write_file
+from slime_like.checkpoints.files import (
+    hash_file,
+    open_regular,
+    remove_folder,
+    replace_file,
+    sync_path,
+    write_file,
+)
 from slime_like.checkpoints.manifest import MANIFEST
 
 TRACKER = "latest_checkpointed_iteration.txt"
-NEXT_TRACKER = TRACKER + ".tmp"
+NEXT_TRACKER = TRACKER + ".next"
 WRITING = ".tmp"
 REPLACED = ".replaced"
 REMOVED = ".removed"
@@ -48,7 +56,7 @@ def newest_step(root: str | Path, flag: str = "--load") -> tuple[int, str | None
     Returns:
         (step, None) for the step in the tracker, or the one whose publication a kill interrupted.
         (newest complete step, warning) if the tracker is missing, unreadable or names an incomplete
-        checkpoint.
+        checkpoint; (step in the tracker, warning) if there is a note of another publication.
 
     Raises:
         ValueError: There is no complete checkpoint. A run never silently starts over.
@@ -67,7 +75,7 @@ def newest_step(root: str | Path, flag: str = "--load") -> tuple[int, str | None
         named = None
         problem = "holds no step"
     if problem is None and named is not None:
-        return named, None
+        return named, _stale_note(root, flag)
     problem = f"{flag} {root}: {TRACKER} {problem}"
     if not steps:
         raise ValueError(f"{problem}, and there is no complete checkpoint; name another folder")
@@ -83,10 +91,12 @@ def clean_up(root: str | Path) -> list[str]:
     partially removed checkpoints are removed."""
     done = []
     if (published := _half_published(root)) is not None:
-        os.replace(Path(root) / NEXT_TRACKER, Path(root) / TRACKER)
+        replace_file(Path(root) / TRACKER, str(published))
         done.append(f"{TRACKER} set to {published}")
-    else:
-        (Path(root) / NEXT_TRACKER).unlink(missing_ok=True)
+    elif (warning := _stale_note(root, "")) is not None:
+        done.append(warning.strip())
+    for name in (NEXT_TRACKER, TRACKER + WRITING):
+        (Path(root) / name).unlink(missing_ok=True)
     for path in sorted(Path(root).glob(f"iter_*{REPLACED}")):
         final = path.with_name(path.name.removesuffix(REPLACED))
         if _NAME.match(final.name) and not final.exists():
@@ -104,11 +114,45 @@ def clean_up(root: str | Path) -> list[str]:
 
 def _half_published(root: str | Path) -> int | None:
     """Step of a checkpoint that has its final name but is not in the tracker yet; see `publish`."""
+    note = _note(root)
+    if note is None:
+        return None
+    step, before, manifest = note
     try:
-        step = _step_in(Path(root) / NEXT_TRACKER)
+        is_next = _tracked(root) == before
+        is_whole = hash_file(checkpoint_folder(root, step) / MANIFEST).sha256 == manifest
+    except OSError:
+        return None
+    return step if is_next and is_whole else None
+
+
+def _note(root: str | Path) -> tuple[int, int | None, str] | None:
+    """The note of `publish` about what it does: the step, the step in the tracker before it, and
+    the hash of the manifest; None if there is none."""
+    try:
+        with open_regular(Path(root) / NEXT_TRACKER) as file:
+            note = json.loads(file.read(1000))
+        before = note["before"]
+        return int(note["step"]), None if before is None else int(before), str(note["manifest"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _stale_note(root: str | Path, flag: str) -> str | None:
+    """Warning about a note of `publish` that does not fit to the tracker, as in a copy of another
+    time; it is not followed."""
+    note = _note(root)
+    if note is None or _tracked(root) in note[:2]:
+        return None
+    return f"{flag} {root}: {NEXT_TRACKER} is of another save (step {note[0]}) and is not followed"
+
+
+def _tracked(root: str | Path) -> int | None:
+    """The step in the tracker; None if it holds none."""
+    try:
+        return _step_in(Path(root) / TRACKER)
     except (OSError, ValueError):
         return None
-    return step if step in complete_steps(root) else None
 
 
 def _step_in(tracker: Path) -> int:
@@ -121,20 +165,24 @@ def publish(root: str | Path, step: int) -> Path:
     """Rename the checkpoint to its final name, then update the tracker. All files must be synced to
     disk. An older checkpoint of the same step is set aside until the new one has its name.
 
-    The next tracker is written before the rename, so that after a kill in between it is known which
-    complete checkpoint is the newest: not always the one with the largest step, since a run may
-    have resumed from an earlier one."""
+    A note is written before the rename, so that after a kill in between it is known which complete
+    checkpoint is the newest: not always the one with the largest step, since a run may have resumed
+    from an earlier one. It names the checkpoint and the tracker that it is to replace, and is not
+    followed anywhere else."""
     final = checkpoint_folder(root, step)
     temporary = writing_folder(root, step)
     aside = final.with_name(final.name + REPLACED)
     if final.exists():
         remove_folder(aside)
         os.rename(final, aside)
-    write_file(Path(root) / NEXT_TRACKER, str(step))
+    manifest = hash_file(temporary / MANIFEST).sha256
+    note = {"step": step, "before": _tracked(root), "manifest": manifest}
+    write_file(Path(root) / NEXT_TRACKER, json.dumps(note))
     os.rename(temporary, final)
     sync_path(final.parent)
-    os.replace(Path(root) / NEXT_TRACKER, Path(root) / TRACKER)
+    replace_file(Path(root) / TRACKER, str(step))
     sync_path(final.parent)
+    (Path(root) / NEXT_TRACKER).unlink(missing_ok=True)
     remove_folder(aside)
     return final
 

@@ -166,16 +166,19 @@ class FolderLock:
         if age <= self._stale_s:
             logger.warning(
                 f"{self.flag} {self.folder}: locked by {_describe(owner)}; waiting up to "
-                f"{self._stale_s - age:.0f} s for a sign of life"
+                f"{self._stale_s - max(age, 0):.0f} s for a sign of life"
             )
-        while age <= self._stale_s:
+        # its time may lie in the future, where the clock of the file server was set back
+        started = time.monotonic()
+        while age <= self._stale_s and time.monotonic() - started <= self._stale_s:
             time.sleep(min(POLL_S, self._heartbeat_s / 4))
             if _read_lock(self.path) != text:
                 return f"{_describe(owner)} has ended"
             modified, age = _age(self.path)
             if modified != first:
                 raise self._in_use(owner)
-        return f"{_describe(owner)} has given no sign of life for {age:.0f} s"
+        silent = max(age, time.monotonic() - started)
+        return f"{_describe(owner)} has given no sign of life for {silent:.0f} s"
 
     def _in_use(self, owner: dict[str, object]) -> FolderInUse:
         return FolderInUse(

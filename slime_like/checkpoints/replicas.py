@@ -4,12 +4,14 @@ and the intact files in it.
     <base>/<id>/save.txt            the --save folder with this id
     <base>/<id>/iter_0000007/       parts of this node and the previous one, and the full manifest
 
-The id is stored in --save. A folder is removed if its --save has another id or none.
+The id is stored in --save. A folder is removed if its --save has another id or none, and if it is
+one of these: it has such a name, and nothing else in it.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +23,8 @@ from slime_like.checkpoints.manifest import MANIFEST, read_manifest
 ID = "replicas.id"
 OWNER = "save.txt"
 COPY_BYTES = 4 * 2**20
+_RUN_ID = re.compile(r"[0-9a-f]{32}")
+_CHECKPOINT = re.compile(r"iter_\d{7,}(\.[a-z]+)?")
 
 
 def run_id(save: Path) -> str:
@@ -54,11 +58,19 @@ def node_folder(base: str | None, name: str, save: Path) -> Path:
 
 
 def _remove_orphans(root: Path) -> None:
-    for owner in root.glob(f"*/{OWNER}"):
+    for folder in filter(_is_of_a_run, root.iterdir()):
         with suppress(OSError, ValueError):
-            file = Path(owner.read_text(encoding="utf-8"), ID)
-            if not file.is_file() or file.read_text(encoding="ascii").strip() != owner.parent.name:
-                remove_folder(owner.parent)
+            file = Path((folder / OWNER).read_text(encoding="utf-8"), ID)
+            if not file.is_file() or file.read_text(encoding="ascii").strip() != folder.name:
+                remove_folder(folder)
+
+
+def _is_of_a_run(folder: Path) -> bool:
+    """Whether a run has made this folder, and nobody has put anything else into it."""
+    if not _RUN_ID.fullmatch(folder.name) or folder.is_symlink() or not folder.is_dir():
+        return False
+    names = {path.name for path in folder.iterdir()}
+    return OWNER in names and all(map(_CHECKPOINT.fullmatch, names - {OWNER}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_like.checkpoints.files import sync_path
+from slime_like.checkpoints.files import remove_folder, sync_path
 from slime_like.distributed.collectives import from_rank_zero, gather, is_rank_zero, together
 from slime_like.errors import RunError
 from slime_like.weights.export_plan import TensorPlan
@@ -276,4 +276,5 @@ def replace_folder(temporary: Path, folder: Path) -> None:
         folder.rename(old)
     temporary.rename(folder)
     sync_path(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    with suppress(OSError):
+        remove_folder(old)

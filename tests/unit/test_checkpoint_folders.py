@@ -14,6 +14,7 @@ import pytest
 from slime_like.checkpoints import files
 from slime_like.checkpoints.files import FileRecord, hash_file, hashed_file, write_file
 from slime_like.checkpoints.folders import (
+    NEXT_TRACKER,
     TRACKER,
     checkpoint_folder,
     clean_up,
@@ -145,21 +146,64 @@ def test_clean_up(root: Path) -> None:
     assert clean_up(root) == []
 
 
-@pytest.mark.parametrize(
-    ("content", "newest", "done"),
-    [("4", 4, [f"{TRACKER} set to 4"]), ("6", 10, []), ("", 10, []), ("x", 10, [])],
-)
-def test_a_tracker_that_was_about_to_change(
-    tmp_path: Path, content: str, newest: int, done: list[str]
-) -> None:
-    """A run that had gone back from 10 was killed when 4 was complete; or before that."""
+def note(root: Path, step: int, before: int | None, manifest: str | None = None) -> str:
+    """What `publish` writes before it renames a checkpoint."""
+    own = (
+        hash_file(checkpoint_folder(root, step) / MANIFEST).sha256 if manifest is None else manifest
+    )
+    return json.dumps({"step": step, "before": before, "manifest": own})
+
+
+def test_a_tracker_that_was_about_to_change(tmp_path: Path) -> None:
+    """A run that had gone back from 10 was killed when 4 was complete."""
     for step in (4, 10):
         write_checkpoint(tmp_path, step)
-    (tmp_path / f"{TRACKER}.tmp").write_text(content)
-    assert newest_step(tmp_path) == (newest, None)
-    assert clean_up(tmp_path) == done
-    assert newest_step(tmp_path) == (newest, None)
-    assert not (tmp_path / f"{TRACKER}.tmp").exists()
+    (tmp_path / NEXT_TRACKER).write_text(note(tmp_path, 4, 10))
+    assert newest_step(tmp_path) == (4, None)
+    assert clean_up(tmp_path) == [f"{TRACKER} set to 4"]
+    assert newest_step(tmp_path) == (4, None)
+    assert not (tmp_path / NEXT_TRACKER).exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "warns"),
+    [
+        ("4", False),
+        ("", False),
+        ("[]", False),
+        ('{"step": 4, "before": 2, "manifest": ""}', True),
+        ('{"step": 6, "before": 10, "manifest": ""}', False),
+        ('{"step": 4, "before": 10, "manifest": "of another attempt"}', False),
+    ],
+)
+def test_a_note_of_another_save_winds_no_run_back(
+    tmp_path: Path, content: str, warns: bool
+) -> None:
+    """Left by a killed run and carried along by copies: the tracker counts."""
+    for step in (4, 10):
+        write_checkpoint(tmp_path, step)
+    for name in (NEXT_TRACKER, f"{TRACKER}.tmp"):
+        (tmp_path / name).write_text(content)
+    step, warning = newest_step(tmp_path)
+    assert step == 10 and (warning is not None and "is not followed" in warning) == warns
+    assert len(clean_up(tmp_path)) == warns
+    assert newest_step(tmp_path) == (10, None)
+    assert not (tmp_path / NEXT_TRACKER).exists() and not (tmp_path / f"{TRACKER}.tmp").exists()
+
+
+def test_a_checkpoint_that_is_a_link_is_retired_as_a_link(tmp_path: Path) -> None:
+    """What it points to belongs to somebody else."""
+    root, other = tmp_path / "save", tmp_path / "other"
+    for step in (2, 4):
+        write_checkpoint(root, step)
+    checkpoint_folder(root, 2).rename(other)
+    checkpoint_folder(root, 2).symlink_to(other)
+    remove_checkpoint(root, 2)
+    assert complete_steps(root) == [4] and clean_up(root) == []
+    checkpoint_folder(root, 2).with_name("iter_0000002.removed").symlink_to(other)
+    assert clean_up(root) == ["iter_0000002.removed removed"]
+    assert sorted(path.name for path in root.iterdir()) == ["iter_0000004", TRACKER]
+    assert (other / MANIFEST).is_file()
 
 
 # --- a kill at every instant -----------------------------------------------------------------------------------------

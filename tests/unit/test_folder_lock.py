@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -145,6 +146,19 @@ def test_a_silent_run_of_another_machine_is_waited_for(
         True,
         True,
     ]
+
+
+def test_a_lock_of_the_future_is_waited_for_as_long(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The clock of the file server was set back by an hour."""
+    foreign(tmp_path, age_s=-3600)
+    lock = FolderLock(tmp_path, "--save", heartbeat_s=0.2, stale_s=1.0)
+    started = time.monotonic()
+    lock.acquire()
+    lock.release()
+    assert 1.0 <= time.monotonic() - started < 20
+    assert "waiting up to 1 s" in caplog.messages[0] and "for 1 s" in caplog.messages[1]
 
 
 def test_a_run_of_another_machine_that_shows_a_sign_of_life_is_not(

@@ -83,6 +83,26 @@ def test_folders_of_runs_that_are_gone_are_removed(tmp_path: Path) -> None:
     assert not list(again.glob("iter_*"))
 
 
+@pytest.mark.parametrize("name", ["photos", "0123456789abcdef" * 2])
+def test_a_folder_of_others_is_never_removed(tmp_path: Path, name: str) -> None:
+    """Although it has a `save.txt`, and a name like ours."""
+    base = tmp_path / "memory"
+    foreign = base / name
+    foreign.mkdir(parents=True)
+    (foreign / "save.txt").write_text("a game")
+    (foreign / "thesis.tex").write_text("years of work")
+    link = base / ("f" * 32)
+    link.symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "save.txt").write_text("nowhere")
+    save = tmp_path / "save"
+    mine = node_folder(str(base), run_id(save), save)
+    node_folder(str(base), run_id(save), save)
+    assert {path.name for path in base.iterdir()} == {name, link.name, mine.name}
+    assert (foreign / "thesis.tex").read_text() == "years of work"
+    assert (tmp_path / "elsewhere" / "save.txt").is_file()
+
+
 def test_a_file_is_copied_byte_by_byte(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x" * 5_000_000)
     copy_file(tmp_path / "a", tmp_path / "b")
