@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+from slime_like import slime_modules
 from slime_like.errors import RunError
 from slime_like.registry import registering_for
 from slime_like.text import clean
@@ -129,6 +130,7 @@ def load_module(path: str, flag: str, *, limit_s: float = MODULE_LIMIT_S) -> Non
 
 def _load(file: str, flag: str, path: str, limit_s: float) -> ModuleType:
     """The module in `file`; `path` is what errors show. Raises ValueError."""
+    slime_modules.provide()
     try:
         with _deadline(limit_s):
             return _load_file(Path(file)) if file.endswith(".py") else importlib.import_module(file)

@@ -34,6 +34,10 @@ REWARD_DETAILS = "reward_details"
 TRAIN_REWARD = "train_reward"
 # metadata key of the context from which data/prompt_format.py builds the teacher's prompt
 TEACHER_CONTEXT = "teacher_context"
+# metadata key of a prompt's messages, for functions that render them
+PROMPT_MESSAGES = "prompt_messages"
+# metadata key of attributes that user functions have added to slime's sample
+SAMPLE_ATTRIBUTES = "sample_attributes"
 # optional tensors of a `Sample`, ordered by element size, the largest first
 OPTIONAL_TENSORS = (
     "token_rewards",

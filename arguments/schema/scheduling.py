@@ -117,3 +117,9 @@ class SchedulingConfig(CheckedSettings):
         legal=NON_NEGATIVE,
         needs="async_rollout",
     )
+
+    @property
+    def renders_prompts(self) -> bool:
+        """Whether a user function makes the responses, and may render the prompts itself."""
+        paths = (self.custom_generate_function_path, self.rollout_function_path)
+        return any(path is not None for path in paths)

@@ -14,7 +14,7 @@ from slime_like.data.rendering import render_rows
 from slime_like.data.source import TASK_PREFIX, Row
 from slime_like.data.turns import continue_turn
 from slime_like.rewards.registry import AnswerCheck
-from slime_like.types import TEACHER_CONTEXT, Prompt
+from slime_like.types import PROMPT_MESSAGES, TEACHER_CONTEXT, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -100,10 +100,12 @@ class PromptFormat:
         chat: bool = False,
         teaches_itself: bool = False,
         trains_labels: bool = False,
+        raw_messages: bool = False,
     ) -> None:
         """chat: use the chat template regardless of --apply-chat-template. teaches_itself: store
         the context of the teacher's prompt in the metadata (self-distillation). trains_labels: the
-        label is the answer to train on."""
+        label is the answer to train on. raw_messages: without the chat template, rows with messages
+        are for a user function, which renders them."""
         self._trains_labels = trains_labels
         self.keys = keys
         self._teaches_itself = teaches_itself
@@ -111,6 +113,8 @@ class PromptFormat:
         self._answer_check = answer_check
         self.tokenizer = tokenizer
         self._chat = config.apply_chat_template or chat
+        has_template = bool(getattr(tokenizer, "chat_template", None))
+        self._raw_messages = raw_messages and has_template and not self._chat
         self._template = ChatRenderer(tokenizer, config.apply_chat_template_kwargs)
         if self._chat and not getattr(tokenizer, "chat_template", None):
             flag = "--apply-chat-template"
@@ -153,7 +157,7 @@ class PromptFormat:
         return problem
 
     def _check_tools(self, row: Row) -> str | None:
-        tools = row.get(self.keys.tools) if self._chat else None
+        tools = row.get(self.keys.tools) if self._renders(row) else None
         if tools is None:
             return None
         name = f"{self.keys.tools!r} (--tool-key)"
@@ -189,7 +193,7 @@ class PromptFormat:
         if not is_chat:
             kind = type(messages).__name__
             return f"{name} must be a string or a list of messages with a role, not {kind}"
-        if not self._chat:
+        if not (self._chat or self._raw_messages):
             return f"{name} is a list of chat messages, which needs --apply-chat-template"
         for number, message in enumerate(messages):
             if problem := self._message_problem(message):
@@ -223,7 +227,7 @@ class PromptFormat:
         """The rendered text of each row: strings here, as accepted by `tokenise` and `prompt`.
         where: a row's location for messages, by index in `rows`. Raises ValueError like
         `render_rows`."""
-        if self._chat:
+        if self._chat or self._raw_messages:
             render = self._render_with_answer if self._trains_labels else self._render
             return render_rows(render, rows, where)
         prompts = [row[self.keys.input] for row in rows]
@@ -232,7 +236,13 @@ class PromptFormat:
         )
         return prompts
 
+    def _renders(self, row: Row) -> bool:
+        """Whether the row's prompt is rendered with the chat template."""
+        return self._chat or (self._raw_messages and not isinstance(row[self.keys.input], str))
+
     def _render(self, row: Row) -> str:
+        if not self._renders(row):
+            return str(row[self.keys.input])
         return self._prompt_text(row[self.keys.input], self._tools(row))
 
     def _render_with_answer(self, row: Row) -> str:
@@ -261,13 +271,15 @@ class PromptFormat:
 
     def _tools(self, row: Row) -> object:
         """Tools of a row for the chat template, or None."""
-        return _decoded(row.get(self.keys.tools)) if self._chat else None
+        return _decoded(row.get(self.keys.tools)) if self._renders(row) else None
 
     def _metadata_of(self, row: Row) -> dict[str, object]:
         tools = self._tools(row)
         extra: dict[str, object] = {}
         if tools is not None:
             extra["tools"] = tools  # key in which slime's functions expect them
+        if self._raw_messages and self._renders(row):
+            extra[PROMPT_MESSAGES] = row[self.keys.input]
         if self._teaches_itself:
             key = self._demonstration_key
             demonstration = None if key is None else row[key]
@@ -278,6 +290,8 @@ class PromptFormat:
         return {**(row.get(self.keys.metadata) or {}), **extra, **self._metadata}
 
     def tokenise(self, texts: Sequence[Any]) -> list[tuple[int, ...]]:
+        if not texts:  # which tokenizers do not take
+            return []
         encoded = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
         return [tuple(ids) for ids in encoded["input_ids"]]
 

@@ -91,7 +91,7 @@ class PromptSource:
     answer_check: `data.sft.answer_problem`, or `rewards.registry.answer_check` of the run's reward;
     None accepts every label. conversations: rows are conversations for supervised training. pairs:
     rows are preference pairs. teaches_itself: self-distillation. trains_labels: supervised training
-    on the labels. `len()` is the number of prompts
+    on the labels. raw_messages: see `PromptFormat`. `len()` is the number of prompts
     per epoch, `num_left_out` the number of rows that were too long, `notes` messages to log.
     Construction raises ValueError for any problem with the data, naming file and line, or with the
     chat template.
@@ -108,6 +108,7 @@ class PromptSource:
         pairs: bool = False,
         teaches_itself: bool = False,
         trains_labels: bool = False,
+        raw_messages: bool = False,
     ) -> None:
         if config.prompt_data is None:
             raise ValueError("--prompt-data is missing: .jsonl, .parquet or reasoning_gym:<task>")
@@ -125,6 +126,7 @@ class PromptSource:
                 answer_check=answer_check,
                 teaches_itself=teaches_itself,
                 trains_labels=trains_labels,
+                raw_messages=raw_messages,
             )
         self._source = open_source(
             config.prompt_data,
@@ -230,13 +232,15 @@ def load_eval_sets(
     flag: str = "--eval-prompt-data",
     answer_check: AnswerCheck | None = None,
     room_of: Callable[[EvalSet], Room] = lambda eval_set: ANY_LENGTH,
+    raw_messages: bool = False,
 ) -> tuple[dict[str, list[Prompt]], list[str]]:
     """Evaluation prompts by set name, complete and in file order; and notes for the user, like
     those of `PromptSource`.
 
     Group ids are unique over all sets. Prompts over --rollout-max-prompt-len are dropped.
     answer_check: of the run's reward; a set with its own function accepts every row. room_of:
-    limits for prompt lengths. Raises ValueError like `PromptSource`.
+    limits for prompt lengths. raw_messages: see `PromptFormat`. Raises ValueError like
+    `PromptSource`.
     """
     sets: dict[str, list[Prompt]] = {}
     notes: list[str] = []
@@ -251,7 +255,12 @@ def load_eval_sets(
         )
         check = None if eval_set.custom_rm_path is not None else answer_check
         form = PromptFormat(
-            data, tokenizer, keys=keys, answer_check=check, metadata=eval_set.metadata
+            data,
+            tokenizer,
+            keys=keys,
+            answer_check=check,
+            metadata=eval_set.metadata,
+            raw_messages=raw_messages,
         )
         source = open_source(
             eval_set.path,

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from slime_like import import_utils
+from slime_like.function_args import NO_SETTINGS, FunctionArgs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RewardArgs:
-    """Read-only reward settings, the first argument of a custom function; named as the flags."""
+    """Read-only settings, the first argument of a custom function, named as the flags. settings: of
+    the whole run; those of the reward may be an evaluation set's."""
 
     rm_type: str | None = None
     custom_rm_path: str | None = None
@@ -22,23 +24,12 @@ class RewardArgs:
     max_abs_reward: float = 1e6
     group_rm: bool = False
     rm_url: str | None = None
+    settings: FunctionArgs = NO_SETTINGS
 
-
-@dataclass(slots=True)
-class RewardSample:
-    """A sample as passed to a custom function, with slime's attribute names. tokens: prompt and
-    response."""
-
-    index: int
-    group_index: int
-    prompt: str
-    response: str
-    label: Any
-    tokens: list[int]
-    response_length: int
-    status: str  # completed or truncated
-    metadata: dict[str, Any] = field(default_factory=dict)
-    reward: float | None = None
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "settings" not in vars(self):  # of pickle
+            raise AttributeError(name)
+        return getattr(self.settings, name)
 
 
 def load_function(path: str, flag: str = "--custom-rm-path") -> Callable[..., Any]:

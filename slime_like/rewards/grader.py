@@ -21,8 +21,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
+from slime_like.function_args import NO_SETTINGS, FunctionArgs
 from slime_like.lazy import torch
-from slime_like.rewards.custom import RewardArgs, RewardSample
+from slime_like.rewards.custom import RewardArgs
 from slime_like.rewards.limit import require_within
 from slime_like.rewards.pool import WorkerPool
 from slime_like.rewards.registry import (
@@ -33,8 +34,15 @@ from slime_like.rewards.registry import (
     rewards,
 )
 from slime_like.rewards.worker import REMOTE, Answer, Job, Setup, Text
+from slime_like.samples.slime_sample import SlimeSample
 from slime_like.text import clean
-from slime_like.types import REWARD_DETAILS, Sample, SampleStatus
+from slime_like.types import (
+    PROMPT_MESSAGES,
+    REWARD_DETAILS,
+    SAMPLE_ATTRIBUTES,
+    Sample,
+    SampleStatus,
+)
 
 _MOST_WORKERS = 4  # limit of the automatic choice
 # texts in a worker's batch, for a bounded reward
@@ -62,6 +70,7 @@ class Grader:
         rm_num_workers: Number of processes, started with the first sample that needs one; 0: this
             process's share of the cores, at most 4.
         sum_token_rewards: Sum the rewards of tokens to one of the response.
+        settings: Of the run, for custom functions.
 
     Attributes of the last call of `grade`:
         last_counts: graded, nonfinite and unfit (of those), raised, timeout, died (how samples
@@ -83,11 +92,19 @@ class Grader:
         rm_url: str | None = None,
         rm_type_from_metadata: bool = False,
         sum_token_rewards: bool = False,
+        settings: FunctionArgs = NO_SETTINGS,
     ) -> None:
         self._from_metadata = rm_type_from_metadata
         self._sum_tokens = sum_token_rewards
         self.args = RewardArgs(
-            rm_type, custom_rm_path, reward_key, rm_timeout_s, max_abs_reward, group_rm, rm_url
+            rm_type,
+            custom_rm_path,
+            reward_key,
+            rm_timeout_s,
+            max_abs_reward,
+            group_rm,
+            rm_url,
+            settings,
         )
         self._max_reward = min(max_abs_reward, sys.float_info.max)  # infinity exceeds any limit
         self.last_counts: dict[str, int] = {}
@@ -412,15 +429,21 @@ def _text(sample: Sample, bounded: bool, *, empty: bool = False) -> Text:
     return response, sample.label, _NO_METADATA if bounded else dict(sample.metadata)
 
 
-def _reward_sample(sample: Sample) -> RewardSample:
-    return RewardSample(
+def _reward_sample(sample: Sample) -> SlimeSample:
+    """The sample that a custom function gets."""
+    metadata = dict(sample.metadata)
+    added = metadata.pop(SAMPLE_ATTRIBUTES, {})
+    converted = SlimeSample(
         index=sample.sample_id,
         group_index=sample.group_id,
-        prompt=sample.text,
+        prompt=metadata.pop(PROMPT_MESSAGES, sample.text),
         response=sample.response,
         label=sample.label,
         tokens=sample.tokens.tolist(),
         response_length=sample.response_length,
-        status=str(sample.status),
-        metadata=dict(sample.metadata),
+        loss_mask=sample.loss_mask.int().tolist(),
+        status=SlimeSample.Status(str(sample.status)),
+        metadata=metadata,
     )
+    vars(converted).update(added)
+    return converted

@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from slime_like.rewards.custom import RewardArgs, RewardSample
+from slime_like.rewards.custom import RewardArgs
+from slime_like.samples.slime_sample import SlimeSample
 from slime_like.text import clean, mask_url
 
 MAX_BYTES = 2**20  # of a response
@@ -44,7 +45,7 @@ def only_remote(response: str, label: object, metadata: Mapping[str, object]) ->
     raise AssertionError("remote rewards are computed in an event loop")
 
 
-async def score(args: RewardArgs, sample: RewardSample) -> object:
+async def score(args: RewardArgs, sample: SlimeSample) -> object:
     """Query the reward server. Raises RuntimeError with URL and status if the error is permanent or
     there is no time to retry."""
     import httpx

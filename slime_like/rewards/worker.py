@@ -30,9 +30,10 @@ from typing import Any, BinaryIO, TypedDict
 from slime_like.import_utils import load_module
 from slime_like.rewards import confinement, evaluation
 from slime_like.rewards import reaper as reaper
-from slime_like.rewards.custom import RewardArgs, RewardSample, is_async, load_function
+from slime_like.rewards.custom import RewardArgs, is_async, load_function
 from slime_like.rewards.registry import Reward, rewards
 from slime_like.rewards.sandbox import SandboxError
+from slime_like.samples.slime_sample import SlimeSample
 from slime_like.text import clean
 
 HEADER = struct.Struct("<Q")
@@ -104,7 +105,7 @@ class Job:
 
     id: int
     rm_type: str | None
-    sample: RewardSample | list[RewardSample] | None = None
+    sample: SlimeSample | list[SlimeSample] | None = None
     texts: list[Text] = field(default_factory=list)
 
 

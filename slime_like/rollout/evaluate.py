@@ -8,11 +8,13 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from arguments.eval_sets import EvalSet
+from arguments.function_args import function_args
 from arguments.run_config import RunConfig
 from arguments.schema import RewardConfig, RolloutConfig
 from slime_like.data.prompt_format import Room
 from slime_like.data.prompts import load_eval_sets
 from slime_like.engines.base import SamplingParams
+from slime_like.function_args import NO_SETTINGS, FunctionArgs
 from slime_like.rewards.grader import Grader
 from slime_like.rewards.registry import answer_check
 from slime_like.rollout.failures import warn_failed
@@ -41,7 +43,7 @@ class Evaluator:
     """The evaluation sets of a run, each with its own sampling and perhaps its own reward function.
 
     prompts: by set name. reward: the run's; a set that names a reward gets a separate grader.
-    reward_key: --eval-reward-key.
+    reward_key: --eval-reward-key. settings: of the run, for reward functions.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Evaluator:
         rollout: RolloutConfig,
         reward: RewardConfig,
         reward_key: str | None = None,
+        settings: FunctionArgs = NO_SETTINGS,
     ) -> None:
         self.sets = sets
         self.prompts = prompts
@@ -60,7 +63,9 @@ class Evaluator:
         self.last: dict[str, list[SampleGroup]] = {}  # of the last evaluation, by set
         rewards = {eval_set.name: reward_of(eval_set, reward, reward_key) for eval_set in sets}
         self._graders = {
-            name: Grader(**asdict(config)) for name, config in rewards.items() if config is not None
+            name: Grader(**asdict(config), settings=settings)
+            for name, config in rewards.items()
+            if config is not None
         }
 
     def sampling(self, eval_set: EvalSet) -> SamplingParams:
@@ -113,7 +118,13 @@ def load_prompts(
         )
 
     return load_eval_sets(
-        run.eval_sets, run.data, tokenizer, flag=flag, answer_check=check, room_of=room
+        run.eval_sets,
+        run.data,
+        tokenizer,
+        flag=flag,
+        answer_check=check,
+        room_of=room,
+        raw_messages=run.scheduling.renders_prompts,
     )
 
 
@@ -124,7 +135,8 @@ def make_evaluator(
     if run.eval.eval_interval is None or rollouter is None:
         return None
     key = run.eval.eval_reward_key
-    return Evaluator(rollouter, run.eval_sets, prompts, run.rollout, run.reward, key)
+    settings = function_args(run)
+    return Evaluator(rollouter, run.eval_sets, prompts, run.rollout, run.reward, key, settings)
 
 
 def score(name: str, groups: Sequence[SampleGroup]) -> dict[str, float]:

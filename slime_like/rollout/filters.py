@@ -48,7 +48,12 @@ class GroupFilters:
 def check_reward_nonzero_std(samples: Sequence[AnySample]) -> DynamicFilterOutput:
     """DAPO's dynamic sampling (arXiv 2503.14476, section 3.2): a group whose rewards are all equal
     has no advantage and is dropped. Rewards that are missing or not finite do not count."""
-    finite = [s.reward for s in samples if s.reward is not None and math.isfinite(s.reward)]
+    return nonzero_std([s.reward for s in samples if s.reward is not None])
+
+
+def nonzero_std(rewards: Sequence[float]) -> DynamicFilterOutput:
+    """`check_reward_nonzero_std` of rewards."""
+    finite = [reward for reward in rewards if math.isfinite(reward)]
     if not finite:
         return DynamicFilterOutput(keep=False, reason="no_reward")
     keep = statistics.pstdev(finite) > NO_SPREAD

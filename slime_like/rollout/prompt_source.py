@@ -49,6 +49,7 @@ def make_source(
         pairs=run.algorithm.pair_loss is not None,
         teaches_itself=run.distillation.teaches_itself,
         trains_labels=is_sft and not is_recorded,
+        raw_messages=run.scheduling.renders_prompts,
     )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from arguments.function_args import function_args
 from arguments.rules.distillation import server_url
 from arguments.rules.scheduling import OWN_ROLLOUT
 from arguments.run_config import RunConfig
@@ -161,7 +162,7 @@ def make_rollouter(
         custom = agent_generate(run, tokenizer, dist.get_rank())
     return Rollouter(
         engine,
-        Grader(**dataclasses.asdict(run.reward)),
+        Grader(**dataclasses.asdict(run.reward), settings=function_args(run)),
         tokenizer,
         seed=run.data.rollout_seed,
         custom_generate=custom,

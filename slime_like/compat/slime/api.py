@@ -1,6 +1,7 @@
 """The names that slime users import in their functions, for any rollout engine.
 
-All of it is imported from ``slime_like.compat.slime.api``:
+All of it is imported from ``slime_like.compat.slime.api``, or, where slime is not installed, from
+slime's modules:
 
 - ``slime.rollout.sglang_rollout``: GenerateState, generate, generate_and_rm, generate_and_rm_group,
   generate_rollout, eval_rollout, get_model_url
@@ -8,13 +9,15 @@ All of it is imported from ``slime_like.compat.slime.api``:
 - ``slime.rollout.data_source``: DataSource, RolloutDataSource, RolloutDataSourceWithBuffer,
   pop_first
 - ``slime.rollout.rm_hub``: async_rm, batched_async_rm
-- ``slime.rollout.filter_hub``: DynamicFilterOutput
+- ``slime.rollout.filter_hub``: DynamicFilterOutput, check_reward_nonzero_std
 - ``slime.utils.http_utils``: post
 - ``slime.utils.async_utils``: run
 - ``slime.utils.types``: Sample
 
 `model_settings` is specific to slime_like: the arguments of GPTModel for model providers.
 """
+
+from collections.abc import Sequence
 
 from slime_like.compat.slime.requests import GenerateState, get_model_url, post
 from slime_like.compat.slime.rollout import (
@@ -29,6 +32,7 @@ from slime_like.compat.slime.rollout import (
     generate_rollout,
     run,
 )
+from slime_like.compat.slime.samples import SlimeArgs
 from slime_like.compat.slime.samples import SlimeSample as Sample
 from slime_like.compat.slime.sources import (
     DataSource,
@@ -36,7 +40,15 @@ from slime_like.compat.slime.sources import (
     RolloutDataSourceWithBuffer,
     pop_first,
 )
-from slime_like.rollout.filters import DynamicFilterOutput
+from slime_like.rollout.filters import DynamicFilterOutput, nonzero_std
+
+
+def check_reward_nonzero_std(
+    args: SlimeArgs, samples: Sequence[Sample], **kwargs: object
+) -> DynamicFilterOutput:
+    """slime's filter, for functions that call it: keeps a group whose rewards differ."""
+    rewards = [sample.get_reward_value(args) for sample in samples]
+    return nonzero_std([reward for reward in rewards if reward is not None])
 
 
 def model_settings() -> dict[str, object]:
@@ -58,6 +70,7 @@ __all__ = [
     "Sample",
     "async_rm",
     "batched_async_rm",
+    "check_reward_nonzero_std",
     "eval_rollout",
     "generate",
     "generate_and_rm",

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slime_like.compat.slime.samples import SlimeArgs, SlimeSample, empty_sample, from_slime
+from slime_like.compat.slime.samples import (
+    SlimeArgs,
+    SlimeSample,
+    empty_sample,
+    from_slime,
+    prompt_tokens,
+)
 from slime_like.metrics.names import UNKNOWN_VERSIONS
 from slime_like.rewards.limit import require_within
 from slime_like.rollout.evaluate import score, score_rewards
@@ -90,7 +96,7 @@ def _read_sample(sample: SlimeSample, expected: Expected) -> Sample:
             f"{place}: tokens from {min(tokens)} to {max(tokens)}, must be 0 to {vocab_size}-1"
         )
     if sample.status == SlimeSample.Status.ABORTED and not sample.tokens:  # nothing was generated
-        prompt = expected.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+        prompt = prompt_tokens(sample, expected.tokenizer)
         return replace(
             before, tokens=torch.tensor(prompt, dtype=torch.int64), status=SampleStatus.ABORTED
         )

@@ -19,6 +19,7 @@ from slime_like.compat.slime.samples import (
     SlimeSample,
     empty_sample,
     from_slime,
+    prompt_tokens,
     refuse_token_rewards,
     to_slime_with_output,
 )
@@ -254,7 +255,7 @@ def _from_unfinished(sample: SlimeSample, context: RolloutContext) -> Sample:
         return _read(sample, context, allow_unfinished=True)
     tokens = sample.tokens
     if not tokens:
-        tokens = context.rollouter.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+        tokens = prompt_tokens(sample, context.rollouter.tokenizer)
     return replace(
         empty_sample(sample, context.name), tokens=torch.tensor(tokens, dtype=torch.int64)
     )

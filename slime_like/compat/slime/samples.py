@@ -7,92 +7,38 @@ function may modify it; the caller validates the result and converts it back.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from arguments.run_config import RunConfig
+from arguments.function_args import function_args
 from slime_like.data.tokenizer import response_text
 from slime_like.engines.base import GenerateOutput
+from slime_like.function_args import FunctionArgs, is_plain
 from slime_like.rewards.limit import to_reward
-from slime_like.types import NOT_SAMPLED, REWARD_DETAILS, Prompt, Sample, SampleStatus
+from slime_like.samples.slime_sample import SlimeSample
+from slime_like.types import (
+    NOT_SAMPLED,
+    PROMPT_MESSAGES,
+    REWARD_DETAILS,
+    SAMPLE_ATTRIBUTES,
+    Prompt,
+    Sample,
+    SampleStatus,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-@dataclass(slots=True)
-class SlimeSample:
-    """slime's Sample. tokens: prompt and response. loss_mask, rollout_log_probs: one entry per
-    response token; loss_mask None: all ones. rollout_id: shared by the sequences of one episode.
-    weight_versions: of the requests that generated it, as numbers or text. engine_outputs: in
-    order; internal, not to be modified."""
-
-    class Status(Enum):
-        PENDING = "pending"
-        COMPLETED = "completed"
-        TRUNCATED = "truncated"
-        ABORTED = "aborted"
-        FAILED = "failed"
-
-    group_index: int | None = None
-    index: int | None = None
-    prompt: str = ""
-    tokens: list[int] = field(default_factory=list)
-    response: str = ""
-    response_length: int = 0
-    label: Any = None
-    reward: Any = None
-    loss_mask: list[int] | None = None
-    weight_versions: list[int | str] = field(default_factory=list)
-    rollout_log_probs: list[float] | None = None
-    remove_sample: bool = False
-    status: Status = Status.PENDING
-    metadata: dict[str, Any] = field(default_factory=dict)
-    rollout_id: int | None = None
-    engine_outputs: list[GenerateOutput] = field(default_factory=list, repr=False, compare=False)
-
-    def get_reward_value(self, args: SlimeArgs) -> Any:
-        """The reward to train on: that of --reward-key if the reward is a dict."""
-        return self.reward[args.reward_key] if isinstance(self.reward, dict) else self.reward
-
-    @property
-    def effective_response_length(self) -> int:
-        return self.response_length if self.loss_mask is None else sum(self.loss_mask)
-
-
-_GROUPS = "model data eval rollout scheduling hooks reward algorithm checkpoint logging debug"
-
-
-class SlimeArgs:
-    """The run's settings, named like their flags; read-only."""
-
-    def __init__(self, values: dict[str, object]) -> None:
-        object.__setattr__(self, "_values", dict(values))
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self._values[name]
-        except KeyError:
-            raise AttributeError(f"args has no {name!r}: unknown setting") from None
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"args.{name}: the settings are read-only")
-
-
-def slime_args(run: RunConfig) -> SlimeArgs:
-    """All our settings and those of --custom-arguments-path, but not megatron-core's."""
-    values: dict[str, object] = {}
-    for name in _GROUPS.split():
-        group = getattr(run, name)
-        values |= {f.name: getattr(group, f.name) for f in dataclasses.fields(group)}
-    return SlimeArgs({**values, **run.custom})
+logger = logging.getLogger(__name__)
+SlimeArgs = FunctionArgs
+slime_args = function_args
 
 
 @contextlib.contextmanager
@@ -122,16 +68,17 @@ def to_slime(sample: Sample) -> SlimeSample:
     converted = SlimeSample(
         group_index=sample.group_id,
         index=sample.sample_id,
-        prompt=sample.text,
+        prompt=sample.metadata.get(PROMPT_MESSAGES, sample.text),
         response=sample.response,
         response_length=sample.response_length,
         label=sample.label,
         reward=sample.reward,
         weight_versions=sorted(set(sample.weight_versions)),
         status=_TO_SLIME.get(sample.status, SlimeSample.Status.PENDING),
-        metadata=dict(sample.metadata),
+        metadata=user_metadata(sample),
         rollout_id=sample.sample_id,
     )
+    vars(converted).update(sample.metadata.get(SAMPLE_ATTRIBUTES, {}))
     if sample.response_length:
         converted.status = _TO_SLIME.get(sample.status, SlimeSample.Status.ABORTED)
         converted.tokens = sample.tokens.tolist()
@@ -139,6 +86,39 @@ def to_slime(sample: Sample) -> SlimeSample:
         if sample.rollout_log_probs is not None:
             converted.rollout_log_probs = sample.rollout_log_probs.tolist()
     return converted
+
+
+def user_metadata(sample: Sample) -> dict[str, Any]:
+    """The metadata without what the sample has under attributes."""
+    hidden = (PROMPT_MESSAGES, SAMPLE_ATTRIBUTES)
+    return {key: value for key, value in sample.metadata.items() if key not in hidden}
+
+
+def _internal(result: SlimeSample, sample: Sample) -> dict[str, object]:
+    """The metadata that `user_metadata` leaves out."""
+    kept: dict[str, object] = {}
+    if PROMPT_MESSAGES in sample.metadata:
+        kept[PROMPT_MESSAGES] = sample.metadata[PROMPT_MESSAGES]
+    if added := _plain_attributes(result):
+        kept[SAMPLE_ATTRIBUTES] = added
+    return kept
+
+
+def _plain_attributes(sample: SlimeSample) -> dict[str, Any]:
+    """The attributes that functions have added, for others. Those that hold other than plain values
+    are left out, with a warning for each name."""
+    added = {name: value for name, value in sample.added.items() if is_plain(value)}
+    for name in sample.added.keys() - added.keys() - _not_passed_on:
+        _not_passed_on.add(name)
+        kind = type(sample.added[name]).__name__
+        logger.warning(
+            f"sample.{name} is a {kind}, and is not passed on to other functions: only text, "
+            "numbers, lists and dicts are"
+        )
+    return added
+
+
+_not_passed_on: set[str] = set()  # names that were warned about
 
 
 def to_slime_groups(groups: Iterable[Iterable[Sample]]) -> list[list[SlimeSample]]:
@@ -219,7 +199,7 @@ def from_slime(
         status=statuses[result.status],
         reward=_reward(result, args, place),
         response=text,
-        metadata=dict(result.metadata) | _details(result, args),
+        metadata=dict(result.metadata) | _internal(result, sample) | _details(result, args),
     )
 
 
@@ -304,6 +284,14 @@ def versions_of(
     return tuple(versions)
 
 
+def prompt_tokens(sample: SlimeSample, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens of a prompt; messages are rendered with the chat template."""
+    text = sample.prompt
+    if not isinstance(text, str):
+        text = str(tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True))
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
 def empty_sample(sample: SlimeSample, flag: str) -> Sample:
     """Our sample with the ids and the prompt of a user's sample, before its first token. Raises
     ValueError for a sample without ids."""
@@ -316,7 +304,12 @@ def empty_sample(sample: SlimeSample, flag: str) -> Sample:
             )
     assert sample.group_index is not None and sample.index is not None
     metadata = dict(sample.metadata)
-    prompt = Prompt(sample.group_index, sample.prompt, (), label=sample.label, metadata=metadata)
+    text = sample.prompt if isinstance(sample.prompt, str) else ""
+    if text != sample.prompt:
+        metadata[PROMPT_MESSAGES] = sample.prompt
+    if added := _plain_attributes(sample):
+        metadata[SAMPLE_ATTRIBUTES] = added
+    prompt = Prompt(sample.group_index, text, (), label=sample.label, metadata=metadata)
     return Sample.empty(prompt, sample.index)
 
 

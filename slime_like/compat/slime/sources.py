@@ -19,7 +19,7 @@ from slime_like.data.tokenizer import load_tokenizer
 from slime_like.engines.base import GenerateOutput
 from slime_like.import_utils import load_function
 from slime_like.rollout.recording import decode, encode
-from slime_like.types import Prompt
+from slime_like.types import PROMPT_MESSAGES, Prompt
 
 Group = list[SlimeSample]
 
@@ -65,7 +65,7 @@ class RolloutDataSource(DataSource):
             )
             names = [field.name for field in dataclasses.fields(DataConfig)]
             data = DataConfig(**{name: getattr(args, name) for name in names})
-            self.dataset = PromptSource(data, tokenizer)
+            self.dataset = PromptSource(data, tokenizer, raw_messages=True)
 
     def get_samples(self, num_samples: int) -> list[Group]:
         if self.dataset is None:
@@ -180,14 +180,14 @@ def _state_path(folder: str, rollout_id: int) -> Path:
 
 
 def _sample(prompt: Prompt) -> SlimeSample:
-    return SlimeSample(prompt=prompt.text, label=prompt.label, metadata=dict(prompt.metadata))
+    metadata = dict(prompt.metadata)
+    messages = metadata.pop(PROMPT_MESSAGES, prompt.text)
+    return SlimeSample(prompt=messages, label=prompt.label, metadata=metadata)
 
 
 def _to_row(sample: SlimeSample) -> dict[str, object]:
     """Convert a sample to plain JSON; numbers are restored bit by bit."""
-    row = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
-    row["status"] = sample.status.value
-    outputs = row.pop("engine_outputs")
+    row, outputs = sample.to_dict(), sample.engine_outputs
     row["written"] = [(output.tokens, output.weight_versions) for output in outputs]
     return encode(row, f"sample {sample.index}")
 
@@ -195,9 +195,8 @@ def _to_row(sample: SlimeSample) -> dict[str, object]:
 def _from_row(plain: Mapping[str, object]) -> SlimeSample:
     row = decode(plain)
     sample_id = -1 if row["index"] is None else row["index"]
-    row["status"] = SlimeSample.Status(row["status"])
     row["engine_outputs"] = [
         GenerateOutput(sample_id, tokens, (), "stop", versions)
         for tokens, versions in row.pop("written")
     ]
-    return SlimeSample(**row)
+    return SlimeSample.from_dict(row)

@@ -1,0 +1,89 @@
+"""slime's Sample, as user functions get it, also in the processes of rewards: imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slime_like.engines.base import GenerateOutput
+    from slime_like.function_args import FunctionArgs
+
+
+@dataclass
+class SlimeSample:
+    """slime's Sample. prompt: text, or the messages of a row without --apply-chat-template. tokens:
+    prompt and response. loss_mask, rollout_log_probs: one entry per response token; loss_mask None:
+    all ones. rollout_id: shared by the sequences of one episode. weight_versions: of the requests
+    that generated it, as numbers or text. engine_outputs: in order; internal, not to be modified.
+
+    Functions may add attributes; later functions, e.g. the reward, find those that hold plain
+    values.
+    """
+
+    class Status(StrEnum):
+        PENDING = "pending"
+        COMPLETED = "completed"
+        TRUNCATED = "truncated"
+        ABORTED = "aborted"
+        FAILED = "failed"
+
+    group_index: int | None = None
+    index: int | None = None
+    prompt: str | list[dict[str, Any]] = ""
+    tokens: list[int] = field(default_factory=list)
+    response: str = ""
+    response_length: int = 0
+    label: Any = None
+    reward: Any = None
+    loss_mask: list[int] | None = None
+    weight_versions: list[int | str] = field(default_factory=list)
+    rollout_log_probs: list[float] | None = None
+    remove_sample: bool = False
+    status: Status = Status.PENDING
+    metadata: dict[str, Any] = field(default_factory=dict)
+    rollout_id: int | None = None
+    engine_outputs: list[GenerateOutput] = field(default_factory=list, repr=False, compare=False)
+
+    def get_reward_value(self, args: FunctionArgs) -> Any:
+        """The reward to train on: that of --reward-key if the reward is a dict."""
+        return self.reward[args.reward_key] if isinstance(self.reward, dict) else self.reward
+
+    @property
+    def effective_response_length(self) -> int:
+        return self.response_length if self.loss_mask is None else sum(self.loss_mask)
+
+    @property
+    def added(self) -> dict[str, Any]:
+        """The attributes that functions have added."""
+        return {name: value for name, value in vars(self).items() if name not in _FIELDS}
+
+    def update_from_meta_info(self, args: object, meta_info: Mapping[str, Any]) -> None:
+        """Take weight version and status from the ``meta_info`` of a response of the engine."""
+        if meta_info.get("weight_version"):
+            self.weight_versions.append(meta_info["weight_version"])
+        reason = (meta_info.get("finish_reason") or {}).get("type")
+        self.status = _STATUS_OF_REASON.get(str(reason), self.status)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All attributes; the status as text."""
+        values = {name: value for name, value in vars(self).items() if name != "engine_outputs"}
+        return values | {"status": self.status.value}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> SlimeSample:
+        """The inverse of `to_dict`."""
+        values = dict(data) | {"status": cls.Status(data.get("status", "pending"))}
+        sample = cls(**{name: values.pop(name) for name in _FIELDS & values.keys()})
+        vars(sample).update(values)
+        return sample
+
+
+_FIELDS = frozenset(field.name for field in fields(SlimeSample))
+_STATUS_OF_REASON = {
+    "stop": SlimeSample.Status.COMPLETED,
+    "length": SlimeSample.Status.TRUNCATED,
+    "abort": SlimeSample.Status.ABORTED,
+}
