@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from slime_like.advantages.distillation import prefix_weights
@@ -37,7 +37,7 @@ from slime_like.validation import require_ids, require_samples, require_shape
 
 @dataclass(frozen=True, slots=True)
 class AdvantageSettings(CheckedSettings):
-    """Settings of advantage estimation. entry: the registered estimator."""
+    """Settings of advantage estimation."""
 
     estimator: str
     normalize_std: bool = arg(True, "Divide by the standard deviation of the group.")
@@ -55,11 +55,15 @@ class AdvantageSettings(CheckedSettings):
     distillation_coef: float = arg(0.0, "Coefficient of the teacher gap.", legal=NON_NEGATIVE)
     distillation_only: bool = arg(False, "Ignore rewards.")
     prefix_gamma: float = arg(0.0, "Prefix weight of the teacher gap.", legal=NON_NEGATIVE)
-    entry: AdvantageEstimator = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "entry", advantage_estimators.get(self.estimator))
+        advantage_estimators.get(self.estimator)  # ValueError for an unknown one
         CheckedSettings.__post_init__(self)
+
+    @property
+    def entry(self) -> AdvantageEstimator:
+        """The registered estimator."""
+        return advantage_estimators.get(self.estimator)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from slime_like.advantages import (
 )
 from slime_like.advantages.values import value_metrics
 from slime_like.batching.delivery import SampleDelivery
-from slime_like.batching.log_probs import LogProbs, Scores
+from slime_like.batching.log_probs import LogProbs, Scores, UpdateCheck
 from slime_like.batching.off_policy_step import SampleCorrection
 from slime_like.batching.outcomes import outcomes_of
 from slime_like.batching.rollout_batch import Columns, Rollout
@@ -39,7 +39,7 @@ from slime_like.batching.user_hooks import RankData, group_rewards
 from slime_like.batching.value_exchange import ValueExchange, plan_of_critic
 from slime_like.guards.rollout import RolloutGuards
 from slime_like.logs import warn_rank_0
-from slime_like.megatron.backend import LogProbOutput, MegatronBackend
+from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.metrics.progress import Progress
 from slime_like.samples.index import AnySample
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _BEFORE_STEPS = "before the optimizer steps of a rollout"
-LogProbCheck = Callable[[Sequence[LogProbOutput]], dict[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +58,14 @@ class Batches:
     """The optimizer steps of a rollout: this rank's samples of each step.
 
     critic: empty without a critic; its data-parallel ranks may hold other samples than the
-    policy's. check: with `TrainBatch.old_is_current`, checks the log-probs of the training forward
-    pass before the optimizer step and returns metrics. sample_keys, entropies: of the policy's
-    samples, for recordings; entropies ([R] each) are empty without a separate log-prob pass.
+    policy's. check: with `TrainBatch.old_is_current`, the check of the training forward pass.
+    sample_keys, entropies: of the policy's samples, for recordings; entropies ([R] each) are empty
+    without a separate log-prob pass.
     """
 
     policy: list[TrainBatch]
     critic: list[TrainBatch]
-    check: LogProbCheck | None = None
+    check: UpdateCheck | None = None
     sample_keys: Sequence[str] = ()
     entropies: Sequence[Tensor] = ()
 
@@ -179,19 +178,15 @@ class BatchBuilder:
             critic_batches = critic.batches(returns)
 
         batches = map_steps(rollout.steps, _loss_inputs(scores, advantages, corrections))
-        if self.settings.hooks is not None:
-            batches = self.settings.hooks.finish(
-                batches, lambda: self._rank_data(rollout, scores, outcomes, advantages)
-            )
+        batches = self.settings.hooks.finish(
+            batches, lambda: self._rank_data(rollout, scores, outcomes, advantages)
+        )
         keys = rollout.local_keys
         if scores.old is not None:
             entropies = [output.entropy for output in scores.old]
             return Batches(batches, critic_batches, None, keys, entropies), metrics
         batches = [dataclasses.replace(batch, old_is_current=True) for batch in batches]
-
-        def check(log_probs: Sequence[LogProbOutput]) -> dict[str, float]:
-            return self.log_probs.check_update(rollout, log_probs, weight_version)
-
+        check = UpdateCheck(self.log_probs, rollout, weight_version)
         return Batches(batches, critic_batches, check, keys), metrics
 
     def _outcomes(self, rollout: Rollout) -> Outcomes:
@@ -329,10 +324,10 @@ class BatchBuilder:
             assert scores.old is not None, "see RunConfig.old_is_current"
             squared = [o.squared_probs for o in scores.old if o.squared_probs is not None]
             energies = token_energies(scores.old_log_probs, squared, masks)
-        precomputed = None
+        precomputed = self.settings.hooks.advantages(
+            lambda: self._rank_data(rollout, scores, outcomes)
+        )
         settings = self.settings.advantages
-        if (hooks := self.settings.hooks) is not None:
-            precomputed = hooks.advantages(lambda: self._rank_data(rollout, scores, outcomes))
         if settings.kl_coef != self.kl_controller.value:  # adaptive: the coefficient has moved
             settings = dataclasses.replace(settings, kl_coef=self.kl_controller.value)
         output = estimate_advantages(

@@ -95,15 +95,13 @@ class SampleDelivery:
     ) -> list[AnySample]:
         if not self._replays_rollout:
             samples = without_routed_experts(samples)
-        delivered = list(samples)
-        if dist.get_world_size() > 1:
-            sharings = []
-            for plan, dp_ranks in self._plans:
-                assigned = assignment if plan is self._policy_plan else plan.assign(samples)
-                parts = [assigned.indices_of(rank) for rank in range(plan.dp_size)]
-                sharings.append(make_sharing(dp_ranks, parts))
-            own = deliver_samples(samples, sharings, buffer_size=self._buffer_size, group=group)
-            delivered = [own.samples.get(i, sample) for i, sample in enumerate(samples)]
+        sharings = []
+        for plan, dp_ranks in self._plans:
+            assigned = assignment if plan is self._policy_plan else plan.assign(samples)
+            parts = [assigned.indices_of(rank) for rank in range(plan.dp_size)]
+            sharings.append(make_sharing(dp_ranks, parts))
+        own = deliver_samples(samples, sharings, buffer_size=self._buffer_size, group=group)
+        delivered = [own.samples.get(i, sample) for i, sample in enumerate(samples)]
         if not self._replays_rollout:
             return delivered
         config = self._transformer

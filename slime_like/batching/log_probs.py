@@ -59,8 +59,7 @@ class LogProbs:
         engine. squared_probs, top_k: see `MegatronBackend.forward`."""
         local = rollout.local
         if not self.settings.algorithm.use_rollout_logprobs:
-            if self.settings.hooks is not None:
-                self.settings.hooks.before_log_prob(self.backend.policy.chunks)
+            self.settings.hooks.before_log_prob(self.backend.policy.chunks)
             return self.backend.forward(local, squared_probs=squared_probs, top_k=top_k)
         reported = [require_rollout_log_probs(sample) for sample in local]
         rollout.check_finite({"log-prob of the rollout engine": reported}, BEFORE_UPDATE)
@@ -71,8 +70,7 @@ class LogProbs:
         network = self.backend.reference
         if network is None:
             return None
-        if self.settings.hooks is not None:
-            self.settings.hooks.before_log_prob(network.chunks, "ref_")
+        self.settings.hooks.before_log_prob(network.chunks, "ref_")
         return [output.log_probs for output in self.backend.forward(local, network)]
 
     def teacher(
@@ -122,10 +120,18 @@ class LogProbs:
         corrections, metrics = correct_steps(config, rollout.steps, log_probs, self.layout.dp_group)
         return corrections, {f"train/{name}": value for name, value in metrics.items()}
 
-    def check_update(
-        self, rollout: Rollout, log_probs: Sequence[LogProbOutput], weight_version: int
-    ) -> dict[str, float]:
-        """`check`, and the metrics of `correct`, for log-probs from the training forward pass,
-        after backward and before the optimizer step."""
-        metrics = self.check(rollout, log_probs, weight_version)
-        return metrics | self.correct(rollout, log_probs)[1]
+
+@dataclass(frozen=True, slots=True)
+class UpdateCheck:
+    """What `LogProbs` does before an update, for a rollout whose old log-probs come from the
+    training forward pass. weight_version: version of the policy before the update."""
+
+    log_probs: LogProbs
+    rollout: Rollout
+    weight_version: int
+
+    def run(self, old: Sequence[LogProbOutput]) -> dict[str, float]:
+        """Check the log-probs of the training forward pass, after backward and before the optimizer
+        step; returns metrics. Raises GuardError."""
+        metrics = self.log_probs.check(self.rollout, old, self.weight_version)
+        return metrics | self.log_probs.correct(self.rollout, old)[1]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from arguments.schema import AlgorithmConfig, DistillationConfig
 from slime_like.advantages import AdvantageSettings
 from slime_like.batching.outcomes import OutcomeReader
-from slime_like.batching.user_hooks import UserHooks
+from slime_like.batching.user_hooks import TrainHooks
 from slime_like.losses.off_policy_config import OffPolicyConfig
 
 if TYPE_CHECKING:
@@ -32,4 +32,4 @@ class BatchSettings:
     sample_buffer_size: int
     old_is_current: bool
     outcome_readers: Sequence[OutcomeReader]
-    hooks: UserHooks | None
+    hooks: TrainHooks

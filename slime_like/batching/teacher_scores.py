@@ -42,8 +42,7 @@ def teacher_scores(
     if backend.teacher is None:
         return TeacherScores(_served_log_probs(rollout.local_samples))
     assert old is not None, "see RunConfig.old_is_current"
-    if settings.hooks is not None:
-        settings.hooks.before_log_prob(backend.teacher.chunks, "teacher_")
+    settings.hooks.before_log_prob(backend.teacher.chunks, "teacher_")
     top = [o.top_tokens.long() for o in old if o.top_tokens is not None]
     local = rollout.local
     if top:

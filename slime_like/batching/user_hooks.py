@@ -78,8 +78,55 @@ class HookAdapter(Protocol):
     ) -> bool: ...
 
 
-class UserHooks:
-    """The user functions of a run. A method without a function is a no-op."""
+class TrainHooks:
+    """What a run calls around training and logging. Here nothing happens; `UserHooks` calls the
+    user's functions."""
+
+    converts: bool = False  # whether `convert` changes the samples
+
+    def begin_rollout(self, rollout_id: int) -> None:
+        """Called before the samples of a rollout are generated or taken."""
+
+    def megatron_init(self) -> None:
+        """Called before the model is built, on every rank."""
+
+    def before_log_prob(self, chunks: Sequence[MegatronModule], prefix: str = "") -> None:
+        """Called before a pass that computes log-probs. prefix: "", "ref_" or "teacher_"."""
+
+    def before_train_step(self, step_id: int, network: TrainedNetwork) -> None:
+        """Called before the forward and backward pass of each optimizer step."""
+
+    def convert(self, samples: Sequence[AnySample]) -> list[AnySample]:
+        """The sequences to train on. Collective. samples: of a rollout, each followed by its
+        branches."""
+        return list(samples)
+
+    def advantages(self, data: Callable[[], RankData]) -> tuple[list[Tensor], list[Tensor]] | None:
+        """Advantages and returns, [R] per sample; None: use the estimator."""
+        return None
+
+    def finish(
+        self, batches: Sequence[TrainBatch], data: Callable[[], RankData]
+    ) -> list[TrainBatch]:
+        """The batches with other loss weights, advantages or masks. data: returns the same samples
+        in the same order."""
+        return list(batches)
+
+    def log_rollout(
+        self, samples: Sequence[AnySample], metrics: Mapping[str, float], seconds: float
+    ) -> bool:
+        """Log a rollout. Returns whether to omit ``rollout/`` metrics. Collective."""
+        return False
+
+    def log_eval(
+        self, step: int, sets: Mapping[str, Sequence[SampleGroup]], metrics: Mapping[str, float]
+    ) -> bool:
+        """Log an evaluation. Returns whether to omit ``eval/`` metrics. Collective."""
+        return False
+
+
+class UserHooks(TrainHooks):
+    """The user functions of a run. A method without a function does as in `TrainHooks`."""
 
     def __init__(self, config: RunConfig) -> None:
         self._adapter: HookAdapter = hook_adapter(config)
@@ -87,6 +134,7 @@ class UserHooks:
         self._batch_size = config.algorithm.global_batch_size or 1
         self._per_token = config.algorithm.loss_reduction == "token_mean"
         self._rollout_id = 0
+        self.converts = self._named("custom_convert_samples_to_train_data_path") is not None
 
     def begin_rollout(self, rollout_id: int) -> None:
         self._rollout_id = rollout_id
@@ -95,7 +143,6 @@ class UserHooks:
         return self._adapter if self._adapter.has(name) else None
 
     def megatron_init(self) -> None:
-        """Called before the model is built, on every rank."""
         if (adapter := self._named("custom_megatron_init_path")) is not None:
             adapter.megatron_init()
 
@@ -109,15 +156,8 @@ class UserHooks:
         if adapter is not None:
             adapter.before_train_step(self._rollout_id, step_id, network)
 
-    @property
-    def converts(self) -> bool:
-        """Whether a conversion function is set."""
-        return self._named("custom_convert_samples_to_train_data_path") is not None
-
     def convert(self, samples: Sequence[AnySample]) -> list[AnySample]:
-        """Convert samples to the sequences to train on, with `TRAIN_REWARD` in their metadata.
-        Collective; the function runs on rank 0. samples: of a rollout, each followed by its
-        branches."""
+        """With `TRAIN_REWARD` in their metadata; the function runs on rank 0."""
         adapter = self._named("custom_convert_samples_to_train_data_path")
         if adapter is None:
             return list(samples)
@@ -133,16 +173,12 @@ class UserHooks:
         return [*converted] if converted else [*remote_samples(*index)]
 
     def advantages(self, data: Callable[[], RankData]) -> tuple[list[Tensor], list[Tensor]] | None:
-        """Advantages and returns, [R] per sample, from the user's function; None: use the
-        estimator."""
         adapter = self._named("custom_advantage_function_path")
         return None if adapter is None else adapter.advantages(data())
 
     def finish(
         self, batches: Sequence[TrainBatch], data: Callable[[], RankData]
     ) -> list[TrainBatch]:
-        """Apply user functions that change loss weights, advantages or masks of the batches. data:
-        returns the same samples in the same order."""
         if (adapter := self._named("custom_pg_loss_reducer_function_path")) is not None:
             batches = [self._with_weights(adapter, batch) for batch in batches]
         adapter = self._named("rollout_data_postprocess_path")
@@ -175,8 +211,6 @@ class UserHooks:
     def log_rollout(
         self, samples: Sequence[AnySample], metrics: Mapping[str, float], seconds: float
     ) -> bool:
-        """Call the user's rollout logger. Returns whether to omit ``rollout/`` metrics.
-        Collective."""
         adapter = self._named("custom_rollout_log_function_path")
         if adapter is None:
             return False
@@ -188,8 +222,6 @@ class UserHooks:
     def log_eval(
         self, step: int, sets: Mapping[str, Sequence[SampleGroup]], metrics: Mapping[str, float]
     ) -> bool:
-        """Call the user's evaluation logger. Returns whether to omit ``eval/`` metrics.
-        Collective."""
         adapter = self._named("custom_eval_rollout_log_function_path")
         if adapter is None:
             return False
@@ -206,10 +238,10 @@ class UserHooks:
         return from_rank_zero(log_on_rank_zero)
 
 
-def make_user_hooks(config: RunConfig) -> UserHooks | None:
-    """The user hooks of a run; None if no flag names a function."""
+def make_train_hooks(config: RunConfig) -> TrainHooks:
+    """The hooks of a run: the user's, if a flag names a function."""
     is_set = any(getattr(config.hooks, f.name) for f in dataclasses.fields(config.hooks))
-    return UserHooks(config) if is_set else None
+    return UserHooks(config) if is_set else TrainHooks()
 
 
 def group_rewards(

@@ -110,7 +110,6 @@ class MegatronBackend:
         self._hf_checkpoint = run.model.hf_checkpoint
         self.seed = run.model.seed
         self._bucket_bytes = run.sglang.update_weight_buffer_size
-        self._sizes: dict[tuple[int, bool], MicroBatchSize] = {}
 
         self.policy = make_policy(run, layout, self.hf, total_steps=total_steps)
         self.adapter_shape = self._start_adapter(run.lora.lora_adapter_path)
@@ -220,10 +219,9 @@ class MegatronBackend:
             self.trained, batch.samples, objective, selection, per_token=batch.old_is_current
         )
         metrics = reduce_metrics(output, self.layout)
-        if self.policy.has_experts:
-            metrics |= routing_metrics(
-                self.policy.chunks, self.transformer, self.layout, output.num_micro_batches
-            )
+        metrics |= routing_metrics(
+            self.policy.chunks, self.transformer, self.layout, output.num_micro_batches
+        )
         log_probs = [LogProbOutput(*row) for row in zip(*output.columns, strict=True)]
         return PendingStep(metrics, self.trained, log_probs)
 
@@ -281,12 +279,7 @@ class MegatronBackend:
         )
 
     def _micro_batch_size(self, layout: ParallelLayout, *, forward_only: bool) -> MicroBatchSize:
-        key = (layout.cp_size, forward_only)
-        if key not in self._sizes:
-            self._sizes[key] = micro_batch_size(
-                self.algorithm, layout.cp_size, forward_only=forward_only
-            )
-        return self._sizes[key]
+        return micro_batch_size(self.algorithm, layout.cp_size, forward_only=forward_only)
 
     def export_weights(self, *, quantized: bool = False) -> WeightStream:
         """(Hugging Face name, full tensor) pairs of the policy, on every rank or on the sending

@@ -180,13 +180,15 @@ def routing_metrics(
     layout: ParallelLayout,
     num_microbatches: int,
 ) -> dict[str, float]:
-    """MoE metrics of the last training pass, equal on all ranks. Collective over all ranks.
+    """MoE metrics of the last training pass, equal on all ranks; none for a dense model. Collective
+    over all ranks.
 
     Each auxiliary loss without its coefficient, averaged over MoE layers, micro-batches and
     data-parallel ranks. `moe_load_max`: tokens of the busiest expert over the mean, averaged over
     layers. `moe_replay_disagreement`: see `replay_disagreement`.
     """
-    assert config.num_moe_experts is not None
+    if config.num_moe_experts is None:
+        return {}
     routers = decoder_routers(chunks)
     sparse = moe_layers(config.moe_layer_freq, config.num_layers)
     device = next(chunks[0].parameters()).device

@@ -179,8 +179,7 @@ class Network:
         training = [module.training for module in self.modules]
         for module in self.modules:
             module.eval()
-        if self.has_experts:
-            begin_routing(self.chunks, batches, self.layout, record=record_routed_experts)
+        begin_routing(self.chunks, batches, self.layout, record=record_routed_experts)
         with torch.no_grad(), self.forward_context():
             outputs = run_schedule(self.modules, batches, compute, self.layout, forward_only=True)
         for module, was_training in zip(self.modules, training):

@@ -12,10 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-from megatron.core.distributed import (
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -29,11 +26,7 @@ from slime_like.megatron.forward_step import TokenComputation, run_schedule
 from slime_like.megatron.frozen_parameters import FrozenParameters
 from slime_like.megatron.micro_batching import MicroBatchSize
 from slime_like.megatron.model.gpt import wrap_for_training
-from slime_like.megatron.moe import (
-    begin_routing,
-    expert_biases,
-    restore_expert_biases,
-)
+from slime_like.megatron.moe import begin_routing, expert_biases, restore_expert_biases
 from slime_like.megatron.network import Network, PassOutput, SelectionSeed
 from slime_like.megatron.optimizer import (
     AdamStep,
@@ -183,8 +176,7 @@ class TrainedNetwork(Network):
 
             self.finish_updates()
             update_embedding(self.chunks, self.layout)
-        if self.has_experts:
-            begin_routing(self.chunks, batches, self.layout)
+        begin_routing(self.chunks, batches, self.layout)
         with self.forward_context():
             outputs = run_schedule(self.modules, batches, compute, self.layout, forward_only=False)
         output = self._output(outputs, split, batches, per_token=per_token)
@@ -193,7 +185,7 @@ class TrainedNetwork(Network):
     def _begin_accumulation(self) -> None:
         if not self.gradients.accumulated:
             self.clear_gradients()
-            biases = expert_biases(self.chunks) if self.has_experts else ()
+            biases = expert_biases(self.chunks)
             self.gradients = Gradients(biases, accumulated=True)
 
     def clear_gradients(self) -> None:

@@ -164,33 +164,17 @@ class Rollouter:
             The samples in order, on all ranks; finished ones are graded, except by a group reward.
         """
         rank = dist.get_rank()
-        world = dist.get_world_size()
         grader = grader or self.grader
-        continued: Sequence[AnySample]
-        if world == 1:
-            continued = self._continue_local(complete(samples), sampling, purpose, limit, grader)
-        else:
-            num_generating = num_generating_ranks(self.engine, world)
-            holders = holders_of(samples, rank, num_generating, by_group=grader.args.group_rm)
-            local = complete(s for s, holder in zip(samples, holders) if holder == rank)
-            local = self._continue_local(local, sampling, purpose, limit, grader)
-            continued = share_index(local, holders, self.group)
-        return [before if is_empty(after) else after for before, after in zip(samples, continued)]
-
-    def _continue_local(
-        self,
-        samples: Sequence[Sample],
-        sampling: SamplingParams,
-        purpose: str,
-        limit: int | None,
-        grader: Grader,
-    ) -> list[Sample]:
-        """`continue_generation` for the samples of this rank."""
-        local = self._generate_local(samples, sampling, purpose, limit)
+        num_generating = num_generating_ranks(self.engine, dist.get_world_size())
+        holders = holders_of(samples, rank, num_generating, by_group=grader.args.group_rm)
+        local = complete(s for s, holder in zip(samples, holders) if holder == rank)
+        local = self._generate_local(local, sampling, purpose, limit)
         if self.sample_hook is not None:
-            evaluation = purpose != "train"
-            local = asyncio.run(self._with_hooks(local, evaluation=evaluation))
-        return local if grader.args.group_rm else grader.grade(local)
+            local = asyncio.run(self._with_hooks(local, evaluation=purpose != "train"))
+        if not grader.args.group_rm:
+            local = grader.grade(local)
+        continued = share_index(local, holders, self.group)
+        return [before if is_empty(after) else after for before, after in zip(samples, continued)]
 
     def grade_groups(
         self, groups: Sequence[Sequence[AnySample]], *, grader: Grader | None = None
@@ -278,11 +262,9 @@ class Rollouter:
             sets = pad_sampling_mask(
                 [*split_sampling_mask(sample.sampling_mask), *output.sampling_mask]
             )
-        routed_experts = None
-        if sample.routed_experts is not None or output.routed_experts is not None:
-            routed_experts = join_routed_experts(
-                sample.routed_experts, output.routed_experts, tokens.numel()
-            )
+        routed_experts = join_routed_experts(
+            sample.routed_experts, output.routed_experts, tokens.numel()
+        )
         metadata = sample.metadata
         if output.failure is not None:
             metadata = {**metadata, "failure": output.failure}

@@ -145,6 +145,8 @@ def with_branches(
             a prompt of a teacher, which its branches have not.
     """
     counts = [s.num_branches for s in samples]
+    if not any(counts):
+        return list(samples)
     for s, count in zip(samples, counts):
         for name in ("token_rewards", "teacher_log_probs", "teacher_prompt") if count else ():
             if s.has(name):
@@ -205,7 +207,7 @@ def gather_on_rank_zero(
     have."""
     rank, world = _rank_and_world()
     holders = np.array([holder_of(s, rank) for s in samples], dtype=np.int64)
-    if world == 1 or not holders.any():
+    if not holders.any():
         return list(samples)
     texts = {i: pack_texts(s) for i, s in enumerate(samples) if isinstance(s, Sample)}
     sizes = torch.zeros(len(samples), dtype=torch.int64)

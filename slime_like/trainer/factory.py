@@ -9,7 +9,7 @@ from arguments.run_config import RunConfig
 from slime_like.batching.builder import BatchBuilder
 from slime_like.batching.outcomes import advantage_settings, outcome_readers
 from slime_like.batching.settings import BatchSettings
-from slime_like.batching.user_hooks import UserHooks
+from slime_like.batching.user_hooks import TrainHooks
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.distributed.signals import StopConditions
 from slime_like.guards.rollout import RolloutGuards, train_rollout_limit
@@ -83,7 +83,7 @@ def make_batch_builder(
     backend: MegatronBackend,
     guards: RolloutGuards,
     progress: Progress,
-    hooks: UserHooks | None,
+    hooks: TrainHooks,
 ) -> BatchBuilder:
     settings = BatchSettings(
         run.algorithm,
@@ -107,7 +107,7 @@ def make_train_step(
     guards: RolloutGuards,
     progress: Progress,
     initial_policy: str | None,
-    hooks: UserHooks | None,
+    hooks: TrainHooks,
 ) -> TrainStep:
     """Build the optimizer-step driver. initial_policy: the Hugging Face model that the run starts
     from; None if it starts from something else."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from arguments.schema import AlgorithmConfig
 from slime_like.batching.builder import Batches
-from slime_like.batching.user_hooks import UserHooks
+from slime_like.batching.user_hooks import TrainHooks
 from slime_like.guards.finite import GuardError, check_finite, non_finite_losses
 from slime_like.guards.rollout import RolloutGuards
 from slime_like.guards.update import (
@@ -52,7 +52,7 @@ class TrainStep:
         backend: MegatronBackend,
         progress: Progress,
         guards: RolloutGuards,
-        hooks: UserHooks | None,
+        hooks: TrainHooks,
         *,
         patience: int,
         kl_vanishes_at: int | None,
@@ -110,11 +110,10 @@ class TrainStep:
             for index, batch in enumerate(batches.policy):
                 if self.entropy.adaptive:
                     self.backend.set_entropy_coef(self.entropy.coef)
-                if self.hooks is not None:
-                    self.hooks.before_train_step(index, self.backend.trained)
+                self.hooks.before_train_step(index, self.backend.trained)
                 pending = self.backend.forward_backward(batch)
                 if batches.check is not None:
-                    checked = batches.check(pending.log_probs)
+                    checked = batches.check.run(pending.log_probs)
                 self._check_loss(batch, pending, index)
                 if self.entropy.adaptive:
                     pending.metrics["entropy_coef"] = self.entropy.coef

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from arguments.run_config import RunConfig
 from slime_like.batching.builder import Batches
-from slime_like.batching.user_hooks import make_user_hooks
+from slime_like.batching.user_hooks import make_train_hooks
 from slime_like.checkpoints.files import writes_to
 from slime_like.distributed.collectives import any_rank, from_rank_zero
 from slime_like.distributed.signals import ExitRequest
@@ -75,9 +75,8 @@ class Trainer:
         eval_prompts, notes = load_prompts(run, tokenizer)
         self.num_rollouts = num_rollouts(run, source)
         self.progress = progress = make_progress(run, self.num_rollouts, layout.rank, on_phase)
-        self.hooks = hooks = make_user_hooks(run)
-        if hooks is not None:
-            hooks.megatron_init()
+        self.hooks = hooks = make_train_hooks(run)
+        hooks.megatron_init()
         total = self.num_rollouts * steps_per_rollout(run)
         self.backend = backend = MegatronBackend(run, layout, total_steps=total)
         self._throughput = throughput_of(run, backend)
@@ -103,8 +102,7 @@ class Trainer:
             warn_rank_0(logger, note)
         guards = rollout_guards(run)
         self.batch_builder = make_batch_builder(run, layout, backend, guards, progress, hooks)
-        converts = hooks is not None and hooks.converts
-        if run.scheduling.async_rollout and not (run.debug.debug_rollout_only or converts):
+        if run.scheduling.async_rollout and not (run.debug.debug_rollout_only or hooks.converts):
             self.sampling.deliver_early(self.batch_builder.deliver_early)
         self.stop = stop_conditions(run, layout.rank)
         self.checkpoints = RunCheckpoints(run, layout, backend, tokenizer)
@@ -273,15 +271,14 @@ class Trainer:
         run = self.run_config
         if self.strategy.samples_responses:
             self.sampling.sync_weights(self.weight_version)
-        if self.hooks is not None:
-            self.hooks.begin_rollout(step)
+        self.hooks.begin_rollout(step)
         started = time.monotonic()
         generated = self.sampling.generate(step)
         samples = list(generated.samples)
         check_sampling_masks(samples, wanted=run.rollout.renormalize_sampled_log_probs)
         metrics = self.strategy.check_samples(step, samples, generated.metrics, self.weight_version)
         seconds = time.monotonic() - started
-        if self.hooks is not None and self.hooks.log_rollout(samples, metrics, seconds):
+        if self.hooks.log_rollout(samples, metrics, seconds):
             self._hidden.add("rollout/")
         if self.strategy.samples_responses:
             metrics |= self.sampling.release_engine()
@@ -297,11 +294,7 @@ class Trainer:
     def _sequences(self, samples: list[AnySample]) -> list[AnySample]:
         """The sequences to train on: all branches of each episode, or what the user's conversion
         function makes of the samples."""
-        sequences = samples
-        if any(sample.num_branches for sample in samples):
-            sequences = with_branches(samples)
-        if self.hooks is not None:
-            sequences = self.hooks.convert(sequences)
+        sequences = self.hooks.convert(with_branches(samples))
         if len(sequences) > len(samples):
             from arguments.rules.agents import check_branches
 
@@ -339,9 +332,7 @@ class Trainer:
     def _evaluate(self, step: int) -> dict[str, float]:
         scores = self.sampling.evaluate(step, self.weight_version)
         evaluator = self.sampling.evaluator
-        if self.hooks is None or not isinstance(evaluator, Evaluator):
-            return scores
-        if self.hooks.log_eval(step, evaluator.last, scores):
+        if isinstance(evaluator, Evaluator) and self.hooks.log_eval(step, evaluator.last, scores):
             self._hidden.add("eval/")
         return scores
 
