@@ -15,6 +15,7 @@ from arguments.hf.model import HfModel
 from arguments.schema import GPTModelConfig
 from slime_like.checkpoints.manifest import describe
 from slime_like.weights.families import LM_HEAD
+from slime_like.weights.families.base import EMBEDDING
 from slime_like.weights.mappings import Mapping, Part, Sizes
 from slime_like.weights.parameter_map import (
     LAYER,
@@ -129,6 +130,8 @@ def plan_loading(
     repeated = repeated_tensors(hf, gpt.mtp_num_layers)
     _check_names(files, stored, folder, sizes, (*ignored, *repeated))
     _check_tensors(files, stored, folder, sizes)
+    if not (value_head or gpt.untie_embeddings_and_output_weights):
+        _check_tied(files, family, folder, sizes)
     return LoadPlan(stored, parts, frozenset(absent))
 
 
@@ -214,6 +217,17 @@ def _check_names(
             problems.append(f"{problem} tensors: {listed(names)}")
     if problems:
         raise ValueError(f"weights in {folder}: " + "; ".join(problems))
+
+
+def _check_tied(files: WeightFiles, family: dict[str, Mapping], folder: str, sizes: Sizes) -> None:
+    """Check that an output layer in the files of a tied model repeats the embedding."""
+    (embedding,) = family[EMBEDDING].hf_shapes(sizes)
+    if LM_HEAD in files.names and not files.is_copy(LM_HEAD, embedding):
+        raise ValueError(
+            f"weights in {folder}: config.json has tie_word_embeddings true, and {LM_HEAD} is "
+            f"another matrix than {embedding}, so that transformers unties them; set "
+            f"tie_word_embeddings to false, or remove {LM_HEAD}"
+        )
 
 
 def _check_tensors(

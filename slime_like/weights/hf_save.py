@@ -14,7 +14,8 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_like.checkpoints.files import remove_folder, sync_path
+from slime_like.checkpoints.files import read_json, remove_folder, sync_path
+from slime_like.data.tokenizer import VOCABULARY_FILES
 from slime_like.distributed.collectives import from_rank_zero, gather, is_rank_zero, together
 from slime_like.errors import RunError
 from slime_like.weights.export_plan import TensorPlan
@@ -30,26 +31,24 @@ from slime_like.weights.safetensors_writer import (
     write_index,
 )
 
-# Files of a folder other than weights and config.json: tokenizer, chat template, generation
+# Files of a folder other than weights and config.json: tokenizer, chat templates, generation
 # settings.
 COPIED = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "*.tiktoken",
-    "*.spm",
-    "spiece.model",
-    "sentencepiece*.model",
-    "tekken.json",
+    *VOCABULARY_FILES,
+    "merges*",
     "chat_template*",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
     "generation_config.json",
     "preprocessor_config.json",  # for images and videos
     "video_preprocessor_config.json",
     "processor_config.json",
 )
+# Files that may name classes in the folder's own code
+_NAME_CODE = ("config.json", "tokenizer_config.json", "processor_config.json")
 DEFAULT_SHARD_BYTES = 5 * 2**30
 
 
@@ -195,11 +194,7 @@ def finish_folder(
     output layer's weight is among the weights, so the embedding is not tied, whatever the source
     says."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    own_code = ("*.py",) if config.get("auto_map") else ()  # code files that auto_map refers to
-    for pattern in (*COPIED, *own_code):
-        for path in source.glob(pattern):
-            if path.is_file():
-                shutil.copyfile(path, temporary / path.name)
+    _copy_others(source, temporary)
     for part in (config, config.get("text_config") or {}):
         if dtype is not None:
             # the key in transformers 4 and 5
@@ -213,9 +208,28 @@ def finish_folder(
         ]
         config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
     (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for path in [*temporary.iterdir(), temporary]:
+    for path in [*temporary.rglob("*"), temporary]:
         sync_path(path)
     replace_folder(temporary, folder)
+
+
+def _copy_others(source: Path, target: Path) -> None:
+    """Copy the files other than weights and config.json, and the code that they refer to, which may
+    import further files."""
+    own_code = ("*.py",) if any(map(_has_own_code, (source / n for n in _NAME_CODE))) else ()
+    for pattern in (*COPIED, *own_code):
+        for path in source.glob(pattern):
+            if path.is_file():
+                copy = target / path.relative_to(source)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
+
+
+def _has_own_code(path: Path) -> bool:
+    try:
+        return bool(read_json(path).get("auto_map"))
+    except (OSError, ValueError, AttributeError):
+        return False  # missing, or no object: nothing that could be loaded
 
 
 def check_folders(folder: Path, source: Path) -> None:

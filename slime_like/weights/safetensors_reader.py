@@ -46,6 +46,7 @@ LANGUAGE_MODEL = "model.language_model."
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 DTYPE_NAMES = {dtype: name for name, dtype in _STORED_DTYPES.items()}
 END_BYTES = 4096  # bytes of a tensor's start and end in `weights_digest`
+SAME_ROWS = 64  # rows at either end that `WeightFiles.is_copy` compares
 READ_BYTES = 16 * 2**20  # bytes per read
 MAX_NAMED = 8  # names listed in an error message
 
@@ -135,6 +136,20 @@ class WeightFiles:
                 f"{', '.join(_STORED_DTYPES)}"
             )
         return dtype
+
+    def is_copy(self, name: str, other: str) -> bool:
+        """Whether two matrices have the same shape, and the same first and last rows in the lower
+        of their precisions."""
+        if self.shape(name) != self.shape(other):
+            return False
+        count = self.shape(name)[0]
+        for start in (0, max(0, count - SAME_ROWS)):
+            stop = min(count, start + SAME_ROWS)
+            one, two = (self.read(each, 0, start, stop) for each in (name, other))
+            dtype = min(one.dtype, two.dtype, key=lambda dtype: dtype.itemsize)
+            if not torch.equal(one.to(dtype), two.to(dtype)):
+                return False
+        return True
 
     def ends(self, name: str) -> bytes:
         """The first and last `END_BYTES` bytes of a stored tensor."""
@@ -308,6 +323,11 @@ def weight_files(folder: Path) -> list[Path]:
         absent = [path.name for path in paths if not path.is_file()]
         if absent:
             raise ValueError(f"{index} names files that are not there: {listed(absent)}")
+        if SINGLE not in names and (folder / SINGLE).is_file():
+            raise ValueError(
+                f"{folder} holds two models: {SINGLE}, which transformers reads, and the files of "
+                f"{INDEX}; remove the older one"
+            )
         return paths
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]

@@ -271,7 +271,7 @@ def test_what_transformers_ignores_is_ignored(
     source = folders["llama-linear-tied"]
     extra = {
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
-        "lm_head.weight": torch.ones(90, 32),
+        "lm_head.weight": convert_worker.stored_weights(source)["model.embed_tokens.weight"],
     }
     chunks = _load(
         _rewritten(source, tmp_path, lambda weights: weights.update(extra)), alone, source
@@ -282,6 +282,36 @@ def test_what_transformers_ignores_is_ignored(
     )
     assert embedding.shape == (96, 32)
     assert not embedding[90:].any()
+
+
+@pytest.mark.parametrize("row", [0, 89])
+def test_a_head_that_a_tied_model_would_lose_is_refused(
+    alone: Any, folders: dict[str, str], tmp_path: Path, row: int
+) -> None:
+    """transformers unties such a model."""
+    source = folders["llama-linear-tied"]
+
+    def add_head(weights: dict[str, torch.Tensor]) -> None:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+        weights["lm_head.weight"][row, 3] += 1
+
+    with pytest.raises(ValueError, match=r"lm_head\.weight is another matrix than .* to false"):
+        _load(_rewritten(source, tmp_path, add_head), alone, source)
+
+
+def test_two_models_in_one_folder_are_refused(
+    alone: Any, folders: dict[str, str], tmp_path: Path
+) -> None:
+    """A model that was saved again in one file, beside the index of the older one."""
+    copy = tmp_path / "both"
+    shutil.copytree(folders["qwen2-tied"], copy)
+    weights = convert_worker.stored_weights(folders["qwen2-tied"])
+    save_file(weights, copy / "model.safetensors")
+    with pytest.raises(ValueError, match=r"holds two models: model\.safetensors, which transform"):
+        _load(copy, alone, folders["qwen2-tied"])
+    index = {"weight_map": dict.fromkeys(weights, "model.safetensors")}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    _load(copy, alone, folders["qwen2-tied"])
 
 
 def test_names_of_the_transformer_engine_spec(alone: Any, folders: dict[str, str]) -> None:

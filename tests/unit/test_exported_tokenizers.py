@@ -1,0 +1,131 @@
+"""What loads from the source of a model loads from its export: the same tokens and chat templates,
+whatever files the tokenizer is made of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from slime_like.cli.tiny_model import make_tokenizer
+from slime_like.weights.hf_save import finish_folder
+
+CODE = '''
+from transformers import PreTrainedTokenizer
+from .spelling import read
+
+class LineTokenizer(PreTrainedTokenizer):
+    """One token a line of its file."""
+    vocab_files_names = {"vocab_file": "tiktoken.model"}
+
+    def __init__(self, vocab_file, **kwargs):
+        self.words = read(vocab_file)
+        super().__init__(**kwargs)
+
+    @property
+    def vocab_size(self):
+        return len(self.words)
+
+    def get_vocab(self):
+        return {word: i for i, word in enumerate(self.words)}
+
+    def _tokenize(self, text):
+        return list(text)
+
+    def _convert_token_to_id(self, token):
+        return self.words.index(token) if token in self.words else 0
+
+    def _convert_id_to_token(self, index):
+        return self.words[index]
+'''
+
+
+def own_code(folder: Path) -> None:
+    """As Kimi-K2's: the vocabulary in tiktoken.model, the class named in tokenizer_config.json alone,
+    and a second file that it imports."""
+    (folder / "tiktoken.model").write_text("\n".join("abcdefg"))
+    (folder / "tokenization_line.py").write_text(CODE)
+    (folder / "spelling.py").write_text("def read(path):\n    return open(path).read().split()\n")
+    config = {
+        "auto_map": {"AutoTokenizer": ["tokenization_line.LineTokenizer", None]},
+        "tokenizer_class": "LineTokenizer",
+        "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def several_templates(folder: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}", "rag": "x"}
+    tokenizer.save_pretrained(folder)
+    assert (folder / "additional_chat_templates").is_dir(), "what this test is about"
+
+
+def vocabulary_and_merges(folder: Path) -> None:
+    """As GPT-2's and Qwen2's older files, without tokenizer.json."""
+    words = ["a", "b", "c", "ab", "abc", "<|endoftext|>"]
+    (folder / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
+    (folder / "merges.txt").write_text("#version: 0.2\na b\nab c\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+
+
+def one_template_in_a_file(folder: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ bos_token }}{{ messages }}"
+    tokenizer.save_pretrained(folder)
+    assert (folder / "chat_template.jinja").is_file()
+
+
+MAKERS = [own_code, several_templates, vocabulary_and_merges, one_template_in_a_file]
+
+
+@pytest.fixture(autouse=True)
+def modules_below_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers copies code of a folder into the home folder, and imports it from there."""
+    cache = str(tmp_path / "modules")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", cache)
+    monkeypatch.syspath_prepend(cache)
+
+
+def load(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
+def test_an_export_has_the_tokenizer_of_its_source(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    source, made, saved = (tmp_path / name for name in ("source", "made", "saved"))
+    source.mkdir()
+    made.mkdir()
+    make(source)
+    (source / "config.json").write_text(json.dumps({"model_type": "qwen2", "architectures": ["X"]}))
+    for name in ("model.safetensors", "pytorch_model.bin", "optimizer.pt", "notes.txt"):
+        (source / name).write_text("large")
+    finish_folder(made, saved, source, dtype="float32")
+    wanted, found = load(source), load(saved)
+    assert type(found).__name__ == type(wanted).__name__
+    assert found.get_vocab() == wanted.get_vocab() and len(found) > 1
+    assert found("abcabc")["input_ids"] == wanted("abcabc")["input_ids"]
+    assert found.chat_template == wanted.chat_template
+    assert not {p.name for p in saved.iterdir()} & {
+        "optimizer.pt",
+        "pytorch_model.bin",
+        "notes.txt",
+    }
+
+
+def test_templates_of_the_export_are_there(tmp_path: Path) -> None:
+    source, made = tmp_path / "source", tmp_path / "made"
+    source.mkdir()
+    made.mkdir()
+    several_templates(source)
+    (source / "config.json").write_text("{}")
+    finish_folder(made, tmp_path / "saved", source, dtype=None)
+    found = load(tmp_path / "saved")
+    assert isinstance(found, PreTrainedTokenizerFast)
+    assert set(found.chat_template) == {"default", "tool_use", "rag"}
