@@ -3,12 +3,15 @@ run in `sandbox.py`.
 
 Tests are a list under ``tests`` in the row's metadata (--metadata-key). A test is ``{"stdin": text,
 "stdout": text}`` (standard output is compared line by line, ignoring trailing white space) or
-``{"code": text}``, statements that run after the program in the same namespace and raise if it is
-wrong. Metadata may set ``timeout_s`` (of each test, default 5) and ``memory_mb`` (default 512). All
-tests of a sample must end within --rm-timeout-s.
+``{"code": text}``, statements that use the program's names and raise if it is wrong. Metadata may
+set ``timeout_s`` (of each test, default 5) and ``memory_mb`` (default 512). All tests of a sample
+must end within --rm-timeout-s.
 
 The expected output of ``stdin`` tests never enters the sandbox. The statements of ``code`` tests
-do: a malicious program can read them and forge their success."""
+run in a process of their own, which calls the program and gets plain data (`sandbox_calls.py`): the
+program sees its arguments, and neither the statements nor what they expect. Functions of the
+program that a test gives its expected values to, such as a comparison, decide themselves.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import collections  # noqa: F401  # common imports of programs, ready before the fork
+import contextlib
 import functools  # noqa: F401
 import gc
 import heapq  # noqa: F401
@@ -25,9 +26,9 @@ import threading
 import typing  # noqa: F401
 from typing import Any, NoReturn
 
-from slime_like.rewards import confinement
+from slime_like.rewards import confinement, sandbox_calls
 
-HEADER = struct.Struct("<Q")
+HEADER = struct.Struct("<Q?")  # length of the request, and whether it has a test
 READY = b"R"
 ENDED = b"E"
 BROKEN = b"B"
@@ -74,9 +75,13 @@ def main() -> None:
     while len(header := pipes.read(HEADER.size)) == HEADER.size:
         for stream in (0, 1, 2):  # an earlier program may have changed flags of the shared pipes
             os.set_blocking(stream, True)
-        if (child := os.fork()) == 0:
-            _run(_prepare(pipes, HEADER.unpack(header)[0]))
-        _watch(child, pipes)
+        size, has_test = HEADER.unpack(header)
+        if has_test:
+            _watch(pipes, *_fork_both(pipes, size))
+        elif (child := os.fork()) == 0:
+            _run(_prepare(pipes, size))
+        else:
+            _watch(pipes, child)
 
 
 def _confine(parent: int) -> None:
@@ -87,8 +92,25 @@ def _confine(parent: int) -> None:
     confinement.die_with(parent)
 
 
-def _watch(child: int, pipes: Pipes) -> None:
-    """Kill the child on request, and report how it ended."""
+def _fork_both(pipes: Pipes, size: int) -> tuple[int, int]:
+    """Fork the process of the test, and that of the program, which never sees the request."""
+    to_test, from_program = os.pipe()
+    to_program, from_test = os.pipe()
+    if (test := os.fork()) == 0:
+        os.close(from_program)
+        os.close(to_program)
+        _run_test(_prepare(pipes, size), to_test, from_test)
+    if (program := os.fork()) == 0:
+        os.close(to_test)
+        os.close(from_test)
+        _run_program(pipes, to_program, from_program)
+    for file in (to_test, from_program, to_program, from_test):
+        os.close(file)
+    return test, program
+
+
+def _watch(pipes: Pipes, child: int, *others: int) -> None:
+    """Kill the child on request, and report how it ended; then nothing is left of the others."""
     handle = os.pidfd_open(child)
     while handle not in (ready := select.select([pipes.kills, handle], [], [])[0]):
         if ready and os.read(pipes.kills, 1):
@@ -98,6 +120,9 @@ def _watch(child: int, pipes: Pipes) -> None:
             break
     os.close(handle)
     _, status = os.waitpid(child, 0)
+    for other in others:
+        os.kill(other, signal.SIGKILL)
+        os.waitpid(other, 0)
     pipes.report(ENDED, struct.pack("<i", os.waitstatus_to_exitcode(status)))
 
 
@@ -107,20 +132,24 @@ def _prepare(pipes: Pipes, size: int) -> dict[str, object]:
     try:
         request: dict[str, Any] = json.loads(pipes.read(size))
         _own_stdin(request["stdin"])
-        limits = request["limits"]
-        confinement.die_with(os.getppid())
-        confinement.limit(
-            memory=limits["memory_mb"] * 2**20,
-            open_files=limits["open_files"],
-            cpu_s=limits["cpu_s"],
-        )
-        confinement.lock_child()
+        _limit(request["limits"])
         pipes.report(READY)
         pipes.close()
     except BaseException as error:
         pipes.report(BROKEN, f"{type(error).__name__}: {error}"[:500].encode())
         os._exit(1)
     return request
+
+
+def _limit(limits: dict[str, int]) -> None:
+    """Drop the remaining rights. Raises OSError."""
+    confinement.die_with(os.getppid())
+    confinement.limit(
+        memory=limits["memory_mb"] * 2**20,
+        open_files=limits["open_files"],
+        cpu_s=limits["cpu_s"],
+    )
+    confinement.lock_child()
 
 
 def _own_stdin(text: str) -> None:
@@ -134,15 +163,11 @@ def _own_stdin(text: str) -> None:
 
 
 def _run(request: dict[str, Any]) -> NoReturn:
-    """Run the program, then the check in the same namespace; exits like an interpreter."""
+    """Run the program; exits like an interpreter."""
     names: dict[str, object] = {"__name__": "__main__", "__builtins__": __builtins__}
     code = 0
     try:
         exec(compile(request["program"], "program.py", "exec"), names)
-        if request["check"] is not None:
-            exec(compile(request["check"], "check.py", "exec"), names)
-            sys.stdout.flush()
-            os.write(1, request["proof"].encode())
     except SystemExit as error:
         if error.code is None or isinstance(error.code, int):
             code = (error.code or 0) & 0xFF
@@ -160,3 +185,30 @@ def _run(request: dict[str, Any]) -> NoReturn:
     except BaseException:
         code = code or 120
     os._exit(code)
+
+
+def _run_test(request: dict[str, Any], reader: int, writer: int) -> NoReturn:
+    """Run the test of a program in another process; exits with 0 if it has passed."""
+    channel = sandbox_calls.Channel(reader, writer)
+    try:
+        channel.send({"program": request["program"], "limits": request["limits"]})
+        sandbox_calls.run_test(request["check"], reader, writer)
+    except BaseException:
+        with contextlib.suppress(BaseException):
+            sys.excepthook(*sys.exc_info())
+        os._exit(1)
+    os._exit(0)
+
+
+def _run_program(pipes: Pipes, reader: int, writer: int) -> NoReturn:
+    """Run the program that the process of its test sends, and answer its calls."""
+    try:
+        pipes.close()
+        request = sandbox_calls.Channel(reader, writer).receive()
+        _own_stdin("")
+        _limit(request["limits"])
+        sandbox_calls.serve(request["program"], reader, writer)
+    except BaseException:
+        with contextlib.suppress(BaseException):
+            sys.excepthook(*sys.exc_info())
+    os._exit(1)

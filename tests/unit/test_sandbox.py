@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from slime_like.rewards import code, confinement, sandbox
-from slime_like.rewards.grader import Grader
+from slime_like.rewards.grader import UNFIT, Grader
 from slime_like.rewards.sandbox import Limits
 from slime_like.types import SampleStatus
 from tests.unit.test_rewards_grader import make
@@ -286,6 +286,6 @@ def test_the_grader_runs_programs() -> None:
         first, second = grader.grade([good, slow])
     assert (
         first.reward == 1
-        and second.status == SampleStatus.FAILED
-        and "--rm-timeout-s 2" in second.metadata["failure"]
+        and (second.status, second.reward) == (SampleStatus.COMPLETED, 0.0)
+        and "--rm-timeout-s 2" in second.metadata[UNFIT]
     )
