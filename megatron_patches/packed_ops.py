@@ -169,7 +169,9 @@ def packed_rotary(
         **named: Any,
     ) -> Tensor:
         nonlocal last
-        if cp_group is None or freqs.size(0) == t.size(0) * cp_group.size():
+        by_row = cp_group is not None and freqs.size(0) == t.size(0) * cp_group.size()
+        # of a single sequence, angles by row are those of its positions
+        if cp_group is None or (by_row and cu_seqlens.numel() > 2):
             return original(t, cu_seqlens, freqs, *args, cp_group=cp_group, **named)
         if last is None or not last.is_of(cu_seqlens, freqs):
             last = _Angles(cu_seqlens, freqs, t.size(0), cp_group)

@@ -36,7 +36,7 @@ AUX_LOSSES = {
 
 
 def make_length_sync(
-    config: TransformerConfig, layout: ParallelLayout, device: torch.device
+    config: TransformerConfig, layout: ParallelLayout
 ) -> Callable[[list[int]], list[int]] | None:
     """Collective that sets micro-batch lengths to their maximum over the ranks that share experts;
     None if lengths may differ. The allgather dispatcher needs equal numbers of tokens on all ranks;
@@ -47,7 +47,7 @@ def make_length_sync(
         return None
 
     def longest(totals: list[int]) -> list[int]:
-        lengths = torch.tensor(totals, dtype=torch.int64, device=device)
+        lengths = torch.tensor(totals, dtype=torch.int64)  # on the host, over gloo
         for group in (layout.etp_group, layout.ep_group):
             dist.all_reduce(lengths, dist.ReduceOp.MAX, group=group)
         return [int(length) for length in lengths]

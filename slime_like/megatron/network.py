@@ -281,7 +281,8 @@ class Network:
             assert table is not None
             return table
         source = dist.get_global_rank(self.layout.pp_group, self.layout.pp_size - 1)
-        size = torch.tensor([0 if table is None else table.size(0)], device=self.device)
+        # a number of the host goes over gloo, and nothing waits for the device
+        size = torch.tensor([0 if table is None else table.size(0)])
         dist.broadcast(size, source, group=self.layout.pp_group)
         if table is None:
             # the dtype of the head's results

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from slime_like.distributed.seqlen_balancing import even_rows, members, pack_by_budget, unit_sums
 from slime_like.losses.turns import turns_of
-from slime_like.megatron.init import device_of_this_process
 from slime_like.megatron.micro_batching import MicroBatchSize
 from slime_like.megatron.moe import make_length_sync
 from slime_like.megatron.ops.attention import packed_rows
@@ -85,7 +84,7 @@ def _consecutive(count: int, size: int) -> list[list[int]]:
 def _max_over_ranks(number: int, layout: ParallelLayout) -> int:
     if layout.dp_size == 1:
         return number
-    maximum = torch.tensor(number, device=device_of_this_process())
+    maximum = torch.tensor(number)  # on the host, so over gloo: nothing waits for the device
     dist.all_reduce(maximum, dist.ReduceOp.MAX, group=layout.dp_group)
     return int(maximum)
 
@@ -114,7 +113,7 @@ def pack_groups(
     confuse (each is the other's neighbour on both sides), so there all micro-batches get one shape.
     """
     has_experts = transformer.num_moe_experts is not None
-    sync_lengths = make_length_sync(transformer, layout, device) if has_experts else None
+    sync_lengths = make_length_sync(transformer, layout) if has_experts else None
     packed = pack_all(
         groups,
         multiple=layout.tp_size if transformer.sequence_parallel else 1,

@@ -313,7 +313,20 @@ void check_devices(const c10::FunctionSchema& schema, const torch::jit::Stack& s
                 " and cpu! (", name, ", host tensor of sizes ", host->sizes(), ")");
 }
 
+// `x[mask] = scalar` is masked_fill, which does not wait.
+bool is_masked_fill(const c10::FunctionSchema& schema, const torch::jit::Stack& stack, size_t first) {
+  if (schema.name().find("index_put") == std::string::npos || !stack[first + 2].isTensor()) return false;
+  int masks = 0, others = 0;
+  for (const IValue& e : stack[first + 1].toListRef())
+    if (e.isTensor() && e.toTensor().defined()) {
+      auto type = e.toTensor().scalar_type();
+      (type == at::kBool || type == at::kByte ? masks : others)++;
+    }
+  return masks == 1 && others == 0 && stack[first + 2].toTensor().numel() == 1;
+}
+
 void check_index_sync(const c10::FunctionSchema& schema, const torch::jit::Stack& stack, size_t first) {
+  if (is_masked_fill(schema, stack, first)) return;
   for (size_t i = 0; i < schema.arguments().size(); i++) {
     const IValue& v = stack[first + i];
     if (!v.isList()) continue;

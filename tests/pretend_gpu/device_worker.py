@@ -74,6 +74,7 @@ def waits(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, li
         "item": lambda: a.sum().item(),
         "nonzero": lambda: mask.nonzero(),
         "mask": lambda: a[mask],
+        "fill": lambda: a.__setitem__(mask, 0.0),
         "to the host": lambda: a.cpu(),
         "to the device": lambda: pageable.cuda(),
         "pinned, without a wait": lambda: pinned.to("cuda", non_blocking=True),

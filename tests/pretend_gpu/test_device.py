@@ -46,6 +46,7 @@ def test_waits_are_counted(tmp_path: Path, environment: dict[str, str]) -> None:
             "item": [["item", "item", True, 1]],
             "nonzero": [["nonzero", "sync op", True, 1]],
             "mask": [["mask", "sync op", True, 1], ["mask", "mask index", True, 1]],
+            "fill": [],
             "to the host": [["to the host", "D2H", True, 1]],
             "to the device": [["to the device", "H2D", True, 1]],
             "pinned, without a wait": [["pinned, without a wait", "H2D async (pinned)", False, 1]],

@@ -11,13 +11,12 @@ from benchmarks.parity.cells import sizes_of
 from benchmarks.parity.steps import parallel, settings, share, train_samples
 from slime_like.megatron.backend import MegatronBackend
 from tests.pretend_gpu.waits import WAITS, Wait
-
-FORWARD, TRAINING, STEP = "log-probs", "forward and backward", "optimizer step"
+from tests.pretend_gpu.waits_budget import FORWARD, STEP, TRAINING
 
 
 def count(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, list[list[Any]]]:
-    """By cell: (phase, kind, operator, where, caller, count) of this rank, and how many
-    micro-batches each pass had."""
+    """By cell: [phase, kind, operator, where, caller, count] of this rank, of passes over the
+    samples of `train_samples` and one step."""
     found = {}
     for name, (folder, flags) in arguments["cells"].items():
         with parallel(**sizes_of(flags)) as layout:
@@ -43,8 +42,9 @@ def count(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, li
 def _rows(counts: dict[Wait, int]) -> list[list[Any]]:
     """Without line numbers, which every edit above moves."""
     merged: Counter[tuple[str, ...]] = Counter()
-    for wait, count in counts.items():
-        merged[(wait.phase, wait.kind, wait.op, _place(wait.ours), _place(wait.caller))] += count
+    for wait, number in counts.items():
+        place = (_place(wait.ours), _place(wait.caller))
+        merged[wait.phase, wait.kind, wait.op, *place] += number
     return [[*wait, number] for wait, number in sorted(merged.items())]
 
 

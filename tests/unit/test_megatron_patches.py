@@ -114,7 +114,14 @@ def test_one_applies_on_a_machine_with_cuda_and_transformer_engine(
     )
     monkeypatch.setattr(megatron_patches, "_installed", {})
     report = megatron_patches.apply()
-    always = ["torch_norm_sp", "mla_tp_grads", "mla_no_q_norm", "rope_thd", "known_shapes"]
+    always = [
+        "torch_norm_sp",
+        "moe_permute",
+        "mla_tp_grads",
+        "mla_no_q_norm",
+        "rope_thd",
+        "known_shapes",
+    ]
     always += ["offload_ckpt", "safe_checkpoints"]
     always = [name for name in always if name not in NOT_NEEDED]
     assert [entry.name for entry in report.applied] == always
@@ -141,6 +148,7 @@ def test_on_cuda_without_transformer_engine_only_the_other_patches_are_due(
             "torch_norm_sp",
             "recompute_no_te",
             "moe_no_te",
+            "moe_permute",
             "mla_no_te",
             "mla_tp_grads",
             "mla_no_q_norm",
@@ -217,6 +225,8 @@ TARGETS = [
     ("precision_adam", "optimizer", "is_te_min_version"),
     ("precision_adam", "optimizer", "_get_megatron_optimizer_based_on_param_groups"),
     ("torch_norms", "optimizer.clip_grads", "l2_norm_impl"),
+    ("moe_permute", "transformer.moe.moe_utils", "permute"),
+    ("moe_permute", "transformer.moe.token_dispatcher", "permute"),
     ("torch_norms", "optimizer.clip_grads", "multi_tensor_scale_impl"),
     ("known_shapes", "pipeline_parallel.p2p_communication", "P2PCommunicator._communicate_shapes"),
     (

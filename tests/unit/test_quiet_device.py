@@ -8,6 +8,7 @@ from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_s
 
 import megatron_patches
 from megatron_patches.known_shapes import KnownShapes
+from megatron_patches.moe_permute import sort_by_expert
 from megatron_patches.torch_norms import l2_norm, scale
 
 megatron_patches.apply()
@@ -48,3 +49,21 @@ def test_messages_have_the_shapes_of_the_micro_batches_in_order() -> None:
     assert known.take("from previous") == [3, 1, 8]
     with pytest.raises(AssertionError):
         known.check("to previous", torch.zeros(5, 1, 8))
+
+
+@pytest.mark.parametrize("with_probs", [True, False])
+def test_tokens_sorted_by_expert_are_those_of_a_mask(with_probs: bool) -> None:
+    """As megatron-core selects them: experts in order, and each expert's tokens in order."""
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randn(7, 3, generator=generator)
+    probs = torch.rand(7, 4, generator=generator)
+    chosen = probs.topk(2, dim=1).indices
+    routing = torch.zeros(7, 4, dtype=torch.bool).scatter(1, chosen, True)
+    found, weights, rows = sort_by_expert(tokens, routing, probs if with_probs else None, 14)
+    expected = [(e, t) for e in range(4) for t in range(7) if routing[t, e]]
+    assert rows.tolist() == [t for _, t in expected]
+    assert torch.equal(found, tokens[rows])
+    if with_probs:
+        assert weights.tolist() == [float(probs[t, e]) for e, t in expected]
+    else:
+        assert weights is None

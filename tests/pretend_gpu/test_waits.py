@@ -1,0 +1,31 @@
+"""A budget of waits: the host may stop the device where waits.json says so, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.pretend_gpu.waits_budget import FILE, PAGES, measure, with_table
+
+
+def test_no_line_waits_more_often_than_the_budget(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """A new wait fails it; one that has gone asks for `python -m tests.pretend_gpu.waits_budget`,
+    which also writes the table of the pages."""
+    budget = json.loads(FILE.read_text())
+    found = measure(tmp_path, environment)
+    assert found.keys() == budget.keys()
+    for name, rows in found.items():
+        allowed = {tuple(row[:5]): row[5] for row in budget[name]}
+        seen = {tuple(row[:5]): row[5] for row in rows}
+        more = {wait: n for wait, n in seen.items() if n > allowed.get(wait, 0)}
+        less = {wait: n for wait, n in allowed.items() if n > seen.get(wait, 0)}
+        assert (more, less) == ({}, {}), f"{name}: more than the budget, and less"
+
+
+def test_the_pages_have_the_table_of_the_budget() -> None:
+    rows = json.loads(FILE.read_text())
+    for language, page in PAGES.items():
+        text = page.read_text()
+        assert with_table(text, rows, language) == text
