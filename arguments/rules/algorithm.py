@@ -174,6 +174,20 @@ def warn_gmpo_advantages(s: Settings) -> str | None:
     )
 
 
+SIGNED_REWARDS = ("dapo",)  # 1 and -1
+
+
+def warn_maxrl_rewards(s: Settings) -> str | None:
+    name, rewards = s.algorithm.advantage_estimator, s.reward.rm_type
+    if name != "maxrl" or rewards not in SIGNED_REWARDS or s.reward.custom_rm_path is not None:
+        return None
+    return (
+        "--advantage-estimator maxrl divides by the mean reward of a group, and --rm-type "
+        f"{rewards} gives 1 and -1: groups with at most half of the answers right have no "
+        "advantage, and others a large one; use rewards of 0 and 1 (--rm-type math), or grpo"
+    )
+
+
 def warn_sapo_baseline(s: Settings) -> str | None:
     """Warn if sapo is used with an estimator without a group baseline: its temperatures are meant
     for group-centred advantages."""

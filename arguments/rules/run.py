@@ -20,6 +20,7 @@ from arguments.rules.algorithm import (
     LOSS_RULES,
     SUPERVISED_RULES,
     warn_gmpo_advantages,
+    warn_maxrl_rewards,
     warn_sapo_baseline,
     warn_wide_clip_range,
 )
@@ -36,6 +37,7 @@ from arguments.rules.layout import (
     global_batch_of,
     warn_mla_context_parallel,
 )
+from arguments.rules.learning_rate import SCHEDULE_WARNINGS
 from arguments.rules.moe import MOE_RULES, MOE_WARNINGS
 from arguments.rules.muon import MUON_RULES, warn_muon_blockwise
 from arguments.rules.network import NETWORK_RULES
@@ -197,6 +199,8 @@ WARNINGS: tuple[Warn, ...] = (
     warn_zero_reward,
     *MOE_WARNINGS,
     *OPTIMIZER_WARNINGS,
+    *SCHEDULE_WARNINGS,
+    warn_maxrl_rewards,
     warn_muon_blockwise,
     warn_lora_overlap,
     warn_mla_context_parallel,

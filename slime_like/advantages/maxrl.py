@@ -9,7 +9,7 @@ from slime_like.advantages.registry import GroupRewards, register_outcome_estima
 from slime_like.lazy import Tensor, torch
 
 
-@register_outcome_estimator("maxrl")
+@register_outcome_estimator("maxrl", divides_by_mean=True)
 def maxrl(group: GroupRewards) -> Tensor:
     mean = group.rewards.mean()
     return (group.rewards - mean) / mean if mean > 0 else torch.zeros_like(group.rewards)

@@ -43,13 +43,14 @@ class OutcomeEstimator:
     of those in groups with differing rewards, to a factor of the latter's advantages.
     scales_by_std: fn uses `GroupRewards.normalize_std`. combine: apply fn to each reward component;
     combine maps the weighted sums [B] and the valid samples [B] bool to advantages [B]. None: fn is
-    applied to the reward."""
+    applied to the reward. divides_by_mean: for rewards >= 0 only."""
 
     name: str
     fn: Callable[[GroupRewards], Tensor]
     batch_factor: Callable[[int, int], float] | None = None
     scales_by_std: bool = False
     combine: Callable[[Tensor, Tensor], Tensor] | None = None
+    divides_by_mean: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from arguments.run_config import RunConfig
+from slime_like.advantages.registry import advantage_estimators
 from slime_like.batching.builder import BatchBuilder, Batches
 from slime_like.batching.outcomes import check_rewards
 from slime_like.distributed.collectives import from_rank_zero
@@ -49,11 +50,13 @@ class ReinforcementLearning:
         max_failed: float,
         max_abs_reward: float,
         reward_trains: bool,
+        divides_by_mean: bool = False,
     ) -> None:
         """recorded: the rollouts come from another run and have its weight versions. staleness:
         maximum staleness in weight versions, None for unbounded. source: named in the error about
         staler tokens. max_failed: largest fraction of failed samples. max_abs_reward: largest
-        magnitude of a reward."""
+        magnitude of a reward. divides_by_mean: the advantages are for rewards >= 0."""
+        self._for_positive = divides_by_mean
         self.health: HealthMonitor | None = HealthMonitor(reward_trains=reward_trains)
         self._recorded = recorded
         self._staleness = staleness
@@ -71,6 +74,7 @@ class ReinforcementLearning:
         """Check a newly collected rollout; returns metrics. Only a user function or a faulty engine
         can violate the staleness bound. collected: metrics of the collection."""
         check_rewards(samples, self._max_abs_reward)
+        self._warn_of_negative_rewards(samples)
         metrics = rollout_metrics(samples, None if self._recorded else weight_version)
         metrics = merge_metrics(metrics, collected)
         metrics["rollout/failed_frac"] = failed_fraction(samples, collected)
@@ -78,6 +82,20 @@ class ReinforcementLearning:
             source = f"{self._source}, rollout {step + 1}"
             check_staleness(samples, weight_version, self._staleness, source)
         return metrics
+
+    def _warn_of_negative_rewards(self, samples: Sequence[AnySample]) -> None:
+        """Warn once about rewards for which the estimator is not meant."""
+        negative = sum(s.reward is not None and s.reward < 0 for s in samples)
+        if not (self._for_positive and negative):
+            return
+        self._for_positive = False
+        warn_rank_0(
+            logger,
+            f"{negative} of {len(samples)} rewards are negative, and the advantage estimator "
+            "divides by the mean reward of a group: groups with a mean of at most 0 have no "
+            "advantage, and those just above 0 a large one; use rewards of 0 and 1, or "
+            "--advantage-estimator grpo",
+        )
 
     def check_failures(
         self, step: int, samples: Sequence[AnySample], metrics: Mapping[str, float]
@@ -160,6 +178,7 @@ def make_strategy(run: RunConfig) -> Strategy:
     if run.algorithm.loss_type == "sft_loss":
         return SupervisedFineTuning(run.rollout.rollout_max_response_len)
     path = run.scheduling.rollout_function_path
+    estimator = advantage_estimators.get(run.algorithm.advantage_estimator)
     return ReinforcementLearning(
         recorded=run.debug.load_debug_rollout_data is not None,
         staleness=staleness_bound(run),
@@ -167,4 +186,5 @@ def make_strategy(run: RunConfig) -> Strategy:
         max_failed=run.guards.max_failed_samples,
         max_abs_reward=run.reward.max_abs_reward,
         reward_trains=run.reward.rm_type != "zero",
+        divides_by_mean=getattr(estimator, "divides_by_mean", False),
     )

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from arguments.rules.learning_rate import run_warnings
 from arguments.run_config import RunConfig
 from slime_like.batching.builder import Batches
 from slime_like.batching.user_hooks import make_train_hooks
@@ -78,6 +79,9 @@ class Trainer:
         self.hooks = hooks = make_train_hooks(run)
         hooks.megatron_init()
         total = self.num_rollouts * steps_per_rollout(run)
+        if run.rollout.num_rollout is None:
+            for text in run_warnings(run, total):
+                warn_rank_0(logger, text)
         self.backend = backend = MegatronBackend(run, layout, total_steps=total)
         self._throughput = throughput_of(run, backend)
         # (tokens, tokens with a log-prob) of each sequence of the latest rollout, for `Throughput`

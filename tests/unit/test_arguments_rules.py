@@ -479,13 +479,16 @@ def test_every_rule_is_broken_somewhere() -> None:
             "--policy-loss-type sapo --advantage-estimator reinforce++ --normalize-advantages",
             "has no group",
         ),
+        ("--lr-warmup-iters 100", "never reaches --lr"),
+        ("--advantage-estimator ppo --critic-lr-warmup-iters 100", "never reaches --critic-lr"),
+        ("--advantage-estimator maxrl --rm-type dapo", "gives 1 and -1"),
     ],
 )
 def test_warnings(tmp_path: Path, flags: str, said: str) -> None:
     warnings = parse_flags(tmp_path, TWO_STEPS + flags).warnings
     assert len(warnings) == 1 and said in warnings[0]
     assert (
-        len(set(WARNINGS) - {*MOE_WARNINGS, *OPTIMIZER_WARNINGS, LATENT, warn_muon_blockwise}) == 12
+        len(set(WARNINGS) - {*MOE_WARNINGS, *OPTIMIZER_WARNINGS, LATENT, warn_muon_blockwise}) == 15
     ), "a new warning has a case here"
 
 

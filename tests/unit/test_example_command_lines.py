@@ -97,8 +97,8 @@ def test_a_recipe_parses_with_the_demos_model(recipe: str, tmp_path: Path) -> No
     work = tmp_path / "warm_start"
     work.mkdir()
     warm_start_files(work)
-    run = parse_args(call(recipe, tmp_path, "--num-rollout", "3", WORK=str(work), MODEL=""), 1)
-    assert run.rollout.num_rollout == 3, "flags of the caller come last"
+    run = parse_args(call(recipe, tmp_path, "--num-rollout", "30", WORK=str(work), MODEL=""), 1)
+    assert run.rollout.num_rollout == 30, "flags of the caller come last"
     assert not run.warnings
 
 
