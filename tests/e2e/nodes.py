@@ -78,3 +78,41 @@ def goes_on(out: Path, folder: Path, limit_s: float = 240) -> None:
     """Two more rollouts are done."""
     before = rollouts(out)
     wait_until(lambda: rollouts(out) >= before + 2, folder, limit_s)
+
+
+# what the launcher looks for, and what it starts, in place of SGLang
+SITE = {
+    "sglang/__init__.py": "",
+    "sglang/srt/server_args.py": "class ServerArgs: ...\n",
+    "sglang/launch_server.py": """
+import argparse, time
+from tests.fake_sglang import FakeServer
+parser = argparse.ArgumentParser()
+for name in ("--model-path", "--host"):
+    parser.add_argument(name)
+parser.add_argument("--port", type=int)
+args, _ = parser.parse_known_args()
+with FakeServer(args.model_path, args.port, args.host) as fake:
+    print("listens", flush=True)
+    released = 0
+    while True:
+        time.sleep(0.05)
+        if fake.count("/release_memory_occupation") > released:
+            released += 1
+            print("released", flush=True)
+""",
+}
+
+
+def python_with_servers(folder: Path) -> Path:
+    """An interpreter that finds small servers with SGLang's interface in place of SGLang."""
+    for file, source in SITE.items():
+        path = folder / "site" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    script = folder / "python"
+    script.write_text(
+        f'#!/bin/sh\nPYTHONPATH={folder / "site"}:{ROOT} exec {sys.executable} "$@"\n'
+    )
+    script.chmod(0o755)
+    return script

@@ -4,7 +4,6 @@ servers with SGLang's interface for SGLang."""
 from __future__ import annotations
 
 import signal
-import sys
 from pathlib import Path
 
 import psutil
@@ -12,47 +11,22 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.e2e.helpers import Workspace, rows_of
-from tests.e2e.nodes import goes_on, logs, rollouts, two_nodes, wait_until
-from tests.e2e.programs import ROOT, TrainServer
+from tests.e2e.nodes import (
+    goes_on,
+    logs,
+    python_with_servers,
+    rollouts,
+    two_nodes,
+    wait_until,
+)
+from tests.e2e.programs import TrainServer
 from tests.fake_sglang import fake_servers
-
-# what the launcher looks for, and what it starts, in place of SGLang
-SITE = {
-    "sglang/__init__.py": "",
-    "sglang/srt/server_args.py": "class ServerArgs: ...\n",
-    "sglang/launch_server.py": """
-import argparse, time
-from tests.fake_sglang import FakeServer
-parser = argparse.ArgumentParser()
-for name in ("--model-path", "--host"):
-    parser.add_argument(name)
-parser.add_argument("--port", type=int)
-args, _ = parser.parse_known_args()
-with FakeServer(args.model_path, args.port, args.host) as fake:
-    print("listens", flush=True)
-    released = 0
-    while True:
-        time.sleep(0.05)
-        if fake.count("/release_memory_occupation") > released:
-            released += 1
-            print("released", flush=True)
-""",
-}
 
 
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
     """The interpreter of the servers."""
-    for file, source in SITE.items():
-        path = tmp_path / "site" / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(source)
-    script = tmp_path / "python"
-    script.write_text(
-        f'#!/bin/sh\nPYTHONPATH={tmp_path / "site"}:{ROOT} exec {sys.executable} "$@"\n'
-    )
-    script.chmod(0o755)
-    return script
+    return python_with_servers(tmp_path)
 
 
 FLAGS = dict(

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.helpers import Workspace, rows_of, same_numbers, weights_of
+from tests.e2e.nodes import python_with_servers
 from tests.e2e.programs import ENVIRONMENT, ROOT, TrainServer
 from tests.fake_sglang import FakeServer
 
@@ -115,6 +116,22 @@ def test_weights_reach_a_server(
     for row in rows_of(tmp_path):
         assert row["perf/offloaded_gb"] > 0
         assert row["rollout/train_rollout_log_prob_diff_mean"] < 0.05, "bf16 here, float32 there"
+
+
+def test_without_handles_of_memory_weights_go_as_bytes(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    """--colocate's default is cuda_ipc, and this device has no handles: it is found out when the
+    run starts, and told once."""
+    flags: dict[str, Any] = dict(
+        rollout_engine="sglang", no_sglang_router="", colocate="", n_samples_per_prompt=2,
+        micro_batch_size=2, sglang_python=python_with_servers(tmp_path),
+    )  # fmt: skip
+    words = work.flags(tmp_path / "out", **flags, **MIXED)
+    done = server.train(words, tmp_path / "log", ranks=2).ok()
+    check(tmp_path / "out", 2)
+    told = "--update-weight-transport cuda_ipc: another process cannot open memory of cuda:0"
+    assert (done.out + done.err).count(told) == 1, done.err[-2000:]
 
 
 def test_models_of_the_tinker_server_take_over_each_others_slots(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ from slime_like.sglang.routed_experts import RoutesFormat
 from slime_like.sglang.router import Router
 from slime_like.sglang.server_pool import HealthSettings, ServerPool
 from slime_like.weight_sync.transports.base import UpdateSettings
+from slime_like.weight_sync.transports.handles import without_broken_handles
 from slime_like.weight_sync.updater import WeightUpdater
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,9 @@ def make_sglang_engine(context: EngineContext) -> SglangEngine:
     assert run.model.hf_checkpoint is not None
     model = run.model.hf_checkpoint
     settings = update_settings(run.sglang)
+    python = interpreter(run.sglang.sglang_python)
+    transport = without_broken_handles(settings.transport, python, device)
+    settings = replace(settings, transport=transport)
     pool, updater, agent = start_servers(
         run,
         lambda pool: WeightUpdater(pool, settings, model, device),
