@@ -19,6 +19,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime_like.lazy import Tensor, torch
+from slime_like.token_columns import TokenColumns
 
 if TYPE_CHECKING:
     from slime_like.megatron.ops.attention import PackedRows
@@ -203,7 +204,7 @@ def regroup(groups: Iterable[SampleGroup], samples: Iterable[AnySample]) -> list
 
 
 @dataclass(frozen=True, slots=True)
-class TrainSample:
+class TrainSample(TokenColumns):
     """A sample with every input of the loss. `loss_weights` is the `u` of losses/total.py (one over
     the denominator of the whole optimizer step); `policy_weights` is `w`, None where it equals
     `u`."""
@@ -212,19 +213,6 @@ class TrainSample:
     response_length: int
     loss_mask: Tensor  # [R] bool
     loss_weights: Tensor  # [R] float32
-    advantages: Tensor | None = None  # [R] float32
-    old_log_probs: Tensor | None = None  # [R] float32
-    rollout_log_probs: Tensor | None = None  # [R] float32
-    ref_log_probs: Tensor | None = None  # [R] float32
-    policy_weights: Tensor | None = None  # [R] float32
-    keep_mask: Tensor | None = None  # [R] bool, tokens kept by the off-policy correction
-    importance_weights: Tensor | None = None  # [R] float32, from the off-policy correction
-    rewards: Tensor | None = None  # [R] float32, the sample's raw reward on every token
-    nll_weights: Tensor | None = None  # [R] float32, see `LossInputs`
-    observation_weights: Tensor | None = None  # [R] float32, likewise
-    values: Tensor | None = None  # [R] float32, critic values before the update
-    # [R] float32, targets of the critic; NaN where there is no target
-    returns: Tensor | None = None
     # [L, MoE layers of this pipeline stage, topk] int16: experts to replay
     routed_experts: Tensor | None = None
     # [R, K] int32, as in `Sample`: log-probs are normalised over these tokens only
@@ -257,7 +245,7 @@ class TrainBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatch:
+class MicroBatch(TokenColumns):
     """S sequences packed into T rows (THD layout). Padding at the end is one more sequence with an
     all-False mask. Under context parallelism each rank holds T rows, its share of every sequence
     (megatron/ops/context_parallel.py), and every sequence is padded too; cu_seqlens and max_seqlen
@@ -271,18 +259,6 @@ class MicroBatch:
     max_seqlen: int
     loss_mask: Tensor  # [T] bool
     loss_weights: Tensor  # [T] float32 (u)
-    policy_weights: Tensor | None = None  # [T] float32 (w); None: equal to loss_weights
-    advantages: Tensor | None = None  # [T] float32
-    old_log_probs: Tensor | None = None  # [T] float32
-    rollout_log_probs: Tensor | None = None  # [T] float32
-    ref_log_probs: Tensor | None = None  # [T] float32
-    keep_mask: Tensor | None = None  # [T] bool
-    importance_weights: Tensor | None = None  # [T] float32
-    rewards: Tensor | None = None  # [T] float32
-    nll_weights: Tensor | None = None  # [T] float32
-    observation_weights: Tensor | None = None  # [T] float32, 0 where loss_mask is True
-    values: Tensor | None = None  # [T] float32
-    returns: Tensor | None = None  # [T] float32
     is_padding: Tensor | None = None  # [T] bool, rows that hold no token of a sample
     active_rows: Tensor | None = None  # [A] int64, where loss_mask is True; None: not looked up yet
     # seed of losses that select tokens at random; equal on all ranks that share these sequences

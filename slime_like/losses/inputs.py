@@ -10,6 +10,7 @@ from slime_like.lazy import Tensor, dist, torch
 from slime_like.losses.ranks import sum_over_ranks
 from slime_like.losses.turns import turns_of
 from slime_like.metrics.typed import Metric, masked_max, masked_mean, masked_min, zero
+from slime_like.token_columns import TokenColumns
 from slime_like.validation import require_choice
 
 LOG_RATIO_CLAMP = 20.0
@@ -24,7 +25,7 @@ def upcast(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class LossInputs:
+class LossInputs(TokenColumns):
     """Per-token tensors of one micro-batch. All except log_probs and entropy are constants. Values
     at rows where `loss_mask` is False are never used (they may be NaN), except log_probs where
     `observation_weights` is not 0.
@@ -39,23 +40,9 @@ class LossInputs:
     loss_weights: Tensor  # [T] u: 1 / denominator of the reduction, over the whole optimizer step
     seq_ids: Tensor  # [T] int64 in [0, S)
     num_seqs: int
-    policy_weights: Tensor | None = None  # [T] w, the weight of the policy term; None: u
-    advantages: Tensor | None = None  # [T]
-    old_log_probs: Tensor | None = None  # [T] trainer, before the update
-    rollout_log_probs: Tensor | None = None  # [T] rollout engine
-    ref_log_probs: Tensor | None = None  # [T] reference model
     entropy: Tensor | None = None  # [T], with grad if the entropy bonus is on
-    keep_mask: Tensor | None = None  # [T] bool, from the off-policy correction; None keeps all
-    importance_weights: Tensor | None = None  # [T], from the off-policy correction; None: 1
     # "sequence": importance_weights has the weight of the full sequence on each of its tokens
     importance_level: str = "token"
-    rewards: Tensor | None = None  # [T] the sample's raw reward on every token
-    # [T] 1 / (tokens in the optimizer step of samples with a positive reward) on those tokens, 0
-    # elsewhere
-    nll_weights: Tensor | None = None
-    # [T] 1 / (observation tokens of the optimizer step) on observation tokens, where `loss_mask` is
-    # False; 0 elsewhere
-    observation_weights: Tensor | None = None
     # seed of losses that select tokens at random, derived from (seed, step, micro-batch)
     selection_seed: int = 0
     # [T] int64: index of the row without context parallelism; None: the row itself

@@ -29,6 +29,7 @@ from slime_like.megatron.ops.context_parallel import rows_of_context_rank
 from slime_like.megatron.ops.tables import prepare_rows
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.megatron.transfer import to_device
+from slime_like.token_columns import TokenColumns
 from slime_like.types import MicroBatch, TrainSample
 
 T = TypeVar("T")
@@ -187,22 +188,11 @@ def padded_lengths(
     return lengths if cp_size == 1 else [n + -n % (2 * cp_size) for n in lengths]
 
 
-# [R] fields of a sample -> fields of a micro-batch; placed at the rows of `rows_of`.
+# dtypes of the per-token fields that a sample and a micro-batch share, placed at `rows_of`
 PER_TOKEN = {
     "loss_mask": torch.bool,
     "loss_weights": torch.float32,
-    "policy_weights": torch.float32,
-    "advantages": torch.float32,
-    "old_log_probs": torch.float32,
-    "rollout_log_probs": torch.float32,
-    "ref_log_probs": torch.float32,
-    "keep_mask": torch.bool,
-    "importance_weights": torch.float32,
-    "rewards": torch.float32,
-    "nll_weights": torch.float32,
-    "observation_weights": torch.float32,
-    "values": torch.float32,
-    "returns": torch.float32,
+    **{f.name: getattr(torch, f.metadata.get("dtype", "float32")) for f in fields(TokenColumns)},
 }
 TOKEN_SETS = {
     "sampling_mask": -1,

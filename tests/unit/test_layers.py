@@ -34,6 +34,7 @@ LAYERS = (
         "slime_like.samples",
         "slime_like.slime_modules",
         "slime_like.text",
+        "slime_like.token_columns",
         "slime_like.torchrun",
         "slime_like.types",
         "slime_like.validation",

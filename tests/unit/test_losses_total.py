@@ -216,7 +216,7 @@ def test_the_identity_term_by_term() -> None:
         u,
         torch.arange(count) // 9,
         7,
-        w,
+        policy_weights=w,
         entropy=entropy,
         keep_mask=keep,
         importance_weights=c,
