@@ -102,7 +102,8 @@ def convert_to_megatron(
     """
     folder = writing_folder(root, STEP)
     from_rank_zero(lambda: _check_root(Path(root)))
-    with together(lambda: WeightFiles(source)) as files:
+    predicts = bool(meta_model.gpt.mtp_num_layers)
+    with together(lambda: WeightFiles(source, predicts=predicts)) as files:
         loading = together(lambda: meta_model.plan_loading(files, source))
         plan_folder = folder / network
         together(lambda: plan_folder.mkdir(parents=True, exist_ok=True))

@@ -42,7 +42,7 @@ def compare_bits(
 
     def compare_local() -> list[str]:
         different = []
-        with WeightFiles(folder) as files:
+        with WeightFiles(folder, predicts=bool(meta_model.gpt.mtp_num_layers)) as files:
             plan = meta_model.plan_loading(files, folder)
             for name in names[rank::world]:
                 saved = source.parameter(name)

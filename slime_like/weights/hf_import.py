@@ -61,7 +61,7 @@ def load_hf_weights(
             missing or unexpected tensors, differing shapes (both are named), non-float dtypes.
     """
     local = dict(global_parameters(model_chunks))
-    with WeightFiles(folder) as files:
+    with WeightFiles(folder, predicts=bool(gpt.mtp_num_layers)) as files:
         plan = plan_loading(
             local,
             files,

@@ -43,6 +43,7 @@ _STORED_DTYPES = {
 # Qwen3.5 without its vision tower: transformers may save it with the names of the full model
 TEXT_ONLY = ({"Qwen3_5ForCausalLM"}, {"Qwen3_5MoeForCausalLM"})
 LANGUAGE_MODEL = "model.language_model."
+PREDICTION_LAYERS = "mtp.layers."
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 DTYPE_NAMES = {dtype: name for name, dtype in _STORED_DTYPES.items()}
 END_BYTES = 4096  # bytes of a tensor's start and end in `weights_digest`
@@ -79,9 +80,14 @@ class WeightFiles:
     of all experts is split into one entry per expert and projection. Files are read instead of
     memory-mapped, because mapped pages count towards the process's memory, up to the size of the
     model.
+
+    Args:
+        folder: The Hugging Face folder.
+        predicts: Multi-token prediction layers are read too, whose experts are then split as well;
+            otherwise their tensors are as in the files, to be copied.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, *, predicts: bool = False) -> None:
         self._files: list[int] = []
         self.stored: dict[str, StoredTensor] = {}
         for path in weight_files(Path(folder)):
@@ -98,7 +104,7 @@ class WeightFiles:
                 ) from error
             self.stored |= stored
         try:
-            self.stored = _own_names(self.stored, folder)
+            self.stored = _own_names(self.stored, folder, predicts=predicts)
             self.quantized: Mapping[str, QuantizedWeight] = _quantized_weights(self.stored, folder)
         except ValueError:
             self.close()
@@ -255,18 +261,23 @@ def stored_tensors(file: int) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _own_names(stored: Mapping[str, StoredTensor], folder: str) -> dict[str, StoredTensor]:
+def _own_names(
+    stored: Mapping[str, StoredTensor], folder: str, *, predicts: bool
+) -> dict[str, StoredTensor]:
     """Rename the tensors to the names of the class in config.json, with one entry per expert."""
     path = Path(folder) / "config.json"
     config = read_json(path) if path.is_file() else {}
     named = config.get("architectures") if isinstance(config, dict) else None
+    more = (PREDICTION_LAYERS,) if predicts else ()
     if not isinstance(named, list) or set(map(str, named)) not in TEXT_ONLY:
-        return _each_expert(stored, f"{LANGUAGE_MODEL}layers.")
+        return _each_expert(stored, (f"{LANGUAGE_MODEL}layers.", *more))
     moved = {name.replace(LANGUAGE_MODEL, "model.", 1): tensor for name, tensor in stored.items()}
-    return _each_expert(moved, "model.layers.")
+    return _each_expert(moved, ("model.layers.", *more))
 
 
-def _each_expert(stored: Mapping[str, StoredTensor], layers: str) -> dict[str, StoredTensor]:
+def _each_expert(
+    stored: Mapping[str, StoredTensor], layers: tuple[str, ...]
+) -> dict[str, StoredTensor]:
     """Split Qwen3.5's tensors of all experts of a layer [experts, rows, columns], gate stacked on
     up, into entries under the names that other files have."""
     tensors = {}

@@ -27,7 +27,7 @@ from scripts.make_tiny_model import ROOT, family_of, make_tiny_model
 from slime_like.megatron.model.gpt import _scale_embedding
 from slime_like.megatron.ops.attention import packed_rows
 from slime_like.weights.families import model_families
-from slime_like.weights.untrained import untrained_prefixes
+from slime_like.weights.untrained import untrained_prefixes, untrained_weights
 from tests.dist import convert_worker
 from tests.dist.family_layouts import CP2, EP2, EXACT, PP2, TP2, FamilyLayouts
 from tests.dist.float64 import WithoutFloat32
@@ -369,6 +369,49 @@ def test_experts_in_one_tensor(alone: Any, tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     fused = Ours(folder, alone, torch.float32).exported()
     assert fused.keys() == each.keys() and all(torch.equal(fused[n], each[n]) for n in each)
+
+
+@pytest.mark.parametrize("predicting", [None, 1])
+def test_experts_of_prediction_layers_in_one_tensor(
+    alone: Any, tmp_path: Path, predicting: int | None
+) -> None:
+    """Trained they are the same layers; not trained they are copied as the file has them."""
+    folder = tmp_path / "model"
+    make_tiny_model(
+        "Qwen3_5MoeForConditionalGeneration", folder, num_hidden_layers=4, mtp_num_hidden_layers=1
+    )
+
+    def layers() -> dict[str, Tensor]:
+        chunks, hf, gpt = convert_worker.build(str(folder), alone, predicting=predicting)
+        settings: dict[str, Any] = {"hf": hf, "gpt": gpt, "layout": alone}
+        convert_worker.load_hf_weights(chunks, str(folder), **settings)
+        exported = dict(convert_worker.HfExport(chunks, **settings).stream())
+        return exported | dict(untrained_weights(hf, str(folder), predicting))
+
+    each = layers()
+    tensors = load_file(folder / "model.safetensors")
+    block = "mtp.layers.0.mlp.experts"
+    gate, up, down = (
+        torch.stack([tensors.pop(f"{block}.{e}.{part}.weight") for e in range(4)])
+        for part in ("gate_proj", "up_proj", "down_proj")
+    )
+    packed = {f"{block}.gate_up_proj": torch.cat([gate, up], 1), f"{block}.down_proj": down}
+    save_file(tensors | packed, folder / "model.safetensors")
+    fused = layers()
+    if predicting is None:
+        for name in [name for name in each if name.startswith(block)]:
+            del each[name]
+        each |= packed
+    assert fused.keys() == each.keys() and all(torch.equal(fused[n], each[n]) for n in each)
+
+
+def test_glm_flash_as_transformers_saves_it(alone: Any, tmp_path: Path) -> None:
+    """Its class derives head_dim, and does not save it; 2048 channels are no multiple of 20 heads."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 3, "num_key_value_heads": 3}
+    make_tiny_model("Glm4MoeLiteForCausalLM", tmp_path / "saved", **sizes)
+    saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert "head_dim" not in saved, "what this test is about"
+    check_against_transformers("Glm4MoeLiteForCausalLM", sizes, alone, tmp_path)
 
 
 def test_gpt_oss_in_mxfp4(alone: Any, tmp_path: Path) -> None:

@@ -145,6 +145,8 @@ DEEPSEEK_V3 = ModelFamily(
     required=REQUIRED,
     keys=KEYS,
     settings=deepseek_settings,
+    # transformers 5 derives it, and does not save it (GLM-4.7-Flash: 2048 channels, 20 heads)
+    stand_ins={"head_dim": "qk_rope_head_dim"},
     other_model_types=("kimi_k2",),
     untrained_layers=untrained_layers,
     prediction=DEEPSEEK_PREDICTION,
