@@ -133,6 +133,29 @@ def warn_mla_context_parallel(s: Settings) -> str | None:
     )
 
 
+SINKS_CUDNN = 91800  # the first cuDNN that knows sinks in packed rows, as torch reports it
+
+
+def warn_attention_sinks(s: Settings) -> str | None:
+    """Transformer Engine turns its fast kernels off for sinks in packed rows, and says so in a
+    debug log only."""
+    impl = resolve_transformer_impl(s.model, s.machine)
+    if impl == "local" or s.core.get("softmax_type", "vanilla") == "vanilla":
+        return None
+    if not s.machine.cuda or s.machine.planned:
+        return None
+    from torch.backends import cudnn
+
+    version = cudnn.version() or 0
+    if version >= SINKS_CUDNN:
+        return None
+    return (
+        "attention sinks in packed rows are fast in Transformer Engine with cuDNN 9.18 or newer "
+        f"only (here: {version // 10000}.{version // 100 % 100}): its unfused attention is left, "
+        "which holds all scores; use --transformer-impl local"
+    )
+
+
 def check_distributed_backend(s: Settings) -> list[Problem]:
     backend = s.parallel.distributed_backend
     if backend == "nccl" and not s.machine.cuda:

@@ -35,6 +35,7 @@ from arguments.rules.layout import (
     MICRO_BATCH_RULES,
     PARALLEL_RULES,
     global_batch_of,
+    warn_attention_sinks,
     warn_mla_context_parallel,
 )
 from arguments.rules.learning_rate import SCHEDULE_WARNINGS
@@ -203,6 +204,7 @@ WARNINGS: tuple[Warn, ...] = (
     warn_maxrl_rewards,
     warn_muon_blockwise,
     warn_lora_overlap,
+    warn_attention_sinks,
     warn_mla_context_parallel,
 )
 

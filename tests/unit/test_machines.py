@@ -14,6 +14,7 @@ from megatron.core.models.common.embeddings import rope_utils
 import megatron_patches
 from arguments.megatron_configs import Machine
 from arguments.parse import parse_args
+from arguments.run_config import RunConfig
 from megatron_patches import patch
 from scripts.make_tiny_model import SIZES, family_of
 from slime_like import doctor
@@ -51,6 +52,14 @@ def config_of(architecture: str, folder: Path) -> Path:
     return folder
 
 
+def parse_model(folder: Path, flags: str = "") -> RunConfig:
+    words = (
+        f"--hf-checkpoint {folder} --debug-train-only --load-debug-rollout-data {folder}/"
+        "r_{rollout_id} --num-rollout 1 --lr 1e-4 --rollout-batch-size 2 --n-samples-per-prompt 2"
+    )
+    return parse_args(f"{words} {flags}".split(), 1)
+
+
 @pytest.mark.parametrize("precision", ["", "--bf16 --use-distributed-optimizer"])
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("architecture", model_families.names())
@@ -66,11 +75,7 @@ def test_defaults_of_every_family_are_accepted(
         for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):
             monkeypatch.setattr(rope_utils, name, object())  # Transformer Engine's
     folder = folders[architecture]
-    words = (
-        f"--hf-checkpoint {folder} --debug-train-only --load-debug-rollout-data {folder}/"
-        "r_{rollout_id} --num-rollout 1 --lr 1e-4 --rollout-batch-size 2 --n-samples-per-prompt 2"
-    )
-    run = parse_args(f"{words} {precision}".split(), 1)
+    run = parse_model(folder, precision)
     expected = "local" if machine == "GPU" else "transformer_engine"
     assert run.megatron.transformer.transformer_impl == expected
 
@@ -126,6 +131,28 @@ def test_doctor_imports_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> N
     (line,) = doctor.transformer_engine()
     assert line.startswith("LACKS  a Transformer Engine that fits this torch: ")
     assert "No module named 'transformer_engine'" in line
+
+
+@pytest.mark.parametrize(("version", "words"), [(91002, "here: 9.10"), (91800, None)])
+def test_sinks_with_an_old_cudnn_are_a_warning(
+    version: int,
+    words: str | None,
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch.backends import cudnn
+
+    for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):
+        monkeypatch.setattr(rope_utils, name, object())
+    monkeypatch.setattr(cudnn, "version", lambda: version)
+    monkeypatch.setattr(Machine, "here", lambda: MACHINES["Transformer Engine"])
+    for architecture in ("GptOssForCausalLM", "Qwen3ForCausalLM"):
+        found = [w for w in parse_model(folders[architecture]).warnings if "cuDNN" in w]
+        has_sinks = architecture.startswith("GptOss")
+        assert len(found) == int(words is not None and has_sinks)
+        assert all(words is not None and words in warning for warning in found)
+    monkeypatch.setattr(Machine, "here", lambda: MACHINES["GPU"])
+    assert not any("cuDNN" in w for w in parse_model(folders["GptOssForCausalLM"]).warnings)
 
 
 def test_nothing_is_compiled_without_a_compiler(
