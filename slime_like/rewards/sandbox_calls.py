@@ -98,9 +98,9 @@ class Channel:
             if type(value) is kind:
                 return {name: encode(value)}
         for name in _SEQUENCES:
-            kind: type = getattr(builtins, name, collections.deque)
-            if type(value) is kind or (kind is tuple and isinstance(value, tuple)):
-                return {name: [self.encode(item) for item in list(value)]}
+            sequence: Any = getattr(builtins, name, collections.deque)
+            if type(value) is sequence or (sequence is tuple and isinstance(value, tuple)):
+                return {name: [self.encode(item) for item in value]}
         if isinstance(value, dict):
             return {"dict": [[self.encode(k), self.encode(v)] for k, v in value.items()]}
         if isinstance(value, str):  # of a subclass
