@@ -19,6 +19,7 @@ from fastapi.routing import APIRoute
 from arguments.schema import ServerConfig
 from slime_like.agents.app import make_app as make_gateway
 from slime_like.agents.tasks import TaskQueue
+from slime_like.origin_check import OriginCheck
 from slime_like.tinker.app import make_app as make_server
 from slime_like.tinker.base_model import BaseModel
 from slime_like.tinker.data import Limits
@@ -51,6 +52,7 @@ GATEWAY_ERRORS = {
     400: "the body is not a JSON object, a parameter is invalid or unsupported (the message names"
     " it), or the prompt is too long",
     401: "the key is missing, or belongs to no running episode",
+    403: "the request is of a web page (its `Host` or `Origin` is not the gateway's)",
     408: "the body took too long to arrive",
     410: "the episode has ended",
     413: "the body is too large",
@@ -81,7 +83,8 @@ def server() -> FastAPI:
 
 
 def gateway() -> FastAPI:
-    return make_gateway({}, max_body=1, tasks=TaskQueue(["key"], heartbeat_s=1.0, timeout_s=1.0))
+    tasks = TaskQueue(["key"], heartbeat_s=1.0, timeout_s=1.0)
+    return make_gateway({}, max_body=1, origin_check=OriginCheck("127.0.0.1"), tasks=tasks)
 
 
 def routes(app: FastAPI) -> Iterator[APIRoute]:

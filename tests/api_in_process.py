@@ -12,7 +12,8 @@ import httpx
 import numpy as np
 
 from arguments.schema import ServerConfig
-from slime_like.tinker.access import KeyRing, OriginCheck
+from slime_like.origin_check import OriginCheck
+from slime_like.tinker.access import KeyRing
 from slime_like.tinker.app import make_app
 from slime_like.tinker.base_model import BaseModel
 from slime_like.tinker.data import Limits

@@ -32,6 +32,7 @@ from slime_like.agents.sessions import (
     TooManyRequests,
 )
 from slime_like.agents.tasks import WAIT_S, TaskQueue
+from slime_like.origin_check import OriginCheck
 
 if TYPE_CHECKING:
     from slime_like.agents.task import Task
@@ -62,17 +63,22 @@ class Refused(Exception):
 
 
 def make_app(
-    sessions: Mapping[str, Session], *, max_body: int, tasks: TaskQueue | None = None
+    sessions: Mapping[str, Session],
+    *,
+    max_body: int,
+    origin_check: OriginCheck,
+    tasks: TaskQueue | None = None,
 ) -> FastAPI:
     """The gateway.
 
     Args:
         sessions: Sessions of running episodes, by key.
         max_body: Maximum request size in bytes.
+        origin_check: Rejects requests of web pages.
         tasks: Task queue for remote agent workers.
     """
     app = FastAPI(title="slime_like", docs_url=None, redoc_url=None, openapi_url=None)
-    router = _Router(sessions, max_body)
+    router = _Router(sessions, max_body, origin_check)
     for path, answer in (
         ("chat/completions", _chat),
         ("messages", _messages),
@@ -95,9 +101,12 @@ def make_app(
 class _Router:
     """Common checks of all routes: key, body size, JSON."""
 
-    def __init__(self, sessions: Mapping[str, Session], max_body: int) -> None:
+    def __init__(
+        self, sessions: Mapping[str, Session], max_body: int, origin_check: OriginCheck
+    ) -> None:
         self._sessions = sessions
         self._max_body = max_body
+        self._origin_check = origin_check
 
     def route(self, answer: Answer) -> Respond:
         async def of_session(request: Request) -> Response:
@@ -146,6 +155,7 @@ class _Router:
     def _with_errors(self, inner: Respond) -> Respond:
         async def respond(request: Request) -> Response:
             try:
+                self._check_origin(request)
                 return await inner(request)
             except Refused as error:
                 kind = "authentication_error" if error.status == 401 else "invalid_request_error"
@@ -166,11 +176,17 @@ class _Router:
 
     async def models(self, request: Request) -> Response:
         try:
+            self._check_origin(request)
             self._session(request)
         except Refused as error:
             return error_response(request, error.status, "authentication_error", str(error))
         data = [{"id": MODEL, "object": "model", "created": 0, "owned_by": "slime_like"}]
         return json_response({"object": "list", "data": data})
+
+    def _check_origin(self, request: Request) -> None:
+        """Raise Refused for the request of a web page."""
+        if (reason := self._origin_check.refusal(dict(request.scope["headers"]))) is not None:
+            raise Refused(403, reason)
 
     def _session(self, request: Request) -> Session:
         session = self._sessions.get(api_key_of(request))

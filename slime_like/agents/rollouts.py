@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+CHARACTERS_PER_TOKEN = 16  # no text has so many on average: English has 4, indented code up to 10
 AGENT_FUNCTION = "--agent-function-path"
 AGENT_COMMAND = "--agent-command"
 AGENT_WORKERS = "--agent-worker-keys"
@@ -214,7 +215,13 @@ class AgentGenerate(CustomGenerate):
             seed = seed_of(sample, evaluation=evaluation)
         except ValueError as error:
             return mark_aborted(sample, str(error))
-        template = ChatTemplate(model.tokenizer, self._end_ids, self._template_arguments)
+        positions = self._limits.positions
+        template = ChatTemplate(
+            model.tokenizer,
+            self._end_ids,
+            self._template_arguments,
+            max_characters=None if positions is None else CHARACTERS_PER_TOKEN * positions,
+        )
         tool_format = self._tool_format or default_format(model.tokenizer)
         for lost_workers in range(self._attempts):
             session = Session(

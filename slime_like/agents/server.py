@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
 
@@ -14,11 +15,14 @@ from slime_like.agents.app import make_app
 from slime_like.agents.sessions import Session
 from slime_like.agents.tasks import TaskQueue
 from slime_like.errors import RunError
+from slime_like.origin_check import OriginCheck, is_loopback
 
 # connections, in addition to those that episodes may need; beyond, the oldest idle one is closed
 CONNECTIONS = 512
 SILENT_S = 10.0  # seconds until the first byte of a new connection
 STOP_S = 5.0
+OTHER_FILES = 256  # open files of the run, in addition to connections
+MIN_CONNECTIONS = 16
 
 
 class _Server(uvicorn.Server):
@@ -89,6 +93,8 @@ class Gateway:
         self._starting: asyncio.Task[_Server] | None = None
         self._serving: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
+        # keeps the port between rollouts, without listening
+        self._holder: socket.socket | None = None
 
     @contextlib.asynccontextmanager
     async def episode(self, key: str, session: Session) -> AsyncIterator[None]:
@@ -130,20 +136,22 @@ class Gateway:
         stopped."""
         if stopping is not None:
             await asyncio.shield(stopping)
-        try:
-            bound = socket.create_server((self._host, self._port), family=_family(self._host))
-        except OSError as error:
-            raise RunError(
-                f"--agent-host {self._host} --agent-port {self._port}: {error}"
-            ) from error
+        bound = self._bind()
+        if self._port and self._holder is None:
+            self._holder = self._bind()
         host = f"[{self._host}]" if ":" in self._host else self._host
         self.url = f"http://{host}:{bound.getsockname()[1]}"
         config = uvicorn.Config(
-            make_app(self.sessions, max_body=self._max_body, tasks=self._tasks),
+            make_app(
+                self.sessions,
+                max_body=self._max_body,
+                origin_check=OriginCheck(self._host, any_name=not is_loopback(self._host)),
+                tasks=self._tasks,
+            ),
             log_level="critical",
             access_log=False,
             lifespan="off",
-            limit_concurrency=self._connections,
+            limit_concurrency=affordable(self._connections),
             http=_Connection,
             ws="none",
             timeout_graceful_shutdown=1,
@@ -153,6 +161,21 @@ class Gateway:
         while not server.started and not self._serving.done():
             await asyncio.sleep(0.001)
         return server
+
+    def _bind(self) -> socket.socket:
+        """A socket with the gateway's address. Raises RunError."""
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        bound = socket.socket(family)
+        try:
+            if self._port:  # two sockets of this user may have the port, and of nobody else
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            bound.bind((self._host, self._port))
+        except OSError as error:
+            bound.close()
+            raise RunError(
+                f"--agent-host {self._host} --agent-port {self._port}: {error}"
+            ) from error
+        return bound
 
     async def _stop(self, starting: asyncio.Task[_Server]) -> None:
         with contextlib.suppress(RunError, asyncio.CancelledError):
@@ -168,5 +191,13 @@ class Gateway:
         self.url = ""
 
 
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
+def affordable(connections: int) -> int:
+    """The number of connections that the limit of open files allows, which is raised as far as it
+    may be. Without a file for the next connection, the server could not even refuse it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = connections + OTHER_FILES
+    if soft < needed or soft == resource.RLIM_INFINITY:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(MIN_CONNECTIONS, min(connections, soft - OTHER_FILES))

@@ -230,7 +230,14 @@ class Session:
             self._request(prompt, request, is_main=is_main and not i) for i in range(request.n)
         ]
         generate = self._model.engine.generate_one
-        outputs = await asyncio.gather(*(generate(request, sampling) for request in requests))
+        try:
+            outputs = await asyncio.gather(*(generate(request, sampling) for request in requests))
+        except BaseException:  # also of a client that leaves: it has had no answer
+            self.counts["answers"] -= request.n
+            if is_main:
+                self._main = before
+                self._started = before is not None
+            raise
         if self.ended:
             raise SessionEnded("the episode has ended")
         self.counts["overridden"] += request.overridden

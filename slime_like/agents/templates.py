@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from slime_like.agents.messages import BadRequest
+from slime_like.agents.messages import BadRequest, ContextExceeded
 from slime_like.data.chat_template import ChatRenderer
 from slime_like.data.messages import Message
 from slime_like.text import common_prefix
@@ -32,12 +32,15 @@ class ChatTemplate:
         tokenizer: PreTrainedTokenizerBase,
         end_ids: Collection[int],
         arguments: Mapping[str, object] | None = None,
+        *,
+        max_characters: int | None = None,
     ) -> None:
         """
         Args:
             tokenizer: Hugging Face tokenizer with a chat template.
             end_ids: Tokens that end a response, including those of the tokenizer.
             arguments: Further arguments of the template (--apply-chat-template-kwargs).
+            max_characters: Of a text that is tokenised; None: unlimited.
 
         Raises:
             ValueError: The tokenizer has no chat template.
@@ -47,10 +50,19 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.end_ids = frozenset(end_ids)
         self._renderer = ChatRenderer(tokenizer, arguments)
+        self._max_characters = max_characters
         self._ends = [tokenizer.decode([i], skip_special_tokens=False) for i in self.end_ids]
 
     def encode(self, text: str) -> list[int]:
-        """Tokenise a text that already contains its special tokens."""
+        """Tokenise a text that already contains its special tokens. Surrogate characters, which no
+        tokenizer takes, are replaced. Raises ContextExceeded for a text that is far too long: to
+        count its tokens would hold up all episodes."""
+        if self._max_characters is not None and len(text) > self._max_characters:
+            raise ContextExceeded(
+                f"context_length_exceeded: the conversation has {len(text)} characters, more than "
+                f"{self._max_characters}"
+            )
+        text = text.encode(errors="replace").decode()
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -63,12 +75,14 @@ class ChatTemplate:
 
         Raises:
             BadRequest: With the template's message, if it rejects the conversation.
+            ContextExceeded: See `encode`.
         """
         try:
-            return self.encode(self._renderer.render(messages, tools, open_turn=True))
+            text = self._renderer.render(messages, tools, open_turn=True)
         except Exception as error:  # templates may raise anything
             reason = str(error).split("\n", 1)[0][:300]
             raise BadRequest(f"the chat template refuses the messages: {reason}") from error
+        return self.encode(text)
 
     def following(
         self,

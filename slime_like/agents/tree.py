@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -42,28 +43,45 @@ class NextPrompt:
 
 @dataclass(eq=False, slots=True)
 class Turn:
-    """A completion. prompt: tokens given to the model; tokens: generated tokens, with one log-prob
-    and weight version each. sampling_mask: see `GenerateOutput`. routed_experts: routed experts of
-    its prompt and tokens, starting at the parent's last token, which was not computed before.
-    truncated: it reached a limit. number: index in the session. reward: of this turn. observed:
-    number of tokens at the end of the prompt that came between parent and turn, 0 if an earlier
-    sibling already has the same ones. seen: the observations that precede its children."""
+    """A completion. It holds what its parent does not, so that the memory of a session grows with
+    its length, and not with the square of it.
+
+    rest: tokens given to the model after those of the parent. tokens: generated tokens, with one
+    log-prob and weight version each. sampling_mask: see `GenerateOutput`. routed_experts: routed
+    experts of its prompt and tokens, starting at the parent's last token, which was not computed
+    before. truncated: it reached a limit. new_messages: those that were answered, after the
+    parent's answer. number: index in the session. reward: of this turn. observed: length of `rest`
+    of a turn with a parent, 0 if an earlier sibling already has the same. child_observations: the
+    observations that precede its children.
+    """
 
     parent: Turn | None
-    prompt: tuple[int, ...]
+    rest: tuple[int, ...]
     tokens: tuple[int, ...]
     log_probs: tuple[float, ...]
     weight_versions: tuple[int, ...]
     truncated: bool
     sampling_mask: tuple[Tensor, ...] | None
     routed_experts: Tensor | None
-    messages: tuple[Message, ...]
+    new_messages: tuple[Message, ...]
     answer: Message
     number: int
     reward: float = 0.0
     observed: int = 0
     children: int = 0
     child_observations: set[tuple[int, ...]] = field(default_factory=set)
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """All tokens given to the model."""
+        before = chain.from_iterable((turn.rest, turn.tokens) for turn in self.path[:-1])
+        return (*chain.from_iterable(before), *self.rest)
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """All messages that were answered."""
+        before = ((*turn.new_messages, turn.answer) for turn in self.path[:-1])
+        return (*chain.from_iterable(before), *self.new_messages)
 
     @property
     def all_tokens(self) -> tuple[int, ...]:
@@ -164,19 +182,24 @@ class SessionTree:
             routed_experts = join_routed_experts(
                 parent_experts[-1:], routed_experts[start:], routed_experts.size(0) - start
             )
+        parent = prompt.parent
+        rest = prompt.tokens
+        new_messages = tuple(messages)
+        if parent is not None:
+            rest = rest[len(parent.all_tokens) :]
+            new_messages = new_messages[len(parent.messages) + 1 :]
         turn = Turn(
-            prompt.parent, prompt.tokens, output.tokens, output.log_probs, output.weight_versions,
-            output.finish_reason == "length", output.sampling_mask, routed_experts, tuple(messages),
+            parent, rest, output.tokens, output.log_probs, output.weight_versions,
+            output.finish_reason == "length", output.sampling_mask, routed_experts, new_messages,
             answer, len(self.turns),
         )  # fmt: skip
-        if (parent := prompt.parent) is None:
+        if parent is None:
             self.counts["roots"] += 1
         else:
             self.counts["forks"] += parent.children > 0
             parent.children += 1
-            between = turn.prompt[len(parent.all_tokens) :]
-            turn.observed = 0 if between in parent.child_observations else len(between)
-            parent.child_observations.add(between)
+            turn.observed = 0 if rest in parent.child_observations else len(rest)
+            parent.child_observations.add(rest)
         self.counts["foreign_messages"] += prompt.foreign
         self.counts["rewritten_turns"] += prompt.rewritten
         self.turns.append(turn)

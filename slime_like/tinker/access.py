@@ -1,15 +1,13 @@
-"""Access control of the server: API keys, Host headers, and cross-site requests."""
+"""Access control of the server: API keys."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import urlsplit
 
 log = logging.getLogger(__name__)
 REREAD_S = 1.0
@@ -67,48 +65,3 @@ class KeyRing:
 def owner_name(key: str) -> str:
     """A name that identifies a key's sessions without revealing the key."""
     return "key-" + hashlib.sha256(key.encode()).hexdigest()[:16]
-
-
-class OriginCheck:
-    """For servers without keys: rejects requests of web pages, which arrive through DNS rebinding
-    (a foreign host name that resolves to this address), or from a form or script of another
-    site."""
-
-    def __init__(self, host: str, allowed_hosts: Sequence[str] = ()) -> None:
-        """
-        Args:
-            host: Address that the server listens on.
-            allowed_hosts: Additional host names that clients use.
-        """
-        self._names = {"localhost", host.lower(), *(name.lower() for name in allowed_hosts)}
-
-    def refusal(self, headers: Mapping[bytes, bytes]) -> str | None:
-        """Reason for rejecting a request; None if it is accepted."""
-        host = headers.get(b"host", b"").decode("latin1")
-        if not self._is_own(host_name(host)):
-            return f"Host {host[:256]!r} is not a name of this server; add it to --allowed-hosts"
-        if b"origin" in headers:
-            origin = headers[b"origin"].decode("latin1")
-            if not self._is_own(host_name(origin.partition("://")[2])):
-                return f"cross-site request from {origin[:256]!r}"
-        if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
-            return "cross-site request"
-        return None
-
-    def _is_own(self, name: str | None) -> bool:
-        return name is not None and (name.lower() in self._names or _is_loopback(name))
-
-
-def host_name(host: str) -> str | None:
-    """The name in a Host header, without the port."""
-    try:
-        return urlsplit(f"//{host}").hostname
-    except ValueError:
-        return None
-
-
-def _is_loopback(name: str) -> bool:
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False

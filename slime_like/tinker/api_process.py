@@ -20,8 +20,9 @@ from arguments.parse import SERVER, parse_or_exit
 from arguments.rules.server import valid_keys
 from arguments.run_config import RunConfig
 from slime_like.checkpoints.lock import FolderInUse, FolderLock
+from slime_like.origin_check import OriginCheck
 from slime_like.tinker import codec
-from slime_like.tinker.access import KeyRing, OriginCheck
+from slime_like.tinker.access import KeyRing
 from slime_like.tinker.app import make_app
 from slime_like.tinker.base_model import BaseModel
 from slime_like.tinker.data import Limits
@@ -145,7 +146,9 @@ class ApiProcess:
             make_app(self.service),
             keys=keys,
             max_body=int(config.max_body_mb * 1e6),
-            origin_check=OriginCheck(config.host, config.allowed_hosts or ()),
+            origin_check=OriginCheck(
+                config.host, config.allowed_hosts or (), remedy="; add it to --allowed-hosts"
+            ),
             operators=key_ring(config.operator_key_file),
         )
         server = make_server(gate)

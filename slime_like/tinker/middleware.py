@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from slime_like.tinker.access import KeyRing, OriginCheck
+from slime_like.origin_check import OriginCheck
+from slime_like.tinker.access import KeyRing
 from slime_like.tinker.errors import HttpError
 
 OWNER = "slime_like.owner"  # keys in the ASGI scope

@@ -288,7 +288,7 @@ def test_a_thousand_connections_of_one_agent_keep_nobody_out() -> None:
         port = int(task.url.rsplit(":", 1)[1])
         kept = []
         if task.sample_id == 0:
-            head = f"POST /v1/messages HTTP/1.1\r\nhost: x\r\nx-api-key: {task.api_key}\r\n"
+            head = f"POST /v1/messages HTTP/1.1\r\nhost: localhost\r\nx-api-key: {task.api_key}\r\n"
             begins = ("", "POST /v1/mess", head + "content-length: 900\r\n\r\n{")
             for i in range(1000):
                 _, writer = await asyncio.open_connection("127.0.0.1", port)

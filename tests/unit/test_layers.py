@@ -30,6 +30,7 @@ LAYERS = (
         "slime_like.lazy",
         "slime_like.logs",
         "slime_like.metrics",
+        "slime_like.origin_check",
         "slime_like.registry",
         "slime_like.samples",
         "slime_like.slime_modules",

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from arguments.rules.server import valid_keys
+from slime_like.origin_check import OriginCheck
 from slime_like.tinker import access
-from slime_like.tinker.access import KeyRing, OriginCheck
+from slime_like.tinker.access import KeyRing
 from slime_like.tinker.model_registry import Quota
 
 
