@@ -9,7 +9,9 @@ start()  # before megatron-core
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
+import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 
 import megatron_patches  # noqa: E402
 from benchmarks.parity.steps import (  # noqa: E402
@@ -83,6 +85,40 @@ def _adam(model: str, flags: str, layout: ParallelLayout, folder: Path) -> dict[
     built.trained.reset_training_state()
     found["is reset"] = _steps(built, 1, 2) == first
     return found
+
+
+def layers(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """By model: the kind of its layers, and weights that loading and exporting change."""
+    megatron_patches.apply()
+    found = {}
+    with parallel() as layout:
+        for name, (folder, flags) in arguments["models"].items():
+            run = settings(
+                folder, f"--bf16 --use-distributed-optimizer --micro-batch-size 2 {flags}"
+            )
+            built = MegatronBackend(run, layout, total_steps=1)
+            kinds = {type(m).__module__ for c in built.policy.chunks for m in c.modules()}
+            exported = {name: tensor.cpu() for name, tensor in built.export_weights()}
+            source = read_weights(Path(folder))
+            found[name] = {
+                "impl": run.megatron.transformer.transformer_impl,
+                "of Transformer Engine": any("transformer_engine" in kind for kind in kinds),
+                "changed": sorted(
+                    name
+                    for name, tensor in exported.items()
+                    if name not in source or not torch.equal(tensor, source[name].bfloat16())
+                ),
+                "exported": len(exported),
+            }
+            del built
+    return found
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    weights: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        weights |= load_file(file)
+    return weights
 
 
 def norms(rank: int, world_size: int, arguments: dict[str, Any]) -> list[bool]:
