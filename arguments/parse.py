@@ -6,7 +6,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 
@@ -15,6 +15,7 @@ from arguments.config_groups import ConfigGroups
 from arguments.critic_layout import build_critic
 from arguments.draft import Draft, Program, make_draft, settings_of
 from arguments.flag_registry import FlagTable, flag_table, normalise
+from arguments.from_python import as_words, read_settings
 from arguments.help import SERVER_USAGE, TRAIN_USAGE
 from arguments.hf.model import HfModel, UnsupportedNetwork, read_hf_model
 from arguments.megatron_configs import build_megatron_configs, resolve_transformer_impl
@@ -78,7 +79,50 @@ def parse_args(argv: Sequence[str], world_size: int, program: Program = TRAIN) -
     ConfigError with every problem; megatron-core's own objections are only reported if there are no
     others.
     """
-    parsed, table = _read(argv, program)
+    # --help shows the flags of user modules too, which are imported first
+    without_help = _without_help(argv)
+    parsed, table = _read(
+        lambda parser: _sources(without_help, parser),
+        lambda parser: _sources(argv, parser),
+        program,
+    )
+    return _resolve(parsed, table, argv, world_size, program)
+
+
+def make_config(
+    settings: Mapping[str, object] | None = None, /, *, world_size: int = 1, **flags: object
+) -> RunConfig:
+    """The configuration of a training run from Python values, without a command line. Needs no
+    process group.
+
+        make_config(hf_checkpoint=folder, prompt_data="rows.jsonl", rm_type="math", num_rollout=10)
+
+    Args:
+        settings: By name of their flags, with dashes or underscores; groups of docs/flags.md may be
+            nested mappings, as in a run file. A `config` in it names a run file, over which the
+            settings take precedence.
+        world_size: Number of processes.
+        flags: Further settings, which take precedence over `settings`.
+
+    Raises:
+        ConfigError: With every problem.
+    """
+    given = {**(settings or {}), **flags}
+    words: list[str] = []
+
+    def read(parser: LauncherParser) -> Sources:
+        parsed = read_settings(given, parser)
+        words[:] = as_words(parsed, parser.table)
+        return _with_run_file(parsed, parser, words)
+
+    parsed, table = _read(read, read, TRAIN)
+    return _resolve(parsed, table, words, world_size, TRAIN)
+
+
+def _resolve(
+    parsed: ParsedArgs, table: FlagTable, argv: Sequence[str], world_size: int, program: Program
+) -> RunConfig:
+    """Apply all rules. argv: the command line that has these settings."""
     loss, policy_loss = choose_loss(parsed, table)
     checkpoint = _read_checkpoint(parsed)
     preflight = settings_of(PreflightConfig, parsed.values)
@@ -139,10 +183,15 @@ def complete_shell(program: Program = TRAIN) -> None:
     argcomplete.autocomplete(launcher_parser(program))
 
 
-def _read(argv: Sequence[str], program: Program) -> tuple[ParsedArgs, FlagTable]:
-    """Parse the run file and the command line, which takes precedence. Also returns all flags,
-    including user-defined ones."""
-    first = _parse_early(argv, program)
+def _read(
+    read_first: Callable[[LauncherParser], Sources],
+    read: Callable[[LauncherParser], Sources],
+    program: Program,
+) -> tuple[ParsedArgs, FlagTable]:
+    """Read the run file and the settings over it. Also returns all flags, including user-defined
+    ones. read_first: as `read`, before user modules add flags and entries of registries."""
+    early = read_first(_parser_of(program))
+    first = merge(early.run_file, early.settings)
     import_modules(first.values.get("import_modules", []))
     problems: list[Problem] = []
     parser = _parser_of(program)
@@ -154,9 +203,9 @@ def _read(argv: Sequence[str], program: Program) -> tuple[ParsedArgs, FlagTable]
             parser = extended
         except ConfigError as error:
             problems += error.problems
-    parsed, run_file = _sources(argv, parser)
-    custom = parser.custom_values(run_file, argv)
-    merged = merge(run_file, parsed)
+    sources = read(parser)
+    custom = parser.custom_values(sources.run_file, sources.words)
+    merged = merge(sources.run_file, sources.settings)
     merged.custom = custom
     merged.problems = problems + merged.problems
     resolve_aliases(merged)
@@ -164,14 +213,6 @@ def _read(argv: Sequence[str], program: Program) -> tuple[ParsedArgs, FlagTable]
     _resolve_kl_in_reward(merged)
     apply_slime_defaults(merged)
     return merged, parser.table
-
-
-def _parse_early(argv: Sequence[str], program: Program) -> ParsedArgs:
-    """Parse the flags that are needed before user modules are imported. --help is ignored here,
-    because it shows the flags of those modules too."""
-    parser = _parser_of(program)
-    parsed, run_file = _sources(_without_help(argv), parser)
-    return merge(run_file, parsed)
 
 
 def _without_help(argv: Sequence[str]) -> list[str]:
@@ -204,16 +245,28 @@ def import_modules(modules: Sequence[str]) -> None:
         raise ConfigError(problems)
 
 
-def _sources(argv: Sequence[str], parser: LauncherParser) -> tuple[ParsedArgs, ParsedArgs]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sources:
+    """Settings, and the run file that they name. words: the settings as a command line."""
+
+    settings: ParsedArgs
+    run_file: ParsedArgs
+    words: Sequence[str]
+
+
+def _sources(argv: Sequence[str], parser: LauncherParser) -> Sources:
     """Parse the command line and the run file that it names."""
-    parsed = parser.read(argv)
+    return _with_run_file(parser.read(argv), parser, argv)
+
+
+def _with_run_file(parsed: ParsedArgs, parser: LauncherParser, words: Sequence[str]) -> Sources:
     run_file = ParsedArgs()
     if "config" in parsed.values:
         try:
             run_file = read_run_file(parsed.values["config"], parser)
         except ConfigError as error:
             parsed.problems += error.problems
-    return parsed, run_file
+    return Sources(parsed, run_file, words)
 
 
 def _resolve_icepop(parsed: ParsedArgs) -> None:

@@ -44,7 +44,7 @@ def read_run_file(path: str, parser: LauncherParser) -> ParsedArgs:
     if not isinstance(content, dict):
         raise ConfigError([Problem("--config", path, "must be a mapping, e.g. lr: 1e-6")])
     parsed = ParsedArgs()
-    _read_section(content, "", "", parser, parsed)
+    read_section(content, "", "", parser, parsed)
     if parsed.values.pop("config", None) is not None:
         parsed.add_problem(
             "--config", path, "cannot name another run file; include its keys instead"
@@ -70,7 +70,7 @@ def section_key(title: str) -> str:
     return "".join(letter for letter in title.lower() if letter.isalnum())
 
 
-def _read_section(
+def read_section(
     section: Mapping[object, object],
     prefix: str,
     path: str,
@@ -86,7 +86,7 @@ def _read_section(
         content = {} if value is None and is_section else value
         is_flag = parser.is_flag_name(name) and not _is_section_too(name, parser)
         if isinstance(content, dict) and not is_flag:
-            _read_section(content, "" if is_section else name, f"{path}{key}.", parser, parsed)
+            read_section(content, "" if is_section else name, f"{path}{key}.", parser, parsed)
         else:
             line = key.line if isinstance(key, Key) else None
             parser.set_key(name, plain(value), parsed, line, path=f"{path}{key}")

@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "parse_args": "arguments.parse",
+    "make_config": "arguments.parse",
     "RunConfig": "arguments.run_config",
     "ConfigError": "slime_like.config",
     "RunError": "slime_like.errors",
@@ -42,6 +43,8 @@ _HOMES = {
     "ParallelLayout": "slime_like.megatron.parallel_layout",
     "process_groups": "slime_like.megatron.init",
     "Trainer": "slime_like.trainer.trainer",
+    "FinishedRun": "slime_like.trainer.python_api",
+    "train": "slime_like.trainer.python_api",
 }
 
 __all__ = ["__version__", *_HOMES]

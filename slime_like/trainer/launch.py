@@ -170,9 +170,23 @@ def train(config: RunConfig, layout: ParallelLayout, startup: Say) -> int:
 def train_watched(
     config: RunConfig, layout: ParallelLayout, activity: Activity, startup: Say
 ) -> int:
-    trainer = profiler = stacks = output_dir = None
+    """As `train_in`, with errors reported once for all ranks."""
+    output_dir = None
     try:
         output_dir = shared_output_dir(config)
+        return train_in(output_dir, config, layout, activity, startup)
+    except SystemExit as error:  # of user code; its status may be 0, which would look like success
+        return fail(exit_called(error), layout, output_dir)
+    except Exception as error:
+        return fail(error, layout, output_dir)
+
+
+def train_in(
+    output_dir: Path, config: RunConfig, layout: ParallelLayout, activity: Activity, startup: Say
+) -> int:
+    """Train, writing to this folder. Returns the exit status of `Trainer.run`."""
+    trainer = profiler = stacks = None
+    try:
         if layout.rank == 0:
             log_into(output_dir)
         logger.info(
@@ -212,10 +226,6 @@ def train_watched(
         trainer.close(finish_s=URGENT_S if interrupted else None)
         if layout.rank == 0 and interrupted and config.checkpoint.save:
             logger.info("to continue: %s", command_to_continue(config, layout.world_size))
-    except SystemExit as error:  # of user code; its status may be 0, which would look like success
-        return fail(exit_called(error), layout, output_dir)
-    except Exception as error:
-        return fail(error, layout, output_dir)
     finally:
         if stacks is not None:
             stacks.close()

@@ -13,11 +13,11 @@ import pytest
 import slime_like
 
 PUBLIC = """
-ConfigError GenerateOutput GenerateRequest LocalEngine MegatronBackend ParallelLayout Prompt
+ConfigError FinishedRun GenerateOutput GenerateRequest LocalEngine MegatronBackend ParallelLayout Prompt
 RolloutEngine RunConfig RunError Sample SampleGroup SampleStatus SamplingParams StepResult
 TrainBatch TrainSample Trainer __version__ advantage_estimators compute_advantages
-compute_off_policy_correction compute_policy_loss kl_estimate parse_args policy_losses
-process_groups reduction_weights token_weights value_loss
+compute_off_policy_correction compute_policy_loss kl_estimate make_config parse_args policy_losses
+process_groups reduction_weights token_weights train value_loss
 """
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -1,0 +1,59 @@
+"""Training as a function call, in a notebook, a test or a program."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from arguments.run_config import RunConfig
+from slime_like.distributed.activity import Activity
+from slime_like.metrics.logger import read_metrics
+from slime_like.trainer.launch import locked_folders, prepare, shared_output_dir, train_in
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRun:
+    """A run that ended without an error. interrupted: by a signal, before its last rollout."""
+
+    output_dir: Path
+    interrupted: bool
+
+    @property
+    def metrics(self) -> Sequence[dict[str, float]]:
+        """The rows of metrics.jsonl, one for each rollout and evaluation."""
+        return read_metrics(self.output_dir / "metrics.jsonl")
+
+
+def train(config: RunConfig) -> FinishedRun:
+    """Train in this process, as `train.py` does with the same settings.
+
+    Without torchrun this is a run of one process. Under torchrun every process calls it, with a
+    config of that `world_size`. Call it in the main thread, which handles SIGINT and SIGTERM during
+    the run. Several runs may follow each other in one process.
+
+        config = slime_like.make_config(hf_checkpoint="model", prompt_data="rows.jsonl", ...)
+        print(slime_like.train(config).metrics[-1]["rollout/reward_mean"])
+
+    Args:
+        config: From `make_config` or `parse_args`.
+
+    Raises:
+        RunError: A guard, an engine, or a folder that another run uses.
+        ValueError: Data, checkpoints or user functions that cannot be used.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    prepare(config, rank, config.warnings)
+    # megatron-core reads its globals on import, so this comes after the patches
+    from slime_like.megatron.init import process_groups
+
+    with (
+        locked_folders(config, rank),
+        process_groups(
+            config.parallel, virtual_stages=config.virtual_stages, seed=config.model.seed
+        ) as layout,
+    ):
+        output_dir = shared_output_dir(config)
+        status = train_in(output_dir, config, layout, Activity(), lambda what: None)
+    return FinishedRun(output_dir, interrupted=status != 0)

@@ -1,0 +1,48 @@
+"""A run as a function call: the numbers are those of train.py, twice in one process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.e2e.helpers import Workspace, rows_of, same_numbers
+from tests.e2e.programs import TrainServer
+
+PROGRAM = """
+import json, sys
+import slime_like
+
+settings = json.loads(sys.argv[1])
+for name in sys.argv[2:]:
+    run = slime_like.train(slime_like.make_config(settings, output_dir=name))
+    assert not run.interrupted and len(run.metrics) == settings["num_rollout"]
+try:
+    slime_like.train(slime_like.make_config(settings, output_dir=sys.argv[2], label_key="nothing"))
+except ValueError as error:
+    print("refused:", error)
+"""
+
+
+def test_a_run_is_a_function_call(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+    server.train(work.flags(tmp_path / "line"), tmp_path / "log").ok()
+    settings = {
+        "hf_checkpoint": str(work.model), "prompt_data": str(work.prompts), "label_key": "answer", "apply_chat_template": True,
+        "input_key": "messages", "custom_rm_path": f"{work.reward}:letters", "rm_num_workers": 1, "rollout_shuffle": True,
+        "num_rollout": 2, "rollout_batch_size": 4, "n_samples_per_prompt": 4, "num_steps_per_rollout": 2, "micro_batch_size": 4,
+        "rollout_max_response_len": 8, "lr": 1e-3, "policy_loss_type": "sapo", "no_tensorboard": True, "no_progress": True, "no_plot": True,
+    }  # fmt: skip
+    folders = [str(tmp_path / "first"), str(tmp_path / "second")]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(settings), *folders],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=Path(__file__).resolve().parents[2],
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "refused:" in done.stdout and "nothing" in done.stdout
+    expected = same_numbers(rows_of(tmp_path / "line"))
+    for folder in folders:
+        assert same_numbers(rows_of(Path(folder))) == expected

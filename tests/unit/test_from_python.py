@@ -1,0 +1,70 @@
+"""A run's configuration from Python values is that of the same command line."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from arguments.parse import make_config, parse_args
+from arguments.run_config import RunConfig
+from slime_like.config import ConfigError
+from tests.unit.command_lines import complete
+
+
+def settings_of(config: RunConfig) -> dict[str, object]:
+    return {
+        f.name: getattr(config, f.name)
+        for f in dataclasses.fields(config)
+        if f.name not in ("argv", "megatron")
+    }
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> dict[str, object]:
+    """The settings of `complete` by name."""
+    words = complete(tmp_path)
+    names = [i for i, word in enumerate(words) if word.startswith("--")]
+    values: dict[str, object] = {}
+    for start, end in zip(names, [*names[1:], len(words)], strict=True):
+        rest = words[start + 1 : end]
+        name = words[start].removeprefix("--").replace("-", "_")
+        values[name] = True if not rest else rest[0] if len(rest) == 1 else rest
+    return values
+
+
+def test_settings_are_those_of_the_command_line(tmp_path: Path, given: dict[str, object]) -> None:
+    more = {
+        "lr": 1e-3, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 64, "micro_batch_size": None,
+        "policy_loss_type": "sapo", "sapo_tau_pos": 1.5, "rollout_shuffle": False, "save": tmp_path / "checkpoints",
+        "apply_chat_template_kwargs": {"enable_thinking": False}, "apply_chat_template": True,
+    }  # fmt: skip
+    given = {k: v for k, v in given.items() if k != "micro_batch_size"}
+    config = make_config(given, **more)
+    assert config.checkpoint.save == str(tmp_path / "checkpoints")
+    assert settings_of(parse_args(config.argv, 1)) == settings_of(config)
+
+
+def test_sections_are_those_of_a_run_file(given: dict[str, object]) -> None:
+    flat = make_config(given, sapo_tau_pos=1.5, policy_loss_type="sapo")
+    nested = make_config(given, algorithm={"policy_loss_type": "sapo"}, sapo={"tau_pos": 1.5})
+    assert settings_of(flat) == settings_of(nested)
+
+
+def test_a_run_file_is_read_under_the_settings(tmp_path: Path, given: dict[str, object]) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("rollout_seed: 5\neps_clip: 0.3\n")
+    config = make_config(given, config=file, rollout_seed=7)
+    assert config.data.rollout_seed == 7 and config.policy_loss.eps_clip == 0.3
+
+
+def test_every_problem_is_named_at_once(given: dict[str, object]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_config(given, lr="fast", num_rolouts=3, gamma=2.0)
+    text = str(caught.value)
+    assert all(word in text for word in ("--lr", "--num-rolouts", "--gamma")), text
+
+
+def test_later_mappings_take_precedence(given: dict[str, object]) -> None:
+    assert make_config({**given, "rollout_seed": 3}, rollout_seed=4).data.rollout_seed == 4
