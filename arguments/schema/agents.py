@@ -57,6 +57,12 @@ class AgentsConfig(CheckedSettings):
         "the number in the file reward, otherwise that of the run's reward function.",
         excludes=("custom_generate_function_path", "rollout_function_path"),
     )
+    agent_isolation: bool = arg(
+        True,
+        "With --agent-command: separate the programs of episodes from each other by user, process "
+        "and mount namespaces, where this host can. Programs that need rights of root over files "
+        "of other users need --no-agent-isolation.",
+    )
     agent_environment: str | None = arg(
         None,
         "Text environment that the model interacts with: gymnasium:<id>?<option>=<value>, "

@@ -4,11 +4,15 @@ descendants at the end."""
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import functools
 import json
 import os
+import shutil
 import signal
 import stat
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +21,16 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from slime_like.agents.apart import CANNOT_START
+from slime_like.checkpoints.scratch import scratch_folder
+from slime_like.rewards import confinement
+
 if TYPE_CHECKING:
     from slime_like.agents.task import Task
 
+_BOOT = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from slime_like.agents.apart import main; main()"
+)
 # files in the episode's folder
 TASK = "task.json"
 REWARD = "reward"
@@ -39,11 +50,24 @@ _HIDDEN = (
 )
 
 
-async def run_command(command: Sequence[str], task: Task) -> float | None:
+def not_apart() -> str | None:
+    """What this host does not enforce between the programs of episodes, or None."""
+    reason = confinement.missing().get("namespaces")
+    if reason is None:
+        return None
+    return (
+        f"programs of episodes are not separated here (namespaces: {reason}): one can read the "
+        "keys and files of the others, and what it starts in a new session with an empty "
+        "environment outlives its episode"
+    )
+
+
+async def run_command(command: Sequence[str], task: Task, *, apart: bool = True) -> float | None:
     """Run the program to its end.
 
     Args:
-        words: The program and its arguments.
+        command: The program and its arguments.
+        apart: Separate it from the programs of other episodes (`apart.py`), where this host can.
         task: The task, written to `task.json` in its folder; gateway URL and key are in the
             environment variables that the SDKs read.
 
@@ -55,13 +79,16 @@ async def run_command(command: Sequence[str], task: Task) -> float | None:
             end of its output.
     """
     with (
-        tempfile.TemporaryDirectory(prefix="slime_like_agent_", ignore_cleanup_errors=True) as path,
+        tempfile.TemporaryDirectory(dir=_all_episodes(), ignore_cleanup_errors=True) as path,
         tempfile.TemporaryFile() as output,  # not a pipe, which a detached process might keep open
     ):
         folder = Path(path)
         names = ("prompt", "label", "metadata", "evaluation", "seed")
         row = {name: getattr(task, name) for name in names}
         (folder / TASK).write_text(json.dumps(row, default=str))
+        if apart and not_apart() is None:
+            start = [sys.executable, "-I", "-S", "-c", _BOOT, confinement.package_root()]
+            command = [*start, _all_episodes(), path, *command]
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -82,8 +109,19 @@ async def run_command(command: Sequence[str], task: Task) -> float | None:
                 process.kill()
             await asyncio.shield(process.wait())
         if status:
-            raise RuntimeError(f"exit status {status}: {_output_tail(output.fileno())}")
+            end = _output_tail(output.fileno())
+            if end.startswith(CANNOT_START):
+                raise RuntimeError(end.removeprefix("slime_like: "))
+            raise RuntimeError(f"exit status {status}: {end}")
         return read_reward(folder / REWARD)
+
+
+@functools.cache
+def _all_episodes() -> str:
+    """The folder that holds those of this process's episodes."""
+    folder = scratch_folder("slime_like_agents_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def environment(task: Task) -> dict[str, str]:

@@ -17,7 +17,7 @@ from arguments.run_config import RunConfig
 from arguments.schema import AgentsConfig
 from slime_like.advantages import TurnEstimator, advantage_estimators, follows_tokens
 from slime_like.agents.answer_parsers import TRANSFORMERS, default_format
-from slime_like.agents.command import run_command
+from slime_like.agents.command import not_apart, run_command
 from slime_like.agents.environment import player
 from slime_like.agents.episode_samples import answers_of, bad_reward, sample_of
 from slime_like.agents.live_episodes import (
@@ -38,6 +38,7 @@ from slime_like.batching.turn_credit import TURNS
 from slime_like.environments.base import FLAG as ENVIRONMENT
 from slime_like.environments.base import environment_maker
 from slime_like.import_utils import load_function
+from slime_like.logs import warn_rank_0
 from slime_like.rollout.episode import CustomGenerate, LoopRunner, Model, mark_aborted
 from slime_like.types import Sample
 
@@ -330,9 +331,11 @@ def _make_agent(config: AgentsConfig) -> _Agent | None:
         return _Agent(f"{AGENT_FUNCTION} {path}", load_function(path, AGENT_FUNCTION))
     if (line := config.agent_command) is not None:
         command = shlex.split(line)
+        if config.agent_isolation and (problem := not_apart()) is not None:
+            warn_rank_0(logger, f"{AGENT_COMMAND}: {problem}")
 
         async def play(task: Task) -> float | None:
-            return await run_command(command, task)
+            return await run_command(command, task, apart=config.agent_isolation)
 
         return _Agent(f"{AGENT_COMMAND} {line!r}", play)
     if (spec := config.agent_environment) is not None:

@@ -65,6 +65,8 @@ _PR_SET_SECUREBITS = 28
 _PR_SET_NO_NEW_PRIVS = 38
 _NO_ROOT = 3  # SECBIT_NOROOT and its lock: programs started as root get no capabilities
 _NEW_PID = 0x20000000
+_NEW_USER = 0x10000000
+_NEW_MOUNTS = 0x00020000
 _NOBODY = 65534
 _SYSTEM = [
     "/usr/lib",
@@ -199,13 +201,7 @@ def own_namespaces(paths: Iterable[str]) -> None:
     if user == 0:  # process limits do not apply to the real root user
         os.setresuid(_NOBODY, 0, 0)
     _call("unshare", _NAMESPACES)
-    for name, text in (
-        ("setgroups", "deny"),
-        ("uid_map", f"{user} {user} 1"),
-        ("gid_map", f"{group} {group} 1"),
-    ):
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(text)
+    _map_ids(user, group)
     _mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE)
     # open them now: some may be in /tmp, and mounts of another namespace cannot be bound
     kept = [(p, os.open(p, os.O_PATH | os.O_CLOEXEC)) for p in paths]
@@ -221,6 +217,44 @@ def own_namespaces(paths: Iterable[str]) -> None:
         raise OSError(ctypes.get_errno(), "pivot_root")
     _call("umount2", b".", _MNT_DETACH)
     os.chdir("/")
+
+
+def _map_ids(user: int, group: int) -> None:
+    """Give this process the ids in its new user namespace that it has outside."""
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{user} {user} 1"),
+        ("gid_map", f"{group} {group} 1"),
+    ):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+
+
+def own_episode(everyone: str, folder: str) -> None:
+    """Enter new user and mount namespaces, in which `folder` is all that is in the folder
+    `everyone`, and a new PID namespace for the next child. Everything else stays as it is. Raises
+    OSError if this user may not do it.
+
+    A process in another user namespace can be inspected by its owner alone: not its memory, and not
+    the environment in /proc, which may still be that of the host.
+    """
+    user = os.geteuid()
+    group = os.getegid()
+    _call("unshare", _NEW_USER | _NEW_MOUNTS | _NEW_PID)
+    _map_ids(user, group)
+    _mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE)
+    own = os.open(folder, os.O_PATH | os.O_CLOEXEC)  # before it is hidden
+    _mount(b"tmpfs", everyone.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, b"mode=700")
+    os.mkdir(folder)
+    _mount(f"/proc/self/fd/{own}".encode(), folder.encode(), None, _MS_BIND | _MS_REC)
+    os.close(own)
+
+
+def keep_no_capability() -> None:
+    """Drop the capabilities of this process in its user namespace, also for programs that it starts
+    as root: with them it could undo its mounts. Raises OSError."""
+    _prctl(_PR_SET_SECUREBITS, _NO_ROOT)
+    _drop_capabilities()
 
 
 def _bind(path: str, file_descriptor: int) -> None:

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from slime_like.agents.anthropic_api import messages_json, parse_messages_request
-from slime_like.agents.command import environment, read_reward, run_command
+from slime_like.agents.command import environment, not_apart, read_reward, run_command
 from slime_like.agents.messages import BadRequest
 from slime_like.agents.rollouts import AgentGenerate, Task
 from slime_like.agents.server import Gateway
@@ -28,6 +28,7 @@ from slime_like.agents.sessions import (
 from slime_like.agents.templates import ChatTemplate
 from slime_like.agents.tool_calls import FORMATS, parse
 from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.rewards import confinement
 from slime_like.types import Prompt, Sample, SampleStatus
 from tests.unit.test_agent_gateway import (
     END,
@@ -93,18 +94,102 @@ def program_task(key: str = "k") -> Task:
     return Task(0, "p", None, {}, False, "http://127.0.0.1:1", key)
 
 
-def test_a_process_that_hides_does_not_hold_the_episode(tmp_path: Path) -> None:
-    hidden = tmp_path / "pid"
-    line = f"env -i setsid sh -c 'echo $$ > {hidden}; exec sleep 60' & sleep 60"
+needs_namespaces = pytest.mark.skipif(not_apart() is not None, reason=str(not_apart()))
+
+
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=needs_namespaces)])
+def test_a_process_that_hides_does_not_hold_the_episode(tmp_path: Path, apart: bool) -> None:
+    """And ends with it, where its namespace does."""
+    hidden = tmp_path / "beats"
+    line = f"env -i setsid sh -c 'while :; do date >> {hidden}; sleep 0.05; done' & echo $! > {tmp_path}/pid; sleep 60"
 
     async def work() -> None:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(run_command(["sh", "-c", line], program_task()), 0.5)
+            await asyncio.wait_for(
+                run_command(["sh", "-c", line], program_task(), apart=apart), 3.0
+            )
 
     began = time.monotonic()
     asyncio.run(work())
     assert time.monotonic() - began < 30
-    os.kill(int(hidden.read_text()), 9)
+    size = hidden.stat().st_size
+    assert size > 0, "it ran"
+    time.sleep(0.5)
+    assert (hidden.stat().st_size == size) == apart
+    if not apart:
+        os.kill(int((tmp_path / "pid").read_text()), 9)
+
+
+SPY = """
+import os, pathlib, signal, sys, time
+keys, signals, folders = set(), 0, []
+mine = os.environ["OPENAI_API_KEY"]
+end = time.monotonic() + 20
+while len(keys) < 1 and time.monotonic() < end and not os.path.exists(sys.argv[1] + "/stop"):
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            text = pathlib.Path("/proc", pid, "environ").read_bytes().decode("latin1")
+        except OSError:
+            continue
+        keys |= {v.split("=", 1)[1] for v in text.split(chr(0)) if v.startswith("OPENAI_API_KEY=")} - {mine}
+    time.sleep(0.05)
+    if sys.argv[2] == "apart":
+        break
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    try:
+        if int(pid) != os.getpid():
+            os.kill(int(pid), 0)
+            signals += int(pid) == int(sys.argv[3])
+    except OSError:
+        pass
+folders = [f for f in pathlib.Path.cwd().parent.iterdir() if f != pathlib.Path.cwd() and f.is_dir()]
+pathlib.Path(sys.argv[1], mine).write_text(f"{sorted(keys)} {signals} {len(folders)} {os.getuid()}")
+"""
+
+
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=needs_namespaces)])
+def test_a_program_sees_nothing_of_the_others(tmp_path: Path, apart: bool) -> None:
+    """Neither their keys in /proc, nor their folders; and it can signal none of them. Without the
+    separation it does all of that."""
+    (tmp_path / "spy.py").write_text(SPY)
+    sleeper = "import time; time.sleep(60)"
+
+    async def work() -> None:
+        other = asyncio.create_task(
+            run_command([sys.executable, "-c", sleeper], program_task("of another"), apart=apart)
+        )
+        await asyncio.sleep(1.0)
+        how = "apart" if apart else "together"
+        words = [sys.executable, str(tmp_path / "spy.py"), str(tmp_path), how, str(os.getpid())]
+        await run_command(words, program_task("mine"), apart=apart)
+        other.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await other
+
+    asyncio.run(work())
+    found = (tmp_path / "mine").read_text()
+    assert found == (f"[] 0 0 {os.getuid()}" if apart else f"['of another'] 1 1 {os.getuid()}")
+
+
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=needs_namespaces)])
+def test_how_a_program_ends(apart: bool) -> None:
+    def run(*command: str) -> float | None:
+        return asyncio.run(run_command(command, program_task(), apart=apart))
+
+    assert run("sh", "-c", "echo 0.5 > reward") == 0.5
+    assert run("sh", "-c", "cat task.json > copy; ls / > /dev/null; test -s copy") is None
+    with pytest.raises(RuntimeError, match=r"exit status 3: no$"):
+        run("sh", "-c", "echo no; exit 3")
+    with pytest.raises(RuntimeError, match=r"exit status (143|-15)"):
+        run("sh", "-c", "kill -TERM $$")
+    with pytest.raises(RuntimeError, match=r"cannot be started: .*No such file"):
+        run("no_such_program_anywhere")
+
+
+def test_what_a_host_cannot_enforce_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confinement, "_missing", {"namespaces": "left out"})
+    assert "one can read the keys and files of the others" in str(not_apart())
+    assert asyncio.run(run_command(["sh", "-c", "echo 1 > reward"], program_task())) == 1.0
 
 
 def test_the_end_of_a_long_output_is_told() -> None:
