@@ -19,6 +19,7 @@ from arguments.rules.base import Rule, Settings, Warn
 from arguments.rules.layout import default_micro_batches
 from arguments.schema import DataConfig, ModelConfig, RolloutConfig
 from arguments.schema.data import learns_conversations
+from arguments.untested import read_untested
 from arguments.values import ParsedArgs
 from slime_like.advantages.registry import advantage_estimators
 from slime_like.config import ConfigError, Problem
@@ -94,6 +95,8 @@ def make_draft(
         configs["algorithm"], policy_loss_type=loss.name, advantage_estimator=estimator
     )
     explicit, problems = network_of_flags(values)
+    untested, untested_problems = read_untested(configs["model"].allow_untested or [])
+    problems += untested_problems
     if checkpoint is not None:
         given_gpt = {name: values[name] for name in checkpoint.gpt if name in values}
         if given_gpt.get("position_embedding_type") == "rope" and _has_yarn(checkpoint):
@@ -111,6 +114,7 @@ def make_draft(
     if checkpoint is not None or "hf_checkpoint" not in values:
         problems += model_args_problems(configs["model_args"], checkpoint, frozenset(values))
     core = merge_network(explicit, checkpoint.transformer if checkpoint is not None else {}, values)
+    core |= untested
     eval_sets, eval_problems = eval_sets_of(configs["eval"])
     problems += eval_problems
     plans_gpus = configs["preflight"].preflight and configs["preflight"].preflight_machine == "gpu"

@@ -55,6 +55,7 @@ from arguments.rules.training import (
     STEP_RULES,
     warn_lora_overlap,
 )
+from arguments.untested import warn_untested
 from slime_like.advantages.registry import advantage_estimators, compares_samples
 from slime_like.config import Problem
 from slime_like.losses.registry import policy_losses
@@ -187,6 +188,7 @@ def warn_truncated_sampling(s: Settings) -> str | None:
 
 
 WARNINGS: tuple[Warn, ...] = (
+    warn_untested,
     warn_loss_reduction,
     warn_k1_loss,
     warn_singleton_groups,

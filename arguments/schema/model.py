@@ -53,6 +53,13 @@ class ModelConfig(CheckedSettings):
         nargs="+",
         excludes="lora_rank",
     )
+    allow_untested: list[str] | None = arg(
+        None,
+        "NAME:VALUE settings of megatron-core that are rejected otherwise, because no test covers "
+        "them: fp8 and fp4 with their recipes, CUDA graphs, offloaded activations, overlapped "
+        "communication, fused kernels. They are passed on as they are.",
+        nargs="+",
+    )
     transformer_impl: str = arg(
         "auto",
         "Layer implementation. auto: Transformer Engine if it is installed and CUDA is available, "

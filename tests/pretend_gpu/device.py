@@ -248,6 +248,10 @@ class ProcessGroupNCCL(metaclass=_IsNccl):
         timeout = getattr(options, "_timeout", None) or timedelta(minutes=10)
         gloo = torch._C._distributed_c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
         KEPT.append(gloo)
+        store.set(f"device of {rank}", str(C.device()))
+        devices = [store.get(f"device of {other}") for other in range(size)]
+        if len(set(devices)) < size:
+            raise RuntimeError(f"NCCL: Duplicate GPU detected: ranks are on {devices}")
         return C.nccl(gloo, rank, size)
 
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+from megatron_patches.patch import release
 from tests.pretend_gpu.waits_budget import FILE, PAGES, measure, with_table
 
 
+@pytest.mark.skipif(release() != (0, 16), reason="the budget is of megatron-core 0.16")
 def test_no_line_waits_more_often_than_the_budget(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:

@@ -26,6 +26,7 @@ from arguments.rules.run import RULES, WARNINGS
 from arguments.rules.scheduling import SCHEDULING_RULES
 from arguments.rules.sglang import SGLANG_RULES
 from arguments.rules.training import LORA_RULES, OPTIMIZER_RULES, OPTIMIZER_WARNINGS
+from arguments.untested import warn_untested
 from slime_like.config import ConfigError, flag_name
 from slime_like.rewards.registry import reward_of
 from tests.unit.command_lines import TWO_STEPS, complete, parse_flags, problems_of
@@ -490,7 +491,15 @@ def test_warnings(tmp_path: Path, flags: str, said: str) -> None:
     assert len(warnings) == 1 and said in warnings[0]
     assert (
         len(
-            set(WARNINGS) - {*MOE_WARNINGS, *OPTIMIZER_WARNINGS, LATENT, SINKS, warn_muon_blockwise}
+            set(WARNINGS)
+            - {
+                *MOE_WARNINGS,
+                *OPTIMIZER_WARNINGS,
+                LATENT,
+                SINKS,
+                warn_untested,
+                warn_muon_blockwise,
+            }
         )
         == 15
     ), "a new warning has a case here"
