@@ -169,10 +169,13 @@ def packed_rotary(
         **named: Any,
     ) -> Tensor:
         nonlocal last
+        # since 0.20, to avoid a copy to the host; the number of rows does as well
+        longest = named.pop("max_seqlen", None)
+        known = {} if longest is None else {"max_seqlen": longest}
         by_row = cp_group is not None and freqs.size(0) == t.size(0) * cp_group.size()
         # of a single sequence, angles by row are those of its positions
         if cp_group is None or (by_row and cu_seqlens.numel() > 2):
-            return original(t, cu_seqlens, freqs, *args, cp_group=cp_group, **named)
+            return original(t, cu_seqlens, freqs, *args, cp_group=cp_group, **named, **known)
         if last is None or not last.is_of(cu_seqlens, freqs):
             last = _Angles(cu_seqlens, freqs, t.size(0), cp_group)
         rows = t.unsqueeze(1)

@@ -4,9 +4,11 @@ patches were applied.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -141,15 +143,33 @@ class Report:
 
 def megatron_version() -> str:
     try:
-        return metadata.version("megatron-core")
+        return ".".join(map(str, _version()))
     except metadata.PackageNotFoundError:
         return "of unknown version"
 
 
 def release() -> tuple[int, ...]:
-    """Release of the installed megatron-core: (0, 19) for 0.19.2. Raises PackageNotFoundError if it
-    is not installed."""
-    return _numbers(metadata.version("megatron-core"))
+    """Release of the megatron-core that is imported: (0, 19) for 0.19.2. Raises
+    PackageNotFoundError if there is none."""
+    return _version()[:2]
+
+
+@functools.cache
+def _version() -> tuple[int, ...]:
+    """Version of the megatron-core that is imported, which may be a checkout on PYTHONPATH in place
+    of the installed distribution."""
+    try:
+        spec = importlib.util.find_spec("megatron.core")
+    except ModuleNotFoundError:
+        spec = None
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        info = Path(folder, "package_info.py")
+        if info.is_file():
+            text = info.read_text(encoding="utf-8")
+            numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)$", text, re.MULTILINE))
+            if len(numbers) == 3:
+                return tuple(int(numbers[name]) for name in ("MAJOR", "MINOR", "PATCH"))
+    return tuple(map(int, re.findall(r"\d+", metadata.version("megatron-core"))[:3]))
 
 
 def _numbers(version: str) -> tuple[int, ...]:

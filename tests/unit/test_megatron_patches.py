@@ -32,6 +32,7 @@ NOT_NEEDED = [
     name
     for name, needed in (
         ("moe_no_te", release() < (0, 17)),
+        ("moe_permute", release() < (0, 17)),
         ("mla_no_te", release() < (0, 17)),
         ("mla_no_q_norm", release() >= (0, 19)),
     )
@@ -169,14 +170,34 @@ def test_a_patch_goes_where_megatron_core_has_mended_its_cause(
 ) -> None:
     patch = importlib.import_module("megatron_patches.patch")
     fixed = dataclasses.replace(megatron_patches.load_patch("tensor_cuda"), fixed_in="0.18")
-    for version, idle in (("0.16.1", ""), ("0.17.9", ""), ("0.18.0", "0.18"), ("1.0.0rc1", "0.18")):
-        monkeypatch.setattr(patch.metadata, "version", lambda name, version=version: version)
+    for version, idle in (((0, 16, 1), ""), ((0, 17, 9), ""), ((0, 18, 0), "0.18"), ((1,), "0.18")):
+        monkeypatch.setattr(patch, "_version", lambda version=version: version)
         assert fixed.skip_reason() == (idle and f"fixed in megatron-core {idle}")
     late = dataclasses.replace(fixed, since="0.17")
-    monkeypatch.setattr(patch.metadata, "version", lambda name: "0.16.1")
+    monkeypatch.setattr(patch, "_version", lambda: (0, 16, 1))
     assert late.skip_reason() == "needed since megatron-core 0.17"
-    monkeypatch.setattr(patch.metadata, "version", lambda name: "0.17.0")
+    monkeypatch.setattr(patch, "_version", lambda: (0, 17, 0))
     assert late.skip_reason() == ""
+
+
+def test_the_release_is_that_of_the_megatron_core_that_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkout on PYTHONPATH goes before the installed distribution, whose metadata says another
+    release."""
+    patch = importlib.import_module("megatron_patches.patch")
+    info = importlib.import_module("megatron.core.package_info")
+    assert patch.release() == (info.MAJOR, info.MINOR)
+    checkout = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: checkout)
+    monkeypatch.setattr(patch, "_version", patch._version.__wrapped__)
+    (tmp_path / "package_info.py").write_text(
+        "MAJOR = 1\nMINOR = 42\nPATCH = 3\nPRE_RELEASE = ''\n"
+    )
+    assert patch.release() == (1, 42) and patch.megatron_version() == "1.42.3"
+    (tmp_path / "package_info.py").unlink()
+    monkeypatch.setattr(patch.metadata, "version", lambda name: "0.19.2rc1")
+    assert patch.release() == (0, 19) and patch.megatron_version() == "0.19.2"
 
 
 def test_report_prints_as_a_table() -> None:
@@ -479,6 +500,11 @@ def test_packed_rows_are_rotated_as_their_sequences_are(cp_size: int, cp_rank: i
             rows = torch.randn(int(bounds[-1]) // cp_size, heads, 8)
             found = rotate(rows, bounds, angles, cp_group=group)
             assert torch.equal(found, rotate.__wrapped__(rows, bounds, angles, cp_group=group))
+            # megatron-core 0.20 names the longest sequence as well
+            if sum(lengths) != 4 or release() >= (0, 20):
+                longest = max(lengths) * unit
+                named = rotate(rows, bounds, angles, cp_group=group, max_seqlen=longest)
+                assert torch.equal(named, found)
 
 
 def test_split_sizes_of_a_cpu_tensor() -> None:
