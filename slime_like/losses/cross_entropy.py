@@ -14,7 +14,13 @@ class CrossEntropyConfig(CheckedSettings):
     """No settings."""
 
 
-@register_policy_loss("cross_entropy", CrossEntropyConfig, correction="forbidden", aliases=("sft",))
+@register_policy_loss(
+    "cross_entropy",
+    CrossEntropyConfig,
+    correction="forbidden",
+    aliases=("sft",),
+    policy_gradient=False,
+)
 def cross_entropy(inputs: LossInputs, config: CrossEntropyConfig) -> PolicyLossOutput:
     """Token losses [T]."""
     return PolicyLossOutput(-inputs.masked(inputs.log_probs), {})

@@ -12,6 +12,7 @@ from slime_like.metrics.typed import Metric, MetricAccumulator
 
 # Those of pairs: tests/unit/test_losses_pairs.py, tests/dist/test_pairs.py.
 OF_SINGLE_RESPONSES = [name for name, loss in policy_losses.items() if not loss.pairs]
+POLICY_GRADIENTS = [name for name in OF_SINGLE_RESPONSES if policy_losses.get(name).policy_gradient]
 
 
 def make(

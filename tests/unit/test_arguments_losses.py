@@ -152,7 +152,7 @@ def test_slimes_cispo_takes_eps_clip(tmp_path: Path) -> None:
 # rule or "", flags, the flag that is named, words of the message
 REFUSED: list[tuple[str, str, str, str]] = [
     ("", "--policy-loss-type reinforce", "--policy-loss-type",
-     "legal values: bradley_terry, cispo, clip_cov, cross_entropy"),
+     "legal values: " + ", ".join(policy_losses.names())),
     ("", "--loss-reduction token_sum", "--loss-reduction", "token_mean_legacy"),
     ("", "--policy-loss-type gspo --eps-clip -0.1", "--eps-clip", "must be >= 0"),
     ("", "--eps-clip-c 1", "--eps-clip-c", "must be > 1"),

@@ -170,16 +170,6 @@ def test_scaled_advantages_warn_once_with_a_loss_that_is_not_homogeneous() -> No
     assert [("policy loss kimi" in str(w.message)) for w in seen] == [True]
 
 
-def test_the_losses_that_are_not_homogeneous_say_so() -> None:
-    assert {name for name, loss in policy_losses.items() if not loss.homogeneous} == {
-        "clip_cov",
-        "kl_cov",
-        "dro",
-        "ipo",
-        "kimi",
-    }
-
-
 def test_observations_are_predicted_whatever_the_cut() -> None:
     """A loop in float64 over the tokens of a step: the same loss and gradient from one micro-batch
     and from three, one of which has no observation. What the policy term sees is not changed."""

@@ -24,7 +24,11 @@ from tests.unit.test_losses_invariance import CORRECTIONS, VARIANTS, WITHOUT_AN_
 from tests.unit.test_losses_prescaling import OF_SAMPLES
 from tests.unit.test_losses_total import is_refused
 
-POLICY_GRADIENTS = [v for v in VARIANTS if v not in WITHOUT_AN_OLD_POLICY]
+POLICY_GRADIENTS = [
+    v
+    for v, (name, _) in VARIANTS.items()
+    if v not in WITHOUT_AN_OLD_POLICY and policy_losses.get(name).policy_gradient
+]
 # Their weight is a constant for autograd (and in gspo-token the value is the sequence's): the
 # gradient is not the derivative of the value.
 WITH_A_STOPPED_WEIGHT = {
