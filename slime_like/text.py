@@ -15,6 +15,13 @@ _UNFIT = re.compile(
 _USERINFO = re.compile(r"(?<=://)(?:[^/?#\s'\"]*|[^/?#\s'\":\[]*:(?!\d+[/?#])[^\s'\"]*)@")
 _QUERY = re.compile(r"(?<=://)([^\s'\"?#]*\?)([^\s'\"#]+)")
 
+# a variable or an option that holds a secret, in a command: API_KEY=..., --token ...
+_NAMED = re.compile(
+    r"(?<![\w-])((?:[A-Z0-9]+_)*(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|ACCESS_KEY_ID)="
+    r"|--?(?:api[-_]?key|(?:auth[-_]|access[-_])?token|secret|password)(?:=| +))"
+    r"(\"[^\"]*\"|'[^']*'|[^\s'\"]+)"
+)
+
 
 def clean(text: object, longest: int = LONGEST) -> str:
     """One line, without control characters, escape sequences, lone surrogates or URL credentials.
@@ -66,11 +73,15 @@ def _without_values(query: str) -> str:
 
 
 def mask_settings(value: object) -> Any:
-    """Copy of JSON-like data with `mask_url` applied to every URL in every string."""
+    """Copy of JSON-like data with `mask_url` applied to every URL in every string, and without the
+    values of variables and options that hold secrets.
+
+    >>> mask_settings("env OPENAI_API_KEY=abc agent --url http://a:b@h/x")
+    'env OPENAI_API_KEY=*** agent --url http://***@h/x'
+    """
     if isinstance(value, str):
-        return _QUERY.sub(
-            lambda match: match[1] + _without_values(match[2]), mask_credentials(value)
-        )
+        text = _NAMED.sub(r"\1***", mask_credentials(value))
+        return _QUERY.sub(lambda match: match[1] + _without_values(match[2]), text)
     if isinstance(value, dict):
         return {key: mask_settings(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -207,12 +207,13 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
 def _rows(path: Path) -> list[tuple[str, dict[str, float]]]:
     """(line with its newline, row) of every complete line."""
     rows = []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = path.read_bytes().splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
         try:
-            rows.append((line, _parse(line)))
-        except ValueError as error:
-            if number == len(lines) and not line.endswith("\n"):
+            text = line.decode("utf-8")
+            rows.append((text, _parse(text)))
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
+            if number == len(lines) and not line.endswith(b"\n"):
                 break
             raise ValueError(
                 f"{path}:{number}: not a line of metrics ({error}); repair or remove the file"

@@ -39,6 +39,7 @@ MAX_OUTPUT = 2**16  # bytes of the rewards' output that is shown per round
 # bytes of an answer: of confined code, and of other code (e.g. token rewards of a group)
 _MAX_ANSWER = 2**20
 _MAX_OWN_ANSWER = 2**28
+_MAX_KILLED_STARTS = 4
 _MOMENT_S = 1.0
 _MEASURED_S = 0.1  # most jobs end before their CPU time is measured
 _QUICK_S = 0.005  # jobs below this are sent ahead, so that the worker never waits for the next one
@@ -232,6 +233,7 @@ class _Round:
         self.alone: set[int] = set()
         self.answers: dict[int, Answer] = {}
         self.shown = 0  # bytes of output
+        self.killed_starts = 0  # workers that ended before they were ready
 
     def run(self) -> list[Answer]:
         while len(self.answers) < len(self.jobs):
@@ -320,6 +322,12 @@ class _Round:
                 if worker.queued:
                     self._start(worker, worker.queued.popleft())
 
+    def _may_start_again(self, how: str) -> bool:
+        """Whether a worker that ended before it was ready is replaced: it was killed, perhaps as
+        the machine's memory ran out, and not for the first few times in a row."""
+        self.killed_starts += 1
+        return how.startswith("signal") and self.killed_starts < _MAX_KILLED_STARTS
+
     def _requeue(self, worker: Worker) -> None:
         """Requeue jobs that were sent in advance to a worker that ended before starting them."""
         self.waiting.extendleft(reversed(worker.queued))
@@ -341,6 +349,8 @@ class _Round:
         self._show(output)
         self._requeue(worker)
         how = self.pool.discard(worker)
+        if not worker.ready and answer is None and self._may_start_again(how):
+            return
         if not worker.ready:
             reason = f"not ready after {START_LIMIT_S:g} s" if answer else how
             last = clean(output[-1000:].decode(errors="replace")) or "nothing"

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from arguments.run_config import RunConfig
 from slime_like.config import flag_name
+from slime_like.text import mask_settings
 
 # Settings that define what is learned. Learning rate and weight decay are compared with the
 # schedule; layouts and folders may change.
@@ -58,7 +59,7 @@ def settings_of(run: RunConfig) -> dict[str, object]:
                 if (digest := _file_digest(value)) is not None:
                     settings[f"{flag} (the file)"] = digest
                 value = _without_credentials(value)
-            settings[flag] = value
+            settings[flag] = mask_settings(value)
     return json.loads(json.dumps(settings, default=str))
 
 

@@ -85,6 +85,18 @@ def test_other_damage_is_named(tmp_path: Path, bad: str) -> None:
     assert bad in path.read_text()  # nothing is thrown away
 
 
+@pytest.mark.parametrize("bad", [b"\xff\xfe garbage", b'{"step": 1, "x": ' + b"[" * 100000])
+def test_bytes_and_nesting_are_named(tmp_path: Path, bad: bytes) -> None:
+    path = _write(tmp_path, range(2), 0.0)
+    first, last = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + bad + b"\n" + last)
+    for read in (read_metrics, lambda path: MetricsLogger(path.parent, start_step=1)):
+        with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not a line of metrics"):
+            read(path)
+    path.write_bytes(first + last + bad)  # cut in the middle of a line
+    assert len(read_metrics(path)) == 2
+
+
 def test_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

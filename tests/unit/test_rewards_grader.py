@@ -507,6 +507,25 @@ def test_a_worker_that_cannot_start(custom, tmp_path):
         grader.grade([make(0)])
 
 
+@pytest.mark.parametrize(("kills", "started"), [(2, True), (99, False)])
+def test_a_worker_that_is_killed_while_it_starts_is_replaced(custom, tmp_path, kills, started):
+    """As where memory runs out for a moment; not for ever."""
+    count = tmp_path / "starts"
+    count.write_text("")
+    grader = custom(
+        f"import os, signal\nif {os.getpid()} != os.getpid():\n    file = open({str(count)!r}, 'a')\n"
+        f"    file.write('x'); file.close()\n"
+        f"    if len(open({str(count)!r}).read()) <= {kills}: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def score(args, sample):\n    return 1\n",
+        rm_num_workers=1,
+    )
+    if started:
+        assert grader.grade([make(0)])[0].reward == 1.0 and len(count.read_text()) == 3
+        return
+    with pytest.raises(RuntimeError, match=r"ended before it was ready \(signal 9\)"):
+        grader.grade([make(0)])
+
+
 ASYNC = """
     import asyncio, time
     async def score(args, sample, **kwargs):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime_like.text import LONGEST, clean, mask_settings, mask_url, printable
+from slime_like.text import LONGEST, clean, mask_argv, mask_settings, mask_url, printable
 
 
 @pytest.mark.parametrize(
@@ -58,3 +58,19 @@ def test_credentials() -> None:
         "n": 1,
         "pair": ("x", None),
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("env OPENAI_API_KEY=sk-1 agent.py --n 3", "env OPENAI_API_KEY=*** agent.py --n 3"),
+        ("env A=1 HF_TOKEN='a b' X_SECRET=\"c d\" run", "env A=1 HF_TOKEN=*** X_SECRET=*** run"),
+        ("agent --api-key sk-1 --token=t --password p", "agent --api-key *** --token=*** --password ***"),
+        ("AWS_ACCESS_KEY_ID=a DB_PASSWORD=b KEY=c", "AWS_ACCESS_KEY_ID=*** DB_PASSWORD=*** KEY=***"),
+        ("agent --db postgres://me:pw@h/x", "agent --db postgres://***@h/x"),
+        *[(text, text) for text in ("--max-tokens-per-gpu 10", "--input-key=prompt", "label_key=a", "MONKEY=1")],
+    ],
+)  # fmt: skip
+def test_secrets_of_a_command_are_hidden(text: str, expected: str) -> None:
+    assert mask_settings(text) == expected
+    assert mask_argv(["--agent-command", text]) == ["--agent-command", expected]
