@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
+from typing import NoReturn
 
 from arguments.actions import HelpRequested
 from arguments.config_groups import ConfigGroups
@@ -34,6 +35,7 @@ from arguments.run_config import RunConfig
 from arguments.run_file import read_run_file
 from arguments.schema import PreflightConfig
 from arguments.slime_launch import apply_slime_defaults, slime_world_size
+from arguments.surroundings import missing_surroundings
 from arguments.teacher import build_teacher
 from arguments.values import ParsedArgs, merge
 from slime_like.config import ConfigError, Problem, flag_name
@@ -45,6 +47,7 @@ CONFIG_EXIT_STATUS = 2
 IMPORT_FLAG = "--import-modules"
 # Rank 0 prints. If another rank exited first, torchrun would kill rank 0 before it has printed.
 _WAIT_FOR_RANK_0_S = 5.0
+_ANSWERED = frozenset(["--help", "-h", "--version"])  # without a run
 
 
 TRAIN = Program(RULES, WARNINGS, TRAIN_USAGE, SERVER_FIELDS, default_micro_batches=True)
@@ -150,18 +153,25 @@ def parse_or_exit(
     --help and --version print to stdout and exit with 0. Raises SystemExit.
     """
     complete_shell(program)
+    if not _ANSWERED.intersection(argv) and (missing := missing_surroundings()):
+        _refuse("slime_like cannot run here:\n  - " + "\n  - ".join(missing), rank)
     try:
         return parse_args(argv, world_size, program)
     except ConfigError as error:
-        if rank == 0:
-            print(error, file=sys.stderr, flush=True)
-        else:
-            time.sleep(_WAIT_FOR_RANK_0_S)
-        raise SystemExit(CONFIG_EXIT_STATUS) from None
+        _refuse(str(error), rank)
     except HelpRequested as request:
         if rank == 0:
             _print_to_pipe(str(request))
         raise SystemExit(0) from None
+
+
+def _refuse(message: str, rank: int) -> NoReturn:
+    """Exit with the status of a wrong command line, after rank 0 has said why, once for all."""
+    if rank == 0:
+        print(message, file=sys.stderr, flush=True)
+    else:
+        time.sleep(_WAIT_FOR_RANK_0_S)
+    raise SystemExit(CONFIG_EXIT_STATUS)
 
 
 def _print_to_pipe(text: str) -> None:

@@ -9,6 +9,10 @@ megatron-core. Call `megatron_patches.apply()` before the first use of `Megatron
 from __future__ import annotations
 
 import importlib
+import sys
+
+if sys.argv[:1] == ["-m"]:  # python -m puts the working folder before the library: a logging.py or
+    sys.path.append(sys.path.pop(0))  # json.py there would take the place of Python's own
 
 __version__ = "0.1.0"
 
