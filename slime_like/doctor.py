@@ -8,6 +8,7 @@ others takes seconds, and some fail without a GPU.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -57,6 +58,17 @@ EXTRAS = {
     "sglang": ("httpx", "sglang-router"),
     "server": ("fastapi", "uvicorn"),
     "gpu": ("transformer-engine",),
+}
+# constraints-gpu.txt: versions that fit each other where SGLang or Transformer Engine is installed
+TOGETHER = {
+    "flash-linear-attention": "0.6.0",
+    "flashinfer-python": "0.7.2",
+    "megatron-core": "0.16.1",
+    "sglang": "0.5.23",
+    "sglang-router": "0.3.2",
+    "torch": "2.14.1",
+    "transformer-engine": "2.20.2",
+    "transformers": "5.19.0",
 }
 PORTS = {29500: "torchrun's meeting", 8000: "the server of the Tinker API", 30000: "SGLang"}
 
@@ -164,6 +176,22 @@ def devices() -> str:
     return f"has    CUDA {torch.version.cuda}: {names}"
 
 
+def together(version: Callable[[str], str] = metadata.version) -> list[str]:
+    """A line for each package whose version is not that of constraints-gpu.txt, in an environment
+    that has SGLang or Transformer Engine."""
+    have = {}
+    for package in TOGETHER:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            have[package] = version(package).partition("+")[0]
+    if have.keys().isdisjoint(("sglang", "transformer-engine")):
+        return []
+    return [
+        f"other  {package:<20} {have[package]:<24} constraints-gpu.txt has {wanted}"
+        for package, wanted in TOGETHER.items()
+        if have.get(package, wanted) != wanted
+    ]
+
+
 def compiler() -> list[str]:
     """A line if a GPU's fused functions cannot be compiled."""
     import torch
@@ -251,7 +279,7 @@ def report(
     if missing:
         lines.append(f"every run needs: {', '.join(missing)}")
     else:
-        lines += [device(), *compiler(), *transformer_engine()]
+        lines += [device(), *compiler(), *transformer_engine(), *together()]
     return lines, int(bool(missing))
 
 

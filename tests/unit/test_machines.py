@@ -4,6 +4,7 @@ with Apex. What they decide, megatron-core must accept."""
 from __future__ import annotations
 
 import json
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from arguments.megatron_configs import Machine
 from arguments.parse import parse_args
 from arguments.run_config import RunConfig
 from megatron_patches import patch
-from scripts.make_tiny_model import SIZES, family_of
+from scripts.make_tiny_model import ROOT, SIZES, family_of
 from slime_like import doctor
 from slime_like.errors import RunError
 from slime_like.megatron.init import device_of_this_process
@@ -153,6 +154,33 @@ def test_sinks_with_an_old_cudnn_are_a_warning(
         assert all(words is not None and words in warning for warning in found)
     monkeypatch.setattr(Machine, "here", lambda: MACHINES["GPU"])
     assert not any("cuDNN" in w for w in parse_model(folders["GptOssForCausalLM"]).warnings)
+
+
+def test_doctor_names_versions_that_are_not_those_of_the_constraints() -> None:
+    lines = (ROOT / "constraints-gpu.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    assert pinned == doctor.TOGETHER
+
+    def installed(**others: str) -> list[str]:
+        have = {name.replace("_", "-"): version for name, version in others.items()}
+
+        def version(package: str) -> str:
+            if package not in have:
+                raise metadata.PackageNotFoundError(package)
+            return have[package]
+
+        return doctor.together(version)
+
+    assert installed(torch="2.13.0") == [], "no other package that pins it"
+    assert installed(torch="2.14.1+cu130", sglang="0.5.23") == []
+    (torch_line, te_line) = installed(torch="2.13.0", sglang="0.5.23", transformer_engine="2.8")
+    assert torch_line.split() == [
+        "other",
+        "torch",
+        "2.13.0",
+        *["constraints-gpu.txt", "has", "2.14.1"],
+    ]
+    assert te_line.split()[:3] == ["other", "transformer-engine", "2.8"]
 
 
 def test_nothing_is_compiled_without_a_compiler(
